@@ -80,7 +80,7 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.cli.main.get_command": "the commands",
     "batchmill.cli.session.app": "batchmill.connection, once a command is called",
     "batchmill.client.pairs.load_transport": "what carries requests to a server, which needs httpx2",
-    "batchmill.connection.load_guest": "what asks another process, which needs httpx2",
+    "batchmill.connection.load_control_client": "the client of another process's control socket, which needs httpx2",
     "batchmill.control.listener.load_server": "what speaks HTTP, which needs uvicorn",
     "batchmill.dialects.load_dialects": "the dialects",
     "batchmill.engines.load_engine": "the engines",

@@ -7,8 +7,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# Public name -> the module that has it: a name costs its imports only once it is used.
-_HOMES = {
+# Public name -> its module, which is imported when the name is first used.
+_MODULES = {
     "AsyncClient": "batchmill.client.asynchronous",
     "Client": "batchmill.client.sync",
     "batched": "batchmill.function_runtime.marks",
@@ -17,6 +17,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'batchmill' has no attribute {name!r}")

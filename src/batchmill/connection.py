@@ -1,6 +1,6 @@
-"""A command's way to the owner of its data directory: it is the owner itself, or it asks the process that is.
+"""The connection of a command to the owner of its data directory: this process itself, or another one over its socket.
 
-Owners come and go: when the one that was asked ends, another process takes over, perhaps this one, and is asked again.
+If the owner ends during a request, another process takes over, perhaps this one, and the request is sent again.
 """
 
 from __future__ import annotations
@@ -22,96 +22,96 @@ from batchmill.services.data_dirs import SOCKET, TAKEOVER_S, TAKEOVER_TRIES, pre
 from batchmill.wire.operations import EVENTS, SHOW_JOB, STEERING
 
 if TYPE_CHECKING:
-    from batchmill.control.guest import Guest
+    from batchmill.control.client import ControlClient
 
 EVENT_END = b"\n\n"
-GUEST = "batchmill.control.guest"  # it needs httpx2
+CONTROL_CLIENT = "batchmill.control.client"  # it needs httpx2
 
 
-def load_guest() -> type[Guest]:
-    """What asks another process."""
-    return import_module(GUEST).Guest
+def load_control_client() -> type[ControlClient]:
+    """Import the client of another process's control socket."""
+    return import_module(CONTROL_CLIENT).ControlClient
 
 
 class OwnerConnection:
-    """Carries requests to the owner, whoever that is by then. The data directory is opened with the first of them.
+    """Sends requests to the current owner. The first request opens the data directory.
 
-    Raises: what the owner's handlers raise; InvalidConfig when the data directory cannot be used; OwnerGone when the
-    owner ended with a request that must not be done twice. No request is tried again for any other reason.
+    Raises: what the owner's handlers raise; InvalidConfig if the data directory cannot be used; OwnerGone if the owner
+    ended during a request that must not be repeated. Requests are repeated for no other reason.
     """
 
     def __init__(self, config: Config, stack: contextlib.AsyncExitStack) -> None:
-        """Args: stack: of whoever opens this; what this process comes to own is closed with it."""
+        """Args: stack: closes what this process opens as the owner."""
         self._config, self._stack = config, stack
-        self._own: ControlApp | None = None  # once this process is the owner
-        self._guest: Guest | None = None  # once another process was asked
+        self._own: ControlApp | None = None  # set if this process is the owner
+        self._client: ControlClient | None = None  # set if another process was contacted
         self._opening = asyncio.Lock()
 
-    async def _reached(self) -> ControlApp | Guest:
-        """The application of this process, or a way to the owner's."""
+    async def _owner_connection(self) -> ControlApp | ControlClient:
+        """Return the application of this process if it is the owner, otherwise a client of the owner's."""
         async with self._opening:
             if self._own is not None:
                 return self._own
-            if self._guest is None:
+            if self._client is None:
                 prepare_data_dir(self._config.data_dir)
             for _ in range(TAKEOVER_TRIES):
                 if (lock := try_lock(self._config.data_dir)) is not None:
                     self._own = await self._stack.enter_async_context(_own(self._config, lock))
                     return self._own
-                if self._guest is None:
-                    self._guest = load_guest()(self._config.data_dir / SOCKET)
-                    self._stack.push_async_callback(self._guest.close)
+                if self._client is None:
+                    self._client = load_control_client()(self._config.data_dir / SOCKET)
+                    self._stack.push_async_callback(self._client.close)
                 with contextlib.suppress(OwnerGone):
-                    await self._guest.check()
-                    return self._guest
+                    await self._client.check()
+                    return self._client
                 await asyncio.sleep(TAKEOVER_S)
         raise InvalidConfig(
-            f"{self._config.data_dir} is locked by a process that does not answer on its control socket; end that "
+            f"{self._config.data_dir} is locked by a process that does not answer on its control socket: stop that "
             "process"
         )
 
     async def send(self, request: HttpRequest) -> HttpReply:
-        """The reply, of the owner that is asked last."""
-        was_asked = False
+        """Send a request, and repeat it with the next owner where that is safe."""
+        was_sent = False
         while True:
-            reached = await self._reached()
+            owner = await self._owner_connection()
             try:
-                return await reached.send(request)
-            except OwnerGone as gone:
-                if gone.was_sent and not (request.is_repeatable or _steers(request)):
+                return await owner.send(request)
+            except OwnerGone as error:
+                if error.was_sent and not (request.is_repeatable or _changes_job_state(request)):
                     raise
-                was_asked |= gone.was_sent
+                was_sent |= error.was_sent
             except Unavailable as error:
                 await _wait_for_next_owner(error)
             except InvalidTransition:
-                if not (was_asked and _steers(request)):
+                if not (was_sent and _changes_job_state(request)):
                     raise
                 job, _, _ = request.path.rpartition("/")
-                request = replace(request, method=SHOW_JOB.method, path=job)  # it was done: only the answer was lost
+                request = replace(request, method=SHOW_JOB.method, path=job)  # it succeeded: only the reply was lost
 
     @contextlib.asynccontextmanager
     async def stream(self, request: HttpRequest) -> AsyncIterator[Pieces]:
-        """A reply as it comes. Events go on with the next owner; of anything else OwnerGone says that it broke off."""
+        """Stream a reply. Events continue with the next owner; any other reply that breaks off raises OwnerGone."""
         async with contextlib.AsyncExitStack() as stack:
-            reply = await self._entered(stack, request)
+            reply = await self._open_stream(stack, request)
             if reply.media != EVENTS:
                 yield reply
                 return
-            async with contextlib.aclosing(self._following(request, reply.pieces)) as pieces:
+            async with contextlib.aclosing(self._follow_events(request, reply.pieces)) as pieces:
                 yield Pieces(pieces, reply.media)
 
-    async def _entered(self, stack: contextlib.AsyncExitStack, request: HttpRequest) -> Pieces:
+    async def _open_stream(self, stack: contextlib.AsyncExitStack, request: HttpRequest) -> Pieces:
         while True:
             try:
-                return await stack.enter_async_context((await self._reached()).stream(request))
-            except OwnerGone as gone:
-                if gone.was_sent and not request.is_repeatable:
+                return await stack.enter_async_context((await self._owner_connection()).stream(request))
+            except OwnerGone as error:
+                if error.was_sent and not request.is_repeatable:
                     raise
             except Unavailable as error:
                 await _wait_for_next_owner(error)
 
-    async def _following(self, request: HttpRequest, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
-        """Whole events, so that none is half of one owner's and half of another's."""
+    async def _follow_events(self, request: HttpRequest, pieces: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+        """Yield whole events, so that no event is joined from two owners."""
         async with contextlib.AsyncExitStack() as stack:
             while True:
                 rest = b""
@@ -122,18 +122,18 @@ class OwnerConnection:
                     return
                 except OwnerGone:
                     await stack.aclose()
-                    pieces = (await self._entered(stack, request)).pieces
+                    pieces = (await self._open_stream(stack, request)).pieces
 
 
 async def _wait_for_next_owner(error: Unavailable) -> None:
-    """Wait before the next try if the owner refused because it is ending: it has done nothing. Raises: any other."""
+    """Wait before the next try if the owner refused because it is stopping. Raises: `error`, if it is another error."""
     if error.code != OWNER_STOPPING:
         raise error
     await asyncio.sleep(TAKEOVER_S)
 
 
-def _steers(request: HttpRequest) -> bool:
-    """Asks for another state of a job. Its refusal by the next owner says that the last one did it."""
+def _changes_job_state(request: HttpRequest) -> bool:
+    """Whether a request changes the state of a job. If the next owner refuses it, the last owner has done it."""
     return request.path.rpartition("/")[2] in STEERING
 
 
@@ -145,8 +145,6 @@ async def _own(config: Config, lock: int) -> AsyncIterator[ControlApp]:
 
 @contextlib.asynccontextmanager
 async def connect(config: Config) -> AsyncIterator[OwnerConnection]:
-    """A connection for as long as a command takes. Leaving it pauses what this process runs; leaving it by
-    cancellation, at once.
-    """
+    """Open a connection for a command. Leaving it pauses the jobs of this process; a cancellation does so at once."""
     async with contextlib.AsyncExitStack() as stack:
         yield OwnerConnection(config, stack)

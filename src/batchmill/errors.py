@@ -1,37 +1,37 @@
-"""Every error batchmill raises on purpose.
+"""All errors that batchmill raises on purpose.
 
 BatchmillError
 ├── InvalidInput            the caller's file, flag or config is wrong
 │   ├── InvalidConfig
 │   ├── InvalidRow          one row is wrong; `code` says how
 │   ├── InvalidDataset      the file as a whole cannot be read
-│   ├── UnknownName         a job, file, model, adapter or engine nobody knows
-│   │   └── Gone            it was there and was deleted: the message says by whom and when
-│   ├── InvalidTransition   what was asked does not fit the job's state
-│   ├── Conflict            it contradicts something that is there: a repeated key, a file in use
-│   ├── TooLarge            more bytes, rows or parts than are taken
-│   └── TooComplex          it took more time or memory than it may
+│   ├── UnknownName         an unknown job, file, model, adapter or engine
+│   │   └── Gone            it was deleted: the message says by whom and when
+│   ├── InvalidTransition   the request does not fit the job's state
+│   ├── Conflict            it conflicts with something that exists: a repeated key, a file in use
+│   ├── TooLarge            more bytes, rows or parts than the limit
+│   └── TooComplex          it took more time or memory than the limit
 ├── Refused                 the caller may not do this
-│   ├── Unauthenticated     no key, or none that is valid
-│   ├── Forbidden           the key does not reach so far
-│   │   └── OverQuota       its project has as many of these, or bytes, as it may
-│   └── RateLimited         too many requests; `retry_after_s` says when to come again
-├── JobPaused               the job stopped and can go on; `reason` is a states.PauseReason
-│   ├── InputChanged        a file is not what was sealed
-│   │   └── DatasetDamaged  what was kept of it is not what was written; the file may be as it was
+│   ├── Unauthenticated     no key, or an invalid one
+│   ├── Forbidden           the key lacks the right
+│   │   └── OverQuota       its project has used up a quota
+│   └── RateLimited         too many requests; `retry_after_s` says when to retry
+├── JobPaused               the job stopped and can be resumed; `reason` is a states.PauseReason
+│   ├── InputChanged        a file differs from what was sealed
+│   │   └── DatasetDamaged  the sealed copy is damaged; the input file may be unchanged
 │   ├── AuthRefused         the service refused the credentials
-│   ├── QuotaExhausted      the account has nothing left to spend
-│   ├── SubmitUnknown       nobody can say whether a provider took a batch of rows
-│   ├── RouteFailed         this way to a model does not go on; another of its routes may
+│   ├── QuotaExhausted      the account has no budget left
+│   ├── SubmitUnknown       it is unknown whether a provider accepted a batch of rows
+│   ├── RouteFailed         this route to a model failed; another of its routes may work
 │   ├── StorageFull
-│   └── StorageFailed       the disk, or the bound of open files, is in the way
+│   └── StorageFailed       the disk failed, or the limit of open files was reached
 ├── ModelFailed             user code or an engine could not be started
-├── Unavailable             not now: the server is stopping, a model is still being loaded
-└── LedgerBroken            an invariant does not hold: stop rather than go on wrong
+├── Unavailable             not now: the server is stopping, a model is still loading
+└── LedgerBroken            an invariant of the ledger does not hold: work stops
 
 `code` is stable, `blame` says whose fault it is (caller, model, system), and `retryable` whether the same call may
-succeed later. Messages say what happened, the offending value, and the way out. No HTTP status here: that
-is `wire/error_statuses.py`'s.
+succeed later. Messages say what happened, the offending value, and the way out. HTTP statuses are in
+`wire/error_statuses.py`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class BatchmillError(Exception):
     code = "internal_error"
     blame = "system"
     retryable = False
-    request_id: str | None = None  # of the request that it answers, where there is one
-    asked: tuple[str, str, tuple[str, ...]] | None = None  # a method and a path that mean nothing; methods that do
+    request_id: str | None = None  # the id of the request that it answers, if there is one
+    # Of a request without a route: its method, its path, and the path's allowed methods.
+    unmatched_request: tuple[str, str, tuple[str, ...]] | None = None
 
     def __init__(self, message: str, *, code: str | None = None) -> None:
         super().__init__(message)
@@ -82,7 +83,7 @@ class UnknownName(InvalidInput):
 
 class Gone(UnknownName):
     code = "deleted"
-    project: str | None = None  # whose it was: others are not told
+    project: str | None = None  # the owner: other projects do not learn of the deletion
 
 
 class InvalidTransition(InvalidInput):
@@ -130,7 +131,7 @@ class RateLimited(Refused):
 class JobPaused(BatchmillError):
     code = "paused"
     retryable = True
-    reason = PauseReason.ASKED
+    reason = PauseReason.REQUESTED
 
     def __init__(self, message: str, *, code: str | None = None, reason: PauseReason | None = None) -> None:
         super().__init__(message, code=code)
@@ -183,24 +184,22 @@ class StorageFailed(JobPaused):
     reason = PauseReason.STORAGE_FAILED
 
 
-def of_system(error: OSError, *, refusals: bool = False) -> JobPaused | None:
-    """What an error of the file system is for people; None for one that says nothing of the machine's state.
+def to_storage_error(error: OSError, *, refusals: bool = False) -> JobPaused | None:
+    """Turn an error of the file system into one for people; None: it says nothing about the machine's state.
 
-    Args: refusals: also where the file system is sound and this user may not.
+    Args: refusals: also for missing permissions.
     """
     where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
     detail = f"{where}{error.strerror}"
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
-            return StorageFull(f"there is no room left on the disk: {detail}; free some, then do it again")
+            return StorageFull(f"the disk is full: {detail}; free some space, then try again")
         case errno.EMFILE | errno.ENFILE:
-            return StorageFailed(
-                f"no further file can be opened: {detail}; raise the limit (`ulimit -n`), then do it again"
-            )
+            return StorageFailed(f"too many files are open: {detail}; raise the limit (`ulimit -n`), then try again")
         case errno.EIO | errno.ESTALE:
-            return StorageFailed(f"the disk failed: {detail}; see to it, then do it again")
+            return StorageFailed(f"the disk failed: {detail}; repair it, then try again")
         case errno.EACCES | errno.EPERM | errno.EROFS if refusals:
-            return StorageFailed(f"a file may not be used: {detail}; see to its owner and mode, then do it again")
+            return StorageFailed(f"access to a file was denied: {detail}; check its owner and mode, then try again")
     return None
 
 

@@ -1,4 +1,4 @@
-"""Modules that are imported when they are first needed, because they are heavy or need the package of an extra."""
+"""Import optional modules on first use, because they are heavy or need the package of an extra."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ EXTRAS = {
 
 
 def require(name: str, purpose: str, error: type[BatchmillError] = InvalidConfig) -> Any:
-    """Import `MODULE` or `MODULE:NAME`. `purpose` begins the message of the error.
+    """Import `MODULE` or `MODULE:NAME`. The error message begins with `purpose`.
 
-    Raises: `error` (`missing_dependency`) if a package is missing that an extra installs.
+    Raises: `error` (`missing_dependency`) if the package of an extra is missing.
     """
-    module, _, attribute = name.partition(":")
+    module_name, _, attribute = name.partition(":")
     try:
-        found = import_module(module)
+        module = import_module(module_name)
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
         if package not in EXTRAS:
@@ -29,4 +29,4 @@ def require(name: str, purpose: str, error: type[BatchmillError] = InvalidConfig
         raise error(
             f"{purpose} needs {package}: pip install 'batchmill[{EXTRAS[package]}]'", code="missing_dependency"
         ) from None
-    return getattr(found, attribute) if attribute else found
+    return getattr(module, attribute) if attribute else module

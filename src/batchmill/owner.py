@@ -1,7 +1,7 @@
-"""What a process that owns a data directory has open: database, services, workers and jobs, opened in this order and
-closed in the reverse order, also when opening fails on the way.
+"""Open a data directory as its owner: database, services, workers and jobs, in this order.
 
-`open_store` has the database; `open_owner`, over it, all that runs.
+They are closed in reverse order, also if opening fails in the middle. `open_store` opens the database; `open_owner`
+opens all that runs on it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.jobs.pools.resources import Resources
 from batchmill.jobs.service import JobService
 from batchmill.models import devices, redaction
-from batchmill.models.isolation import of_config
+from batchmill.models.isolation import isolation_of_config
 from batchmill.models.worker_environment import of_worker
 from batchmill.ports import Clock
 from batchmill.services import salvage
@@ -52,14 +52,15 @@ from batchmill.store.disk_room import DiskQuota
 
 log = logging.getLogger("batchmill.owner")
 
-LEFTOVER_S = 86_400.0  # a preview that is so old has no command any more
+LEFTOVER_S = 86_400.0  # the command of a preview of this age has ended
 
 Close = Callable[[bool], Awaitable[None]]  # True: at once
 
 
 def close_last(stack: contextlib.AsyncExitStack, close: Close) -> None:
-    """Have `stack` call `close` when it comes to it: at once where it is left by cancellation. A close that is itself
-    cancelled is called again, to end at once."""
+    """Make `stack` call `close` on exit; with True (close at once) if the exit is a cancellation. If the close itself
+    is cancelled, it is called again with True.
+    """
 
     async def leave(kind: type[BaseException] | None, error: object, trace: object) -> None:
         try:
@@ -75,7 +76,7 @@ def close_last(stack: contextlib.AsyncExitStack, close: Close) -> None:
 
 
 class Store(Struct, frozen=True, eq=False):
-    """The database of a data directory, and the services that need nothing else."""
+    """The database of a data directory, and the services that need only the database."""
 
     config: Config
     clock: Clock
@@ -87,9 +88,9 @@ class Store(Struct, frozen=True, eq=False):
 
 @contextlib.asynccontextmanager
 async def open_store(config: Config, lock: int) -> AsyncIterator[Store]:
-    """Args: lock: of the data directory, from `try_lock`; it is given back at the end, however that comes.
+    """Open the database. Args: lock: the data directory's lock, from `try_lock`; it is always released at the end.
 
-    Raises: InvalidConfig for a database that is damaged, or that another version of batchmill has written.
+    Raises: InvalidConfig if the database is damaged, or another version of batchmill has written it.
     """
     clock = SystemClock()
     async with contextlib.AsyncExitStack() as stack:
@@ -112,7 +113,7 @@ async def open_store(config: Config, lock: int) -> AsyncIterator[Store]:
 
 
 class ModelServices(Struct, frozen=True, eq=False):
-    """What has names: of the configuration, or deployed or registered over an API."""
+    """The models and adapters: of the configuration, or deployed or registered over an API."""
 
     directory: ModelDirectory
     versions: ModelVersions
@@ -122,14 +123,14 @@ class ModelServices(Struct, frozen=True, eq=False):
 
 
 async def _make_provisions(store: Store, environ: Mapping[str, str] | None = None) -> OwnerProvisions:
-    """What workers are given. Raises: InvalidConfig for isolation that was asked for and cannot be had."""
+    """Make the provisions of workers. Raises: InvalidConfig if the configured isolation is not available."""
     config = store.config
-    isolation = await asyncio.to_thread(of_config, config.functions, config.data_dir)
+    isolation = await asyncio.to_thread(isolation_of_config, config.functions, config.data_dir)
     return OwnerProvisions(store.vault, config.server.private_hosts, environ, isolation)
 
 
 def _make_versions(store: Store, provisions: OwnerProvisions, directory: ModelDirectory, warm: Warm) -> ModelVersions:
-    """The deployed functions; `load` comes next."""
+    """Make the service of deployed functions. It is not loaded yet."""
     config = store.config
     builder = VersionBuilder(config.data_dir, Trials(provisions), config.functions, provisions.isolation)
     return ModelVersions(
@@ -141,7 +142,7 @@ async def _open_models(
     stack: contextlib.AsyncExitStack, store: Store, directory: ModelDirectory, versions: ModelVersions, *,
     engines: Engines, calls: Calls, quarantine: Quarantine, gpus: int | None = None,
 ) -> ModelServices:  # fmt: skip
-    """All of it loaded, but for the adapters."""
+    """Open the model services. All are loaded, except the adapters."""
     config = store.config
     await versions.load()
     remote = make_remote(config, store.database, store.vault, store.clock, directory)
@@ -152,7 +153,9 @@ async def _open_models(
         gpus=gpus,
     )  # fmt: skip
     await llms.load()
-    adapters = AdapterService(store.database, store.clock, directory, config=config, vault=store.vault, room=store.room)
+    adapters = AdapterService(
+        store.database, store.clock, directory, config=config, vault=store.vault, disk_quota=store.room
+    )
     close_last(stack, lambda _: adapters.close())
     return ModelServices(directory, versions, remote, llms, adapters)
 
@@ -161,26 +164,26 @@ async def _open_models(
 
 
 class Owner(Struct, frozen=True, eq=False):
-    """This process owns the data directory, runs its jobs, and answers other commands."""
+    """The parts of the process that owns the data directory, runs its jobs, and answers other commands."""
 
     store: Store
     models: ModelServices
     backups: Backups
     dispatcher: Dispatcher
     jobs: JobService
-    control: ControlApp  # what the machine's user may ask
+    control: ControlApp  # the operations of the control socket
 
 
 @contextlib.asynccontextmanager
 async def open_owner(
     store: Store, *, configured: ConfiguredModels | None = None, drain_s: float | None = None
 ) -> AsyncIterator[Owner]:
-    """Jobs, and what they run on. Leaving it pauses what runs: guests notice, and one of them takes over.
+    """Open jobs, and what they run on. Leaving the context pauses running jobs; a connected command then takes over.
 
     Args:
-        configured: of a server, whose jobs go on by themselves and whose models stay; None: of a command, which
-            resolves what the configuration names once that matters.
-        drain_s: rows in flight may take so long to end; None: as long as they may when a job is paused.
+        configured: the models of a server, which resumes its jobs and keeps its models; None: a command, which
+            resolves the configured models when it needs them.
+        drain_s: how long rows in flight may take to end; None: as long as when a job is paused.
     """
     config, clock, serves = store.config, store.clock, configured is not None
     async with contextlib.AsyncExitStack() as stack:
@@ -193,7 +196,7 @@ async def open_owner(
         executor.sweep()
         backups = Backups(config.data_dir, clock, config.backups)
         await keep_backups(backups)
-        # Workers of a command have its environment themselves.
+        # Workers of a command inherit its environment.
         provisions = await _make_provisions(store, os.environ if serves else None)
         gpus = devices.shared(config.machine.gpus, os.environ)
         commit_log = CommitLog(Ledger(store.database))
@@ -211,7 +214,9 @@ async def open_owner(
             provisions=provisions,
             quarantine=Quarantine(clock, store.database, config.quarantine),
         )
-        close_last(stack, lambda _: dispatcher.close(at_once=True))  # jobs, which come after it, end its workers
+        close_last(
+            stack, lambda _: dispatcher.close(at_once=True)
+        )  # closing the jobs, which happens before, ends its workers
         store.vault.listen(lambda _: dispatcher.provide())
         directory = ModelDirectory(configured or ConfiguredModels(config))
         versions = _make_versions(store, provisions, directory, dispatcher.live.replace)
@@ -229,7 +234,7 @@ async def open_owner(
         )  # fmt: skip
         close_last(stack, lambda at_once: _close_jobs(jobs, at_once=at_once, drain_s=drain_s))
         await jobs.recover(resume_server_jobs=serves)
-        if not serves:  # a server has its rounds
+        if not serves:  # a server sweeps regularly
             await jobs.retention.sweep()
         control = _control(store, models, jobs)
         listener = ControlListener(control, config.data_dir / SOCKET)
@@ -239,14 +244,14 @@ async def open_owner(
 
 
 def _sweep(config: Config) -> None:
-    """Remove what processes that were killed left."""
+    """Remove leftovers of killed processes."""
     preview.sweep(config.data_dir, LEFTOVER_S)
     for leftover in config.data_dir.glob("jobs/*/partial-*.jsonl"):
         leftover.unlink()
 
 
 def _control(store: Store, models: ModelServices, jobs: JobService) -> ControlApp:
-    """What the machine's user may ask."""
+    """Make the application of the control socket."""
     server = store.config.server
     groups = (
         JobHandlers(jobs),
@@ -266,5 +271,5 @@ async def _close_jobs(jobs: JobService, *, at_once: bool, drain_s: float | None)
         async with asyncio.timeout(None if at_once else drain_s):
             await jobs.close(at_once=at_once)
     except TimeoutError:
-        log.warning("rows in flight did not end within %g s: they run again next time", drain_s)
+        log.warning("rows in flight did not end within %g s: they run again after the next start", drain_s)
         await jobs.close(at_once=True)

@@ -1,7 +1,7 @@
-"""Every seam on one page: what an engine, an executor, a segment sink and a clock promise."""
+"""The protocols between the parts of batchmill: engines, feeds, sinks, executors, jobs, live requests and clocks."""
 
 # pyright: reportReturnType=false
-# A method of a protocol has its docstring for a body.
+# The body of a protocol's method is its docstring.
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 class Feed(Protocol):
-    """Rows for an engine: one endless stream that knows nothing of shards, leases or files."""
+    """The rows for an engine: an endless stream without shards, leases or files."""
 
     async def take(self, n: int) -> list[Row]:
-        """Wait until at least one row is there and return up to `n`; an empty list means that no more will come.
+        """Wait for at least one row and return up to `n` rows; an empty list means that no more rows will come.
 
         Concurrency: any number of tasks may wait in `take` at once.
         """
@@ -50,59 +50,61 @@ class Feed(Protocol):
 
 @runtime_checkable
 class LeaseFeed(Feed, Protocol):
-    """A feed of an engine that holds whole leases, and at times has room for no other."""
+    """The feed of an engine that takes whole leases, and sometimes has no room for another one."""
 
     async def take_noted(self, n: int) -> list[Row]:
-        """As `take`, but only rows that an engine has begun already (something is noted of them) or is to end."""
+        """As `take`, but only rows that an engine has begun already (they have notes) or that it must end."""
 
 
 @runtime_checkable
 class ProjectFeed(Feed, Protocol):
-    """A feed of an engine that at times has rows of some projects wait for those of others."""
+    """The feed of an engine that sometimes holds rows of some projects back for other projects."""
 
     def hold_back(self, projects: frozenset[str]) -> None:
-        """Give no rows of these projects until this is called again without them."""
+        """Give no rows of these projects until the next call without them."""
 
 
 class LeaseHandle(Protocol):
-    """What rows carry as `row.lease`: the shard they belong to, for an engine whose work outlives its process.
+    """The lease of a row's shard (`row.lease`), for an engine whose work outlives its process.
 
-    All rows of one `Feed.take` are of one lease. Concurrency: on the event loop's thread only.
+    All rows of one `Feed.take` have the same lease. Concurrency: on the event loop's thread only.
     """
 
-    key: str  # of the job and generation: the same whenever a row of it is tried again
-    rows: int  # that were granted under it: an engine that has taken so many has all of them
-    notes: Mapping[str, bytes]  # what was noted for this shard, by earlier workers too
-    adapters: AdapterSet  # those that rows of its job may use
-    project: str  # of its job
+    key: str  # identifies the job and generation; it is the same when a row is retried
+    rows: int  # the number of rows granted under it: an engine that has taken this many has all of them
+    notes: Mapping[str, bytes]  # the notes of this shard, also those of earlier workers
+    adapters: AdapterSet  # the adapters that rows of its job may use
+    project: str  # the job's project
     job_id: str
 
     async def note(self, key: str, data: bytes) -> None:
-        """Return once the note is durable, and what was put before counts; empty `data` takes it back.
+        """Store a note; return once it is durable and all earlier outcomes are counted. Empty `data` deletes the note.
 
-        Raises: JobPaused when the lease is another's meanwhile, or it cannot be written: nothing may be done then that
-        the note was to announce.
+        Raises: JobPaused if another worker has the lease by now, or the note cannot be written: the caller must then
+        not do what the note announces.
         """
 
     @property
     def ending(self) -> str:
-        """Empty: go on. "pause": the job rests, its rows may stay where they are. "over": it ends without them."""
+        """Empty: go on. "pause": the job pauses, and its rows may stay at the provider. "over": the job ends without
+        its remaining rows.
+        """
 
     async def until_ending(self) -> str:
-        """Wait until `ending` says something, and return that."""
+        """Wait until `ending` is not empty, and return it."""
 
     def leave(self) -> None:
-        """No more outcomes of this lease will be put: its rows stay undone. Only once it is `ending`."""
+        """Declare that no more outcomes of this lease will be put: its rows stay undone. Call it only when `ending`."""
 
     def fail(self, error: JobPaused) -> None:
-        """Pause the job for this reason, and `leave`; other jobs of the engine go on."""
+        """Pause the job with this error, and `leave`; other jobs of the engine go on."""
 
 
 class Sink(Protocol):
-    """Where an engine leaves finished rows, in any order, each exactly once."""
+    """Takes an engine's finished rows, in any order, each exactly once."""
 
     def put(self, outcomes: Iterable[Outcome]) -> None:
-        """Take outcomes over. Returns at once; they are durable within a second.
+        """Take outcomes. Returns at once; they are durable within a second.
 
         Concurrency: call it on the event loop's thread only.
         """
@@ -112,21 +114,21 @@ class Engine(Protocol):
     """Runs rows for one model inside one worker. Constructed as `Engine(model: ModelSpec, home: EngineHome)`."""
 
     async def start(self) -> None:
-        """Load whatever must be loaded. Raises ModelFailed, with what the user needs to mend it."""
+        """Load the model. Raises ModelFailed, with a message that tells the user how to fix it."""
 
     async def run(self, feed: Feed, sink: Sink) -> None:
         """Run every row of the feed and put exactly one outcome for each; return when the feed has ended.
 
-        Transient faults are retried inside. Raises JobPaused (AuthRefused, QuotaExhausted) when going on would burn
-        rows: rows taken and not yet put are then still undone, and finished ones have been put.
+        Transient errors are retried inside. Raises JobPaused (AuthRefused, QuotaExhausted) if all further rows would
+        fail: finished rows have been put then, and the other rows stay undone.
         Cancelling the task stops at once; rows in flight stay undone.
         """
 
     def predict(self, request: LiveRequest) -> AsyncIterator[LiveHead | bytes]:
-        """Answer a live request: one LiveHead, then the pieces of its body; with `stream`, as they come.
+        """Answer a live request: one LiveHead, then the pieces of its body; with `stream`, as they arrive.
 
-        Goes ahead of the rows of `run`, which may have begun or not. What a service answers is handed on, its errors
-        included. Raises: BatchmillError where there is no answer (the call was refused, the model failed).
+        It goes ahead of the rows of `run`, which may or may not have begun. The answer of a service is passed on, also
+        an error. Raises: BatchmillError if there is no answer (the call was refused, the model failed).
         Concurrency: any number at once, beside `run`; closing the iterator ends the call.
         """
 
@@ -134,57 +136,57 @@ class Engine(Protocol):
         """Release everything. Safe to call twice, and after a failed start."""
 
     def stats(self) -> EngineStats:
-        """What the engine is doing now."""
+        """The current statistics of the engine."""
 
 
 @runtime_checkable
 class MortalEngine(Engine, Protocol):
-    """An engine whose server may die of a request."""
+    """An engine whose server a request may kill."""
 
     def report_deaths(self, report: Callable[[Struct], None]) -> None:
-        """Have `tell` hear of deaths and their causes: `EngineDied`, `Suspected`, `Charged` of `wire.messages`."""
+        """Set the callback for deaths and their causes: `EngineDied`, `Suspected`, `Charged` of `wire.messages`."""
 
     def learn(self, poison: Poison) -> None:
-        """This is known of such requests now."""
+        """Update what is known of such requests."""
 
 
-class Answering(Protocol):
-    """Where an engine leaves answers to Asks, in any order, each exactly once."""
+class AnswerSink(Protocol):
+    """Takes an engine's replies to function requests, in any order, each exactly once."""
 
     def put(self, answer: FunctionReply) -> None:
-        """Take an answer over. Returns at once. Concurrency: on the event loop's thread only."""
+        """Take a reply. Returns at once. Concurrency: on the event loop's thread only."""
 
 
 class CallEngine(Engine, Protocol):
-    """An engine of deployed functions: it takes Asks besides rows and live requests."""
+    """An engine of deployed functions: it takes function requests besides rows and live requests."""
 
-    def ask(self, ask: FunctionRequest, answering: Answering) -> None:
-        """Take a call over; returns at once. Its answer goes to `answering`, an error as `raised`."""
+    def ask(self, ask: FunctionRequest, answering: AnswerSink) -> None:
+        """Take a call; returns at once. Its reply goes to `answering`, an error as `raised`."""
 
     def abandon(self, ask_id: int) -> None:
-        """Nobody waits for this answer any more: none is put, and rows of it that have not begun never run."""
+        """Cancel a call: no reply is put, and its rows that have not begun never run."""
 
-    def taken_stats(self) -> CallStats | None:
-        """What has been counted since this was last called; None: nothing."""
+    def take_stats(self) -> CallStats | None:
+        """Return the statistics since the last call; None: there are none."""
 
 
 class SegmentSink(Protocol):
-    """Where a worker's outcomes become durable."""
+    """The storage of a worker's outcomes."""
 
     def append(self, blocks: bytes) -> SegmentRef:
-        """Hand whole blocks to the kernel: they survive the death of this process, not yet of the machine."""
+        """Write whole blocks to the kernel: they survive a crash of this process, not yet of the machine."""
 
     def sync(self) -> None:
-        """Return once everything appended before is on disk. An error is final for this sink."""
+        """Return once everything appended before is on disk. After an error the sink cannot be used."""
 
     def close(self) -> None: ...
 
 
 class Clock(Protocol):
-    """Time that a test can hold still."""
+    """The time, which a test can control."""
 
     def monotonic(self) -> float:
-        """Seconds, never going back."""
+        """Monotonic seconds."""
 
     def now(self) -> float:
         """Seconds since the epoch, UTC."""
@@ -194,97 +196,97 @@ class Clock(Protocol):
 
 @runtime_checkable
 class PatientEngine(Protocol):
-    """An engine whose rows may wait for their service."""
+    """An engine whose rows may wait for a retry while their service is down."""
 
     def fail_rows(self, job_id: str) -> None:
-        """Give up the rows of this job that have failed, and those that fail until one of them is answered."""
+        """Stop retrying failed rows of this job, until one of its rows is answered."""
 
     def forget(self, job_id: str) -> None:
-        """No row of this job comes any more, unless it begins anew."""
+        """Drop the state of this job: no more rows of it come, unless it is started again."""
 
 
 class Jobs(Protocol):
-    """The one entrance to jobs, in the process that owns them: `JobService` is one.
+    """The only interface to jobs, in the process that owns them. `JobService` implements it.
 
-    Raises, everywhere: UnknownName for an id nobody knows (a unique prefix of an id will do), InvalidTransition for
-    what does not fit the job's state.
+    All methods raise UnknownName for an unknown id (a unique prefix of an id is enough), and InvalidTransition for a
+    request that does not fit the job's state.
     """
 
     async def submit(self, order: JobOrder) -> Submitted:
-        """Start, resume or join a job. Raises InvalidInput when the order cannot be run as it is.
+        """Start, resume or join a job. Raises InvalidInput if the order cannot run.
 
-        With `order.once` an order that was taken already is that job again: `how` is "repeated".
-        Raises: Conflict for a key that stands for another order.
+        With `order.once` a repeated order returns its first job: `how` is "repeated".
+        Raises: Conflict for a key that another order has used.
         """
 
     async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
-        """Jobs, the newest first; without their `problems`. Raises UnknownName for an `after` that is none of them."""
+        """Jobs, the newest first; without their `problems`. Raises UnknownName for an `after` that is not a job."""
 
     async def show(self, job_id: str) -> JobView: ...
 
     def watch(self, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
-        """Views of a job, one at once and then one an interval; the last when it is paused or has ended."""
+        """Yield views of a job: one at once, then one in each interval; the last when it is paused or has ended."""
 
     async def pause(self, job_id: str) -> JobView: ...
 
     async def resume(self, job_id: str) -> JobView: ...
 
     async def cancel(self, job_id: str) -> JobView:
-        """End a job without the rows that have not run; finished ones are kept.
+        """End a job without its remaining rows; finished ones are kept.
 
-        A job that a server's frontend took may still be CANCELLING when this returns, but ends whatever happens; of any
-        other the results are there.
+        A job from a server's frontend may still be CANCELLING when this returns; it will certainly end. The results of
+        any other job are complete.
         """
 
     async def retry(self, job_id: str) -> JobView:
-        """Open another generation over the rows that failed and may be run again."""
+        """Open another generation over the failed rows that may be retried."""
 
     async def fail_rows(self, job_id: str) -> JobView:
-        """The rows of a job that failed and wait become errors now; a paused job goes on so.
+        """Turn the job's failed rows that wait for a retry into errors now; a paused job is resumed.
 
-        Until a row is answered again, rows of it that fail are not tried again. Raises: InvalidTransition.
+        Further failed rows are not retried until a row is answered again. Raises: InvalidTransition.
         """
 
     async def amend(self, job_id: str, change: Amendment) -> JobView:
         """Change the priority, deadline or budget of an unfinished job."""
 
     async def explain(self, job_id: str) -> Wait:
-        """Why a job waits, or goes no faster, and by which ways it goes or went."""
+        """Explain why a job waits, or is not faster, and which routes it uses or used."""
 
     async def partial(self, job_id: str) -> str:
-        """Write the rows that have an outcome so far, in row order, to a new file; its path. The caller removes it."""
+        """Write the rows with an outcome so far, in row order, to a file. Return its path; the caller removes it."""
 
     async def remote(self, job_id: str) -> list[RemoteJob]:
-        """The jobs at providers that hold or held rows of this one, retries included, in the order of their making."""
+        """List the provider jobs with rows of this job, also of retries, in the order in which they were created."""
 
     async def settle_remote(self, job_id: str, tag: str, remote_id: str | None) -> RemoteJob:
-        """Say what became of a submission that is `unknown`: the provider's id, or None where it never came to be.
+        """Settle a submission whose result is `unknown`: the provider's id, or None if it was never created.
 
-        Raises: InvalidTransition for one that is not unknown, or while the job runs; UnknownName for a tag nobody has.
+        Raises: InvalidTransition for another state, or while the job runs; UnknownName for an unknown tag.
         """
 
     async def remove(self, job_id: str, by: str = "a command on this machine") -> JobView:
-        """Remove an ended job and all that is kept of it; how it was. Results that lie elsewhere stay.
+        """Remove an ended job with its files, and return its last view. Results outside of the data directory stay.
 
-        Args: by: who does it, in words, for those who ask for it later.
+        Args: by: who removes it, in words, for later requests for the job.
 
-        Raises: InvalidTransition for one that has not ended.
+        Raises: InvalidTransition for a job that has not ended.
         """
 
     async def verify(self, job_id: str) -> LedgerReport:
         """Audit the ledger against the segments; changes nothing."""
 
     async def rebuild(self, job_id: str) -> LedgerReport:
-        """Make the ledger anew from the job's description and its segments."""
+        """Rebuild the ledger from the job's description and its segments."""
 
 
 class Live(Protocol):
-    """The short way to a model: a request that somebody waits for."""
+    """Live requests to models: a client waits for the answer."""
 
     def predict(self, model: ModelSpec, request: LiveRequest) -> AsyncIterator[LiveHead | bytes]:
-        """As `Engine.predict`, on a worker of the model that is started if there is none.
+        """As `Engine.predict`, on a worker of the model. A worker is started if there is none.
 
-        Raises: ModelFailed, with the engine's own words, when it cannot be started; Unavailable when too many wait.
+        Raises: ModelFailed, with the engine's message, if it cannot be started; Unavailable if too many requests wait.
         """
 
     async def ask(
@@ -294,36 +296,36 @@ class Live(Protocol):
 
 
 class WorkerHandle(Protocol):
-    """A worker as its owner sees it. The messages are those of `wire.messages`."""
+    """A worker process, for its owner. The messages are those of `wire.messages`."""
 
     @property
     def pid(self) -> int: ...
 
     def send(self, message: Struct) -> None:
-        """Queue a message; never waits, and is quiet when the worker has gone."""
+        """Queue a message; never waits, and does nothing if the worker has exited."""
 
     def messages(self) -> AsyncIterator[ToOwner]:
-        """What the worker says; ends when it has gone."""
+        """Yield the worker's messages until it exits."""
 
     def is_frozen(self) -> bool:
-        """It is stopped by a signal and will say nothing until somebody continues it."""
+        """Whether a signal has stopped it; it sends nothing until it is continued."""
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it at once."""
 
     async def wait(self) -> int:
-        """Its exit code, or minus the signal that ended it."""
+        """Wait for its exit code, or minus the signal that ended it."""
 
 
 class Provisions(Protocol):
-    """What workers are given beside their model."""
+    """Makes the provisions of workers: all that they get besides their model."""
 
     async def of(self, model: ModelSpec) -> Provision:
-        """For a worker of this model. Raises: ModelFailed, naming the secret that is missing."""
+        """Make the provision of a worker of this model. Raises: ModelFailed, naming a missing secret."""
 
 
 class FetchedAdapter(Protocol):
-    """An adapter that was registered because rows name it."""
+    """An adapter that was fetched because rows name it."""
 
     @property
     def own_name(self) -> str:
@@ -331,39 +333,39 @@ class FetchedAdapter(Protocol):
 
     @property
     def state(self) -> str:
-        """ "ready", or what else has become of it."""
+        """ "ready", or another state."""
 
     @property
     def message(self) -> str:
-        """Why it could not be had."""
+        """Why fetching it failed."""
 
     @property
     def folder(self) -> str:
-        """Where it lies."""
+        """Its folder."""
 
     @property
     def rank(self) -> int: ...
 
 
 class Adapters(Protocol):
-    """Who registers and fetches adapters."""
+    """Registers and fetches adapters."""
 
     async def ensure(
         self, project: str, base: str, hub_ids: Sequence[str], *, token: str | None = None
     ) -> Mapping[str, FetchedAdapter]:
-        """Have these ids of a model hub registered for the model `base`, and fetched: each is ready or failed.
+        """Register these ids of a model hub for the model `base`, and fetch them: each is ready or failed afterwards.
 
-        Args: token: where the token lies that the hub is shown; None: that of the base.
+        Args: token: a reference to the token for the hub; None: the base model's token.
 
-        Cancelling it leaves what was begun to itself.
+        Cancelling it does not stop fetches that have begun.
         """
 
 
 class Executor(Protocol):
-    """Where workers live."""
+    """Starts workers."""
 
     async def start(self, start: Start) -> WorkerHandle:
-        """A new worker that has been sent `start`."""
+        """Start a worker and send it `start`."""
 
     def sweep(self) -> None:
-        """End the workers that a dead owner left behind."""
+        """Kill the workers that a dead owner left behind."""

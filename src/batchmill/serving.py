@@ -1,4 +1,4 @@
-"""`batchmill serve`: the owner of a data directory, and HTTP on the same event loop."""
+"""`batchmill serve`: the owner of a data directory with an HTTP server, on one event loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from batchmill.server.connection import Listener, bind, url_of
 from batchmill.server.fast_path import FastPath
 from batchmill.server.http import HttpRoot
 from batchmill.server.metrics import Observers
-from batchmill.server.system_routes import Health, Own
+from batchmill.server.system_routes import Health, SystemRoutes
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.data_dirs import prepare_data_dir, try_lock
 from batchmill.services.files import FileService
@@ -44,15 +44,15 @@ from batchmill.services.webhooks import WebhookService
 
 log = logging.getLogger("batchmill.server")
 
-OWNER_WAIT_S = 10.0  # for a process that owns the data directory and is ending
-OWNER_LOOK_S = 0.1
-REQUESTS_DRAIN_S = 10  # requests under way may end in so long when the server stops
-ROWS_DRAIN_S = 20.0  # and rows in flight, after them
+OWNER_WAIT_S = 10.0  # how long to wait for a stopping owner of the data directory
+OWNER_POLL_S = 0.1
+REQUESTS_DRAIN_S = 10  # how long requests under way may take to end when the server stops
+ROWS_DRAIN_S = 20.0  # the same for rows in flight, after the requests
 SWEEP_S = 60.0
 
 
 class Running(Struct, frozen=True):
-    """A server that answers."""
+    """A running server."""
 
     url: str
     services: Services
@@ -61,10 +61,10 @@ class Running(Struct, frozen=True):
 
 @contextlib.asynccontextmanager
 async def serve(config: Config, *, rows_drain_s: float = ROWS_DRAIN_S) -> AsyncIterator[Running]:
-    """A server for as long as the context lasts. Leaving it drains; leaving it by cancellation does so at once.
+    """Run a server while the context lasts. Leaving it drains the server; by cancellation it stops at once.
 
-    Raises: InvalidConfig when the address is taken, a model cannot be resolved, the data directory belongs to another
-    process, or an address beyond this machine would be open to everybody.
+    Raises: InvalidConfig if the address is in use, a model cannot be resolved, another process owns the data directory,
+    or other machines could reach the address without a key.
     """
     configured = ConfiguredModels(config)
     configured.check()
@@ -84,20 +84,20 @@ async def serve(config: Config, *, rows_drain_s: float = ROWS_DRAIN_S) -> AsyncI
 
 async def _take_lock(config: Config) -> int:
     clock = SystemClock()
-    until = clock.monotonic() + OWNER_WAIT_S
+    deadline = clock.monotonic() + OWNER_WAIT_S
     while (lock := try_lock(config.data_dir)) is None:
-        if clock.monotonic() > until:
+        if clock.monotonic() > deadline:
             raise InvalidConfig(
                 f"another process owns the data directory {config.data_dir}: a server or a command that runs a job "
-                "there; end it, or choose another --data-dir",
+                "there; stop it, or choose another --data-dir",
                 code="data_dir_owned",
             )
-        await clock.sleep(OWNER_LOOK_S)
+        await clock.sleep(OWNER_POLL_S)
     return lock
 
 
 async def _open_services(stack: contextlib.AsyncExitStack, owner: Owner, stopping: asyncio.Event) -> Services:
-    """What dialects work with; what goes on by itself has begun."""
+    """Open the services of the dialects, and start their background tasks."""
     store, jobs, directory = owner.store, owner.jobs, owner.models.directory
     versions, remote, adapters, llms = (
         owner.models.versions,
@@ -122,7 +122,7 @@ async def _open_services(stack: contextlib.AsyncExitStack, owner: Owner, stoppin
     close_last(stack, lambda _: datasets.close())
     await datasets.open()
     sweeping = asyncio.create_task(
-        _sweep_for_ever(
+        _sweep_regularly(
             clock,
             [
                 files.sweep, uploads.sweep, store.keys.write_uses, datasets.sweep, links.sweep, adapters.sweep,
@@ -130,7 +130,7 @@ async def _open_services(stack: contextlib.AsyncExitStack, owner: Owner, stoppin
             ],
         )
     )  # fmt: skip
-    close_last(stack, lambda _: _end(sweeping))
+    close_last(stack, lambda _: _cancel(sweeping))
     repeats = RepeatedOrders(database, clock)
     tasks = RemoteTasks(
         database,
@@ -158,7 +158,7 @@ async def _open_services(stack: contextlib.AsyncExitStack, owner: Owner, stoppin
 async def _open_front(
     stack: contextlib.AsyncExitStack, owner: Owner, services: Services, health: Health, sock: socket
 ) -> Running:
-    """What answers clients. It stops first: requests under way may end, and nothing waits for them without a bound."""
+    """Open HTTP and gRPC. They are closed first: requests under way get a limited time to end."""
     config, clock, jobs = services.config, services.clock, owner.jobs
     observers = Observers(
         services, database=owner.store.database, jobs=jobs, dispatcher=owner.dispatcher, environ=os.environ
@@ -166,7 +166,7 @@ async def _open_front(
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     admission = Admission(config.server, files=files, clock=asyncio.get_running_loop().time)
     gate = Gate(services.keys, clock, config.server.requests_per_minute, admission.proxies)
-    own = Own(
+    system_routes = SystemRoutes(
         health, gate, observers.metrics.render, services.directory.sees,
         document=lambda: openapi.document(root.routes.all()),
     )  # fmt: skip
@@ -174,7 +174,7 @@ async def _open_front(
     root = HttpRoot(
         dialects,
         fallback=next(each for each in dialects if each.name == FALLBACK),
-        own=own.operations(),
+        own=system_routes.operations(),
         gate=gate,
         hosts=Hosts(config.server.host, config.server.allowed_hosts),
         clock=clock,
@@ -183,60 +183,60 @@ async def _open_front(
     )
     close_last(stack, lambda _: observers.close())
     app = observers.open(root)
-    services.late.open()  # dialects have said how they write
+    services.late.open()  # the dialects have registered how they write
     close_last(stack, lambda _: root.close())
     closing: list[Close] = []
     close_last(stack, lambda at_once: _close_front(services.stopping, closing, at_once=at_once))
-    stack.callback(owner.control.stop)  # commands beside this server wait for the next owner while it drains
-    # The span of a traced request is made on the normal way.
+    stack.callback(owner.control.stop)  # while the server drains, commands wait for the next owner
+    # The normal path makes the span of a traced request.
     fast_path = FastPath(root) if app is root else None
     listener = Listener(app, sock, root=root, drain_s=REQUESTS_DRAIN_S, fast_path=fast_path)
     closing.append(lambda at_once: listener.close(at_once=at_once))
     await listener.open()
     if config.server.grpc_port is None:
         return Running(url_of(sock), services)
-    grpc = load_grpc(services, gate, admission, [access_log.write, observers.metrics.served])
+    grpc = load_grpc(services, gate, admission, [access_log.write, observers.metrics.on_request])
     closing.append(lambda at_once: grpc.close(drain_s=0 if at_once else REQUESTS_DRAIN_S))
     await grpc.open()
     return Running(url_of(sock), services, grpc.address)
 
 
 async def _close_front(stopping: asyncio.Event, closing: Sequence[Close], *, at_once: bool) -> None:
-    """HTTP and gRPC together: each has the whole time that requests may take to end."""
+    """Close HTTP and gRPC at the same time, so that each has the whole time for its requests."""
     stopping.set()
     await asyncio.gather(*(close(at_once) for close in closing))
 
 
 async def _refuse_open_address(store: Store) -> None:
-    """An address that other machines can reach needs a key. Before anything runs."""
+    """Refuse an address that other machines can reach while there is no key. Called before anything runs."""
     host = store.config.server.host
     if is_loopback(host) or await store.keys.any_exist():
         return
     raise InvalidConfig(
-        f"{host} can be reached from other machines, and no key exists: make one with "
+        f"other machines can reach {host}, but there is no key: create one with "
         "`batchmill keys create --name NAME`, or listen on 127.0.0.1",
         code="no_keys",
     )
 
 
-async def _end(task: asyncio.Task[None]) -> None:
+async def _cancel(task: asyncio.Task[None]) -> None:
     task.cancel()
     await asyncio.wait({task})
 
 
-async def _sweep_for_ever(clock: Clock, duties: Sequence[Callable[[], Awaitable[object]]]) -> None:
-    """What has had its time goes, and what was only remembered is written down."""
+async def _sweep_regularly(clock: Clock, sweeps: Sequence[Callable[[], Awaitable[object]]]) -> None:
+    """Regularly run the services' sweeps, which delete expired data and write buffered data."""
     while True:
         await clock.sleep(SWEEP_S)
-        for duty in duties:
+        for sweep in sweeps:
             try:
-                await duty()
-            except (BatchmillError, OSError) as error:  # the next round may do better
-                log.warning("%s: %s", duty.__qualname__, error)
+                await sweep()
+            except (BatchmillError, OSError) as error:  # the next round may succeed
+                log.warning("%s: %s", sweep.__qualname__, error)
 
 
 def _raise_file_limit() -> None:
-    """Every connection is an open file."""
+    """Raise the limit of open files to the hard limit, since every connection is an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""The states of a job and the one table of what may follow what. `jobs/runner.py` has the step of each state."""
+"""The states of a job, and the table of allowed transitions. `jobs/runner.py` has the step of each state."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ class JobState(StrEnum):
     PLANNING = "planning"
     QUEUED = "queued"
     RUNNING = "running"
-    PAUSED = "paused"  # resumable; the job says why
+    PAUSED = "paused"  # resumable; the job's reason says why
     FINALIZING = "finalizing"  # every row has its outcome; the result files are being written
-    CANCELLING = "cancelling"  # no new rows; finished ones are kept, the rest go to the error file
+    CANCELLING = "cancelling"  # no new rows; finished ones are kept, the others go to the error file
     COMPLETED = "completed"
     CANCELLED = "cancelled"
-    EXPIRED = "expired"  # its deadline passed: finished rows are kept, the rest are in the error file
+    EXPIRED = "expired"  # its deadline passed: finished rows are kept, the others are in the error file
     FAILED = "failed"  # no row ran: the dataset or the model was refused
 
     @property
     def is_at_rest(self) -> bool:
-        """Nothing of it is left to do: it has ended, though a retry may open it again."""
+        """Whether the job has ended. A retry may open it again."""
         return self in ENDED
 
 
 ENDED = frozenset({JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED, JobState.FAILED})
 
-_GONE = {JobState.CANCELLED, JobState.EXPIRED}  # no row was planned: there is nothing to write
+_ENDED_EARLY = {JobState.CANCELLED, JobState.EXPIRED}  # before any row is planned, there are no results to write
 NEXT: dict[JobState, frozenset[JobState]] = {
-    JobState.VALIDATING: frozenset({JobState.PLANNING, JobState.PAUSED, JobState.FAILED, *_GONE}),
-    JobState.PLANNING: frozenset({JobState.QUEUED, JobState.PAUSED, JobState.FAILED, *_GONE}),
+    JobState.VALIDATING: frozenset({JobState.PLANNING, JobState.PAUSED, JobState.FAILED, *_ENDED_EARLY}),
+    JobState.PLANNING: frozenset({JobState.QUEUED, JobState.PAUSED, JobState.FAILED, *_ENDED_EARLY}),
     JobState.QUEUED: frozenset({JobState.RUNNING, JobState.PAUSED, JobState.FAILED, JobState.CANCELLING}),
-    # QUEUED again: a model's route failed, and the next one takes its rows. FAILED: the engine never started, and the
-    # policy says so; else the job pauses.
+    # QUEUED again: a model's route failed, and its rows go to the next route. FAILED: the engine never started, and the
+    # policy is to fail; otherwise the job pauses.
     JobState.RUNNING: frozenset(
         {JobState.QUEUED, JobState.PAUSED, JobState.FINALIZING, JobState.CANCELLING, JobState.FAILED}
     ),
     JobState.PAUSED: frozenset({JobState.VALIDATING, JobState.QUEUED, JobState.CANCELLING}),
     JobState.FINALIZING: frozenset({JobState.COMPLETED, JobState.PAUSED}),
-    # A deadline that passes ends a job the same way; `reason` says which of the two it is.
+    # A job whose deadline passes ends the same way; `reason` tells the two apart.
     JobState.CANCELLING: frozenset({JobState.CANCELLED, JobState.EXPIRED, JobState.PAUSED}),
     # `retry` opens another generation over the rows that failed or were cancelled.
     JobState.COMPLETED: frozenset({JobState.QUEUED}),
@@ -51,18 +51,18 @@ EXPIRED = "expired"  # the reason of a job that is CANCELLING because its deadli
 
 
 class PauseReason(StrEnum):
-    """Why a job stopped and can go on."""
+    """Why a job is paused."""
 
-    ASKED = "asked"  # somebody paused it
+    REQUESTED = "asked"  # a user paused it
     INTERRUPTED = "interrupted"  # Ctrl-C, or the process ended
     BUDGET = "budget"
     QUOTA = "quota"
     AUTH = "auth"
     STORAGE_FULL = "storage_full"
-    STORAGE_FAILED = "storage_failed"  # the disk gives errors, or no further file may be opened
-    DISK_QUOTA = "disk_quota"  # its project has as many bytes on the disk as it may
+    STORAGE_FAILED = "storage_failed"  # the disk failed, or the limit of open files was reached
+    DISK_QUOTA = "disk_quota"  # its project has reached its disk quota
     INPUT_CHANGED = "input_changed"
-    DATASET_DAMAGED = "dataset_damaged"  # what was kept of the input, not the input itself
+    DATASET_DAMAGED = "dataset_damaged"  # the sealed copy of the input, not the input itself
     ENGINE_FAILED = "engine_failed"
-    SUBMIT_UNKNOWN = "submit_unknown"  # nobody can say whether a provider took a batch of rows: somebody must look
-    ROUTE_FAILED = "route_failed"  # the way to the model that was chosen does not go on, and there is no other
+    SUBMIT_UNKNOWN = "submit_unknown"  # it is unknown whether a provider accepted a batch: a user must check
+    ROUTE_FAILED = "route_failed"  # the model's chosen route failed, and there is no other

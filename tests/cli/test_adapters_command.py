@@ -120,12 +120,12 @@ def test_projects(place: Place) -> None:
     ("words", "told"),
     [
         (["shout", "upper", "--base", "nobody"], "the model 'nobody' does not exist"),
-        (["shout", "upper", "--base", "fixed"], "is an adapter itself"),
-        (["tiny", "upper", "--base", "tiny"], "'tiny' is the name of"),
-        (["fixed", "upper", "--base", "tiny"], "'fixed' is the name of"),
-        (["shout/1", "upper", "--base", "tiny"], "is no name of an adapter"),
-        (["shout", "http://x/y", "--base", "tiny"], "is no address of an object store"),
-        (["shout", "upper", "--base", "tiny", "--token", "hf_secret_value"], "never itself"),
+        (["shout", "upper", "--base", "fixed"], "is an adapter: name its model"),
+        (["tiny", "upper", "--base", "tiny"], "'tiny' is already the name of"),
+        (["fixed", "upper", "--base", "tiny"], "'fixed' is already the name of"),
+        (["shout/1", "upper", "--base", "tiny"], "is not a valid adapter name"),
+        (["shout", "http://x/y", "--base", "tiny"], "is not an address of an object store"),
+        (["shout", "upper", "--base", "tiny", "--token", "hf_secret_value"], "never the token itself"),
     ],
 )
 def test_what_is_refused(place: Place, words: list[str], told: str) -> None:

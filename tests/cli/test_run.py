@@ -410,11 +410,11 @@ def test_a_crash_is_one_line_and_a_file(app, call, view, place):
 @pytest.mark.parametrize(
     ("number", "code", "told"),
     [
-        (errno.ENOSPC, 4, "there is no room left on the disk: /data/job.json: No space left on device; free some"),
-        (errno.EDQUOT, 4, "there is no room left on the disk"),
-        (errno.EMFILE, 1, "no further file can be opened: /data/job.json: Too many open files; raise the limit"),
+        (errno.ENOSPC, 4, "the disk is full: /data/job.json: No space left on device; free some space"),
+        (errno.EDQUOT, 4, "the disk is full"),
+        (errno.EMFILE, 1, "too many files are open: /data/job.json: Too many open files; raise the limit"),
         (errno.EIO, 1, "the disk failed: /data/job.json: Input/output error"),
-        (errno.EACCES, 1, "a file may not be used: /data/job.json: Permission denied"),
+        (errno.EACCES, 1, "access to a file was denied: /data/job.json: Permission denied"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_no_crash(app, call, view, number, code, told):

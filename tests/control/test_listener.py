@@ -1,4 +1,4 @@
-"""The control socket: what a guest gets over HTTP is what the owner has, and it hears at once when the owner ends."""
+"""The control socket: a client gets the owner's replies over HTTP, and an error at once when the owner ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchmill.cli.clients import MachineClient, MachineJobs
 from batchmill.client import calls
 from batchmill.client.messages import OwnerGone
 from batchmill.control.app import ControlApp
-from batchmill.control.guest import Guest
+from batchmill.control.client import ControlClient
 from batchmill.control.listener import ControlListener
 from batchmill.states import PauseReason
 from batchmill.types import JobQuery, JobView
@@ -32,14 +32,14 @@ ERRORS = [
 
 
 @contextlib.asynccontextmanager
-async def guest_of(app: ControlApp, path: Path) -> AsyncIterator[tuple[ControlListener, Guest]]:
+async def open_client(app: ControlApp, path: Path) -> AsyncIterator[tuple[ControlListener, ControlClient]]:
     listener = ControlListener(app, path)
     await listener.open()
-    guest = Guest(path)
+    client = ControlClient(path)
     try:
-        yield listener, guest
+        yield listener, client
     finally:
-        await guest.close()
+        await client.close()
         await listener.close()
 
 
@@ -50,13 +50,13 @@ async def test_the_socket_is_its_users_alone_wherever_it_lies(tmp_path):
     path = folder / "control.sock"
     with contextlib.chdir(folder), socket.socket(socket.AF_UNIX) as left:
         left.bind(path.name)
-    async with guest_of(ControlApp([]), path) as (_, guest):
+    async with open_client(ControlApp([]), path) as (_, client):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        await guest.check()
+        await client.check()
 
 
 async def test_a_long_list_comes_in_pages(tmp_path, monkeypatch):
-    """However many jobs there are, a guest gets all it asked for, in the owner's order, no page larger than it may."""
+    """A client gets all jobs that it requested, in the owner's order, in pages of the allowed size."""
     monkeypatch.setattr("batchmill.cli.clients.PAGE_MAX", 3)
     asked = []
 
@@ -66,37 +66,37 @@ async def test_a_long_list_comes_in_pages(tmp_path, monkeypatch):
         page = JOBS[at : at + call.query.limit]
         return JobPage(page, page[-1].id if len(page) == call.query.limit else None)
 
-    async with guest_of(ControlApp([(table.LIST_JOBS, listed)]), tmp_path / "control.sock") as (_, guest):
-        jobs = MachineJobs(MachineClient(guest))
+    async with open_client(ControlApp([(table.LIST_JOBS, listed)]), tmp_path / "control.sock") as (_, client):
+        jobs = MachineJobs(MachineClient(client))
         for limit, wanted in ((None, 7), (1, 1), (3, 3), (5, 5), (100, 7)):
             assert await jobs.list(JobQuery(limit=limit)) == JOBS[:wanted], limit
     assert max(asked) == 3
 
 
 async def test_errors_are_what_they_were(tmp_path):
-    """What a handler raises is raised at the guest: its kind, code, message, reason and delay; a crash is told too."""
+    """The client raises a handler's error with its kind, code, message, reason and delay, also after a crash."""
     raised: list[Exception] = []
 
     async def fail(call):
         raise raised[-1]
 
-    async with guest_of(ControlApp([(table.SHOW_JOB, fail)]), tmp_path / "control.sock") as (_, guest):
+    async with open_client(ControlApp([(table.SHOW_JOB, fail)]), tmp_path / "control.sock") as (_, client):
         for error in ERRORS:
             raised.append(error)
             with pytest.raises(type(error)) as found:
-                await guest.send(calls.show("job_1").request)
+                await client.send(calls.show("job_1").request)
             assert (found.value.code, found.value.message) == (error.code, error.message)
             for name in ("reason", "retry_after_s"):
                 assert getattr(found.value, name, None) == getattr(error, name, None)
         raised.append(KeyError("x"))
         with pytest.raises(errors.BatchmillError, match="the process that owns the data directory failed: KeyError"):
-            await guest.send(calls.show("job_1").request)
-        with pytest.raises(errors.InvalidInput, match="knows no GET"):
-            await guest.send(calls.models().request)
+            await client.send(calls.show("job_1").request)
+        with pytest.raises(errors.InvalidInput, match="does not support GET"):
+            await client.send(calls.models().request)
 
 
 async def test_an_owner_that_ends_hangs_up(tmp_path):
-    """A guest that waits for a reply, or reads events, hears at once that its owner has gone."""
+    """A client that waits for a reply or reads events gets an error at once when its owner ends."""
     begun, ended = asyncio.Event(), asyncio.Event()
 
     async def wait(call):
@@ -114,10 +114,10 @@ async def test_an_owner_that_ends_hangs_up(tmp_path):
         return views()
 
     app = ControlApp([(table.PAUSE_JOB, wait), (table.WATCH_JOB, watch)])
-    async with guest_of(app, tmp_path / "control.sock") as (listener, guest):
-        asking = asyncio.ensure_future(guest.send(calls.steer("job_1", "pause").request))
+    async with open_client(app, tmp_path / "control.sock") as (listener, client):
+        asking = asyncio.ensure_future(client.send(calls.steer("job_1", "pause").request))
         await begun.wait()
-        async with guest.stream(calls.events("job_1", 0.5, None)) as reply:
+        async with client.stream(calls.events("job_1", 0.5, None)) as reply:
             assert b"job_6" in await anext(reply.pieces)
             await listener.close(at_once=True)
             with pytest.raises(OwnerGone):
@@ -126,11 +126,11 @@ async def test_an_owner_that_ends_hangs_up(tmp_path):
             await asking
         assert ended.is_set()
         with pytest.raises(OwnerGone):
-            await guest.check()
+            await client.check()
 
 
-async def test_a_guest_that_leaves_ends_its_stream(tmp_path):
-    """Views are no longer made for a guest that has gone."""
+async def test_a_client_that_disconnects_ends_its_stream(tmp_path):
+    """The owner makes no more views for a client that has disconnected."""
     ended = asyncio.Event()
 
     async def watch(call):
@@ -143,7 +143,7 @@ async def test_a_guest_that_leaves_ends_its_stream(tmp_path):
 
         return views()
 
-    async with guest_of(ControlApp([(table.WATCH_JOB, watch)]), tmp_path / "control.sock") as (_, guest):
-        async with guest.stream(calls.events("job_1", 0.5, None)) as reply:
+    async with open_client(ControlApp([(table.WATCH_JOB, watch)]), tmp_path / "control.sock") as (_, client):
+        async with client.stream(calls.events("job_1", 0.5, None)) as reply:
             await anext(reply.pieces)
         await asyncio.wait_for(ended.wait(), 10)

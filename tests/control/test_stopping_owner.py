@@ -14,7 +14,7 @@ from batchmill.client import calls
 from batchmill.config import Config
 from batchmill.connection import OwnerConnection
 from batchmill.control.app import OWNER_STOPPING, ControlApp
-from batchmill.control.guest import Guest
+from batchmill.control.client import ControlClient
 from batchmill.control.listener import ControlListener
 from batchmill.errors import Conflict, Unavailable
 from batchmill.services.data_dirs import SOCKET, prepare_data_dir, try_lock
@@ -44,22 +44,22 @@ class OneJob:
 
 
 @contextlib.asynccontextmanager
-async def owned(folder: Path, job: OneJob) -> AsyncIterator[tuple[ControlListener, Guest]]:
+async def owned(folder: Path, job: OneJob) -> AsyncIterator[tuple[ControlListener, ControlClient]]:
     listener = ControlListener(job.app, folder / SOCKET)
     await listener.open()
-    guest = Guest(folder / SOCKET)
+    client = ControlClient(folder / SOCKET)
     try:
-        yield listener, guest
+        yield listener, client
     finally:
-        await guest.close()
+        await client.close()
         await listener.close(at_once=True)
 
 
 async def test_a_change_under_way_gets_its_reply(tmp_path: Path):
     """An owner that ends answers the change that it has begun, and closes the connection after it."""
     job = OneJob()
-    async with owned(tmp_path, job) as (listener, guest):
-        asking = asyncio.create_task(guest.send(PAUSE))
+    async with owned(tmp_path, job) as (listener, client):
+        asking = asyncio.create_task(client.send(PAUSE))
         await job.begun.wait()
         closing = asyncio.create_task(listener.close())
         await asyncio.sleep(0)
@@ -73,12 +73,12 @@ async def test_a_change_under_way_gets_its_reply(tmp_path: Path):
 async def test_a_stopping_owner_changes_nothing_and_still_shows(tmp_path: Path):
     """A change is refused before its handler runs; what only reads is answered."""
     job = OneJob()
-    async with owned(tmp_path, job) as (_, guest):
+    async with owned(tmp_path, job) as (_, client):
         job.app.stop()
         with pytest.raises(Unavailable) as refused:
-            await guest.send(PAUSE)
+            await client.send(PAUSE)
         assert refused.value.code == OWNER_STOPPING and job.pauses == 0
-        assert b"running" in (await guest.send(SHOW)).body
+        assert b"running" in (await client.send(SHOW)).body
 
 
 async def test_a_change_waits_for_the_next_owner(tmp_path: Path):

@@ -16,8 +16,8 @@ from batchmill.types import DatasetSpec
 from batchmill.wire.forms import OpenAIForm, TableForm
 
 ODD = (
-    ('{"n":1,"n":2}', "'n' stands twice"), ('{"n":1e400}', "1e400"), ('{"n":%s}' % ("7" * 6000), "6,000 digits"),
-    ('{"a":{"b":1,"b":2}}', "'b' stands twice"),
+    ('{"n":1,"n":2}', "'n' is used twice"), ('{"n":1e400}', "1e400"), ('{"n":%s}' % ("7" * 6000), "6,000 digits"),
+    ('{"a":{"b":1,"b":2}}', "'b' is used twice"),
 )  # fmt: skip
 
 

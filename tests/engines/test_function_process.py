@@ -178,13 +178,13 @@ async def test_what_is_counted(tmp_path: Path) -> None:
         with pytest.raises(ModelFailed):
             await answers.value({"n": 0})
         await run_all(engine, table_rows(*({"n": n + 1} for n in range(16))))
-        stats = engine.taken_stats()
+        stats = engine.take_stats()
         assert stats is not None
         assert (stats.succeeded, stats.failed) == (17, 1)
         assert stats.rows == sum(each.batch_size * each.executions for each in stats.batches) >= 18
         assert stats.executions == sum(each.executions for each in stats.batches) < 18
         assert stats.succeeded_ns > 0 and stats.last_at > 0
-        assert engine.taken_stats() is None
+        assert engine.take_stats() is None
 
 
 async def test_live_calls_and_rows_meet_in_a_batch(tmp_path: Path) -> None:

@@ -364,7 +364,7 @@ async def test_no_key(provider: BatchProvider, tmp_path: Path, monkeypatch: pyte
     """A key that is not there is a matter of the key, not of the way: no other way is taken for it."""
     monkeypatch.setenv("FAR_KEY", "")
     ground = Ground(replace(batch_model(provider.base_url), api_key="env:FAR_KEY"), tmp_path)
-    with pytest.raises(AuthRefused, match="FAR_KEY holds no key"):
+    with pytest.raises(AuthRefused, match="FAR_KEY has no key"):
         await ground.run((HeldLease(10), rows_of(10)))
     assert ground.outcomes() == {} and provider.calls.total() == 0
 

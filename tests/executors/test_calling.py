@@ -12,7 +12,7 @@ from pathlib import Path
 from batchmill.executors.live_calls import REPLY_BYTES_MAX, Calling
 from batchmill.executors.local import LocalExecutor, LocalWorker
 from batchmill.types import CallStats, FunctionRequest, FunctionSpec, ModelSpec
-from batchmill.wire.messages import Abandon, Answers, Asks, Drain, Failed, FunctionReply, Ready, Start
+from batchmill.wire.messages import Abandon, Answers, Drain, Failed, FunctionReply, FunctionRequests, Ready, Start
 
 PATIENCE_S = 60.0
 
@@ -54,7 +54,7 @@ async def answers_of(worker: LocalWorker, count: int) -> tuple[dict[int, Functio
 async def test_many_asks_in_one_message(tmp_path: Path) -> None:
     """Asks that came together are answered each once, in far fewer messages, with what was counted."""
     async with worker_of(deployed(tmp_path, "def f(n):\n    return 2 * n"), tmp_path) as worker:
-        worker.send(Asks([FunctionRequest(n, "arguments", b'{"n": %d}' % n) for n in range(1, 201)]))
+        worker.send(FunctionRequests([FunctionRequest(n, "arguments", b'{"n": %d}' % n) for n in range(1, 201)]))
         found, sums, messages = await answers_of(worker, 200)
         assert {id_: json.loads(answer.body) for id_, answer in found.items()} == {n: 2 * n for n in range(1, 201)}
         assert messages < 100
@@ -64,7 +64,7 @@ async def test_many_asks_in_one_message(tmp_path: Path) -> None:
 async def test_draining_answers_first(tmp_path: Path) -> None:
     """A worker that is told to drain answers what it was asked before, then ends."""
     async with worker_of(deployed(tmp_path, "def f(n):\n    return n"), tmp_path) as worker:
-        worker.send(Asks([FunctionRequest(n, "arguments", b'{"n": 1}') for n in range(50)]))
+        worker.send(FunctionRequests([FunctionRequest(n, "arguments", b'{"n": 1}') for n in range(50)]))
         worker.send(Drain())
         found, _, _ = await answers_of(worker, 50)
         assert len(found) == 50
@@ -78,7 +78,7 @@ async def test_an_abandoned_ask_has_no_answer(tmp_path: Path) -> None:
         os.mkfifo(tmp_path / name)
     async with worker_of(deployed(tmp_path, text), tmp_path) as worker:
         worker.send(
-            Asks(
+            FunctionRequests(
                 [
                     FunctionRequest(1, "arguments", b'{"waits": true}'),
                     FunctionRequest(2, "arguments", b'{"waits": false}'),
@@ -87,7 +87,7 @@ async def test_an_abandoned_ask_has_no_answer(tmp_path: Path) -> None:
         )
         await asyncio.to_thread((tmp_path / "begun").read_text)
         worker.send(Abandon(1))
-        worker.send(Asks([FunctionRequest(3, "arguments", b"no JSON")]))
+        worker.send(FunctionRequests([FunctionRequest(3, "arguments", b"no JSON")]))
         found, _, _ = await answers_of(worker, 1)  # refused by the worker itself, after it heard the one before
         await asyncio.to_thread((tmp_path / "go").write_text, "go")
         worker.send(Drain())
@@ -101,7 +101,7 @@ async def test_another_kind_of_engine_refuses(tmp_path: Path) -> None:
     """An engine that takes no such calls refuses them by name."""
     (tmp_path / "app.py").write_text("def f(n):\n    return n\n")
     async with worker_of(ModelSpec("f", "function", f"{tmp_path}/app.py:f"), tmp_path) as worker:
-        worker.send(Asks([FunctionRequest(1, "arguments", b'{"n": 1}')]))
+        worker.send(FunctionRequests([FunctionRequest(1, "arguments", b'{"n": 1}')]))
         found, _, _ = await answers_of(worker, 1)
         assert found[1].raised is not None
         assert (found[1].raised.kind, found[1].raised.code) == ("InvalidInput", "not_a_function")
@@ -115,7 +115,7 @@ if os.path.exists("gone"): raise RuntimeError("no more")
 def f(n): open("gone", "w").close(); os._exit(1)
 """
     async with worker_of(deployed(tmp_path, text), tmp_path) as worker:
-        worker.send(Asks([FunctionRequest(1, "arguments", b'{"n": 1}'), FunctionRequest(2, "arguments", b'{"n": 1}')]))
+        worker.send(FunctionRequests([FunctionRequest(1, "arguments", b'{"n": 1}'), FunctionRequest(2, "arguments", b'{"n": 1}')]))
         codes, failed = {}, None
         async for message in worker.messages():
             if isinstance(message, Answers):
@@ -136,7 +136,7 @@ class _Engine:
     def ask(self, ask: FunctionRequest, answering: object) -> None:
         self.asked.append(ask)
 
-    def taken_stats(self) -> CallStats | None:
+    def take_stats(self) -> CallStats | None:
         return None
 
 

@@ -28,7 +28,7 @@ async def stage(tmp_path, monkeypatch):
 
 
 def pause(run: JobRun) -> None:
-    run.pause(JobPaused("enough", reason=PauseReason.ASKED))
+    run.pause(JobPaused("enough", reason=PauseReason.REQUESTED))
 
 
 async def two_jobs(stage: Stage) -> tuple[JobRun, JobRun, ScriptedWorker, Grant, Grant]:

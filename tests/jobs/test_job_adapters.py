@@ -177,7 +177,7 @@ async def test_adapters_that_rows_use_are_looked_at(folder, opened):
     assert sorted(spec.models[0].adapters) == ["deep", "gone/1", "good/1", "high/2"], "what no row uses is left out"
     bad = spec.models[0].bad_adapters
     assert sorted(bad) == ["deep", "gone/1", "high/2"]
-    assert bad["high/2"] == "its rank is 64, and the engine of this model has room for 16"
+    assert bad["high/2"] == "its rank is 64, and the maximum of this model's engine is 16"
     assert "layer 7" in bad["deep"] and "adapter_config.json" in bad["gone/1"]
 
 

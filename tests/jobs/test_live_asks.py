@@ -19,7 +19,16 @@ from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.states import PauseReason
 from batchmill.types import BatchTimes, CallStats, FunctionSpec, ModelSpec
 from batchmill.wire.error_statuses import Raised
-from batchmill.wire.messages import LIVE_ASKS_BYTES, Abandon, Answers, Asks, Drain, Failed, FunctionReply, Ready
+from batchmill.wire.messages import (
+    LIVE_REQUESTS_BYTES,
+    Abandon,
+    Answers,
+    Drain,
+    Failed,
+    FunctionReply,
+    FunctionRequests,
+    Ready,
+)
 
 
 def model(*, workers: int = 1, is_idempotent: bool = False) -> ModelSpec:
@@ -74,7 +83,7 @@ async def test_a_call_and_its_answer(stage):
     spec = model()
     task = stage.ask(spec, b"body", head=b"h", timeout_s=2.0)
     worker = await stage.executor.next()
-    (ask,) = (await worker.expect(Asks)).asks
+    (ask,) = (await worker.expect(FunctionRequests)).asks
     assert (ask.form, ask.body, ask.head, ask.timeout_s) == ("arguments", b"body", b"h", 2.0)
     reply(worker, FunctionReply(ask.id, b"done", b"h2"))
     assert await task == FunctionReply(ask.id, b"done", b"h2") and not worker.has_heard(Abandon)
@@ -85,7 +94,7 @@ async def test_calls_of_one_turn_travel_together(stage):
     spec = model()
     worker = await stage.loaded(spec)
     tasks = [stage.ask(spec, str(n).encode()) for n in range(50)]
-    asks = (await worker.expect(Asks)).asks
+    asks = (await worker.expect(FunctionRequests)).asks
     assert [ask.body for ask in asks] == [str(n).encode() for n in range(50)]
     reply(worker, *[FunctionReply(ask.id, ask.body) for ask in reversed(asks)])
     assert [answer.body for answer in await asyncio.gather(*tasks)] == [str(n).encode() for n in range(50)]
@@ -95,7 +104,7 @@ async def test_a_message_has_a_limit():
     """Bodies that are too many for one message go in several; the one that is too long alone goes alone."""
     sent = []
     worker = PoolWorker("w", None, _Handle(sent))
-    half = b"x" * (LIVE_ASKS_BYTES // 2)
+    half = b"x" * (LIVE_REQUESTS_BYTES // 2)
     for number, body in enumerate([half, half, b"a", half + half + b"y", b"b"]):
         worker.ask(_ask(number, body), lambda _: None)
     await asyncio.sleep(0)
@@ -118,7 +127,7 @@ async def test_a_call_without_waiting(stage):
     worker = await stage.loaded(spec)
     assert stage.live.is_ready(spec)
     assert stage.live.ask_now(spec, "rows", b"a", on_reply=heard.append) is not None
-    (ask,) = (await worker.expect(Asks)).asks
+    (ask,) = (await worker.expect(FunctionRequests)).asks
     answer = FunctionReply(ask.id, raised=Raised.of(InvalidRow("no", code="x")))
     reply(worker, answer, answer)
     await _until(lambda: heard)
@@ -131,15 +140,15 @@ async def test_whoever_leaves_is_not_answered(stage):
     worker = await stage.loaded(spec)
     cancel = stage.live.ask_now(spec, "rows", b"a", on_reply=heard.append)
     cancel()
-    (ask,) = (await worker.expect(Asks)).asks
+    (ask,) = (await worker.expect(FunctionRequests)).asks
     assert (await worker.expect(Abandon)).id == ask.id
     task = stage.ask(spec)
-    (other,) = (await worker.expect(Asks)).asks
+    (other,) = (await worker.expect(FunctionRequests)).asks
     task.cancel()
     assert (await worker.expect(Abandon)).id == other.id
     reply(worker, FunctionReply(ask.id), FunctionReply(other.id))
     last = stage.ask(spec)
-    (ask,) = (await worker.expect(Asks)).asks
+    (ask,) = (await worker.expect(FunctionRequests)).asks
     reply(worker, FunctionReply(ask.id))
     await last
     cancel()
@@ -151,7 +160,7 @@ async def test_what_was_raised_is_raised(stage):
     spec = model()
     worker = await stage.loaded(spec)
     task = stage.ask(spec)
-    (ask,) = (await worker.expect(Asks)).asks
+    (ask,) = (await worker.expect(FunctionRequests)).asks
     reply(worker, FunctionReply(ask.id, raised=Raised.of(ModelFailed("ValueError: no", code="function_error"))))
     with pytest.raises(ModelFailed, match="ValueError: no") as told:
         await task
@@ -163,7 +172,7 @@ async def test_a_worker_that_dies_is_one_clear_error(stage):
     spec = model()
     worker = await stage.loaded(spec)
     tasks = [stage.ask(spec), stage.ask(spec)]
-    await worker.expect(Asks)
+    await worker.expect(FunctionRequests)
     worker.exit(-9)
     for task in tasks:
         with pytest.raises(ModelFailed, match="died before it had answered") as told:
@@ -171,7 +180,7 @@ async def test_a_worker_that_dies_is_one_clear_error(stage):
         assert told.value.code == "worker_crashed"
     again = stage.ask(spec)
     worker = await stage.executor.next()
-    (ask,) = (await worker.expect(Asks)).asks
+    (ask,) = (await worker.expect(FunctionRequests)).asks
     reply(worker, FunctionReply(ask.id, b"fine"))
     assert (await again).body == b"fine"
 
@@ -181,12 +190,12 @@ async def test_what_may_be_called_twice_is(stage):
     spec = model(is_idempotent=True)
     worker = await stage.loaded(spec)
     first, second = stage.ask(spec, b"first"), stage.ask(spec, b"second")
-    await worker.expect(Asks)
+    await worker.expect(FunctionRequests)
     worker.exit(-9)
     worker = await stage.executor.next()
     asks = {}
     while len(asks) < 2:
-        asks |= {ask.body: ask.id for ask in (await worker.expect(Asks)).asks}
+        asks |= {ask.body: ask.id for ask in (await worker.expect(FunctionRequests)).asks}
     reply(worker, FunctionReply(asks[b"first"], b"done"))
     assert (await first).body == b"done"
     worker.exit(-9)
@@ -203,7 +212,7 @@ async def test_the_least_busy_worker_answers(stage):
     await _until(lambda: stage.dispatcher.gauges()[0].ready == 2)
     for _ in range(4):
         assert stage.live.ask_now(spec, "rows", b"a", on_reply=lambda _: None) is not None
-    assert [len((await each.expect(Asks)).asks) for each in (one, two)] == [2, 2]
+    assert [len((await each.expect(FunctionRequests)).asks) for each in (one, two)] == [2, 2]
 
 
 async def test_calls_have_limits(stage, monkeypatch):
@@ -215,13 +224,13 @@ async def test_calls_have_limits(stage, monkeypatch):
     with pytest.raises(TooLarge):
         await stage.ask(spec, b"x" * (live_path.BODY_BYTES_MAX + 1))
     full = stage.ask(spec, b"x" * 10)
-    (ask,) = (await worker.expect(Asks)).asks
+    (ask,) = (await worker.expect(FunctionRequests)).asks
     with pytest.raises(Unavailable, match="on their way"):
         await stage.ask(spec, b"y")
     reply(worker, FunctionReply(ask.id))
     await full
     tasks = [stage.ask(spec, b""), stage.ask(spec, b"")]
-    asks = (await worker.expect(Asks)).asks
+    asks = (await worker.expect(FunctionRequests)).asks
     with pytest.raises(Unavailable, match="being answered"):
         await stage.ask(spec, b"")
     reply(worker, *[FunctionReply(ask.id) for ask in asks])
@@ -248,7 +257,7 @@ async def test_workers_stay_while_they_are_called(stage, monkeypatch):
     pools = stage.dispatcher._pools
     (key,) = [key for key, _ in pools.items()]
     task = stage.ask(spec)
-    (ask,) = (await worker.expect(Asks)).asks
+    (ask,) = (await worker.expect(FunctionRequests)).asks
     reply(worker, FunctionReply(ask.id))
     await task
     assert len(pools.users(key)) == 2

@@ -158,7 +158,7 @@ def test_files_that_sqlite_cannot_open(model, data_dir):
 
 def test_what_was_lost_comes_from_a_backup(model, data_dir):
     """Rows that cannot be read are taken from the newest backup; rows that were deleted since stay deleted."""
-    assert backups.found(data_dir, time.time()) == []
+    assert backups.list_backups(data_dir, time.time()) == []
     assert Backups(data_dir, HeldClock(), BackupsEntry())._sweep() is not None
     path = data_dir / "batchmill.db"
     with contextlib.closing(sqlite3.connect(path)) as db, db:
@@ -232,7 +232,7 @@ def test_three_backups_are_kept(data_dir):
         os.utime(made[-1], (clock.now(), clock.now()))
         assert service._sweep() is None  # not twice in a day
         clock.at += 86_400
-    assert backups.found(data_dir, clock.now()) == made[:1:-1]
+    assert backups.list_backups(data_dir, clock.now()) == made[:1:-1]
     assert all(is_sound(path) and path.stat().st_mode & 0o777 == 0o600 for path in made[2:])
 
 
@@ -249,17 +249,17 @@ def test_backups_of_the_future(data_dir):
 
     ahead = [make(days) for days in (1_000, 1_001, 1_002)]
     first = make(1)
-    assert backups.found(data_dir, clock.now()) == [first, *ahead[:0:-1]]
+    assert backups.list_backups(data_dir, clock.now()) == [first, *ahead[:0:-1]]
     assert make(1.5) is None  # one a day, all the same
     second, third = make(2), make(3)
-    assert backups.found(data_dir, clock.now()) == [third, second, first]
+    assert backups.list_backups(data_dir, clock.now()) == [third, second, first]
 
 
 def test_a_backup_that_the_disk_has_no_room_for(data_dir, monkeypatch):
     """A backup that would take the last room from jobs is refused before a byte of it is written."""
     usage = shutil.disk_usage(data_dir)
-    monkeypatch.setattr(backups.shutil, "disk_usage", lambda folder: usage._replace(free=backups.ROOM_BYTES))
-    with pytest.raises(StorageFull, match="are to stay free"):
+    monkeypatch.setattr(backups.shutil, "disk_usage", lambda folder: usage._replace(free=backups.FREE_BYTES_MIN))
+    with pytest.raises(StorageFull, match="must stay free"):
         Backups(data_dir, HeldClock(), BackupsEntry())._sweep()
     assert not list((data_dir / "backups").iterdir())
 
@@ -277,6 +277,6 @@ def test_a_backup_that_is_killed(data_dir):
             [sys.executable, "-c", program, str(data_dir)], env=os.environ | {"BATCHMILL_FAULT": f"{point}:1:{fired}"}
         )
         assert killed.returncode == -9
-        assert len(backups.found(data_dir, time.time())) == number
+        assert len(backups.list_backups(data_dir, time.time())) == number
     Backups(data_dir, HeldClock(), BackupsEntry(keep=1))._sweep()
     assert [path.name for path in (data_dir / "backups").iterdir()] == [backups.newest(data_dir).name]

@@ -34,7 +34,7 @@ def view(state: JobState, **more) -> JobView:
         (view(JobState.CANCELLING), [], 0, ["being ended"]),
         (view(JobState.PAUSED, reason=PauseReason.BUDGET, message="the budget is spent"), [], 0, ["budget is spent"]),
         (view(JobState.PAUSED, reason=PauseReason.AUTH, message="401"), [], 0, ["401; mend the credentials"]),
-        (view(JobState.PAUSED, reason=PauseReason.ASKED), [], 0, ["(asked); resume it"]),
+        (view(JobState.PAUSED, reason=PauseReason.REQUESTED), [], 0, ["(asked); resume it"]),
     ],
 )
 def test_what_a_job_waits_for(seen, models, ahead, words):
@@ -69,5 +69,5 @@ def test_a_job_that_nothing_works_on_says_so():
     """A job that looks as if it ran while nothing works on it has a reason; one that is over has none."""
     assert "disk has no room" in unattended(view(JobState.RUNNING), is_stranded=True).reasons[0]
     assert "nothing works on it" in unattended(view(JobState.QUEUED), is_stranded=False).reasons[0]
-    assert "(asked)" in unattended(view(JobState.PAUSED, reason=PauseReason.ASKED), is_stranded=False).reasons[0]
+    assert "(asked)" in unattended(view(JobState.PAUSED, reason=PauseReason.REQUESTED), is_stranded=False).reasons[0]
     assert unattended(view(JobState.COMPLETED), is_stranded=False).reasons == []

@@ -5,7 +5,7 @@ import ipaddress
 import pytest
 
 from batchmill.errors import InvalidConfig, InvalidInput
-from batchmill.models.addresses import URL_CHARS_MAX, flaw_of, may_reach, read_private, read_url
+from batchmill.models.addresses import URL_CHARS_MAX, flaw_of, read_private, read_url, refusal_for
 
 REFUSED = {
     "http://127.1/": "is a number",
@@ -18,8 +18,8 @@ REFUSED = {
     "https://10.1.2.3/": "private",
     "https://192.168.0.1/": "private",
     "https://100.64.0.1/": "private",
-    "https://0.0.0.0/": "no server",
-    "https://[::]/": "no server",
+    "https://0.0.0.0/": "reserved",
+    "https://[::]/": "reserved",
     "https://[::1]/": "private",
     "https://[::ffff:127.0.0.1]/": "private",
     "https://[::ffff:7f00:1]/": "private",
@@ -63,37 +63,37 @@ REFUSED = {
     "https://[fe80::a9fe:a9fe]/": "credentials",
     "https://100.100.100.200/": "credentials",
     "https://168.63.129.16/": "credentials",
-    "https://224.0.0.1/": "no server",
-    "https://[ff02::1]/": "no server",
-    "https://255.255.255.255/": "no server",
+    "https://224.0.0.1/": "reserved",
+    "https://[ff02::1]/": "reserved",
+    "https://255.255.255.255/": "reserved",
     "https://user:pw@example.com/": "user name",
     "https://allowed.com@evil.example/": "user name",
-    "gopher://example.com/": "neither",
-    "ftp://example.com/": "neither",
-    "file:///etc/passwd": "neither",
-    "javascript:alert(1)": "no address",
-    "//example.com/": "no address",
-    "https:///x": "no host",
+    "gopher://example.com/": "does not begin with",
+    "ftp://example.com/": "does not begin with",
+    "file:///etc/passwd": "does not begin with",
+    "javascript:alert(1)": "not a URL",
+    "//example.com/": "not a URL",
+    "https:///x": "no valid host",
     "https://example.com:22/": "port 22",
     "https://example.com:0/": "port 0",
     "https://example.com:65536/": "port 65536",
-    "https://example.com:99999999/": "no host",
-    "https://example.com:/": "no host",
+    "https://example.com:99999999/": "no valid host",
+    "https://example.com:/": "no valid host",
     "https://example.com./": "ends with a dot",
     "https://localhost./": "ends with a dot",
-    "https://exаmple.com/": "no name",  # a Cyrillic letter
-    "https://example。com/": "no name",
-    "https://example.com\\@evil.example/": "no address",
-    "https://example.com/a b": "no address",
-    "https://example.com/\r\nX: y": "no address",
-    "https://example.com/#part": "no address",
-    "https://-x.example/": "no name",
-    "https://a..b/": "no name",
-    "https://[::1/": "no host",
-    "https://[fe80::1%25eth0]/": "no host",
+    "https://exаmple.com/": "not a name",  # a Cyrillic letter
+    "https://example。com/": "not a name",
+    "https://example.com\\@evil.example/": "not a URL",
+    "https://example.com/a b": "not a URL",
+    "https://example.com/\r\nX: y": "not a URL",
+    "https://example.com/#part": "not a URL",
+    "https://-x.example/": "not a name",
+    "https://a..b/": "not a name",
+    "https://[::1/": "no valid host",
+    "https://[fe80::1%25eth0]/": "no valid host",
     "https://%31%32%37.0.0.1/": "is a number",
     "http://example.com/": "not https",
-    "": "no address",
+    "": "not a URL",
     "https://" + "a" * URL_CHARS_MAX: "longer than",
 }
 
@@ -151,10 +151,10 @@ def test_a_name_is_judged_by_what_it_resolves_to():
     private = read_private(["hooks.lan", "10.2.0.0/16"])
     public, listed = read_url("https://example.com/", private), read_url("http://hooks.lan/", private)
     inside = ipaddress.ip_address("192.168.1.1")
-    assert "private" in may_reach(inside, public, private)
-    assert may_reach(inside, listed, private) == ""
-    assert may_reach(ipaddress.ip_address("10.2.0.9"), public, private) == ""
-    assert "credentials" in may_reach(ipaddress.ip_address("169.254.169.254"), listed, private)
+    assert "private" in refusal_for(inside, public, private)
+    assert refusal_for(inside, listed, private) == ""
+    assert refusal_for(ipaddress.ip_address("10.2.0.9"), public, private) == ""
+    assert "credentials" in refusal_for(ipaddress.ip_address("169.254.169.254"), listed, private)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ async def test_its_children_go_with_it(tmp_path: Path) -> None:
 
 
 async def test_blame(tmp_path: Path) -> None:
-    """After a death in a call blamed() names the ask and its row, and last_words the signal."""
+    """After a death in a call blamed() names the ask and its row, and exit_report the signal."""
     text = "import os, signal\ndef f(): os.kill(os.getpid(), signal.SIGKILL)"
     child = FunctionChild(spec(tmp_path, text), tmp_path)
     ended = asyncio.Event()
@@ -111,7 +111,7 @@ async def test_blame(tmp_path: Path) -> None:
     async with asyncio.timeout(PATIENCE_S):
         await ended.wait()
     assert (child.blamed(), child.last_called()) == ([(1 << 50, 0, 1)], 1 << 50)
-    assert child.last_words() == "signal SIGKILL"
+    assert child.exit_report() == "signal SIGKILL"
     await child.stop()
 
 
@@ -137,7 +137,7 @@ def test_gpus_of_each_worker() -> None:
     function = FunctionSpec(version="main/1", folder="/", digest="0", gpus=2)
     ours = {"CUDA_VISIBLE_DEVICES": "0,3,5,7", "BATCHMILL_REPLICA": "1", "PATH": "/bin"}
     assert environment_of(function, ours)["CUDA_VISIBLE_DEVICES"] == "5,7"
-    with pytest.raises(ModelFailed, match="finds 0 of the 4") as failed:
+    with pytest.raises(ModelFailed, match="has 0 left of this machine.s 4") as failed:
         environment_of(function, ours | {"BATCHMILL_REPLICA": "2"})
     assert failed.value.code == "too_few_gpus"
     dealt = ours | {"BATCHMILL_REPLICA": "7", "BATCHMILL_GPUS": "1,9"}

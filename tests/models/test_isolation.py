@@ -19,7 +19,7 @@ from batchmill.models import environments
 from batchmill.models.environments import MARK, Environments, base_of
 from batchmill.models.function_child import FunctionChild
 from batchmill.models.function_socket import Frame
-from batchmill.models.isolation import of_config, of_function, require
+from batchmill.models.isolation import function_prefix, isolation_of_config, require
 from batchmill.types import FunctionSpec, Isolation, Limits, ModelSpec
 from batchmill.types.isolation import FunctionsEntry
 
@@ -74,7 +74,7 @@ class Place:
 
     def isolation(self, *, network: bool = False) -> Isolation:
         entry = FunctionsEntry(isolate="bubblewrap", network=network)
-        found = of_config(entry, self.data)
+        found = isolation_of_config(entry, self.data)
         assert found is not None
         return found
 
@@ -177,7 +177,7 @@ async def test_how_it_ends_is_told_as_ever(place: Place) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while child.resident_bytes() < 300_000_000:
             await asyncio.sleep(0.01)
-        inside = child._inside.pid()
+        inside = child._bubblewrap.pid()
         assert child.blamed() == [(7, 0, 1)] and inside not in (0, child.pid)
         os.kill(inside, 11)
         await ended.wait()
@@ -231,21 +231,21 @@ def test_it_is_refused_where_it_cannot_be_had(tmp_path: Path, monkeypatch: pytes
     """Isolation that is asked for is had or refused: where the program is missing, where it makes no namespaces, and
     where it would show functions the data directory."""
     asked = FunctionsEntry(isolate="bubblewrap")
-    assert of_config(FunctionsEntry(), tmp_path) is None
+    assert isolation_of_config(FunctionsEntry(), tmp_path) is None
     for shown in (str(tmp_path), str(tmp_path.parent), str(tmp_path / "nowhere")):
         with pytest.raises(InvalidConfig, match="functions.readable"):
-            of_config(FunctionsEntry(isolate="bubblewrap", readable=[shown]), tmp_path)
+            isolation_of_config(FunctionsEntry(isolate="bubblewrap", readable=[shown]), tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InvalidConfig, match="no program bwrap on the PATH: install the package bubblewrap"):
-        of_config(asked, tmp_path)
+    with pytest.raises(InvalidConfig, match="no bwrap on the PATH: install the package bubblewrap"):
+        isolation_of_config(asked, tmp_path)
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho no permission to make a namespace >&2\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
-    with pytest.raises(InvalidConfig, match="cannot make namespaces here: no permission to make a namespace"):
-        of_config(asked, tmp_path)
+    with pytest.raises(InvalidConfig, match="cannot create namespaces here: no permission to make a namespace"):
+        isolation_of_config(asked, tmp_path)
 
 
 def test_a_home_is_shown_to_no_function(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreter whose folder holds the home of the server's user is refused."""
     monkeypatch.setenv("HOME", str(place.folder / "lib"))
-    with pytest.raises(ModelFailed, match="holds more than"):
-        of_function(place.isolation(), "/usr/bin/python3", [str(place.folder)], folder="/usr", gpus=0)
+    with pytest.raises(ModelFailed, match="contains more than"):
+        function_prefix(place.isolation(), "/usr/bin/python3", [str(place.folder)], folder="/usr", gpus=0)

@@ -135,7 +135,7 @@ def test_printed_tracebacks_show_no_secret(capsys: pytest.CaptureFixture[str]) -
 def test_no_more_than_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of too many secrets those that were read longest ago are forgotten; one that is read again counts as new."""
     monkeypatch.setattr(redaction, "LEARNT_MAX", 3)
-    known = redaction._Known()
+    known = redaction._LearntSecrets()
     for name in ("secret-one", "secret-two", "secret-three", "secret-one", "secret-four"):
         known.learn(name)
     kept = [name for name in ("secret-one", "secret-two", "secret-three", "secret-four") if name in known.texts]

@@ -108,20 +108,20 @@ def test_unknown_names_get_the_nearest(place, name, told):
         ("function:gone.py:f", {}, "gone.py"),
         ("function:gone.module:f", {}, "gone.module"),
         ("function:app.py", {}, "FILE.py:NAME"),
-        ("vllm:", {}, "is given no model"),
+        ("vllm:", {}, "needs a model"),
         ("vllm:./gone", {}, "there is no model at"),
         ("vllm:a b", {}, "there is no model at"),
         ("vllm:tiny", {"adapters": {"x": "./gone"}}, "there is no adapter at"),
         ("vllm:tiny", {"adapters": {"x": "bare"}}, "no adapter_config.json"),
         ("vllm:tiny", {"adapters": {"tiny": "upper"}}, "the name of its model"),
         ("vllm:tiny", {"python": "gone"}, "no Python interpreter"),
-        ("vllm:tiny", {"base_url": "http://x"}, "'vllm' has no use for base_url"),
+        ("vllm:tiny", {"base_url": "http://x"}, "'vllm' does not use base_url"),
         ("vllm:tiny", {"workers": 0}, "workers must be 1 to"),
         ("vllm:tiny", {"workers": 1025}, "workers must be 1 to"),
         ("vllm:tiny", {"in_flight_max": 0}, "in_flight_max must be more than 0"),
-        ("vllm:tiny", {"requests_per_minute": 5}, "has no use for limits.requests_per_minute"),
-        ("function:app.py:classify", {"adapters": {"x": "upper"}}, "no use for adapters"),
-        ("function:app.py:classify", {"engine_args": {"x": 1}}, "no use for engine_args"),
+        ("vllm:tiny", {"requests_per_minute": 5}, "does not use limits.requests_per_minute"),
+        ("function:app.py:classify", {"adapters": {"x": "upper"}}, "does not use adapters"),
+        ("function:app.py:classify", {"engine_args": {"x": 1}}, "does not use engine_args"),
         ("function:app.py:classify", {"python": "python"}, "`batchmill deploy` gives it its own"),
         ("openai:m", {"workers": 2}, "one worker calls the service"),
         ("openai:m", {"adapters": {"x": "upper"}}, "write x=x"),
@@ -129,7 +129,7 @@ def test_unknown_names_get_the_nearest(place, name, told):
     ],
 )
 def test_what_does_not_fit_is_refused(place, name, flags, told):
-    """A path that is not there and a setting the engine has no use for are refused by name."""
+    """A path that is not there and a setting the engine does not use are refused by name."""
     with pytest.raises(InvalidInput, match=told):
         resolve(name, configured(place), cwd=place, flags=ModelFlags(**flags))
 
@@ -164,7 +164,7 @@ def test_limits_belong_to_the_engine_that_reads_them(place):
         assert ("schema_nodes_max" in KINDS[engine].traits.limits) is is_known
     config = configured(place, m=ModelEntry("openai", "m", limits=entry), n=ModelEntry("vllm", "tiny", limits=entry))
     assert resolve("n", config, cwd=place).limits == entry
-    with pytest.raises(InvalidInput, match=r"no use for limits\.schema_nodes_max"):
+    with pytest.raises(InvalidInput, match=r"does not use limits\.schema_nodes_max"):
         resolve("m", config, cwd=place)
 
 
@@ -230,8 +230,8 @@ def test_routes_are_models_of_the_configuration(place):
         (ModelEntry("routes", routes=["batch", "nested"]), "has routes itself"),
         (ModelEntry("routes", routes=["batch", "columns"]), "read rows differently"),
         (ModelEntry("routes", source="m", routes=["batch", "local"]), "no source of its own"),
-        (ModelEntry("routes", routes=["batch", "local"], price=Price(1.0)), "no use for price"),
-        (ModelEntry("openai", "m", routes=["batch", "local"]), "no use for routes"),
+        (ModelEntry("routes", routes=["batch", "local"], price=Price(1.0)), "does not use price"),
+        (ModelEntry("openai", "m", routes=["batch", "local"]), "does not use routes"),
     ],
 )
 def test_routes_that_lead_nowhere_are_refused(place, entry, told):

@@ -43,7 +43,7 @@ def test_sizes_are_read(told, size):
 
 @pytest.mark.parametrize("told", ["", "GiB", "-1", 0, "24 parsecs", "1e3", 2**60])
 def test_what_is_no_size_is_named(told):
-    with pytest.raises(InvalidConfig, match="machine.memory is a number of bytes or like"):
+    with pytest.raises(InvalidConfig, match="machine.memory must be a number of bytes or like"):
         size_of(told, "machine.memory")
 
 
@@ -84,12 +84,12 @@ def test_what_is_not_said_has_a_default(tmp_path, text, scaling):
     [
         ("replicas_min = -1", r"models\.m\.replicas_min must be 0 to 1,024, not -1"),
         ("replicas_max = 0", r"models\.m\.replicas_max must be 1 to 1,024, not 0"),
-        ("replicas_min = 3\nreplicas_max = 2", "replicas_min is 3 and replicas_max 2"),
+        ("replicas_min = 3\nreplicas_max = 2", "replicas_min = 3 is more than replicas_max = 2"),
         ("cooldown_s = -1", r"models\.m\.cooldown_s must be 0 to"),
         ("cooldown_s = nan", r"models\.m\.cooldown_s must be 0 to"),
         ("scale_up_requests = 0", r"models\.m\.scale_up_requests must be 1 to"),
         ("gpus = 1025", r"models\.m\.gpus must be 0 to 1,024, not 1025"),
-        ("memory = 'much'", r"models\.m\.memory is a number of bytes or like \"24GiB\", not 'much'"),
+        ("memory = 'much'", r"models\.m\.memory must be a number of bytes or like \"24GiB\", not 'much'"),
         ("workers = 2\nreplicas_max = 3", "workers is fixed and replicas_min to replicas_max a range"),
         ("replica_max = 3", r"did you mean models\.m\.replicas_max"),
         ("limits = { adapters_max = 0 }", r"models\.m\.limits\.adapters_max must be more than 0"),
@@ -103,23 +103,23 @@ def test_what_cannot_be_is_refused(tmp_path, text, told):
 
 @pytest.mark.parametrize("text", ["replicas_max = 2", "cooldown_s = 5", "gpus = 1", "memory = 5"])
 def test_a_service_has_no_replicas(tmp_path, text):
-    """A setting that a remote service has no use for is refused."""
-    with pytest.raises(InvalidInput, match=f"'openai' has no use for {text.split()[0]}"):
+    """A setting that a remote service does not use is refused."""
+    with pytest.raises(InvalidInput, match=f"'openai' does not use {text.split()[0]}"):
         model(tmp_path, text, "openai")
 
 
 def test_secrets_are_references(tmp_path):
     """A secret that was pasted is refused, and not repeated; other engines take none."""
-    with pytest.raises(InvalidInput, match=r"secrets\.HF_TOKEN is \"env:NAME\"") as refused:
+    with pytest.raises(InvalidInput, match=r"secrets\.HF_TOKEN must be \"env:NAME\"") as refused:
         model(tmp_path, "secrets = { HF_TOKEN = 'hf_pasted' }")
     assert "hf_pasted" not in str(refused.value)
-    with pytest.raises(InvalidInput, match="has no use for secrets"):
+    with pytest.raises(InvalidInput, match="does not use secrets"):
         model(tmp_path, "secrets = { A = 'env:A' }", "function")
 
 
 def test_a_flag_does_not_undo_a_range(tmp_path):
     """--workers beside a configured range is refused."""
-    with pytest.raises(InvalidInput, match="'m' has 0 to 3 replicas by its configuration"):
+    with pytest.raises(InvalidInput, match="'m' 0 to 3 replicas"):
         model(tmp_path, "replicas_max = 3", flags=ModelFlags(workers=2))
 
 
@@ -134,9 +134,9 @@ def test_the_machine_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("memory = 0", r"machine\.memory is a number of bytes"),
+        ("memory = 0", r"machine\.memory must be a number of bytes"),
         ("gpus = -1", r"machine\.gpus must be 0 to 1,024, not -1"),
-        ("gpus = [0, '0']", r"machine\.gpus names a device twice"),
+        ("gpus = [0, '0']", r"machine\.gpus lists a device twice"),
         ("gpu = 1", r"there is no key machine\.gpu; did you mean machine\.gpus"),
     ],
 )

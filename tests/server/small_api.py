@@ -58,10 +58,10 @@ class HeldKeys:
             raise Unauthenticated("the API key is not valid")
         return self.callers[token]
 
-    def known(self, token: str | None) -> Caller | None:
+    def cached_caller(self, token: str | None) -> Caller | None:
         return self.callers.get(token or "") if self.callers else ANYBODY
 
-    def still(self, key_id: str) -> Caller | None:
+    def valid_caller(self, key_id: str) -> Caller | None:
         return next((caller for caller in self.callers.values() if caller.key == key_id), None)
 
 
@@ -131,7 +131,7 @@ class SmallDialect:
 
     async def until_gone(self, call: Call) -> Response:
         self.reached.set()
-        await call.until_gone()
+        await call.wait_for_disconnect()
         self.gone.set()
         return Response()
 

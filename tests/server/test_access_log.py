@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from batchmill.server import access_log
-from batchmill.server.access_log import Served
+from batchmill.server.access_log import RequestRecord
 
 CODE = """
 import asyncio, logging, sys
@@ -79,12 +79,12 @@ def test_strangers_fill_no_disk(capsys, caplog, monkeypatch):
     """Of requests without a key that were refused there are so many lines a second, and one that counts the others."""
     now = [100.0]
     monkeypatch.setattr(access_log.time, "monotonic", lambda: now[0])
-    lines = access_log.Requests()
+    lines = access_log.RequestLogHandler()
     lines._timer = object()  # it is written when the test says so
-    stranger = Served("r", "GET", status=401, code="invalid_api_key")
+    stranger = RequestRecord("r", "GET", status=401, code="invalid_api_key")
     for _ in range(access_log.REFUSED_MAX + 50):
         lines.add(stranger)
-    lines.add(Served("r", "GET", status=403, code="forbidden", key="k1"))
+    lines.add(RequestRecord("r", "GET", status=403, code="forbidden", key="k1"))
     assert len(lines._lines) == access_log.REFUSED_MAX + 1
     now[0] += 1.0
     lines.add(stranger)

@@ -53,7 +53,9 @@ def test_places_leave_connections_for_others():
     """However few connections there are, those of requests under way are not all of them."""
     for connections in (100, 768, 10_000, 50_000):
         held = Admission(ServerEntry(connections_max=connections), files=1_000_000, clock=float)
-        busy = taken(held.project_requests, "greedy", 100_000) + sum(taken(held.project_requests, f"p{each}") for each in range(100))
+        busy = taken(held.project_requests, "greedy", 100_000) + sum(
+            taken(held.project_requests, f"p{each}") for each in range(100)
+        )
         busy += sum(taken(held.anonymous_requests, f"10.0.0.{each}") for each in range(250))
         assert 0.5 * min(connections, 10_000) < busy < 0.8 * connections
 

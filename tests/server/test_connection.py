@@ -16,7 +16,7 @@ JSON = b"Content-Type: application/json\r\n"
 
 class Hasty(Connection):
     head_s = 0.05
-    linger_s = stranger_linger_s = 0.05
+    linger_s = anonymous_linger_s = 0.05
 
 
 @pytest.mark.parametrize(

@@ -235,8 +235,8 @@ class Impatient(Connection):
         super().__init__(*args, **kwargs)
         self.timeout_keep_alive = 0.05
 
-    def _has_taken(self):
-        taken = super()._has_taken()
+    def _has_reply_progress(self):
+        taken = super()._has_reply_progress()
         type(self).looks += taken
         return taken
 

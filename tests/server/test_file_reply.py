@@ -8,7 +8,7 @@ import pytest
 from services.file_room import FileRoom
 from starlette.requests import Request
 
-from batchmill.server.replies import NOTHING, ContentRange, FileReply, disposition, span_of
+from batchmill.server.replies import NOTHING, ContentRange, FileReply, disposition, parse_range
 from batchmill.services.files import READ_BYTES
 
 
@@ -105,12 +105,12 @@ async def test_a_reader_that_leaves(replying):
 )
 def test_ranges(asked, span):
     """One range of bytes is understood by the grammar; what is none is ignored, what lies beyond is refused."""
-    assert span_of(asked, 10) == span
+    assert parse_range(asked, 10) == span
 
 
 def test_an_empty_file_has_no_ranges():
     """No byte of an empty file can be asked for."""
-    assert [span_of(asked, 0) for asked in ("bytes=0-", "bytes=0-0", "bytes=-1")] == [NOTHING] * 3
+    assert [parse_range(asked, 0) for asked in ("bytes=0-", "bytes=0-0", "bytes=-1")] == [NOTHING] * 3
 
 
 @pytest.mark.parametrize(

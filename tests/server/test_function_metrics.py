@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from batchmill.server.metrics import BATCH_SIZES, Counted, functions
+from batchmill.server.metrics import BATCH_SIZES, VersionStats, functions
 from batchmill.types import BatchTimes, CallStats
 
 STATS = CallStats(
@@ -38,7 +38,7 @@ def samples(found, copies=None):
 
 def test_calls_of_a_version_are_counted():
     """Rows, calls, requests and seconds stand beside the model and its version."""
-    found = samples([Counted("m", "main/3", STATS)], {("mirror", "dropped"): 2})
+    found = samples([VersionStats("m", "main/3", STATS)], {("mirror", "dropped"): 2})
     assert found["batchmill_function_rows_total", "m", "main/3"] == 12
     assert found["batchmill_function_executions_total", "m", "main/3"] == 4
     assert found["batchmill_function_requests_total", "m", "ok", "main/3"] == 9
@@ -55,7 +55,7 @@ def test_calls_of_a_version_are_counted():
 def test_batch_sizes_are_a_histogram():
     """Each call counts in every bucket that its rows fit, and the sum is the rows."""
     stats = CallStats(executions=7, rows=1, batches=[BatchTimes(1, 4), BatchTimes(64, 2), BatchTimes(5000, 1)])
-    found = samples([Counted("m", "main/1", stats)])
+    found = samples([VersionStats("m", "main/1", stats)])
     name = "batchmill_function_batch_size"
     assert found[f"{name}_bucket", "1.0", "m", "main/1"] == 4
     assert found[f"{name}_bucket", "32.0", "m", "main/1"] == 4
@@ -67,4 +67,4 @@ def test_batch_sizes_are_a_histogram():
 
 def test_versions_that_were_never_called_take_no_room():
     """A page grows with what is used, not with what was ever deployed."""
-    assert samples([Counted("m", f"main/{number}", CallStats()) for number in range(1, 100)]) == {}
+    assert samples([VersionStats("m", f"main/{number}", CallStats()) for number in range(1, 100)]) == {}

@@ -3,7 +3,7 @@
 import pytest
 
 from batchmill.errors import Forbidden, InvalidInput
-from batchmill.server.auth import Hosts, is_everywhere, is_loopback
+from batchmill.server.auth import Hosts, is_loopback, is_wildcard
 
 
 def host(value):
@@ -23,7 +23,7 @@ def test_its_own_names(name):
 )  # fmt: skip
 def test_other_names(name):
     """A rebound or crooked name is refused."""
-    with pytest.raises(InvalidInput, match="not called"):
+    with pytest.raises(InvalidInput, match="not a name of this server"):
         Hosts("127.0.0.1", ["my.test"]).check("GET", host(name))
 
 
@@ -72,8 +72,8 @@ def test_loopback(name, expected):
 def test_an_address_to_listen_at_is_judged_by_its_bits():
     """What reaches only this machine, and what is every address of it, is the same under every Python."""
     for bound in ("127.0.0.1", "127.255.0.9", "::1", "::ffff:127.0.0.1", "localhost"):
-        assert is_loopback(bound) and not is_everywhere(bound)
+        assert is_loopback(bound) and not is_wildcard(bound)
     for bound in ("0.0.0.0", "::", "::ffff:0.0.0.0"):
-        assert is_everywhere(bound) and not is_loopback(bound)
+        assert is_wildcard(bound) and not is_loopback(bound)
     for bound in ("0.0.0.1", "128.0.0.1", "::2", "::127.0.0.1", "2002:7f00:1::", "::ffff:8.8.8.8", "host"):
-        assert not is_everywhere(bound) and not is_loopback(bound)
+        assert not is_wildcard(bound) and not is_loopback(bound)

@@ -181,7 +181,7 @@ async def test_a_client_that_leaves_is_noticed():
 async def test_a_line_for_each_request(capsys, caplog, monkeypatch):
     """The log has who asked for what and what came of it, and neither values nor keys."""
     caplog.set_level(logging.INFO, "batchmill.access")
-    lines = access_log.Requests()
+    lines = access_log.RequestLogHandler()
     monkeypatch.setattr(access_log.access, "handlers", [lines])
     async with small_api(keys=HeldKeys(good=READER)) as small:
         await ask(small, "GET", "/small/things?after=private", headers={"authorization": "Bearer good"})

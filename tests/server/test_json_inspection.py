@@ -39,7 +39,7 @@ async def test_a_body_of_too_many_values_is_not_read(monkeypatch):
         whole = json_of(1000)
         held = int(count(whole, lambda _: None))
         await inspect(whole, held, programs, "p")
-        with pytest.raises(TooComplex, match="more than 2,001 values, of which"):
+        with pytest.raises(TooComplex, match="more than 2,001 values"):
             await inspect(whole, held - 1, programs, "p")
         await inspect(b'{"text":"' + b"," * 100_000 + b'"}', 10, programs, "p")
     finally:
@@ -52,7 +52,7 @@ async def test_numbers_that_are_slow_to_read_count_for_more():
     try:
         for slow in (b"1e300", b"-1.5E+308", b"1e-324", b"1e0300", b"0." + b"0" * 300 + b"1"):
             body = b"[" + b",".join([slow] * 1000) + b"]"
-            with pytest.raises(TooComplex, match="a number with an exponent of three"):
+            with pytest.raises(TooComplex, match="three-digit exponent"):
                 await inspect(body, 50_000, programs, "p")
             text = b'["' + b",".join([slow] * 1000) + b'"]'
             await inspect(text, 50_000, programs, "p")

@@ -18,7 +18,7 @@ from batchmill.dialects.openai.dialect import recode
 from batchmill.dialects.predibase import lorax
 from batchmill.dialects.predibase.lorax import Generate, Parameters
 from batchmill.server import replies
-from batchmill.server.access_log import Served
+from batchmill.server.access_log import RequestRecord
 from batchmill.server.http import PIECE_BYTES, _Reply
 from batchmill.server.replies import rewritten
 from batchmill.types import Caller, Scope
@@ -54,7 +54,7 @@ async def test_one_long_reply_is_sent_in_a_turn():
         sent.append(turns)
 
     counting = asyncio.create_task(count())
-    replies = [_Reply({}, send, Served("r", "GET", started=0.0), SmallDialect(), turn) for _ in range(20)]
+    replies = [_Reply({}, send, RequestRecord("r", "GET", started=0.0), SmallDialect(), turn) for _ in range(20)]
     long = {"type": "http.response.body", "body": b"x" * (PIECE_BYTES + 1)}
     await asyncio.gather(*[each.send(dict(long)) for each in replies])
     counting.cancel()

@@ -11,11 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from services.webhook_support import EndedJobs
 
 from batchmill.jobs.pools.tallies import ModelGauge
-from batchmill.server.access_log import Served
+from batchmill.server.access_log import RequestRecord
 from batchmill.server.metrics import MODEL_GAUGES, MODEL_RATIOS, Metrics, models
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.outbox import Outbox
-from batchmill.services.webhooks import EVENT_TYPES, Ended
+from batchmill.services.webhooks import EVENT_TYPES, EndedJob
 from batchmill.states import JobState
 from batchmill.types import AdapterStats, Commit, Lease, SegmentRef, Usage
 
@@ -75,7 +75,7 @@ async def test_a_project_reads_of_its_own(jobs: EndedJobs, metrics: Metrics):
     tallies = jobs.jobs.dispatcher.tallies
     tallies.count("p", "m", commit(1, 1, Usage(), boom=1))
     tallies.count("p.secret", "m", commit(7, 1, Usage(), **{'project="p"': 1}))
-    metrics.live(LiveCall("m", "/v1/x", 200, 0.1, "p.secret", Usage(1, 0, 1)))
+    metrics.on_live_call(LiveCall("m", "/v1/x", 200, 0.1, "p.secret", Usage(1, 0, 1)))
     whole, own = await samples(metrics), await samples(metrics, "p")
     assert {key for key in whole if "p.secret" in key} and not {key for key in own if "p.secret" in key}
     assert {key for key in whole if "p.secret" not in key} == set(own)
@@ -83,9 +83,9 @@ async def test_a_project_reads_of_its_own(jobs: EndedJobs, metrics: Metrics):
 
 async def test_requests_are_counted_by_route(metrics: Metrics):
     """HTTP requests are counted by method, route and status; what has no route or is no method shares one label."""
-    metrics.served(Served("r", "GET", "/v1/files/{file_id}", 200, seconds=0.02, project="p", key="k"))
+    metrics.on_request(RequestRecord("r", "GET", "/v1/files/{file_id}", 200, seconds=0.02, project="p", key="k"))
     for method in ("GET", "BREW", "TEA"):
-        metrics.served(Served("r", method, "", 404, seconds=0.001))
+        metrics.on_request(RequestRecord("r", method, "", 404, seconds=0.001))
     found = await samples(metrics)
     assert found["batchmill_http_requests_total", "GET", "/v1/files/{file_id}", "200"] == 1
     assert found["batchmill_http_requests_total", "GET", "none", "404"] == 1
@@ -97,8 +97,8 @@ async def test_requests_are_counted_by_route(metrics: Metrics):
 
 async def test_live_requests_are_counted_and_timed(metrics: Metrics):
     """Live requests are counted by model and status, with their tokens and how long they took."""
-    metrics.live(LiveCall("m", "/v1/chat/completions", 200, 0.3, "p", Usage(5, 2, 3)))
-    metrics.live(LiveCall("m", "/v1/chat/completions", 0, 1.0, "p", error="model_failed"))
+    metrics.on_live_call(LiveCall("m", "/v1/chat/completions", 200, 0.3, "p", Usage(5, 2, 3)))
+    metrics.on_live_call(LiveCall("m", "/v1/chat/completions", 0, 1.0, "p", error="model_failed"))
     found = await samples(metrics)
     assert found["batchmill_live_requests_total", "m", "200"] == 1
     assert found["batchmill_live_requests_total", "m", "none"] == 1
@@ -111,7 +111,7 @@ async def test_jobs_are_counted_by_state(jobs: EndedJobs, metrics: Metrics):
     await jobs.end(1)
     running = await jobs.end(2)
     await jobs.database.call(jobs.ledger.note, running, state=JobState.RUNNING)
-    metrics.ended(Ended("job_1", 0, "cancelled", 1.0, 2.0, "p"))
+    metrics.on_job_ended(EndedJob("job_1", 0, "cancelled", 1.0, 2.0, "p"))
     found = await samples(metrics)
     assert found["batchmill_jobs", "running"] == 1
     assert ("batchmill_jobs", "cancelled") not in found
@@ -124,7 +124,7 @@ async def test_webhooks_are_counted(jobs: EndedJobs, metrics: Metrics, outbox: O
     await jobs.end(1)
     outbox.counts["delivered"] += 2
     async with jobs.running() as other:
-        await other.turn()
+        await other.run_once()
     found = await samples(metrics)
     assert found["batchmill_webhook_deliveries_total", "delivered"] == 2
     assert found["batchmill_webhook_deliveries_total", "given_up"] == 0
@@ -167,7 +167,9 @@ def test_models_are_measured():
 
 async def test_a_page_holds_nothing_private(metrics: Metrics):
     """Keys, request ids and error texts of requests are in no label."""
-    metrics.served(Served("req_secret", "GET", "/v1/files", 200, project="p", key="k-secret", code="c-secret"))
+    metrics.on_request(
+        RequestRecord("req_secret", "GET", "/v1/files", 200, project="p", key="k-secret", code="c-secret")
+    )
     page = await metrics.render()
     assert b"secret" not in page
     assert b"batchmill_build_info" in page and b"process_resident_memory_bytes" in page
@@ -177,7 +179,7 @@ async def test_counters_never_go_back(jobs: EndedJobs, metrics: Metrics):
     """Every counter of a later page is at least what it was."""
     tallies = jobs.jobs.dispatcher.tallies
     tallies.count("p", "m", commit(3, 2, Usage(10, 4, 6), boom=2))
-    metrics.live(LiveCall("m", "/v1/chat/completions", 200, 0.3, "p", Usage(5, 2, 3)))
+    metrics.on_live_call(LiveCall("m", "/v1/chat/completions", 200, 0.3, "p", Usage(5, 2, 3)))
     before = await samples(metrics)
     tallies.count("p", "m", commit(1, 0, Usage(1, 1, 1)))
     after = await samples(metrics)

@@ -15,12 +15,12 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from batchmill.errors import InvalidConfig
-from batchmill.server.access_log import Served
+from batchmill.server.access_log import RequestRecord
 from batchmill.server.metrics import load_tracing
 from batchmill.server.tracing import NANOS, Tracing
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.trace_context import traceparent
-from batchmill.services.webhooks import Ended
+from batchmill.services.webhooks import EndedJob
 from batchmill.types import Usage
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -42,20 +42,20 @@ def tracing(exporter: InMemorySpanExporter) -> Iterator[Tracing]:
 class Root:
     """Stands where the HTTP root stands: answers a request and tells those who watch."""
 
-    def __init__(self, tracing: Tracing, served: Served, call: LiveCall | None = None) -> None:
+    def __init__(self, tracing: Tracing, served: RequestRecord, call: LiveCall | None = None) -> None:
         self._tracing, self._served, self._call = tracing, served, call
         self.seen: str | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.seen = traceparent.get()
         if self._call is not None:
-            self._tracing.live(self._call)
-        self._tracing.served(self._served)
+            self._tracing.on_live_call(self._call)
+        self._tracing.on_request(self._served)
 
 
 async def ask(tracing: Tracing, root: Root, path: str = "/v1/files", *headers: tuple[bytes, bytes]) -> None:
     scope = {"type": "http", "method": "POST", "path": path, "headers": list(headers)}
-    await tracing.around(root)(scope, None, None)
+    await tracing.wrap(root)(scope, None, None)
 
 
 def spans(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
@@ -64,7 +64,9 @@ def spans(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
 
 async def test_a_request_goes_on_with_its_callers_trace(tracing: Tracing, exporter: InMemorySpanExporter):
     """A request's span has the caller's trace and parent, the route as its name, and no word of the path itself."""
-    root = Root(tracing, Served("req_1", "POST", "/v1/files/{file_id}", 404, project="p", key="k", code="unknown_file"))
+    root = Root(
+        tracing, RequestRecord("req_1", "POST", "/v1/files/{file_id}", 404, project="p", key="k", code="unknown_file")
+    )
     await ask(tracing, root, "/v1/files/secret-id", (b"traceparent", SENT.encode()))
     (span,) = exporter.get_finished_spans()
     assert span.name == "POST /v1/files/{file_id}"
@@ -80,7 +82,7 @@ async def test_a_request_goes_on_with_its_callers_trace(tracing: Tracing, export
 @pytest.mark.parametrize("sent", ["", "00-zz-11-01", f"ff-{TRACE}-{PARENT}-01", "x" * 10_000])
 async def test_a_trace_that_cannot_be_read_is_none(tracing: Tracing, exporter: InMemorySpanExporter, sent: str):
     """A malformed traceparent begins a new trace."""
-    await ask(tracing, Root(tracing, Served("r", "POST", "/x", 200)), "/x", (b"traceparent", sent.encode()))
+    await ask(tracing, Root(tracing, RequestRecord("r", "POST", "/x", 200)), "/x", (b"traceparent", sent.encode()))
     (span,) = exporter.get_finished_spans()
     assert span.parent is None and f"{span.context.trace_id:032x}" != TRACE
 
@@ -88,7 +90,7 @@ async def test_a_trace_that_cannot_be_read_is_none(tracing: Tracing, exporter: I
 async def test_a_live_call_is_inside_its_request(tracing: Tracing, exporter: InMemorySpanExporter):
     """A live call has a span of its own below its request's, with its model and tokens."""
     call = LiveCall("m", "/v1/chat/completions", 200, 2.0, "p", Usage(5, 2, 3))
-    await ask(tracing, Root(tracing, Served("r", "POST", "/v1/chat/completions", 200), call))
+    await ask(tracing, Root(tracing, RequestRecord("r", "POST", "/v1/chat/completions", 200), call))
     found = spans(exporter)
     live, request = found["live m"], found["POST /v1/chat/completions"]
     assert live.parent is not None and live.parent.span_id == request.context.span_id
@@ -100,8 +102,8 @@ async def test_a_live_call_is_inside_its_request(tracing: Tracing, exporter: InM
 async def test_what_fails_is_marked(tracing: Tracing, exporter: InMemorySpanExporter):
     """A 5xx and a live call without an answer are errors, a 4xx is not."""
     call = LiveCall("m", "/v1/chat/completions", 0, 1.0, "p", error="model_failed")
-    await ask(tracing, Root(tracing, Served("r", "POST", "/a", 503, code="unavailable"), call))
-    await ask(tracing, Root(tracing, Served("r", "POST", "/b", 400)))
+    await ask(tracing, Root(tracing, RequestRecord("r", "POST", "/a", 503, code="unavailable"), call))
+    await ask(tracing, Root(tracing, RequestRecord("r", "POST", "/b", 400)))
     found = spans(exporter)
     assert found["live m"].status.status_code is StatusCode.ERROR
     assert found["POST /a"].status.status_code is StatusCode.ERROR
@@ -110,8 +112,8 @@ async def test_what_fails_is_marked(tracing: Tracing, exporter: InMemorySpanExpo
 
 def test_a_job_is_linked_to_its_request(tracing: Tracing, exporter: InMemorySpanExporter):
     """A job's span is a trace of its own, from its creation to its end, linked to the request that submitted it."""
-    tracing.ended(Ended("job_1", 1, "failed", 100.0, 160.0, "p", "openai", SENT))
-    tracing.ended(Ended("job_2", 0, "completed", 100.0, 160.0, "p", None, "nonsense"))
+    tracing.on_job_ended(EndedJob("job_1", 1, "failed", 100.0, 160.0, "p", "openai", SENT))
+    tracing.on_job_ended(EndedJob("job_2", 0, "completed", 100.0, 160.0, "p", None, "nonsense"))
     first, second = exporter.get_finished_spans()
     (link,) = first.links
     assert f"{link.context.trace_id:032x}" == TRACE != f"{first.context.trace_id:032x}"
@@ -125,7 +127,7 @@ async def test_what_machines_ask_all_the_time_is_not_traced(
     tracing: Tracing, exporter: InMemorySpanExporter, path: str
 ):
     """Health and metrics make no spans."""
-    await ask(tracing, Root(tracing, Served("r", "GET", path, 200)), path)
+    await ask(tracing, Root(tracing, RequestRecord("r", "GET", path, 200)), path)
     assert exporter.get_finished_spans() == ()
 
 

@@ -131,7 +131,7 @@ async def test_who_may_name_what(room: AdapterRoom, tmp_path: Path) -> None:
             await adapters.register(US, "tiny", "other", source)
     with pytest.raises(Forbidden):
         await adapters.register(US, "tiny", "other", "elsewhere/one")
-    with pytest.raises(InvalidInput, match='the token is given as "secret:NAME", never itself'):
+    with pytest.raises(InvalidInput, match='give the token as a reference, "secret:NAME", never the token itself'):
         await adapters.register(US, "tiny", "other", "org/one", token="env:HF_TOKEN")
     assert [each.own_name for each in adapters.list("default")] == ["shout/1"]
 
@@ -151,7 +151,7 @@ async def test_what_cannot_be_registered(room: AdapterRoom, tmp_path: Path, base
     with pytest.raises(kind) as caught:
         await room.adapters.register(US, base, name, str(tmp_path), is_trusted=True)
     assert caught.value.code == code
-    assert room.adapters.every() == []
+    assert room.adapters.list_all() == []
 
 
 async def test_a_base_of_another_project(room: AdapterRoom, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ async def test_names_of_rows(room: AdapterRoom, hub: ModelHub) -> None:
         "org/two": ("org/two/1", "ready"),
         "org/1": ("org/1/1", "failed"),
     }
-    assert "has no org/none" in found["org/none"].message and "is no name of an adapter" in found["org/1"].message
+    assert "has no org/none" in found["org/none"].message and "is not a valid adapter name" in found["org/1"].message
     assert found["org/two"].rank == 32
     hub.repositories["org/none"] = lora_files()
     again = await room.adapters.ensure("default", "tiny", ["org/one", "org/none"])
@@ -208,7 +208,7 @@ async def test_two_jobs_name_the_same(room: AdapterRoom, hub: ModelHub) -> None:
     hub.held.set()
     first, second = await asyncio.gather(*asked[1:])
     assert first == second and first["org/one"].state == "ready"
-    assert [each.own_name for each in room.adapters.every()] == ["org/one/1"]
+    assert [each.own_name for each in room.adapters.list_all()] == ["org/one/1"]
 
 
 async def test_an_owner_that_ends(room: AdapterRoom, hub: ModelHub) -> None:
@@ -242,7 +242,7 @@ async def test_an_upload(room: AdapterRoom, tmp_path: Path) -> None:
     """An adapter that is sent here is ready once its archive is, and says that it was uploaded."""
     with (tmp_path / "bundle.tar.gz").open("wb") as file:
         adapter_bundles.write(file, write_lora(tmp_path / "a"))
-    record = await room.adapters.take(US, "tiny", "shout", tmp_path / "bundle.tar.gz")
+    record = await room.adapters.upload(US, "tiny", "shout", tmp_path / "bundle.tar.gz")
     assert (record.own_name, record.state, record.source) == ("shout/1", "ready", "upload")
     assert room.folders() == [record.id]
 
@@ -251,18 +251,18 @@ async def test_an_upload(room: AdapterRoom, tmp_path: Path) -> None:
     ("files", "info", "words"),
     [
         ({CONFIG: lora_files()[CONFIG]}, {}, f"it has no {WEIGHTS}"),
-        ({**lora_files(), "../x": b""}, {}, "'../x' is none of"),
+        ({**lora_files(), "../x": b""}, {}, "'../x' is not one of"),
         ({**lora_files(), "adapter_model.bin": b""}, {}, "a pickle"),
-        (lora_files(), {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}, "is none of"),
+        (lora_files(), {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}, "is not one of"),
         ({**lora_files(), CONFIG: b"{}"}, {}, "peft_type is None"),
     ],
 )
 async def test_bad_uploads(room: AdapterRoom, tmp_path: Path, files, info, words: str) -> None:
     """An archive of anything else is refused, leaves no version and writes nothing beside it."""
     with pytest.raises(InvalidInput) as caught:
-        await room.adapters.take(US, "tiny", "shout", bundle(tmp_path, files, **info))
+        await room.adapters.upload(US, "tiny", "shout", bundle(tmp_path, files, **info))
     assert words in caught.value.message
-    assert room.adapters.every() == [] and room.folders() == []
+    assert room.adapters.list_all() == [] and room.folders() == []
 
 
 async def test_no_archive(room: AdapterRoom, tmp_path: Path) -> None:
@@ -270,8 +270,8 @@ async def test_no_archive(room: AdapterRoom, tmp_path: Path) -> None:
     whole = bundle(tmp_path, lora_files()).read_bytes()
     for data in (b"hello", whole[:-20], b""):
         (tmp_path / "broken").write_bytes(data)
-        with pytest.raises(InvalidInput, match="this is no archive of an adapter"):
-            await room.adapters.take(US, "tiny", "shout", tmp_path / "broken")
+        with pytest.raises(InvalidInput, match="this is not an archive of an adapter"):
+            await room.adapters.upload(US, "tiny", "shout", tmp_path / "broken")
 
 
 async def test_an_upload_that_was_cut_off(room: AdapterRoom, tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ async def test_an_upload_that_was_cut_off(room: AdapterRoom, tmp_path: Path) -> 
     await room.database.write(records.begin, record, 100)
     await room.again()
     record = await room.adapters.wait(room.adapters.get("default", "shout"))
-    assert (record.state, record.message) == ("failed", "its upload did not arrive whole: send it again")
+    assert (record.state, record.message) == ("failed", "its upload is not complete: upload it again")
 
 
 def job(places: list[str]) -> dict:
@@ -346,10 +346,10 @@ async def test_removed_while_it_is_settled(room: AdapterRoom, tmp_path: Path) ->
     await room.again(resumes=False)
     await room.adapters.remove("default", "shout")
     late = FetchReport(Fetched(str(room.home / "id"), "0", 1), 4, None)
-    assert (await room.adapters._end(record, late)).state == "removed"
-    assert room.adapters.every() == []
+    assert (await room.adapters._store_fetched(record, late)).state == "removed"
+    assert room.adapters.list_all() == []
     await room.again()
-    assert room.adapters.every() == []
+    assert room.adapters.list_all() == []
 
 
 async def test_the_token_of_a_job(room: AdapterRoom, hub: ModelHub) -> None:
@@ -367,4 +367,4 @@ async def test_projects_do_not_meet(room: AdapterRoom, tmp_path: Path) -> None:
     ours, theirs = await add(room, "shout", folder), await add(room, "shout", folder, THEM)
     assert [ours.own_name, theirs.own_name] == ["shout/1", "shout/1"]
     await room.adapters.remove("other", "shout")
-    assert room.adapters.every() == [ours]
+    assert room.adapters.list_all() == [ours]

@@ -102,6 +102,6 @@ async def test_names_that_are_taken(room: AdapterRoom) -> None:
     """An adapter is not called as a model or adapter of the configuration; a further version of it is its own."""
     await add(room, "shout")
     for name in ("tiny", "a"):
-        with pytest.raises(Conflict, match=f"'{name}' is the name of a"):
+        with pytest.raises(Conflict, match=f"'{name}' is already the name of a"):
             await add(room, name)
     assert (await add(room, "shout", rank=8)).version == 2

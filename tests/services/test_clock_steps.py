@@ -55,16 +55,16 @@ async def test_a_wait_is_as_long_as_it_was_meant_to_be(database):
         base = {"endpoint": "e", "project": "p", "type": "t", "payload": b"", "created": NOON - 60}
         db.execute(outbox.insert().values(**base | more))
 
-    await steps.look()
+    await steps.check()
     await database.write(put, id="later", due=NOON + 60)
     await database.write(put, id="done", due=None)
     clock.go_on(10.0, back=1.0)
-    await steps.look()
+    await steps.check()
     assert await waits() == {"later": 51.0, "done": None}
     clock.go_on(10.0, back=3600.0)
-    await steps.look()
+    await steps.check()
     assert await waits() == {"later": 41.0, "done": None}
-    await steps.look()
+    await steps.check()
     assert await waits() == {"later": 41.0, "done": None}
 
 
@@ -74,6 +74,6 @@ async def test_work_of_a_time_to_come_begins_with_the_start(database):
     values = {"endpoint": "e", "project": "p", "type": "t", "payload": b""}
     await database.write(lambda db: db.execute(outbox.insert().values(id="new", created=NOON, due=NOON, **values)))
     clock.wall = NOON - 3600
-    await ClockSteps(database, clock, outbox).look()
+    await ClockSteps(database, clock, outbox).check()
     due = await database.read(lambda db: db.execute(outbox.select()).one().due)
     assert due == clock.wall

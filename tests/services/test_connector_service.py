@@ -77,12 +77,12 @@ async def test_dry_run_keeps_nothing(room: RemoteRoom) -> None:
         ("http://api.example.com", "it is not https"),
         ("https://127.0.0.1:8000", "its address is private"),
         ("https://10.1.2.3", "its address is private"),
-        ("https://169.254.169.254", "where a cloud keeps credentials"),
-        ("https://[fd00:ec2::254]", "where a cloud keeps credentials"),
+        ("https://169.254.169.254", "where clouds serve credentials"),
+        ("https://[fd00:ec2::254]", "where clouds serve credentials"),
         ("https://user:pass@api.example.com", "Encountered error when trying to create uri"),
         ("https://2130706433", "its host is a number"),
-        ("https://${parameters.host}", "does not say where it leads"),
-        ("https://${parameters.host:-api.example.com}.${parameters.zone}", "does not say where it leads"),
+        ("https://${parameters.host}", "needs a fixed scheme, host and port"),
+        ("https://${parameters.host:-api.example.com}.${parameters.zone}", "needs a fixed scheme, host and port"),
     ],
 )
 async def test_where_callers_may_not_lead(room: RemoteRoom, url: str, words: str) -> None:
@@ -166,7 +166,7 @@ async def test_credentials_go_nowhere_else(room: RemoteRoom) -> None:
         {"actions": at("https://api.openai.com:8443")["actions"]},
         {"client_config": {"skip_ssl_verification": True}},
     ):
-        with pytest.raises(InvalidInput, match=r"give them all again with the same change \((openAI_key, )?org\)"):
+        with pytest.raises(InvalidInput, match=r"give them all again in the same change \((openAI_key, )?org\)"):
             await room.remote.connectors.update(US, made.id, fields)
     assert room.remote.connectors.get(US, made.id) == made
     assert await room.vault.reveal(f"connector/{made.id}/openAI_key") == KEY
@@ -187,7 +187,7 @@ async def test_jobs_of_before_do_not_get_credentials_of_now(room: RemoteRoom) ->
     route = ModelSpec("x", "connector", "x", connector=made.connector)
     assert room.database is not None
     await room.database.write(_insert_job, ModelSpec("x", "routes", "x", routes=[route]))
-    with pytest.raises(Conflict, match="used by a job that has not ended"):
+    with pytest.raises(Conflict, match="an unfinished job uses"):
         await room.remote.connectors.update(US, made.id, fields)
     assert await room.vault.reveal(f"connector/{made.id}/openAI_key") == KEY
     await room.remote.connectors.update(US, made.id, {"credential": {"openAI_key": "rotated-key-0123"}})
@@ -204,7 +204,7 @@ async def test_parameters_do_not_lead_credentials_away(room: RemoteRoom) -> None
     """A host that is made of parameters is another one once they are; paths may change."""
     parameters = {"host": "api.example.com", "model": "m", "endpoint": "/e"}
     made = await room.remote.connectors.create(US, at("https://${parameters.host}", parameters=parameters))
-    with pytest.raises(InvalidInput, match="would lead to https://evil.example.com:443"):
+    with pytest.raises(InvalidInput, match="would send its credentials to https://evil.example.com:443"):
         await room.remote.connectors.update(US, made.id, {"parameters": {"host": "evil.example.com"}})
     await room.remote.connectors.update(US, made.id, {"parameters": {"model": "n"}})
 
@@ -213,7 +213,7 @@ async def test_own_connectors_of_models_keep_credentials_too(room: RemoteRoom) -
     """The same holds for a connector that only one model has; one of whoever runs the server is closed to callers."""
     models, register = room.remote.models, {"name": "m", "function_name": "remote"}
     made = await models.register(US, register | {"connector": connector_fields()})
-    with pytest.raises(InvalidInput, match="where its credentials have never gone"):
+    with pytest.raises(InvalidInput, match="would send its credentials to"):
         await models.update(US, made.id, {"connector": {"actions": at("https://api.example.com")["actions"]}})
     theirs = at("http://127.0.0.1:8000", credential={"openAI_key": "env:OPENAI_API_KEY"})
     made = await models.register(US, register | {"connector": theirs}, is_trusted=True)
@@ -224,7 +224,7 @@ async def test_own_connectors_of_models_keep_credentials_too(room: RemoteRoom) -
 async def test_a_command_brings_no_references_into_callers_connectors(room: RemoteRoom) -> None:
     """A connector of a caller stays one when a command changes it: a reference is refused, not kept as a key."""
     made = await room.remote.connectors.create(US, connector_fields())
-    with pytest.raises(InvalidInput, match="refers to no secret"):
+    with pytest.raises(InvalidInput, match="cannot refer to a secret"):
         await room.remote.connectors.update(US, made.id, {"credential": {"openAI_key": "env:HOME"}}, is_trusted=True)
     assert await room.vault.reveal(f"connector/{made.id}/openAI_key") == KEY
 
@@ -265,7 +265,7 @@ async def test_delete_waits_for_unfinished_jobs(room: RemoteRoom) -> None:
     route = ModelSpec("x", "connector", "x", connector=made.connector)
     assert room.database is not None
     await room.database.write(_insert_job, ModelSpec("x", "routes", "x", routes=[route]))
-    with pytest.raises(Conflict, match="used by a job that has not ended"):
+    with pytest.raises(Conflict, match="an unfinished job uses"):
         await room.remote.connectors.delete(US, made.id)
     await room.database.write(lambda db: db.execute(jobs.update().values(state="completed")))
     await room.remote.connectors.delete(US, made.id)
@@ -303,13 +303,13 @@ async def test_limits(room: RemoteRoom, monkeypatch: pytest.MonkeyPatch) -> None
     """There is room for so many connectors of so many bytes, and not for one more."""
     monkeypatch.setattr(connector_records, "CONNECTORS_MAX", 1)
     made = await room.remote.connectors.create(US, connector_fields(description=""))
-    with pytest.raises(InvalidInput, match="the most that there can be"):
+    with pytest.raises(InvalidInput, match="which is the maximum"):
         await room.remote.connectors.create(US, connector_fields())
     assert await room.secrets() == [f"connector/{made.id}/openAI_key"]
     size = len(msgspec.json.encode(made.connector))
     monkeypatch.setattr(connectors, "SPEC_BYTES_MAX", size + 1)
     await room.remote.connectors.update(US, made.id, {"description": "x"})
-    with pytest.raises(InvalidInput, match="and may have"):
+    with pytest.raises(InvalidInput, match="the maximum is"):
         await room.remote.connectors.update(US, made.id, {"description": "xx"})
 
 

@@ -42,7 +42,7 @@ def test_what_others_could_read_is_mended_once_with_one_line(
     files = ("batchmill.db", "batchmill.db-wal", "secrets.key", "control.sock")
     assert [mode(place / name) for name in files] == [0o600] * 4
     assert [each.getMessage() for each in caplog.records] == [
-        f"the data directory {place} could be opened by other users: it is now this user's alone"
+        f"other users could open the data directory {place}: now only this user can"
     ]
 
 
@@ -97,8 +97,8 @@ def test_a_new_data_directory_survives_a_power_cut(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("number", "kind", "told"),
     [
-        (errno.ENOSPC, JobPaused, "no room left on the disk"),
-        (errno.EMFILE, JobPaused, "no further file can be opened"),
+        (errno.ENOSPC, JobPaused, "the disk is full"),
+        (errno.EMFILE, JobPaused, "too many files are open"),
         (errno.EIO, JobPaused, "the disk failed"),
         (errno.EROFS, InvalidConfig, "--data-dir"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.services.webhooks import EVENT_TYPES, Ended, event_of
+from batchmill.services.webhooks import EVENT_TYPES, EndedJob, event_of
 
 
 def test_types_stand_once():
@@ -19,5 +19,5 @@ def test_types_stand_once():
 )  # fmt: skip
 def test_events_have_the_words_of_their_door(frontend, kind, shown):
     """A job's end is told in the words and with the id that its frontend has for it."""
-    event = event_of(Ended("job_1", 0, "completed", 1.0, 2.0, "default", frontend))
+    event = event_of(EndedJob("job_1", 0, "completed", 1.0, 2.0, "default", frontend))
     assert (event.type, event.data.id) == (kind, shown)

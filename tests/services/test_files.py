@@ -96,13 +96,13 @@ async def test_a_full_disk_leaves_nothing(room):
 async def test_the_last_room_on_the_disk_is_not_for_uploads(tmp_path):
     """An upload stops before it takes the room that running jobs need."""
     room = FileRoom(tmp_path)
-    room.files.room_bytes = 2**60
+    room.files.free_bytes_min = 2**60
     writer = await room.files.writer("one")
-    with pytest.raises(StorageFull, match="no room"):
+    with pytest.raises(StorageFull, match="disk is full"):
         for _ in range(20):
             await writer.write(b"x" * PIECE_BYTES)
     await writer.discard()
-    with pytest.raises(StorageFull, match="no room"):
+    with pytest.raises(StorageFull, match="disk is full"):
         await room.upload(b"small")
     assert room.left() == []
     room.close()
@@ -353,7 +353,7 @@ async def test_a_file_that_is_held_stays(room):
     record = await room.upload()
     async with room.files.hold("one", record.id) as held, room.files.hold("one", record.id):
         assert held == record
-        with pytest.raises(Conflict, match="being made"):
+        with pytest.raises(Conflict, match="being created"):
             await room.files.delete("one", record.id, "ada")
     deleting = asyncio.create_task(room.files.delete("one", record.id, "ada"))
     async with room.files.hold("one", (await room.upload()).id):
@@ -372,7 +372,7 @@ async def test_a_file_that_expires_while_its_job_is_made_stays(room, monkeypatch
 
     def look_and_let_go(db, paths, project=None):
         found = look(db, paths, project)
-        room.files._held.clear()
+        room.files._holds.clear()
         return found
 
     monkeypatch.setattr(job_records, "in_use", look_and_let_go)

@@ -23,7 +23,16 @@ from batchmill.services.model_rows import ModelKind, ModelRow
 from batchmill.types import Caller, CallStats, FunctionSpec, LiveHead, ModelSpec, Scope
 from batchmill.wire.bundles import Backend, ModelVersion, Route
 from batchmill.wire.error_statuses import Raised
-from batchmill.wire.messages import Abandon, Answered, AnswerLive, Answers, Asks, FunctionReply, Head, ReplyChunk
+from batchmill.wire.messages import (
+    Abandon,
+    Answered,
+    AnswerLive,
+    Answers,
+    FunctionReply,
+    FunctionRequests,
+    Head,
+    ReplyChunk,
+)
 
 CALLER = Caller("default", Scope.SUBMIT)
 
@@ -79,7 +88,7 @@ async def stage(tmp_path):
 
 
 async def heard(worker: ScriptedWorker):
-    return (await worker.expect(Asks)).asks
+    return (await worker.expect(FunctionRequests)).asks
 
 
 @pytest.mark.parametrize(
@@ -117,7 +126,7 @@ def test_what_is_not_the_callers_is_unknown(stage):
     assert {target.name for target in stage.calls.targets(bound)} == {"f"}
     with pytest.raises(UnknownName, match="did you mean 'other'"):
         stage.calls.find(CALLER, "othr")
-    with pytest.raises(UnknownName, match="there are"):
+    with pytest.raises(UnknownName, match="ready versions of"):
         stage.calls.find(CALLER, "f", None, "99")
 
 

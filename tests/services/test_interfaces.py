@@ -56,10 +56,10 @@ def test_a_schema_is_read_once_and_refused_by_name():
         "output": "true",
     }
     for wrong, words in (
-        ("x", "an object of schemas"), ({"inputs": {}}, "an object of schemas"), ({"input": "{"}, "no JSON"),
+        ("x", "an object of schemas"), ({"inputs": {}}, "an object of schemas"), ({"input": "{"}, "not JSON"),
         ({"input": {"properties": {"a": {"$ref": "#/x"}}}}, "interface.input.properties.a.$ref"),
-        ({"input": {"type": "text"}}, "interface.input.type cannot be text"), ({"output": {"items": 1}}, "no schema"),
-        ({"input": {"pattern": "("}}, "no regular expression"), ({"input": "[" * 99999}, "longer than"),
+        ({"input": {"type": "text"}}, "input.type cannot be text"), ({"output": {"items": 1}}, "not a schema"),
+        ({"input": {"pattern": "("}}, "not a regular expression"), ({"input": "[" * 99999}, "longer than"),
         ({"input": json.dumps({"not": {}}).replace("{}", '{"not":' * 40 + "{}" + "}" * 40)}, "deeper than 32"),
     ):  # fmt: skip
         with pytest.raises(InvalidInput) as caught:

@@ -12,7 +12,7 @@ def read(*pieces: bytes) -> Usage | None:
     reader = UsageReader()
     for piece in pieces:
         reader.read(piece)
-    return reader.found()
+    return reader.usage()
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
@@ -45,4 +45,4 @@ def test_a_long_answer_is_not_kept():
         reader.read(b"x" * TAIL_BYTES)
         assert len(reader._tail) <= 2 * TAIL_BYTES
     reader.read(BODY)
-    assert reader.found() == Usage(7, 2, 3)
+    assert reader.usage() == Usage(7, 2, 3)

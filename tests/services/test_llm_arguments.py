@@ -42,12 +42,12 @@ def test_what_callers_may_set(args, wanted):
         ({"dtype": "float8"}, "one of auto, half"),
         ({"quantization": "/etc/passwd"}, "one of awq"),
         ({"enforce-eager": "maybe"}, "true or false"),
-        ({"max-model-len": 1, "max_model_len": 2}, "given twice"),
-        ({"speculative-config": '{"method": "eagle", "num_speculative_tokens": 3}'}, "load a further model"),
+        ({"max-model-len": 1, "max_model_len": 2}, "set only once"),
+        ({"speculative-config": '{"method": "eagle", "num_speculative_tokens": 3}'}, "load another model"),
         ({"speculative-config": '{"method": "ngram", "num_speculative_tokens": 3, "model": "/x"}'}, "unknown field"),
         ({"speculative-config": '{"method": "ngram", "num_speculative_tokens": 900}'}, "from 1 to 32"),
         ({"speculative-config": "3"}, "a JSON object"),
-        ({"tensor-parallel-size": 2, "pipeline-parallel-size": 2}, "4 GPUs for a replica, and this machine has 2"),
+        ({"tensor-parallel-size": 2, "pipeline-parallel-size": 2}, "4 GPUs for a replica, but this machine has 2"),
     ],
 )
 def test_what_cannot_be(args, told):

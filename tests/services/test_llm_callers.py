@@ -87,7 +87,8 @@ async def test_a_deployment_opens_no_model_of_its_name(room):
         room.config, models=room.config.models | {"later": replace(room.config.models["tiny"], adapters={})}
     )
     await again(room)
-    with pytest.raises(InvalidConfig, match="models.later: 'later' is the name of a deployment of the project small"):
+    message = "models.later: 'later' is already the name of a deployment of the project small"
+    with pytest.raises(InvalidConfig, match=message):
         room.directory.check()
 
 

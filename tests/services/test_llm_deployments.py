@@ -100,7 +100,7 @@ async def test_those_of_the_configuration(room):
     found = room.llms.get(US, "tiny")
     assert (found.is_configured, found.project, found.settings.base_model) == (True, "default", "tiny")
     for change in (room.llms.update(US, "tiny", LONG), room.llms.delete(US, "tiny"), room.llms.stop(US, "tiny")):
-        with pytest.raises(Conflict, match="of the configuration"):
+        with pytest.raises(Conflict, match="in the configuration"):
             await change
 
 

@@ -211,7 +211,7 @@ async def test_what_is_used_is_not_removed(place):
     spec = place.choose("example_doubler", None, "1").spec
     job = JobSpec("job_1", DatasetSpec(["x"]), [spec], TableForm(), Policy(), None, "", {}, 0.0)
     await place.database.write(snapshot.insert_job, job)
-    with pytest.raises(Conflict, match="a job"):
+    with pytest.raises(Conflict, match="an unfinished job"):
         await versions.remove("example_doubler", "main", "1")
     await place.database.write(lambda db: db.execute(jobs.update().values(state="completed")))
     (gone,) = await versions.remove("example_doubler", "main", "1")
@@ -309,7 +309,7 @@ async def test_orders_that_fit_nothing_are_refused(place, told, code):
 
 async def test_names_of_the_configuration_are_taken(place):
     """A function is not called as a model of the configuration, and leaves no version behind."""
-    with pytest.raises(Conflict, match="'of_config' is the name of a model of the configuration already"):
+    with pytest.raises(Conflict, match="'of_config' is already the name of a model of the configuration"):
         await place.deploy(name="of_config")
     assert place.versions.get("of_config") == []
 
@@ -365,7 +365,7 @@ async def test_what_is_shared_can_be_called_and_not_changed(place):
     await place.deploy(by=ONE, is_shared=True)
     assert not place.versions.is_hidden("example_doubler", "two")
     for what, change in changes(place.versions, TWO).items():
-        with pytest.raises(Forbidden, match="another project's"):
+        with pytest.raises(Forbidden, match="belongs to another project"):
             await change()
             raise AssertionError(what)
     await place.deploy(DOUBLER + "# more", by=ONE)

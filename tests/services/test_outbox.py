@@ -14,7 +14,7 @@ from webhook_support import FILE_SECRET, EndedJobs
 
 from batchmill.config import WebhookEntry
 from batchmill.services.outbox import DELAYS_S, SENDING_EACH_MAX, SENDING_PROJECT_MAX, SPREAD, delay_s
-from batchmill.services.webhooks import Ended
+from batchmill.services.webhooks import EndedJob
 from batchmill.states import JobState
 
 
@@ -175,7 +175,7 @@ async def test_an_endpoint_is_not_told_what_was_before_it(jobs: EndedJobs, recei
     """A job whose end was announced before an endpoint was registered stays unknown to it."""
     await jobs.end(1)
     async with jobs.running() as outbox:
-        await outbox.turn()
+        await outbox.run_once()
         await jobs.register(receiver.url())
         await jobs.end(2)
         await until_settled(jobs.folder, 1)
@@ -210,11 +210,11 @@ async def test_a_job_of_the_native_api_has_events_of_its_own(jobs: EndedJobs, re
 
 async def test_every_end_is_heard_once(jobs: EndedJobs):
     """Whoever listens in this process hears of each end, told by webhook or not."""
-    heard: list[Ended] = []
+    heard: list[EndedJob] = []
     await jobs.end(1, frontend=None)
     await jobs.end(2, traceparent="00-1-2-01")
     async with jobs.running(on_ended=heard.append) as outbox:
-        await outbox.turn()
+        await outbox.run_once()
     assert [(each.job[-1], each.traceparent) for each in heard] == [("1", None), ("2", "00-1-2-01")]
 
 
@@ -252,7 +252,7 @@ async def test_its_end_is_heard_at_any_moment(jobs: EndedJobs):
     """Whoever cancels it is heard wherever it is between two turns: a server that stops waits for it."""
     outbox = jobs.outbox()
     for steps in range(12):
-        resting = asyncio.create_task(outbox._rest())
+        resting = asyncio.create_task(outbox._wait())
         for _ in range(steps):
             await asyncio.sleep(0)
         was_done = resting.done()
@@ -270,4 +270,4 @@ def test_delays_grow_and_spread():
         delays = [delay_s(each, attempts) for each in events]
         assert min(delays) == base
         assert max(delays) <= base * (1 + SPREAD)
-    assert delay_s(events[0], 1, rest_s=60.0) == 60.0
+    assert delay_s(events[0], 1, retry_after_s=60.0) == 60.0

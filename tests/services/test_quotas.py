@@ -255,7 +255,7 @@ async def test_the_disk_is_counted_while_it_is_written(tmp_path: Path) -> None:
     sent = await asyncio.gather(*(send(30) for _ in range(8)), return_exceptions=True)
     stored = [each for each in sent if isinstance(each, str)]
     assert all(isinstance(each, str | OverQuota) for each in sent)
-    assert (await files.room.look("one"))[0] == 30_000 * len(stored) <= quota
+    assert (await files.disk_quota.look("one"))[0] == 30_000 * len(stored) <= quota
     for each in stored:
         await files.delete("one", each, "ada")
     whole = await send(100)
@@ -271,8 +271,8 @@ async def test_the_disk_is_counted_while_it_is_written(tmp_path: Path) -> None:
     made = await part.commit()
     await part.discard()
     await uploads.complete("one", upload, part_ids=[made.id])  # the parts are the file: they need no room of their own
-    assert (await files.room.look("one"))[0] == quota
-    assert (await files.room.look("two"))[0] == 0
+    assert (await files.disk_quota.look("one"))[0] == quota
+    assert (await files.disk_quota.look("two"))[0] == 0
     files.close()
     await room.close()
 
@@ -283,7 +283,7 @@ async def test_usage_tells_what_the_quotas_count(tmp_path: Path) -> None:
         room = Room(tmp_path / quota, quota)
         for n in range(2):
             await make(room, Caller("default", Scope.ADMIN), n)
-        found = {each.quota: (each.used, each.most) for each in await usage(room.files.room, "default", 0.0)}
+        found = {each.quota: (each.used, each.most) for each in await usage(room.files.disk_quota, "default", 0.0)}
         assert set(found) == set(Quotas.__struct_fields__)
         assert found[quota] == (2, MOST)
         await room.close()

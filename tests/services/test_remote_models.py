@@ -204,7 +204,7 @@ async def test_models_are_bounded(room: RemoteRoom, made: ConnectorRecord, monke
     """There is room for so many models, and not for one more; what was refused left no version behind."""
     monkeypatch.setattr(remote_model_records, "MODELS_MAX", 1)
     await register(room, made)
-    with pytest.raises(InvalidInput, match="the most that there can be"):
+    with pytest.raises(InvalidInput, match="which is the maximum"):
         await register(room, made)
     assert room.remote.groups.all(US)[0].latest == 1
 
@@ -358,5 +358,5 @@ async def test_a_model_without_a_way_is_not_offered(room: RemoteRoom) -> None:
     model = await register(room, made)
     directory = room.directory
     assert directory.specs(caller()) == []
-    with pytest.raises(InvalidInput, match="whose batch API is unknown"):
+    with pytest.raises(InvalidInput, match="an unknown batch API"):
         directory.find(caller(), model.id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from batchmill.config import MlCommonsEntry, StatusRegex
-from batchmill.services.remote.job_tasks import StatusWords, state_of_job
+from batchmill.services.remote.job_tasks import StatusPatterns, state_of_job
 from batchmill.states import JobState
 
 
@@ -44,13 +44,13 @@ from batchmill.states import JobState
 )
 def test_words_of_providers(reply, state):
     """A provider's whole word means its state, in any case; one that is not known leaves the task as it is."""
-    assert StatusWords(MlCommonsEntry()).state_of(reply) == state
+    assert StatusPatterns(MlCommonsEntry()).state_of(reply) == state
 
 
 def test_words_are_settings():
     """Fields and expressions are the configuration's: with `.*` around it, a part of a word is enough."""
     entry = MlCommonsEntry(status_field=("state",), status_regex=StatusRegex(completed=".*complete.*", failed="lost"))
-    words = StatusWords(entry)
+    words = StatusPatterns(entry)
     assert words.state_of({"state": "incomplete"}) == "COMPLETED"
     assert words.state_of({"state": "LOST"}) == "FAILED"
     assert words.state_of({"status": "failed"}) is None

@@ -18,7 +18,7 @@ from batchmill.errors import Conflict, InvalidInput, InvalidTransition, RateLimi
 from batchmill.services.remote import task_records as records
 from batchmill.services.remote import tasks as remote_tasks
 from batchmill.services.remote.task_records import BATCH_PREDICTION, CREATED, TaskRecord
-from batchmill.services.remote.tasks import FAILURES_MAX, MODEL_LOOKS_MAX, RemoteRefused
+from batchmill.services.remote.tasks import FAILURES_MAX, MODEL_POLLS_MAX, RemoteRefused
 from batchmill.services.repeats import once_for
 
 GIVEN = {"input_file_id": "file-mine"}
@@ -129,9 +129,9 @@ async def test_a_lost_reply_makes_no_second_batch(room, service, model, wrong):
     (task,) = await room.tasks.all(ANN)
     assert (task.state, task.is_unknown) == ("FAILED", True)
     assert refused.value.message in task.error and "it is unknown whether the provider accepted it" in task.error
-    await room.repeats.delivered(order())
+    await room.repeats.mark_delivered(order())
     taken = len(service.jobs)
-    with pytest.raises(Conflict, match=f"the same request came before as task {task.id}") as conflict:
+    with pytest.raises(Conflict, match=f"the same request was sent before as task {task.id}") as conflict:
         await room.tasks.predict(ANN, model, GIVEN, order())
     assert conflict.value.code == "submit_unknown" and len(service.jobs) == taken
     assert await room.tasks.get(ANN, task.id) == task
@@ -174,9 +174,9 @@ async def test_a_look_does_not_bring_a_forgotten_order_back(room, service, model
     """An order whose reply was delivered while its provider was being asked is another one afterwards."""
     first = await room.tasks.predict(ANN, model, GIVEN, order())
     looking = asyncio.ensure_future(room.tasks.get(ANN, first.id))
-    while not room.tasks._looking:
+    while not room.tasks._polls:
         await asyncio.sleep(0)
-    await room.repeats.delivered(order())
+    await room.repeats.mark_delivered(order())
     await looking
     assert (await room.tasks.predict(ANN, model, GIVEN, order())).id != first.id
 
@@ -193,14 +193,14 @@ async def test_repeats_join(room, service, model):
     service.gate.set()
     assert await first == await second == await room.tasks.predict(ANN, model, GIVEN, order())
     assert len(service.jobs) == 1
-    await room.repeats.delivered(order())
+    await room.repeats.mark_delivered(order())
     assert (await room.tasks.predict(ANN, model, GIVEN, order())).id != (await first).id
 
 
 async def test_a_key_is_one_order_for_ever(room, service, model):
     """With an Idempotency-Key an order is the same after its reply too; another order under the key is refused."""
     first = await room.tasks.predict(ANN, model, GIVEN, order(key="k"))
-    await room.repeats.delivered(order(key="k"))
+    await room.repeats.mark_delivered(order(key="k"))
     assert (await room.tasks.predict(ANN, model, GIVEN, order(key="k"))).id == first.id
     with pytest.raises(Conflict):
         await room.tasks.predict(ANN, model, GIVEN, order(b'{"other": 1}', key="k"))
@@ -229,7 +229,7 @@ async def test_a_kill_leaves_a_task_that_says_what_to_check(room, service, model
     with pytest.raises(InvalidTransition, match="cannot be deleted in running state"):
         await room.tasks.delete(ANN, before.id)
     asking.cancel()
-    for task in list(room.tasks._handing.values()):
+    for task in list(room.tasks._submitting.values()):
         task.cancel()
     await room.reopen()
     service.gate.set()
@@ -253,7 +253,7 @@ async def test_the_limit_is_a_true_count(tmp_path, service):
         assert (await room.tasks.predict(BOB, theirs, GIVEN, order(caller=BOB))).state == "RUNNING"
         service.jobs["batch_3"].state = "completed"
         room.clock.at += 61
-        await room.tasks.look_round()
+        await room.tasks.poll_due()
         assert (await room.tasks.predict(ANN, model, GIVEN, order(b"more"))).state == "RUNNING"
 
 
@@ -273,11 +273,11 @@ async def test_tasks_are_looked_at_by_themselves(room, service, model):
     """Every minute the provider is asked about what runs; the state changes without anybody's GET."""
     task = await room.tasks.predict(ANN, model, GIVEN, order())
     asked = len(service.calls)
-    await room.tasks.look_round()
+    await room.tasks.poll_due()
     assert len(service.calls) == asked, "a minute has not passed"
     service.finish()
     room.clock.at += 60
-    await room.tasks.look_round()
+    await room.tasks.poll_due()
     (seen,) = await room.tasks.all(ANN)
     assert (seen.id, seen.state, seen.due) == (task.id, "COMPLETED", None)
 
@@ -289,13 +289,13 @@ async def test_a_provider_that_cannot_be_asked(room, service, model):
         service.fail("GET", "/v1/batches/", Wrong(500))
         with_user = len(service.calls)
         room.clock.at += 16 * 60
-        await room.tasks.look_round()
+        await room.tasks.poll_due()
         assert len(service.calls) == with_user + 1
         (seen,) = await room.tasks.all(ANN)
         assert (seen.failures, seen.remote_job["num_of_retries"]) == (failures, failures)
     assert (seen.state, seen.due) == ("UNREACHABLE", None)
     room.clock.at += 24 * 3600
-    await room.tasks.look_round()
+    await room.tasks.poll_due()
     assert len(service.calls) == with_user + 1
     seen = await room.tasks.get(ANN, task.id)
     assert (seen.state, seen.failures) == ("RUNNING", 0) and "num_of_retries" not in seen.remote_job
@@ -313,18 +313,18 @@ async def test_a_users_look_that_fails_changes_nothing(room, service, model):
 
 async def test_a_provider_that_hangs_keeps_only_its_own_waiting(room, service, model):
     """Looks through one model that never end leave room for those through others."""
-    for at in range(MODEL_LOOKS_MAX + 3):
+    for at in range(MODEL_POLLS_MAX + 3):
         task = await room.tasks.predict(ANN, model, GIVEN, order(b"%d" % at))
         service.fail("GET", f"/v1/batches/{task.remote_job['id']}", Wrong(200, {"status": "completed"}, act=HANG))
     theirs = await room.tasks.predict(ANN, await room.model(service.connector()), GIVEN, order(b"theirs"))
     room.clock.at += 61
-    looking = asyncio.ensure_future(room.tasks.look_round())
+    looking = asyncio.ensure_future(room.tasks.poll_due())
     while (await room.tasks.stored(ANN, theirs.id)).due < room.clock.at:
         assert not looking.done()
         await asyncio.sleep(0)
     service.let_go.set()
     await looking
-    assert [each.state for each in await room.tasks.all(ANN)].count("COMPLETED") == MODEL_LOOKS_MAX + 3
+    assert [each.state for each in await room.tasks.all(ANN)].count("COMPLETED") == MODEL_POLLS_MAX + 3
 
 
 async def test_a_look_that_breaks_is_a_failed_one(room, service, model, monkeypatch):
@@ -336,7 +336,7 @@ async def test_a_look_that_breaks_is_a_failed_one(room, service, model, monkeypa
 
     monkeypatch.setattr(remote_tasks, "read_remote_job", broken)
     room.clock.at += 61
-    await room.tasks.look_round()
+    await room.tasks.poll_due()
     seen = await room.tasks.stored(ANN, task.id)
     assert (seen.state, seen.failures) == ("RUNNING", 1) and seen.due > room.clock.at
 
@@ -348,9 +348,9 @@ async def test_a_success_forgets_the_failures(room, service, model):
         for _ in range(FAILURES_MAX):
             service.fail("GET", "/v1/batches/", Wrong(503))
             room.clock.at += 16 * 60
-            await room.tasks.look_round()
+            await room.tasks.poll_due()
         room.clock.at += 16 * 60
-        await room.tasks.look_round()
+        await room.tasks.poll_due()
         (seen,) = await room.tasks.all(ANN)
         assert (seen.state, seen.failures) == ("RUNNING", 0)
 
@@ -360,7 +360,7 @@ async def test_a_batch_is_cancelled_at_its_provider(room, service, model):
     task = await room.tasks.predict(ANN, model, GIVEN, order())
     await room.tasks.cancel(ANN, task.id)
     assert service.jobs["batch_1"].state == "cancelling"
-    await room.tasks.look_round()
+    await room.tasks.poll_due()
     assert (await room.tasks.stored(ANN, task.id)).state == "CANCELLING"
     service.jobs["batch_1"].state = "cancelled"
     assert (await room.tasks.get(ANN, task.id)).state == "CANCELLED"
@@ -465,7 +465,7 @@ async def test_a_forced_end_cancels_first(room, service, model):
 async def test_no_batch_begins_with_a_model_that_is_gone(room):
     """A batch that was ordered just before its model was deleted is not handed over."""
     task = TaskRecord("t", "ann", "gone", BATCH_PREDICTION, CREATED, 0.0, 0.0)
-    with pytest.raises(UnknownName, match="just been deleted"):
+    with pytest.raises(UnknownName, match="was deleted"):
         await room.database.write(records.insert_batch, task, 10, 10)
     assert await room.tasks.all(ANN) == []
 

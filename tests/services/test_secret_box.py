@@ -91,7 +91,7 @@ def test_a_missing_key_file_is_not_made_for_reading(path: Path) -> None:
     """Opening without the key file says that it is missing, and makes none."""
     sealed = SecretBox(path).seal(b"x", "one")
     path.unlink()
-    with pytest.raises(InvalidConfig, match="not there"):
+    with pytest.raises(InvalidConfig, match="is missing"):
         SecretBox(path).open(sealed, "one")
     assert not path.exists()
 

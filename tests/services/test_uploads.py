@@ -86,7 +86,7 @@ async def test_a_part_of_another_upload(room):
     """Parts belong to the upload they were added to."""
     one, two = await room.begin(3), await room.begin(3)
     part = await room.part(one, b"abc")
-    with pytest.raises(InvalidInput, match="no part of the upload"):
+    with pytest.raises(InvalidInput, match="not a part of the upload"):
         await room.uploads.complete("one", two, part_ids=[part])
 
 

@@ -164,7 +164,7 @@ async def test_a_lost_key_file_is_not_replaced(room: Room, tmp_path: Path) -> No
     (tmp_path / KEY_FILE).rename(tmp_path / "kept")
     vault = room.again()
     for call in (vault.put("b", LONG), vault.rotate(), vault.reveal("a")):
-        with pytest.raises(InvalidConfig, match="not there"):
+        with pytest.raises(InvalidConfig, match="is missing"):
             await call
     assert not (tmp_path / KEY_FILE).exists()
     await vault.remove("a")
@@ -199,7 +199,7 @@ async def test_secrets_of_webhooks_are_rotated_too(room: Room, tmp_path: Path) -
     assert (await room.vault.rotate()).rewrapped == 1
     webhooks.close()
     webhooks = WebhookService(room.database, room.clock, config, SecretBox(tmp_path / KEY_FILE))
-    listener = await webhooks.listener(made.id)
+    listener = await webhooks.delivery_target(made.id)
     assert listener is not None and [each.reveal() for each in listener.keys] == [secret.reveal()]
     webhooks.close()
 
@@ -327,5 +327,5 @@ async def test_an_unreadable_secret_fails_its_model(room: Room, tmp_path: Path) 
     """A worker whose secret the key file does not open is not started, for that reason."""
     await room.vault.put("openai", LONG)
     (tmp_path / KEY_FILE).unlink()
-    with pytest.raises(ModelFailed, match="not there"):
+    with pytest.raises(ModelFailed, match="is missing"):
         await OwnerProvisions(room.again(), []).of(ModelSpec("m", "http", "remote", api_key="secret:openai"))

@@ -122,7 +122,7 @@ async def test_a_secret_is_rotated(jobs: EndedJobs, webhooks: WebhookService):
     made, first = await webhooks.create("default", name="x", url=URL, event_types=ALL)
 
     async def keys() -> list[str]:
-        listener = await webhooks.listener(made.id)
+        listener = await webhooks.delivery_target(made.id)
         assert listener is not None
         return [each.reveal() for each in listener.keys]
 
@@ -142,9 +142,9 @@ async def test_a_lost_key_file_leaves_a_way_out(jobs: EndedJobs, tmp_path: Path)
     webhooks = WebhookService(jobs.database, jobs.clock, jobs.config, SecretBox(jobs.config.secrets_key))
     assert (await webhooks.get("default", made.id)).hint is None
     with pytest.raises(InvalidConfig, match=r"secrets\.key"):
-        await webhooks.listener(made.id)
+        await webhooks.delivery_target(made.id)
     _, secret = await webhooks.rotate("default", made.id, keep_old=False)
-    listener = await webhooks.listener(made.id)
+    listener = await webhooks.delivery_target(made.id)
     assert listener is not None and listener.keys[0].reveal() == secret.reveal()
     webhooks.close()
 
@@ -187,7 +187,7 @@ async def test_deleting_an_endpoint_ends_what_was_on_its_way(jobs: EndedJobs):
     await jobs.end(1)
     outbox = jobs.outbox()
     ends = await jobs.database.read(outbox_records.unannounced, 10)
-    await jobs.database.write(outbox_records.announce, ends, 0.0, jobs.webhooks.listening)
+    await jobs.database.write(outbox_records.announce, ends, 0.0, jobs.webhooks.endpoints_for)
     assert await outbox.count_waiting() == 1
     await jobs.webhooks.delete("default", endpoint_id)
     assert await outbox.count_waiting() == 0
@@ -220,8 +220,8 @@ async def test_a_secret_of_the_file_lies_beside_the_file(jobs: EndedJobs, tmp_pa
     entry = WebhookEntry(URL, "file:hook.secret", name="n")
     jobs.config.webhooks.append(entry)
     webhooks = WebhookService(jobs.database, jobs.clock, jobs.config, SecretBox(jobs.config.secrets_key))
-    (endpoint_id,) = await jobs.database.read(webhooks.listening, "default", "batch.completed")
-    listener = await webhooks.listener(endpoint_id)
+    (endpoint_id,) = await jobs.database.read(webhooks.endpoints_for, "default", "batch.completed")
+    listener = await webhooks.delivery_target(endpoint_id)
     assert listener is not None and [each.reveal() for each in listener.keys] == [FILE_SECRET]
     jobs.config.webhooks.append(entry)
     with pytest.raises(InvalidConfig, match="twice"):

@@ -57,5 +57,5 @@ def test_a_server_with_isolated_functions(tmp_path: Path) -> None:
 def test_a_server_does_not_start_without_what_isolates(tmp_path: Path) -> None:
     """Where functions are to be isolated and the program is missing, the server says so and does not start."""
     server = RunningServer(tmp_path, CONFIG, env={"PATH": str(tmp_path)})
-    with pytest.raises(AssertionError, match="there is no program bwrap on the PATH"):
+    with pytest.raises(AssertionError, match="there is no bwrap on the PATH"):
         server.start()

@@ -49,7 +49,7 @@ def test_members_that_lie_elsewhere_are_refused(tmp_path, members):
 @pytest.mark.parametrize("data", [b"", b"no gzip", gzip.compress(b"no tar"), gzip.compress(b"\0" * 4096)])
 def test_what_is_no_archive_is_refused(tmp_path, data):
     """Bytes that are no tar.gz, or one without its order, are refused in one way."""
-    with pytest.raises(InvalidInput, match="no bundle of code"):
+    with pytest.raises(InvalidInput, match="not a bundle of code"):
         bundles.read(io.BytesIO(data), tmp_path)
 
 

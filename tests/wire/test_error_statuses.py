@@ -6,7 +6,7 @@ from contract.dialect_suite import failing, known_errors
 
 from batchmill import errors
 from batchmill.wire.calls import MODEL_CODES
-from batchmill.wire.error_statuses import STATUSES, row_of, status_of, with_own
+from batchmill.wire.error_statuses import STATUSES, row_of, status_of, with_overrides
 
 OWN = {
     "modelbit.dialect": ["STATUSES"],
@@ -38,5 +38,5 @@ def test_the_nearest_row_counts():
     """A code's own row comes first, then its class's, then that of the class above; a dialect's row replaces one."""
     assert status_of(errors.Refused("x", code="link_used")) == 410
     assert status_of(errors.OverQuota("x")) == status_of(errors.Refused("x")) == 403
-    assert status_of(errors.StorageFailed("x"), with_own({"paused": 409})) == 409
-    assert status_of(errors.StorageFull("x"), with_own({"paused": 409})) == 503
+    assert status_of(errors.StorageFailed("x"), with_overrides({"paused": 409})) == 409
+    assert status_of(errors.StorageFull("x"), with_overrides({"paused": 409})) == 503

@@ -5,7 +5,7 @@ import json
 import msgspec
 import pytest
 
-from batchmill.dialects.modelbit.dialect import read_wanted
+from batchmill.dialects.modelbit.dialect import read_request
 from batchmill.dialects.open_inference.dialect import _members
 from batchmill.dialects.predibase.serving import read_body
 from batchmill.engines.provider_batch import anthropic, bedrock, cohere, openai, sagemaker
@@ -48,7 +48,7 @@ def test_nobody_reads_what_is_too_deep():
     """Bodies, templates' values, replies and lines of providers are refused by their levels, under every Python."""
     assert not is_json(DEEP)
     body = b'{"data":1,"response_format":' + DEEP + b"}"
-    assert read_wanted(body).body == body  # the form refuses it
+    assert read_request(body).body == body  # the form refuses it
     for read in (lambda: _members(b'{"a":' + DEEP + b"}", "it"), lambda: read_body(b'{"prompt":' + DEEP + b"}")):
         with pytest.raises(BatchmillError, match=f"deeper than {DEPTH_MAX}"):
             read()

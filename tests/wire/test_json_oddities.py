@@ -21,10 +21,10 @@ def test_plain_json_is_not_odd():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"a":1,"b":2,"a":3}', "'a' stands twice"),
-        ('{"a":1, "\\u0061" : 3}', "'a' stands twice"),
-        ('{"a":{"a":1},"x":[{"b":1,"b":1}]}', "'b' stands twice"),
-        ('{"text":"\\":","a":1,"a":1}', "'a' stands twice"),
+        ('{"a":1,"b":2,"a":3}', "'a' is used twice"),
+        ('{"a":1, "\\u0061" : 3}', "'a' is used twice"),
+        ('{"a":{"a":1},"x":[{"b":1,"b":1}]}', "'b' is used twice"),
+        ('{"text":"\\":","a":1,"a":1}', "'a' is used twice"),
         ('{"a":1e400}', "1e400 is larger"),
         ('{"a":[-12.5E+0400]}', "larger"),
         ('{"a":' + "9" * 310 + ".5}", "larger"),

@@ -7,13 +7,13 @@ import json
 import pytest
 
 from batchmill.errors import InvalidRow
-from batchmill.wire.fields import REFUSED, in_engine_words
+from batchmill.wire.fields import REFUSED, translate_body
 
 SCHEMA = {"type": "object"}
 
 
 def words(**members) -> dict:
-    return json.loads(in_engine_words(json.dumps({"model": "m"} | members).encode()))
+    return json.loads(translate_body(json.dumps({"model": "m"} | members).encode()))
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,14 @@ def test_fields_that_mean_something(members, wanted):
 def test_others_stay_as_they_are():
     """A body without such fields keeps its exact bytes, whatever its texts say."""
     body = b'{"model": "m", "messages": [{"content": "an \\"adapter_id\\" "}], "seed": 1.50}'
-    assert in_engine_words(body) is body
+    assert translate_body(body) is body
     named = b'{"note": {"adapter_id":1},  "seed": 1.50}'
-    assert in_engine_words(named) is named
+    assert translate_body(named) is named
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_fields_that_are_refused(name):
-    with pytest.raises(InvalidRow, match=f"body.{name} is not taken") as refused:
+    with pytest.raises(InvalidRow, match=f"body.{name} is not supported") as refused:
         words(**{name: "hf_secret"})
     assert "hf_secret" not in refused.value.message
 

@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchmill.wire.json_templates import Hole, holes, split
+from batchmill.wire.json_templates import Placeholder, find_placeholders, split
 
 
 def hole(name, default=None, scope="parameters"):
     mark = "" if default is None else f":-{default}"
-    return Hole(scope, name, default, f"${{{scope}.{name}{mark}}}")
+    return Placeholder(scope, name, default, f"${{{scope}.{name}{mark}}}")
 
 
 CASES = {
@@ -43,7 +43,7 @@ def test_texts_are_taken_apart(text):
 
 def test_holes_of_defaults_are_found():
     """A placeholder within the default of another is one of the text's."""
-    found = holes("a ${parameters.a:-${credential.b}} ${parameters.c}")
+    found = find_placeholders("a ${parameters.a:-${credential.b}} ${parameters.c}")
     assert [(each.scope, each.name) for each in found] == [
         ("parameters", "a"),
         ("credential", "b"),
@@ -74,4 +74,4 @@ def test_braces_without_end(text: str) -> None:
     """Text that opens more than it closes is taken apart in a time that grows with its length alone."""
     pieces = split(text)
     assert sum(len(piece if isinstance(piece, str) else piece.text) for piece in pieces) >= len(text) - 50_000
-    assert sum(1 for _ in holes(text)) <= 50_000 + 1
+    assert sum(1 for _ in find_placeholders(text)) <= 50_000 + 1

@@ -99,7 +99,7 @@ def test_what_an_app_declares_is_the_datatype(declared: Tensor, value: Any, expe
 @pytest.mark.parametrize(("datatype", "value"), [("INT8", 300), ("INT64", 0.5), ("FP64", "a"), ("BOOL", 1)])
 def test_what_does_not_fit_its_declaration_is_an_error(datatype: str, value: Any):
     """A value that would change to be what the schema says is the model's error."""
-    with pytest.raises(ModelFailed, match="declared as"):
+    with pytest.raises(ModelFailed, match="the declared"):
         reply({"a": value}, app(Tensor("a", datatype)))
 
 

@@ -24,7 +24,7 @@ import msgspec
 from batchmill.children.bounds import ResourceLimits, said_too_much, took_too_long, took_too_much
 from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.children.process_end import end_reading, kill_group
-from batchmill.errors import BatchmillError, of_system
+from batchmill.errors import BatchmillError, to_storage_error
 from batchmill.models.worker_environment import of_helpers
 from batchmill.wire.error_statuses import Raised
 
@@ -393,7 +393,7 @@ def _answer(target: str, order: bytes, load: Callable[[str], Work], bounds: Reso
     except BatchmillError as error:
         _send(_ERROR, msgspec.json.encode(Raised.of(error)))
     except OSError as error:
-        failure = of_system(error) or BatchmillError(f"{target}: {type(error).__name__}: {error}")
+        failure = to_storage_error(error) or BatchmillError(f"{target}: {type(error).__name__}: {error}")
         _send(_ERROR, msgspec.json.encode(Raised.of(failure)))
     except MemoryError:
         if bounds is None:

@@ -21,7 +21,7 @@ from batchmill.types import JobOrder, JobQuery, JobView, LedgerReport, RemoteJob
 from batchmill.wire.native import PAGE_MAX, Change
 
 if TYPE_CHECKING:
-    from batchmill.control.guest import Guest
+    from batchmill.control.client import ControlClient
 
 WATCH_S = 0.5  # between two views
 
@@ -29,7 +29,7 @@ WATCH_S = 0.5  # between two views
 class MachineTransport:
     """Carries the requests of one client. Args: project: on whose behalf; None: as each operation says."""
 
-    def __init__(self, connection: OwnerConnection | ControlApp | Guest, project: str | None) -> None:
+    def __init__(self, connection: OwnerConnection | ControlApp | ControlClient, project: str | None) -> None:
         self._connection = connection
         self._headers = {} if project is None else {own.PROJECT: project}
 
@@ -50,7 +50,7 @@ class MachineTransport:
 class MachineClient(AsyncClient):
     """Asks the owner, whoever that is by then."""
 
-    def __init__(self, connection: OwnerConnection | ControlApp | Guest, project: str | None = None) -> None:
+    def __init__(self, connection: OwnerConnection | ControlApp | ControlClient, project: str | None = None) -> None:
         super().__init__(transport=MachineTransport(connection, project))
 
 

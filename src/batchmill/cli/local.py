@@ -123,7 +123,7 @@ class LocalApp:
         if not model.traits.loads_adapters or model.name not in config.models or not data_dirs.has_models(config):
             return model
         async with self.open(config) as opened:
-            found = (await opened.call(ask(own.ADAPT_MODEL, body=own.FoundModel(model)))).model
+            found = (await opened.call(ask(own.ADAPT_MODEL, body=own.ResolvedModel(model)))).model
         assert found is not None, "it was asked about"
         return found
 

@@ -23,7 +23,7 @@ from msgspec import Struct
 from batchmill import config
 from batchmill.cli.text import CHARS_MAX, clean, json_line
 from batchmill.config import Config
-from batchmill.errors import BatchmillError, InvalidInput, JobPaused, ModelFailed, StorageFailed, of_system
+from batchmill.errors import BatchmillError, InvalidInput, JobPaused, ModelFailed, StorageFailed, to_storage_error
 from batchmill.models import redaction
 from batchmill.types import JobOrder, JobView, ModelSpec, SalvageReport
 from batchmill.wire.native import DeployReply, ModelInfo
@@ -270,7 +270,7 @@ class Session:
 
     def _failed(self, error: BaseException) -> int:
         if isinstance(error, OSError):
-            error = of_system(error, refusals=True) or error
+            error = to_storage_error(error, refusals=True) or error
         if not isinstance(error, BatchmillError):
             return self._crashed(error)
         if self.as_json:

@@ -1,4 +1,4 @@
-"""Jobs, keys, secrets, quotas and connectors, looked after by the machine's user: those of every project."""
+"""Handlers for jobs, keys, secrets, quotas and connectors of all projects, for the machine's user."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ class JobHandlers:
 
     async def list(self, call: OwnerCall) -> JobPage:
         query: ListJobs = call.query
-        wanted = JobQuery(
+        job_query = JobQuery(
             project=call.project, state=query.state, model=query.model, since=query.since, after=query.after,
             limit=query.limit,
         )  # fmt: skip
-        found = await self._jobs.list(wanted)
-        return JobPage(found, found[-1].id if len(found) == query.limit else None)
+        jobs = await self._jobs.list(job_query)
+        return JobPage(jobs, jobs[-1].id if len(jobs) == query.limit else None)
 
     async def show(self, call: OwnerCall) -> JobView:
         return await self._jobs.show(call.name)
@@ -112,7 +112,7 @@ class JobHandlers:
         return await self._jobs.remove(call.name)
 
     async def watch(self, call: OwnerCall) -> AsyncIterator[JobView]:
-        """Whoever looks at a job that was interrupted by the end of another owner wants it to go on."""
+        """Watch a job. A job that the end of an earlier owner interrupted is resumed."""
         query: WatchJob = call.query
         view = await self._jobs.show(call.name)
         if view.state == JobState.PAUSED and view.reason == PauseReason.INTERRUPTED:
@@ -120,9 +120,9 @@ class JobHandlers:
         return self._jobs.watch(call.name, query.interval_s)
 
 
-def _steering(ask: Callable[[str], Awaitable[JobView]]) -> Handler:
+def _steering(change: Callable[[str], Awaitable[JobView]]) -> Handler:
     async def steer(call: OwnerCall) -> JobView:
-        return await ask(call.name)
+        return await change(call.name)
 
     return steer
 
@@ -131,13 +131,13 @@ PROJECT = "default"
 
 
 def user_of(project: str | None) -> Caller:
-    """The machine's user, on behalf of a project."""
+    """Return the machine's user as a caller of a project."""
     return Caller(project or PROJECT, Scope.ADMIN)
 
 
 class KeyHandlers:
-    def __init__(self, keys: KeyService, room: DiskQuota, clock: Clock) -> None:
-        self._keys, self._room, self._clock = keys, room, clock
+    def __init__(self, keys: KeyService, disk_quota: DiskQuota, clock: Clock) -> None:
+        self._keys, self._disk_quota, self._clock = keys, disk_quota, clock
 
     def handlers(self) -> Sequence[tuple[Endpoint[Any], Handler]]:
         return (
@@ -148,28 +148,28 @@ class KeyHandlers:
         )
 
     async def create(self, call: OwnerCall) -> MadeKey:
-        asked: NewKey = call.body
-        made = await self._keys.create(
-            name=asked.name, project=asked.project or PROJECT, scope=asked.scope,
-            models=None if asked.models is None else frozenset(asked.models),
-            requests_per_minute=asked.requests_per_minute, expires=asked.expires,
+        body: NewKey = call.body
+        key = await self._keys.create(
+            name=body.name, project=body.project or PROJECT, scope=body.scope,
+            models=None if body.models is None else frozenset(body.models),
+            requests_per_minute=body.requests_per_minute, expires=body.expires,
         )  # fmt: skip
-        return MadeKey(made.key, key_info(made.record))
+        return MadeKey(key.key, key_info(key.record))
 
     async def list(self, call: OwnerCall) -> KeyList:
         return KeyList([key_info(each) for each in await self._keys.list(call.project)])
 
     async def revoke(self, call: OwnerCall) -> KeyInfo:
-        asked: RevokeKey = call.query
-        done = await self._keys.revoke(call.name, call.project, with_minted=asked.with_minted)
-        return replace(key_info(done.record), minted=done.minted)
+        query: RevokeKey = call.query
+        revoked = await self._keys.revoke(call.name, call.project, with_minted=query.with_minted)
+        return replace(key_info(revoked.record), minted=revoked.minted)
 
     async def quotas(self, call: OwnerCall) -> QuotaList:
-        return QuotaList(await usage(self._room, call.project or PROJECT, self._clock.now()))
+        return QuotaList(await usage(self._disk_quota, call.project or PROJECT, self._clock.now()))
 
 
 class SecretHandlers:
-    """No secret comes out again."""
+    """Handlers for secrets. No reply contains a secret's value."""
 
     def __init__(self, vault: Vault) -> None:
         self._vault = vault
@@ -197,7 +197,7 @@ class SecretHandlers:
 
 
 class ConnectorHandlers:
-    """Connectors that the machine's user makes are trusted: they may call any address."""
+    """Handlers for connectors. Those that the machine's user creates are trusted: they may call any address."""
 
     def __init__(self, remote: RemoteServices) -> None:
         self._connectors, self._models, self._forced = remote.connectors, remote.models, remote.forced
@@ -213,48 +213,48 @@ class ConnectorHandlers:
         )
 
     async def create(self, call: OwnerCall) -> ConnectorRecord:
-        asked: ConnectorFields = call.body
-        return await self._connectors.create(user_of(call.project), asked.fields, is_trusted=True)
+        body: ConnectorFields = call.body
+        return await self._connectors.create(user_of(call.project), body.fields, is_trusted=True)
 
     async def list(self, call: OwnerCall) -> ConnectorList:
-        found = [each for each in self._connectors.every() if call.project in (None, each.project)]
-        return ConnectorList(found, self._models.every())
+        connectors = [each for each in self._connectors.every() if call.project in (None, each.project)]
+        return ConnectorList(connectors, self._models.every())
 
     async def show(self, call: OwnerCall) -> ConnectorRecord:
         return self._connectors.get(self._owner(call.name), call.name)
 
     async def change(self, call: OwnerCall) -> ConnectorRecord:
-        asked: ConnectorFields = call.body
+        body: ConnectorFields = call.body
         query: ChangeConnector = call.query
-        who = self._owner(call.name)
-        down = [each for each in self._models_of(call.name) if query.redeploy and each.is_deployed]
+        caller = self._owner(call.name)
+        undeployed = [each for each in self._models_of(call.name) if query.redeploy and each.is_deployed]
         try:
-            for model in down:
-                await self._models.undeploy(who, model.id)
-            return await self._connectors.update(who, call.name, asked.fields, is_trusted=True)
+            for model in undeployed:
+                await self._models.undeploy(caller, model.id)
+            return await self._connectors.update(caller, call.name, body.fields, is_trusted=True)
         finally:
-            for model in down:
-                await self._models.deploy(who, model.id)
+            for model in undeployed:
+                await self._models.deploy(caller, model.id)
 
     async def delete(self, call: OwnerCall) -> ConnectorRecord:
         query: DeleteConnector = call.query
-        who = self._owner(call.name)
+        caller = self._owner(call.name)
         for model in self._models_of(call.name) if query.with_models else ():
             await self._forced.cancel_all(model)
-            await self._models.undeploy(who, model.id)
-            await self._models.delete(who, model.id)
-        return await self._connectors.delete(who, call.name)
+            await self._models.undeploy(caller, model.id)
+            await self._models.delete(caller, model.id)
+        return await self._connectors.delete(caller, call.name)
 
     async def register(self, call: OwnerCall) -> RemoteModel:
-        asked: NewRemoteModel = call.body
-        fields = {"name": asked.name, "function_name": "remote", "connector_id": call.name}
+        body: NewRemoteModel = call.body
+        fields = {"name": body.name, "function_name": "remote", "connector_id": call.name}
         return await self._models.register(self._owner(call.name), fields, deploy=True)
 
     def _models_of(self, connector_id: str) -> list[RemoteModel]:
         return [each for each in self._models.every() if each.connector == connector_id]
 
     def _owner(self, connector_id: str) -> Caller:
-        """Somebody of the project that a connector belongs to."""
+        """Return the machine's user as a caller of the connector's project."""
         for record in self._connectors.every():
             if record.id == connector_id:
                 return user_of(record.project)

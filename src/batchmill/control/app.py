@@ -1,6 +1,7 @@
-"""The application of the control socket: requests of the machine's user, answered by handlers of plain values.
+"""The application of the control socket, which answers requests of the machine's user.
 
-A command that is the owner calls `answer` itself; one beside an owner reaches it over HTTP. No web framework is needed.
+A command that is the owner calls `answer` directly; a command of another process calls it over HTTP. It needs no web
+framework.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ from msgspec import Struct
 
 from batchmill.client.messages import HttpReply, HttpRequest
 from batchmill.control.operations import PING, PROJECT
-from batchmill.errors import BatchmillError, InvalidInput, TooLarge, Unavailable, of_system
+from batchmill.errors import BatchmillError, InvalidInput, TooLarge, Unavailable, to_storage_error
 from batchmill.wire.error_statuses import Raised
 from batchmill.wire.operations import EVENTS, NOTHING, Endpoint
 
-BODY_BYTES_MAX = 256 * 1024 * 1024  # of an order with all its models
-ERROR_STATUS = 400  # of every error: the body says which
+BODY_BYTES_MAX = 256 * 1024 * 1024  # limit of an order with all its models
+ERROR_STATUS = 400  # for every error: the body has the error
 JSON = "application/json"
-OWNER_STOPPING = "owner_stopping"  # the code of a request that an owner refuses because it is about to end
-SAFE_METHODS = ("GET", "HEAD")  # they change nothing: a stopping owner still answers them
+OWNER_STOPPING = "owner_stopping"  # the code of the error when an owner that is about to end refuses a request
+SAFE_METHODS = ("GET", "HEAD")  # they change nothing, so a stopping owner answers them
 EVENT, LAST_EVENT = b"event: view\ndata: %s\n\n", b"event: end\ndata: {}\n\n"
 
 
 class OwnerCall(Struct, frozen=True):
-    """One request of the machine's user. `project` None: it names none."""
+    """One request of the machine's user. `project` None: not named."""
 
-    names: dict[str, str]  # what stands in the path
+    names: dict[str, str]  # parameters of the path
     query: Any
     body: Any
     project: str | None
 
     @property
     def name(self) -> str:
-        """The one name in the path."""
+        """The only parameter of the path."""
         (name,) = self.names.values()
         return name
 
@@ -48,7 +49,7 @@ Handler = Callable[[OwnerCall], Awaitable[Any]]
 
 
 class Pieces(Struct, frozen=True):
-    """A reply that is read as it comes."""
+    """A streamed reply."""
 
     pieces: AsyncIterator[bytes]
     media: str = EVENTS
@@ -66,11 +67,11 @@ class _Route(Struct, frozen=True):
 
 
 class ControlApp:
-    """Answers the operations that it is given handlers of."""
+    """Answers requests with the given handlers."""
 
     def __init__(self, handlers: Iterable[tuple[Endpoint[Any], Handler]]) -> None:
-        every = [(PING, _pong), *handlers]
-        self._routes = [_Route(endpoint, _pattern(endpoint.path), handler) for endpoint, handler in every]
+        all_handlers = [(PING, _ping), *handlers]
+        self._routes = [_Route(endpoint, _pattern(endpoint.path), handler) for endpoint, handler in all_handlers]
         self._is_stopping = False
         self._changes = 0  # requests of other processes that change something and have no reply yet
         self._no_changes = asyncio.Event()
@@ -78,58 +79,59 @@ class ControlApp:
 
     @property
     def endpoints(self) -> list[Endpoint[Any]]:
-        """All that can be asked here."""
+        """All operations that have a handler."""
         return [route.endpoint for route in self._routes]
 
     async def send(self, request: HttpRequest) -> HttpReply:
-        """Ask as the owner itself. Raises: as `answer`."""
+        """Answer a request in the owner's process. Raises: the errors of `answer`."""
         reply = await self.answer(request)
-        assert isinstance(reply, HttpReply), "what is read as it comes is asked for with `stream`"
+        assert isinstance(reply, HttpReply), "use `stream` for a streamed reply"
         return reply
 
     @contextlib.asynccontextmanager
     async def stream(self, request: HttpRequest) -> AsyncIterator[Pieces]:
-        """As `send`, for a reply that is read as it comes."""
+        """Answer a request with a streamed reply. Raises: the errors of `answer`."""
         reply = await self.answer(request)
         assert isinstance(reply, Pieces)
         async with contextlib.aclosing(reply.pieces):  # type: ignore[type-var]
             yield reply
 
     async def answer(self, request: HttpRequest) -> HttpReply | Pieces:
-        """Raises: what the handler raises; InvalidInput for a request that means nothing here."""
+        """Call the handler of a request. Raises: the handler's errors; InvalidInput for an unknown request."""
         route, names = self._find(request)
         endpoint = route.endpoint
-        query = None if endpoint.query is None else _converted(request.query, endpoint.query)
-        body = _decoded(request.body, endpoint)
+        query = None if endpoint.query is None else _parse_query(request.query, endpoint.query)
+        body = _parse_body(request.body, endpoint)
         reply = await route.handler(OwnerCall(names, query, body, request.headers.get(PROJECT)))
         if isinstance(reply, AsyncIterator):
             return Pieces(_events(reply))
         if isinstance(reply, bytes):
-            return Pieces(_whole(reply), endpoint.media[0].media)
+            return Pieces(_one_piece(reply), endpoint.media[0].media)
         data = b"" if endpoint.reply is NOTHING else msgspec.json.encode(reply)
         return HttpReply(endpoint.status, {"content-type": JSON}, data)
 
     def _find(self, request: HttpRequest) -> tuple[_Route, dict[str, str]]:
         for route in self._routes:
-            if route.endpoint.method == request.method and (found := route.pattern.fullmatch(request.path)):
-                return route, {name: unquote(value) for name, value in found.groupdict().items()}
+            if route.endpoint.method == request.method and (match := route.pattern.fullmatch(request.path)):
+                return route, {name: unquote(value) for name, value in match.groupdict().items()}
         raise InvalidInput(
-            f"the owner of this data directory knows no {request.method} {request.path}: is it of another version?",
+            f"the owner of this data directory does not support {request.method} {request.path}: is it "
+            "another version of batchmill?",
             code="unknown_operation",
         )
 
     def stop(self) -> None:
-        """Refuse requests of other processes that change something: they wait for the next owner."""
+        """Refuse changes from other processes from now on. They wait for the next owner."""
         self._is_stopping = True
 
     async def drain(self, timeout_s: float) -> None:
-        """Wait until the changes under way have their replies, `timeout_s` at most."""
+        """Wait until the changes under way have their replies, for at most `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._no_changes.wait()
 
     async def __call__(self, scope: dict[str, Any], receive: Callable, send: Callable) -> None:
-        """As an ASGI application, for commands of other processes."""
+        """The ASGI application, for commands of other processes."""
         if scope["method"] in SAFE_METHODS:
             await self._respond(scope, receive, send)
             return
@@ -151,8 +153,8 @@ class ControlApp:
         except BatchmillError as error:
             reply = _refusal(error)
         except OSError as error:
-            reply = _refusal(of_system(error) or BatchmillError(f"{type(error).__name__}: {error}"))
-        except Exception as error:  # whoever asked is told, and does not ask for ever
+            reply = _refusal(to_storage_error(error) or BatchmillError(f"{type(error).__name__}: {error}"))
+        except Exception as error:  # reply with the error, or the client would retry forever
             text = f"the process that owns the data directory failed: {type(error).__name__}: {error}"
             reply = _refusal(BatchmillError(text))
         if isinstance(reply, Pieces):
@@ -162,12 +164,12 @@ class ControlApp:
         await send({"type": "http.response.body", "body": reply.body})
 
 
-async def _pong(call: OwnerCall) -> None:
-    """That there is a reply says it all."""
+async def _ping(call: OwnerCall) -> None:
+    """Reply without a body."""
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """`{name}` is one segment, `{name:path}` whatever follows."""
+    """Compile a path. `{name}` matches one segment, `{name:path}` the rest."""
     parts = re.split(r"\{([a-z_]+)(:path)?\}", path)
     pattern = re.escape(parts[0])
     for name, rest, literal in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
@@ -175,14 +177,14 @@ def _pattern(path: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-def _converted(query: dict[str, str], kind: type[Struct]) -> Struct:
+def _parse_query(query: dict[str, str], kind: type[Struct]) -> Struct:
     try:
         return msgspec.convert(query, kind, strict=False)
     except msgspec.ValidationError as error:
         raise InvalidInput(str(error), code="invalid_query") from None
 
 
-def _decoded(body: bytes | None, endpoint: Endpoint[Any]) -> Any:
+def _parse_body(body: bytes | None, endpoint: Endpoint[Any]) -> Any:
     if not isinstance(endpoint.body, type):
         return None
     if not body and endpoint.body_is_optional:
@@ -193,7 +195,7 @@ def _decoded(body: bytes | None, endpoint: Endpoint[Any]) -> Any:
         raise InvalidInput(str(error), code="invalid_body") from None
 
 
-async def _whole(body: bytes) -> AsyncIterator[bytes]:
+async def _one_piece(body: bytes) -> AsyncIterator[bytes]:
     yield body
 
 
@@ -212,7 +214,7 @@ async def _request(scope: dict[str, Any], receive: Callable) -> HttpRequest:
     while (message := await receive())["type"] == "http.request":
         body += message.get("body", b"")
         if len(body) > BODY_BYTES_MAX:
-            raise TooLarge(f"a request to the owner has {BODY_BYTES_MAX:,} bytes at most")
+            raise TooLarge(f"a request to the owner is limited to {BODY_BYTES_MAX:,} bytes")
         if not message.get("more_body"):
             break
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -232,25 +234,25 @@ def _head(status: int, media: str, size_bytes: int | None) -> dict[str, Any]:
 
 
 async def _send_pieces(reply: Pieces, receive: Callable, send: Callable) -> None:
-    """Until they end or the guest leaves. What fails on the way breaks the stream off: the guest asks again."""
+    """Send the pieces until the end, or until the client leaves. An error closes the stream, and the client retries."""
     await send(_head(200, reply.media, None))
-    leaving = asyncio.ensure_future(_until_gone(receive))
-    following: asyncio.Future[bytes | None] | None = None
+    disconnect = asyncio.ensure_future(_wait_disconnect(receive))
+    next_piece: asyncio.Future[bytes | None] | None = None
     try:
         while True:
-            following = asyncio.ensure_future(anext(reply.pieces, None))
-            await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not following.done() or (piece := following.result()) is None:
+            next_piece = asyncio.ensure_future(anext(reply.pieces, None))
+            await asyncio.wait({next_piece, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+            if not next_piece.done() or (piece := next_piece.result()) is None:
                 break
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
     finally:
-        for task in filter(None, (leaving, following)):
+        for task in filter(None, (disconnect, next_piece)):
             task.cancel()
-        await asyncio.gather(*filter(None, (leaving, following)), return_exceptions=True)
+        await asyncio.gather(*filter(None, (disconnect, next_piece)), return_exceptions=True)
         await reply.pieces.aclose()  # type: ignore[attr-defined]
 
 
-async def _until_gone(receive: Callable) -> None:
+async def _wait_disconnect(receive: Callable) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""HTTP over the control socket: uvicorn's protocol on the loop that is running already."""
+"""HTTP over the control socket, with uvicorn's protocol on the running event loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 KEEP_ALIVE_S = 3600
-CANCELLED_S = 2.0  # for requests that were cancelled to say so
+CANCEL_S = 2.0  # how long `close` waits for cancelled requests
 
 
 class HttpServer:
@@ -23,9 +23,9 @@ class HttpServer:
         self._server: asyncio.Server | None = None
 
     async def open(self, sock: socket) -> None:
-        """Take the connections that wait, and those that come."""
+        """Accept waiting and new connections."""
         config = uvicorn.Config(
-            self._ended, interface="asgi3", ws="none", lifespan="off", log_config=None, access_log=False,
+            self._call, interface="asgi3", ws="none", lifespan="off", log_config=None, access_log=False,
             proxy_headers=False, server_header=False, date_header=False, timeout_keep_alive=KEEP_ALIVE_S,
         )  # fmt: skip
         config.load()
@@ -35,20 +35,20 @@ class HttpServer:
             lambda: protocol(config=config, server_state=self._state, app_state={}), sock=sock
         )
 
-    async def _ended(self, scope: Any, receive: Any, send: Any) -> None:
-        """Requests are cancelled by `close` alone, which has broken their connections off: nobody is to be told."""
+    async def _call(self, scope: Any, receive: Any, send: Any) -> None:
+        """Call the application. Only `close` cancels requests, and it has closed their connections before."""
         with contextlib.suppress(asyncio.CancelledError):
             await self._app(scope, receive, send)
 
     async def close(self) -> None:
-        """Break every connection off at once; requests that are under way are cancelled."""
+        """Close all connections at once and cancel the requests under way."""
         if self._server is not None:
             self._server.close()
         for connection in list(self._state.connections):
             connection.transport.abort()
-        await asyncio.sleep(0)  # the connections hear of it
+        await asyncio.sleep(0)  # let the connections notice it
         tasks = list(self._state.tasks)
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=CANCELLED_S)
+            await asyncio.wait(tasks, timeout=CANCEL_S)

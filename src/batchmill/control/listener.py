@@ -1,4 +1,4 @@
-"""The control socket of an owner, which only its user may open. What speaks HTTP is loaded for the first guest."""
+"""The control socket of an owner, which only its user may open. The HTTP server is imported for the first client."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 from batchmill.control.app import ControlApp
 
-HTTP = "batchmill.control.http_server"  # has `serve`; it needs uvicorn
+HTTP = "batchmill.control.http_server"  # it needs uvicorn
 BACKLOG = 128
 MODE = 0o600
-DRAIN_S = 10.0  # for changes under way when the owner ends
+DRAIN_S = 10.0  # how long changes under way may take when the owner ends
 
 
 @contextlib.contextmanager
 def short_name(path: Path) -> Iterator[str]:
-    """A name for a socket in a folder of any depth: the kernel takes at most 107 bytes."""
+    """Yield a short name of a socket, because the kernel accepts at most 107 bytes."""
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}/{path.name}"
@@ -30,12 +30,12 @@ def short_name(path: Path) -> Iterator[str]:
 
 
 def load_server() -> Any:
-    """The class that serves HTTP."""
+    """Import the class that serves HTTP."""
     return import_module(HTTP).HttpServer
 
 
 class ControlListener:
-    """Answers on the socket at `path`, from `open` to `close`."""
+    """Answers requests on the socket at `path`, from `open` to `close`."""
 
     def __init__(self, app: ControlApp, path: Path) -> None:
         self._app, self._path = app, path
@@ -44,7 +44,7 @@ class ControlListener:
         self._server: Any = None
 
     async def open(self) -> None:
-        """Take the place of a socket that a killed owner left behind."""
+        """Start to listen. Replaces a socket that a killed owner left behind."""
         self._path.unlink(missing_ok=True)
         sock = self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.setblocking(False)
@@ -55,7 +55,7 @@ class ControlListener:
         asyncio.get_running_loop().add_reader(sock, self._begin)
 
     def _begin(self) -> None:
-        """The first guest waits in the backlog while what serves it is loaded."""
+        """Import the HTTP server while the first client waits in the backlog."""
         assert self._socket is not None
         asyncio.get_running_loop().remove_reader(self._socket)
         self._serving = asyncio.create_task(self._serve(self._socket))

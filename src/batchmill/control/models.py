@@ -1,5 +1,4 @@
-"""Deployed functions, language models and adapters, looked after by the machine's user: code and folders of this
-machine are taken as they are."""
+"""Handlers for functions, language models and adapters, for the machine's user, whose local code is trusted."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from msgspec.structs import replace
 from batchmill.control import operations as own
 from batchmill.control.admin import PROJECT, user_of
 from batchmill.control.app import Handler, OwnerCall
-from batchmill.control.operations import FoundModel, LocalFile
+from batchmill.control.operations import LocalFile, ResolvedModel
 from batchmill.errors import ModelFailed, UnknownName
 from batchmill.services.adapters.records import FAILED, READY, adapter_info
 from batchmill.services.adapters.service import AdapterService
@@ -61,7 +60,7 @@ SHOWN_CHARS = 64
 
 class FunctionHandlers:
     def __init__(self, versions: ModelVersions, url: str) -> None:
-        """Args: url: the address of the server that examples are to go to."""
+        """Args: url: the address of the server in examples."""
         self._versions, self._url = versions, url
 
     def handlers(self) -> Sequence[tuple[Endpoint[Any], Handler]]:
@@ -94,20 +93,20 @@ class FunctionHandlers:
         return await self._versions.calls(call.name, call.query)
 
     async def rollback(self, call: OwnerCall) -> VersionInfo:
-        asked: Rollback = call.body
-        return functions.version_info(await self._versions.rollback(call.name, asked.branch, asked.number))
+        body: Rollback = call.body
+        return functions.version_info(await self._versions.rollback(call.name, body.branch, body.number))
 
     async def merge(self, call: OwnerCall) -> VersionInfo:
-        asked: Merge = call.body
-        return functions.version_info(await self._versions.merge(call.name, asked.source, asked.into))
+        body: Merge = call.body
+        return functions.version_info(await self._versions.merge(call.name, body.source, body.into))
 
     async def restart(self, call: OwnerCall) -> VersionInfo:
-        asked: Restart = call.body
-        return functions.version_info(await self._versions.restart(call.name, asked.branch))
+        body: Restart = call.body
+        return functions.version_info(await self._versions.restart(call.name, body.branch))
 
     async def set_alias(self, call: OwnerCall) -> AliasInfo:
-        asked: NewAlias = call.body
-        backends, mirrors = functions.backends_of(asked.backends), functions.backends_of(asked.mirrors)
+        body: NewAlias = call.body
+        backends, mirrors = functions.backends_of(body.backends), functions.backends_of(body.mirrors)
         route = await self._versions.set_alias(call.names["name"], call.names["alias"], backends, mirrors)
         return functions.alias_info(route)
 
@@ -117,8 +116,8 @@ class FunctionHandlers:
 
     async def remove(self, call: OwnerCall) -> VersionList:
         query: VersionQuery = call.query
-        gone = await self._versions.remove(call.name, query.branch, query.version)
-        return VersionList([functions.version_info(each) for each in gone])
+        removed = await self._versions.remove(call.name, query.branch, query.version)
+        return VersionList([functions.version_info(each) for each in removed])
 
 
 class LlmHandlers:
@@ -133,23 +132,23 @@ class LlmHandlers:
             (table.CHANGE_LLM, self.change),
             (table.REMOVE_LLM, self.remove),
             (table.LLM_EVENTS, self.events),
-            (table.START_LLM, self._doing(self._llms.start)),
-            (table.STOP_LLM, self._doing(self._llms.stop)),
+            (table.START_LLM, self._changing(self._llms.start)),
+            (table.STOP_LLM, self._changing(self._llms.stop)),
             (table.LIST_QUARANTINE, self.quarantine),
             (table.CLEAR_QUARANTINE, self.clear),
             (table.CLEAR_QUARANTINED, self.clear_one),
         )
 
     async def create(self, call: OwnerCall) -> LlmInfo:
-        asked: NewLlm = call.body
-        made = await self._llms.create(
-            user_of(call.project), asked.name, llms.settings_of(asked), description=asked.description, is_trusted=True
+        body: NewLlm = call.body
+        deployment = await self._llms.create(
+            user_of(call.project), body.name, llms.settings_of(body), description=body.description, is_trusted=True
         )
-        return self._info(made)
+        return self._info(deployment)
 
     async def list(self, call: OwnerCall) -> LlmList:
-        who = user_of(call.project)
-        return LlmList([self._info(each) for each in self._llms.list(who)], self._llms.bases(who))
+        caller = user_of(call.project)
+        return LlmList([self._info(each) for each in self._llms.list(caller)], self._llms.bases(caller))
 
     async def show(self, call: OwnerCall) -> LlmInfo:
         return self._info(self._llms.get(user_of(call.project), call.name))
@@ -166,24 +165,24 @@ class LlmHandlers:
         view = self._llms.view(self._llms.get(user_of(call.project), call.name))
         return LlmEvents([each for each in view.events if query.after is None or each.at > query.after])
 
-    def _doing(self, do: Callable[[Caller, str], Awaitable[LlmDeployment]]) -> Handler:
-        async def done(call: OwnerCall) -> LlmInfo:
-            return self._info(await do(user_of(call.project), call.name))
+    def _changing(self, change: Callable[[Caller, str], Awaitable[LlmDeployment]]) -> Handler:
+        async def handle(call: OwnerCall) -> LlmInfo:
+            return self._info(await change(user_of(call.project), call.name))
 
-        return done
+        return handle
 
     async def quarantine(self, call: OwnerCall) -> QuarantinedRequests:
-        """Of all projects, unless one is named."""
+        """List the quarantined requests of all projects, or of the named one."""
         return QuarantinedRequests.of(self._llms.quarantined(call.project))
 
     async def clear(self, call: OwnerCall) -> QuarantinedRequests:
         return QuarantinedRequests.of(self._llms.quarantined(call.project, clear=True))
 
     async def clear_one(self, call: OwnerCall) -> QuarantinedRequests:
-        gone = self._llms.quarantined(call.project, call.name, clear=True)
-        if not gone:
-            raise UnknownName(f"no request {call.name[:SHOWN_CHARS]!r} is known", code="unknown_request")
-        return QuarantinedRequests.of(gone)
+        cleared = self._llms.quarantined(call.project, call.name, clear=True)
+        if not cleared:
+            raise UnknownName(f"there is no quarantined request {call.name[:SHOWN_CHARS]!r}", code="unknown_request")
+        return QuarantinedRequests.of(cleared)
 
     def _info(self, deployment: LlmDeployment) -> LlmInfo:
         return llms.info(deployment, self._llms.view(deployment))
@@ -202,9 +201,9 @@ class AdapterHandlers:
         )
 
     async def add(self, call: OwnerCall) -> AdapterInfo:
-        asked: NewAdapter = call.body
+        body: NewAdapter = call.body
         record = await self._adapters.register(
-            user_of(call.project), asked.base, asked.name, asked.source, token=asked.token, is_trusted=True
+            user_of(call.project), body.base, body.name, body.source, token=body.token, is_trusted=True
         )
         record = await self._adapters.wait(record)
         if record.state == FAILED:
@@ -212,10 +211,10 @@ class AdapterHandlers:
         return adapter_info(record)
 
     async def list(self, call: OwnerCall) -> AdapterList:
-        """Of all projects, unless one is named."""
+        """List the adapters of all projects, or of the named one."""
         query: AdapterQuery = call.query
-        found = self._adapters.every() if call.project is None else self._adapters.list(call.project)
-        return AdapterList([adapter_info(each) for each in found if query.base in (None, each.base)])
+        adapters = self._adapters.list_all() if call.project is None else self._adapters.list(call.project)
+        return AdapterList([adapter_info(each) for each in adapters if query.base in (None, each.base)])
 
     async def show(self, call: OwnerCall) -> AdapterInfo:
         query: AdapterVersion = call.query
@@ -223,12 +222,12 @@ class AdapterHandlers:
 
     async def remove(self, call: OwnerCall) -> AdapterList:
         query: AdapterVersion = call.query
-        gone = await self._adapters.remove(call.project or PROJECT, call.name, query.version)
-        return AdapterList([adapter_info(each) for each in gone])
+        removed = await self._adapters.remove(call.project or PROJECT, call.name, query.version)
+        return AdapterList([adapter_info(each) for each in removed])
 
 
 class ModelHandlers:
-    """What names mean to a command, which has a configuration of its own."""
+    """Resolves names of models for a command, which has its own configuration."""
 
     def __init__(
         self, versions: ModelVersions, llms: LlmService, adapters: AdapterService, remote: RemoteModels
@@ -238,38 +237,38 @@ class ModelHandlers:
     def handlers(self) -> Sequence[tuple[Endpoint[Any], Handler]]:
         return (
             (own.LIST_ALL_MODELS, self.list),
-            (own.ADAPT_MODEL, self.adapted),
+            (own.ADAPT_MODEL, self.adapt),
             (own.FIND_MODEL, self.find),
         )
 
-    async def find(self, call: OwnerCall) -> FoundModel:
-        """The deployed function, or language model, or the model of a connector, that a name means now."""
-        if (found := self._versions.for_job(call.name)) is not None:
-            return FoundModel(found)
-        if (deployed := self._llms.find(user_of(None), call.name)) is not None:
-            return FoundModel(deployed.model)
+    async def find(self, call: OwnerCall) -> ResolvedModel:
+        """Find the deployed function, language model or model of a connector with this name."""
+        if (function := self._versions.for_job(call.name)) is not None:
+            return ResolvedModel(function)
+        if (deployment := self._llms.find(user_of(None), call.name)) is not None:
+            return ResolvedModel(deployment.model)
         remote = self._remote.find(call.name)
-        return FoundModel(None if remote is None else self._remote.for_job(remote))
+        return ResolvedModel(None if remote is None else self._remote.for_job(remote))
 
-    async def adapted(self, call: OwnerCall) -> FoundModel:
-        """With the adapters of the project default, and room for the ranks of everybody's."""
-        asked: FoundModel = call.body
-        assert asked.model is not None, "it is what is asked about"
-        return FoundModel(self._adapters.adapted(PROJECT, asked.model))
+    async def adapt(self, call: OwnerCall) -> ResolvedModel:
+        """Add the adapters of the project default to a model, and raise its rank limit for all projects' adapters."""
+        body: ResolvedModel = call.body
+        assert body.model is not None, "the request contains the model"
+        return ResolvedModel(self._adapters.adapted(PROJECT, body.model))
 
     async def list(self, call: OwnerCall) -> ModelList:
         configured: ModelList = call.body
-        found = [*configured.models, *(ModelInfo(name, FUNCTION_PROCESS, []) for name in self._versions.names())]
-        named: dict[str, dict[str, None]] = {}  # in the order of names and versions
+        models = [*configured.models, *(ModelInfo(name, FUNCTION_PROCESS, []) for name in self._versions.names())]
+        adapters: dict[str, dict[str, None]] = {}  # base -> names, in the order of names and versions
         for each in self._adapters.list(PROJECT):
             if each.state == READY:
-                named.setdefault(each.base, {}).update({each.name: None, each.own_name: None})
-        found = [replace(each, adapters=[*each.adapters, *named.get(each.name, ())]) for each in found]
-        own_llms = [each for each in self._llms.list(user_of(None)) if not each.is_configured]
-        infos = [llms.info(each, self._llms.view(each)) for each in own_llms]
-        found += [ModelInfo(each.name, LLM, each.adapters, each.price) for each in infos]
+                adapters.setdefault(each.base, {}).update({each.name: None, each.own_name: None})
+        models = [replace(each, adapters=[*each.adapters, *adapters.get(each.name, ())]) for each in models]
+        deployments = [each for each in self._llms.list(user_of(None)) if not each.is_configured]
+        infos = [llms.info(each, self._llms.view(each)) for each in deployments]
+        models += [ModelInfo(each.name, LLM, each.adapters, each.price) for each in infos]
         for each in self._remote.every():
-            meant = self._remote.find(each.name)  # a name of several groups means none of them
-            is_named = meant is not None and meant.id == each.id
-            found += [ModelInfo(name, CONNECTOR, []) for name in ([each.id, each.name] if is_named else [each.id])]
-        return ModelList(found)
+            by_name = self._remote.find(each.name)  # None if the name occurs in several groups
+            has_name = by_name is not None and by_name.id == each.id
+            models += [ModelInfo(name, CONNECTOR, []) for name in ([each.id, each.name] if has_name else [each.id])]
+        return ModelList(models)

@@ -1,7 +1,7 @@
-"""What the machine's user alone may ask of an owner: orders that name local paths and code, and what no key reaches.
+"""Operations that only the machine's user may request from an owner, because they name local paths and code.
 
-These operations exist only in the application of the control socket. A remote caller cannot reach them: the application
-of the server has no such route.
+These operations exist only in the application of the control socket. A remote caller cannot reach them, because the
+server's application has no such routes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from batchmill.wire.native_models import AdapterInfo, NewAdapter
 from batchmill.wire.operations import NOTHING, Endpoint
 
 PREFIX = "/control/v1"
-PROJECT = "batchmill-project"  # the header that says for which project the machine's user asks
+PROJECT = "batchmill-project"  # the header with the project for which the machine's user acts
 
 _JOBS = f"{PREFIX}/jobs"
-_USER = Scope.DEPLOY  # nobody is asked for a key here: the socket's file belongs to the machine's user
+_USER = Scope.DEPLOY  # there is no key: the socket's file belongs to the machine's user
 
 
 class LocalFile(Struct, frozen=True):
@@ -32,7 +32,7 @@ class LocalFile(Struct, frozen=True):
 
 
 class SecretValue(Struct, frozen=True):
-    """What a secret is."""
+    """The value of a secret."""
 
     value: str
 
@@ -45,7 +45,7 @@ class SecretList(Struct, frozen=True):
 
 
 class ConnectorFields(Struct, frozen=True):
-    """A connector as it was written, or what is to be changed of one."""
+    """The fields of a new connector, or the fields to change."""
 
     fields: dict[str, Any]
 
@@ -54,33 +54,33 @@ class ConnectorFields(Struct, frozen=True):
 
 
 class ConnectorList(Struct, frozen=True):
-    """Connectors, and the models of all projects that go through some."""
+    """Connectors, and the models of all projects that use connectors."""
 
     connectors: list[ConnectorRecord]
     models: list[RemoteModel]
 
 
 class ChangeConnector(Struct, frozen=True):
-    redeploy: bool = False  # undeploy the models that use it for as long as it takes
+    redeploy: bool = False  # undeploy the models that use it during the change
 
 
 class DeleteConnector(Struct, frozen=True):
-    with_models: bool = False  # those that go through it too
+    with_models: bool = False  # delete the models that use it, too
 
 
 class NewRemoteModel(Struct, frozen=True):
-    """A model that is to go through a connector."""
+    """A new model that uses a connector."""
 
     name: Name
 
 
-class FoundModel(Struct, frozen=True):
-    """A model as a job has it; null: there is none that is called so."""
+class ResolvedModel(Struct, frozen=True):
+    """A model in the form that jobs use; null: no model has this name."""
 
     model: ModelSpec | None = None
 
 
-PING = Endpoint("ping", "GET", f"{PREFIX}/ping", "Whether the owner answers", _USER, NOTHING, status=204)
+PING = Endpoint("ping", "GET", f"{PREFIX}/ping", "Check that the owner answers", _USER, NOTHING, status=204)
 RUN = Endpoint(
     "run", "POST", _JOBS, "Start, resume or join a job of local files", _USER, Submitted, body=JobOrder,
     is_idempotent=True,
@@ -89,45 +89,45 @@ PARTIAL = Endpoint(
     "partial",
     "POST",
     f"{_JOBS}/{{job_id}}/partial",
-    "Write the rows that are finished to a new file",
+    "Write the finished rows to a new file",
     _USER,
     LocalFile,
     is_idempotent=True,
 )
 REBUILD = Endpoint(
-    "rebuild", "POST", f"{_JOBS}/{{job_id}}/rebuild", "Make the ledger anew", _USER, LedgerReport, is_idempotent=True
+    "rebuild", "POST", f"{_JOBS}/{{job_id}}/rebuild", "Rebuild the ledger", _USER, LedgerReport, is_idempotent=True
 )
 
 _MODELS = f"{PREFIX}/models"
 
 DEPLOY_ARCHIVE = Endpoint(
-    "deployArchive", "POST", _MODELS, "Deploy a function of an archive on this machine", _USER, DeployReply,
+    "deployArchive", "POST", _MODELS, "Deploy a function from an archive on this machine", _USER, DeployReply,
     body=LocalFile,
 )  # fmt: skip
 FIND_MODEL = Endpoint(
-    "findModel", "GET", f"{_MODELS}/{{name:path}}", "The deployed model that a name means", _USER, FoundModel
+    "findModel", "GET", f"{_MODELS}/{{name:path}}", "Find the deployed model with a name", _USER, ResolvedModel
 )
 LIST_ALL_MODELS = Endpoint(
-    "listAllModels", "POST", f"{_MODELS}/list", "Models of a configuration, and what was deployed beside them", _USER,
+    "listAllModels", "POST", f"{_MODELS}/list", "List configured and deployed models", _USER,
     ModelList, body=ModelList, is_idempotent=True,
 )  # fmt: skip
 ADAPT_MODEL = Endpoint(
-    "adaptModel", "POST", f"{_MODELS}/adapted", "A model with the adapters that were registered for it", _USER,
-    FoundModel, body=FoundModel, is_idempotent=True,
+    "adaptModel", "POST", f"{_MODELS}/adapted", "Add the registered adapters to a model", _USER,
+    ResolvedModel, body=ResolvedModel, is_idempotent=True,
 )  # fmt: skip
 ADD_ADAPTER = Endpoint(
-    "addAdapter", "POST", f"{PREFIX}/adapters", "Register an adapter of any place, and wait for it", _USER, AdapterInfo,
-    body=NewAdapter,
+    "addAdapter", "POST", f"{PREFIX}/adapters", "Register an adapter from any source, and wait for it", _USER,
+    AdapterInfo, body=NewAdapter,
 )  # fmt: skip
 
 _SECRETS = f"{PREFIX}/secrets"
 _SECRET = f"{_SECRETS}/{{name}}"
 
-LIST_SECRETS = Endpoint("listSecrets", "GET", _SECRETS, "Secrets by name", _USER, SecretList)
+LIST_SECRETS = Endpoint("listSecrets", "GET", _SECRETS, "List the names of secrets", _USER, SecretList)
 PUT_SECRET = Endpoint(
-    "putSecret", "PUT", _SECRET, "Keep a secret", _USER, NOTHING, body=SecretValue, status=204, is_idempotent=True
+    "putSecret", "PUT", _SECRET, "Store a secret", _USER, NOTHING, body=SecretValue, status=204, is_idempotent=True
 )
-REMOVE_SECRET = Endpoint("removeSecret", "DELETE", _SECRET, "Forget a secret", _USER, NOTHING, status=204)
+REMOVE_SECRET = Endpoint("removeSecret", "DELETE", _SECRET, "Delete a secret", _USER, NOTHING, status=204)
 ROTATE_SECRETS = Endpoint(
     "rotateSecrets", "POST", f"{_SECRETS}/rotate", "Encrypt all secrets with a new key", _USER, Rotated
 )
@@ -136,11 +136,11 @@ _CONNECTORS = f"{PREFIX}/connectors"
 _CONNECTOR = f"{_CONNECTORS}/{{connector_id}}"
 
 CREATE_CONNECTOR = Endpoint(
-    "createConnector", "POST", _CONNECTORS, "Make a connector that may call any address", _USER, ConnectorRecord,
+    "createConnector", "POST", _CONNECTORS, "Create a connector that may call any address", _USER, ConnectorRecord,
     body=ConnectorFields,
 )  # fmt: skip
-LIST_CONNECTORS = Endpoint("listConnectors", "GET", _CONNECTORS, "Connectors", _USER, ConnectorList)
-SHOW_CONNECTOR = Endpoint("showConnector", "GET", _CONNECTOR, "One connector", _USER, ConnectorRecord)
+LIST_CONNECTORS = Endpoint("listConnectors", "GET", _CONNECTORS, "List connectors", _USER, ConnectorList)
+SHOW_CONNECTOR = Endpoint("showConnector", "GET", _CONNECTOR, "Show a connector", _USER, ConnectorRecord)
 CHANGE_CONNECTOR = Endpoint(
     "changeConnector", "PATCH", _CONNECTOR, "Change a connector", _USER, ConnectorRecord, query=ChangeConnector,
     body=ConnectorFields,
@@ -149,6 +149,6 @@ DELETE_CONNECTOR = Endpoint(
     "deleteConnector", "DELETE", _CONNECTOR, "Delete a connector", _USER, ConnectorRecord, query=DeleteConnector
 )
 REGISTER_MODEL = Endpoint(
-    "registerModel", "POST", f"{_CONNECTOR}/models", "Make a model of a connector, deployed", _USER, RemoteModel,
+    "registerModel", "POST", f"{_CONNECTOR}/models", "Register and deploy a model of a connector", _USER, RemoteModel,
     body=NewRemoteModel,
 )  # fmt: skip

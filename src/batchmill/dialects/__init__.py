@@ -1,4 +1,4 @@
-"""The dialects by name, in the order in which they are asked whose a path is. A new one is one folder and one row."""
+"""The dialects by name, in the order in which the server matches a path. A new dialect is one folder and one row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from batchmill.optional import require
 
 if TYPE_CHECKING:
     from batchmill.dialects.open_inference.grpc.server import GrpcServer
-    from batchmill.server.access_log import Served
+    from batchmill.server.access_log import RequestRecord
     from batchmill.server.admission_control import Admission
     from batchmill.server.auth import Gate
     from batchmill.server.operations import Dialect
@@ -27,12 +27,12 @@ DIALECTS = {
     "predibase": "batchmill.dialects.predibase.dialect:PredibaseDialect",
     "native": "batchmill.dialects.native.dialect:NativeDialect",
 }
-FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"  # a variable that grpc reads when it is imported
-FALLBACK = "native"  # whose error form a path has that belongs to none
+FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"  # grpc reads this variable when it is imported
+FALLBACK = "native"  # the dialect that refuses a path that belongs to no dialect
 
 
 def load_dialects(services: Services, names: Sequence[str] = tuple(DIALECTS)) -> list[Dialect]:
-    """The dialects with these names, in the order of the table."""
+    """Import and create the dialects with these names, in the order of `names`."""
     loaded = []
     for name in names:
         module, _, attribute = DIALECTS[name].partition(":")
@@ -41,9 +41,12 @@ def load_dialects(services: Services, names: Sequence[str] = tuple(DIALECTS)) ->
 
 
 def load_grpc(
-    services: Services, gate: Gate, admission: Admission, watchers: Sequence[Callable[[Served], None]]
+    services: Services, gate: Gate, admission: Admission, watchers: Sequence[Callable[[RequestRecord], None]]
 ) -> GrpcServer:
-    """The frontend of `server.grpc_port`, not open yet. Raises: InvalidConfig where its packages are missing."""
+    """Create the gRPC server of `server.grpc_port`; it does not listen yet.
+
+    Raises: InvalidConfig if its packages are missing.
+    """
     with _no_fork_support():
         server_class = require("batchmill.dialects.open_inference.grpc.server:GrpcServer", "server.grpc_port")
     return server_class(services, gate, admission, watchers)
@@ -51,13 +54,13 @@ def load_grpc(
 
 @contextlib.contextmanager
 def _no_fork_support() -> Iterator[None]:
-    """Nothing of ours forks without running another program; grpc would log a line whenever a process is started."""
-    had = os.environ.get(FORK_SUPPORT)
+    """Turn grpc's fork support off: batchmill only forks to exec, and grpc logs a line for each started process."""
+    previous_value = os.environ.get(FORK_SUPPORT)
     os.environ[FORK_SUPPORT] = "0"
     try:
         yield
     finally:
-        if had is None:
+        if previous_value is None:
             del os.environ[FORK_SUPPORT]
         else:
-            os.environ[FORK_SUPPORT] = had
+            os.environ[FORK_SUPPORT] = previous_value

@@ -1,4 +1,4 @@
-"""Inferless' API on the wire: one address for each app, which takes tensors as its clients write them.
+"""Inferless' API: one URL for each app, which takes tensors in the form that Inferless' clients send.
 
 Source: inferless 0.2.15, and the templates that Inferless publishes.
 """
@@ -15,12 +15,12 @@ from batchmill.server.function_replies import FastCalls, answer, body_of, head_o
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.replies import EVENTS, SCHEMA, Envelope, text_reply
 from batchmill.services.functions.names import locate
-from batchmill.services.path_redaction import Places
+from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.services import Services
 from batchmill.types import Scope
 from batchmill.wire.json_bytes import encode
 
-FORM = "inferless_tensors"  # an integer may be wider than its tensor says
+FORM = "inferless_tensors"  # an integer may be wider than the datatype of its tensor
 PATHS = (("", "/api/v1/{model}/infer"), ("Version", "/api/v1/{model}/versions/{version}/infer"))
 _BODY = Content(
     "application/json",
@@ -62,7 +62,7 @@ class InferlessDialect:
     def __init__(self, services: Services) -> None:
         self._functions = services.functions
         self._bytes_max = services.config.server.body_bytes_max
-        self._hide = Places(services.config.data_dir).hide
+        self._hide = PathRedactor(services.config.data_dir).hide
 
     def operations(self) -> Sequence[Operation]:
         fast_handler = FastCalls(self._functions, FORM)
@@ -76,15 +76,15 @@ class InferlessDialect:
         ]  # fmt: skip
 
     async def infer(self, call: Call) -> Response:
-        """The outputs of an app; of one that sends events, each event as it comes."""
+        """Reply with the outputs of an app. An app that streams is answered with server-sent events."""
         target = locate(self._functions, call.caller, call.path["model"], call.path.get("version"))
-        sent = (await body_of(call, self._bytes_max), head_of(call))
+        request = (await body_of(call, self._bytes_max), head_of(call))
         if target.interface.streams:
-            return await stream(call, self._functions, target, FORM, sent, say=self.say)
-        return await answer(call, self._functions, target, FORM, sent)
+            return await stream(call, self._functions, target, FORM, request, say=self.say)
+        return await answer(call, self._functions, target, FORM, request)
 
     def say(self, error: BatchmillError) -> bytes:
-        """The JSON of an error that comes as an event."""
+        """Return the JSON of an error that is sent as an event."""
         return encode(Envelope(self._hide(error.message)))
 
     def refusal(self, error: BatchmillError) -> Response:

@@ -1,4 +1,4 @@
-"""One end of the socket between the owner and a worker: all messages of a read at once, writing without waiting."""
+"""One end of the socket between owner and worker: reads all available messages, writes without waiting."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Channel(asyncio.BufferedProtocol):
         self._room.set()
 
     def send(self, message: Struct) -> None:
-        """Queue a message; quiet when the other side has gone."""
+        """Queue a message; does nothing once the other side has gone."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(messages.pack(message))
 
     async def read(self) -> list[memoryview]:
-        """The messages that have come, packed; none when the other side has gone. Raises: ConnectionError."""
+        """The messages that have arrived, packed; none once the other side has gone. Raises: ConnectionError."""
         while not self._whole:
             if self._error is not None:
                 raise self._error
@@ -60,13 +60,13 @@ class Channel(asyncio.BufferedProtocol):
         return found
 
     async def drain(self) -> None:
-        """Return once there is room for more. Raises: ConnectionResetError where the other side has gone."""
+        """Wait until there is room for more. Raises: ConnectionResetError if the other side has gone."""
         await self._room.wait()
         if self._is_over:
             raise ConnectionResetError("the other side has gone")
 
     def finish(self) -> None:
-        """The process on the other side has ended: what it said is still read, whoever else holds its end open."""
+        """Note that the other process has ended: what it sent is still read, even if a child holds its end open."""
         if self._transport is not None and not self._transport.is_closing():
             end_reading(self._transport.get_extra_info("socket"))
 
@@ -97,7 +97,7 @@ class Channel(asyncio.BufferedProtocol):
         self._wake()
 
     def _cut(self) -> None:
-        """Take the whole messages out of the buffer; the beginning of one more moves to where it has room."""
+        """Take complete messages out of the buffer, and move an incomplete one to its start."""
         view, at, size = memoryview(bytes(memoryview(self._buffer)[: self._filled])), 0, self._filled
         while size - at >= LENGTH_BYTES:
             length = int.from_bytes(view[at : at + LENGTH_BYTES], "little")

@@ -26,7 +26,7 @@ _note = msgspec.json.Decoder(RemoteJob)
 def cut(
     held: Held, allowance: Allowance, positions: Sequence[int], read: Callable[[int, int], list[Row]]
 ) -> list[int] | None:
-    """Which of the rows of a lease go, by their places among `positions`; what they may cost is reserved.
+    """Which rows of a lease run, as indexes into `positions`; their maximum cost is reserved.
 
     Those that a provider has already go in any case. None: all of them go; none: the owner was asked for more.
     """
@@ -49,7 +49,7 @@ def cut(
 
 
 def _handed_over(held: Held) -> set[int]:
-    """Plan positions that jobs at the provider hold."""
+    """Plan positions that the provider's batches hold."""
     jobs = [_note.decode(data) for data in held.notes.values()]
     runs = [run for job in jobs if job.state != "forgotten" for run in job.runs]
     return {position for first, count in runs for position in range(first, first + count)}
@@ -59,7 +59,7 @@ SHARE_MIN = 1e-9  # a share of nothing would never come to its turn
 
 
 class JobQueue(Struct, eq=False):
-    """One job's place at this worker."""
+    """The queue of one job at this worker."""
 
     job: str
     priority: int = 0
@@ -69,7 +69,7 @@ class JobQueue(Struct, eq=False):
 
 
 class FairQueue:
-    """The lanes that have rows waiting."""
+    """The job queues that have waiting rows."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, JobQueue] = {}
@@ -79,28 +79,28 @@ class FairQueue:
         return len(self._waiting)
 
     def enter(self, lane: JobQueue) -> None:
-        """The lane has rows."""
+        """Add a queue that has rows."""
         if lane.job not in self._waiting:
             lane.due = max(lane.due, self._now.get(lane.priority, 0.0))
             self._waiting[lane.job] = lane
 
     def leave(self, lane: JobQueue) -> None:
-        """The lane has no rows for now."""
+        """Remove a queue that has no rows for now."""
         self._waiting.pop(lane.job, None)
 
     def next(self) -> JobQueue | None:
-        """The lane whose turn it is; of those due at once the one that waits longest."""
+        """The next queue to serve; of several due at once, the one that has waited longest."""
         if len(self._waiting) == 1:
             return next(iter(self._waiting.values()))
         return min(self._waiting.values(), key=lambda lane: (-lane.priority, lane.due), default=None)
 
     def charge(self, lane: JobQueue, rows: int) -> None:
-        """The lane whose turn it was has had so many rows begun."""
+        """Charge the served queue for the rows that were taken."""
         self._now[lane.priority] = max(lane.due, self._now.get(lane.priority, 0.0))
         lane.due += rows * lane.row_cost / lane.share
 
     def weigh(self, lane: JobQueue, *, priority: int, share: float, row_cost: float) -> None:
-        """Rows of this lane count so from now on. What it owes goes with it to another priority."""
+        """Change the weight of a queue. What it owes moves with it to another priority."""
         if priority != lane.priority:
             owed = max(0.0, lane.due - self._now.get(lane.priority, 0.0))
             lane.due = self._now.get(priority, 0.0) + owed
@@ -125,7 +125,7 @@ class _Queued(Struct, eq=False):
 
 
 class _JobLane(JobQueue, eq=False):
-    """The grants of one job that wait here, in the order in which they came."""
+    """The waiting grants of one job, in the order of arrival."""
 
     queue: deque[_Queued] = msgspec.field(default_factory=deque)
     pending: int = 0  # rows granted and not yet taken
@@ -179,20 +179,20 @@ class GrantFeed:
         self._ask(lane)
 
     def weigh(self, job_id: str, *, priority: int, share: float, row_cost: float) -> None:
-        """Let the rows of a job count otherwise from now on."""
+        """Change the weight of a job's rows."""
         lane = self._lanes.get(job_id)
         if lane is not None:
             self._turns.weigh(lane, priority=priority, share=share, row_cost=row_cost)
 
     def unblock(self, job_id: str) -> None:
-        """There may be something again that rows of this job can be paid with."""
+        """Try rows of this job again: it may have budget now."""
         lane = self._lanes.get(job_id)
         if lane is not None and lane.queue and lane.project not in self._held_back:
             self._turns.enter(lane)
             self._wake()
 
     def end(self) -> None:
-        """No grant will come after those that are queued."""
+        """No grant comes after those that are queued."""
         self._ended = True
         self._wake()
 
@@ -209,7 +209,7 @@ class GrantFeed:
         self._wake()
 
     def _is_empty(self) -> bool:
-        """No row waits, held back, without a budget or not."""
+        """Whether no row waits, with or without budget."""
         return not len(self._turns) and not any(lane.queue for lane in self._lanes.values())
 
     def drop(self, job_id: str) -> None:
@@ -274,7 +274,7 @@ class GrantFeed:
             await waiter
 
     def _measure(self, n: int) -> None:
-        """Learn how many rows of the job that was taken from last `TAKE_S` is enough for."""
+        """Learn how many rows of the job that was served last suffice for `TAKE_S`."""
         self._least = min(self._least, n)
         if self._last is None:
             return
@@ -335,7 +335,7 @@ class GrantFeed:
         return [Row(position, number, raw, form, held) for position, number, raw in places]
 
     def _afford(self, lane: _JobLane, queued: _Queued) -> bool:
-        """Cut the lease to what its job may spend; whether any of it goes now."""
+        """Cut the lease to the job's budget; return whether any row runs now."""
         held, allowance = queued.held, queued.held.job.allowance
         assert allowance is not None
 
@@ -367,7 +367,7 @@ class GrantFeed:
         return rows.read_many(numbers)
 
     def _note_suspect(self, row: Row) -> bool:
-        """Leave the row's place where the owner finds it should this row kill the process. False when it cannot be."""
+        """Record the row's position for the owner, in case the row kills the process. False if that fails."""
         self._isolated = row
         lease: Lease = row.lease.lease
         data = f"{lease.job} {lease.generation} {lease.shard} {row.position}\n"
@@ -382,7 +382,7 @@ class GrantFeed:
         return True
 
     def _ask(self, lane: _JobLane) -> None:
-        """One grant more when the job's rows in hand may not outlast its way here."""
+        """Request another grant if the job's rows may run out before it arrives."""
         ahead = len(lane.queue[-1].numbers) if lane.queue else 0
         if not self._ended and not lane.asked and lane.pending < max(ahead, 1) + 1:
             lane.asked = True

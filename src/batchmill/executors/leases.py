@@ -1,4 +1,4 @@
-"""A lease in a worker's hands: what of it is under way, and what an engine that outlives the worker needs to know."""
+"""Leases in a worker: rows under way, budget reservations, and notes for engines that outlive the worker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _WRITES_NOTHING = ("/embeddings", "/rerank", "/score", "/pooling", "/classify", 
 
 
 class _Bounds(Struct, gc=False):
-    """What a body says of how much it may be answered with."""
+    """The limits on output tokens in a request body."""
 
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -39,7 +39,7 @@ class _Bounds(Struct, gc=False):
     prompt: msgspec.Raw = msgspec.Raw(b"null")
 
     def tokens(self, url: str) -> int | None:
-        """The most that it is answered with; None: as many as the model likes."""
+        """The maximum output tokens; None: unlimited."""
         if url.endswith("/responses"):
             limits = [self.max_output_tokens]
         elif url.endswith("/completions"):  # which may read one of the two or the other
@@ -52,7 +52,7 @@ class _Bounds(Struct, gc=False):
         return most * max(self.n or 1, self.best_of or 1, 1) * self._prompts()
 
     def _prompts(self) -> int:
-        """A body of /completions may hold several, and each is answered."""
+        """The number of prompts in a body of /completions, each of which gets a completion."""
         prompt = bytes(self.prompt)
         if not prompt.startswith(b"["):
             return 1
@@ -70,7 +70,7 @@ class _Reserved(Struct, gc=False):
 
 
 class Allowance:
-    """One job's at this worker. `free` is what no row has reserved; it comes from the owner, and goes back to it."""
+    """The budget of one job at this worker. `free` is unreserved money; it comes from the owner and returns to it."""
 
     def __init__(
         self, job: str, price: Price, *, has_requests: bool, send: Callable[[Spending], None], takes_all: bool = False
@@ -92,7 +92,7 @@ class Allowance:
         self._reported: Spending | None = None
 
     def reserve(self, rows: Sequence[Row], *, is_first: bool = True, at_any_price: bool = False) -> int:
-        """How many of these rows, from the first on, may go: their most is reserved.
+        """Reserve the maximum cost of these rows in order; return how many may run.
 
         Where that is none and no row `is_first` before them, the owner is asked for more. Rows that are paid already
         go `at_any_price`.
@@ -112,7 +112,7 @@ class Allowance:
         return len(rows)
 
     def settle(self, outcomes: Iterable[Outcome]) -> bool:
-        """These rows have cost what they have cost; the rest of what they reserved is free again.
+        """Record what rows have cost, and free the rest of their reservation.
 
         Returns: whether that is enough for the row that waits.
         """
@@ -128,7 +128,7 @@ class Allowance:
         return 0 < self._needs <= self.free
 
     def add(self, usd: float, *, is_lean: bool) -> None:
-        """The owner allows so much more."""
+        """Add money from the owner."""
         self.free += usd
         self._allowances_seen += 1
         self._reported = None
@@ -139,11 +139,11 @@ class Allowance:
             self._needs = 0.0
 
     def look(self) -> None:
-        """Time has passed: what nobody uses goes back, where others may need it."""
+        """Return unused money to the owner after a while, because others may need it."""
         self.report(gives_back=self.is_lean and not self._reserved)
 
     def report(self, *, gives_back: bool = False) -> None:
-        """Tell the owner how things stand, where it does not know."""
+        """Report the budget to the owner if it has changed."""
         given, self.free = (self.free, 0.0) if gives_back and self.free else (0.0, self.free)
         unbounded = sum(each.base is not None for each in self._reserved.values()) if self._written else 0
         beyond = unbounded * (max(self._written) - self._usual) if unbounded else 0.0
@@ -162,7 +162,7 @@ class Allowance:
             self._send(spending)
 
     def _most(self, row: Row) -> _Reserved:
-        """What a row may cost. One that cannot be read is never sent."""
+        """The maximum cost of a row. A row that cannot be read is never sent."""
         if not self._has_requests:
             base = self._input * len(row.raw)
             return _Reserved(max(0.0, base + self._usual), base)
@@ -219,10 +219,10 @@ class Unsent(Struct, eq=False):
 
 
 class LeaseHost(Protocol):
-    """What a lease asks of the worker that holds it."""
+    """What a lease needs of its worker."""
 
     async def note(self, held: Held, key: str, data: bytes) -> Noted:
-        """What became of it; where it is kept, everything put before it has been counted."""
+        """Keep a note; return its result once everything put before has been counted."""
 
     def leave(self, held: Held) -> None: ...
 
@@ -230,7 +230,7 @@ class LeaseHost(Protocol):
 
 
 class Held(Struct, eq=False):
-    """A lease in this worker's hands: `ports.LeaseHandle`. Rows carry it as `row.lease`."""
+    """A lease held by this worker: `ports.LeaseHandle`. Rows carry it as `row.lease`."""
 
     lease: Lease
     job: OpenJob
@@ -292,7 +292,7 @@ class Held(Struct, eq=False):
             self.noted.pop(key, None)
 
     def end(self, how: str) -> None:
-        """It is to be let go: "pause" or "over"."""
+        """End the lease: "pause" or "over"."""
         if self.ending == OVER:
             return
         self.ending = how
@@ -328,7 +328,7 @@ class Held(Struct, eq=False):
 
 
 class NoteClient:
-    """Notes on their way to the owner, each until it has said what became of it."""
+    """Sends notes to the owner and waits for their replies."""
 
     def __init__(self, send: Callable[[Struct], None]) -> None:
         self._send = send
@@ -336,7 +336,7 @@ class NoteClient:
         self._waiting: dict[int, asyncio.Future[Noted]] = {}
 
     async def send(self, lease: Lease, key: str, data: bytes) -> Noted:
-        """Return once the owner has said what became of it."""
+        """Send a note and wait for the owner's reply."""
         faults.point("before_note")
         self._next += 1
         number = self._next
@@ -348,7 +348,7 @@ class NoteClient:
             del self._waiting[number]
 
     def receive(self, noted: Noted) -> None:
-        """The owner has said what became of a note."""
+        """Handle the owner's reply to a note."""
         answer = self._waiting.get(noted.id)
         if answer is not None and not answer.done():
             answer.set_result(noted)

@@ -1,4 +1,4 @@
-"""Live requests that a worker answers: each in a task of its own, answers sent together."""
+"""Live requests in a worker: each in its own task, replies sent together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from batchmill.types import FunctionRequest, LiveHead
 from batchmill.wire.error_statuses import Raised
 from batchmill.wire.messages import (
     LIVE_AHEAD_BYTES,
-    LIVE_ASKS_BYTES,
+    LIVE_REQUESTS_BYTES,
     MESSAGE_BYTES_MAX,
     Answered,
     AnswerLive,
@@ -37,7 +37,7 @@ class _Answer(Struct, eq=False):
     ahead: int = 0  # bytes sent that nobody has taken yet
 
 
-class Answering:
+class AnswerSink:
     """
     Args:
         engine: answers; it has started.
@@ -55,25 +55,25 @@ class Answering:
         task.add_done_callback(lambda _: self._answers.pop(message.id, None))
 
     def abandon(self, id_: int) -> None:
-        """Nobody waits for this answer any more."""
+        """Abandon a request: its caller no longer waits."""
         answer = self._answers.get(id_)
         if answer is not None:
             answer.task.cancel()
 
     def taken(self, id_: int, size: int) -> None:
-        """So many bytes of an answer have been handed on."""
+        """Note that the owner has passed on this many bytes of a reply."""
         answer = self._answers.get(id_)
         if answer is not None:
             answer.ahead -= size
             answer.room.set()
 
     async def finish(self) -> None:
-        """Return when every answer that was begun has ended."""
+        """Wait until every started reply has ended."""
         while tasks := [answer.task for answer in self._answers.values()]:
             await asyncio.wait(tasks)
 
     def end(self) -> None:
-        """Answer no more."""
+        """Stop replying."""
         for answer in list(self._answers.values()):
             answer.task.cancel()
 
@@ -93,7 +93,7 @@ class Answering:
         self._send(Answered(message.id, raised and without_secrets(raised)))
 
     async def _hand_on(self, id_: int, pieces: AsyncIterator[LiveHead | bytes]) -> None:
-        """A service that was given a key may repeat it, and a function that has one may return it: neither is told."""
+        """Send a reply without the secrets that a service or a function may have repeated."""
         scrubber = Scrubber(redaction.known())
         async for piece in pieces:
             if isinstance(piece, LiveHead):
@@ -115,7 +115,7 @@ class Answering:
 
 
 def without_secrets(raised: Raised) -> Raised:
-    """An error as others may read it."""
+    """An error without secrets."""
     message = redaction.mask_known(raised.message)
     return raised if message == raised.message else msgspec.structs.replace(raised, message=message)
 
@@ -167,18 +167,18 @@ class Calling:
         self._ready.append(answer)
 
     def flush(self) -> None:
-        """Send the answers that are there, with what has been counted."""
+        """Send the available replies and counters."""
         ready, self._ready = self._ready, []
         if not ready:
             return
-        stats = None if self._engine is None else self._engine.taken_stats()
+        stats = None if self._engine is None else self._engine.take_stats()
         some: list[FunctionReply] = []
         size = 0
         for answer in ready:
             bytes_ = len(answer.body) + len(answer.head)
             if bytes_ > REPLY_BYTES_MAX:
                 answer, bytes_ = _too_large(answer.id, bytes_), 0
-            if some and size + bytes_ > LIVE_ASKS_BYTES:
+            if some and size + bytes_ > LIVE_REQUESTS_BYTES:
                 self._send(Answers(some))
                 some, size = [], 0
             some.append(answer)
@@ -187,8 +187,8 @@ class Calling:
         self._ended.set()
 
     def beat(self) -> None:
-        """Tell what has been counted since; rows of jobs come without answers."""
-        stats = None if self._engine is None else self._engine.taken_stats()
+        """Send the counters of rows of jobs, which have no replies."""
+        stats = None if self._engine is None else self._engine.take_stats()
         if stats is not None:
             self._send(Answers([], stats))
 

@@ -116,7 +116,7 @@ class LocalExecutor:
         """A worker sees the devices that are its own, where somebody deals them."""
         found = dict(os.environ) if self._environment is None else self._environment(start.model)
         own = None if start.gpus is None else ",".join(start.gpus)
-        return found if own is None else {**found, devices.DEALT: own, devices.VISIBLE: own}
+        return found if own is None else {**found, devices.ASSIGNED: own, devices.VISIBLE: own}
 
     def sweep(self) -> None:
         """End the workers that an owner left which was killed, and what workers that have gone had forked.

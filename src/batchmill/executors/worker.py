@@ -21,11 +21,11 @@ from msgspec import Struct
 
 from batchmill.datasets.sealed import SealedRows
 from batchmill.engines import load_engine
-from batchmill.errors import BatchmillError, InputChanged, JobPaused, of_system
+from batchmill.errors import BatchmillError, InputChanged, JobPaused, to_storage_error
 from batchmill.executors.channel import Channel, open_channel
 from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import OVER, PAUSE, REFUSED, Allowance, Held, NoteClient, OpenJob
-from batchmill.executors.live_calls import Answering, Calling
+from batchmill.executors.live_calls import AnswerSink, Calling
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.models import redaction, secrets
 from batchmill.ports import Engine, MortalEngine, PatientEngine
@@ -38,11 +38,11 @@ from batchmill.wire.messages import (
     Ack,
     Allow,
     AnswerLive,
-    Asks,
     Drain,
     Failed,
     FailRows,
     FlowCredit,
+    FunctionRequests,
     Grant,
     Heartbeat,
     Learn,
@@ -103,7 +103,7 @@ class Worker:
         self._recorder = Recorder(
             commit=self._record, settled=self._feed.settled, spent=self._settled, broken=self._storage_failed
         )
-        self._answering = Answering(self._engine, self._send, channel.drain)
+        self._answering = AnswerSink(self._engine, self._send, channel.drain)
         self._calling = Calling(self._engine, self._send)
         self._notes = NoteClient(self._send)
         self._owner_gone = asyncio.Event()
@@ -179,7 +179,7 @@ class Worker:
 
     def _receive(self, message: ToWorker) -> None:
         match message:
-            case Asks(asks):
+            case FunctionRequests(asks):
                 self._calling.begin(asks)
             case Abandon(id_):
                 self._answering.abandon(id_)
@@ -388,7 +388,7 @@ class Worker:
 def _failure(error: BaseException, who: str) -> BatchmillError:
     """Our own bug, as the owner can be told of it; the traceback goes to the worker's log."""
     redaction.print_exception(error)
-    if isinstance(error, OSError) and (of_machine := of_system(error)) is not None:
+    if isinstance(error, OSError) and (of_machine := to_storage_error(error)) is not None:
         return of_machine
     return BatchmillError(f"{who} failed: {type(error).__name__}: {error}", code="engine_bug")
 

@@ -1,4 +1,4 @@
-"""ActiveJobs: the runners of the jobs that this process works on, and the locks under which a job's fate is decided."""
+"""ActiveJobs: the runners of the jobs that this process runs, and one lock per job for changes of its state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ActiveJobs:
 
     @asynccontextmanager
     async def alone(self, name: str) -> AsyncIterator[None]:
-        """One at a time for each job, or whatever else `name` stands for."""
+        """Hold the lock of a job, or of any other `name`."""
         lock = self._locks.setdefault(name, asyncio.Lock())
         self._users[name] += 1
         try:
@@ -38,7 +38,7 @@ class ActiveJobs:
 
     @asynccontextmanager
     async def steering(self, record: sa.RowMapping) -> AsyncIterator[None]:
-        """Decide, alone, what becomes of a job; and of its output, where its caller named one."""
+        """Hold the locks of a job and of its output, if the caller named one, to change the job's state."""
         async with AsyncExitStack() as held:
             if record["frontend"] is None:
                 await held.enter_async_context(self.outputs)
@@ -46,7 +46,7 @@ class ActiveJobs:
             yield
 
     def get(self, job_id: str) -> JobRunner | None:
-        """The runner of a job, which may be resting already."""
+        """The runner of a job, which may have paused or ended."""
         return self._runners.get(job_id)
 
     def running(self, job_id: str) -> JobRunner | None:
@@ -58,11 +58,11 @@ class ActiveJobs:
         return [runner for runner in self._runners.values() if not runner.is_resting]
 
     def runner(self, spec: JobSpec) -> JobRunner:
-        """A runner that is yet to be started."""
+        """Make a runner that is not started."""
         return JobRunner(spec, self._tools)
 
     def start(self, runner: JobRunner) -> JobRunner:
-        """Let a job go on from the state that is written down."""
+        """Run a job from its stored state."""
         runner.task = asyncio.create_task(runner.run())
         self._runners[runner.spec.id] = runner
         runner.task.add_done_callback(lambda _: self._forget(runner))
@@ -73,7 +73,7 @@ class ActiveJobs:
             del self._runners[runner.spec.id]
 
     async def settled(self, job_id: str) -> JobRunner | None:
-        """The runner of a job that goes on, once one that has paused or ended its job has let its workers go."""
+        """The runner of a running job; if it is pausing or ending, wait until its workers are released."""
         runner = self._runners.get(job_id)
         if runner is not None and runner.is_resting:
             await runner.rest()
@@ -81,7 +81,7 @@ class ActiveJobs:
         return self._runners.get(job_id)
 
     async def close(self, *, at_once: bool) -> None:
-        """Interrupt every job; `at_once`: without waiting for rows in flight longer than it takes to say so."""
+        """Interrupt every job; `at_once`: do not wait for rows in flight."""
         runners = list(self._runners.values())
         for runner in runners:
             runner.at_once = at_once

@@ -21,11 +21,11 @@ from batchmill.types import RemoteJob, RowError
 
 REMOTE_CANCELLATION_S = 3600.0  # for all of a job's shards together; an engine gives up one of them earlier
 WAYS_OUT = "resume it to ask them again, or cancel it again to end it without what they have"
-REQUESTED = frozenset({PauseReason.INTERRUPTED, PauseReason.ASKED})  # the caller knows why the job paused
+REQUESTED = frozenset({PauseReason.INTERRUPTED, PauseReason.REQUESTED})  # the caller knows why the job paused
 
 
 class EarlyEnd(Struct, frozen=True):
-    """What becomes of the job, and what its error file says of the rows that never ran."""
+    """The final state of a job that ends early, and the error of the rows that never ran."""
 
     state: JobState
     reason: str | None  # while it is CANCELLING
@@ -46,14 +46,14 @@ PAST_DEADLINE = EarlyEnd(
 
 
 def early_end_of(record: sa.RowMapping) -> EarlyEnd:
-    """How a job that is CANCELLING ends: a cancellation after the deadline is its expiry."""
+    """How a CANCELLING job ends: a cancellation after the deadline counts as expiry."""
     cancelling, deadline = record["cancelling"], record["deadline"]
     is_late = cancelling is not None and deadline is not None and cancelling >= deadline
     return PAST_DEADLINE if is_late else CANCELLED
 
 
 def begins_at(early: EarlyEnd, deadline: float | None, now: float) -> float:
-    """When a job begins to end: never before its deadline where that is the reason, whatever the clock says."""
+    """When the early end begins: never before the deadline if that is the reason, even if the clock is set back."""
     return max(now, deadline) if early is PAST_DEADLINE and deadline is not None else now
 
 
@@ -77,14 +77,14 @@ async def cancel_remote(run: JobRun, dispatcher: Dispatcher, *, is_at_once: bool
 
 
 def refuse_uncancelled(remotes: Sequence[RemoteJob]) -> None:
-    """Raises: JobPaused where a provider runs, and bills, what could not be cancelled."""
+    """Raises: JobPaused if a provider still runs, and bills, a batch that could not be cancelled."""
     if running := [each for each in remotes if each.state in (INTENT, SUBMITTED)]:
         text = "the job is to end, but its providers did not answer: " + "; ".join(leftovers(running))
         raise JobPaused(f"{text}; {WAYS_OUT}", reason=PauseReason.ROUTE_FAILED)
 
 
 def leftovers(remotes: Sequence[RemoteJob]) -> list[str]:
-    """What may still be at a provider, and should be looked after there by somebody."""
+    """Batches that may still be at a provider and need attention by a person."""
     return [
         f"the submission {each.tag} to {each.provider} has an unknown state: look for it there"
         if each.state == UNKNOWN

@@ -27,13 +27,13 @@ class RouteFailover:
         self.rates: dict[str, float] = {}  # see routing.choose
 
     async def measure(self, models: list[ModelSpec]) -> None:
-        """Look how fast earlier jobs were, if any of these models has a choice."""
+        """Measure the speed of earlier jobs, if any of these models has several routes."""
         if any(model.routes for model in models):
             found = await self._database.read(records.finished_lately, JOBS_MEASURED)
             self.rates = routing.measured([(read_spec(spec), rows, seconds) for spec, rows, seconds in found])
 
     async def watch(self, run: JobRun) -> None:
-        """Fail the way of a model whose rows would come too late, as long as another is still fast enough."""
+        """Fail the route of a model that would miss the deadline, as long as another can still meet it."""
         while not run.ended.done():
             now = self._clock.now()
             spans = {number: self._late(run, number) for number in run.models_left}
@@ -52,11 +52,11 @@ class RouteFailover:
 
     @staticmethod
     def may_change(spec: JobSpec) -> bool:
-        """Whether a way of this job may have to be left for another."""
+        """Whether a route of this job may be replaced."""
         return any(model.is_handed_over and model.routes for model in spec.models)
 
     def next(self, run: JobRun, failure: BatchmillError | None) -> JobSpec | None:
-        """The description of a job that goes on another way; None where there is none, or nothing has failed."""
+        """The job spec with the next routes; None if nothing has failed or no route is left."""
         if not isinstance(failure, JobPaused) or failure.reason is not PauseReason.ROUTE_FAILED or not run.failing:
             return None
         spec, now = run.spec, self._clock.now()
@@ -72,6 +72,6 @@ class RouteFailover:
 
 
 def with_code(spec: JobSpec) -> JobSpec:
-    """The description with the code of the functions that its rows go to now."""
+    """The job spec with the current code of the functions that its rows go to."""
     code = orders.code_of(spec.models, by_frontend=spec.origin is not None)
     return replace(spec, code={**code, **{name: spec.code[name] for name in code if name in spec.code}})

@@ -1,4 +1,4 @@
-"""What goes on by itself in an owner: stalled jobs are tried again, jobs end at their deadlines, old records go.
+"""Background tasks of an owner: resume stalled jobs, end jobs at their deadlines, delete old records.
 
 A job that paused for want of disk space is resumed when there is room again. A job that is to end while a provider does
 not answer is tried again in the same way, less often each time.
@@ -36,7 +36,7 @@ DEADLINES_MAX = 100  # jobs that are ended at once
 
 
 class Stalled(Struct, frozen=True):
-    """A job that is paused until it can go on, and the folders it writes to."""
+    """A paused job that can be resumed later, and the folders it writes to."""
 
     job: str
     folders: list[Path]
@@ -77,7 +77,7 @@ class Maintenance:
                 continue  # the disk or the database still fails: whoever needs them says so
 
     async def poll(self) -> None:
-        """Resume every stalled job whose folders have room."""
+        """Resume every stalled job whose folders have enough space."""
         stalled = await self._stalled()
         now = self._clock.monotonic()
         self._tries = {job: tried for job, tried in self._tries.items() if tried[0] + 2 * RETRY_MAX_S > now}
@@ -100,7 +100,7 @@ def _has_room(folders: Sequence[Path]) -> bool:
 
 
 class StalledJobs:
-    """Jobs that a server resumes by itself: without disk space, or to be ended while a provider does not answer."""
+    """Jobs that a server resumes by itself: out of disk space, or ending while a provider does not respond."""
 
     def __init__(self, data_dir: Path, database: Database, active: ActiveJobs, room: DiskQuota) -> None:
         """Args: room: where the bytes of projects are counted."""
@@ -108,7 +108,7 @@ class StalledJobs:
         self.stranded: set[str] = set()  # a server's jobs that are written down as running, for want of disk space
 
     async def poll(self) -> Sequence[Stalled]:
-        """The jobs to try again. Jobs that run for projects without disk quota left are paused."""
+        """The jobs to resume. Pauses running jobs of projects that have no disk quota left."""
         await self._pause_over_quota()
         read, room = self._database.read, self._room
         stuck = PauseReason.STORAGE_FULL, PauseReason.STORAGE_FAILED
@@ -160,7 +160,7 @@ class JobDeadlines:
         self._task = asyncio.create_task(self._run())
 
     def changed(self) -> None:
-        """A job came, or a deadline moved: look again."""
+        """Wake up: a job was added, or a deadline changed."""
         self._changed.set()
 
     async def _run(self) -> None:
@@ -183,7 +183,7 @@ class JobDeadlines:
                 news.cancel()
 
     async def _end_due(self) -> float | None:
-        """Begin to end what is due; seconds until there is more to do, None when there is no deadline."""
+        """Begin to end the jobs that are due; return the seconds until the next, None if there is no deadline."""
         known = await self._upcoming(DEADLINES_MAX + len(self._ending))
         now = self._clock.now()
         for job_id, deadline in known:

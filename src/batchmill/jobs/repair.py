@@ -1,4 +1,4 @@
-"""`ledger rebuild`: what a job's ledger is to be, from its plans, its segments, and what the ledger knew.
+"""`ledger rebuild`: computes a job's ledger from its plans, its segments, and the old ledger.
 
 Runs in a child of the owner and writes nothing but the plan of a generation that is needed. The owner puts the result
 in the place of what was there in one transaction: killed before it, nothing has changed.
@@ -29,7 +29,7 @@ Key = tuple[int, int]  # generation, shard
 
 
 class _Orphan(Struct, frozen=True, order=True, gc=False):
-    """Where a sound block lies that no commit names. In order: the newest epoch of a shard first.
+    """The location of a valid block that no commit names. Sorted with the newest epoch of a shard first.
 
     Where two blocks hold the same row the newer one is right: the rows of an older lease that counted are left out of
     a newer one.
@@ -48,7 +48,7 @@ def rebuild_offloaded(order: bytes, progress: Progress) -> bytes:
 
 
 def rebuild(order: AuditOrder, progress: Progress) -> Rebuilt:
-    """Keep every sound block: those that counted first, then those that no commit names.
+    """Keep every valid block: first those that were committed, then those that no commit names.
 
     Raises: LedgerBroken when a plan is damaged: nobody can say then which row an outcome is of.
     """
@@ -78,7 +78,7 @@ class _Rebuild:
             self._epochs[shard.generation, shard.shard] = shard.epoch
 
     def unplanned(self) -> Rebuilt:
-        """A job that was stopped before its plan was written: no row of it ran."""
+        """Rebuild a job that was stopped before its plan was written: none of its rows ran."""
         if self._before.commits or any(self.files.segments.glob("*.seg")):
             raise LedgerBroken(f"the plan in {self.files.plan(0)} is gone: restore it", code="plan_broken")
         return Rebuilt(0, Counters(), [], [], {})
@@ -88,14 +88,14 @@ class _Rebuild:
             outcomes.close()
 
     def remake_dataset(self) -> None:
-        """Make the index of the dataset anew where it is damaged. Raises: InputChanged where its input is not there."""
+        """Rebuild the index of a damaged dataset. Raises: InputChanged if its input is missing."""
         for wrong in audit.remake(seal_order(self._spec), self.files, lambda _: None):
             self._damaged.add(f"{self.files.dataset}: {wrong}; it was rebuilt from the input")
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def keep_committed(self, progress: Progress) -> None:
-        """Every sound block of what the ledger counted; a commit that is whole keeps its range and its cost."""
+        """Keep every valid committed block; a commit that is complete keeps its range and its cost."""
         total, done = sum(commit.length for commit in self._before.commits), 0
         for commit in self._before.commits:
             kept = [block for block in self._read_commit(commit) if self._take(block, "counted")]
@@ -127,7 +127,7 @@ class _Rebuild:
             self._damaged.add(f"{path} ends at byte {reached}; {end - reached} bytes behind it were committed")
 
     def keep_orphans(self) -> None:
-        """Every sound block that no commit names and whose rows have no outcome, the newest of a shard first."""
+        """Keep every valid uncommitted block whose rows have no outcome, the newest of a shard first."""
         spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
         for commit in self._before.commits:
             spans[commit.segment].append((commit.offset, commit.offset + commit.length))
@@ -156,7 +156,7 @@ class _Rebuild:
                 self._damaged.add(str(found))
 
     def _take(self, block: Block, named: str = "") -> bool:
-        """Count the rows of a block if it may stand for them; `named`: say so when it may not."""
+        """Count the rows of a block if the block is valid for them; `named`: record it as a problem if not."""
         key = block.generation, block.shard
         outcomes = self._map(block.generation)
         if block.shard < len(outcomes.shards):
@@ -219,7 +219,7 @@ class _Rebuild:
         )  # fmt: skip
 
     def _shard_records(self) -> Iterator[ShardRecord]:
-        """Under a new epoch, so that whoever held a shard can commit nothing any more."""
+        """Shard records with a new epoch, so that earlier lease holders cannot commit."""
         for generation, number in sorted(self._epochs):
             outcomes = self._map(generation)
             if number >= len(outcomes.shards):
@@ -239,7 +239,7 @@ class _Rebuild:
         return shard, self._map(generation).bits(shard)
 
     def _compare(self, states: bytearray) -> tuple[int, int]:
-        """(rows with an outcome that the ledger did not know, rows without one that it counted), each row once."""
+        """(rows whose outcome the ledger did not have, rows without an outcome that it counted), each row once."""
         known = {(shard.generation, shard.shard): shard.bitmap for shard in self._before.shards}
         found, lost = bytearray(len(states)), bytearray(len(states))
         for generation, number in self._epochs:
@@ -254,7 +254,7 @@ class _Rebuild:
         return sum(found), reopened
 
     def _reach_open_rows(self, maps: list[OutcomeMap], states: bytearray) -> int:
-        """The generation to go on with: a new one where the newest does not plan every row that has no outcome."""
+        """The generation to continue: a new one if the newest does not plan every row without an outcome."""
         newest_plan, first = maps[-1].plan, maps[0].plan
         if newest_plan is first or _open_rows(newest_plan, states) == _open_rows(first, states):
             return len(maps) - 1
@@ -299,13 +299,13 @@ def _orphan(block: Block) -> _Orphan:
 
 
 def _open_rows(plan: PlanReader, states: bytearray) -> int:
-    """How many rows of a plan have no outcome."""
+    """The number of rows of a plan without an outcome."""
     shards = plan.shards()
     return sum(states[row] == OPEN for shard in shards for row in plan.row_numbers(shard.lo, shard.hi))
 
 
 def _sync(path: str) -> None:
-    """What is about to be counted must be on disk."""
+    """Sync a file to disk before its blocks are counted."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fdatasync(fd)

@@ -1,4 +1,4 @@
-"""What becomes of jobs that have ended: what they need no more goes, and so do they when they are removed.
+"""Retention: removes files of ended jobs that are no longer needed, and whole jobs.
 
 The order is the promise: written down, then removed from the disk. What a kill leaves is written down as pending, and
 the next owner finishes it.
@@ -55,14 +55,14 @@ class Retention:
         self.entry = entry
 
     async def finish(self) -> None:
-        """Remove what was written down as removed and still lies on the disk."""
+        """Finish removals that were recorded and not completed."""
         for leaving in (self._data_dir / "jobs").glob(f"{LEAVING}*"):
             await asyncio.to_thread(shutil.rmtree, leaving, ignore_errors=True)
         for removal in await self._database.read(_pending):
             await self._clear(removal)
 
     async def remove(self, job_id: str, by: str) -> None:
-        """Remove an ended job and all that is kept of it; a result that lies where its caller wanted it stays.
+        """Remove an ended job and its files; a result at a path that the caller chose stays.
 
         Raises: InvalidTransition for one that has not ended; Conflict while another job reads its results.
         """
@@ -73,7 +73,7 @@ class Retention:
             await self._clear(removal)
 
     async def sweep(self) -> None:
-        """Remove jobs that are old enough, and what others need no more. One that cannot go holds up no other."""
+        """Remove jobs that are old enough, and unneeded files of others. An error in one job does not stop it."""
         now, entry = self._clock.now(), self.entry
         if entry.jobs_s is not None:
             for job_id in await self._database.read(_ended_before, now - entry.jobs_s):
@@ -130,7 +130,7 @@ class Retention:
 
 @contextlib.contextmanager
 def _logged(job_id: str) -> Iterator[None]:
-    """What goes wrong with this job keeps no other from its turn: the next sweep tries it again."""
+    """Log an error of one job; the next sweep tries it again."""
     try:
         yield
     except (BatchmillError, OSError) as error:
@@ -148,12 +148,12 @@ def refuse_compacted(record: sa.RowMapping, what: str) -> None:
 
 
 def read_ending(files: JobFiles) -> dict[str, Any]:
-    """The columns of a compacted job's record, as they lie in its folder."""
+    """The database columns of a compacted job, from the file in its folder."""
     return msgspec.json.decode(files.ending.read_bytes())
 
 
 def _write_ending(files: JobFiles, record: sa.RowMapping, now: float) -> None:
-    """The record of a job whose segments go, beside its results: a database that is lost can be made from it."""
+    """Write the job's record beside its results, so that a lost database can be rebuilt from it."""
     values = {name: value for name, value in record.items() if not isinstance(value, bytes)}
     with PartFile(files.ending, 0o600) as file:
         file.write(msgspec.json.encode(values | {"compacted": now}))

@@ -36,7 +36,7 @@ from batchmill.errors import (
     StorageFailed,
     StorageFull,
     SubmitUnknown,
-    of_system,
+    to_storage_error,
 )
 from batchmill.jobs import early_end
 from batchmill.jobs.early_end import EarlyEnd, early_end_of
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 class RunnerTools(Struct, frozen=True):
-    """What every runner of a data directory works with."""
+    """What all runners of a data directory share."""
 
     data_dir: Path
     commit_log: CommitLog
@@ -79,16 +79,16 @@ class RunnerTools(Struct, frozen=True):
     room: DiskQuota  # where the bytes and jobs of projects are counted
 
     def room_of(self, spec: JobSpec) -> DiskQuota | None:
-        """Where the bytes of a server's job count; None for a command's."""
+        """The disk quota that counts the bytes of a server's job; None for a command's job."""
         return None if spec.origin is None else self.room
 
     def quota_of(self, spec: JobSpec) -> int | None:
-        """How many unfinished jobs the project of a server's job may have; None for a command's."""
+        """How many unfinished jobs the project may have; None for a command's job."""
         return None if spec.origin is None else self.room.quotas.of(spec.project).unfinished_jobs
 
 
 class _EndsEarly(Exception):
-    """A job is to end before its rows were planned."""
+    """The job must end before its rows are planned."""
 
 
 class JobRunner:
@@ -118,7 +118,7 @@ class JobRunner:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def interrupt(self) -> None:
-        """Pause because the owner ends."""
+        """Pause because the owner is ending."""
         self._halt(JobPaused("interrupted; run the same command again, or resume it", reason=PauseReason.INTERRUPTED))
 
     async def pause(self, reason: PauseReason, message: str) -> None:
@@ -126,7 +126,7 @@ class JobRunner:
         await self.rest()
 
     def refuse_more(self, error: OverQuota) -> None:
-        """Pause while rows run: there is no room for further results. Preparation and the end are left alone."""
+        """Pause a job that runs rows, because there is no room for more results."""
         if self._is_running_rows:
             self._halt(JobPaused(error.message, reason=PauseReason.DISK_QUOTA))
 
@@ -138,7 +138,7 @@ class JobRunner:
             self._child.cancel()
 
     async def end_early(self, early: EarlyEnd) -> None:
-        """End without the rows that have not run. Returns once that is written down, or too late: see its state."""
+        """End without the remaining rows. Returns once that is stored, or if it is too late: check the state."""
         if self._state is JobState.FINALIZING:
             return
         if self._early is None:
@@ -155,18 +155,18 @@ class JobRunner:
             written.cancel()
 
     async def rest(self) -> None:
-        """Wait until nothing of the job is done any more."""
+        """Wait until the runner has stopped."""
         if self.task is not None:
             await asyncio.wait({self.task})
 
     def fail_rows(self) -> None:
-        """Rows that failed and wait are given up."""
+        """Give up rows that failed and wait for another attempt."""
         self.fails_rows = True
         if self._run is not None and self._is_running_rows:
             self._dispatcher.fail_rows(self._run)
 
     async def amend(self, policy: Policy) -> None:
-        """Go on under another policy, now or when the job is resumed."""
+        """Apply another policy, now or when the job is resumed."""
         before = self.spec.policy
         self._set_policy(policy)
         try:
@@ -185,17 +185,17 @@ class JobRunner:
 
     @property
     def _is_running_rows(self) -> bool:
-        """Workers run its rows, rather than collect what providers have of a job that ends."""
+        """Whether workers run rows, and do not just collect results of an ending job from providers."""
         return self._run is not None and self.rows_run is self._run
 
     @property
     def waits_for(self) -> str:
-        """What must be there before its rows can run; empty: nothing."""
+        """What the job waits for before its rows can run; empty: nothing."""
         return self._adapters.waiting_for
 
     @property
     def models(self) -> list[ModelSpec]:
-        """The models that have rows left to run, as far as that is known."""
+        """The models with rows left to run, as far as known."""
         if (run := self.rows_run) is not None:
             return [self.spec.models[number] for number in run.models_left]
         return self.spec.models if len(self.spec.models) == 1 else []
@@ -203,7 +203,7 @@ class JobRunner:
     # -- entering a state from rest -----------------------------------------------------------------------------------
 
     async def resume(self) -> None:
-        """PAUSED becomes the state in which the job goes on, under this description."""
+        """Leave PAUSED for the state in which the job continues, with this spec."""
         await asyncio.to_thread(self.files.write_spec, self.spec)
         record = await self._record()
         if record["cancelling"] is not None:
@@ -213,7 +213,7 @@ class JobRunner:
         await self._move(state, reason=reason, message="", **columns_of(self.spec))
 
     async def retry(self) -> None:
-        """An ended job becomes QUEUED with another generation, over the rows that failed.
+        """Queue an ended job again, with a new generation for the rows that failed.
 
         Raises: InvalidTransition when none may be run again.
         """
@@ -232,13 +232,13 @@ class JobRunner:
         )  # fmt: skip
 
     def _is_planned(self, record: sa.RowMapping) -> bool:
-        """Its rows have been counted and ordered."""
+        """Whether the rows have been planned."""
         return bool(record["rows"]) and (self.files.plan(0) / "plan.json").exists()
 
     # -- from state to state ------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Take the job as far as it goes, and write down why it stops."""
+        """Run steps until the job pauses or ends, and store why."""
         try:
             await self._advance()
         except JobPaused as error:
@@ -258,7 +258,7 @@ class JobRunner:
         except BatchmillError as error:
             await self._pause(PauseReason.ENGINE_FAILED, error.message)
         except OSError as error:
-            known = of_system(error) or StorageFailed(f"a file of the job cannot be used: {error}")
+            known = to_storage_error(error) or StorageFailed(f"a file of the job cannot be used: {error}")
             await self._pause(known.reason, known.message)
         except Exception as error:  # our own bug: the job must say so, not look as if it ran
             redaction.print_exception(error)
@@ -268,7 +268,7 @@ class JobRunner:
             await self._dispatcher.unreserve(self.spec.id, at_once=self.at_once)
 
     async def _advance(self) -> None:
-        """Run the step of each state that is written down, until the job has ended."""
+        """Run the step of each stored state until the job has ended."""
         self._state = JobState((await self._record())["state"])
         try:
             while self._state not in ENDED:
@@ -310,7 +310,7 @@ class JobRunner:
         )  # fmt: skip
 
     async def _queued(self) -> None:
-        """Load the shards whose rows have no outcome yet, and begin to copy results where they can be copied."""
+        """Load the shards with open rows, and start copying results if the plan keeps the order of the input."""
         self._raise_if_stopped()
         await self._close_run()
         await self._routes.measure(self.spec.models)
@@ -342,7 +342,7 @@ class JobRunner:
             await self._move(JobState.FINALIZING, finalizing=self._clock.now())
 
     async def _finalizing(self) -> None:
-        """Every row has its outcome: publish the results."""
+        """Publish the results: every row has its outcome."""
         assert self._publishing is not None, "a job is FINALIZING once it was RUNNING"
         manifest = await self._publish(self._publishing)
         await self._end(JobState.COMPLETED, manifest)
@@ -376,12 +376,12 @@ class JobRunner:
     # -- VALIDATING ---------------------------------------------------------------------------------------------------
 
     def _reserve(self) -> None:
-        """Let the workers that it will need get ready while its rows are read."""
+        """Start the workers that the job will need while its rows are read."""
         if len(self.spec.models) == 1 and not self.spec.models[0].needs_route:
             self._dispatcher.reserve(self.spec.id, self.spec.models, self.spec.code)
 
     async def _prepared(self) -> Prepared:
-        """Seal and plan, and have the adapters at hand that rows name. Raises: OverQuota, JobPaused, _EndsEarly."""
+        """Seal, plan, and fetch the adapters that rows name. Raises: OverQuota, JobPaused, _EndsEarly."""
         while True:
             await self._routes.measure(self.spec.models)
             folders = str(self.files.dataset), str(self.files.plan(0))
@@ -403,7 +403,7 @@ class JobRunner:
         return prepared
 
     async def _set_adapters(self, spec: JobSpec) -> None:
-        """Go on with this description. An engine that has room for the ranks of its adapters may be another."""
+        """Replace the spec. The ranks of its adapters may require another engine."""
         ranks = [[model.adapter_rank for model in each.models] for each in (self.spec, spec)]
         self.spec = replace(spec, policy=self.spec.policy)  # which may have been amended meanwhile
         if ranks[0] != ranks[1]:
@@ -411,7 +411,7 @@ class JobRunner:
             self._reserve()
 
     async def _interruptible(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of long work. Raises: what pauses the job meanwhile; _EndsEarly while it is validated."""
+        """Wait for long work. Raises: the error that pauses the job meanwhile; _EndsEarly during validation."""
         is_validating = self._state is JobState.VALIDATING
         child = self._child = asyncio.create_task(work)
         if is_validating and (self.stop_reason is not None or self._early is not None):
@@ -433,7 +433,7 @@ class JobRunner:
         return JobRun(self.spec, generation, plan, files=self.files, clock=self._clock, is_over=is_over)
 
     async def _close_run(self) -> None:
-        """Drop the pass over its rows that was under way, and results that were not finished."""
+        """Discard the current run and unfinished result files."""
         if self._publishing is not None:
             await self._publishing.abandon()
         if self._run is not None:
@@ -441,7 +441,7 @@ class JobRunner:
         self._run = self._publishing = None
 
     async def _run_rows(self, run: JobRun) -> BatchmillError | None:
-        """Let workers run the rows; what stopped them before the last one, unless they were to stop."""
+        """Have workers run the rows; return what stopped them before the last row, if anything unexpected did."""
         self.rows_run = run
         run.fails_rows, self.fails_rows = self.fails_rows, False
         if self._early is not None:
@@ -464,12 +464,12 @@ class JobRunner:
         return failure
 
     async def _adopt(self, plan: PlanReader, generation: int) -> float:
-        """Count outcomes that reached a segment and no commit; what they cost."""
+        """Commit outcomes that are in a segment and in no commit, with their cost."""
         adopted = await self._commit_log.call(outcome_map.adopt, self._ledger, self.spec, generation, plan, self.files)
         return sum(cost or 0.0 for _, cost in adopted)
 
     async def _change_route(self, run: JobRun, spec: JobSpec) -> None:
-        """QUEUED again under a description whose models have other routes, once nothing is left at the route before.
+        """Queue the job again with other routes, once no batch is left at the previous one.
 
         Raises: SubmitUnknown where a provider may run rows that nobody can end.
         """
@@ -491,7 +491,7 @@ class JobRunner:
         await self._dispatcher.unreserve(spec.id)
 
     async def _cancel_remote(self, plan: PlanReader, generation: int) -> None:
-        """Cancel the remote jobs of a generation, and count what providers have. Raises: JobPaused."""
+        """Cancel the remote jobs of a generation and count the outcomes that providers have. Raises: JobPaused."""
         only = ledger.uncollected_shards(await self._remotes(generation))
         if not only or self.leaves_remote:
             return
@@ -506,13 +506,13 @@ class JobRunner:
     # -- ending -------------------------------------------------------------------------------------------------------
 
     async def _ends_early(self, *, is_cut_off: bool) -> bool:
-        """Whether the job is CANCELLING: that may be being written down while its last rows are counted."""
+        """Whether the job is CANCELLING, which may be stored while its last rows are counted."""
         async with self._writing_end:
             is_cancelling = self._is_cancelling.is_set()
         return is_cancelling or (is_cut_off and self._early is not None and await self._write_cancelling())
 
     async def _write_cancelling(self) -> bool:
-        """Write down that the job is to end early. False when every row has its outcome already."""
+        """Store that the job ends early. False if every row already has its outcome."""
         async with self._writing_end:
             if self._is_cancelling.is_set() or self._early is None:
                 return self._is_cancelling.is_set()
@@ -549,11 +549,11 @@ class JobRunner:
         return await self._commit_log.look(self._ledger.job, self.spec.id)
 
     async def _remotes(self, generation: int) -> list[RemoteJob]:
-        """The jobs at providers that hold rows of it."""
+        """The provider batches that hold rows of this job."""
         return await self._ledger.database.read(ledger.remote_jobs, self.spec.id, generation)
 
     async def _move(self, state: JobState, **fields: object) -> None:
-        """Write the next state down, and enter it. Raises: InvalidTransition."""
+        """Store the next state and enter it. Raises: InvalidTransition."""
         try:
             await self._commit_log.call(self._ledger.move, self.spec.id, state, **fields)
         except StorageFull:
@@ -564,7 +564,7 @@ class JobRunner:
         self._state = state
 
     async def _end(self, state: JobState, manifest: Manifest | None = None, **fields: object) -> None:
-        """The job has ended, with results where there is a manifest of them."""
+        """Store the end of the job, with its results if there is a manifest."""
         if manifest is not None:
             errors_output = None if manifest.errors is None else manifest.errors.path
             fields = {"message": "", **fields} | {
@@ -574,17 +574,17 @@ class JobRunner:
         await self._move(state, reason=None, finished=self._clock.now(), **fields)
 
     async def _pause(self, reason: PauseReason, message: str) -> None:
-        """PAUSED. That the job is to end early stays written down: the next owner goes on with it."""
+        """Store PAUSED. A stored early end stays, and the next owner completes it."""
         is_cancelling = (await self._record())["state"] == JobState.CANCELLING
         if not (is_cancelling and reason is PauseReason.INTERRUPTED):
             await self._move(JobState.PAUSED, reason=reason, message=message)
 
     async def _fail(self, reason: str, message: str, **fields: Any) -> None:
-        """FAILED: no row of the job ran, and none will."""
+        """Store FAILED: no row of the job ran, and none will."""
         await self._move(JobState.FAILED, reason=reason, message=message, finished=self._clock.now(), **fields)
 
     async def _may_fail(self, *, unrun: bool) -> bool:
-        """Whether the job's state allows it to fail; `unrun`: and no outcome of it came from a model."""
+        """Whether the state allows FAILED; `unrun`: and no model produced an outcome."""
         record = await self._record()
         is_begun = record["generation"] > 0 or has_run(record)
         return JobState.FAILED in NEXT[JobState(record["state"])] and not (unrun and is_begun)

@@ -1,4 +1,4 @@
-"""JobService: the one entrance to jobs, in the process that owns the data directory. See `ports.Jobs` for its promises.
+"""JobService: the only entrance to jobs, in the owner of the data directory. `ports.Jobs` documents it.
 
 An order becomes a job that it already is, by its key or by what it asks for, or a new one, which a `JobRunner` runs.
 """
@@ -95,12 +95,12 @@ class JobService:
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """For those who look on: it counts, and knows what every model does now."""
+        """For observers: it counts rows, and knows the state of every model."""
         return self._dispatcher
 
     @property
     def counts(self) -> bool:
-        """Outcomes are still counted."""
+        """Whether outcomes are still counted."""
         return not self._commit_log.is_broken
 
     @property
@@ -217,7 +217,7 @@ class JobService:
         return await asyncio.to_thread(orders.describe, order, self._clock.now())
 
     async def _enter(self, spec: JobSpec, once: Once | None) -> Submitted:
-        """A new job. Its folder is there before the ledger knows of it; of one that cannot be stored nothing stays."""
+        """Create a job. Its folder exists before its ledger record; if that cannot be stored, the folder is removed."""
         if (room := self._tools.room_of(spec)) is not None:
             await room.check(spec.project)
         files = JobFiles(self._data_dir, spec.id)
@@ -234,7 +234,7 @@ class JobService:
         return Submitted(spec.id, "started")
 
     async def _match(self, order: JobOrder, spec: JobSpec) -> Submitted:
-        """The same command again is the same job, unless it is to be run anew."""
+        """Find the job that an identical order created, unless it must run again."""
         known, is_same = await self._known(spec)
         if known is not None and is_same and not submissions.is_anew(known, order):
             return await self._continue(known, spec)
@@ -256,7 +256,7 @@ class JobService:
         return await self._enter(spec, order.once)
 
     async def _known(self, spec: JobSpec) -> tuple[sa.RowMapping | None, bool]:
-        """The job that a description is already, and whether its input is the same.
+        """The existing job for a spec, and whether its input is the same.
 
         A job over other input is another job, unless the two would write to one output from the same files.
         """
@@ -269,7 +269,7 @@ class JobService:
         return changed, False
 
     async def _continue(self, record: sa.RowMapping, spec: JobSpec) -> Submitted:
-        """Go on with a job where it is: finished, running, or to be resumed."""
+        """Continue an existing job: it is finished, running, or must be resumed."""
         job_id, earlier = record["id"], read_spec(record["spec"])
         kept = adapters.kept(routing.kept(orders.new_id_form(spec, job_id), earlier), earlier)  # since it was prepared
         spec = await asyncio.to_thread(with_code, kept)
@@ -286,7 +286,7 @@ class JobService:
         return Submitted(job_id, "resumed")
 
     async def _reenter(self, spec: JobSpec) -> None:
-        """A paused job goes on under this description."""
+        """Resume a paused job with this spec."""
         runner = self._active.runner(spec)
         await runner.resume()
         self._active.start(runner)
@@ -297,7 +297,7 @@ class JobService:
         async with self._active.alone(job_id):
             runner = self._active.get(job_id)
             if runner is not None:
-                await runner.pause(PauseReason.ASKED, "about to be started over")
+                await runner.pause(PauseReason.REQUESTED, "about to be started over")
             text = "started over by another job with --restart; its results were not written"
             now = self._clock.now()
             await self._move(job_id, JobState.CANCELLING, reason=None, message=text, cancelling=now)
@@ -354,7 +354,7 @@ class JobService:
         runner = self._active.get(record["id"])
         if runner is None or record["state"] == JobState.CANCELLING:
             raise InvalidTransition(f"the job {record['id']} is {record['state']}: only a running job can be paused")
-        await runner.pause(PauseReason.ASKED, f"paused; `batchmill resume {record['id']}` goes on")
+        await runner.pause(PauseReason.REQUESTED, f"paused; `batchmill resume {record['id']}` goes on")
         return await self.show(record["id"])
 
     async def fail_rows(self, job_id: str) -> JobView:
@@ -379,7 +379,7 @@ class JobService:
         return await self.show(record["id"])
 
     async def _checked(self, record: sa.RowMapping) -> JobSpec:
-        """The description of a job that is to go on: the code it began with, an output that is still its own."""
+        """The spec of a job to continue: its original code, and an output that still belongs to it."""
         spec = read_spec(record["spec"])
         if record["cancelling"] is not None:
             return spec  # none of its rows will run
@@ -406,7 +406,7 @@ class JobService:
         return await self.show(record["id"])
 
     async def _end_early(self, job_id: str, early: EarlyEnd) -> JobRunner:
-        """End a job without the rows that have not run. Returns once that is written down, or too late.
+        """End a job without its remaining rows. Returns once that is stored, or if it is too late.
 
         Raises: InvalidTransition.
         """
@@ -538,7 +538,7 @@ class JobService:
             raise InvalidTransition(f"the job {job_id} is running: pause it before its ledger is rebuilt")
 
     async def _spec_or_file(self, job_id: str) -> JobSpec:
-        """The description of a job; from its file where the database has lost it."""
+        """The spec of a job, from its file if the database has lost it."""
         try:
             return read_spec((await self._record(job_id))["spec"])
         except UnknownName:
@@ -548,7 +548,7 @@ class JobService:
         return await asyncio.to_thread(files.read_spec)
 
     async def close(self, *, at_once: bool = False) -> None:
-        """Pause what runs and end every worker; `at_once`: without waiting for rows in flight."""
+        """Pause running jobs and end every worker; `at_once`: do not wait for rows in flight."""
         if self._resuming is not None:
             self._resuming.cancel()
             await asyncio.wait({self._resuming})

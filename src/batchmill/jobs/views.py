@@ -1,4 +1,4 @@
-"""Jobs as people see them: the ledger's record, what the runner and workers know besides, and why a job waits.
+"""Views of jobs: the ledger's record, live data of the runner and workers, and why a job waits.
 
 The sentences about waiting are pure: `reasons` takes what is known.
 """
@@ -39,7 +39,7 @@ STILL_S = 10.0  # a job of which no row ended for so long is said to stand still
 
 
 class Silent(Struct, frozen=True):
-    """A worker that is ready and says nothing."""
+    """A ready worker that sends no messages."""
 
     pid: int
     for_s: float
@@ -47,7 +47,7 @@ class Silent(Struct, frozen=True):
 
 
 class Standstill(Struct, frozen=True):
-    """A job of which no row ends."""
+    """A job that completes no rows."""
 
     for_s: float  # 0: none was given out yet
     rows_out: int  # with workers
@@ -55,7 +55,7 @@ class Standstill(Struct, frozen=True):
 
 
 class ModelAtWork(Struct, frozen=True):
-    """A model that the job needs, and what its workers say."""
+    """A model of the job, and the state of its workers."""
 
     name: str
     is_ready: bool  # at least one worker is
@@ -65,7 +65,7 @@ class ModelAtWork(Struct, frozen=True):
 
 
 def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobView:
-    """What the ledger knows of a job."""
+    """The view of a job from the ledger alone."""
     spec = read_spec(record["spec"])
     problems = record.get("problems")  # a list of jobs comes without them
     return JobView(
@@ -119,7 +119,7 @@ def _in_use(spec: JobSpec) -> list[ModelSpec]:
 
 
 def _add_run(view: JobView, run: JobRun, workers: Sequence[EngineStats]) -> JobView:
-    """The same job with its rates, the time left and what its engines say."""
+    """Add rates, remaining time and engine notes to a view."""
     rates = run.rates.now()
     rows_per_s, input_per_s, output_per_s = rates or (None, None, None)
     return msgspec.structs.replace(
@@ -138,7 +138,7 @@ def _add_run(view: JobView, run: JobRun, workers: Sequence[EngineStats]) -> JobV
 
 
 def view_at_work(view: JobView, runner: JobRunner, dispatcher: Dispatcher) -> JobView:
-    """The view of a job with what only its runner and its workers know."""
+    """The view of a running job, with data of its runner and its workers."""
     view = msgspec.structs.replace(view, progress=runner.progress)
     stats = [worker.stats for worker in dispatcher.workers_of(runner.models, runner.spec.code)]
     if (run := runner.rows_run) is not None:
@@ -167,7 +167,7 @@ def _silent(worker: PoolWorker, now: float) -> Silent | None:
 
 
 def _standstill_of(runner: JobRunner, now: float) -> Standstill | None:
-    """None: rows of it have ended lately, or workers have just begun."""
+    """Whether the job stands still; None if rows completed lately or workers have just started."""
     run = runner.rows_run
     if run is None or run.ended.done():
         return Standstill(0.0, 0, is_between=True)
@@ -180,7 +180,7 @@ def _standstill_of(runner: JobRunner, now: float) -> Standstill | None:
 def reasons(
     view: JobView, models: Sequence[ModelAtWork], ahead: int, standstill: Standstill | None = None
 ) -> list[str]:
-    """One sentence for each thing that the job waits for; at least one for a job that stands still."""
+    """One sentence for each thing that the job waits for; at least one if it stands still."""
     match JobState(view.state):
         case JobState.PAUSED:
             return [_paused(view)]
@@ -197,7 +197,7 @@ def reasons(
 
 
 def attended(view: JobView, runner: JobRunner, dispatcher: Dispatcher, now: float) -> Wait:
-    """Why a job that is being worked on is not done yet. Args: now: monotonic seconds."""
+    """Why a job with a runner is not done yet. Args: now: monotonic seconds."""
     ahead = dispatcher.ahead_of(view.id)
     first = [runner.waits_for] if runner.waits_for else []
     if runner.stop_reason is not None:
@@ -207,7 +207,7 @@ def attended(view: JobView, runner: JobRunner, dispatcher: Dispatcher, now: floa
 
 
 def unattended(view: JobView, *, is_stranded: bool) -> Wait:
-    """The same of a job that nothing works on; `is_stranded`: it could not be written down that it was interrupted."""
+    """Why a job without a runner is not done; `is_stranded`: its interruption could not be stored."""
     state = JobState(view.state)
     if state is JobState.PAUSED or state.is_at_rest:
         found = reasons(view, [], 0)

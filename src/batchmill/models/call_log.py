@@ -1,7 +1,7 @@
-"""`calls.log` of a version: what its processes print and what its calls raise, each line with whose call it was.
+"""`calls.log` of a version: what its processes print and its calls raise, with the call of each line.
 
-Every worker of the version appends to the one file, a whole line at a time, as `function_runtime.printing` does. One
-that finds it full keeps it as the older file, whose first line says how many there have been.
+Every worker of the version appends whole lines to the same file, like `function_runtime.printing`. A worker that finds
+the file full moves it to the older file, whose first line counts the rotations.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from batchmill.function_runtime.printing import CALL, TEXT_CHARS_MAX
 from batchmill.models.redaction import mask_known
 
 FILE, OLDER = "calls.log", "calls.log.1"
-BYTES_MAX = 32 * 1024 * 1024  # of the file; one older file is kept
-TRACES_PER_S_MAX = 50  # of one worker; those beyond are counted
+BYTES_MAX = 32 * 1024 * 1024  # of the file; there is one older file
+TRACES_PER_S_MAX = 50  # of one worker; further ones are only counted
 TRACE = "traceback"
 
 
 class Entry(Struct, frozen=True):
-    """One line. `project` None: it was of no call, or of several projects."""
+    """One line. `project` is None for a line of no call, or of calls of several projects."""
 
     at: float  # seconds since the epoch
     stream: str  # stdout, stderr, traceback
     text: str
     stage: str = CALL  # start: before the function was ready
     project: str | None = None
-    requests: list[str] = []  # ids of requests; of rows of a job the job's, and the row's number where it is known
+    requests: list[str] = []  # ids of requests; for rows of a job its id, and the row number if known
 
 
 class LogHeader(Struct, frozen=True):
-    """The first line of an older file: how often the file has been kept."""
+    """The first line of an older file: the number of rotations."""
 
     generation: int
 
 
 class CallLog:
-    """One worker's hand on the file.
+    """The log file as one worker writes it.
 
     Args:
-        folder: the version's own.
+        folder: of the version.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,7 +55,7 @@ class CallLog:
         self._second = self._written = self._left_out = 0
 
     def write(self, text: str, project: str, request: str) -> None:
-        """Append what a call raised, unless there is too much of that now."""
+        """Append the traceback of a call, up to `TRACES_PER_S_MAX` a second."""
         now = time.time()
         if int(now) != self._second:
             self._second, self._written = int(now), 0
@@ -67,7 +67,7 @@ class CallLog:
         entry = Entry(now, TRACE, message + mask_known(text[-TEXT_CHARS_MAX:]), CALL, project or None, [request])
         try:
             os.write(self.fd, msgspec.json.encode(entry) + b"\n")
-        except OSError:  # the disk is full: what the call itself is told is worth more than its trace here
+        except OSError:  # the disk is full: the call still gets its error
             self._left_out += 1
         else:
             self._left_out = 0
@@ -76,32 +76,32 @@ class CallLog:
         return os.fstat(self.fd).st_size >= BYTES_MAX
 
     def rotate(self) -> None:
-        """Keep what is there as the older file; lines of that moment may be lost. Blocks: call it in a thread.
+        """Move the content to the older file. Lines written meanwhile may be lost. Blocks: call it in a thread.
 
-        Raises: OSError, and nothing is lost, unless the disk is full: then what is there goes.
+        Raises: OSError; the content stays. On a full disk the content is dropped instead.
         """
-        fd = os.dup(self.fd)  # which may be closed meanwhile
+        descriptor = os.dup(self.fd)  # `self.fd` may be closed meanwhile
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if not os.fstat(fd).st_size >= BYTES_MAX:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(descriptor).st_size >= BYTES_MAX:
                 return  # another worker has done it
-            self._keep(fd)
+            self._move_to_older(descriptor)
         except BlockingIOError:
-            return  # another one is at it
+            return  # another worker is doing it
         finally:
-            os.close(fd)
+            os.close(descriptor)
 
-    def _keep(self, fd: int) -> None:
-        part = self._older.with_suffix(".part")
+    def _move_to_older(self, fd: int) -> None:
+        temporary = self._older.with_suffix(".part")
         try:
-            with open(self._path, "rb") as file, open(part, "wb", opener=_private) as kept:
-                kept.write(msgspec.json.encode(LogHeader(generation_of(self._older) + 1)) + b"\n")
-                shutil.copyfileobj(file, kept)
-                kept.flush()
-                os.fsync(kept.fileno())
-            part.replace(self._older)
+            with open(self._path, "rb") as file, open(temporary, "wb", opener=_private) as older_file:
+                older_file.write(msgspec.json.encode(LogHeader(generation_of(self._older) + 1)) + b"\n")
+                shutil.copyfileobj(file, older_file)
+                older_file.flush()
+                os.fsync(older_file.fileno())
+            temporary.replace(self._older)
         except OSError as error:
-            part.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
         os.ftruncate(fd, 0)
@@ -113,7 +113,7 @@ class CallLog:
 
 
 def generation_of(older: Path) -> int:
-    """How often the file has been kept; 0: never, or nobody can tell."""
+    """The number of rotations; 0 if there were none or the older file is unreadable."""
     try:
         with older.open("rb") as file:
             return msgspec.json.decode(file.readline(1024), type=LogHeader).generation

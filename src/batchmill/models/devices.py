@@ -1,4 +1,4 @@
-"""The GPUs of this machine: which are there, and which of them models may have."""
+"""The GPUs of this machine: the visible ones, and the ones that models share."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from batchmill.errors import InvalidConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-DEALT = "BATCHMILL_GPUS"  # the ids of a worker's own devices, with commas between; not set: nobody deals them
+ASSIGNED = "BATCHMILL_GPUS"  # ids of the GPUs assigned to a worker, separated by commas; unset if GPUs are not assigned
 
 
 def visible(env: Mapping[str, str]) -> list[str]:
-    """The ids of those that a process with this environment sees."""
+    """The ids of the GPUs that a process with this environment sees."""
     visible_devices = env.get(VISIBLE)
     if visible_devices is not None:
         return [name.strip() for name in visible_devices.split(",") if name.strip()]
@@ -21,15 +21,15 @@ def visible(env: Mapping[str, str]) -> list[str]:
 
 
 def shared(devices: int | Sequence[int | str] | None, env: Mapping[str, str]) -> list[str] | None:
-    """The ids of those that models share, given what `[machine]` says. None: nobody deals them.
+    """The ids of the GPUs that models share, from the setting in `[machine]`. None: GPUs are not assigned.
 
-    Raises: InvalidConfig where more are told than are visible.
+    Raises: InvalidConfig if the setting has more GPUs than are visible.
     """
-    there = visible(env)
-    if devices is None:  # what another maker's driver shows has no ids that we know
-        return None if not there and Path("/dev/kfd").exists() else there
+    available = visible(env)
+    if devices is None:  # AMD's driver shows no ids here
+        return None if not available and Path("/dev/kfd").exists() else available
     if isinstance(devices, int):
-        if there and devices > len(there):
-            raise InvalidConfig(f"machine.gpus is {devices} and {len(there)} are visible: {', '.join(there)}")
-        return there[:devices] if there else [str(number) for number in range(devices)]
+        if available and devices > len(available):
+            raise InvalidConfig(f"machine.gpus is {devices} and {len(available)} are visible: {', '.join(available)}")
+        return available[:devices] if available else [str(number) for number in range(devices)]
     return [str(each) for each in devices]

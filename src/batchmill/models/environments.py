@@ -1,6 +1,6 @@
 """Virtual environments of deployed functions: one for each interpreter and lock, shared by versions.
 
-An environment is complete once it has its mark. What an interrupted build left has no mark and is removed.
+An environment is complete once it has a mark file. Folders of interrupted builds have no mark and are removed.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from batchmill.models.redaction import without_userinfo
 from batchmill.types import Isolation
 
 FOLDER, MARK = "environments", "batchmill-complete"  # in the data directory; in an environment
-UV_CACHE = ".uv-cache"  # of an isolated build: no other build writes there
+UV_CACHE = ".uv-cache"  # of one isolated build
 INSTALL_FAILED = "the requirements cannot be installed"
 RESOLVE_FAILED = "the requirements cannot be resolved"
 BUILD_S_MAX = 3600.0
 RESOLVE_S_MAX = 600.0
-RESOLVES_MAX = 4  # at a time
-ASK_S_MAX = 30.0
-ANSWER_BYTES_MAX = 64 * 1024  # of what an interpreter says of itself
-KEPT_S = 30 * 86400.0  # an environment that no version uses any more is kept so long, for the next one
+RESOLVES_MAX = 4  # concurrent resolutions
+VERSION_S_MAX = 30.0
+VERSION_BYTES_MAX = 64 * 1024  # read from an interpreter that prints its version
+KEPT_S = 30 * 86400.0  # how long an unused environment stays for a later version
 SHOWN_CHARS = 6000  # of the installer's output, in a message
 VERSION_MIN = (3, 9)
-_ELSEWHERE = re.compile(r"^\s*(-r|--requirement|-c|--constraint|-e|--editable|\.|/|file:)", re.MULTILINE)
+_OTHER_FILE = re.compile(r"^\s*(-r|--requirement|-c|--constraint|-e|--editable|\.|/|file:)", re.MULTILINE)
 _VERSION = re.compile(r"3\.\d{1,2}")
-_ASK = "import sys; print(*sys.version_info[:3], sys.implementation.name, sys.prefix)"
-# An owner that is killed takes what it runs along: two at work in one folder would make neither.
-_FOLLOW = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])"
+_PRINT_VERSION = "import sys; print(*sys.version_info[:3], sys.implementation.name, sys.prefix)"
+# Kills the installer when its owner is killed: two installers in one folder would break it.
+_DIE_WITH_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 class Environments:
     """
     Args:
-        isolation: in which packages are installed: they run code of their own.
+        isolation: the sandbox for installing packages, which run their own code.
     """
 
     def __init__(self, folder: Path, isolation: Isolation | None = None) -> None:
@@ -57,11 +57,11 @@ class Environments:
         self._building: dict[str, asyncio.Lock] = {}
         self._resolving = asyncio.Semaphore(RESOLVES_MAX)
 
-    async def lock(self, wanted: str | None, requirements: str | None, log: Path) -> str | None:
-        """The exact packages that requirements resolve to now; None without requirements.
+    async def lock(self, interpreter: str | None, requirements: str | None, log: Path) -> str | None:
+        """Resolve requirements to exact packages; None without requirements.
 
         Args:
-            wanted: as in `python`.
+            interpreter: as in `python`.
             requirements: the text of a requirements file.
             log: the file to which the installer's output is appended.
 
@@ -71,7 +71,7 @@ class Environments:
         if requirements is None:
             return None
         check_requirements(requirements)
-        base = find_python(wanted) if wanted is not None else sys.executable
+        base = find_python(interpreter) if interpreter is not None else sys.executable
         await _version_of(base)
         parsed = installers.parse(requirements)
         installer = await asyncio.to_thread(installers.installer_of, parsed, os.environ)
@@ -89,17 +89,17 @@ class Environments:
         finally:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
 
-    async def python(self, wanted: str | None, lock: str | None, log: Path) -> str | None:
+    async def python(self, interpreter: str | None, lock: str | None, log: Path) -> str | None:
         """The interpreter of a function; None: batchmill's own.
 
         Args:
-            wanted: a path, or "3.11": the interpreter of that version on this machine's PATH.
+            interpreter: a path, or "3.11" for the interpreter of that version on this machine's PATH.
             lock: from `lock`; the interpreter is then that of a virtual environment, which is built if it is missing.
             log: the file to which the installer's output is appended.
 
         Raises: InvalidInput for an interpreter that does not exist; ModelFailed with the installer's output.
         """
-        base = None if wanted is None else find_python(wanted)
+        base = None if interpreter is None else find_python(interpreter)
         if base is not None:
             await _version_of(base)
         if lock is None:
@@ -108,7 +108,7 @@ class Environments:
         key = hashlib.sha256(f"{await _version_of(base)}\n{lock}".encode()).hexdigest()
         venv = self._folder / key
         async with self._building.setdefault(key, asyncio.Lock()):
-            if not await asyncio.to_thread(_is_whole, venv):
+            if not await asyncio.to_thread(_is_complete, venv):
                 await asyncio.to_thread(shutil.rmtree, venv, ignore_errors=True)
                 await self._build(venv, base, lock, log)
             await asyncio.to_thread((venv / MARK).touch)  # the time of its last use
@@ -120,8 +120,8 @@ class Environments:
             installer = await asyncio.to_thread(installers.installer_of, installers.parse(lock), os.environ)
             run = await self._runner(installer, venv, base, log, BUILD_S_MAX, INSTALL_FAILED)
             await installer.install(lock, base, venv, run)
-            places = await asyncio.to_thread(isolation.places_of, base)
-            await asyncio.to_thread(_finish, venv, Base(base, [*places]))
+            paths = await asyncio.to_thread(isolation.interpreter_folders, base)
+            await asyncio.to_thread(_finish, venv, Base(base, [*paths]))
         except BaseException:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, venv, ignore_errors=True))
             raise
@@ -129,42 +129,44 @@ class Environments:
     async def _runner(
         self, installer: Installer, folder: Path, base: str, log: Path, timeout_s: float, failure: str
     ) -> Run:
-        """A function that runs a command which may write to `folder` alone where functions are isolated."""
+        """A function that runs a command. If functions are isolated, the command can write only to `folder`."""
         if self._isolation is None:
             environ = {"UV_LINK_MODE": "copy"} | installer.environ  # a function cannot change uv's cache
-            prefix = [base, "-I", "-c", _FOLLOW] if sys.platform == "linux" else []
+            prefix = [base, "-I", "-c", _DIE_WITH_PARENT] if sys.platform == "linux" else []
         else:
             environ = installer.environ | {"UV_CACHE_DIR": str(folder / UV_CACHE), "UV_LINK_MODE": "hardlink"}
             if installer.uv is None and installer.files:
                 environ[pip_settings.CONFIG] = installer.files[0]  # an isolated process has another home
-            places = [*await asyncio.to_thread(isolation.places_of, base), *installer.files]
-            prefix = isolation.of_build(self._isolation, places, writes=str(folder), python=base)
+            paths = [*await asyncio.to_thread(isolation.interpreter_folders, base), *installer.files]
+            prefix = isolation.build_prefix(self._isolation, paths, writes=str(folder), python=base)
             environ = isolation.environ(environ)
         return lambda command: _run([*prefix, *command], log, environ, timeout_s, failure)
 
     def sweep(self, used: Collection[str] = ()) -> None:
-        """Remove what was not finished, and what has long not been used. No other process builds here.
+        """Remove incomplete environments, and those that were not used for long. No other process builds here.
 
         Args:
-            used: interpreters of versions that there are.
+            used: interpreters of existing versions.
         """
-        for place in self._folder.glob("*"):
-            if str(place / "bin" / "python") not in used and not _is_fresh(place / MARK):
-                shutil.rmtree(place, ignore_errors=True)
+        for folder in self._folder.glob("*"):
+            if str(folder / "bin" / "python") not in used and not _is_recently_used(folder / MARK):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class Base(Struct, frozen=True):
-    """The interpreter that an environment was made with, and where its files lie: what is in the environment itself may
-    be anything that a package has put there."""
+    """The interpreter that created an environment, and the folders of its files.
+
+    It is stored because the files in the environment itself may come from packages.
+    """
 
     python: str
     places: list[str]
 
 
-def _finish(place: Path, base: Base) -> None:
-    """Write the mark to a new file, whatever packages have put under that name."""
-    shutil.rmtree(place / UV_CACHE, ignore_errors=True)
-    mark = place / MARK
+def _finish(venv: Path, base: Base) -> None:
+    """Write the mark to a new file. Removes anything that packages created under that name."""
+    shutil.rmtree(venv / UV_CACHE, ignore_errors=True)
+    mark = venv / MARK
     if mark.is_dir() and not mark.is_symlink():
         shutil.rmtree(mark)
     mark.unlink(missing_ok=True)
@@ -173,65 +175,65 @@ def _finish(place: Path, base: Base) -> None:
         file.write(msgspec.json.encode(base))
 
 
-def base_of(place: Path) -> Base:
-    """Raises: ModelFailed for an environment that is not whole."""
+def base_of(venv: Path) -> Base:
+    """The interpreter that created an environment. Raises: ModelFailed for an incomplete environment."""
     try:
-        return msgspec.json.decode((place / MARK).read_bytes(), type=Base)
+        return msgspec.json.decode((venv / MARK).read_bytes(), type=Base)
     except (OSError, msgspec.DecodeError):
         raise ModelFailed(
-            f"the environment {place.name} is incomplete: `batchmill models restart` builds it again from its lock"
+            f"the environment {venv.name} is incomplete: `batchmill models restart` builds it again from its lock"
         ) from None
 
 
-def _is_whole(place: Path) -> bool:
+def _is_complete(venv: Path) -> bool:
     try:
-        return bool(base_of(place).python)
+        return bool(base_of(venv).python)
     except ModelFailed:
         return False
 
 
-def _is_fresh(mark: Path) -> bool:
+def _is_recently_used(mark: Path) -> bool:
     try:
         return time.time() - mark.stat().st_mtime < KEPT_S
     except OSError:
         return False
 
 
-def find_python(wanted: str) -> str:
-    """The interpreter's path. Raises: InvalidInput."""
-    if _VERSION.fullmatch(wanted):
-        found = _unwrapped(shutil.which(f"python{wanted}"), wanted)
-        if found is None and wanted == f"{sys.version_info.major}.{sys.version_info.minor}":
-            found = sys.executable
-        if found is None:
+def find_python(interpreter: str) -> str:
+    """Find an interpreter by version or path, and return its path. Raises: InvalidInput."""
+    if _VERSION.fullmatch(interpreter):
+        program = _resolve_shim(shutil.which(f"python{interpreter}"), interpreter)
+        if program is None and interpreter == f"{sys.version_info.major}.{sys.version_info.minor}":
+            program = sys.executable
+        if program is None:
             raise InvalidInput(
-                f"there is no python{wanted} on the PATH: install it, or give the path of an interpreter",
+                f"there is no python{interpreter} on the PATH: install it, or give the path of an interpreter",
                 code="unknown_python",
             )
-        return found
-    path = Path(wanted).expanduser()
+        return program
+    path = Path(interpreter).expanduser()
     if not path.is_absolute() or not os.access(path, os.X_OK) or path.is_dir():
-        raise InvalidInput(f"there is no Python interpreter at {wanted}", code="unknown_python")
+        raise InvalidInput(f"there is no Python interpreter at {interpreter}", code="unknown_python")
     return str(path)
 
 
-def _unwrapped(found: str | None, wanted: str) -> str | None:
-    """The interpreter behind a shim of pyenv's, which runs what its own settings say and not what its name does."""
-    if found is None or Path(found).parent.name != "shims":
-        return found
-    there = Path(found).parents[1].glob(f"versions/{wanted}.*/bin/python{wanted}")
-    return max(map(str, there), key=_patch, default=found)
+def _resolve_shim(path: str | None, version: str) -> str | None:
+    """The newest interpreter of the version behind a pyenv shim, which itself runs what pyenv's settings choose."""
+    if path is None or Path(path).parent.name != "shims":
+        return path
+    candidates = Path(path).parents[1].glob(f"versions/{version}.*/bin/python{version}")
+    return max(map(str, candidates), key=_patch_number, default=path)
 
 
-def _patch(path: str) -> int:
-    """3.9.18 is newer than 3.9.2."""
+def _patch_number(path: str) -> int:
+    """The patch number of an interpreter's path, for sorting: 3.9.18 is newer than 3.9.2."""
     number = Path(path).parents[1].name.rpartition(".")[2]
     return int(number) if number.isdecimal() else -1
 
 
 def check_requirements(text: str) -> None:
-    """Only the text itself is kept: what it refers to elsewhere would not be. Raises: InvalidInput."""
-    if match := _ELSEWHERE.search(text):
+    """Refuse references to other files, because only the text itself is stored. Raises: InvalidInput."""
+    if match := _OTHER_FILE.search(text):
         line = text[match.start() :].strip().splitlines()[0][:80]
         raise InvalidInput(
             f"the requirement {line!r} refers to another file: write it out, or publish it as a package",
@@ -240,30 +242,30 @@ def check_requirements(text: str) -> None:
 
 
 async def _version_of(python: str) -> str:
-    """What tells one interpreter from another. Raises: InvalidInput for one that is too old or none."""
-    with tempfile.TemporaryFile() as out:  # not a pipe: what the program starts may hold that open without an end
+    """The version, implementation and prefix of an interpreter. Raises: InvalidInput if it is too old or invalid."""
+    with tempfile.TemporaryFile() as out:  # not a pipe, which a child of the program could keep open
         try:
             process = await asyncio.create_subprocess_exec(
-                python, "-I", "-c", _ASK, stdin=asyncio.subprocess.DEVNULL, stdout=out,
+                python, "-I", "-c", _PRINT_VERSION, stdin=asyncio.subprocess.DEVNULL, stdout=out,
                 stderr=asyncio.subprocess.DEVNULL, env=pip_settings.environ_of(os.environ), start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            message = f"{python} is no Python interpreter: {error.strerror}"
+            message = f"{python} is not a Python interpreter: {error.strerror}"
             raise InvalidInput(message, code="unknown_python") from None
         try:
-            async with asyncio.timeout(ASK_S_MAX):
+            async with asyncio.timeout(VERSION_S_MAX):
                 await process.wait()
         except TimeoutError:
-            message = f"{python} is no Python interpreter: it does not answer"
+            message = f"{python} is not a Python interpreter: it does not respond"
             raise InvalidInput(message, code="unknown_python") from None
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
         out.seek(0)
-        words = out.read(ANSWER_BYTES_MAX).decode(errors="replace").split()
+        words = out.read(VERSION_BYTES_MAX).decode(errors="replace").split()
     if process.returncode or len(words) < 5 or not words[0].isdigit():
-        raise InvalidInput(f"{python} is no Python interpreter", code="unknown_python")
+        raise InvalidInput(f"{python} is not a Python interpreter", code="unknown_python")
     if (int(words[0]), int(words[1])) < VERSION_MIN:
         raise InvalidInput(f"{python} is Python {words[0]}.{words[1]}: 3.9 or newer is needed", code="unknown_python")
     return " ".join(words)
@@ -272,7 +274,7 @@ async def _version_of(python: str) -> str:
 async def _run(command: list[str], log: Path, environ: Mapping[str, str], timeout_s: float, failure: str) -> None:
     """Run a command whose output goes to `log`. Raises: ModelFailed with the end of it."""
     with log.open("ab") as out:
-        begin = out.tell()
+        start = out.tell()
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, env=environ, start_new_session=True
         )
@@ -287,11 +289,11 @@ async def _run(command: list[str], log: Path, environ: Mapping[str, str], timeou
                     os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
     if code:
-        raise ModelFailed(f"{failure}:\n{_end_of(log, begin)}")
+        raise ModelFailed(f"{failure}:\n{_end_of(log, start)}")
 
 
-def _end_of(log: Path, begin: int) -> str:
+def _end_of(log: Path, start: int) -> str:
     with log.open("rb") as file:
-        file.seek(begin)
+        file.seek(start)
         text = file.read().decode(errors="replace")
     return without_userinfo(text.strip()[-SHOWN_CHARS:])

@@ -1,6 +1,6 @@
-"""A deployed function's own process, as whoever starts it sees it: its start, its frames, its end and who is to blame.
+"""The parent's side of a deployed function's process: start, frames, exit, and the calls that were running.
 
-The program is `function_runtime/main.py`, the frames are those of `function_runtime.frames`. No user code runs here.
+The program is `function_runtime/main.py`, with the frames of `function_runtime.frames`. No user code runs here.
 """
 
 from __future__ import annotations
@@ -38,73 +38,75 @@ from batchmill.types import Interface, Isolation, ModelSpec
 
 VARIABLE = "BATCHMILL_FUNCTION"
 FILE = "function.mark"
-KILL_S = 5.0  # what is killed may take so long to be gone
-LOOK_S = 0.01
+KILL_S = 5.0  # how long killed processes may take to exit
+POLL_S = 0.01
 
 
-class Family:
-    """Everything that one process of a function starts, and whatever that starts.
+class MarkedProcesses:
+    """A function's process with all its descendants, which have a mark in their environment variables.
 
     Args:
-        home: the folder in which it is remembered.
+        home: the folder of the file with the mark.
     """
 
     def __init__(self, home: Path) -> None:
         self._file = home / FILE
         self.mark = token_hex(16)
 
-    def begin(self) -> None:
-        """End what an earlier one left, and remember this one. Blocks."""
+    def replace(self) -> None:
+        """Kill the processes of an earlier mark, and store this mark. Blocks."""
         with contextlib.suppress(FileNotFoundError):
-            _end(self._file.read_text())
+            _kill_marked(self._file.read_text())
         self._file.write_text(self.mark)
 
-    def end(self) -> None:
-        """Kill what is left of it. Blocks."""
-        _end(self.mark)
+    def kill(self) -> None:
+        """Kill all processes with the mark. Blocks."""
+        _kill_marked(self.mark)
         self._file.unlink(missing_ok=True)
 
 
-def _end(mark: str) -> None:
-    until = time.monotonic() + KILL_S
-    while mark and (pids := _marked(mark)) and time.monotonic() < until:
+def _kill_marked(mark: str) -> None:
+    deadline = time.monotonic() + KILL_S
+    while mark and (pids := _pids_with_mark(mark)) and time.monotonic() < deadline:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
-def _marked(mark: str) -> list[int]:
-    """Live processes of this user that bear the mark; none where nothing tells."""
-    wanted = f"{VARIABLE}={mark}".encode()
-    found = []
+def _pids_with_mark(mark: str) -> list[int]:
+    """The pids of this user's processes with the mark; none without a /proc."""
+    variable = f"{VARIABLE}={mark}".encode()
+    pids = []
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         try:
-            if name.isdecimal() and wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
-                found.append(int(name))
-        except OSError:  # it has gone, or is another user's
+            if name.isdecimal() and variable in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                pids.append(int(name))
+        except OSError:  # it has exited, or belongs to another user
             continue
-    return found
+    return pids
 
 
-LOG_BYTES_MAX = 32 * 1024 * 1024  # of one log file; one older file is kept
-TRACEBACKS_MAX = 3  # of one distinct error
+LOG_BYTES_MAX = 32 * 1024 * 1024  # of one log file; there is one older file
+TRACEBACKS_MAX = 3  # of the same error
 DISTINCT_ERRORS_MAX = 1000
 TAIL_BYTES = 4096
 
 
 class FunctionLog:
-    """The process writes to the file by itself, so it is emptied in place: lines of that moment may be lost.
+    """The log file of a function's process.
+
+    The process itself writes to the file, so rotation truncates it in place and may lose lines written meanwhile.
 
     Args:
-        path: the file; it and the folder around it are made.
+        path: the file. It and its folder are created.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        self._seen: dict[tuple[str, str], int] = {}
+        self._counts: dict[tuple[str, str], int] = {}
 
     @property
     def fd(self) -> int:
@@ -117,20 +119,20 @@ class FunctionLog:
         return self.size() >= LOG_BYTES_MAX
 
     def rotate(self) -> None:
-        """Keep what is there as the older file and begin anew. Blocks: call it in a thread."""
+        """Copy the content to the older file and truncate this one. Blocks: call it in a thread."""
         older = self.path.with_suffix(".log.1")
-        with open(self.path, "rb") as file, open(older, "wb") as kept:
+        with open(self.path, "rb") as file, open(older, "wb") as older_file:
             file.seek(max(0, self.size() - LOG_BYTES_MAX))
-            shutil.copyfileobj(file, kept)
+            shutil.copyfileobj(file, older_file)
         os.ftruncate(self._fd, 0)
 
     def traceback(self, code: str, trace: str, about: str) -> bool:
-        """Write a traceback down, if this error from this place has not been seen often enough; whether it was."""
-        key = code, _place(trace)
-        times = self._seen.get(key, 0)
-        if times >= TRACEBACKS_MAX or (times == 0 and len(self._seen) >= DISTINCT_ERRORS_MAX):
+        """Write a traceback, up to `TRACEBACKS_MAX` times for the same error and location. Returns whether it did."""
+        key = code, _error_location(trace)
+        count = self._counts.get(key, 0)
+        if count >= TRACEBACKS_MAX or (count == 0 and len(self._counts) >= DISTINCT_ERRORS_MAX):
             return False
-        self._seen[key] = times + 1
+        self._counts[key] = count + 1
         text = f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {about}:\n{mask_known(trace.rstrip())}\n"
         os.write(self._fd, text.encode("utf-8", "backslashreplace"))
         return True
@@ -146,7 +148,7 @@ class FunctionLog:
             self._fd = -1
 
 
-def _place(trace: str) -> str:
+def _error_location(trace: str) -> str:
     """The last line of a traceback that names a file."""
     return next((line.strip() for line in reversed(trace.splitlines()) if line.lstrip().startswith("File ")), "")
 
@@ -154,28 +156,28 @@ def _place(trace: str) -> str:
 STATUS_BYTES_MAX = 4096
 
 
-class Inside:
-    """What bubblewrap says of itself through a pipe (`--info-fd`)."""
+class BubblewrapInfo:
+    """The pipe (`--info-fd`) through which bubblewrap tells its pid."""
 
     def __init__(self) -> None:
         self._fd = -1
-        self._first = self._pid = 0  # of bubblewrap's own, which only collects the dead; of its one child
+        self._init_pid = self._pid = 0  # of bubblewrap's init process in the sandbox; of its only child
 
     def open(self) -> int:
-        """The end for bubblewrap; whoever passes it on closes it."""
-        self._fd, theirs = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        return theirs
+        """Open the pipe and return the end for bubblewrap. The caller closes it."""
+        self._fd, child_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        return child_end
 
     def pid(self) -> int:
-        """The process itself, once it was started; 0: nothing tells."""
-        if self._first == 0 and self._fd >= 0:
+        """The pid of the function's process; 0 if it has not started or is unknown."""
+        if self._init_pid == 0 and self._fd >= 0:
             try:
-                self._first = int(json.loads(os.read(self._fd, STATUS_BYTES_MAX))["child-pid"])
-            except (BlockingIOError, ValueError, KeyError):  # it has not come that far, or has ended before
+                self._init_pid = int(json.loads(os.read(self._fd, STATUS_BYTES_MAX))["child-pid"])
+            except (BlockingIOError, ValueError, KeyError):  # not written yet, or bubblewrap exited before
                 return 0
             self.close()
-        if self._pid == 0 and self._first:
-            self._pid = _child_of(self._first)
+        if self._pid == 0 and self._init_pid:
+            self._pid = _child_of(self._init_pid)
         return self._pid
 
     def close(self) -> None:
@@ -188,7 +190,7 @@ def _child_of(pid: int) -> int:
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         return int(children[0]) if children else 0
-    except FileNotFoundError:  # it has ended, or the kernel does not tell: then every process is asked whose it is
+    except FileNotFoundError:  # it has exited, or the kernel has no such file: then search all processes
         return next((each for each in _pids() if _parent_of(each) == pid), 0)
 
 
@@ -205,31 +207,31 @@ def _parent_of(pid: int) -> int:
 
 PROGRAM = Path(function_runtime.__file__).parent / "main.py"
 START_S = 1800.0  # setup() may load a large model
-STOP_S = 5.0  # finalize() may take so long
-END_S = 2.0  # a process that has closed its socket may take so long to be gone
+STOP_S = 5.0  # how long finalize() may take
+END_S = 2.0  # how long a process may take to exit after it has closed its socket
 PROGRESS_BYTES = 64 * 1024
-MEMORY = 71  # its exit code when what it holds leaves it no room: between two calls, by itself
-DATA_ROOM = 2  # times memory_bytes that it may allocate: the resident size is what is limited
+MEMORY = 71  # exit code of a process that ends itself between two calls because its memory is full
+DATA_FACTOR = 2  # it may allocate this times memory_bytes, which limits the resident size
 _COUNT = struct.Struct("<I")
-_ENTRY = struct.Struct("<QII")
-ENTRIES_MAX = (PROGRESS_BYTES - _COUNT.size) // _ENTRY.size
+_PROGRESS_ENTRY = struct.Struct("<QII")
+ENTRIES_MAX = (PROGRESS_BYTES - _COUNT.size) // _PROGRESS_ENTRY.size
 
-Call = tuple[int, int, int]  # ask id, first row, rows
+Call = tuple[int, int, int]  # request id, first row, rows
 
 
 class FunctionChild:
-    """One process of a deployed function. Started once, ended for ever.
+    """One process of a deployed function. It is started once.
 
-    `on_frames` gets the frames of one read, `ended` is called once when the process is gone, after its last frames;
-    set them before `start` returns, or between `start` and the first turn of the loop after it.
+    `on_frames` gets the frames of one read. `ended` is called once after the process has exited, after its last
+    frames. Set both before `start` returns, or before the next turn of the event loop.
     Concurrency: one event loop.
 
     Args:
         spec: of the engine function_process.
         home: a folder for `function.log`.
-        resolve: finds its secrets.
-        isolation: how it is kept from the machine; None: it runs as this process does.
-        calls: where what it prints is kept with whose call it was; None: all of it goes to `function.log`.
+        resolve: reads its secrets.
+        isolation: the sandbox; None: it runs like this process.
+        calls: the log for output of calls; None: all output goes to `function.log`.
     """
 
     def __init__(
@@ -239,19 +241,19 @@ class FunctionChild:
         assert spec.function is not None, "a deployed function has a FunctionSpec"
         self._spec, self._function, self._resolve = spec, spec.function, resolve
         self._isolation, self._calls = isolation, calls
-        self._inside = Inside()
+        self._bubblewrap = BubblewrapInfo()
         self.on_frames: Callable[[list[Frame]], None] = self._ignore_frames
         self.ended: Callable[[], None] = _nothing
         self.exit_code: int | None = None
-        self.batch_size = 0  # rows that it calls together at most; known once it has started
+        self.batch_size = 0  # the most rows of one call; set by the start
         self.log = FunctionLog(home / "function.log")
         self._log_start = self.log.size()
-        self._family = Family(home)
+        self._marked_processes = MarkedProcesses(home)
         self._progress: mmap.mmap | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._socket: FrameSocket | None = None
-        self._gone: asyncio.Task[None] | None = None
-        self._began: asyncio.Future[Interface] | None = None
+        self._exit_task: asyncio.Task[None] | None = None
+        self._ready: asyncio.Future[Interface] | None = None
 
     @property
     def pid(self) -> int:
@@ -265,16 +267,16 @@ class FunctionChild:
     async def start(self, timeout_s: float = START_S) -> Interface:
         """Start the process, load the function and call its setup.
 
-        Raises: ModelFailed with the traceback, or with what the process left in its log. Cancelling ends the process.
+        Cancelling ends the process. Raises: ModelFailed with the traceback, or with the end of the log.
         """
         assert self._process is None, "a function's process is started once"
-        self._began = asyncio.get_running_loop().create_future()
+        self._ready = asyncio.get_running_loop().create_future()
         try:
-            await asyncio.to_thread(self._family.begin)
+            await asyncio.to_thread(self._marked_processes.replace)
             await self._spawn()
             self.send(self._start_frame())
             async with asyncio.timeout(timeout_s):
-                return await self._began
+                return await self._ready
         except BaseException as error:
             self.kill()
             if isinstance(error, TimeoutError):
@@ -282,54 +284,54 @@ class FunctionChild:
             raise
 
     async def _spawn(self) -> None:
-        before = await asyncio.to_thread(self._isolated)
-        ours, theirs = socket.socketpair()
+        prefix = await asyncio.to_thread(self._isolation_prefix)
+        parent_end, child_end = socket.socketpair()
         progress = os.memfd_create("batchmill-progress")
-        info = [self._inside.open()] if before else []
-        log = [] if self._calls is None else [self._calls.fd]
+        info_fds = [self._bubblewrap.open()] if prefix else []
+        log_fds = [] if self._calls is None else [self._calls.fd]
         try:
             os.ftruncate(progress, PROGRESS_BYTES)
             self._progress = mmap.mmap(progress, PROGRESS_BYTES)
             self._process = await asyncio.create_subprocess_exec(
-                *before[:1], *_status_arguments(info), *before[1:],
-                self._spec.python or sys.executable, str(PROGRAM), str(theirs.fileno()), str(progress),
+                *prefix[:1], *_status_arguments(info_fds), *prefix[1:],
+                self._spec.python or sys.executable, str(PROGRAM), str(child_end.fileno()), str(progress),
                 stdin=asyncio.subprocess.DEVNULL, stdout=self.log.fd, stderr=self.log.fd,
                 cwd=self._function.folder,
-                env=self._environ() | {VARIABLE: self._family.mark},
-                pass_fds=[theirs.fileno(), progress, *info, *log], start_new_session=True,
+                env=self._environ() | {VARIABLE: self._marked_processes.mark},
+                pass_fds=[child_end.fileno(), progress, *info_fds, *log_fds], start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            ours.close()
+            parent_end.close()
             raise ModelFailed(f"{self._spec.python or sys.executable} cannot be started: {error}") from None
         except BaseException:
-            ours.close()
+            parent_end.close()
             raise
         finally:
-            theirs.close()
-            for fd in (progress, *info):
+            child_end.close()
+            for fd in (progress, *info_fds):
                 os.close(fd)
-        self._socket = FrameSocket(ours, on_frames=self._take, closed=self._disconnected)
-        self._gone = asyncio.create_task(self._until_gone(self._process))
+        self._socket = FrameSocket(parent_end, on_frames=self._receive, closed=self._disconnected)
+        self._exit_task = asyncio.create_task(self._handle_exit(self._process))
 
-    def _isolated(self) -> list[str]:
-        """What comes before the command. Blocks. Raises: ModelFailed for an interpreter that cannot be shown alone."""
+    def _isolation_prefix(self) -> list[str]:
+        """The command prefix. Blocks. Raises: ModelFailed for an interpreter whose folder has other files too."""
         if self._isolation is None:
             return []
         python, folder = self._spec.python or sys.executable, self._function.folder
-        place = Path(python).parent.parent
-        if place.parent == Path(self._isolation.data_dir, FOLDER):
-            base = base_of(place)
-            python, places = base.python, [str(place), *base.places]
+        venv = Path(python).parent.parent
+        if venv.parent == Path(self._isolation.data_dir, FOLDER):
+            base = base_of(venv)
+            python, paths = base.python, [str(venv), *base.places]
         else:
-            places = [*isolation.places_of(python)]
-        places.append(str(PROGRAM.parent))
-        return isolation.of_function(self._isolation, python, places, folder=folder, gpus=self._function.gpus)
+            paths = [*isolation.interpreter_folders(python)]
+        paths.append(str(PROGRAM.parent))
+        return isolation.function_prefix(self._isolation, python, paths, folder=folder, gpus=self._function.gpus)
 
     def _environ(self) -> dict[str, str]:
-        found = environment_of(self._function, os.environ, self._resolve)
+        variables = environment_of(self._function, os.environ, self._resolve)
         if self._isolation is None:
-            return found
-        return isolation.environ(found, {*self._function.environment, *self._function.secrets})
+            return variables
+        return isolation.environ(variables, {*self._function.environment, *self._function.secrets})
 
     def _start_frame(self) -> dict[str, Any]:
         function, memory_bytes = self._function, self._spec.limits.memory_bytes
@@ -342,92 +344,93 @@ class FunctionChild:
             "frame_columns": function.frame_columns,
             "received_shapes": function.received_shapes,
             "log_fd": None if self._calls is None else self._calls.fd,
-            "memory_bytes": None if memory_bytes is None else DATA_ROOM * memory_bytes,
+            "memory_bytes": None if memory_bytes is None else DATA_FACTOR * memory_bytes,
         }
 
-    # -- what it says -------------------------------------------------------------------------------------------------
+    # -- from the process ---------------------------------------------------------------------------------------------
 
-    def _take(self, come: list[Frame]) -> None:
-        if self._began is None or self._began.done():
-            self.on_frames(come)
+    def _receive(self, received: list[Frame]) -> None:
+        if self._ready is None or self._ready.done():
+            self.on_frames(received)
             return
-        meta, _ = come[0]
+        meta, _ = received[0]
         if meta["kind"] == "ready":
             self.batch_size = meta.get("batch_size") or 1
             fields = {name: meta[name] for name in ("batch_size", "batch_window_s") if meta.get(name)}
-            self._began.set_result(msgspec.convert(meta["interface"] | fields, Interface))
+            self._ready.set_result(msgspec.convert(meta["interface"] | fields, Interface))
         elif meta["kind"] == "failed":
-            self._began.set_exception(ModelFailed(str(meta["message"])))
+            self._ready.set_exception(ModelFailed(str(meta["message"])))
         else:
             raise AssertionError(f"the first frame of a function's process is {meta['kind']!r}")
-        if len(come) > 1:
-            self.on_frames(come[1:])
+        if len(received) > 1:
+            self.on_frames(received[1:])
 
-    def _ignore_frames(self, come: list[Frame]) -> None:
-        raise AssertionError(f"nobody asked for {come[0][0]['kind']!r}")
+    def _ignore_frames(self, received: list[Frame]) -> None:
+        raise AssertionError(f"an unexpected frame {received[0][0]['kind']!r}")
 
     def _disconnected(self, why: str) -> None:
-        """It has closed its socket, or speaks no frames any more: it is of no use, and must be gone soon."""
+        """Kill the process soon after it has closed its socket, and at once if it broke the protocol."""
         asyncio.get_running_loop().call_later(0 if why else END_S, self.kill)
 
-    async def _until_gone(self, process: asyncio.subprocess.Process) -> None:
+    async def _handle_exit(self, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         assert self._socket is not None
         self._socket.drain()
         self._socket.close()
-        self._kill_group()  # what it has started goes with it
-        await asyncio.to_thread(self._family.end)  # and what of that began a session of its own
-        self.exit_code = 128 - code if self._isolation is not None and code > 128 else code  # as bubblewrap tells of it
-        if self._began is not None and not self._began.done():
-            self._began.set_exception(ModelFailed(f"{self._spec.source} could not be started: {self.last_words()}"))
+        self._kill_group()  # its descendants in the same session
+        await asyncio.to_thread(self._marked_processes.kill)  # and those in other sessions
+        is_signal = self._isolation is not None and code > 128  # bubblewrap's exit code for a signal
+        self.exit_code = 128 - code if is_signal else code
+        if self._ready is not None and not self._ready.done():
+            self._ready.set_exception(ModelFailed(f"{self._spec.source} could not be started: {self.exit_report()}"))
         self.ended()
 
     def ending(self) -> str:
-        """How it ended. Fit for everybody who calls it: what it printed may be of others."""
+        """The exit code or signal. Without its output, which may belong to other callers."""
         code = self.exit_code
         if code is None:
             return "it is running"
         return f"exit code {code}" if code >= 0 else f"signal {_signal_name(-code)}"
 
-    def last_words(self) -> str:
-        """How it ended, and the end of what it printed."""
-        said = self.log.tail(self._log_start)
-        return f"{self.ending()}; it wrote:\n{said}" if said else self.ending()
+    def exit_report(self) -> str:
+        """The exit code or signal, and the end of its output."""
+        output = self.log.tail(self._log_start)
+        return f"{self.ending()}; it wrote:\n{output}" if output else self.ending()
 
     def blamed(self) -> list[Call]:
-        """The rows whose call had begun and not ended when this is called, or when the process died."""
+        """The rows whose calls are running now, or were running when the process died."""
         if self._progress is None:
             return []
         (count,) = _COUNT.unpack_from(self._progress)
-        places = range(_COUNT.size, _COUNT.size + min(count, ENTRIES_MAX) * _ENTRY.size, _ENTRY.size)
-        return [_ENTRY.unpack_from(self._progress, place) for place in places]
+        offsets = range(_COUNT.size, _COUNT.size + min(count, ENTRIES_MAX) * _PROGRESS_ENTRY.size, _PROGRESS_ENTRY.size)
+        return [_PROGRESS_ENTRY.unpack_from(self._progress, offset) for offset in offsets]
 
     def last_called(self) -> int:
-        """The ask whose call began last, though it may have ended; 0: none has begun."""
-        return 0 if self._progress is None else _ENTRY.unpack_from(self._progress, _COUNT.size)[0]
+        """The id of the request whose call started last, even if it has ended; 0 before the first call."""
+        return 0 if self._progress is None else _PROGRESS_ENTRY.unpack_from(self._progress, _COUNT.size)[0]
 
     def resident_bytes(self) -> int:
-        """What it holds in memory now; 0 where nothing tells."""
+        """Its resident memory; 0 if it is unknown."""
         try:
-            pid = self.pid if self._isolation is None else self._inside.pid()
+            pid = self.pid if self._isolation is None else self._bubblewrap.pid()
             with open(f"/proc/{pid}/statm", "rb") as file:
                 return int(file.read().split()[1]) * mmap.PAGESIZE
         except OSError:
             return 0
 
-    # -- what it is told ----------------------------------------------------------------------------------------------
+    # -- to the process -----------------------------------------------------------------------------------------------
 
     def send(self, meta: dict[str, Any], buffers: Sequence[bytes | memoryview] = ()) -> None:
-        """Queue a frame; never waits, and is quiet when the process has gone."""
+        """Queue a frame. It never waits, and does nothing after the process has exited."""
         self.write(frames.pack(meta, buffers))
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """As `send`, of a frame that is packed already."""
+        """As `send`, for a packed frame."""
         if self._socket is not None:
             self._socket.write(pieces)
 
     def kill(self) -> None:
-        """End it and what it has started at once; `ended` is still called."""
+        """Kill the process and its descendants. `ended` is still called."""
         if self.is_alive:
             self._kill_group()
 
@@ -437,22 +440,22 @@ class FunctionChild:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     async def stop(self, grace_s: float = STOP_S) -> None:
-        """Let the function finalize, then end it; return when it has gone. Safe to call twice, and before `start`."""
-        if self._gone is not None:
+        """Let the function finalize, then end the process and wait for it. Safe to call twice, and before `start`."""
+        if self._exit_task is not None:
             self.send({"kind": "stop"})
-            await asyncio.wait([self._gone], timeout=grace_s)
+            await asyncio.wait([self._exit_task], timeout=grace_s)
             self.kill()
-            await self._gone
+            await self._exit_task
         self._close()
 
     async def wait(self) -> None:
-        """Return when the process has gone."""
-        if self._gone is not None:
-            await asyncio.shield(self._gone)
+        """Wait until the process has exited."""
+        if self._exit_task is not None:
+            await asyncio.shield(self._exit_task)
 
     def _close(self) -> None:
         self.log.close()
-        self._inside.close()
+        self._bubblewrap.close()
         if self._progress is not None:
             self._progress.close()
             self._progress = None

@@ -1,4 +1,4 @@
-"""Frames to and from a function's process over one socket, on the event loop: no task and no stream in between."""
+"""Sends and receives frames of a function's process over a socket, directly on the event loop, without a task."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 from batchmill.function_runtime.frames import BrokenFrame, Reader
 
-READS_MAX = 16  # at one wake-up: the loop has others to serve
-PIECES_MAX = 512  # handed to the kernel in one call; it takes 1024
-JOIN_BYTES_MAX = 64 * 1024  # pieces up to here together are copied into one
-SOCKET_BYTES = 4 * 1024 * 1024  # asked of the kernel for what is under way; it gives what it allows
+READS_MAX = 16  # in one turn of the event loop, which has other work
+PIECES_MAX = 512  # passed to the kernel in one call, which takes up to 1024
+JOIN_BYTES_MAX = 64 * 1024  # queued pieces with fewer bytes together are joined
+SOCKET_BYTES = 4 * 1024 * 1024  # requested size of the kernel's buffers, which may grant less
 
 Buffer = bytes | memoryview
 Frame = tuple[dict[str, Any], list[Buffer]]
@@ -23,19 +23,19 @@ Frame = tuple[dict[str, Any], list[Buffer]]
 class FrameSocket:
     """
     Args:
-        sock: one end of a socket pair; taken over.
-        on_frames: is given all frames that one read completed, in order.
-        closed: is called once when the other side has gone or speaks no frames; why, or "".
+        sock: one end of a socket pair. The FrameSocket closes it.
+        on_frames: called with all frames that one read completed, in order.
+        closed: called once when the other side closes the socket or breaks the protocol, with the reason or "".
     """
 
     def __init__(
         self, sock: socket.socket, *, on_frames: Callable[[list[Frame]], None], closed: Callable[[str], None]
     ) -> None:
-        self._sock, self._on_frames, self._closed = sock, on_frames, closed
+        self._sock, self._on_frames, self._on_close = sock, on_frames, closed
         self._loop = asyncio.get_running_loop()
         self._reader = Reader()
-        self._out: deque[bytes | memoryview] = deque()
-        self._is_flushing = False  # a flush is due, or waits for room
+        self._queue: deque[bytes | memoryview] = deque()
+        self._is_flushing = False  # a flush is scheduled, or waits until the socket is writable
         self._is_blocked = False
         self.is_open = True
         sock.setblocking(False)
@@ -44,26 +44,26 @@ class FrameSocket:
         self._loop.add_reader(sock.fileno(), self._readable)
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """Queue the pieces of a frame; those of one turn of the loop leave together. Quiet once the other has gone."""
+        """Queue the pieces of a frame. Pieces of one turn of the loop are sent together. Does nothing when closed."""
         if not self.is_open:
             return
-        self._out.extend(pieces)
+        self._queue.extend(pieces)
         if not self._is_flushing:
             self._is_flushing = True
             self._loop.call_soon(self._flush)
 
     def drain(self) -> None:
-        """Hear what has come and was not read: the other side has ended."""
+        """Read the remaining frames after the other side has exited."""
         while self.is_open and self._read():
             pass
 
     def close(self) -> None:
-        """Hear and say no more."""
+        """Close the socket and drop queued pieces."""
         if self.is_open:
             self.is_open = False
             self._loop.remove_reader(self._sock.fileno())
             self._loop.remove_writer(self._sock.fileno())
-            self._out.clear()
+            self._queue.clear()
             self._sock.close()
 
     def _readable(self) -> None:
@@ -72,10 +72,10 @@ class FrameSocket:
                 return
 
     def _read(self) -> bool:
-        """Whether there may be more."""
-        room = self._reader.room()
+        """Read once. Returns whether there may be more data."""
+        buffer = self._reader.room()
         try:
-            size = self._sock.recv_into(room)
+            size = self._sock.recv_into(buffer)
         except (BlockingIOError, InterruptedError):
             return False
         except OSError as error:
@@ -91,20 +91,20 @@ class FrameSocket:
             return False
         if frames:
             self._on_frames(frames)
-        return size == len(room)
+        return size == len(buffer)
 
-    def _end(self, why: str) -> None:
+    def _end(self, reason: str) -> None:
         self.close()
-        self._closed(why)
+        self._on_close(reason)
 
     def _flush(self) -> None:
-        out = self._out
-        while out and self.is_open:
-            if len(out) > 1 and len(out) <= PIECES_MAX and sum(map(len, out)) <= JOIN_BYTES_MAX:
-                joined = b"".join(out)
-                out.clear()
-                out.append(joined)
-            pieces = list(itertools.islice(out, PIECES_MAX))
+        queue = self._queue
+        while queue and self.is_open:
+            if len(queue) > 1 and len(queue) <= PIECES_MAX and sum(map(len, queue)) <= JOIN_BYTES_MAX:
+                joined = b"".join(queue)
+                queue.clear()
+                queue.append(joined)
+            pieces = list(itertools.islice(queue, PIECES_MAX))
             try:
                 sent = self._sock.sendmsg(pieces)
             except (BlockingIOError, InterruptedError):
@@ -112,14 +112,14 @@ class FrameSocket:
                 self._is_blocked = True
                 return
             except OSError:
-                out.clear()  # it has gone; the reader hears of it, after what it said last
+                queue.clear()  # closed by the other side; the reader notices after the last frames
                 break
             for piece in pieces:
                 if sent < len(piece):
-                    out[0] = memoryview(piece)[sent:]
+                    queue[0] = memoryview(piece)[sent:]
                     break
                 sent -= len(piece)
-                out.popleft()
+                queue.popleft()
         if self._is_blocked and self.is_open:
             self._loop.remove_writer(self._sock.fileno())
         self._is_flushing = self._is_blocked = False

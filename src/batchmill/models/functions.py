@@ -1,6 +1,6 @@
-"""Python functions as models: where their source lies, its digest, and how the file becomes something to call.
+"""Python functions as models: addresses of source code, digests, and loading.
 
-Knows user code and nothing of rows, engines or files of results. Only `load` runs user code.
+This module knows nothing of rows, engines or result files. Only `load` runs user code.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from batchmill.types import Tensor
 
 
 class FunctionSource(Struct, frozen=True):
-    """A function's address. `root` and `module` are for a module, `file` is for a file; one of them is set."""
+    """The address of a function: `file`, or `module` with an optional `root`."""
 
     attribute: str
     file: Path | None = None
     module: str | None = None
-    root: Path | None = None  # the folder `module` is looked up from; None: where Python looks
+    root: Path | None = None  # the folder in which `module` is searched; None: Python's own path
 
     def __str__(self) -> str:
         if self.file is not None:
             return f"{self.file}:{self.attribute}"
-        place = self.module if self.root is None else f"{self.root}/{self.module}"
-        return f"{place}:{self.attribute}"
+        module_path = self.module if self.root is None else f"{self.root}/{self.module}"
+        return f"{module_path}:{self.attribute}"
 
 
 class Loaded(Struct, frozen=True):
     """User code that is ready to be called.
 
-    `list_rows` is None for a function of one row. Otherwise it takes lists of up to so many rows: of whole rows as
-    dicts where its only parameter is `rows`, else one list of values for each parameter.
+    `list_rows` is None for a function of one row. Otherwise it is the largest number of rows in a list. The function
+    takes one list of rows as dicts if its only parameter is `rows`, else a list of values for each parameter.
     """
 
     name: str
@@ -56,9 +56,9 @@ class Loaded(Struct, frozen=True):
     takes_kwargs: bool
     is_async: bool
     list_rows: int | None = None
-    setup: Callable[[], Any] | None = None  # to be called, or awaited, once before the first row
-    yields: bool = False  # a generator function, plain or async: it can answer in pieces, and rows cannot use it
-    inputs: list[Tensor] = []  # its parameters with what their hints say
+    setup: Callable[[], Any] | None = None  # called or awaited once before the first row
+    yields: bool = False  # a generator function, plain or async: for streaming calls, not for rows
+    inputs: list[Tensor] = []  # its parameters with their type hints
 
     @property
     def required(self) -> frozenset[str]:
@@ -72,30 +72,30 @@ class Loaded(Struct, frozen=True):
 
 
 def parse(source: str) -> FunctionSource:
-    """Read `app.py:classify`, `dir/app.py:model.predict`, `package.module:Class` or `dir/package.module:Class`.
+    """Parse `app.py:classify`, `dir/app.py:model.predict`, `package.module:Class` or `dir/package.module:Class`.
 
     Raises: InvalidInput (`invalid_source`).
     """
-    place, _, attribute = source.rpartition(":")
-    if not place or not all(part.isidentifier() for part in attribute.split(".")):
+    path, _, attribute = source.rpartition(":")
+    if not path or not all(part.isidentifier() for part in attribute.split(".")):
         raise InvalidInput(
-            f"{source!r} does not name a function: write FILE.py:NAME or package.module:NAME", code="invalid_source"
+            f"{source!r} is not a function: write FILE.py:NAME or package.module:NAME", code="invalid_source"
         )
-    if place.endswith(".py"):
-        return FunctionSource(attribute, file=Path(place))
-    folder, slash, module = place.rpartition("/")
+    if path.endswith(".py"):
+        return FunctionSource(attribute, file=Path(path))
+    folder, slash, module = path.rpartition("/")
     if not all(part.isidentifier() for part in module.split(".")):
         raise InvalidInput(
-            f"{place!r} in {source!r} is neither a .py file nor a module: write FILE.py:NAME or package.module:NAME",
+            f"{path!r} in {source!r} is neither a .py file nor a module: write FILE.py:NAME or package.module:NAME",
             code="invalid_source",
         )
     return FunctionSource(attribute, module=module, root=Path(folder or "/") if slash else None)
 
 
 def absolute(source: str, base: Path) -> str:
-    """`source` such that it means the same function from any working directory.
+    """Make `source` independent of the working directory.
 
-    A module that lies under `base` is bound to it; one that is installed keeps its bare name.
+    A module in `base` gets `base` as its root; an installed one keeps its name.
     """
     parsed = parse(source)
     if parsed.file is not None:
@@ -107,9 +107,9 @@ def absolute(source: str, base: Path) -> str:
 
 
 def digest(source: str) -> str:
-    """The sha256 of the source file that holds the function, without running any of it.
+    """The sha256 of the function's source file. Does not run it.
 
-    Raises: ModelFailed where there is no such file.
+    Raises: ModelFailed if the file does not exist.
     """
     parsed = parse(source)
     path = file_of(parsed)
@@ -120,10 +120,10 @@ def digest(source: str) -> str:
 
 
 def load(source: str) -> Loaded:
-    """Import the function's file and make what it names ready to call; a class is constructed, not yet set up.
+    """Import the function's file and prepare the function for calls. A class is constructed, but not set up.
 
-    The file's folder is put on `sys.path`; a file inside a package is imported as a part of it.
-    Raises: ModelFailed, with the traceback of the user's code where that is what failed.
+    The file's folder is added to `sys.path`; a file in a package is imported as part of the package.
+    Raises: ModelFailed, with the traceback if user code failed.
     """
     parsed = parse(source)
     target: Any = _import(parsed)
@@ -135,7 +135,7 @@ def load(source: str) -> Loaded:
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of `error` from the first frame that is not ours or the import system's."""
+    """The traceback of `error`, starting at the first frame of user code."""
     frames = error.__traceback__
     while frames is not None and _is_machinery(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
@@ -150,18 +150,18 @@ _OURS = Path(__file__).resolve().parent.parent
 
 
 def file_of(source: FunctionSource) -> Path:
-    """The file that holds the function; it need not be there. Raises: ModelFailed for a module nobody has."""
+    """The function's file, which may not exist. Raises: ModelFailed for an unknown module."""
     if source.file is not None:
         return source.file
     assert source.module is not None
-    found = _find(source.module, sys.path if source.root is None else [str(source.root)])
-    if found is None:
+    path = _find(source.module, sys.path if source.root is None else [str(source.root)])
+    if path is None:
         raise ModelFailed(f"there is no module {source.module!r} for the function {source}")
-    return found
+    return path
 
 
 def _find(module: str, path: list[str]) -> Path | None:
-    """The file of a module, found folder by folder: `importlib.util.find_spec` would import its parents."""
+    """Find the file of a module folder by folder, because `importlib.util.find_spec` would import its parents."""
     locations: list[str] | None = path
     name, spec = "", None
     for part in module.split("."):
@@ -169,8 +169,8 @@ def _find(module: str, path: list[str]) -> Path | None:
         spec = None if locations is None else PathFinder.find_spec(name, locations)
         if spec is None:
             return None
-        places = spec.submodule_search_locations
-        locations = None if places is None else list(places)
+        submodules = spec.submodule_search_locations
+        locations = None if submodules is None else list(submodules)
     return Path(spec.origin) if spec is not None and spec.origin is not None and spec.has_location else None
 
 
@@ -198,9 +198,9 @@ def _import_module(module: str, root: Path | None, source: FunctionSource) -> Mo
 
 def _import_file(file: Path, source: FunctionSource) -> ModuleType:
     _put_on_path(file.parent)
-    # The file's own name, so that what it defines can be pickled; never that of a module that is there already.
-    taken = file.stem in sys.modules or file.stem in sys.stdlib_module_names
-    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}" if taken else file.stem
+    # The file's own name, so that its classes can be pickled, unless there is already a module of this name.
+    is_taken = file.stem in sys.modules or file.stem in sys.stdlib_module_names
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}" if is_taken else file.stem
     spec = importlib.util.spec_from_file_location(name, file, loader=FreshLoader(name, str(file)))
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -218,11 +218,11 @@ def _put_on_path(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _run_user_code(call: Callable[[], Any], doing: str) -> Any:
+def _run_user_code(call: Callable[[], Any], action: str) -> Any:
     try:
         return call()
     except (Exception, SystemExit) as error:
-        raise ModelFailed(f"{doing} failed:\n{user_traceback(error)}") from None
+        raise ModelFailed(f"{action} failed:\n{user_traceback(error)}") from None
 
 
 def _attribute(target: Any, name: str, source: str) -> Any:
@@ -230,9 +230,9 @@ def _attribute(target: Any, name: str, source: str) -> Any:
         return getattr(target, name)
     except AttributeError:
         pass
-    names = [known for known in dir(target) if not known.startswith("_")]
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(names[:20]) or 'nothing'}"
+    names = [attribute for attribute in dir(target) if not attribute.startswith("_")]
+    close_names = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {close_names[0]!r}?" if close_names else f"it has: {', '.join(names[:20]) or 'nothing'}"
     raise ModelFailed(f"there is no {name!r} in the function {source}: {hint}")
 
 
@@ -248,23 +248,23 @@ def _describe(target: Any, source: str) -> Loaded:
             "name a function, or a class with a method `predict` or `__call__`"
         )
     try:
-        found = inspect.signature(call).parameters.values()
+        signature_parameters = inspect.signature(call).parameters.values()
     except (ValueError, TypeError):
-        raise ModelFailed(f"{source} does not say what its parameters are: wrap it in a function of your own") from None
-    positional = [each.name for each in found if each.kind is each.POSITIONAL_ONLY]
+        raise ModelFailed(f"{source} has no signature: wrap it in a function of your own") from None
+    positional = [each.name for each in signature_parameters if each.kind is each.POSITIONAL_ONLY]
     if positional:
         raise ModelFailed(f"{source} takes {positional[0]!r} by position only, and rows give arguments by name")
     is_column = hasattr(call, "batchmill_list_rows")
     loaded = Loaded(
         name=source,
         call=call,
-        parameters={each.name: each.default for each in found if each.kind in _NAMED},
-        takes_kwargs=any(each.kind is each.VAR_KEYWORD for each in found),
+        parameters={each.name: each.default for each in signature_parameters if each.kind in _NAMED},
+        takes_kwargs=any(each.kind is each.VAR_KEYWORD for each in signature_parameters),
         is_async=_is_any(call, inspect.iscoroutinefunction),
         list_rows=getattr(call, "batchmill_list_rows", None),
         setup=setup if callable(setup) else None,
         yields=_is_any(call, inspect.isgeneratorfunction, inspect.isasyncgenfunction),
-        inputs=_inputs(call, [each for each in found if each.kind in _NAMED], is_column=is_column),
+        inputs=_inputs(call, [each for each in signature_parameters if each.kind in _NAMED], is_column=is_column),
     )
     if loaded.list_rows is not None and (loaded.takes_kwargs or not loaded.parameters):
         raise ModelFailed(
@@ -278,9 +278,9 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 def _inputs(call: Callable[..., Any], parameters: list[inspect.Parameter], *, is_column: bool) -> list[Tensor]:
     hints = hints_of(call)
-    read = {each.name: read_hint(hints.get(each.name), is_column=is_column) for each in parameters}
+    tensors = {each.name: read_hint(hints.get(each.name), is_column=is_column) for each in parameters}
     return [
-        Tensor(each.name, read[each.name].datatype, read[each.name].shape, each.default is each.empty)
+        Tensor(each.name, tensors[each.name].datatype, tensors[each.name].shape, each.default is each.empty)
         for each in parameters
     ]
 
@@ -291,20 +291,20 @@ def _is_any(call: Any, *kinds: Callable[[Any], bool]) -> bool:
     return any(kind(call) or kind(body) for kind in kinds)
 
 
-OUR_DECORATORS = ("batched",)  # they leave a function what it is
+OUR_DECORATORS = ("batched",)  # they return the function itself
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def is_blocking(source: str) -> bool:
-    """Whether `source` is for sure called without `await`. False also where only running the file would tell.
+    """Whether `source` is certainly called without `await`. False if only running the file would show it.
 
-    Raises: ModelFailed where there is no such file.
+    Raises: ModelFailed if the module does not exist.
     """
     parsed = parse(source)
     try:
         scope: ast.AST | None = ast.parse(file_of(parsed).read_bytes())
     except (SyntaxError, ValueError, RecursionError, OSError):
-        return False  # loading it says what is wrong
+        return False  # loading reports the error
     for name in parsed.attribute.split("."):
         scope = _definition(scope, name)
     if isinstance(scope, ast.ClassDef):
@@ -313,25 +313,31 @@ def is_blocking(source: str) -> bool:
 
 
 def _definition(scope: ast.AST | None, name: str) -> Definition | None:
-    """What `name` is in a module or class, if one plain statement of it says so and nothing else binds the name."""
+    """The definition of `name` in a module or class, if it is the only statement that binds the name."""
     if not isinstance(scope, ast.Module | ast.ClassDef) or (isinstance(scope, ast.ClassDef) and scope.decorator_list):
         return None
-    found = [node for node in scope.body if isinstance(node, Definition) and node.name == name]
-    others = [node for node in scope.body if node not in found]
-    return found[0] if len(found) == 1 and not any(_binds(node, name) for node in others) else None
+    definitions = [node for node in scope.body if isinstance(node, Definition) and node.name == name]
+    others = [node for node in scope.body if node not in definitions]
+    return definitions[0] if len(definitions) == 1 and not any(_binds(node, name) for node in others) else None
 
 
 def _binds(statement: ast.AST, name: str) -> bool:
-    """Whether a statement may give `name` another meaning, somewhere in it."""
+    """Whether a statement may bind `name`, anywhere in it."""
     for node in ast.walk(statement):
         match node:
-            case ast.Name(id=bound, ctx=ast.Store()) | ast.alias(name=bound, asname=None) | ast.alias(asname=bound):
+            case (
+                ast.Name(id=bound_name, ctx=ast.Store())
+                | ast.alias(name=bound_name, asname=None)
+                | ast.alias(asname=bound_name)
+            ):
                 pass
-            case ast.FunctionDef(name=bound) | ast.AsyncFunctionDef(name=bound) | ast.ClassDef(name=bound):
+            case (
+                ast.FunctionDef(name=bound_name) | ast.AsyncFunctionDef(name=bound_name) | ast.ClassDef(name=bound_name)
+            ):
                 pass
             case _:
                 continue
-        if bound in (name, "*"):
+        if bound_name in (name, "*"):
             return True
     return False
 

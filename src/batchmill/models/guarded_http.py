@@ -1,4 +1,4 @@
-"""HTTP to places that somebody else named: the address is judged where the socket is made, whatever a name resolved to.
+"""HTTP to URLs of callers. Each socket checks the address that it connects to, so that DNS rebinding has no effect.
 
 No proxies, no .netrc, no redirects, no cookies.
 """
@@ -16,17 +16,17 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from batchmill.models.addresses import Private, Target, flaw_of, may_reach, read_url
+from batchmill.models.addresses import Private, Target, flaw_of, read_url, refusal_for
 
-RESOLVING_MAX = 16  # names looked up at once: a resolver that hangs holds up nobody but its own callers
+RESOLVING_MAX = 16  # concurrent name lookups, so that a resolver that hangs delays only its own callers
 CONNECT_S = 5.0
-ADDRESSES_S = 60  # how long a name's addresses are used without asking again
-OPENED_MAX = 4096  # addresses remembered of names that the operator opened
-ADMITTED_MAX = 1024  # places remembered as allowed by their text
+ADDRESSES_S = 60  # how long the addresses of a name are cached
+ALLOWED_MAX = 4096  # cached addresses of host names that the operator allows
+ADMITTED_MAX = 1024  # cached origins whose text is allowed
 
 
 class NotAllowed(OSError):
-    """A socket that is not made. `reason` says why."""
+    """A connection to this address is refused. `reason` says why."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(errno.EACCES, reason)
@@ -39,13 +39,13 @@ class GuardedHttp:
     def __init__(self, private: Private) -> None:
         self.private = private
         self._threads = ThreadPoolExecutor(RESOLVING_MAX, thread_name_prefix="resolve")
-        self._admitted: set[tuple[str, str]] = set()  # scheme and authority
+        self._admitted_origins: set[tuple[str, str]] = set()  # scheme and authority
 
     def session(self, target: Target, timeout_s: float) -> aiohttp.ClientSession:
-        """A session for calls of this target alone; each passes `allow_redirects=False`. `timeout_s` is for a call."""
+        """A session for calls of one target. Each call must pass `allow_redirects=False`, and has `timeout_s`."""
 
-        def check(place: str) -> None:
-            if reason := may_reach(_read(place), target, self.private):
+        def check(ip: str) -> None:
+            if reason := refusal_for(_parse_ip(ip), target, self.private):
                 raise NotAllowed(reason)
 
         def make_socket(address: Any) -> socket.socket:
@@ -64,37 +64,37 @@ class GuardedHttp:
         )
 
     def admit(self, url: str) -> None:
-        """Pass where the text of a URL says nothing against it. What it leads to is judged when it is called.
+        """Check the text of a URL. The addresses of its host are checked when it is called.
 
         Raises: InvalidInput, code `url_not_allowed`.
         """
         if self.private.is_everywhere:
             return
         parts = urlsplit(url)
-        place = (parts.scheme, parts.netloc)
-        if place in self._admitted:
+        origin = (parts.scheme, parts.netloc)
+        if origin in self._admitted_origins:
             return
         read_url(url, self.private)
-        if len(self._admitted) < ADMITTED_MAX:
-            self._admitted.add(place)
+        if len(self._admitted_origins) < ADMITTED_MAX:
+            self._admitted_origins.add(origin)
 
     def connections(self, *, keepalive_s: float, verify_tls: bool = True) -> aiohttp.TCPConnector:
-        """Connections for a session that calls many places, and calls them again. Every URL must pass `admit` first.
+        """A connection pool for a session with many targets. Every URL must pass `admit` first.
 
-        A name may be asked for once and called for a while: what counts is the address of each socket.
+        Addresses of a name are cached for a while. Each socket checks its address.
         """
-        opened: set[str] = set()  # addresses of names that the operator opened: those may be private
+        allowed: set[str] = set()  # addresses of host names that the operator allows: they may be private
 
         def make_socket(address: Any) -> socket.socket:
-            place = str(address[4][0])
-            at = _read(place)
-            if reason := flaw_of(at, self.private.holds(at) or str(at) in opened):
+            text = str(address[4][0])
+            ip = _parse_ip(text)
+            if reason := flaw_of(ip, self.private.holds(ip) or str(ip) in allowed):
                 raise NotAllowed(reason)
             return _new_socket(address)
 
         return aiohttp.TCPConnector(
             limit=0,
-            resolver=_Resolver(self, opened),
+            resolver=_Resolver(self, allowed),
             socket_factory=make_socket,
             ttl_dns_cache=ADDRESSES_S,
             keepalive_timeout=keepalive_s,
@@ -102,15 +102,20 @@ class GuardedHttp:
         )
 
     async def look_up(self, host: str, port: int, family: int) -> list[ResolveResult]:
-        """The addresses of a name, not judged."""
-        found = await asyncio.get_running_loop().run_in_executor(
+        """Resolve a name, without a check of the addresses."""
+        results = await asyncio.get_running_loop().run_in_executor(
             self._threads, socket.getaddrinfo, host, port, family, socket.SOCK_STREAM, 0, socket.AI_ADDRCONFIG
         )
         return [
             ResolveResult(
-                hostname=host, host=str(place[0]), port=port, family=family, proto=protocol, flags=socket.AI_NUMERICHOST
+                hostname=host,
+                host=str(address[0]),
+                port=port,
+                family=family,
+                proto=protocol,
+                flags=socket.AI_NUMERICHOST,
             )
-            for family, _, protocol, _, place in found
+            for family, _, protocol, _, address in results
         ]
 
     def close(self) -> None:
@@ -118,19 +123,19 @@ class GuardedHttp:
 
 
 def refusal_of(error: BaseException) -> str | None:
-    """Why the guard made no socket, where that is what an error of a call comes from."""
+    """The reason of a refused address, if that caused the error of a call; None otherwise."""
     seen: set[int] = set()
-    at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        if isinstance(at, NotAllowed):
-            return at.reason
-        seen.add(id(at))
-        at = getattr(at, "os_error", None) or at.__cause__ or at.__context__
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        if isinstance(cause, NotAllowed):
+            return cause.reason
+        seen.add(id(cause))
+        cause = getattr(cause, "os_error", None) or cause.__cause__ or cause.__context__
     return None
 
 
-def _read(place: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    return ipaddress.ip_address(place.partition("%")[0])
+def _parse_ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(address.partition("%")[0])
 
 
 def _new_socket(address: Any) -> socket.socket:
@@ -139,7 +144,7 @@ def _new_socket(address: Any) -> socket.socket:
 
 
 class _TargetResolver(AbstractResolver):
-    """Refuses a name of which any address must not be called."""
+    """Refuses a name if any of its addresses may not be called."""
 
     def __init__(self, guard: GuardedHttp, target: Target) -> None:
         self._guard, self._target = guard, target
@@ -147,35 +152,35 @@ class _TargetResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        found = await self._guard.look_up(host, port, family)
-        for each in found:
-            if reason := may_reach(_read(each["host"]), self._target, self._guard.private):
+        results = await self._guard.look_up(host, port, family)
+        for result in results:
+            if reason := refusal_for(_parse_ip(result["host"]), self._target, self._guard.private):
                 raise NotAllowed(reason)
-        return found
+        return results
 
     async def close(self) -> None:
         """Nothing of its own to release."""
 
 
 class _Resolver(AbstractResolver):
-    """The same for any name; the addresses of those that the operator opened are added to `opened`."""
+    """The same for any name. Adds the addresses of names that the operator allows to `allowed`."""
 
-    def __init__(self, guard: GuardedHttp, opened: set[str]) -> None:
-        self._guard, self._opened = guard, opened
+    def __init__(self, guard: GuardedHttp, allowed: set[str]) -> None:
+        self._guard, self._allowed = guard, allowed
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        found = await self._guard.look_up(host, port, family)
+        results = await self._guard.look_up(host, port, family)
         private = self._guard.private
         is_listed = host.lower() in private.names
-        for each in found:
-            at = _read(each["host"])
-            if reason := flaw_of(at, is_listed or private.holds(at)):
+        for result in results:
+            ip = _parse_ip(result["host"])
+            if reason := flaw_of(ip, is_listed or private.holds(ip)):
                 raise NotAllowed(reason)
-            if is_listed and len(self._opened) < OPENED_MAX:
-                self._opened.add(str(at))
-        return found
+            if is_listed and len(self._allowed) < ALLOWED_MAX:
+                self._allowed.add(str(ip))
+        return results
 
     async def close(self) -> None:
         """Nothing of its own to release."""

@@ -33,7 +33,7 @@ class Requirements(Struct, frozen=True):
 
     @property
     def is_locked(self) -> bool:
-        """The author gave hashes: the list is complete, and installed as it is."""
+        """Whether the author gave hashes: the list is then complete, and is installed unchanged."""
         return any(_HASH.search(each) for each in self.packages) or _REQUIRE_HASHES in self.options
 
     def text(self) -> str:
@@ -53,12 +53,12 @@ def packages_of(lock: str) -> list[str]:
 
 
 class Installer(Struct, frozen=True):
-    """uv or pip, with its settings."""
+    """Runs uv or pip with its settings."""
 
     uv: str | None  # path of the program; None: pip
     environ: dict[str, str]
     flags: list[str] = []  # of uv
-    files: list[str] = []  # files that it reads, besides the interpreter's own
+    files: list[str] = []  # that it reads, besides those of the interpreter
 
     async def lock(self, requirements: Requirements, base: str, folder: Path, run: Run) -> str:
         """Resolve requirements for the interpreter `base`. Raises: ModelFailed.
@@ -94,15 +94,17 @@ class Installer(Struct, frozen=True):
         """
         without_pip = [] if self.uv is None else ["--without-pip"]  # installing pip takes seconds
         await run([base, "-m", "venv", *without_pip, str(venv)])
-        locked, python, source = parse(lock), str(venv / "bin" / "python"), venv / "requirements.txt"
-        if not locked.packages:
+        requirements, python, source = parse(lock), str(venv / "bin" / "python"), venv / "requirements.txt"
+        if not requirements.packages:
             return
-        checks = _REQUIRE_HASHES if _REQUIRE_HASHES in locked.options else "--no-deps"  # a resolved list is complete
+        checks = (
+            _REQUIRE_HASHES if _REQUIRE_HASHES in requirements.options else "--no-deps"
+        )  # a resolved list is complete
         if self.uv is not None:
-            source.write_text(Requirements([], locked.packages).text())
+            source.write_text(Requirements([], requirements.packages).text())
             await run([self.uv, "pip", "install", *self._uv_flags(), checks, "--python", python, "-r", str(source)])
         else:
-            source.write_text(_for_pip(locked).text())
+            source.write_text(_for_pip(requirements).text())
             await run([python, *_PIP, checks, "-r", str(source)])
 
     def _uv_flags(self) -> list[str]:
@@ -167,11 +169,11 @@ def _pin(resolved: _Resolved) -> str:
     return pin + "".join(f" --hash={name}:{value}" for name, value in hashes)
 
 
-def _for_pip(locked: Requirements) -> Requirements:
+def _for_pip(requirements: Requirements) -> Requirements:
     """pip takes hashes for all packages or for none, and a commit of a repository has no hash."""
-    if all(_HASH.search(each) for each in locked.packages):
-        return locked
-    return Requirements(locked.options, [_HASH.sub("", each) for each in locked.packages])
+    if all(_HASH.search(each) for each in requirements.packages):
+        return requirements
+    return Requirements(requirements.options, [_HASH.sub("", each) for each in requirements.packages])
 
 
 def _read(path: Path) -> bytes:

@@ -1,7 +1,7 @@
-"""The paths that a model answers: those of the OpenAI API that rows may have, and what the configuration adds.
+"""The paths that a model answers: those of the OpenAI API for rows, and those that the configuration adds.
 
-A path is compared with this list as a whole and never decoded, joined or normalised: what differs by one byte is
-another path, and a service sees none but those listed here.
+A path is compared with this list byte by byte, and never decoded, joined or normalised. A service gets only requests
+with paths of this list.
 """
 
 from __future__ import annotations
@@ -14,56 +14,56 @@ from batchmill.models.providers import PROVIDERS
 from batchmill.types import ModelSpec
 from batchmill.wire.forms import CHAT, EMBEDDINGS, MESSAGES, MODERATIONS, URLS
 
-PATHS_MAX = 64  # that the configuration adds to one model
+PATHS_MAX = 64  # that the configuration may add to one model
 PATH_CHARS_MAX = 200
 SHOWN_CHARS = 100
-# First words of paths that a server of batchmill answers itself: no model has them.
+# First segments of paths that a server of batchmill answers itself: a model may not have them.
 RESERVED = ("batches", "files", "models", "uploads", "webhook_endpoints", "webhook_event_types")
 SERVICE_PATHS = frozenset((*URLS, MODERATIONS))
-# What of vLLM's other paths runs a model. The rest of them change the engine: adapters, profiles, caches, weights.
+# vLLM's other paths that run a model. The rest change the engine: adapters, profiles, caches, weights.
 VLLM_PATHS = (MESSAGES, f"{MESSAGES}/count_tokens")
 
-OPENAI_LIKE = ("openai", "azure")  # providers whose batches take rows of any path that they have
+OPENAI_LIKE = ("openai", "azure")  # providers whose batches take rows of any of their paths
 _PATH = re.compile(r"/v1(?:/[A-Za-z0-9][A-Za-z0-9._-]*)+")
-_OF_PROVIDER = {"anthropic": frozenset((CHAT, MESSAGES)), "cohere": frozenset((EMBEDDINGS,))}
+_PROVIDER_PATHS = {"anthropic": frozenset((CHAT, MESSAGES)), "cohere": frozenset((EMBEDDINGS,))}
 
 
 def paths_of(model: ModelSpec) -> frozenset[str] | None:
     """The paths that rows and calls of a model may have.
 
-    None: any below /v1, since a path leads nowhere: functions and connectors are called in one way only, and the bodies
-    of some providers' batches stand alone.
+    None: any path below /v1, because the path has no effect: functions and connectors have only one kind of call, and
+    the batches of some providers have bodies without paths.
     """
     if model.takes_columns:
         return None
     if model.needs_route:
-        ways = [paths_of(route) for route in model.routes]
-        known = [way for way in ways if way is not None]
-        return frozenset().union(*known) if len(known) == len(ways) else None
+        route_paths = [paths_of(route) for route in model.routes]
+        limited = [paths for paths in route_paths if paths is not None]
+        return frozenset().union(*limited) if len(limited) == len(route_paths) else None
     if model.provider is not None:
         if not PROVIDERS[model.provider].sends_paths:
             return None
-        return _OF_PROVIDER.get(model.provider, SERVICE_PATHS.union(model.paths))
+        return _PROVIDER_PATHS.get(model.provider, SERVICE_PATHS.union(model.paths))
     return (frozenset(URLS) if model.traits.has_admin_paths else SERVICE_PATHS).union(model.paths)
 
 
 def answers(model: ModelSpec, path: str) -> bool:
     """Whether a model answers a path."""
-    known = paths_of(model)
-    return path in known if known is not None else path.startswith("/v1/")
+    paths = paths_of(model)
+    return path in paths if paths is not None else path.startswith("/v1/")
 
 
 def check_paths(paths: Sequence[str], *, has_admin_paths: bool) -> None:
-    """Refuse what the configuration may not add. Raises: InvalidInput."""
+    """Check the paths that the configuration adds. Raises: InvalidInput."""
     if len(paths) > PATHS_MAX:
-        raise InvalidInput(f"paths has {len(paths)} entries, and a model may have {PATHS_MAX}")
+        raise InvalidInput(f"paths has {len(paths)} entries; the maximum is {PATHS_MAX}")
     for path in paths:
         if len(path) > PATH_CHARS_MAX or not _PATH.fullmatch(path):
             raise InvalidInput(
-                f"paths: {path[:SHOWN_CHARS]!r} is no path such as /v1/images/generations: letters, digits, - _ . and "
-                f"single slashes, {PATH_CHARS_MAX} characters at most"
+                f"paths: {path[:SHOWN_CHARS]!r} is not a path such as /v1/images/generations: letters, digits, - _ . "
+                f"and single slashes, {PATH_CHARS_MAX} characters at most"
             )
         if path.split("/")[2] in RESERVED:
             raise InvalidInput(f"paths: a server of batchmill answers {path} itself; leave it out")
         if has_admin_paths and path not in URLS and path not in VLLM_PATHS:
-            raise InvalidInput(f"paths: {path} does not run a model of vLLM; there are {', '.join(VLLM_PATHS)}")
+            raise InvalidInput(f"paths: {path} does not run a model of vLLM; these do: {', '.join(VLLM_PATHS)}")

@@ -1,8 +1,8 @@
 """The settings of pip on this machine, and the same settings for uv.
 
 uv reads no settings of pip. A machine on which pip is set up for its own index must install from that index with uv
-too, so pip's files, its variables and the options of a requirements file are translated. uv is not used where pip has
-a setting that uv has no equal of. Source: pip.pypa.io/en/stable/topics/configuration, docs.astral.sh/uv/reference.
+too, so pip's files, its variables and the options of a requirements file are translated. uv is not used if pip has a
+setting without an equivalent in uv. Source: pip.pypa.io/en/stable/topics/configuration, docs.astral.sh/uv/reference.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from collections.abc import Mapping
 from msgspec import Struct
 
 from batchmill.errors import InvalidInput
-from batchmill.models.worker_environment import KEPT
+from batchmill.models.worker_environment import USER_CODE
 
 CONFIG = "PIP_CONFIG_FILE"
-# Packages run code of their own while they are built. That code sees none of our keys, as the function itself.
-_BUILDS = KEPT | {
+# Packages run their own code while they are built. Like functions, that code gets none of our keys.
+_BUILD_VARIABLES = USER_CODE | {
     *("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "PKG_CONFIG_PATH", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     *("SSH_AUTH_SOCK", "SSL_CLIENT_CERT", "NETRC", "UV_DEFAULT_INDEX", "UV_FIND_LINKS", "UV_INSECURE_HOST"),
     *("UV_EXTRA_INDEX_URL", "UV_KEYRING_PROVIDER", "UV_CONFIG_FILE", "UV_CACHE_DIR", "UV_LINK_MODE", "UV_OFFLINE"),
     *("UV_SYSTEM_CERTS", "UV_EXCLUDE_NEWER", "UV_PRERELEASE", "UV_TORCH_BACKEND"),
 }
-_BUILDERS = ("PIP_", "GIT_", "LC_", "CMAKE_", "CARGO_", "RUSTUP_", "UV_INDEX", "UV_HTTP_", "UV_CONCURRENT_")
+_BUILD_PREFIXES = ("PIP_", "GIT_", "LC_", "CMAKE_", "CARGO_", "RUSTUP_", "UV_INDEX", "UV_HTTP_", "UV_CONCURRENT_")
 _VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)\}")
 _SHORT = {"-i": "index-url", "-f": "find-links"}
 _SWITCHES = {"no-index", "pre", "require-hashes", "prefer-binary"}
@@ -60,13 +60,13 @@ class UvSettings(Struct, frozen=True):
 
 def environ_of(ours: Mapping[str, str]) -> dict[str, str]:
     """The variables that an installer gets."""
-    return {name: value for name, value in ours.items() if name in _BUILDS or name.startswith(_BUILDERS)}
+    return {name: value for name, value in ours.items() if name in _BUILD_VARIABLES or name.startswith(_BUILD_PREFIXES)}
 
 
 def find_uv() -> str | None:
     """The uv of the environment in which batchmill is installed, or the one on the PATH."""
-    own = os.path.join(sysconfig.get_path("scripts"), "uv")
-    return own if os.access(own, os.X_OK) else shutil.which("uv")
+    bundled = os.path.join(sysconfig.get_path("scripts"), "uv")
+    return bundled if os.access(bundled, os.X_OK) else shutil.which("uv")
 
 
 def config_file(environ: Mapping[str, str]) -> str | None:
@@ -77,7 +77,7 @@ def config_file(environ: Mapping[str, str]) -> str | None:
 def for_uv(options: list[str], environ: dict[str, str]) -> UvSettings | None:
     """Settings for uv: pip's, then uv's own variables, then the options of a requirements file, later ones win.
 
-    Returns: None if one of them has no equal in uv.
+    Returns: None if one of them has no equivalent in uv.
     Raises: InvalidInput for options that cannot be read.
     """
     from_options = _translated(_by_name(options, environ))
@@ -89,13 +89,15 @@ def for_uv(options: list[str], environ: dict[str, str]) -> UvSettings | None:
     bundle = environ.get("REQUESTS_CA_BUNDLE") or environ.get("CURL_CA_BUNDLE")
     if bundle and "SSL_CERT_FILE" not in from_pip[0]:
         environ["SSL_CERT_FILE"] = bundle
-    paths = ssl.get_default_verify_paths()
-    if paths.cafile or paths.capath:  # pip trusts the system's certificates
+    verify_paths = ssl.get_default_verify_paths()
+    if verify_paths.cafile or verify_paths.capath:  # pip trusts the system's certificates
         environ.setdefault("UV_SYSTEM_CERTS", "1")
     environ.setdefault("UV_INDEX_STRATEGY", "unsafe-best-match")  # pip treats all indexes as one
     config = environ.get("UV_CONFIG_FILE") or os.path.expanduser("~/.config/uv/uv.toml")
     has_config = os.path.isfile(config)
-    environ |= {"UV_CONFIG_FILE": config} if has_config else {"UV_NO_CONFIG": "1"}  # not a project's around us
+    environ |= (
+        {"UV_CONFIG_FILE": config} if has_config else {"UV_NO_CONFIG": "1"}
+    )  # not that of a project folder around us
     environ = {name: value for name, value in environ.items() if not name.startswith("PIP_")}
     return UvSettings(environ, list(dict.fromkeys([*from_pip[1], *from_options[1]])), [config] if has_config else [])
 
@@ -115,10 +117,10 @@ def _with_options(environ: dict[str, str], variables: dict[str, str]) -> dict[st
     result = dict(environ)
     for variable, value in variables.items():
         names = (variable, *_OLD_NAMES.get(variable, ()))
-        before = [result.pop(name) for name in names if name in result]
+        earlier = [result.pop(name) for name in names if name in result]
         separator = "," if variable == "UV_FIND_LINKS" else " "
-        is_one = variable == "UV_DEFAULT_INDEX"
-        result[variable] = value.split()[-1] if is_one else separator.join([*before, value])
+        is_single = variable == "UV_DEFAULT_INDEX"
+        result[variable] = value.split()[-1] if is_single else separator.join([*earlier, value])
     return result
 
 
@@ -141,10 +143,10 @@ def _by_name(lines: list[str], environ: Mapping[str, str]) -> dict[str, list[str
 
 def _config_files(environ: Mapping[str, str]) -> list[str]:
     """Where pip looks for its settings; the last one has precedence."""
-    own = environ.get(CONFIG, "")
-    if own == os.devnull:
+    chosen = environ.get(CONFIG, "")
+    if chosen == os.devnull:
         return []
-    of_user = [own] if os.path.exists(own) else ["~/.pip/pip.conf", "~/.config/pip/pip.conf"]
+    of_user = [chosen] if os.path.exists(chosen) else ["~/.pip/pip.conf", "~/.config/pip/pip.conf"]
     return [os.path.expanduser(path) for path in ("/etc/xdg/pip/pip.conf", "/etc/pip.conf", *of_user)]
 
 
@@ -160,13 +162,19 @@ def _settings(environ: Mapping[str, str]) -> dict[str, list[str]] | None:
         for section, settings in sections.items():
             items = parser.items(section) if parser.has_section(section) else []
             settings |= {name.replace("_", "-").lstrip("-"): text for name, text in items}
-    own = {name[4:].lower().replace("_", "-"): text for name, text in environ.items() if name.startswith("PIP_")}
-    merged = {**sections["global"], **sections["install"], **{name: text for name, text in own.items() if text}}
+    from_environ = {
+        name[4:].lower().replace("_", "-"): text for name, text in environ.items() if name.startswith("PIP_")
+    }
+    merged = {
+        **sections["global"],
+        **sections["install"],
+        **{name: text for name, text in from_environ.items() if text},
+    }
     return {name: text.split() for name, text in merged.items() if name != "config-file"}
 
 
 def _translated(settings: dict[str, list[str]]) -> tuple[dict[str, str], list[str]] | None:
-    """Settings of pip as variables and flags of uv; None if one of them has no equal."""
+    """Settings of pip as variables and flags of uv; None if one of them has no equivalent."""
     variables: dict[str, str] = {}
     flags: list[str] = []
     for name, values in settings.items():

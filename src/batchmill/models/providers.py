@@ -1,4 +1,4 @@
-"""What is known of the batch APIs of providers: how many rows one job of theirs takes, and how long it may last.
+"""Properties of providers' batch APIs: rows and bytes of one job, time, address and key.
 
 Sources: OpenAI's, Azure OpenAI's, Anthropic's, Cohere's, SageMaker's and Bedrock's documentation. Limits that differ
 between accounts can be set as engine arguments.
@@ -17,15 +17,15 @@ MB, MIB = 1_000_000, 1024 * 1024
 
 
 class Provider(Struct, frozen=True):
-    """One batch API. Bytes are those of what is uploaded for one job."""
+    """One batch API. `bytes_max` is for the upload of one job."""
 
     name: str
     rows_max: int
     bytes_max: int
-    window_s: float = DAY_S  # within which the provider means to be done
-    base_url: str | None = None  # None: it must be given, or follows from a region
-    key: str | None = None  # where its key lies if nothing is said
-    sends_paths: bool = True  # a row's path decides what it does there; otherwise the model alone does
+    window_s: float = DAY_S  # the provider's completion window
+    base_url: str | None = None  # None: configured, or derived from a region
+    key: str | None = None  # the default reference to its key
+    sends_paths: bool = True  # a row has a path; otherwise only the model decides what it does
 
 
 PROVIDERS = {
@@ -42,12 +42,12 @@ PROVIDERS = {
 OPENAI_HOST = "api.openai.com"
 
 
-def key_meant(model: ModelSpec) -> str | None:
-    """Where the key of a model lies that names none. It goes to the provider itself and nowhere else."""
-    known = PROVIDERS.get(model.provider or "")
+def default_key(model: ModelSpec) -> str | None:
+    """The default reference to the key of a model that has none. Only for the provider's own address."""
+    provider = PROVIDERS.get(model.provider or "")
     if model.traits.calls_openai:
         host = None if model.base_url is None else urlsplit(model.base_url).hostname
         return PROVIDERS["openai"].key if host in (None, OPENAI_HOST) else None
-    if known is None or model.connector is not None:
+    if provider is None or model.connector is not None:
         return None
-    return known.key if model.base_url in (None, known.base_url) else None
+    return provider.key if model.base_url in (None, provider.base_url) else None

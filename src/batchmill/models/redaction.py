@@ -1,6 +1,6 @@
-"""Secrets taken out of text that is kept or shown: logs, error messages, what a service said.
+"""Masks secrets in text that is stored or shown: logs, error messages, replies of services.
 
-One place knows every secret that this process has read, in the forms in which one travels, and what keys look like.
+It knows every secret that this process has read, with its encoded forms, and patterns of common keys.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from urllib.parse import quote, quote_plus
 MASK = "***"
 _MASK = MASK.encode()
 CHARS_MIN = 8  # a shorter secret is likely to be part of something else
-# What ML Commons lets stand among the credentials of AWS though it is none: in a region's every ARN.
+# Fields that ML Commons has among the credentials of AWS although they are not secret. Every ARN has a region.
 OPEN = frozenset({"region", "service_name"})
-LEARNT_MAX = 4096  # secrets; of more, those that were read longest ago are known by their looks alone
+LEARNT_MAX = 4096  # secrets; of more, the least recently read are masked only if they match a key pattern
 
-# What a key looks like, whoever wrote it there. The text before it stays.
-_LOOKS = re.compile(
+# Patterns of common keys. The text before a key stays.
+_KEY_PATTERN = re.compile(
     r"\b(?:sk|pk|rk|hf|gsk|xai)[-_][A-Za-z0-9_\-*.]{8,}"
     r"|\bwhsec_[A-Za-z0-9+/=]{16,}"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
     r"|\beyJ[A-Za-z0-9_-]{4,}\.[A-Za-z0-9_-]{4,}\.[A-Za-z0-9_-]*"  # a JSON web token
-    r"|(?<=\b[Bb]earer )(?=[^\s0-9.=/+_-]*[0-9.=/+_-])[^\s\"']{6,}"  # words are no tokens
+    r"|(?<=\b[Bb]earer )(?=[^\s0-9.=/+_-]*[0-9.=/+_-])[^\s\"']{6,}"  # not for plain words
     r"|(?<=\b[Bb]asic )(?=[A-Za-z+/_-]*[0-9=])[A-Za-z0-9+/=_-]{8,}"
     r"|(?:(?<=[?&;]key=)|(?<=[?&;]sig=)|(?<=api_key=)|(?<=api-key=)|(?<=apikey=)|(?<=access_token=)"
     r"|(?<=X-Amz-Signature=)|(?<=X-Amz-Credential=)|(?<=X-Amz-Security-Token=)|(?<=Signature=))[^&\s\"'<>,;]+"
@@ -42,12 +42,12 @@ def without_userinfo(text: str) -> str:
     return _USERINFO.sub(MASK, text)
 
 
-class _Known:
-    """The secrets of this process, by the texts that would give them away; those that were read last come last."""
+class _LearntSecrets:
+    """The secrets of this process with their forms, the least recently read first."""
 
     def __init__(self) -> None:
         self._secrets: dict[str, tuple[str, ...]] = {}
-        self._lock = threading.Lock()  # the threads of the database learn too
+        self._lock = threading.Lock()  # threads of the database also learn secrets
         self._texts: tuple[str, ...] = ()
         self._bytes: tuple[bytes, ...] = ()
         self._is_stale = False
@@ -67,14 +67,14 @@ class _Known:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The longest first: one may be a part of another."""
+        """All forms, the longest first, because one may be part of another."""
         if self._is_stale:
             self._renew()
         return self._texts
 
     @property
     def bytes(self) -> tuple[bytes, ...]:
-        """The same."""
+        """As `texts`, encoded."""
         if self._is_stale:
             self._renew()
         return self._bytes
@@ -90,34 +90,34 @@ def _by_length(form: str) -> tuple[int, str]:
     return -len(form), form
 
 
-_known = _Known()
+_known = _LearntSecrets()
 
 
 def learn(secret: str) -> None:
-    """From now on `mask` takes this secret out."""
+    """Let `mask` mask this secret from now on."""
     _known.learn(secret)
 
 
 def learn_named(name: str, secret: str) -> None:
-    """As `learn`, of a secret with a name of the vault's; what a connector calls one and is none stays text."""
+    """As `learn`, for a secret of the vault with this name. Skips the `OPEN` fields of connectors."""
     if not (name.startswith("connector/") and name.rpartition("/")[2].partition(":")[0] in OPEN):
         learn(secret)
 
 
 def without(data: bytes, secrets: Iterable[str]) -> bytes:
-    """`data` without these secrets, in whatever form."""
+    """`data` with all forms of these secrets masked."""
     for form in sorted({form for secret in secrets for form in forms_of(secret)}, key=_by_length):
         data = data.replace(form.encode(), _MASK)
     return data
 
 
 def mask(text: str) -> str:
-    """`text` without secrets: those that were learnt, in whatever form, and whatever looks like a key."""
-    return _LOOKS.sub(MASK, mask_known(text))
+    """`text` with all learnt secrets and everything that looks like a key masked."""
+    return _KEY_PATTERN.sub(MASK, mask_known(text))
 
 
 def mask_known(text: str) -> str:
-    """`text` without the secrets that were learnt; what merely looks like one may be somebody's data."""
+    """`text` with learnt secrets masked. Text that only looks like a key may be data of a user, and stays."""
     for form in _known.texts:
         if form in text:
             text = text.replace(form, MASK)
@@ -125,13 +125,13 @@ def mask_known(text: str) -> str:
 
 
 def mask_lines(lines: list[bytes]) -> list[bytes]:
-    """As `mask_known`, for lines that are kept: nearly always the very same list."""
+    """As `mask_known`, for lines that are stored. Nearly always returns the same list."""
     forms = _known.bytes
     if not forms:
         return lines
     together = b"\n".join(lines)
-    found = [form for form in forms if form in together]
-    return [_without(line, found) for line in lines] if found else lines
+    known_forms = [form for form in forms if form in together]
+    return [_without(line, known_forms) for line in lines] if known_forms else lines
 
 
 def _without(line: bytes, forms: list[bytes]) -> bytes:
@@ -141,42 +141,42 @@ def _without(line: bytes, forms: list[bytes]) -> bytes:
 
 
 def known() -> tuple[bytes, ...]:
-    """Every form of every secret that was learnt, the longest first."""
+    """Every form of every learnt secret, the longest first."""
     return _known.bytes
 
 
 def forms_of(secret: str) -> tuple[str, ...]:
-    """The texts that give a secret away, the longest first: itself, and as URLs, JSON and base64 carry it.
+    """The forms of a secret, the longest first: itself, and as encoded in URLs, JSON and base64.
 
-    None for a secret that is too short to be told from other text.
+    There are none for a secret that is too short to distinguish from other text.
     """
     if len(secret) < CHARS_MIN:
         return ()
-    found = {secret, quote(secret, safe=""), quote(secret), quote_plus(secret)}
-    found |= {json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], repr(secret)[1:-1]}
-    found |= {secret.replace("/", "\\/"), secret.encode().hex()}
-    found.update(_in_base64(secret.encode()))
-    return tuple(sorted((form for form in found if len(form) >= CHARS_MIN), key=len, reverse=True))
+    forms = {secret, quote(secret, safe=""), quote(secret), quote_plus(secret)}
+    forms |= {json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], repr(secret)[1:-1]}
+    forms |= {secret.replace("/", "\\/"), secret.encode().hex()}
+    forms.update(_in_base64(secret.encode()))
+    return tuple(sorted((each for each in forms if len(each) >= CHARS_MIN), key=len, reverse=True))
 
 
 def _in_base64(secret: bytes) -> Iterator[str]:
-    """What base64 shows of a secret wherever it begins within the bytes that are encoded: "Basic" of user:secret."""
-    for before in range(3):
-        padded = b"\0" * before + secret
-        whole = len(padded) * 8 // 6  # the next character holds bits of what follows
-        skipped = (0, 2, 3)[before]  # characters that hold bits of what stands before
+    """The base64 forms of a secret at any position in the encoded bytes, such as in "Basic" of user:secret."""
+    for shift in range(3):
+        padded = b"\0" * shift + secret
+        end = len(padded) * 8 // 6  # the next character has bits of the bytes that follow
+        start = (0, 2, 3)[shift]  # earlier characters have bits of the bytes before
         for encode in (base64.b64encode, base64.urlsafe_b64encode):
-            yield encode(padded).decode()[skipped:whole]
+            yield encode(padded).decode()[start:end]
 
 
 def print_exception(error: BaseException) -> None:
-    """An error's traceback on standard error, without secrets."""
+    """Print an error's traceback to standard error, with secrets masked."""
     sys.stderr.write(mask("".join(traceback.format_exception(error))))
     sys.stderr.flush()
 
 
 class LogFilter(logging.Filter):
-    """Takes secrets out of whatever a handler writes, tracebacks too."""
+    """Masks secrets in log records, including tracebacks."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         record.msg, record.args = mask(record.getMessage()), None
@@ -188,7 +188,7 @@ class LogFilter(logging.Filter):
 
 
 def guard_logs() -> None:
-    """Have every handler that this process logs through take secrets out: those of the root, and the last resort."""
+    """Add a LogFilter to the root logger's handlers and to `logging.lastResort`."""
     for handler in (*logging.getLogger().handlers, logging.lastResort):
         if handler is not None and not any(isinstance(each, LogFilter) for each in handler.filters):
             handler.addFilter(LogFilter())
@@ -198,39 +198,40 @@ MASK_BYTES = b"***"
 
 
 class Scrubber:
-    """One stream of bytes. What might be the beginning of a secret is kept back until the next piece.
+    """Masks secrets in a stream of bytes. Bytes that may be the start of a secret are held back until the next chunk.
 
-    Args: secrets: what is taken out, the longest first: `redaction.known`.
+    Args:
+        secrets: the longest first, from `redaction.known`.
     """
 
     def __init__(self, secrets: Sequence[bytes]) -> None:
         self.secrets = secrets
-        self._kept = b""
+        self._pending = b""
 
-    def feed(self, piece: bytes) -> bytes:
-        """What may be handed on now."""
+    def feed(self, chunk: bytes) -> bytes:
+        """Take a chunk, and return the bytes that may be sent now."""
         if not self.secrets:
-            return piece
-        data = self._kept + piece
+            return chunk
+        data = self._pending + chunk
         for secret in self.secrets:
             if secret in data:
                 data = data.replace(secret, MASK_BYTES)
-        keep = max(_beginning(data, secret) for secret in self.secrets)
-        self._kept = data[len(data) - keep :]
-        return data[: len(data) - keep]
+        pending = max(_prefix_length(data, secret) for secret in self.secrets)
+        self._pending = data[len(data) - pending :]
+        return data[: len(data) - pending]
 
     def rest(self) -> bytes:
-        """What is left at the end."""
-        kept, self._kept = self._kept, b""
-        return kept
+        """The remaining bytes at the end of the stream."""
+        pending, self._pending = self._pending, b""
+        return pending
 
 
-def _beginning(data: bytes, secret: bytes) -> int:
-    """How many bytes at the end of `data` are the beginning of `secret`."""
+def _prefix_length(data: bytes, secret: bytes) -> int:
+    """The number of bytes at the end of `data` that are a prefix of `secret`."""
     first = secret[:1]
-    at = data.find(first, max(0, len(data) - len(secret) + 1))
-    while at >= 0:
-        if secret.startswith(data[at:]):
-            return len(data) - at
-        at = data.find(first, at + 1)
+    start = data.find(first, max(0, len(data) - len(secret) + 1))
+    while start >= 0:
+        if secret.startswith(data[start:]):
+            return len(data) - start
+        start = data.find(first, start + 1)
     return 0

@@ -1,6 +1,6 @@
-"""Models by name: what `--model` and `[models.NAME]` say becomes a ModelSpec with nothing left to guess.
+"""Resolves `--model` and `[models.NAME]` to a complete ModelSpec.
 
-Knows which setting means something to which engine, and refuses the others by name.
+It knows the settings of each engine, and refuses the settings of other engines by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from msgspec.structs import fields, replace
 from batchmill.config import WORKERS_MAX, Config, ModelEntry, limit_flaw
 from batchmill.errors import InvalidInput, ModelFailed, UnknownName
 from batchmill.models import functions
-from batchmill.models import functions as function_source
 from batchmill.models.adapters import reading as adapters
 from batchmill.models.connectors import reading
 from batchmill.models.paths import OPENAI_LIKE, check_paths
@@ -30,7 +29,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 class EngineKind(Struct, frozen=True):
-    """An engine as people name it: what it is called inside, and what it can be told."""
+    """An engine under its configured name: its internal name, and its settings."""
 
     engine: str
     traits: EngineTraits
@@ -39,7 +38,7 @@ class EngineKind(Struct, frozen=True):
 
 
 def _kinds() -> Iterator[tuple[str, EngineKind]]:
-    """Every engine that can be configured; one of batch APIs once for each provider."""
+    """Every engine that can be configured. An engine for batch APIs appears once for each provider."""
     for engine, traits in ENGINES.items():
         if PROVIDER not in traits.configured_as:
             yield traits.configured_as, EngineKind(engine, traits, traits.settings)
@@ -53,7 +52,7 @@ KINDS = {name: kind for name, kind in _kinds() if name}
 
 
 class ModelFlags(Struct, frozen=True):
-    """What a command line says about its model, over what the configuration says. None: nothing."""
+    """Settings of a model from the command line, which override the configuration. None: not given."""
 
     adapters: dict[str, str] = {}
     engine_args: dict[str, str | int | float | bool] = {}
@@ -68,23 +67,23 @@ class ModelFlags(Struct, frozen=True):
 
 
 def resolve(name: str, config: Config, *, cwd: Path, flags: ModelFlags = ModelFlags()) -> ModelSpec:
-    """The model that `name` means: one of the configuration, or ENGINE:SOURCE in place.
+    """The model for `name`: a name in the configuration, or ENGINE:SOURCE.
 
-    Raises: UnknownName for a model or engine nobody knows, InvalidInput for a setting that does not fit.
+    Raises: UnknownName for an unknown model or engine; InvalidInput for an invalid setting.
     """
     if name in config.models:
-        entry, base, shown = config.models[name], config.base, name
+        entry, base, configured_name = config.models[name], config.base, name
     else:
         kind, colon, source = name.partition(":")
         if not colon or kind.endswith(".py"):
             raise UnknownName(_unknown_model(name, config, cwd), code="unknown_model")
-        entry, base, shown = ModelEntry(engine=kind, source=source), cwd, ""
+        entry, base, configured_name = ModelEntry(engine=kind, source=source), cwd, ""
     kind = _kind(entry.engine)
-    entry = _merge(shown, entry, base=base, flags=flags, cwd=cwd)
-    _refuse_strangers(entry, kind)
+    entry = _merge(configured_name, entry, base=base, flags=flags, cwd=cwd)
+    _refuse_unused_settings(entry, kind)
     connector = reading.read_file(Path(entry.source)) if kind.traits.source is Source.CONNECTOR else None
     spec = ModelSpec(
-        name=shown or (connector.name if connector is not None else _name_of(entry, kind)),
+        name=configured_name or (connector.name if connector is not None else _name_of(entry, kind)),
         engine=kind.engine,
         source=entry.source,
         adapters=entry.adapters,
@@ -113,8 +112,8 @@ def resolve(name: str, config: Config, *, cwd: Path, flags: ModelFlags = ModelFl
 
 
 def _refuse_idle_timeout(spec: ModelSpec) -> None:
-    """A time limit that could end no call is refused, where it can be seen without running user code."""
-    if spec.traits.source is Source.CODE and function_source.is_blocking(spec.source):
+    """Refuse a time limit for a blocking function, which it cannot end, if that is clear without running user code."""
+    if spec.traits.source is Source.CODE and functions.is_blocking(spec.source):
         raise InvalidInput(
             f"a time limit (--timeout, attempt_timeout_s) cannot end a call of {spec.source}: write it as "
             "`async def`, or leave the limit out",
@@ -123,19 +122,21 @@ def _refuse_idle_timeout(spec: ModelSpec) -> None:
 
 
 def _routes(name: str, entry: ModelEntry, config: Config, cwd: Path) -> list[ModelSpec]:
-    """Other models of the configuration, each one way to this one."""
+    """The models of the configuration that are this model's routes."""
     if entry.engine != ROUTES:
         return []
     if len(entry.routes) < 2 or len(set(entry.routes)) < len(entry.routes):
-        raise InvalidInput(f"routes of {name!r} names two models or more, each once, not {entry.routes}")
+        raise InvalidInput(f"routes of {name!r} must have two models or more, each once, not {entry.routes}")
     for route in entry.routes:
         if route not in config.models:
-            raise UnknownName(f"the route {route!r} of {name!r} is no model of the configuration", code="unknown_model")
+            raise UnknownName(
+                f"the route {route!r} of {name!r} is not a model of the configuration", code="unknown_model"
+            )
         if config.models[route].engine == ROUTES:
             raise InvalidInput(f"the route {route!r} of {name!r} has routes itself: name the models that do the work")
     specs = [resolve(route, config, cwd=cwd) for route in entry.routes]
     if any(spec.traits.runs_user_code for spec in specs):
-        raise InvalidInput(f"a function is no route: {name!r} names language models and services that answer alike")
+        raise InvalidInput(f"a function cannot be a route: give {name!r} language models and services that are alike")
     if len({spec.takes_columns for spec in specs}) > 1:
         raise InvalidInput(f"the routes of {name!r} read rows differently: connectors only, or none of them")
     return specs
@@ -149,38 +150,38 @@ def _kind(name: str) -> EngineKind:
 
 def _unknown_model(name: str, config: Config, cwd: Path) -> str:
     if re.search(r"\.py:", name):
-        return f"{name!r} is no model: write --model function:{name}"
+        return f"{name!r} is not a model: write --model function:{name}"
     if (cwd / name).is_dir():
-        return f"{name!r} is no model of the configuration: write --model vllm:{name} for the one in that folder"
-    near = difflib.get_close_matches(name, config.models, n=1)
-    if near:
-        return f"no model is called {name!r}; did you mean {near[0]!r}?"
-    known = f"known are {', '.join(config.models)}" if config.models else "the configuration has none"
-    return f"no model is called {name!r}: {known}; ENGINE:SOURCE defines one in place, with {', '.join(KINDS)}"
+        return f"{name!r} is not a model of the configuration: write --model vllm:{name} for the model in that folder"
+    close_names = difflib.get_close_matches(name, config.models, n=1)
+    if close_names:
+        return f"no model is called {name!r}; did you mean {close_names[0]!r}?"
+    choices = f"known are {', '.join(config.models)}" if config.models else "the configuration has none"
+    return f"no model is called {name!r}: {choices}; ENGINE:SOURCE defines one in place, with {', '.join(KINDS)}"
 
 
 def _merge(name: str, entry: ModelEntry, *, base: Path, flags: ModelFlags, cwd: Path) -> ModelEntry:
-    """The entry with the flags over it, and every path absolute: the flags' from `cwd`, its own from `base`."""
+    """Apply the flags to the entry, and make all paths absolute: those of flags from `cwd`, the others from `base`."""
     reference = {each.name: getattr(flags, each.name) for each in fields(flags)}
     limits = {name: reference[name] for name in _LIMIT_FLAGS if reference[name] is not None}
-    changed: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         name: reference[name] for name in ("base_url", "api_key", "python", "workers") if reference[name] is not None
     }
     kind = _kind(entry.engine)
-    own = {name: _adapter(kind, name, place, base) for name, place in entry.adapters.items()}
-    further = {name: _adapter(kind, name, place, cwd) for name, place in flags.adapters.items()}
-    python = changed.get("python", entry.python)
+    adapters_of_entry = {name: _adapter(kind, name, source, base) for name, source in entry.adapters.items()}
+    adapters_of_flags = {name: _adapter(kind, name, source, cwd) for name, source in flags.adapters.items()}
+    python = overrides.get("python", entry.python)
     if python is not None:
-        python = _program(python, cwd if flags.python is not None else base)
+        python = _interpreter(python, cwd if flags.python is not None else base)
     return replace(
         entry,
-        **changed
+        **overrides
         | {
             "source": _source(name, entry, kind, base),
-            "adapters": own | further,
+            "adapters": adapters_of_entry | adapters_of_flags,
             "engine_args": _engine_args(entry.engine_args, base) | _engine_args(flags.engine_args, cwd),
             "python": python,
-            "api_key": _secret(changed.get("api_key", entry.api_key), base),
+            "api_key": _secret(overrides.get("api_key", entry.api_key), base),
             "secrets": {name: _secret(reference, base, f"secrets.{name}") for name, reference in entry.secrets.items()},
             "limits": replace(entry.limits, **limits),
         },
@@ -196,7 +197,7 @@ def _source(name: str, entry: ModelEntry, kind: EngineKind, base: Path) -> str:
             raise InvalidInput("a model with routes has no source of its own: each route names its own")
         return name
     if not entry.source:
-        raise InvalidInput(f"the engine {entry.engine!r} is given no model: write {entry.engine}:SOURCE")
+        raise InvalidInput(f"the engine {entry.engine!r} needs a model: write {entry.engine}:SOURCE")
     match kind.traits.source:
         case Source.CODE:
             source = functions.absolute(entry.source, base)
@@ -208,7 +209,7 @@ def _source(name: str, entry: ModelEntry, kind: EngineKind, base: Path) -> str:
         case Source.CONNECTOR:
             return _file(entry.source, base)
         case Source.WEIGHTS:
-            return _place(entry.source, base, "model")
+            return _path_or_hub_id(entry.source, base, "model")
         case Source.TEXT:
             return entry.source
 
@@ -220,45 +221,45 @@ def _file(text: str, base: Path) -> str:
     return str(path.resolve())
 
 
-def _place(text: str, base: Path, what: str) -> str:
-    """The absolute path of what lies on this machine, or `text` itself where it can be an id of a model hub."""
+def _path_or_hub_id(text: str, base: Path, item: str) -> str:
+    """The absolute path of an existing file or folder, or `text` itself if it can be an id of a model hub."""
     path = base / Path(text).expanduser()
     if path.exists():
         return str(path.resolve())
     if text.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(text):
-        raise InvalidInput(f"there is no {what} at {path}", code=f"unknown_{what}")
+        raise InvalidInput(f"there is no {item} at {path}", code=f"unknown_{item}")
     return text
 
 
-def _adapter(kind: EngineKind, name: str, place: str, base: Path) -> str:
+def _adapter(kind: EngineKind, name: str, source: str, base: Path) -> str:
     if "adapters" in kind.settings and not kind.traits.loads_adapters:
-        if place != name:
+        if source != name:
             raise InvalidInput(
-                f"the service at base_url holds its adapters itself: write {name}={name}, not {name}={place}"
+                f"the service at base_url has its own adapters: write {name}={name}, not {name}={source}"
             )
-        return place
-    found = _place(place, base, "adapter")
-    if found != place and not (Path(found) / "adapter_config.json").is_file():
-        raise InvalidInput(f"the adapter {name!r} at {found} has no adapter_config.json", code="unknown_adapter")
-    return found
+        return source
+    folder = _path_or_hub_id(source, base, "adapter")
+    if folder != source and not (Path(folder) / "adapter_config.json").is_file():
+        raise InvalidInput(f"the adapter {name!r} at {folder} has no adapter_config.json", code="unknown_adapter")
+    return folder
 
 
 def _adapter_rank(kind: EngineKind, entry: ModelEntry, config: Config) -> int:
-    """The room for ranks that an engine of ours needs: for its adapters, and for those that rows may name."""
+    """The maximum rank that our own engine must support, for its adapters and for those that rows may name."""
     if not kind.traits.loads_adapters or not (entry.adapters or config.deployments.adapter_patterns):
         return 0
-    ranks = [adapters.RANK_LEAST]
-    for place in entry.adapters.values():
-        if Path(place).is_absolute():
+    ranks = [adapters.RANK_DEFAULT]
+    for path in entry.adapters.values():
+        if Path(path).is_absolute():
             try:
-                ranks.append(adapters.rank_of(Path(place)))
-            except InvalidInput:  # rows that name it are told so, and no others
+                ranks.append(adapters.rank_of(Path(path)))
+            except InvalidInput:  # only rows that name it fail
                 continue
-    return adapters.room_for(ranks)
+    return adapters.engine_rank_for(ranks)
 
 
-def _program(text: str, base: Path) -> str:
-    """An interpreter as an absolute path, symbolic links kept: a virtual environment's is one."""
+def _interpreter(text: str, base: Path) -> str:
+    """The absolute path of an interpreter. Symbolic links stay, because a virtual environment's interpreter is one."""
     path = base / Path(text).expanduser()
     if not path.is_file():
         raise InvalidInput(f"there is no Python interpreter at {path}", code="unknown_python")
@@ -266,41 +267,41 @@ def _program(text: str, base: Path) -> str:
 
 
 def _secret(reference: str | None, base: Path, key: str = "api_key") -> str | None:
-    """A reference to a key, its path made absolute. The text is not repeated: it may be a key somebody pasted."""
+    """A reference to a key, with an absolute path. Errors do not repeat the text, which may be the key itself."""
     if reference is None:
         return None
-    kind, _, place = reference.partition(":")
-    if kind not in ("env", "file", "secret") or not place:
+    kind, _, location = reference.partition(":")
+    if kind not in ("env", "file", "secret") or not location:
         raise InvalidInput(
-            f'{key} is "env:NAME", "file:PATH" or "secret:NAME", never the key itself', code="invalid_secret"
+            f'{key} must be "env:NAME", "file:PATH" or "secret:NAME", never the key itself', code="invalid_secret"
         )
-    return reference if kind != "file" else f"file:{base / Path(place).expanduser()}"
+    return reference if kind != "file" else f"file:{base / Path(location).expanduser()}"
 
 
 def _engine_args(args: dict[str, Any], base: Path) -> dict[str, Any]:
-    """The engine's flags; where one refers to a key in a file, by an absolute path."""
+    """The engine's arguments, with absolute paths in references to key files."""
     return {
         name: _secret(value, base) if isinstance(value, str) and value.startswith("file:") else value
         for name, value in args.items()
     }
 
 
-def _refuse_strangers(entry: ModelEntry, kind: EngineKind) -> None:
-    """Nothing is accepted and then ignored: a setting of another engine is an error."""
+def _refuse_unused_settings(entry: ModelEntry, kind: EngineKind) -> None:
+    """Refuse settings of other engines, which would be ignored."""
     blank = ModelEntry(engine="", source="")
-    own = [each.name for each in fields(ModelEntry) if each.name not in ("engine", "source", "limits")]
-    for name in own:
+    names = [each.name for each in fields(ModelEntry) if each.name not in ("engine", "source", "limits")]
+    for name in names:
         if name not in kind.settings and getattr(entry, name) != getattr(blank, name):
-            raise InvalidInput(_stranger(name, entry.engine, kind, kind.settings))
+            raise InvalidInput(_unused_setting_message(name, entry.engine, kind, kind.settings))
     for each in fields(Limits):
         if each.name not in kind.traits.limits and getattr(entry.limits, each.name) != each.default:
-            known = frozenset(f"limits.{one}" for one in kind.traits.limits)
-            raise InvalidInput(_stranger(f"limits.{each.name}", entry.engine, kind, known))
+            known_limits = frozenset(f"limits.{limit}" for limit in kind.traits.limits)
+            raise InvalidInput(_unused_setting_message(f"limits.{each.name}", entry.engine, kind, known_limits))
 
 
-def _stranger(name: str, engine: str, kind: EngineKind, known: frozenset[str]) -> str:
-    why = kind.traits.refusals.get(name) or f"it knows {', '.join(sorted(known))}"
-    return f"the engine {engine!r} has no use for {name}: {why}"
+def _unused_setting_message(name: str, engine: str, kind: EngineKind, used_settings: frozenset[str]) -> str:
+    why = kind.traits.refusals.get(name) or f"it knows {', '.join(sorted(used_settings))}"
+    return f"the engine {engine!r} does not use {name}: {why}"
 
 
 def _name_of(entry: ModelEntry, kind: EngineKind) -> str:
@@ -318,8 +319,8 @@ def _check(spec: ModelSpec) -> None:
         raise InvalidInput(f"workers must be 1 to {WORKERS_MAX}, not {spec.workers}")
     if spec.workers != 1 and spec.scaling is not None:
         raise InvalidInput(
-            f"{spec.workers} workers: {spec.name!r} has {spec.scaling.replicas_min} to {spec.scaling.replicas_max} "
-            "replicas by its configuration; leave the flag out"
+            f"{spec.workers} workers: the configuration gives {spec.name!r} {spec.scaling.replicas_min} to "
+            f"{spec.scaling.replicas_max} replicas; leave the flag out"
         )
     check_paths(spec.paths, has_admin_paths=spec.traits.has_admin_paths)
     check_features(spec.features)
@@ -334,9 +335,9 @@ def _check(spec: ModelSpec) -> None:
 
 
 def checked_budget(budget: float | None, models: list[ModelSpec]) -> float | None:
-    """The budget; it needs the price of every model, or rows would be paid unseen. Raises: InvalidInput."""
-    ways = [way for model in models for way in (model.routes if model.needs_route else [model])]
-    unpriced = [way.name for way in ways if way.price is None]
+    """Check and return the budget. It needs the price of every model. Raises: InvalidInput."""
+    routes = [way for model in models for way in (model.routes if model.needs_route else [model])]
+    unpriced = [way.name for way in routes if way.price is None]
     if budget is not None and unpriced:
         raise InvalidInput(
             f"--budget needs a price of every model: give models.{unpriced[0]}.price in the configuration",

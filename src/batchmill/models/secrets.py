@@ -1,4 +1,4 @@
-"""Keys by reference: a spec says where a secret lies, and only the call that needs it reads it."""
+"""Secrets by reference: a spec has only a reference to a secret, and only the call that needs the secret reads it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from batchmill.models.addresses import Private, read_private
 from batchmill.types import Isolation, ModelSpec, Provision
 
 
-class _Held:
-    """One for a process: a worker hosts one engine."""
+class _WorkerSecrets:
+    """The provision of this process. A worker has only one engine."""
 
     def __init__(self) -> None:
         self.provision = Provision()
@@ -21,54 +21,54 @@ class _Held:
         self.version = 0
 
 
-_held = _Held()
+_current = _WorkerSecrets()
 
 
 def take(provision: Provision) -> None:
-    """Use this from now on instead of what was given before."""
+    """Replace the provision of this process."""
     for reference, secret in provision.secrets.items():
-        if reference.startswith("secret:"):  # a variable's value is learnt where it is used as a secret
+        if reference.startswith("secret:"):  # the value of a variable is learnt when it is used as a secret
             redaction.learn_named(reference.removeprefix("secret:"), secret)
-    _held.private = read_private(provision.private_hosts)
-    _held.provision = provision
-    _held.version += 1
+    _current.private = read_private(provision.private_hosts)
+    _current.provision = provision
+    _current.version += 1
 
 
 def secret(reference: str) -> str | None:
-    """What "secret:NAME" or "env:NAME" stands for; None where the owner gave no such secret."""
-    return _held.provision.secrets.get(reference)
+    """The value of "secret:NAME" or "env:NAME"; None if the owner provided none."""
+    return _current.provision.secrets.get(reference)
 
 
 def isolation() -> Isolation | None:
-    """How the function's process is kept from the machine."""
-    return _held.provision.isolation
+    """The sandbox of the function's process."""
+    return _current.provision.isolation
 
 
 def private() -> Private:
-    """Where calls of a connector that is not trusted may go besides the public internet."""
-    return _held.private
+    """The private hosts that connectors of callers may call besides the public internet."""
+    return _current.private
 
 
 def version() -> int:
-    """Another number once secrets have changed: whoever keeps one asks for it anew."""
-    return _held.version
+    """A number that changes with each new provision. Callers that cache a secret must read it again then."""
+    return _current.version
 
 
-class NothingProvided:
-    """As `ports.Provisions` where no secrets are kept: a worker that needs one says that it is missing."""
+class NoSecrets:
+    """A `ports.Provisions` without secrets: a worker that needs one fails because it is missing."""
 
     async def of(self, model: ModelSpec) -> Provision:
         return Provision()
 
 
-KINDS = ("env:", "file:", "secret:")  # how a reference begins
+KINDS = ("env:", "file:", "secret:")  # prefixes of references
 SECRET_BYTES_MAX = 16 * 1024
 SHOWN_CHARS = 120
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")  # those of connectors are connector/ID/KEY
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")  # secrets of connectors have other names: connector/ID/KEY
 
 
 class Secret:
-    """A key in memory. It shows itself to nobody who does not ask with `reveal`."""
+    """A secret in memory. Only `reveal` returns it; `repr` does not."""
 
     __slots__ = ("_value",)
 
@@ -83,45 +83,46 @@ class Secret:
 
 
 def resolve(reference: str, *, key: str = "") -> Secret:
-    """The secret that "env:NAME", "file:PATH" or "secret:NAME" refers to.
+    """Read the secret that "env:NAME", "file:PATH" or "secret:NAME" refers to.
 
-    The last are those that the owner keeps; a worker has been given what its model names (`provisions`), and one of a
-    server the variables too, which are not in its own environment.
+    The owner provides a worker with the secrets ("secret:NAME") of its model. A server also provides the variables,
+    which are not in the worker's environment.
 
     Args:
-        key: what a connector calls it: a region is used like a secret, and taken out of no text.
+        key: the name of a connector's credential. A region, for example, is not masked in text.
 
-    Raises: ModelFailed, naming the variable, file or secret that is missing, empty or no single line of plain text.
+    Raises: ModelFailed, with the name of the variable, file or secret that is missing, empty or not a single line of
+    plain text.
     """
     kind, _, name = reference.partition(":")
     if kind == "env" and name:
-        given = secret(reference)
-        value, place = os.environ.get(name) if given is None else given, f"the environment variable {name}"
+        provided = secret(reference)
+        value, location = os.environ.get(name) if provided is None else provided, f"the environment variable {name}"
     elif kind == "file" and name:
-        value, place = _read(Path(name).expanduser()), f"the file {name}"
+        value, location = _read(Path(name).expanduser()), f"the file {name}"
     elif kind == "secret" and name:
-        value, place = secret(reference), f"the secret {name}"
+        value, location = secret(reference), f"the secret {name}"
         if value is None:
             raise missing(name)
     else:
-        # The text itself may be a key somebody pasted: it is not repeated.
+        # Without the text, which may be the key itself.
         raise ModelFailed(
-            'a key is given as "env:NAME", "file:PATH" or "secret:NAME", never as itself', code="invalid_secret"
+            'give a key as "env:NAME", "file:PATH" or "secret:NAME", never as its value', code="invalid_secret"
         )
     if value is None:
-        raise ModelFailed(f"{place} holds no key: it does not exist", code="missing_secret")
+        raise ModelFailed(f"{location} has no key: it does not exist", code="missing_secret")
     value = value.strip()
     if not value:
-        raise ModelFailed(f"{place} holds no key: it is empty", code="missing_secret")
+        raise ModelFailed(f"{location} has no key: it is empty", code="missing_secret")
     if flaw := flaw_of(value):
-        raise ModelFailed(f"{place} holds no key: {flaw}", code="invalid_secret")
+        raise ModelFailed(f"{location} has no key: {flaw}", code="invalid_secret")
     if key not in redaction.OPEN:
         redaction.learn(value)
     return Secret(value)
 
 
 def flaw_of(value: str) -> str:
-    """Why a text is no secret that could be used; empty: it is one."""
+    """Why a text cannot be a secret; empty if it can."""
     if not value:
         return "it is empty"
     if len(value) > SECRET_BYTES_MAX:
@@ -130,22 +131,22 @@ def flaw_of(value: str) -> str:
 
 
 def check_name(name: str) -> str:
-    """The name of a secret that people give. Raises: InvalidInput."""
+    """Check and return the name of a user's secret. Raises: InvalidInput."""
     if not NAME.fullmatch(name):
         raise InvalidInput(
-            f"{name[:SHOWN_CHARS]!r} is no name of a secret: it is 1 to 100 letters, digits and . _ -",
+            f"{name[:SHOWN_CHARS]!r} is not a name of a secret: it has 1 to 100 letters, digits and . _ -",
             code="invalid_secret_name",
         )
     return name
 
 
 def missing(name: str) -> ModelFailed:
-    """What is raised where a secret is not kept."""
-    again = (
+    """The error for a secret that is not stored."""
+    reconfigure = (
         "give the deployment its token again" if name.startswith("llm/") else "give the connector its credential again"
     )
-    way = f"batchmill secrets set {name}" if NAME.fullmatch(name) else again
-    return ModelFailed(f"there is no secret {name[:SHOWN_CHARS]!r}: {way}", code="missing_secret")
+    way_out = f"batchmill secrets set {name}" if NAME.fullmatch(name) else reconfigure
+    return ModelFailed(f"there is no secret {name[:SHOWN_CHARS]!r}: {way_out}", code="missing_secret")
 
 
 def _read(path: Path) -> str | None:

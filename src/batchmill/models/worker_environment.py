@@ -11,8 +11,8 @@ from batchmill.types import FunctionSpec, ModelSpec
 from batchmill.types.engine_traits import Source
 
 REPLICA_VARIABLE = "BATCHMILL_REPLICA"  # 0, 1, ... of the model's workers
-# What a process needs of the machine it runs on. Nothing else of ours is user code's to see: keys lie there.
-KEPT = frozenset(
+# Variables that user code gets. The others may contain keys.
+USER_CODE = frozenset(
     {
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "XDG_RUNTIME_DIR"),
         *("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_OFFLINE", "SSL_CERT_FILE", "SSL_CERT_DIR", "OMP_NUM_THREADS"),
@@ -25,35 +25,35 @@ KEPT = frozenset(
 def environment_of(
     function: FunctionSpec, ours: Mapping[str, str], resolve: Callable[[str], Secret] = secrets.resolve
 ) -> dict[str, str]:
-    """The environment of a function's process. Raises: ModelFailed for a secret or a GPU that is not there."""
-    chosen = {name: value for name, value in ours.items() if name in KEPT or name.startswith("LC_")}
-    chosen |= {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # its folder never changes
-    chosen[REPLICA_VARIABLE] = replica = ours.get(REPLICA_VARIABLE, "0")
-    chosen |= function.environment
-    chosen |= {name: resolve(reference).reveal() for name, reference in function.secrets.items()}
-    chosen[devices.VISIBLE] = ",".join(_devices(function.gpus, int(replica), ours))
-    return chosen
+    """The environment of a function's process. Raises: ModelFailed for a missing secret or GPU."""
+    variables = {name: value for name, value in ours.items() if name in USER_CODE or name.startswith("LC_")}
+    variables |= {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # its folder never changes
+    variables[REPLICA_VARIABLE] = replica = ours.get(REPLICA_VARIABLE, "0")
+    variables |= function.environment
+    variables |= {name: resolve(reference).reveal() for name, reference in function.secrets.items()}
+    variables[devices.VISIBLE] = ",".join(_devices(function.gpus, int(replica), ours))
+    return variables
 
 
 def _devices(count: int, replica: int, ours: Mapping[str, str]) -> list[str]:
-    """The GPUs of this worker alone; none for a function that asks for none."""
+    """The GPUs of this worker; none for a function without GPUs."""
     if not count:
         return []
-    dealt = ours.get(devices.DEALT)
-    if dealt is not None:
-        return dealt.split(",")[:count]
-    there = devices.visible(ours)
-    mine = there[replica * count : (replica + 1) * count]
-    if len(mine) < count:
+    assigned = ours.get(devices.ASSIGNED)
+    if assigned is not None:
+        return assigned.split(",")[:count]
+    visible_devices = devices.visible(ours)
+    own_devices = visible_devices[replica * count : (replica + 1) * count]
+    if len(own_devices) < count:
         raise ModelFailed(
-            f"worker {replica + 1} of a function with {count} GPUs a worker finds {len(mine)} of the {len(there)} "
-            "GPUs of this machine left: ask for fewer workers or GPUs",
+            f"worker {replica + 1} of a function with {count} GPUs a worker has {len(own_devices)} left of this "
+            f"machine's {len(visible_devices)} GPUs: deploy it with fewer workers or GPUs",
             code="too_few_gpus",
         )
-    return mine
+    return own_devices
 
 
-# What any process needs of its machine.
+# Variables that every process needs.
 MACHINE = frozenset(
     {
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_RUNTIME_DIR"),
@@ -86,34 +86,35 @@ VLLM = frozenset(
         "BATCHMILL_VLLM_PYTHON",
     }
 )
-AWS_CHAIN = frozenset({"AWS_*"}) | PROXIES  # where nobody says which keys: what AWS's own tools look at
+AWS_CHAIN = frozenset({"AWS_*"}) | PROXIES  # without configured keys: the variables that AWS's own tools read
 AWS_PLACE = frozenset({"AWS_REGION", "AWS_DEFAULT_REGION", "AWS_CA_BUNDLE", "AWS_ENDPOINT_URL*"})
-# Children that fetch adapters: from model hubs and object stores, with what those look for.
+# For children that fetch adapters from model hubs and object stores.
 FETCHERS = PROXIES | {"HF_*", "HUGGINGFACE_*", "HUGGING_FACE_*", "AWS_*", "GOOGLE_*", "AZURE_*"}
 AWS_PROVIDERS, OBJECT_STORE = frozenset({"sagemaker", "bedrock"}), "s3://"
 
 
 # Groups of variables that `EngineTraits.environment` names.
-GROUPS = {"devices": DEVICES, "user_code": KEPT, "hub_cache": HUB_CACHE, "proxies": PROXIES, "vllm": VLLM}
+GROUPS = {"devices": DEVICES, "user_code": USER_CODE, "hub_cache": HUB_CACHE, "proxies": PROXIES, "vllm": VLLM}
 
 
 def chosen(ours: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
-    """Those variables of `ours` that one of the names means."""
+    """The variables of `ours` that match one of the names or patterns ("AWS_*")."""
     patterns = list(names)
-    whole = {name for name in patterns if not name.endswith("*")}
-    begins = tuple(name[:-1] for name in patterns if name.endswith("*"))
-    return {name: value for name, value in ours.items() if name in whole or name.startswith(begins)}
+    exact_names = {name for name in patterns if not name.endswith("*")}
+    prefixes = tuple(name[:-1] for name in patterns if name.endswith("*"))
+    return {name: value for name, value in ours.items() if name in exact_names or name.startswith(prefixes)}
 
 
 def of_helpers(ours: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
-    """For a child that runs nothing but batchmill: what reads, checks, parses and writes files."""
+    """Variables for a child process that runs only batchmill: it reads, checks, parses and writes files."""
     return chosen(ours, (*MACHINE, *HUB_CACHE, *more))
 
 
 def of_worker(model: ModelSpec, ours: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
-    """For a worker of this model.
+    """Variables for a worker of this model.
 
-    Args: more: names that whoever runs the machine adds.
+    Args:
+        more: names that the operator of the machine adds.
     """
     return chosen(ours, (*MACHINE, *_of_engine(model), *more))
 
@@ -124,11 +125,11 @@ def _of_engine(model: ModelSpec) -> frozenset[str]:
     if model.provider in AWS_PROVIDERS:
         return names | (AWS_PLACE if _names_its_keys(model) else AWS_CHAIN)
     weights = (model.source, *model.adapters.values()) if traits.source is Source.WEIGHTS else ()
-    return names | AWS_CHAIN if any(place.startswith(OBJECT_STORE) for place in weights) else names
+    return names | AWS_CHAIN if any(source.startswith(OBJECT_STORE) for source in weights) else names
 
 
 def _names_its_keys(model: ModelSpec) -> bool:
-    """Of an AWS service: its keys are given by reference, or have to be."""
+    """Whether a model of an AWS service has its keys by reference, or must have them so."""
     if model.connector is not None:
         return "access_key" in model.connector.credential or not model.connector.is_trusted
     return bool(model.engine_args.get("access_key"))

@@ -1,4 +1,4 @@
-"""One line of JSON a request, and every other message of the process, on standard error: no bodies, keys or values."""
+"""Log requests, one JSON line each, and all other messages to standard error. No line has bodies, keys or values."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from msgspec import Struct, field
 
 from batchmill.models import redaction
 
-TOGETHER_S = 0.1  # a line is written so late at most
-LINES_MAX = 1000  # that are kept for so long
-REFUSED_MAX = 100  # lines a second of requests that were refused to nobody known; of the others it says how many
+FLUSH_DELAY_S = 0.1  # a line waits at most this long until it is written
+LINES_MAX = 1000  # lines that wait to be written
+REFUSED_MAX = 100  # lines a second for refused requests without a key; one more line counts the rest
 LEVELS = ("debug", "info", "warning", "error")
 access = logging.getLogger("batchmill.access")
 _encode = msgspec.json.Encoder().encode
 
 
-class Served(Struct):
-    """What became of a request: filled while it is served, told when it is over."""
+class RequestRecord(Struct):
+    """The record of one request. It is filled while the request is served, and handed to watchers at its end."""
 
     id: str
     method: str
-    route: str = ""  # the template of its path; empty: there is none
+    route: str = ""  # the template of its path; empty: no route matched
     status: int = 0  # 499: the client left before its reply began
     started: float = 0.0  # monotonic seconds
     seconds: float = 0.0
@@ -37,19 +37,19 @@ class Served(Struct):
     bytes_out: int = 0
     project: str | None = None
     key: str | None = None
-    code: str | None = None  # of the error
+    code: str | None = None  # the error's code
 
 
-def write(served: Served) -> None:
-    """One line for a request; lines that come close together are written together."""
+def write(served: RequestRecord) -> None:
+    """Log one line for a request. Lines that come close together are written together."""
     if access.isEnabledFor(logging.INFO):
         for handler in access.handlers:
-            if isinstance(handler, Requests):
+            if isinstance(handler, RequestLogHandler):
                 handler.add(served)
 
 
 class _Line(Struct, omit_defaults=True):
-    """A request as it is written."""
+    """The line of one request."""
 
     at: str
     level: str
@@ -61,13 +61,15 @@ class _Line(Struct, omit_defaults=True):
     project: str | None = None
     key: str | None = None
     request: str = ""
-    bytes_in: int = -1  # no size: it is never left out
+    bytes_in: int = -1  # the default is not a size, so the field is always written
     bytes_out: int = -1
     code: str | None = None
 
 
-class Requests(logging.Handler):
-    """The lines of requests: thousands a second, which would cost more than the requests if each were a message."""
+class RequestLogHandler(logging.Handler):
+    """Writes the lines of requests. There may be thousands a second; a log message for each would cost more than the
+    request itself.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,29 +78,30 @@ class Requests(logging.Handler):
         self._second, self._date = 0, ""
         self._refused_second, self._refused = 0, 0
 
-    def add(self, served: Served) -> None:
-        if served.key is None and served.code is not None and self._is_one_too_many():
+    def add(self, served: RequestRecord) -> None:
+        if served.key is None and served.code is not None and self._is_over_limit():
             return
         self._lines.append(self._line(served))
         if len(self._lines) >= LINES_MAX:
             self.flush()
         elif self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(TOGETHER_S, self.flush)
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_DELAY_S, self.flush)
 
-    def _is_one_too_many(self) -> bool:
-        """Whoever has no key fills no disk with lines."""
+    def _is_over_limit(self) -> bool:
+        """Limit the lines of requests without a key, so that they cannot fill the disk."""
         second = int(time.monotonic())
         if second != self._refused_second:
-            left_out = max(0, self._refused - REFUSED_MAX)
+            omitted = max(0, self._refused - REFUSED_MAX)
             self._refused_second, self._refused = second, 0
-            if left_out:
+            if omitted:
                 logging.getLogger("batchmill.server").warning(
-                    "%d more requests without a key were refused in a second than have a line each", left_out
+                    "%d more requests without a key were refused within one second; they have no lines of their own",
+                    omitted,
                 )
         self._refused += 1
         return self._refused > REFUSED_MAX
 
-    def _line(self, served: Served) -> bytes:
+    def _line(self, served: RequestRecord) -> bytes:
         now = time.time()
         second = int(now)
         if second != self._second:
@@ -111,21 +114,21 @@ class Requests(logging.Handler):
         return _encode(line)
 
     def flush(self) -> None:
-        """Write what there is. Also at the end of the process, by `logging.shutdown`."""
+        """Write all waiting lines. `logging.shutdown` also calls this at the end of the process."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         lines, self._lines = self._lines, []
         if lines:
-            with contextlib.suppress(OSError):  # nobody reads them any more
+            with contextlib.suppress(OSError):  # the reader of standard error has closed it
                 sys.stderr.buffer.write(b"\n".join(lines) + b"\n")
                 sys.stderr.flush()
 
 
-class _Messages(logging.StreamHandler):
-    """All other messages: behind the lines of the requests before them."""
+class _MessageHandler(logging.StreamHandler):
+    """Writes all other messages, after the lines of earlier requests."""
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: RequestLogHandler) -> None:
         super().__init__(sys.stderr)
         self._requests = requests
 
@@ -134,8 +137,8 @@ class _Messages(logging.StreamHandler):
         super().emit(record)
 
 
-class _Lines(logging.Formatter):
-    """JSON lines: whatever a message holds, control characters are escaped."""
+class _JsonFormatter(logging.Formatter):
+    """Formats messages as JSON lines. Control characters in a message are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
@@ -145,15 +148,15 @@ class _Lines(logging.Formatter):
             error = record.exc_info[1]
             line["trace"] = "".join(traceback.format_tb(error.__traceback__)) + type(error).__name__
             if logging.getLogger(record.name).isEnabledFor(logging.DEBUG):
-                line["trace"] += f": {redaction.mask(str(error))}"  # which may hold what somebody sent
+                line["trace"] += f": {redaction.mask(str(error))}"  # the text may hold what a client sent
         return _encode(line).decode()
 
 
 def configure(level: str) -> None:
-    """Have the whole process log so, once. uvicorn's own lines of requests are off."""
-    requests = Requests()
-    handler = _Messages(requests)
-    handler.setFormatter(_Lines())
+    """Set up logging for the whole process. Call it once. uvicorn's own request lines are off."""
+    requests = RequestLogHandler()
+    handler = _MessageHandler(requests)
+    handler.setFormatter(_JsonFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
     access.handlers[:] = [requests]
     logging.getLogger("batchmill").setLevel(level.upper())

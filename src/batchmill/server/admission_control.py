@@ -1,4 +1,4 @@
-"""Who is let in: places by project and address, memory for bodies, and the pace at which bodies come."""
+"""Admission control: limits on connections, on requests under way, on memory for bodies, and on slow bodies."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from batchmill.config import ServerEntry
 from batchmill.errors import InvalidConfig, Unavailable
 from batchmill.models.addresses import unmapped
 
-CONNECTIONS_MAX = 10_000  # where the limit of open files and server.connections_max allow for it
-FILES_SHARE = 3, 4  # of the files that the process may open
-VICTIMS, VICTIMS_SHARE = 256, 16  # that are chosen at once, and at most this part of all
-LOOK_AGAIN_S = 1.0  # where none could go, so long nobody looks
+CONNECTIONS_MAX = 10_000  # if the limit of open files and server.connections_max allow it
+FILES_SHARE = 3, 4  # connections may use 3/4 of the files that the process may open
+# Connections chosen at once as candidates for eviction: at most 256, and at most 1/16 of all connections.
+EVICTIONS_MAX, EVICTIONS_SHARE = 256, 16
+EVICTION_RETRY_S = 1.0  # after a search without a candidate, no search for this long
 
 
 class Stage(IntEnum):
-    """What a connection is doing, in the order in which connections are ended. BUSY: a request is answered, and it
-    stays."""
+    """What a connection is doing. Connections are evicted in this order; BUSY ones, which answer a request, never."""
 
-    REFUSED = 0  # only what follows a refusal is still coming
+    REFUSED = 0  # its request was refused; the client is still sending
     IDLE = 1  # between requests, or before the first
-    ARRIVING = 2  # a head, or a body before it is known whose it is
-    KNOWN_IDLE = 3  # as IDLE and ARRIVING, where a key was right before
-    KNOWN_ARRIVING = 4
+    ARRIVING = 2  # a head is arriving, or a body whose sender is not authenticated yet
+    AUTHENTICATED_IDLE = 3  # as IDLE and ARRIVING, after a valid key on this connection
+    AUTHENTICATED_ARRIVING = 4
     BUSY = 5
 
 
 class Member(Protocol):
     """A connection."""
 
-    address: str  # what it is counted as
-    is_known: bool  # a request on it had a key
-    project: str  # whose that was
-    since: float  # when it came to its stage, of a monotonic clock
+    address: str  # the address that it counts for
+    is_authenticated: bool  # a request on it had a valid key
+    project: str  # the project of that key
+    since: float  # when it entered its stage, in monotonic seconds
 
     def stage(self) -> Stage: ...
 
@@ -48,43 +48,44 @@ class Member(Protocol):
 
 
 class ConnectionPool:
-    """At most `connections_max` members, and of one address half as many that have shown no key.
+    """Holds at most `connections_max` connections, and at most half as many without a key from one address.
 
-    `is_exempt`: of addresses behind which there are many clients.
+    `is_exempt`: whether an address has many clients behind it (a proxy), so that the limit per address does not apply.
     """
 
     def __init__(
         self, connections_max: int, clock: Callable[[], float], is_exempt: Callable[[str], bool] = lambda _: False
     ) -> None:
         self._max, self._address_max = connections_max, max(1, connections_max // 2)
-        self._victims_max = max(1, min(VICTIMS, connections_max // VICTIMS_SHARE))
+        self._candidates_max = max(1, min(EVICTIONS_MAX, connections_max // EVICTIONS_SHARE))
         self._clock, self._is_exempt = clock, is_exempt
         self._members: dict[Member, None] = {}
-        self._strangers: Counter[str] = Counter()  # connections without a key by address
-        self._known: Counter[str] = Counter()  # those with a key by project
-        self._victims: dict[str | None, deque[tuple[Stage, Member]]] = {}  # chosen by address, or of all
-        self._barren: dict[str | None, float] = {}  # where nothing could go -> when that was
+        self._anonymous: Counter[str] = Counter()  # address -> connections without a key
+        self._authenticated: Counter[str] = Counter()  # project -> connections with a key
+        # Candidates for eviction by address; None: among all connections.
+        self._candidates: dict[str | None, deque[tuple[Stage, Member]]] = {}
+        self._no_candidates_at: dict[str | None, float] = {}  # address -> when a search found no candidate
         self.ended = 0
 
     def __len__(self) -> int:
         return len(self._members)
 
     def add(self, member: Member) -> bool:
-        """False: there is no room, and no connection that could go for it."""
+        """Add a connection, evicting another if needed. False: the pool is full and nothing can be evicted."""
         address = member.address
-        if self._strangers[address] >= self._address_max and not self._is_exempt(address):
-            self._end_one(address)
-        if len(self._members) >= self._max and not self._end_one(None):
+        if self._anonymous[address] >= self._address_max and not self._is_exempt(address):
+            self._evict_one(address)
+        if len(self._members) >= self._max and not self._evict_one(None):
             return False
         self._members[member] = None
         self._count(member, 1)
         return True
 
-    def know(self, member: Member) -> None:
-        """It has shown a key: `member.is_known` was False until now, and its `project` unknown."""
+    def mark_authenticated(self, member: Member) -> None:
+        """Count a connection for its project after its first valid key. Call it before `is_known` is set."""
         if member in self._members:
-            _add(self._strangers, member.address, -1)
-            _add(self._known, member.project, 1)
+            _add(self._anonymous, member.address, -1)
+            _add(self._authenticated, member.project, 1)
 
     def remove(self, member: Member) -> None:
         if member in self._members:
@@ -92,47 +93,49 @@ class ConnectionPool:
             self._count(member, -1)
 
     def _count(self, member: Member, more: int) -> None:
-        if member.is_known:
-            _add(self._known, member.project, more)
+        if member.is_authenticated:
+            _add(self._authenticated, member.project, more)
         else:
-            _add(self._strangers, member.address, more)
+            _add(self._anonymous, member.address, more)
 
-    def _crowd(self, member: Member) -> int:
-        """How many there are of whoever has this one."""
-        return self._known[member.project] if member.is_known else self._strangers[member.address]
+    def _connection_count(self, member: Member) -> int:
+        """How many connections the owner of this one has: its project, or its address."""
+        return self._authenticated[member.project] if member.is_authenticated else self._anonymous[member.address]
 
-    def _end_one(self, address: str | None) -> bool:
-        chosen = self._victims.get(address)
+    def _evict_one(self, address: str | None) -> bool:
+        chosen = self._candidates.get(address)
         for _ in range(2):
             while chosen:
                 chosen_at, member = chosen.popleft()
-                if member in self._members and member.stage() <= chosen_at:  # else it has done something since
+                if member in self._members and member.stage() <= chosen_at:  # else it has become active since
                     self.remove(member)
                     self.ended += 1
                     member.end()
                     return True
-            chosen = self._victims[address] = self._choose(address)
-        del self._victims[address]
+            chosen = self._candidates[address] = self._choose(address)
+        del self._candidates[address]
         return False
 
     def _choose(self, address: str | None) -> deque[tuple[Stage, Member]]:
-        """Those that go first; of one stage those of the address or the project that has the most, the oldest first."""
+        """Choose candidates for eviction: by stage, then by the owner with the most connections, then the oldest."""
         now = self._clock()
-        if now - self._barren.get(address, -LOOK_AGAIN_S) < LOOK_AGAIN_S:
+        if now - self._no_candidates_at.get(address, -EVICTION_RETRY_S) < EVICTION_RETRY_S:
             return deque()
-        if len(self._victims) > VICTIMS:
-            self._victims = {address: deque()}
-        found: Iterable[tuple[tuple[int, int, float], tuple[Stage, Member]]] = (
-            ((int(stage), -self._crowd(member), member.since), (stage, member))
+        if len(self._candidates) > EVICTIONS_MAX:
+            self._candidates = {address: deque()}
+        candidates: Iterable[tuple[tuple[int, int, float], tuple[Stage, Member]]] = (
+            ((int(stage), -self._connection_count(member), member.since), (stage, member))
             for member in self._members
             if (address is None or member.address == address) and (stage := member.stage()) is not Stage.BUSY
         )
-        chosen = deque(each for _, each in heapq.nsmallest(self._victims_max, found, key=lambda each: each[0]))
+        chosen = deque(each for _, each in heapq.nsmallest(self._candidates_max, candidates, key=lambda each: each[0]))
         if chosen:
-            self._barren.pop(address, None)
+            self._no_candidates_at.pop(address, None)
         else:
-            self._barren = {name: when for name, when in self._barren.items() if now - when < LOOK_AGAIN_S}
-            self._barren[address] = now
+            self._no_candidates_at = {
+                name: since for name, since in self._no_candidates_at.items() if now - since < EVICTION_RETRY_S
+            }
+            self._no_candidates_at[address] = now
         return chosen
 
 
@@ -143,22 +146,22 @@ def _add(counter: Counter[str], name: str, more: int) -> None:
 
 
 def connections_for(files: int, configured: int | None) -> int:
-    """How many connections a process that may open so many files takes."""
+    """Return how many connections a process takes that may open `files` files."""
     share, whole = FILES_SHARE
     return max(1, min(configured or CONNECTIONS_MAX, files * share // whole))
 
 
 PROXIES_MAX = 256  # entries of server.trusted_proxies
-FORWARDED_MAX = 64  # addresses of X-Forwarded-For that are looked at, from the right
+FORWARDED_MAX = 64  # addresses of X-Forwarded-For that are read, from the right
 SCHEMES = {b"http": "http", b"https": "https"}
-IPV6_PREFIX = 64  # whoever has one address of such a network has them all
+IPV6_PREFIX = 64  # a client with one address of such a network usually has all of them
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class Proxies:
-    """`entries` are addresses and networks ("10.0.0.0/8"). Raises: InvalidConfig."""
+    """The trusted reverse proxies. `entries` are addresses and networks ("10.0.0.0/8"). Raises: InvalidConfig."""
 
     def __init__(self, entries: Sequence[str] = ()) -> None:
         if len(entries) > PROXIES_MAX:
@@ -166,17 +169,17 @@ class Proxies:
         self._networks = [_network(entry) for entry in entries]
 
     def trusts(self, peer: str) -> bool:
-        """The peer of a connection is a proxy whose X-Forwarded-For and X-Forwarded-Proto are believed."""
+        """Whether the peer is a proxy whose X-Forwarded-For and X-Forwarded-Proto are trusted."""
         if not self._networks:
             return False
         address = _address(peer)
         return address is not None and self._is_proxy(address)
 
     def client(self, peer: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
-        """Who is counted for a request: the peer or, behind trusted proxies, the address that they tell.
+        """Return the client address that a request counts for: the peer's, or the one that trusted proxies forward.
 
-        That is the rightmost of X-Forwarded-For that is no trusted proxy: what stands left of it anybody may have
-        written. Of IPv6 it is the whole /64.
+        This is the rightmost address of X-Forwarded-For that is not a trusted proxy; a client can forge the addresses
+        left of it. An IPv6 address counts as its /64 network.
         """
         if not self.trusts(peer):
             return group_of(peer)
@@ -190,8 +193,7 @@ class Proxies:
         return group_of(peer)
 
     def scheme(self, peer: str, headers: Sequence[tuple[bytes, bytes]], own: str) -> str:
-        """What the client's own connection speaks: `own`, or what a trusted proxy tells of its own in
-        X-Forwarded-Proto."""
+        """Return the scheme that the client used: `own`, or the X-Forwarded-Proto of a trusted proxy."""
         if not self.trusts(peer):
             return own
         forwarded_proto = next((value for name, value in headers if name == b"x-forwarded-proto"), b"")
@@ -202,7 +204,7 @@ class Proxies:
 
 
 def group_of(peer: str) -> str:
-    """What an address is counted as; a text that is none is counted as it is."""
+    """Return the name that an address counts as; a text that is not an address is returned unchanged."""
     if ":" not in peer:
         return peer
     address = _address(peer)
@@ -216,7 +218,7 @@ def _group(address: Address) -> str:
 
 
 def _address(text: str) -> Address | None:
-    """An IPv4 address that is written as IPv6 is the IPv4 address; a zone is left out."""
+    """Parse an address. An IPv4-mapped IPv6 address becomes the IPv4 address; a zone is dropped."""
     try:
         address = ipaddress.ip_address(text.strip("[]").partition("%")[0])
     except ValueError:
@@ -228,20 +230,20 @@ def _network(entry: str) -> Network:
     try:
         return ipaddress.ip_network(entry)
     except ValueError as error:
-        raise InvalidConfig(f"server.trusted_proxies: {entry[:80]!r} is no address and no network: {error}") from None
+        raise InvalidConfig(f"server.trusted_proxies: {entry[:80]!r} is not an address or a network: {error}") from None
 
 
-REQUESTS_MAX = 5000  # under way at once, of all projects
-RESERVE = 1000  # besides these, for projects that hold fewer than FLOOR
+REQUESTS_MAX = 5000  # requests under way at once, all projects together
+RESERVE = 1000  # further slots, for projects with fewer than FLOOR requests
 FLOOR = 50
-STRANGERS_MAX, STRANGERS_RESERVE, STRANGERS_FLOOR = 800, 200, 8  # of requests that need no key, by address
+ANONYMOUS_MAX, ANONYMOUS_RESERVE, ANONYMOUS_FLOOR = 800, 200, 8  # the same for requests without a key, by address
 
 
-class RequestPlaces:
-    """Counts the requests of each name (a project, an address). Pure.
+class RequestLimiter:
+    """Limits the requests under way of each name (a project, an address). Pure.
 
-    One that is alone may have all places. Where several ask, none is let in beyond its even share once three quarters
-    are taken, so that places come free for the others; and each has `floor` places that the rest never get.
+    A name that is alone may have all slots. With several names, a name gets no slot beyond its even share once three
+    quarters are taken, so that slots come free for the others. `floor` slots of each name are never given to others.
     """
 
     def __init__(self, requests_max: int = REQUESTS_MAX, reserve: int = RESERVE, floor: int = FLOOR) -> None:
@@ -250,7 +252,7 @@ class RequestPlaces:
         self.total = 0
 
     def try_take(self, name: str) -> bool:
-        """Whether there was a place; whoever took one calls `leave` once."""
+        """Take a slot if one is free. The caller then calls `leave` once."""
         held = self._held.get(name, 0)
         if held < self._floor:
             has_room = self.total < self._max + self._reserve
@@ -269,7 +271,7 @@ class RequestPlaces:
         if not self.try_take(name):
             raise Unavailable(
                 f"too many requests are under way: {self._held.get(name, 0):,} of yours, {self.total:,} in all; "
-                f"at most {self._max:,} are, shared between all who ask; try again",
+                f"the limit is {self._max:,}, shared between all clients; try again",
                 code="too_many_requests",
             )
 
@@ -285,34 +287,34 @@ class RequestPlaces:
         return self._held.get(name, 0)
 
 
-def of_projects(connections_max: int) -> RequestPlaces:
-    """The places of requests with a key. Each keeps a connection: some are always left for who comes."""
-    return RequestPlaces(_share(REQUESTS_MAX, connections_max), _share(RESERVE, connections_max))
+def project_limiter(connections_max: int) -> RequestLimiter:
+    """The limit for requests with a key. Each occupies a connection; some connections stay free for new clients."""
+    return RequestLimiter(_share(REQUESTS_MAX, connections_max), _share(RESERVE, connections_max))
 
 
-def of_strangers(connections_max: int) -> RequestPlaces:
-    """The places of requests that need no key."""
-    share = _share(STRANGERS_MAX, connections_max), _share(STRANGERS_RESERVE, connections_max)
-    return RequestPlaces(*share, STRANGERS_FLOOR)
+def anonymous_limiter(connections_max: int) -> RequestLimiter:
+    """The limit for requests that need no key."""
+    share = _share(ANONYMOUS_MAX, connections_max), _share(ANONYMOUS_RESERVE, connections_max)
+    return RequestLimiter(*share, ANONYMOUS_FLOOR)
 
 
-def _share(places: int, connections_max: int) -> int:
-    """Fewer of them where there are fewer connections than usual."""
-    return max(1, places * min(connections_max, CONNECTIONS_MAX) // CONNECTIONS_MAX)
+def _share(slots: int, connections_max: int) -> int:
+    """Scale a number of slots down if there are fewer connections than usual."""
+    return max(1, slots * min(connections_max, CONNECTIONS_MAX) // CONNECTIONS_MAX)
 
 
-MEMORY_BYTES_MAX = 256 * 1024 * 1024  # of the server, unless a setting says more; a project may have half of it
-PARSED_TIMES = 8  # what is parsed takes several times the bytes it came in
-STREAM_BYTES = 256 * 1024  # of an upload, however long it is: what is on its way between socket and disk
+MEMORY_BYTES_MAX = 256 * 1024 * 1024  # for all bodies, unless a setting raises it; a project may have half of it
+PARSED_TIMES = 8  # a parsed body takes several times the memory of its bytes
+STREAM_BYTES = 256 * 1024  # of an upload of any length: what is on its way between socket and disk
 
 
 def memory_for(body_bytes_max: int, configured: int | None) -> int:
-    """The bound of the server: room for four bodies of the largest size, unless it is told."""
+    """Return the memory limit for bodies: the configured one, or enough for four bodies of the largest size."""
     return max(MEMORY_BYTES_MAX, 4 * body_bytes_max) if configured is None else configured
 
 
 class BodyMemory:
-    """Counts what requests hold. Nothing waits here: what does not fit is told to come again. Pure."""
+    """Counts the memory of request bodies. Nothing waits here: a body that does not fit is refused for now. Pure."""
 
     def __init__(self, bytes_max: int = MEMORY_BYTES_MAX) -> None:
         self.bytes_max, self.project_bytes_max = bytes_max, bytes_max // 2
@@ -323,11 +325,11 @@ class BodyMemory:
         return self.total + size <= self.bytes_max and self._held.get(project, 0) + size <= self.project_bytes_max
 
     def take(self, project: str, size: int) -> None:
-        """Raises: Unavailable; whoever took bytes gives them back."""
+        """Count `size` bytes; the caller gives them back with `give`. Raises: Unavailable."""
         if not self.has_room(project, size):
             raise Unavailable(
-                f"too many bodies are in memory: {self._held.get(project, 0):,} bytes of this project's, "
-                f"{self.total:,} in all, and {size:,} more would be above server.body_memory_bytes_max, of which a "
+                f"too many bodies are in memory: {self._held.get(project, 0):,} bytes of this project, "
+                f"{self.total:,} in all; {size:,} more would exceed server.body_memory_bytes_max, of which a "
                 f"project may have {self.project_bytes_max:,}; try again",
                 code="body_memory_full",
             )
@@ -347,7 +349,7 @@ class BodyMemory:
 
 
 class Hold:
-    """What one request holds of the memory, until `release`."""
+    """The memory that one request holds, until `release`."""
 
     __slots__ = ("_memory", "_project", "bytes")
 
@@ -356,7 +358,7 @@ class Hold:
         self.bytes = 0
 
     def grow_to(self, size: int) -> None:
-        """Hold `size` bytes, if it is more than it holds. One request alone always fits. Raises: Unavailable."""
+        """Hold at least `size` bytes. A single request always fits. Raises: Unavailable."""
         more = min(size, self._memory.project_bytes_max) - self.bytes
         if more > 0:
             self._memory.take(self._project, more)
@@ -369,7 +371,7 @@ class Hold:
             self.bytes = size
 
     def move(self, project: str) -> None:
-        """It is this project's from now on. Raises: Unavailable."""
+        """Count the memory for another project from now on. Raises: Unavailable."""
         size = self.bytes
         self.release()
         self._project = project
@@ -379,13 +381,13 @@ class Hold:
         self.shrink_to(0)
 
 
-WINDOW_S = 30.0  # of waiting for the client, over which the rate is measured
-SPREAD = 1 / 3  # a window is longer by up to so much of it, so that bodies that began at once are not refused at once
-NO_BODY_S = 5.0  # for the few bytes that may come where a request has no body
+WINDOW_S = 30.0  # time spent waiting for the client over which the rate is measured
+SPREAD = 1 / 3  # random lengthening of a window, so that bodies that began together are not refused together
+NO_BODY_S = 5.0  # for the few bytes that a client may send where a request has no body
 
 
 class Pace(Struct, frozen=True):
-    """`total_s` of a body that is read whole; `rate_min` bytes a second of every body."""
+    """The pace of bodies: `total_s` for a body that is read whole, `rate_min` bytes a second for every body."""
 
     total_s: float = 300.0
     rate_min: int = 1024
@@ -393,7 +395,7 @@ class Pace(Struct, frozen=True):
 
 
 class BodyPacer:
-    """Measures one body: it is told how long a wait was, and how much came of it. `jitter`: from 0 to 1."""
+    """Measures how fast one body arrives. `jitter` returns 0 to 1."""
 
     def __init__(self, pace: Pace, total_s: float | None, jitter: Callable[[], float] = random.random) -> None:
         self._pace, self._left_s = pace, total_s
@@ -402,26 +404,27 @@ class BodyPacer:
 
     @property
     def patience_s(self) -> float:
-        """How long to wait for the next piece before `late` is asked."""
+        """How long to wait for the next piece before `late` is called."""
         window_s = self._window_s - self._waited_s
         return window_s if self._left_s is None else min(window_s, self._left_s)
 
     def waited(self, seconds: float, size: int) -> None:
+        """Count a wait of `seconds` that brought `size` bytes."""
         self._waited_s += seconds
         self._bytes += size
         if self._left_s is not None:
             self._left_s -= seconds
 
     def late(self) -> str:
-        """Why the client is left now; empty: it goes on, and a new window begins once this one is over."""
+        """Return why the body is refused now; empty: it goes on, and a new window begins when this one ends."""
         if self._left_s is not None and self._left_s <= 0:
-            return "the body did not end in time: server.body_timeout_s says how long it may take"
+            return "the body did not end in time: server.body_timeout_s is the limit"
         if self._waited_s < self._window_s:
             return ""
         if self._bytes < self._pace.rate_min * self._waited_s:
             return (
-                f"less than {self._pace.rate_min:,} bytes a second of the body came for {self._waited_s:.0f} s: "
-                "server.body_rate_min is the least"
+                f"the body arrived at less than {self._pace.rate_min:,} bytes a second for {self._waited_s:.0f} s: "
+                "server.body_rate_min is the minimum"
             )
         self._waited_s, self._bytes = 0.0, 0
         return ""
@@ -429,49 +432,52 @@ class BodyPacer:
 
 class Admission:
     def __init__(self, entry: ServerEntry, *, files: int, clock: Callable[[], float]) -> None:
-        """Args: files: how many the process may open; clock: monotonic seconds. Raises: InvalidConfig."""
+        """Args: files: how many files the process may open; clock: monotonic seconds. Raises: InvalidConfig."""
         self.proxies = Proxies(entry.trusted_proxies)
         self.memory = BodyMemory(memory_for(entry.body_bytes_max, entry.body_memory_bytes_max))
         self.body_bytes_max = entry.body_bytes_max
         self.pace = Pace(entry.body_timeout_s, entry.body_rate_min)
         self.connections_max = connections_for(files, entry.connections_max)
-        self.places, self.strangers = of_projects(self.connections_max), of_strangers(self.connections_max)
+        self.project_requests, self.anonymous_requests = (
+            project_limiter(self.connections_max),
+            anonymous_limiter(self.connections_max),
+        )
         self.pool = ConnectionPool(self.connections_max, clock, self.proxies.trusts)
 
-    def place(self, project: str) -> RequestSlot:
-        """For a request of a project. Raises: Unavailable."""
-        self.places.take(project)
-        return RequestSlot(self, self.places, project, Hold(self.memory, project))
+    def slot(self, project: str) -> RequestSlot:
+        """Take a slot for a request of a project. Raises: Unavailable."""
+        self.project_requests.take(project)
+        return RequestSlot(self, self.project_requests, project, Hold(self.memory, project))
 
-    def strangers_place(self, peer: str, headers: Sequence[tuple[bytes, bytes]]) -> RequestSlot:
-        """For a request that needs no key, and is whoever's the client is. Raises: Unavailable."""
+    def anonymous_slot(self, peer: str, headers: Sequence[tuple[bytes, bytes]]) -> RequestSlot:
+        """Take a slot for a request that needs no key; it counts for the client's address. Raises: Unavailable."""
         address = self.proxies.client(peer, headers)
-        self.strangers.take(address)
-        return RequestSlot(self, self.strangers, address, Hold(self.memory, ""))
+        self.anonymous_requests.take(address)
+        return RequestSlot(self, self.anonymous_requests, address, Hold(self.memory, ""))
 
-    def vital_place(self) -> RequestSlot:
-        """For a request that is answered whatever else is under way: it waits for nobody."""
+    def vital_slot(self) -> RequestSlot:
+        """Return a slot for a request that is always answered; no limit applies."""
         return RequestSlot(self, None, "", Hold(self.memory, ""))
 
 
 class RequestSlot:
-    """What one request holds, until `leave`."""
+    """The slot and memory that one request holds, until `leave`."""
 
-    __slots__ = ("_admission", "_name", "_places", "hold")
+    __slots__ = ("_admission", "_limiter", "_name", "hold")
 
-    def __init__(self, admission: Admission, places: RequestPlaces | None, name: str, hold: Hold) -> None:
-        self._admission, self._places, self._name, self.hold = admission, places, name, hold
+    def __init__(self, admission: Admission, limiter: RequestLimiter | None, name: str, hold: Hold) -> None:
+        self._admission, self._limiter, self._name, self.hold = admission, limiter, name, hold
 
     def move(self, project: str) -> None:
-        """It turned out to be this project's: a link says so. Raises: Unavailable."""
-        self._admission.places.take(project)
-        if self._places is not None:
-            self._places.leave(self._name)
-        self._places, self._name = self._admission.places, project
+        """Count the request for this project from now on, as a link names it. Raises: Unavailable."""
+        self._admission.project_requests.take(project)
+        if self._limiter is not None:
+            self._limiter.leave(self._name)
+        self._limiter, self._name = self._admission.project_requests, project
         self.hold.move(project)
 
     def leave(self) -> None:
-        places, self._places = self._places, None
-        if places is not None:
-            places.leave(self._name)
+        limiter, self._limiter = self._limiter, None
+        if limiter is not None:
+            limiter.leave(self._name)
         self.hold.release()

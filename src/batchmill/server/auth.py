@@ -1,4 +1,4 @@
-"""Who asks and how often: keys, requests a minute, and the hosts and origins that a request may name."""
+"""Authentication and rate limits: API keys, requests a minute, and the hosts and origins that a request may name."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from batchmill.services.keys import ANYBODY
 from batchmill.services.token_buckets import TokenBuckets
 from batchmill.types import Caller, Scope
 
-FAILURE_RATE = (60, 1.0)  # wrong keys of one address: in a burst, per second; a right key is never held up
+FAILURE_RATE = (60, 1.0)  # wrong keys from one address: burst, per second; it never delays a valid key
 TOKEN_CHARS_MAX = 4096
-SEALS_MAX = 10_000  # headers that need not be taken apart again
+CACHED_HEADERS_MAX = 10_000  # Authorization headers whose key id is cached
 
 
 class Keys(Protocol):
-    """What the gate asks of `services.keys.KeyService`."""
+    """The part of `services.keys.KeyService` that the gate uses."""
 
     async def any_exist(self) -> bool: ...
 
     async def authenticate(self, token: str) -> Caller: ...
 
-    def known(self, token: str | None) -> Caller | None: ...
+    def cached_caller(self, token: str | None) -> Caller | None: ...
 
-    def still(self, key_id: str) -> Caller | None: ...
+    def valid_caller(self, key_id: str) -> Caller | None: ...
 
 
 def token_of(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
-    """The key in the Authorization header: `Bearer KEY`, the bare KEY, or the password of `Basic`."""
-    found = [value for name, value in headers if name == b"authorization"]
-    if not found or len(found[0]) > TOKEN_CHARS_MAX:
+    """Return the key in the Authorization header: `Bearer KEY`, the bare KEY, or the password of `Basic`."""
+    values = [value for name, value in headers if name == b"authorization"]
+    if not values or len(values[0]) > TOKEN_CHARS_MAX:
         return None
-    kind, _, rest = found[0].decode("latin-1").strip().partition(" ")
+    kind, _, rest = values[0].decode("latin-1").strip().partition(" ")
     match kind.lower():
         case "bearer":
             return rest.strip()
@@ -57,8 +57,10 @@ def token_of(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
 
 
 class Gate:
-    """Lets a request in as a Caller, or says why not. `requests_per_minute`: of a key that has no limit of its own;
-    `proxies` tell which client has sent a wrong one."""
+    """Authenticates a request as a Caller, or refuses it.
+
+    `requests_per_minute` is for keys without a limit of their own. `proxies` find the client that sent a wrong key.
+    """
 
     def __init__(
         self, keys: Keys, clock: Clock, requests_per_minute: int | None = None, proxies: Proxies | None = None
@@ -67,10 +69,13 @@ class Gate:
         self._keys, self._clock, self._per_minute = keys, clock, requests_per_minute
         self._requests, self._failures = TokenBuckets(), TokenBuckets()
         self._secret = secrets.token_bytes(16)
-        self._seals: dict[bytes, str] = {}  # of Authorization headers that were right -> the key's id
+        self._key_ids: dict[bytes, str] = {}  # digest of a valid Authorization header -> the key's id
 
     async def admit(self, headers: Sequence[tuple[bytes, bytes]], address: str, scope: Scope) -> Caller:
-        """Who asks, if they may. Raises: Unauthenticated, Forbidden; RateLimited for too many wrong keys."""
+        """Authenticate the caller and check its scope.
+
+        Raises: Unauthenticated, Forbidden; RateLimited for too many wrong keys.
+        """
         caller = await self._caller(headers, address)
         if not caller.may(scope):
             raise Forbidden(f"this key has the scope {caller.scope.value}; the request needs {scope.value}")
@@ -80,7 +85,7 @@ class Gate:
         """Count a request of a caller. Raises: RateLimited."""
         per_minute = caller.requests_per_minute or self._per_minute
         if caller.minted_by:
-            self._refuse_family(caller)
+            self._check_minting_keys(caller)
         if per_minute is not None:
             wait_s = self._requests.take(caller.key or "", per_minute, per_minute / 60, self._clock.monotonic())
             if wait_s:
@@ -89,8 +94,8 @@ class Gate:
             if (per_minute := rate or self._per_minute) is not None:
                 self._requests.take(key, per_minute, per_minute / 60, self._clock.monotonic())
 
-    def _refuse_family(self, caller: Caller) -> None:
-        """A key pays for the requests of those that it minted. Raises: RateLimited where one of them cannot."""
+    def _check_minting_keys(self, caller: Caller) -> None:
+        """Check the limits of the keys that minted this one: its requests count for them too. Raises: RateLimited."""
         for key, rate in caller.minted_by:
             if (per_minute := rate or self._per_minute) is not None:
                 wait_s = self._requests.wait_s(key, per_minute, per_minute / 60, self._clock.monotonic())
@@ -100,21 +105,21 @@ class Gate:
                         retry_after_s=wait_s,
                     )
 
-    def known(self, authorization: bytes | None) -> Caller | None:
-        """Who asks, where that is known without waiting; None: `admit` finds out, or says what is wrong."""
+    def cached_caller(self, authorization: bytes | None) -> Caller | None:
+        """Return the caller if it is known without waiting; None: call `admit`, which waits, or refuses."""
         if authorization is None:
-            return self._keys.known(None)
-        seal = blake2b(authorization, key=self._secret, digest_size=16).digest()
-        key_id = self._seals.get(seal)
+            return self._keys.cached_caller(None)
+        digest = blake2b(authorization, key=self._secret, digest_size=16).digest()
+        key_id = self._key_ids.get(digest)
         if key_id is not None:
-            return self._keys.still(key_id)
-        caller = self._keys.known(token_of([(b"authorization", authorization)]))
-        if caller is not None and caller.key is not None and len(self._seals) < SEALS_MAX:
-            self._seals[seal] = caller.key
+            return self._keys.valid_caller(key_id)
+        caller = self._keys.cached_caller(token_of([(b"authorization", authorization)]))
+        if caller is not None and caller.key is not None and len(self._key_ids) < CACHED_HEADERS_MAX:
+            self._key_ids[digest] = caller.key
         return caller
 
     def has_room(self, caller: Caller) -> bool:
-        """`spend` would not raise now."""
+        """Whether `spend` would succeed now."""
         per_minute, now = caller.requests_per_minute or self._per_minute, self._clock.monotonic()
         if per_minute is not None and self._requests.wait_s(caller.key or "", per_minute, per_minute / 60, now):
             return False
@@ -124,8 +129,8 @@ class Gate:
             if (per_minute := rate or self._per_minute) is not None
         )
 
-    async def asker(self, headers: Sequence[tuple[bytes, bytes]], address: str) -> Caller | None:
-        """Who asks, with a key or where none is needed. For what anybody may ask, and not everybody is told in full."""
+    async def identify(self, headers: Sequence[tuple[bytes, bytes]], address: str) -> Caller | None:
+        """Return the caller, or None without a valid key. For public operations that show more with a key."""
         try:
             return await self._caller(headers, address)
         except Refused:
@@ -137,7 +142,7 @@ class Gate:
         token, now = token_of(headers), self._clock.monotonic()
         if token is None:
             raise Unauthenticated("you did not provide an API key: send it as `Authorization: Bearer KEY`")
-        try:  # also of an address with too many wrong ones: behind a proxy it is everybody's
+        try:  # also for an address with too many wrong keys: all clients behind a proxy may share it
             return await self._keys.authenticate(token)
         except Unauthenticated:
             wait_s = self._failures.take(self._proxies.client(address, headers), *FAILURE_RATE, now)
@@ -152,25 +157,25 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class Hosts:
-    """The names of this server: those of the address it listens on, and `allowed` ("*": any)."""
+    """The host names of this server: those of the address it listens on, and `allowed` ("*": any)."""
 
     def __init__(self, bound: str, allowed: Sequence[str] = ()) -> None:
         self._any = "*" in allowed
-        self._is_everywhere = is_everywhere(bound)
+        self._is_wildcard = is_wildcard(bound)
         names = {bound, *allowed}
-        if self._is_everywhere or is_loopback(bound):
+        if self._is_wildcard or is_loopback(bound):
             names |= set(LOOPBACK_NAMES)
-        if self._is_everywhere:
+        if self._is_wildcard:
             names |= {socket.gethostname(), socket.getfqdn()}
         self._names = {name.lower().rstrip(".") for name in names}
 
     def check(self, method: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        """Raises: InvalidInput for a Host that is none of ours, Forbidden for a page of another site."""
+        """Raises: InvalidInput for another server's Host header, Forbidden for a request from another site's page."""
         hosts = [value for name, value in headers if name == b"host"]
         if len(hosts) != 1 or not self._is_ours(hosts[0].decode("latin-1")):
             host = hosts[0].decode("latin-1")[:80] if hosts else ""
             raise InvalidInput(
-                f"this server is not called {host!r}: use the address it listens on, or add the name to "
+                f"{host!r} is not a name of this server: use the address it listens on, or add the name to "
                 "server.allowed_hosts",
                 code="invalid_host",
             )
@@ -187,11 +192,11 @@ class Hosts:
         if match is None:
             return False
         name = match[1].strip("[]").lower().rstrip(".")
-        return self._any or name in self._names or (self._is_everywhere and _is_address(name))
+        return self._any or name in self._names or (self._is_wildcard and _is_ip_address(name))
 
 
-def _is_address(name: str) -> bool:
-    """A page's own name is never an address, so an address is no rebound name."""
+def _is_ip_address(name: str) -> bool:
+    """Whether a host is an IP address. DNS rebinding needs a name, so an address is safe."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -199,14 +204,14 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def is_everywhere(bound: str) -> bool:
-    return _is_address(bound) and addresses.is_every(ipaddress.ip_address(bound))
+def is_wildcard(bound: str) -> bool:
+    return _is_ip_address(bound) and addresses.is_wildcard_address(ipaddress.ip_address(bound))
 
 
 def is_loopback(bound: str) -> bool:
-    return bound.lower() == "localhost" or (_is_address(bound) and addresses.is_local(ipaddress.ip_address(bound)))
+    return bound.lower() == "localhost" or (_is_ip_address(bound) and addresses.is_local(ipaddress.ip_address(bound)))
 
 
 def base_of(request: Request) -> str:
-    """The server's address as whoever asks has written it, and so the one that he can reach it by."""
+    """Return the server's URL as the client wrote it, and so one at which the client can reach it."""
     return f"{request.url.scheme}://{request.headers['host']}"

@@ -1,4 +1,4 @@
-"""What a request says, read and checked: its query and its body become the structs of the operation, or a refusal."""
+"""Read and check requests: the query and the body become the structs of the operation, or the request is refused."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from batchmill.server.operations import JSON, Content, Operation
 from batchmill.wire.json_bytes import DEPTH_MAX, is_too_deep
 
 QUERY_FIELDS_MAX = 100
-NO_BODY_BYTES_MAX = 64  # of what clients send where a request has no body: "{}", "null", white space
-SHOWN_CHARS = 80  # of what somebody sent, in a message
+NO_BODY_BYTES_MAX = 64  # for what clients send where a request has no body: "{}", "null", white space
+SHOWN_CHARS = 80  # of a client's text, in a message
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*?)`( - at `\$\.?(.*)`)?", re.DOTALL)
-_PLACE = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", re.DOTALL)
+_AT_PATH = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", re.DOTALL)
 
 
 class InvalidField(InvalidInput):
@@ -43,9 +43,9 @@ class InvalidField(InvalidInput):
 
 
 class BodyReader:
-    """The body of one request, counted as it arrives: what Content-Length claims is only a first hint.
+    """Reads the body of one request and counts its bytes as they arrive; Content-Length is only a first hint.
 
-    A body that is read whole is counted in `hold` before it comes; of an upload, what is on its way to the disk.
+    `hold` counts a body that is read whole before it arrives. Of an upload it counts what is on its way to the disk.
     """
 
     def __init__(
@@ -58,49 +58,54 @@ class BodyReader:
         pace: Pace,
         hold: Hold,
     ) -> None:
-        """Args: bytes_max: of bodies that are no uploads. Raises: InvalidInput, TooLarge."""
+        """Args: bytes_max: the limit of bodies other than uploads. Raises: InvalidInput, TooLarge."""
         self._receive, self._operation, self._hold = receive, operation, hold
         self._max = NO_BODY_BYTES_MAX if operation.body is None else operation.bytes_max(bytes_max)
         self.bytes = 0
-        named = dict(headers)
-        self.media = named.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
-        self.is_there = b"transfer-encoding" in named or named.get(b"content-length", b"0").strip() != b"0"
-        self.is_done = not self.is_there
+        header_map = dict(headers)
+        self.media = header_map.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
+        self.is_present = b"transfer-encoding" in header_map or header_map.get(b"content-length", b"0").strip() != b"0"
+        self.is_done = not self.is_present
         self._replay: bytes | None = None
-        if not operation.is_raw and named.get(b"content-encoding", b"identity").strip().lower() != b"identity":
+        if not operation.is_raw and header_map.get(b"content-encoding", b"identity").strip().lower() != b"identity":
             raise InvalidField(
-                "a compressed body is not taken: leave Content-Encoding out", code="unsupported_media_type"
+                "a compressed body is not supported: send it without Content-Encoding", code="unsupported_media_type"
             )
-        claimed = named.get(b"content-length", b"0")
-        if len(claimed) > 18 or int(claimed) > self._max:
+        content_length = header_map.get(b"content-length", b"0")
+        if len(content_length) > 18 or int(content_length) > self._max:
             raise self._too_large()
-        self._claimed = int(claimed) if b"content-length" in named else None
+        self._content_length = int(content_length) if b"content-length" in header_map else None
         total_s = NO_BODY_S if operation.body is None else None if operation.is_upload else pace.total_s
         self._pacer = BodyPacer(pace, total_s)
         self._times = PARSED_TIMES if isinstance(operation.body, type) and not operation.is_raw else 1
 
     def _too_large(self) -> InvalidInput:
         if self._operation.body is None:
-            return _unexpected()
+            return _unexpected_body()
         return TooLarge(f"the body is longer than {self._max:,} bytes", code="request_too_large")
 
     async def receive(self) -> Message:
-        """As ASGI's `receive`. Raises: TooLarge, InvalidInput when the client stops in the middle of the body;
-        Unavailable where there is no memory for it."""
+        """The same as ASGI's `receive`.
+
+        Raises: TooLarge; InvalidInput when the client stops in the middle of the body; Unavailable when there is no
+        memory for it.
+        """
         if self._replay is not None:
             data, self._replay = self._replay, None
             return {"type": "http.request", "body": data, "more_body": False}
         if self.is_done:
             return await self._receive()
-        if self._operation.is_raw:  # whoever reads it wants it whole
+        if self._operation.is_raw:  # its handler reads the whole body at once
             await self.read()
             return await self.receive()
         if self._operation.is_upload and not self.bytes:
-            self._hold.grow_to(STREAM_BYTES if self._claimed is None else min(self._claimed, STREAM_BYTES))
+            self._hold.grow_to(
+                STREAM_BYTES if self._content_length is None else min(self._content_length, STREAM_BYTES)
+            )
         return await self._next()
 
     async def _next(self) -> Message:
-        """The next piece, as long as the client keeps the pace."""
+        """Return the next piece. Raises: InvalidInput if the client is too slow."""
         clock = asyncio.get_running_loop().time
         while True:
             began, message = clock(), None
@@ -111,58 +116,58 @@ class BodyReader:
             self._pacer.waited(clock() - began, size)
             if message is not None:
                 break
-            if why := self._pacer.late():
-                raise InvalidField(why, code="request_timeout")
+            if reason := self._pacer.late():
+                raise InvalidField(reason, code="request_timeout")
         if message["type"] == "http.request":
             self.bytes += size
             self.is_done = not message.get("more_body", False)
             if self.bytes > self._max:
                 raise self._too_large()
-            if not self.is_done and (why := self._pacer.late()):
-                raise InvalidField(why, code="request_timeout")
+            if not self.is_done and (reason := self._pacer.late()):
+                raise InvalidField(reason, code="request_timeout")
         return message
 
     async def read(self) -> bytes:
-        """The whole body. It can be read once more through `receive`."""
+        """Read the whole body. It can be read once more through `receive`."""
         if self._replay is not None:
             return self._replay
         if self._operation.body is not None:
-            self._hold.grow_to((self._claimed or 0) * self._times)
-        whole = io.BytesIO()  # whose value is no copy of it
+            self._hold.grow_to((self._content_length or 0) * self._times)
+        buffer = io.BytesIO()  # `getvalue` does not copy
         while not self.is_done:
             message = await self._next()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            if self._claimed is None and self._operation.body is not None:
+            if self._content_length is None and self._operation.body is not None:
                 self._hold.grow_to(self.bytes * self._times)
-            whole.write(message.get("body", b""))
-        self._replay = whole.getvalue()
+            buffer.write(message.get("body", b""))
+        self._replay = buffer.getvalue()
         return self._replay
 
 
-def _unexpected() -> InvalidField:
+def _unexpected_body() -> InvalidField:
     return InvalidField("this request has no body: leave it out", code="unexpected_body")
 
 
 async def read_body(operation: Operation, reader: BodyReader, programs: Programs, project: str) -> tuple[bytes, Any]:
-    """The body as it came and as the operation's struct; neither for a Content that is no JSON: its handler reads it.
+    """Return the body's bytes and the operation's struct; neither for a Content that is not JSON: its handler reads it.
 
     Raises: InvalidInput, TooLarge, TooComplex, RateLimited, Unavailable.
     """
-    wanted = operation.body
-    if wanted is None:
-        if reader.is_there and (await reader.read()).strip() not in (b"", b"{}", b"null"):
-            raise _unexpected()
+    body_type = operation.body
+    if body_type is None:
+        if reader.is_present and (await reader.read()).strip() not in (b"", b"{}", b"null"):
+            raise _unexpected_body()
         return b"", None
     if operation.is_raw:
         return b"", None
-    media = wanted.media if isinstance(wanted, Content) else JSON
-    if operation.body_is_optional and reader.is_there and not reader.media and not await reader.read():
-        return b"", _filled(wanted)
-    if not reader.is_there and operation.body_is_optional:
-        return b"", _filled(wanted)
-    if media == JSON and isinstance(wanted, Content) and not reader.media and not await reader.read():
-        return b"", None  # who reads it says in the words of its API that it is missing
+    media = body_type.media if isinstance(body_type, Content) else JSON
+    if operation.body_is_optional and reader.is_present and not reader.media and not await reader.read():
+        return b"", _default_body(body_type)
+    if not reader.is_present and operation.body_is_optional:
+        return b"", _default_body(body_type)
+    if media == JSON and isinstance(body_type, Content) and not reader.media and not await reader.read():
+        return b"", None  # the handler reports the missing body in its dialect
     if reader.media != media and media != "*/*":
         sent = repr(reader.media[:SHOWN_CHARS]) if reader.media else "none"
         raise InvalidField(f"the body must have the Content-Type {media}, not {sent}", code="unsupported_media_type")
@@ -170,43 +175,43 @@ async def read_body(operation: Operation, reader: BodyReader, programs: Programs
         return b"", None
     raw = await reader.read()
     if operation.body_is_optional and (not raw or raw.isspace()):
-        return raw, _filled(wanted)
+        return raw, _default_body(body_type)
     await inspect(raw, operation.values_max, programs, project)
-    if isinstance(wanted, Content):
+    if isinstance(body_type, Content):
         _refuse_deep(raw)
         return raw, None
-    return raw, parse_json(raw, wanted)
+    return raw, parse_json(raw, body_type)
 
 
-def _filled(wanted: type[Struct] | Content) -> Any:
-    return None if isinstance(wanted, Content) else msgspec.convert({}, wanted)
+def _default_body(body_type: type[Struct] | Content) -> Any:
+    return None if isinstance(body_type, Content) else msgspec.convert({}, body_type)
 
 
-def parse_json(raw: bytes, wanted: type[Struct]) -> Any:
-    """The struct that JSON holds. Raises: InvalidInput, naming the field and the nearest one that is known."""
+def parse_json(raw: bytes, struct_type: type[Struct]) -> Any:
+    """Decode JSON as a struct. Raises: InvalidInput, naming the wrong field and the nearest known one."""
     _refuse_deep(raw)
     try:
-        return _decoder(wanted).decode(raw)
+        return _decoder(struct_type).decode(raw)
     except msgspec.ValidationError as error:
-        raise _explained(str(error), wanted) from None
+        raise _explain(str(error), struct_type) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidField(f"the body is not JSON: {error}", code="invalid_json") from None
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """The members of the JSON object that a body must be. Raises: InvalidInput."""
+    """Decode a body that must be a JSON object. Raises: InvalidInput."""
     _refuse_deep(raw)
     try:
-        found = msgspec.json.decode(raw)
+        members = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidField(f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(found, dict):
+    if not isinstance(members, dict):
         raise InvalidField("the body must be a JSON object", code="invalid_json")
-    return found
+    return members
 
 
 def _refuse_deep(raw: bytes) -> None:
-    """It could not be read by every process that it may come to."""
+    """Refuse JSON that some later process could not read, because it nests too deep."""
     if is_too_deep(raw):
         raise InvalidField(f"the body's JSON is nested deeper than {DEPTH_MAX} levels", code="invalid_json")
 
@@ -214,74 +219,74 @@ def _refuse_deep(raw: bytes) -> None:
 _decoders: dict[type[Struct], msgspec.json.Decoder[Any]] = {}
 
 
-def _decoder(wanted: type[Struct]) -> msgspec.json.Decoder[Any]:
-    found = _decoders.get(wanted)
-    if found is None:
-        found = _decoders[wanted] = msgspec.json.Decoder(wanted)
-    return found
+def _decoder(struct_type: type[Struct]) -> msgspec.json.Decoder[Any]:
+    decoder = _decoders.get(struct_type)
+    if decoder is None:
+        decoder = _decoders[struct_type] = msgspec.json.Decoder(struct_type)
+    return decoder
 
 
-def parse_query(text: bytes, wanted: type[Struct] | None) -> Any:
-    """The struct that a query string fills. Raises: InvalidInput for what is unknown, repeated or does not fit."""
+def parse_query(text: bytes, struct_type: type[Struct] | None) -> Any:
+    """Decode a query string as a struct. Raises: InvalidInput for unknown, repeated or invalid parameters."""
     if not text:
-        return None if wanted is None else _converted({}, wanted)
+        return None if struct_type is None else _convert({}, struct_type)
     try:
         pairs = parse_qsl(
             text.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=QUERY_FIELDS_MAX
         )
     except ValueError:
         raise InvalidField("the query string cannot be read", code="invalid_query") from None
-    known = {} if wanted is None else {each.encode_name: each for each in fields(wanted)}
+    field_by_name = {} if struct_type is None else {each.encode_name: each for each in fields(struct_type)}
     values: dict[str, Any] = {}
     for name, value in pairs:
-        if name not in known:
-            raise _unknown(name, list(known), "query parameter")
-        if _is_list(known[name].type):
+        if name not in field_by_name:
+            raise _unknown_name(name, list(field_by_name), "query parameter")
+        if _is_list(field_by_name[name].type):
             values.setdefault(name, []).append(value)
         elif name in values:
-            raise InvalidField(f"the query parameter {name} stands there twice", code="repeated_parameter", param=name)
+            raise InvalidField(f"the query parameter {name} is repeated", code="repeated_parameter", param=name)
         else:
             values[name] = value
-    if wanted is None:
+    if struct_type is None:
         return None
-    found = _converted(values, wanted)
+    query = _convert(values, struct_type)
     for name in values:
-        if getattr(found, known[name].name) is None:  # msgspec takes the text "null" for nothing
+        if getattr(query, field_by_name[name].name) is None:  # msgspec reads the text "null" as None
             raise InvalidField(f"Invalid value for {name!r}: null", code="invalid_value", param=name)
-    return found
+    return query
 
 
-def _converted(values: dict[str, Any], wanted: type[Struct]) -> Any:
+def _convert(values: dict[str, Any], struct_type: type[Struct]) -> Any:
     try:
-        return msgspec.convert(values, wanted, strict=False)
+        return msgspec.convert(values, struct_type, strict=False)
     except msgspec.ValidationError as error:
-        raise _explained(str(error), wanted) from None
+        raise _explain(str(error), struct_type) from None
 
 
 def _is_list(kind: Any) -> bool:
     return get_origin(kind) is list or any(get_origin(each) is list for each in get_args(kind))
 
 
-def _explained(sentence: str, wanted: type[Struct]) -> InvalidField:
-    """msgspec's sentence in our words, with the field that is wrong."""
+def _explain(sentence: str, struct_type: type[Struct]) -> InvalidField:
+    """Turn msgspec's message into ours, naming the wrong field."""
     if match := _UNKNOWN.fullmatch(sentence):
         name, inside = match[1], match[3]
-        known = [] if inside else [each.encode_name for each in fields(wanted)]
-        return _unknown(f"{inside}.{name}" if inside else name, known, "field")
+        names = [] if inside else [each.encode_name for each in fields(struct_type)]
+        return _unknown_name(f"{inside}.{name}" if inside else name, names, "field")
     if sentence.startswith("Object missing required field `"):
         name = sentence.split("`")[1]
         return InvalidField(f"Missing required parameter: {name!r}", code="missing_required_parameter", param=name)
-    match = _PLACE.fullmatch(sentence)
-    what, place = (match[1], match[2]) if match else (sentence, "")
-    if what.startswith("Object missing required field `"):
-        name = f"{place}.{what.split('`')[1]}"
+    match = _AT_PATH.fullmatch(sentence)
+    detail, path = (match[1], match[2]) if match else (sentence, "")
+    if detail.startswith("Object missing required field `"):
+        name = f"{path}.{detail.split('`')[1]}"
         return InvalidField(f"Missing required parameter: {name!r}", code="missing_required_parameter", param=name)
-    message = f"Invalid value for {place!r}: {what[:1].lower()}{what[1:]}" if place else f"Invalid request: {what}"
-    return InvalidField(message, code="invalid_value", param=place or None)
+    message = f"Invalid value for {path!r}: {detail[:1].lower()}{detail[1:]}" if path else f"Invalid request: {detail}"
+    return InvalidField(message, code="invalid_value", param=path or None)
 
 
-def _unknown(name: str, known: list[str], kind: str) -> InvalidField:
+def _unknown_name(name: str, names: list[str], kind: str) -> InvalidField:
     shown = name[:SHOWN_CHARS]
-    near = difflib.get_close_matches(shown, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}" if known else ""
+    nearest = difflib.get_close_matches(shown, names, n=1)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; known are {', '.join(names)}" if names else ""
     return InvalidField(f"Unknown {kind}: {shown!r}{hint}", code="unknown_parameter", param=shown)

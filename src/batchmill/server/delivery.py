@@ -1,15 +1,16 @@
-"""Whether a reply has arrived: written whole to a client that was there, and acknowledged by its machine.
+"""Detect whether a reply was delivered: written whole to a connected client, and acknowledged by TCP.
 
-Two promises stand on this proof, and nothing else does:
+Two guarantees depend on this, and nothing else does:
 
-* An order without an idempotency key, from a client that sends no retry header (requests, predibase, opensearch-py),
-  makes one job when its reply is lost and the client sends it again, and a second job when the client has its reply
-  and means another. Only the acknowledgement tells these apart: `take_order`, `services/repeats.py`.
-* A link that works once is used up by a download that arrived, and not by one that broke off: `services/links.py`.
+* An order may come without an idempotency key, from a client that sends no retry header (requests, predibase,
+  opensearch-py). If the client lost the reply and sends the order again, there is one job. If the client received the
+  reply and sends the same order again, there is a second job. Only the acknowledgement tells these apart: `take_order`,
+  `services/repeats.py`.
+* A single-use link is used up by a delivered download, and not by a broken one: `services/links.py`.
 
-A reply without a callback costs one comparison. One with a callback costs two system calls where the acknowledgement is
-there at once, and a duplicate of the socket until it comes, 15 s at the most, where it is not. Requests that come
-meanwhile take the normal way, never the fast path, since they may be the repeat.
+A reply without a callback costs one comparison. A reply with a callback costs two system calls if the acknowledgement
+is there at once; otherwise also a duplicate of the socket until it comes, for 15 s at most. Requests that arrive
+meanwhile take the normal path, never the fast path, since they may be the repeat.
 """
 
 from __future__ import annotations
@@ -27,26 +28,26 @@ from batchmill.server.operations import Call, Callback
 from batchmill.services.repeats import RepeatedOrders
 from batchmill.types import Once
 
-POLLS_S = (0.001, 0.005, 0.02, 0.1, 0.3, 1.0, 3.0, 10.0)  # how long to wait for an acknowledgement, step by step
-ESTABLISHED, CLOSED = 1, 7  # of TCP_INFO; a client that has closed its end leaves CLOSE_WAIT
-CAN_ASK = sys.platform == "linux"
+POLLS_S = (0.001, 0.005, 0.02, 0.1, 0.3, 1.0, 3.0, 10.0)  # delays between checks for the acknowledgement
+ESTABLISHED, CLOSED = 1, 7  # states of TCP_INFO; after the client closes its side the state is CLOSE_WAIT
+HAS_TCP_INFO = sys.platform == "linux"
 
 
 async def take_order(call: Call, repeats: RepeatedOrders, once: Once, submit: Callable[[], Awaitable[str]]) -> str:
-    """The id of the job that an order is or becomes; from then on it is stored, and nothing may fail.
+    """Return the id of the order's job, submitting it if it is new. The job is stored then, and nothing may fail after.
 
-    An order that is known already is answered whatever has become of its input, its model or the key's rate.
+    A repeated order is answered even if its input or its model is gone, or the key's rate limit is reached.
     """
     job = await repeats.find(once)
     if job is None:
         call.spend()
         job = await submit()
-    call.on_delivered(lambda: repeats.delivered(once))
+    call.on_delivered(lambda: repeats.mark_delivered(once))
     return job
 
 
 class Delivery:
-    """One reply that was written, until it is known to have arrived. Holds the connection's socket open meanwhile."""
+    """One written reply, until it is known to be delivered. Keeps the connection's socket open meanwhile."""
 
     def __init__(self, transport: asyncio.Transport, callbacks: Sequence[Callback]) -> None:
         self._transport, self._callbacks = transport, callbacks
@@ -56,11 +57,11 @@ class Delivery:
         self.is_over = False
 
     async def check(self) -> None:
-        """Run the callbacks, once, if the reply has arrived."""
+        """Run the callbacks, once, if the reply was delivered."""
         if self.is_over or self._transport.get_write_buffer_size():
             return
         if _state(self._socket) == CLOSED:
-            self.is_over = True  # it was reset: what had not been read is lost
+            self.is_over = True  # the connection was reset: unread bytes are lost
         elif _unacknowledged(self._socket) == 0:
             self.is_over = True
             await _run(self._callbacks)
@@ -71,16 +72,16 @@ class Delivery:
 
 
 class Deliveries:
-    """Replies with callbacks that are still on their way."""
+    """Replies with callbacks that are not delivered yet."""
 
     def __init__(self) -> None:
         self._open: set[Delivery] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def follow(self, transport: asyncio.Transport, callbacks: Sequence[Callback]) -> None:
-        """Call back when the reply that was just written arrives: now, or from the background."""
+    async def track(self, transport: asyncio.Transport, callbacks: Sequence[Callback]) -> None:
+        """Run the callbacks when the reply that was just written is delivered: now, or later in the background."""
         sock = transport.get_extra_info("socket")
-        if not CAN_ASK or sock is None:
+        if not HAS_TCP_INFO or sock is None:
             return await _run(callbacks)
         if sock.fileno() < 0 or _state(sock) == CLOSED:
             return None
@@ -95,11 +96,11 @@ class Deliveries:
 
     @property
     def is_idle(self) -> bool:
-        """No reply is waited for."""
+        """Whether no reply is tracked."""
         return not self._open
 
     async def check(self) -> None:
-        """Before a request is handled: what has arrived counts as arrived, whenever it was noticed."""
+        """Run the callbacks of all delivered replies. Call it before a request is handled."""
         for delivery in list(self._open):
             await delivery.check()
 
@@ -115,7 +116,7 @@ class Deliveries:
             delivery.close()
 
     async def close(self) -> None:
-        """Wait no longer for what has not arrived yet."""
+        """Stop waiting for undelivered replies."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -128,11 +129,11 @@ async def _run(callbacks: Sequence[Callback]) -> None:
 
 
 def is_listening(transport: asyncio.Transport) -> bool:
-    """The client has not closed its end, as far as its machine has told ours."""
+    """Whether the client has not closed its side, as far as this machine knows."""
     sock = transport.get_extra_info("socket")
     if transport.is_closing() or sock is None:
         return not transport.is_closing()
-    return not CAN_ASK or _state(sock) == ESTABLISHED
+    return not HAS_TCP_INFO or _state(sock) == ESTABLISHED
 
 
 def _state(sock: socket.socket) -> int:

@@ -1,12 +1,12 @@
 """The fast path: a plain call of a deployed function is matched, begun and answered without a task and without ASGI.
 
-What it earns: a request of 12 bytes that is echoed costs the server's process 123 µs on the fast path and 470 µs on
-the normal one (64 connections, medians of three runs of 6,000 replies in turn). With it `benchmarks/live_functions.py`
+The gain: a request of 12 bytes that is echoed costs the server's process 123 µs on the fast path and 470 µs on the
+normal path (64 connections, medians of three runs of 6,000 replies in turn). With it `benchmarks/live_functions.py`
 serves 12,700 requests a second, 1.91 times as many as mosec; the normal path alone would serve fewer than mosec.
 
-A request that is in any way unusual takes the normal way, through `HttpRoot`, with which the fast path shares gate,
-routes, admission and watchers: what a client sees is the same to the byte. `server/connection.py` hands over the heads
-and bodies that uvicorn parses, so this file and that one depend on the insides of uvicorn (see pyproject.toml).
+An unusual request takes the normal path, through `HttpRoot`. Both paths share gate, routes, admission and watchers, and
+a client sees the same bytes from both. `server/connection.py` hands over the heads and bodies that uvicorn parses, so
+this file and that one depend on the internals of uvicorn (see pyproject.toml).
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from msgspec import Struct
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from batchmill.errors import BatchmillError
-from batchmill.server.access_log import Served
+from batchmill.server.access_log import RequestRecord
 from batchmill.server.auth import ANYBODY
 from batchmill.server.http import REQUEST_ID, HttpRoot
 from batchmill.server.operations import JSON, Content, MountedOperation, Operation
-from batchmill.server.replies import date, hidden, new_request_id, refusal, security_headers
+from batchmill.server.replies import date, mask_error, new_request_id, refusal, security_headers
 from batchmill.services.trace_context import request_id
 from batchmill.types import Caller, Scope
 
 Headers = Sequence[tuple[bytes, bytes]]
-Cancel = Callable[[], None]  # nobody waits for the answer any more
+Cancel = Callable[[], None]  # tells the handler that its reply is not needed any more
 
 
 class Reply(Protocol):
-    """The one reply to a request; `__call__` or `refuse` ends it, whichever comes first."""
+    """The one reply to a request. The first call of `__call__` or `refuse` sends it."""
 
     def __call__(self, status: int, headers: Headers, body: bytes) -> None:
-        """Answer. `headers` without Content-Length and those that every reply has; names in lower case."""
+        """Answer. `headers` has lower-case names, and lacks Content-Length and the headers that every reply has."""
 
     def refuse(self, error: BatchmillError) -> None:
-        """Answer as the operation's dialect says it: its `refusal`, as if the handler had raised."""
+        """Answer with the dialect's `refusal` of the error, as if the handler had raised it."""
 
 
 class FastHandler(Protocol):
-    """How an operation answers plain requests, beside its handler: see `Operation.fast_handler`."""
+    """Answers the plain requests of an operation, beside its handler: see `Operation.fast_handler`."""
 
     def begin(self, path: dict[str, str], headers: Headers, body: bytes, caller: Caller, reply: Reply) -> Cancel | None:
         """Begin to answer, or return None without having done anything: the handler then gets the request.
 
-        Never waits and never raises. The host, the key and its rate have been looked at; `path` is decoded, `body` is
+        Never waits and never raises. The host, the key and its rate have been checked; `path` is decoded, `body` is
         whole, and there is no query. `reply` may be called before this returns.
         """
 
 
-BODY_BYTES_MAX = 1024 * 1024  # a longer body is read piece by piece, within its time
-SMALL_BYTES = 16 * 1024  # a body that is longer is counted, and is only waited for where it is known who sends it
-ROUTES_MAX = 1024  # paths that are remembered
-HOSTS_MAX = 64  # Host headers that are remembered as right
-HEADS_MAX = 256  # of replies, that are remembered as they are written
-FORGET_S = 1.0  # what a path means may change
+BODY_BYTES_MAX = 1024 * 1024  # a longer body is read piece by piece, with a time limit
+SMALL_BYTES = 16 * 1024  # a longer body counts as memory, and is accepted only from an authenticated caller
+ROUTES_MAX = 1024  # cached paths
+HOSTS_MAX = 64  # cached Host headers that are allowed
+HEADS_MAX = 256  # cached heads of replies
+ROUTES_TTL_S = 1.0  # cached paths live this long: what a path means may change
 CLIENT_LEFT = 499
-# What has these is looked at the normal way.
+# Requests with one of these headers take the normal path.
 UNUSUAL = frozenset(
     {
         b"transfer-encoding", b"expect", b"upgrade", b"origin", b"sec-fetch-site", b"trailer", b"te",
@@ -75,56 +75,61 @@ class FastRoute(Struct, frozen=True, eq=False):
     route: MountedOperation
     handler: FastHandler
     parameters: dict[str, str]
-    media: str | None  # the Content-Type that a body must have; None: any
+    media: str | None  # the required Content-Type; None: any
     bytes_max: int
     any_encoding: bool
-    scopes: frozenset[Scope]  # whose callers may
+    scopes: frozenset[Scope]  # scopes of keys that may call it
     operation: Operation
 
 
 class FastRequest(Struct, eq=False):
-    """A request whose headers are there and fit the fast path."""
+    """A request whose headers have arrived and fit the fast path."""
 
-    way: FastRoute
+    fast_route: FastRoute
     headers: list[tuple[bytes, bytes]]
-    named: dict[bytes, bytes]
+    header_map: dict[bytes, bytes]
 
 
 class FastPath:
     def __init__(self, root: HttpRoot) -> None:
-        self._root, self._clock, self._places = root, root.clock, root.admission.places
+        self._root, self._clock, self._limiter = root, root.clock, root.admission.project_requests
         self._routes: dict[bytes, FastRoute | None] = {}
         self._hosts: set[bytes] = set()
         self._heads: dict[tuple[tuple[bytes, bytes], ...], tuple[bytes, bytes]] = {}
-        self._cleared = self._dated = -FORGET_S
+        self._cleared = self._dated = -ROUTES_TTL_S
         self._date = b""
 
-    # -- whether ------------------------------------------------------------------------------------------------------
+    # -- matching -----------------------------------------------------------------------------------------------------
 
     def match(self, url: bytes, headers: list[tuple[bytes, bytes]]) -> FastRequest | None:
-        """Whether a POST of HTTP/1.1 with these headers may take the fast path, before its body is there."""
+        """Return the request if a POST of HTTP/1.1 with these headers fits the fast path. Its body may come later."""
         now = self._clock.monotonic()
-        if now - self._cleared >= FORGET_S:
+        if now - self._cleared >= ROUTES_TTL_S:
             self._routes.clear()
             self._cleared = now
-        way = self._routes.get(url, False)
-        if way is False:
-            way = self._find(url)
-        if way is None:
+        fast_route = self._routes.get(url, False)
+        if fast_route is False:
+            fast_route = self._find_route(url)
+        if fast_route is None:
             return None
-        named = dict(headers)
-        if len(named) != len(headers) or not UNUSUAL.isdisjoint(named):
+        header_map = dict(headers)
+        if len(header_map) != len(headers) or not UNUSUAL.isdisjoint(header_map):
             return None
-        if b"connection" in named and named[b"connection"].lower() != b"keep-alive":
+        if b"connection" in header_map and header_map[b"connection"].lower() != b"keep-alive":
             return None
-        size = named.get(b"content-length", b"")
-        if not 0 < len(size) <= 9 or not size.isdigit() or int(size) > way.bytes_max or not self._is_right(way, named):
+        size = header_map.get(b"content-length", b"")
+        if (
+            not 0 < len(size) <= 9
+            or not size.isdigit()
+            or int(size) > fast_route.bytes_max
+            or not self._fits(fast_route, header_map)
+        ):
             return None
-        request = FastRequest(way, headers, named)
+        request = FastRequest(fast_route, headers, header_map)
         return None if int(size) > SMALL_BYTES and self._caller(request) is None else request
 
-    def _is_right(self, way: FastRoute, named: dict[bytes, bytes]) -> bool:
-        host = named.get(b"host", b"")
+    def _fits(self, fast_route: FastRoute, header_map: dict[bytes, bytes]) -> bool:
+        host = header_map.get(b"host", b"")
         if host not in self._hosts:
             try:
                 self._root.hosts.check("POST", [(b"host", host)])
@@ -132,23 +137,26 @@ class FastPath:
                 return False
             if len(self._hosts) < HOSTS_MAX:
                 self._hosts.add(host)
-        if not way.any_encoding and b"content-encoding" in named:
+        if not fast_route.any_encoding and b"content-encoding" in header_map:
             return False
-        return way.media is None or named.get(b"content-type", b"").partition(b";")[0].decode("latin-1") == way.media
+        return (
+            fast_route.media is None
+            or header_map.get(b"content-type", b"").partition(b";")[0].decode("latin-1") == fast_route.media
+        )
 
-    def _find(self, url: bytes) -> FastRoute | None:
-        """None for what is not on the fast path; a path with escapes or a query never is."""
-        way = None
+    def _find_route(self, url: bytes) -> FastRoute | None:
+        """Return the route of a URL, or None if it is not on the fast path, as any URL with escapes or a query."""
+        fast_route = None
         if not url.startswith(b"/") or not url.isascii() or any(each in url for each in (b"%", b"?", b"#")):
             return None
-        found = self._root.routes.find("POST", url.decode())
-        if found.route is not None and (handler := found.route.operation.fast_handler) is not None:
-            way = self._way(found.route, handler, found.parameters)
+        match = self._root.routes.find("POST", url.decode())
+        if match.route is not None and (handler := match.route.operation.fast_handler) is not None:
+            fast_route = self._make_route(match.route, handler, match.parameters)
         if len(self._routes) < ROUTES_MAX:
-            self._routes[url] = way
-        return way
+            self._routes[url] = fast_route
+        return fast_route
 
-    def _way(self, route: MountedOperation, handler: FastHandler, parameters: dict[str, str]) -> FastRoute:
+    def _make_route(self, route: MountedOperation, handler: FastHandler, parameters: dict[str, str]) -> FastRoute:
         operation = route.operation
         assert not operation.spends_itself, "an operation with a fast handler is counted before it begins"
         media = operation.body.media if isinstance(operation.body, Content) else JSON
@@ -160,64 +168,70 @@ class FastPath:
         )  # fmt: skip
 
     def _caller(self, request: FastRequest) -> Caller | None:
-        """Who asks, if they may and have a request left; None: the normal way finds out, or says what is wrong."""
-        operation = request.way.operation
-        caller = ANYBODY if operation.scope is None else self._root.gate.known(request.named.get(b"authorization"))
-        if caller is None or caller.scope not in request.way.scopes or not self._root.gate.has_room(caller):
+        """Return the caller if it may call and is within its rate; None: the normal path authenticates, or refuses."""
+        operation = request.fast_route.operation
+        caller = (
+            ANYBODY
+            if operation.scope is None
+            else self._root.gate.cached_caller(request.header_map.get(b"authorization"))
+        )
+        if caller is None or caller.scope not in request.fast_route.scopes or not self._root.gate.has_room(caller):
             return None
         return caller
 
-    # -- the way ------------------------------------------------------------------------------------------------------
+    # -- answering ----------------------------------------------------------------------------------------------------
 
-    def begin(self, request: FastRequest, body: bytes, done: Callable[[FastReply, bytes], None]) -> FastReply | None:
-        """Begin to answer a request that is whole. `done` gets the bytes of the reply."""
-        root, way = self._root, request.way
+    def begin(self, request: FastRequest, body: bytes, send: Callable[[FastReply, bytes], None]) -> FastReply | None:
+        """Begin to answer a complete request. `done` gets the bytes of the reply. None: take the normal path."""
+        root, fast_route = self._root, request.fast_route
         if not root.deliveries.is_idle:
             return None
-        claims = way.operation.claims
-        caller = self._caller(request) if claims is None or claims(way.parameters) else None
-        if caller is None or not self._places.try_take(caller.project):
+        claims = fast_route.operation.claims
+        caller = self._caller(request) if claims is None or claims(fast_route.parameters) else None
+        if caller is None or not self._limiter.try_take(caller.project):
             return None
-        given = request.named.get(b"x-request-id", b"")
-        name = given.decode() if given and REQUEST_ID.fullmatch(given) else new_request_id()
-        served = Served(name, "POST", way.operation.path, started=self._clock.monotonic(), bytes_in=len(body))
-        served.project, served.key = caller.project, caller.key
-        reply = FastReply(self, way.route, served, done, caller.project)
+        sent_id = request.header_map.get(b"x-request-id", b"")
+        own_id = sent_id.decode() if sent_id and REQUEST_ID.fullmatch(sent_id) else new_request_id()
+        record = RequestRecord(
+            own_id, "POST", fast_route.operation.path, started=self._clock.monotonic(), bytes_in=len(body)
+        )
+        record.project, record.key = caller.project, caller.key
+        reply = FastReply(self, fast_route.route, record, send, caller.project)
         if len(body) > SMALL_BYTES:
             if not root.admission.memory.has_room(caller.project, len(body)):
-                self._places.leave(caller.project)
+                self._limiter.leave(caller.project)
                 return None
             reply.held = len(body)
             root.admission.memory.take(caller.project, reply.held)
-        token = request_id.set(name)
+        token = request_id.set(own_id)
         try:
-            reply.cancel = way.handler.begin(way.parameters, request.headers, body, caller, reply)
+            reply.cancel = fast_route.handler.begin(fast_route.parameters, request.headers, body, caller, reply)
         except Exception as error:  # the edge, as in HttpRoot
-            reply.refuse(hidden(error, name))
+            reply.refuse(mask_error(error, own_id))
         finally:
             request_id.reset(token)
         if reply.cancel is None and not reply.response_complete:
-            reply.is_ours = False
-            self.left(reply)
+            reply.is_on_fast_path = False
+            self.release(reply)
             return None
-        if way.operation.scope is not None:
+        if fast_route.operation.scope is not None:
             root.gate.spend(caller)
-        reply.go()
+        reply.start()
         return reply
 
-    def ended(self, served: Served) -> None:
-        served.seconds = self._clock.monotonic() - served.started
-        self._root.ended(served)
+    def report(self, record: RequestRecord) -> None:
+        record.seconds = self._clock.monotonic() - record.started
+        self._root.report(record)
 
-    def left(self, reply: FastReply) -> None:
-        self._places.leave(reply.project)
+    def release(self, reply: FastReply) -> None:
+        self._limiter.leave(reply.project)
         if reply.held:
             self._root.admission.memory.give(reply.project, reply.held)
 
     # -- the reply ----------------------------------------------------------------------------------------------------
 
-    def written(self, status: int, headers: Headers, body: bytes, end: bytes) -> bytes:
-        """A reply as its bytes, in the order in which the normal way has its headers; `end`: the last of them."""
+    def render(self, status: int, headers: Headers, body: bytes, end: bytes) -> bytes:
+        """Render a reply. Its headers have the order of the normal path; `end` holds the last ones."""
         key = tuple(headers)
         before, after = self._heads.get(key) or self._head(key)
         now = self._clock.monotonic()
@@ -228,10 +242,10 @@ class FastPath:
         )
 
     def _head(self, headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, bytes]:
-        """The lines before the length of the body, and those behind it."""
+        """Return the header lines before the Content-Length, and those after it."""
         for name, value in headers:
             if not _HEADER.fullmatch(name) or _UNSAFE.search(value):
-                raise ValueError(f"a header {name!r} that cannot be sent")
+                raise ValueError(f"the header {name!r} cannot be sent: invalid name or value")
         own = [(name, value) for name, value in headers if name not in (b"content-length", b"content-type")]
         media = [(name, value) for name, value in headers if name == b"content-type"]
         media += security_headers(name for name, _ in headers)
@@ -241,68 +255,68 @@ class FastPath:
         return lines
 
 
-class _Nobody:
-    """Who waits for a `message_event`."""
+class _NoEvent:
+    """Takes the place of uvicorn's `message_event`: nothing waits for it."""
 
     def set(self) -> None:
-        """It has happened."""
+        """Do nothing."""
 
 
-_NOBODY = _Nobody()
+_NO_EVENT = _NoEvent()
 
 
 class FastReply:
-    """A request on the fast path, and the one reply to it. It stands where uvicorn has the cycle of a request."""
+    """A request on the fast path, and its one reply. It takes the place of uvicorn's request cycle."""
 
     def __init__(
         self,
         fast_path: FastPath,
         route: MountedOperation,
-        served: Served,
-        done: Callable[[FastReply, bytes], None],
+        record: RequestRecord,
+        send: Callable[[FastReply, bytes], None],
         project: str,
     ) -> None:
-        self.project, self.held = project, 0  # bytes of its body that are counted
-        self._fast_path, self._route, self._served, self._done = fast_path, route, served, done
-        self._reply: bytes | None = None  # that came before `go`
+        self.project, self.held = project, 0  # bytes of its body that count as memory
+        self._fast_path, self._route, self._record, self._send = fast_path, route, record, send
+        self._reply: bytes | None = None  # a reply that came before `start`
         self._has_begun = False
         self.cancel: Cancel | None = None
-        self.is_ours = True  # until the normal way takes it
-        # What uvicorn looks at:
+        self.is_on_fast_path = True  # False: the normal path has taken over
+        # Attributes that uvicorn reads:
         self.response_complete = self.disconnected = self.more_body = False
         self.keep_alive = True
-        self.has_key = served.key is not None
+        self.has_key = record.key is not None
         self.body = bytearray()
-        self.message_event = _NOBODY
+        self.message_event = _NO_EVENT
 
     def __call__(self, status: int, headers: Headers, body: bytes) -> None:
-        if self.response_complete or not self.is_ours:
+        if self.response_complete or not self.is_on_fast_path:
             return
-        end = b"x-request-id: %b\r\n" % self._served.id.encode()
+        end = b"x-request-id: %b\r\n" % self._record.id.encode()
         if not self.keep_alive:
             end += b"connection: close\r\n"
-        data = self._fast_path.written(status, headers, body, end + b"\r\n")
+        data = self._fast_path.render(status, headers, body, end + b"\r\n")
         self.response_complete = True
-        self._served.status, self._served.bytes_out = status, len(body)
+        self._record.status, self._record.bytes_out = status, len(body)
         self._reply = data
         if self._has_begun:
             self._end()
 
     def refuse(self, error: BatchmillError) -> None:
-        if self.response_complete or not self.is_ours:
+        if self.response_complete or not self.is_on_fast_path:
             return
-        self._served.code, error.request_id = error.code, self._served.id
+        self._record.code, error.request_id = error.code, self._record.id
         response = refusal(self._route.dialect, error, ())
         self(response.status_code, [(n, v) for n, v in response.raw_headers if n != b"content-length"], response.body)
 
-    def go(self) -> None:
-        """It is under way from now on: a reply that is there already is sent."""
+    def start(self) -> None:
+        """Mark the request as under way, and send the reply if it is ready."""
         self._has_begun = True
         if self.response_complete:
             self._end()
 
     def stop(self, error: BatchmillError) -> None:
-        """Answer with an error, and end what was begun."""
+        """Cancel the handler's work and answer with an error."""
         if not self.response_complete:
             cancel, self.cancel = self.cancel, None
             if cancel is not None:
@@ -310,24 +324,24 @@ class FastReply:
             self.refuse(error)
 
     def drop(self) -> None:
-        """The client has left."""
+        """Cancel the handler's work: the client has disconnected."""
         if self.response_complete:
             return
         self.response_complete = self.disconnected = True
         cancel, self.cancel = self.cancel, None
         if cancel is not None:
             cancel()
-        self._served.status = CLIENT_LEFT
-        self._fast_path.left(self)
-        self._fast_path.ended(self._served)
+        self._record.status = CLIENT_LEFT
+        self._fast_path.release(self)
+        self._fast_path.report(self._record)
 
     def _end(self) -> None:
         data, self._reply = self._reply, None
-        self.cancel = None  # which leads back here: what goes round has to be found to be freed
+        self.cancel = None  # it refers to this reply: without the cycle, memory is freed at once
         assert data is not None
-        self._fast_path.left(self)
-        self._done(self, data)
-        self._fast_path.ended(self._served)
+        self._fast_path.release(self)
+        self._send(self, data)
+        self._fast_path.report(self._record)
 
 
 def _lines(headers: Headers) -> bytes:

@@ -1,6 +1,6 @@
-"""The root of everything that is asked over HTTP: from a request to the operation it means, and to exactly one reply.
+"""The ASGI application: it routes each HTTP request to its operation, and sends exactly one reply.
 
-Knows no dialect by name: each hands in its operations and says in its own envelope what is wrong with a request.
+It knows no dialect by name. Each dialect provides its operations, and renders refusals in its own envelope.
 """
 
 from __future__ import annotations
@@ -20,39 +20,39 @@ from batchmill.children.programs import Programs
 from batchmill.errors import BatchmillError, InvalidInput, Unavailable, UnknownName
 from batchmill.ports import Clock
 from batchmill.server import access_log
-from batchmill.server.access_log import Served
+from batchmill.server.access_log import RequestRecord
 from batchmill.server.admission_control import Admission, RequestSlot
 from batchmill.server.auth import ANYBODY, Gate, Hosts
 from batchmill.server.bodies import BodyReader, Receive, parse_query, read_body
 from batchmill.server.delivery import Deliveries, is_listening
-from batchmill.server.operations import Call, Dialect, Elsewhere, Match, Operation, Routes
-from batchmill.server.replies import date, hidden, new_request_id, refusal, security_headers
+from batchmill.server.operations import Call, Dialect, Match, Operation, Routes, TryNextRoute
+from batchmill.server.replies import date, mask_error, new_request_id, refusal, security_headers
 from batchmill.services.trace_context import request_id
 from batchmill.types import Caller
 
-SEND_STALL_S = 120.0  # a client that takes nothing of its reply for so long is left
-UNREADABLE = "-"  # the method, in the log, of what is no request
-PIECE_BYTES = 64 * 1024  # of a reply that is whole in memory, which a client may take slowly
+SEND_STALL_S = 120.0  # the connection is aborted if the client reads nothing of its reply for this long
+UNREADABLE = "-"  # the method in the log for bytes that are not a valid request
+PIECE_BYTES = 64 * 1024  # of a reply that is whole in memory, and that a client may read slowly
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
 class Connection(Protocol):
-    """What a request asks of the connection that it came on."""
+    """The part of a connection that its requests use."""
 
-    is_known: bool  # a key was right on it
-    is_placed: bool  # its request has a place among those under way: it is not ended for another connection
+    is_authenticated: bool  # a request on it had a valid key
+    has_slot: bool  # its request has a slot, so that the connection is not evicted
 
-    def know(self, project: str) -> None:
-        """A key was right: it is no stranger's, but this project's."""
+    def mark_authenticated(self, project: str) -> None:
+        """Record that a request had a valid key of this project."""
 
     def has_unread(self) -> bool:
-        """More of the request's body is coming than is worth waiting for."""
+        """Whether more of the request's body is still arriving than is worth reading."""
 
     def linger(self) -> None:
-        """The reply that begins now is the last one; what still comes is read for a moment, and dropped."""
+        """Make the reply that begins now the last one; later bytes are read for a short time, and dropped."""
 
-    async def drained(self) -> None:
-        """Returns when the client has taken what was sent, but for a little, or is gone: it is given so long."""
+    async def wait_until_drained(self) -> None:
+        """Wait until the client has read almost all of what was sent, or has disconnected."""
 
 
 Scope = MutableMapping[str, Any]
@@ -60,7 +60,7 @@ Send = Callable[[MutableMapping[str, Any]], Any]
 
 
 class HttpRoot:
-    """An ASGI application. `watch` hears of every request that has ended; it must be quick and must not raise."""
+    """The ASGI application. Watchers get the record of each ended request; they must be quick and must not raise."""
 
     def __init__(
         self,
@@ -74,152 +74,152 @@ class HttpRoot:
         admission: Admission,
         programs: Programs,
     ) -> None:
-        """Args: `programs`, where what callers can make long is done."""
+        """Args: programs: the child processes for work whose length depends on the caller."""
         frontends = [(dialect, dialect.operations()) for dialect in dialects]
         self.routes = Routes([*frontends, (fallback, own)], fallback)
         self.gate, self.hosts, self.clock, self.admission = gate, hosts, clock, admission
         self._fallback, self._programs = fallback, programs
-        self._watchers: list[Callable[[Served], None]] = [access_log.write]
+        self._watchers: list[Callable[[RequestRecord], None]] = [access_log.write]
         self.deliveries = Deliveries()
         self._long_replies = asyncio.Lock()
 
     @property
     def under_way(self) -> int:
-        """Requests that have a place."""
-        return self.admission.places.total + self.admission.strangers.total
+        """How many requests hold a slot."""
+        return self.admission.project_requests.total + self.admission.anonymous_requests.total
 
-    def watch(self, watcher: Callable[[Served], None]) -> None:
+    def watch(self, watcher: Callable[[RequestRecord], None]) -> None:
         self._watchers.append(watcher)
 
     async def close(self) -> None:
         await self.deliveries.close()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http", f"the listener lets no {scope['type']} through"
-        served = Served(_request_id(scope["headers"]), scope["method"], started=self.clock.monotonic())
-        request_id.set(served.id)
-        found = self.routes.find(scope["method"], scope["path"])
-        reply = _Reply(scope, send, served, found.dialect, self._long_replies)
-        if found.route is not None:
-            served.route = found.route.operation.path
+        assert scope["type"] == "http", f"the listener must not pass on {scope['type']}"
+        record = RequestRecord(_request_id(scope["headers"]), scope["method"], started=self.clock.monotonic())
+        request_id.set(record.id)
+        match = self.routes.find(scope["method"], scope["path"])
+        reply = _Reply(scope, send, record, match.dialect, self._long_replies)
+        if match.route is not None:
+            record.route = match.route.operation.path
         try:
-            await self._answer(scope, receive, reply, found)
+            await self._answer(scope, receive, reply, match)
         except ClientDisconnect:
-            served.status = served.status or 499
+            record.status = record.status or 499
         finally:
-            if reply.place is not None:
+            if reply.slot is not None:
                 reply.leave()
-            served.seconds = self.clock.monotonic() - served.started
-            served.bytes_out = reply.bytes
-            self.ended(served)
+            record.seconds = self.clock.monotonic() - record.started
+            record.bytes_out = reply.bytes
+            self.report(record)
 
     def unreadable(self, error: BatchmillError) -> Response:
-        """The reply to what is no request that can be read. It is counted as one all the same."""
-        served = Served(new_request_id(), UNREADABLE, started=self.clock.monotonic(), code=error.code)
-        error.request_id = served.id
+        """Return the reply to an unreadable request. It is logged and counted like any request."""
+        record = RequestRecord(new_request_id(), UNREADABLE, started=self.clock.monotonic(), code=error.code)
+        error.request_id = record.id
         response = refusal(self._fallback, error, ())
-        served.status, served.bytes_out = response.status_code, len(response.body)
-        response.headers["x-request-id"] = served.id
+        record.status, record.bytes_out = response.status_code, len(response.body)
+        response.headers["x-request-id"] = record.id
         for name, value in security_headers(key.lower() for key, _ in response.raw_headers):
             response.raw_headers.append((name, value))
-        self.ended(served)
+        self.report(record)
         return response
 
-    def ended(self, served: Served) -> None:
-        """Tell of a request that is over."""
+    def report(self, record: RequestRecord) -> None:
+        """Hand the record of an ended request to the watchers."""
         for watcher in self._watchers:
-            watcher(served)
+            watcher(record)
 
-    async def _answer(self, scope: Scope, receive: Receive, reply: _Reply, found: Match) -> None:
-        served, call = reply.served, None
+    async def _answer(self, scope: Scope, receive: Receive, reply: _Reply, match: Match) -> None:
+        record, call = reply.record, None
         try:
-            call, response = await self._handle(scope, receive, reply, found)
+            call, response = await self._handle(scope, receive, reply, match)
             await response(scope, call.request.receive, reply.send)
-            await reply.taken()
+            await reply.wait_until_read()
         except ClientDisconnect:
             raise
-        except asyncio.CancelledError:  # the time that requests had when the server stopped is over
-            await self._refuse(scope, receive, reply, found, Unavailable("the server is stopping; try again"))
+        except asyncio.CancelledError:  # the server is stopping, and the time for requests has passed
+            await self._refuse(scope, receive, reply, match, Unavailable("the server is stopping; try again"))
         except BatchmillError as error:
-            await self._refuse(scope, receive, reply, found, error)
-        except Exception as error:  # the edge: whoever asked is told that it is not their fault, and no more
-            await self._refuse(scope, receive, reply, found, hidden(error, served.id))
+            await self._refuse(scope, receive, reply, match, error)
+        except Exception as error:  # the edge: the client learns that it is a fault of the server, and no details
+            await self._refuse(scope, receive, reply, match, mask_error(error, record.id))
         else:
             if call.callbacks and reply.was_sent and reply.transport is not None:
-                await self.deliveries.follow(reply.transport, call.callbacks)
+                await self.deliveries.track(reply.transport, call.callbacks)
 
-    async def _handle(self, scope: Scope, receive: Receive, reply: _Reply, found: Match) -> tuple[Call, Response]:
-        headers, served = scope["headers"], reply.served
+    async def _handle(self, scope: Scope, receive: Receive, reply: _Reply, match: Match) -> tuple[Call, Response]:
+        headers, record = scope["headers"], reply.record
         self.hosts.check(scope["method"], headers)
         await self.deliveries.check()
-        if found.route is None:
-            raise _no_route(scope, found)
-        operation = found.route.operation
+        if match.route is None:
+            raise _no_route(scope, match)
+        operation = match.route.operation
         caller = await self._admit(scope, reply, operation)
-        served.project, served.key = caller.project, caller.key
+        record.project, record.key = caller.project, caller.key
         spend = partial(self.gate.spend, caller)
         if operation.scope is not None and not operation.spends_itself:
             spend()
         query = None if operation.has_free_query else parse_query(scope["query_string"], operation.query)
         if operation.admits is not None:
-            operation.admits(caller, found.parameters)
-        place = reply.place
-        assert place is not None, "it was let in"
+            operation.admits(caller, match.parameters)
+        slot = reply.slot
+        assert slot is not None, "the request was admitted"
         reader = BodyReader(
             receive,
             headers,
             operation,
             bytes_max=self.admission.body_bytes_max,
             pace=self.admission.pace,
-            hold=place.hold,
+            hold=slot.hold,
         )
         try:
             raw, body = await read_body(operation, reader, self._programs, caller.project)
-            scope["path_params"] = found.parameters
+            scope["path_params"] = match.parameters
             scope["scheme"] = self.admission.proxies.scheme(_peer(scope), headers, scope["scheme"])
             request = Request(scope, reader.receive)
             call = Call(
-                request, caller, served.id, query, body, raw, programs=self._programs,
-                spend=spend, hold=lambda size: place.hold.grow_to(reader.bytes + size), belongs_to=place.move,
+                request, caller, record.id, query, body, raw, programs=self._programs,
+                spend=spend, hold=lambda size: slot.hold.grow_to(reader.bytes + size), belongs_to=slot.move,
             )  # fmt: skip
             return call, await operation.handler(call)
-        except Elsewhere as passed:
-            return await self._pass_on(reply, found, msgspec.structs.replace(call, raw=passed.raw))
+        except TryNextRoute as passed:
+            return await self._pass_on(reply, match, msgspec.structs.replace(call, raw=passed.raw))
         finally:
-            served.bytes_in = reader.bytes
+            record.bytes_in = reader.bytes
 
     async def _admit(self, scope: Scope, reply: _Reply, operation: Operation) -> Caller:
-        """Who asks, by their key and with its scope; from now on the request has a place among those under way."""
+        """Authenticate the caller, check its scope, and take a slot for the request."""
         headers, peer = scope["headers"], _peer(scope)
         if operation.scope is None:
             vital = operation.is_vital
             reply.enter(
-                self.admission.vital_place() if vital else self.admission.strangers_place(peer, headers),
+                self.admission.vital_slot() if vital else self.admission.anonymous_slot(peer, headers),
                 holds=not vital,
             )
             return ANYBODY
         caller = await self.gate.admit(headers, peer, operation.scope)
         if caller.key is not None and reply.connection is not None:
-            reply.connection.know(caller.project)
-        reply.enter(self.admission.place(caller.project))
+            reply.connection.mark_authenticated(caller.project)
+        reply.enter(self.admission.slot(caller.project))
         return caller
 
-    async def _pass_on(self, reply: _Reply, found: Match, call: Call) -> tuple[Call, Response]:
-        """To the next operation whose template fits the path, which answers in its own dialect's words."""
+    async def _pass_on(self, reply: _Reply, previous: Match, call: Call) -> tuple[Call, Response]:
+        """Hand the call to the next operation whose template fits the path; it answers in its own dialect."""
         scope = call.request.scope
-        other = self.routes.find(scope["method"], scope["path"], found.route)
-        reply.dialect = other.dialect
-        if other.route is None:
-            raise _no_route(scope, other)
-        scope["path_params"] = other.parameters
-        reply.served.route = other.route.operation.path
-        return call, await other.route.operation.handler(call)
+        match = self.routes.find(scope["method"], scope["path"], previous.route)
+        reply.dialect = match.dialect
+        if match.route is None:
+            raise _no_route(scope, match)
+        scope["path_params"] = match.parameters
+        reply.record.route = match.route.operation.path
+        return call, await match.route.operation.handler(call)
 
-    async def _refuse(self, scope: Scope, receive: Receive, reply: _Reply, found: Match, error: BatchmillError) -> None:
-        reply.served.code, error.request_id = error.code, reply.served.id
+    async def _refuse(self, scope: Scope, receive: Receive, reply: _Reply, match: Match, error: BatchmillError) -> None:
+        reply.record.code, error.request_id = error.code, reply.record.id
         if reply.has_begun:
-            return  # the connection is closed in the middle: whoever reads sees that something is missing
-        response = refusal(reply.dialect, error, found.methods)
+            return  # the connection closes in the middle of the reply, so the client sees that it is incomplete
+        response = refusal(reply.dialect, error, match.methods)
         await response(scope, receive, reply.send)
 
 
@@ -227,13 +227,13 @@ def _peer(scope: Scope) -> str:
     return (scope.get("client") or ("",))[0]
 
 
-def _no_route(scope: Scope, found: Match) -> InvalidInput:
+def _no_route(scope: Scope, match: Match) -> InvalidInput:
     method, path = scope["method"][:16], scope["path"][:256]
     error: InvalidInput = UnknownName(f"Invalid URL ({method} {path})", code="unknown_url")
-    if found.methods:
-        detail = f"Not allowed: {method} {path}; it has {', '.join(found.methods)}"
+    if match.methods:
+        detail = f"Not allowed: {method} {path}; allowed methods: {', '.join(match.methods)}"
         error = InvalidInput(detail, code="method_not_allowed")
-    error.asked = (method, path, found.methods)
+    error.unmatched_request = (method, path, match.methods)
     return error
 
 
@@ -245,24 +245,26 @@ def _request_id(headers: Sequence[tuple[bytes, bytes]]) -> str:
 
 
 class _Reply:
-    """The way back to the client: headers that every reply has, and what became of it."""
+    """Sends the reply to the client: adds the headers that every reply has, and records the outcome."""
 
-    def __init__(self, scope: Scope, send: Send, served: Served, dialect: Dialect, turn: asyncio.Lock) -> None:
-        """Args: turn: of all long replies."""
-        self._send, self.served, self._turn = send, served, turn
-        self.dialect = dialect  # whose words a refusal has
+    def __init__(
+        self, scope: Scope, send: Send, record: RequestRecord, dialect: Dialect, long_reply_lock: asyncio.Lock
+    ) -> None:
+        """Args: long_reply_lock: the lock that all long replies share."""
+        self._send, self.record, self._long_reply_lock = send, record, long_reply_lock
+        self.dialect = dialect  # it renders a refusal
         state = scope.get("state", {})
         self.transport: asyncio.Transport | None = state.get("transport")
         self.connection: Connection | None = state.get("connection")
-        self.place: RequestSlot | None = None  # once it is known whose the request is
+        self.slot: RequestSlot | None = None  # once the request is admitted
         self.has_begun = False
-        self.was_sent = False  # whole, to a client that was there
+        self.was_sent = False  # whole, to a connected client
         self.bytes = 0
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             self.has_begun = True
-            self.served.status = message["status"]
+            self.record.status = message["status"]
             headers = [*message.get("headers", ()), *self._headers(message.get("headers", ()))]
             if is_last := (self.connection is not None and self.connection.has_unread()):
                 headers.append((b"connection", b"close"))
@@ -275,9 +277,13 @@ class _Reply:
         self.bytes += len(body)
         is_whole = is_last and self.bytes == len(body) > PIECE_BYTES
         if is_whole:
-            async with self._turn:  # one of them in each turn of the loop: the others have theirs in between
+            async with (
+                self._long_reply_lock
+            ):  # one long reply in each turn of the event loop, so that others run in between
                 await asyncio.sleep(0)
-        if is_whole and self.connection is not None and not self.connection.is_known:  # no copy of it waits for them
+        if (
+            is_whole and self.connection is not None and not self.connection.is_authenticated
+        ):  # send pieces without a copy
             view = memoryview(body)
             for at in range(0, len(body), PIECE_BYTES):
                 ends = is_last and at + PIECE_BYTES >= len(body)
@@ -288,23 +294,23 @@ class _Reply:
             await self._send_piece(message)
 
     async def _send_piece(self, message: MutableMapping[str, Any]) -> None:
-        is_there = self.transport is None or is_listening(self.transport)
+        is_listening_now = self.transport is None or is_listening(self.transport)
         if self.transport is not None and self.transport.get_write_buffer_size():
-            async with self._patience():
+            async with self._abort_if_stalled():
                 await self._send(message)
         else:
             await self._send(message)
-        self.was_sent = not message.get("more_body", False) and is_there
+        self.was_sent = not message.get("more_body", False) and is_listening_now
 
-    async def taken(self) -> None:
-        """Wait until the client has most of a long reply, which is in memory until then."""
+    async def wait_until_read(self) -> None:
+        """Wait until the client has read most of a long reply, which stays in memory until then."""
         if self.bytes > PIECE_BYTES and self.connection is not None:
-            await self.connection.drained()
+            await self.connection.wait_until_drained()
 
     @contextlib.asynccontextmanager
-    async def _patience(self) -> AsyncIterator[None]:
-        """A client that takes nothing for too long is left."""
-        assert self.transport is not None, "it is waited for"
+    async def _abort_if_stalled(self) -> AsyncIterator[None]:
+        """Abort the connection if the client reads nothing for too long."""
+        assert self.transport is not None, "there is a connection to wait for"
         try:
             async with asyncio.timeout(SEND_STALL_S):
                 yield
@@ -312,21 +318,21 @@ class _Reply:
             self.transport.abort()
             raise ClientDisconnect from None
 
-    def enter(self, place: RequestSlot, *, holds: bool = True) -> None:
-        """Args: holds: its connection stays."""
-        self.place = place
+    def enter(self, slot: RequestSlot, *, holds: bool = True) -> None:
+        """Take over the slot. Args: holds: the slot protects the connection from eviction."""
+        self.slot = slot
         if self.connection is not None:
-            self.connection.is_placed = holds
+            self.connection.has_slot = holds
 
     def leave(self) -> None:
-        assert self.place is not None, "it has entered"
-        self.place.leave()
+        assert self.slot is not None, "it has entered"
+        self.slot.leave()
         if self.connection is not None:
-            self.connection.is_placed = False
+            self.connection.has_slot = False
 
     def _headers(self, given: Sequence[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         names = {name.lower() for name, _ in given}
         added = security_headers(names)
         if b"date" not in names:
             added.append((b"date", date()))
-        return [*added, (b"x-request-id", self.served.id.encode())]
+        return [*added, (b"x-request-id", self.record.id.encode())]

@@ -1,7 +1,7 @@
-"""How much a body of JSON holds, before anybody reads it on the loop: reading takes its time by values, not by bytes.
+"""Limit the number of values in a JSON body before it is decoded: decoding time depends on values, not on bytes.
 
-A body that holds too much is refused. What might is counted in a child process; the others cost a look at their bytes.
-Some numbers take a thousand times as long to read as others: those with exponents of hundreds, and very long ones.
+A body with too many values is refused. A quick scan of the bytes accepts most bodies; a child process counts the rest.
+Some numbers take a thousand times as long to decode as others: very long ones, and those with three-digit exponents.
 """
 
 from __future__ import annotations
@@ -14,36 +14,36 @@ from batchmill.children.bounds import MIB, ResourceLimits
 from batchmill.children.programs import Programs
 from batchmill.errors import TooComplex
 
-UNSEEN_BYTES_MAX = 4 * 1024  # of a body that is read without a look
-INLINE_BYTES_MAX = 256 * 1024  # of a body whose numbers are looked at in place
-VALUES_MAX = 50_000  # of a body whose every value the handler reads
-HANDED_ON_VALUES_MAX = 1_000_000  # of one that goes on as bytes, of which a few members are read
-PIECE_BYTES = MIB  # looked at before others have their turn
+UNSEEN_BYTES_MAX = 4 * 1024  # a body up to this size is not scanned
+INLINE_BYTES_MAX = 256 * 1024  # the numbers of a body up to this size are scanned in this process
+VALUES_MAX = 50_000  # of a body that the handler decodes whole
+HANDED_ON_VALUES_MAX = 1_000_000  # of a body that is forwarded as bytes, and of which a few members are decoded
+PIECE_BYTES = MIB  # scanned before other tasks get their turn
 BOUNDS = ResourceLimits(cpu_s=10.0, wall_s=30.0, memory_bytes=512 * MIB)
 _strings = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_WHOLE = re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)  # up to a string that has no end
+_WHOLE = re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+")*+', re.DOTALL)  # stops at an unterminated string
 _MARKS = (b",", b"[", b"{")
 LONG_DIGITS = 64
-SLOW_VALUES = 100  # what a number that is slow to read counts for: it takes 10 µs, and others 10 to 50 ns
+SLOW_VALUES = 100  # a slow number counts as this many values: it takes 10 µs, other values 10 to 50 ns
 _SLOW = re.compile(rb"[0-9.][eE][+-]?0*[1-9][0-9]{2}|[0-9]{%d}[0-9.]*" % LONG_DIGITS)
 
 Progress = Callable[[float], None]
 
 
 async def inspect(raw: bytes, values_max: int, programs: Programs, who: str) -> None:
-    """Raises: TooComplex for JSON of more values than `values_max`; RateLimited."""
+    """Check the number of values. Raises: TooComplex for more than `values_max`; RateLimited."""
     if len(raw) <= UNSEEN_BYTES_MAX or await _is_short(raw, values_max):
         return
     answer = await programs.run(f"{__name__}:count", raw, who=who, work="reading the body", bounds=BOUNDS)
     if int(answer) > values_max:
         raise TooComplex(
-            f"the body's JSON holds more than {values_max:,} values, of which a number with an exponent of three "
-            f"digits, or of {LONG_DIGITS} or more, counts for {SLOW_VALUES}: send less at once, or upload it as a file"
+            f"the body's JSON has more than {values_max:,} values (a number with {LONG_DIGITS} or more digits, or with "
+            f"a three-digit exponent, counts as {SLOW_VALUES} values): send less at once, or upload it as a file"
         )
 
 
 async def _is_short(raw: bytes, values_max: int) -> bool:
-    """It holds no more values than this, even if all of its text were values."""
+    """Whether the JSON certainly has fewer values, even if all brackets and commas in its strings were values."""
     marks, exponents, view = 0, 0, memoryview(raw)
     for at in range(0, len(raw), PIECE_BYTES):
         piece = bytes(view[at : at + PIECE_BYTES])
@@ -60,18 +60,18 @@ async def _is_short(raw: bytes, values_max: int) -> bool:
 
 
 def count(order: bytes, progress: Progress) -> bytes:
-    """In the child: how many values the JSON holds; beyond those that any body may have it counts no further."""
+    """Count the values of JSON, in the child process. It stops counting above the largest limit."""
     values, at, size = 1, 0, PIECE_BYTES
     while at < len(order) and values <= HANDED_ON_VALUES_MAX:
         piece = order[at : at + size]
         end = len(piece) if at + size >= len(order) else _end_outside(piece)
         bare = _strings.sub(b"", piece[:end])
         values += sum(bare.count(mark) for mark in _MARKS) + SLOW_VALUES * len(_SLOW.findall(bare))
-        at, size = at + end, PIECE_BYTES if end else 2 * size  # a string that is longer than a piece
+        at, size = at + end, PIECE_BYTES if end else 2 * size  # a string may be longer than a piece
     return b"%d" % values
 
 
 def _end_outside(piece: bytes) -> int:
-    """Where the last string of a piece begins that does not end in it; its length where there is none."""
-    found = _WHOLE.match(piece)
-    return found.end() if found else 0
+    """Return where an unterminated string begins at the end of a piece; without one, the length of the piece."""
+    match = _WHOLE.match(piece)
+    return match.end() if match else 0

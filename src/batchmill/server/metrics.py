@@ -1,4 +1,4 @@
-"""What /metrics shows: requests, live calls, jobs, workers, functions and deliveries, for Prometheus."""
+"""The /metrics page for Prometheus: requests, live calls, jobs, workers, functions and webhook deliveries."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.pools.tallies import ModelGauge
 from batchmill.optional import require
 from batchmill.ports import Clock, Jobs
-from batchmill.server.access_log import Served
+from batchmill.server.access_log import RequestRecord
 from batchmill.server.http import HttpRoot
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.outbox import Outbox
 from batchmill.services.services import Services
-from batchmill.services.webhooks import Ended
+from batchmill.services.webhooks import EndedJob
 from batchmill.states import ENDED
 from batchmill.store.database import Database
 from batchmill.store.tables import jobs
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from batchmill.server.tracing import Tracing
 
 
-ADAPTERS = b"batchmill_adapter_"  # how the names of all families of adapters begin
+ADAPTERS = b"batchmill_adapter_"  # prefix of the names of all adapter families
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 Count = Callable[[ModelGauge], int]
 Ratio = Callable[[ModelGauge], float | None]
@@ -47,7 +47,7 @@ Ratio = Callable[[ModelGauge], float | None]
 MODEL_GAUGES: tuple[tuple[str, str, Count], ...] = (
     ("model_workers", "Worker processes of a model.", lambda g: g.workers),
     ("model_replicas", "Replicas of a model that run or start.", lambda g: g.replicas),
-    ("model_replicas_wanted", "Replicas of a model that there are to be.", lambda g: g.wanted),
+    ("model_replicas_wanted", "Desired replicas of a model.", lambda g: g.wanted),
     ("model_waiting", "1 while a replica waits for room on the machine, else 0.", lambda g: int(bool(g.waits))),
     ("model_workers_ready", "Worker processes of a model that take work.", lambda g: g.ready),
     ("model_rows_in_flight", "Rows given to a model's engines and not yet answered.", lambda g: g.in_flight),
@@ -68,40 +68,40 @@ MODEL_RATIOS: tuple[tuple[str, str, Ratio], ...] = (
     ),
     (
         "model_prefix_cache_hit_ratio",
-        "Share of prompt tokens found in the prefix cache, 0 to 1, where the engine tells.",
+        "Share of prompt tokens found in the prefix cache, 0 to 1, if the engine reports it.",
         lambda g: g.cached_share,
     ),
 )
 
 
 class Timings:
-    """How many things ended and how long they took, by labels of which the last one is no label of the durations.
+    """Counts events and their durations by labels. The durations do not have the last label.
 
-    The client library's own counters take locks and look for a bucket from below: for thousands a second that is more
-    than half of what telling costs.
+    The client library's own histograms take locks and search buckets from below. At thousands of events a second that
+    is more than half of the cost of counting.
 
     Args:
-        bounds: upper bounds in seconds, rising.
+        bounds: upper bounds in seconds, ascending.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
-        self._found: dict[tuple[str, ...], _Timing] = {}
+        self._timings: dict[tuple[str, ...], _Timing] = {}
 
     def add(self, labels: tuple[str, ...], seconds: float) -> None:
-        timing = self._found.get(labels)
+        timing = self._timings.get(labels)
         if timing is None:
-            timing = self._found[labels] = _Timing([0] * (len(self._bounds) + 1))
+            timing = self._timings[labels] = _Timing([0] * (len(self._bounds) + 1))
         timing.counts[bisect_left(self._bounds, seconds)] += 1
         timing.seconds += seconds
 
     def counts(self) -> dict[tuple[str, ...], int]:
-        return {labels: sum(timing.counts) for labels, timing in self._found.items()}
+        return {labels: sum(timing.counts) for labels, timing in self._timings.items()}
 
     def family(self, name: str, help_text: str, labels: Sequence[str]) -> HistogramMetricFamily:
-        """The durations, under all labels but the last."""
+        """The durations, by all labels but the last."""
         sums: dict[tuple[str, ...], _Timing] = {}
-        for key, timing in self._found.items():
+        for key, timing in self._timings.items():
             whole = sums.setdefault(key[:-1], _Timing([0] * len(timing.counts)))
             whole.counts = [a + b for a, b in zip(whole.counts, timing.counts, strict=True)]
             whole.seconds += timing.seconds
@@ -113,21 +113,21 @@ class Timings:
 
 
 class _Timing(Struct):
-    counts: list[int]  # by bucket, the last one without a bound
+    counts: list[int]  # by bucket; the last one has no bound
     seconds: float = 0.0
 
 
-def counted(
+def counter_family(
     name: str, help_text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]
 ) -> CounterMetricFamily:
-    """A counter with these values. Copied first: it may grow meanwhile."""
+    """A counter with these values. They are copied first, since the mapping may grow meanwhile."""
     family = CounterMetricFamily(f"batchmill_{name}", help_text, labels=labels)
     for key, value in sorted(values.items()):
         family.add_metric(key, value)
     return family
 
 
-def measured(
+def gauge_family(
     name: str, help_text: str, labels: Sequence[str], values: Mapping[tuple[str, ...], float]
 ) -> GaugeMetricFamily:
     """A gauge with these values."""
@@ -138,23 +138,25 @@ def measured(
 
 
 def adapters(sums: Mapping[tuple[str, str], AdapterStats]) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-    """What became of the rows of each adapter: (model, adapter) -> its sums."""
-    found, labels = dict(sums), ["model", "adapter"]
-    rows = {key: each.rows for key, each in found.items()}
-    yield counted("adapter_rows", "Rows and live requests of an adapter that were answered.", labels, rows)
+    """The families of adapters. `sums`: (model, adapter) -> its sums."""
+    by_adapter, labels = dict(sums), ["model", "adapter"]
+    rows = {key: each.rows for key, each in by_adapter.items()}
+    yield counter_family("adapter_rows", "Rows and live requests of an adapter that were answered.", labels, rows)
     tokens: dict[tuple[str, ...], float] = {}
-    for key, each in found.items():
+    for key, each in by_adapter.items():
         tokens |= {(*key, "input"): each.input_tokens, (*key, "output"): each.output_tokens}
-    yield counted("adapter_tokens", "Tokens of these rows.", [*labels, "kind"], tokens)
+    yield counter_family("adapter_tokens", "Tokens of these rows.", [*labels, "kind"], tokens)
     help_text = "Rows that found their adapter in the engine."
-    yield counted("adapter_hits", help_text, labels, {key: each.hits for key, each in found.items()})
+    yield counter_family("adapter_hits", help_text, labels, {key: each.hits for key, each in by_adapter.items()})
     help_text = "Times an adapter was put into an engine."
-    yield counted("adapter_loads", help_text, labels, {key: each.loads for key, each in found.items()})
+    yield counter_family("adapter_loads", help_text, labels, {key: each.loads for key, each in by_adapter.items()})
     help_text = "Seconds during which rows of an adapter were in flight: its rows over these are its rate."
-    yield counted("adapter_busy_seconds", help_text, labels, {key: each.busy_s for key, each in found.items()})
+    yield counter_family(
+        "adapter_busy_seconds", help_text, labels, {key: each.busy_s for key, each in by_adapter.items()}
+    )
     help_text = "Share of an adapter's rows that found it in the engine, 0 to 1."
-    ratios = {key: each.hits / each.rows for key, each in found.items() if each.rows}
-    yield measured("adapter_hit_ratio", help_text, labels, ratios)
+    ratios = {key: each.hits / each.rows for key, each in by_adapter.items() if each.rows}
+    yield gauge_family("adapter_hit_ratio", help_text, labels, ratios)
 
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # upper bounds
@@ -162,8 +164,8 @@ NANOS = 1e9
 LABELS = ("model", "version")
 
 
-class Counted(Struct, frozen=True):
-    """One version, and what became of its calls."""
+class VersionStats(Struct, frozen=True):
+    """The statistics of one version's calls."""
 
     model: str
     version: str  # "main/3"
@@ -171,47 +173,51 @@ class Counted(Struct, frozen=True):
 
 
 def functions(
-    found: Iterable[Counted], copies: Mapping[tuple[str, str], int]
+    versions: Iterable[VersionStats], copies: Mapping[tuple[str, str], int]
 ) -> Iterable[Family | HistogramMetricFamily]:
-    """Families of the versions that were ever called. `copies`: (name of a mirror, what became of a copy) -> calls."""
-    called = [each for each in found if each.stats.rows or each.stats.succeeded or each.stats.failed]
-    yield _of_each(called, "rows", "Rows that functions were called with, of requests and of jobs.", lambda s: s.rows)
-    yield _of_each(called, "executions", "Calls of functions, each with a batch of rows.", lambda s: s.executions)
-    yield _by_result(
+    """The families of all versions that were ever called. `copies`: (mirror's name, result) -> copied calls."""
+    called = [each for each in versions if each.stats.rows or each.stats.succeeded or each.stats.failed]
+    yield _counter_of_versions(
+        called, "rows", "Rows that functions were called with, of requests and of jobs.", lambda s: s.rows
+    )
+    yield _counter_of_versions(
+        called, "executions", "Calls of functions, each with a batch of rows.", lambda s: s.executions
+    )
+    yield _counter_by_result(
         called, "requests", "Requests and rows of jobs that functions answered.", lambda s: (s.succeeded, s.failed)
     )
-    yield _by_result(
+    yield _counter_by_result(
         called, "request_seconds", "Seconds that these took in the worker, summed.",
         lambda s: (s.succeeded_ns / NANOS, s.failed_ns / NANOS),
     )  # fmt: skip
-    yield _of_each(
+    yield _counter_of_versions(
         called, "queue_seconds", "Seconds that requests waited for their rows to be called, summed.",
         lambda s: s.queue_ns / NANOS,
     )  # fmt: skip
-    yield counted(
+    yield counter_family(
         "function_compute_seconds", "Seconds of calls of functions, by part, summed.", [*LABELS, "part"],
         {(e.model, e.version, part): value for e in called for part, value in _parts(e.stats.batches)},
     )  # fmt: skip
     yield _batch_sizes(called)
-    yield counted("function_copies", "Copies of calls that went to mirrors.", ["model", "result"], copies)
+    yield counter_family("function_copies", "Copies of calls that went to mirrors.", ["model", "result"], copies)
 
 
-def _of_each(
-    called: Iterable[Counted], name: str, help_text: str, read: Callable[[CallStats], float]
+def _counter_of_versions(
+    called: Iterable[VersionStats], name: str, help_text: str, read: Callable[[CallStats], float]
 ) -> CounterMetricFamily:
     values = {(each.model, each.version): read(each.stats) for each in called}
-    return counted(f"function_{name}", help_text, LABELS, values)
+    return counter_family(f"function_{name}", help_text, LABELS, values)
 
 
-def _by_result(
-    called: Iterable[Counted], name: str, help_text: str, read: Callable[[CallStats], tuple[float, float]]
+def _counter_by_result(
+    called: Iterable[VersionStats], name: str, help_text: str, read: Callable[[CallStats], tuple[float, float]]
 ) -> CounterMetricFamily:
     values = {
         (each.model, each.version, result): value
         for each in called
         for result, value in zip(("ok", "failed"), read(each.stats), strict=True)
     }
-    return counted(f"function_{name}", help_text, [*LABELS, "result"], values)
+    return counter_family(f"function_{name}", help_text, [*LABELS, "result"], values)
 
 
 def _parts(batches: Iterable[BatchTimes]) -> Iterable[tuple[str, float]]:
@@ -220,7 +226,7 @@ def _parts(batches: Iterable[BatchTimes]) -> Iterable[tuple[str, float]]:
     return zip(("input", "infer", "output"), [total / NANOS for total in totals], strict=True)
 
 
-def _batch_sizes(called: Iterable[Counted]) -> HistogramMetricFamily:
+def _batch_sizes(called: Iterable[VersionStats]) -> HistogramMetricFamily:
     family = HistogramMetricFamily(
         "batchmill_function_batch_size", "Rows of each call of a function.", labels=LABELS
     )  # fmt: skip
@@ -243,13 +249,13 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS",
 
 
 class Metrics:
-    """`served`, `live` and `ended` are told of what happens; `render` is the page."""
+    """Counts events by `served`, `live` and `ended`; `render` returns the page."""
 
     def __init__(self, database: Database, dispatcher: Dispatcher, outbox: Outbox) -> None:
         self._database, self._dispatcher, self._outbox = database, dispatcher, outbox
-        self.functions: Callable[[], Iterable[Counted]] = tuple  # deployed ones, and what became of their calls
-        self.copies: Mapping[tuple[str, str], int] = {}  # that went to mirrors
-        prometheus.disable_created_metrics()  # a second series for each, which nobody reads
+        self.functions: Callable[[], Iterable[VersionStats]] = tuple  # statistics of deployed functions
+        self.copies: Mapping[tuple[str, str], int] = {}  # calls copied to mirrors
+        prometheus.disable_created_metrics()  # they would double the number of series
         self._registry = prometheus.CollectorRegistry(auto_describe=True)
         self._jobs: dict[str, int] = {}
         self._events_waiting = 0
@@ -257,7 +263,7 @@ class Metrics:
         self._live_tokens: Counter[tuple[str, ...]] = Counter()
         self._build()
         prometheus.ProcessCollector(registry=self._registry)
-        self._registry.register(_Now(self))
+        self._registry.register(_CollectorAdapter(self))
 
     def _build(self) -> None:
         options = {"registry": self._registry, "namespace": "batchmill"}
@@ -266,83 +272,86 @@ class Metrics:
         self._requests = Timings(HTTP_SECONDS)
         self._live = Timings(LIVE_SECONDS)
 
-    # -- told as it happens -------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
 
-    def served(self, served: Served) -> None:
-        """A request has ended. Quick, and never raises."""
-        method = served.method if served.method in METHODS else "other"
-        self._requests.add((method, served.route or "none", str(served.status)), served.seconds)
+    def on_request(self, record: RequestRecord) -> None:
+        """Count an ended request. Quick, and never raises."""
+        method = record.method if record.method in METHODS else "other"
+        self._requests.add((method, record.route or "none", str(record.status)), record.seconds)
 
-    def live(self, call: LiveCall) -> None:
-        """A live request has ended."""
+    def on_live_call(self, call: LiveCall) -> None:
+        """Count an ended live request."""
         self._live.add((call.model, str(call.status) if call.status else "none"), call.seconds)
         if call.usage is not None:
             tokens = call.usage.input_tokens, call.usage.cached_tokens, call.usage.output_tokens
             for kind, count in zip(("input", "cached", "output"), tokens, strict=True):
                 self._live_tokens[call.project, call.model, kind] += count
 
-    def ended(self, ended: Ended) -> None:
-        """A job has come to rest."""
-        self._ended[ended.project, ended.state] += 1
+    def on_job_ended(self, job: EndedJob) -> None:
+        """Count an ended job."""
+        self._ended[job.project, job.state] += 1
 
     # -- the page -----------------------------------------------------------------------------------------------------
 
     async def render(self, project: str | None = None) -> bytes:
-        """The page in Prometheus' text format, version 0.0.4. `project`: without what other projects did."""
+        """Render the page in Prometheus' text format, version 0.0.4. `project`: leave out what other projects did."""
         self._jobs = await self._database.read(_count_jobs)
         self._events_waiting = await self._outbox.count_waiting()
         page = prometheus.generate_latest(self._registry)
-        return page if project is None else _without_others(page, project)
+        return page if project is None else _without_other_projects(page, project)
 
     def collect(self) -> Iterable[Family]:
-        """What is counted or measured elsewhere."""
+        """The families whose values are kept outside of the registry."""
         tallies = self._dispatcher.tallies
         project, model = "project", "model"
         labels = ["method", "route", "status"]
-        yield counted("http_requests", "HTTP requests that ended.", labels, self._requests.counts())
+        yield counter_family("http_requests", "HTTP requests that ended.", labels, self._requests.counts())
         help_text = "Seconds from a request's first byte to its reply's last one."
         yield self._requests.family("http_request_duration_seconds", help_text, labels[:2])
         labels = [model, "status"]
         help_text = "Live requests that ended; status none: without an answer."
-        yield counted("live_requests", help_text, labels, self._live.counts())
+        yield counter_family("live_requests", help_text, labels, self._live.counts())
         help_text = "Seconds until a live request was answered whole."
         yield self._live.family("live_request_duration_seconds", help_text, labels[:1])
-        yield counted("rows", "Rows of jobs whose outcome was counted.", [project, model, "result"], tallies.rows)
-        yield counted(
+        yield counter_family(
+            "rows", "Rows of jobs whose outcome was counted.", [project, model, "result"], tallies.rows
+        )
+        yield counter_family(
             "tokens", "Tokens of these rows; kind input includes cached.", [project, model, "kind"], tallies.tokens
         )
-        yield counted("row_errors", "Rows that failed, by cause.", [project, model, "code"], tallies.errors)
-        yield counted(
+        yield counter_family("row_errors", "Rows that failed, by cause.", [project, model, "code"], tallies.errors)
+        yield counter_family(
             "live_tokens", "Tokens of live requests; kind input includes cached.", [project, model, "kind"],
             self._live_tokens,
         )  # fmt: skip
-        yield counted("jobs_ended", "Jobs that came to rest.", [project, "state"], self._ended)
-        yield measured("jobs", "Jobs that have not come to rest.", ["state"], {(k,): n for k, n in self._jobs.items()})
+        yield counter_family("jobs_ended", "Jobs that ended.", [project, "state"], self._ended)
+        yield gauge_family("jobs", "Jobs that have not ended.", ["state"], {(k,): n for k, n in self._jobs.items()})
         deliveries = {(result,): n for result, n in self._outbox.counts.items()}
-        yield counted(
-            "webhook_deliveries", "Attempts to deliver an event, by what came of them.", ["result"], deliveries
-        )
-        yield measured(
-            "webhook_events_waiting", "Events that no endpoint has taken yet.", [], {(): self._events_waiting}
+        yield counter_family("webhook_deliveries", "Attempts to deliver an event, by result.", ["result"], deliveries)
+        yield gauge_family(
+            "webhook_events_waiting", "Events that are not delivered yet.", [], {(): self._events_waiting}
         )
         yield from models(self._dispatcher.gauges())
         yield from adapters(tallies.adapters.by_adapter)
         yield from functions(self.functions(), self.copies)
 
 
-def _without_others(page: bytes, project: str) -> bytes:
+def _without_other_projects(page: bytes, project: str) -> bytes:
+    """Drop the lines of other projects."""
     own = f'project="{project}"'.encode()  # a project's name needs no escapes
     lines = page.splitlines(keepends=True)
-    return b"".join(line for line in lines if line.startswith(b"#") or own in line or not _is_somebodys(line))
+    return b"".join(line for line in lines if line.startswith(b"#") or own in line or not _is_of_one_project(line))
 
 
-def _is_somebodys(line: bytes) -> bool:
-    """It is of one project alone. An adapter is too, and engines that serve several know only its name."""
+def _is_of_one_project(line: bytes) -> bool:
+    """Whether a line is of one project alone. Adapters are too, but their lines lack the project: engines that serve
+    several projects know only an adapter's name.
+    """
     return b'project="' in line or line.startswith(ADAPTERS)
 
 
-class _Now(Collector):
-    """What a page holds besides the metrics that the registry counts itself."""
+class _CollectorAdapter(Collector):
+    """Adds the families of `Metrics.collect` to the registry."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -355,26 +364,26 @@ class _Now(Collector):
 
 
 def models(gauges: Sequence[ModelGauge]) -> Iterable[Family]:
-    """One family a measure. A model whose code was edited has two pools for a while: they count as one."""
+    """One family for each measure. A model whose code was edited has two pools for a while; they count as one."""
     for name, help_text, read in MODEL_GAUGES:
         sums: Counter[tuple[str, ...]] = Counter()
         for each in gauges:
             sums[each.name,] += read(each)
-        yield measured(name, help_text, ["model"], sums)
+        yield gauge_family(name, help_text, ["model"], sums)
     for name, help_text, read in MODEL_RATIOS:
         values: dict[str, list[float]] = {}
         for each in gauges:
             if (ratio := read(each)) is not None:
                 values.setdefault(each.name, []).append(ratio)
-        yield measured(
-            name, help_text, ["model"], {(model,): sum(found) / len(found) for model, found in values.items()}
+        yield gauge_family(
+            name, help_text, ["model"], {(model,): sum(ratios) / len(ratios) for model, ratios in values.items()}
         )
 
 
 def _count_jobs(db: sa.Connection) -> dict[str, int]:
-    """Jobs by their state, found without reading those whose end was made known."""
-    known = (jobs.c.announced <= jobs.c.generation, jobs.c.state.not_in(ENDED))
-    return dict(db.execute(sa.select(jobs.c.state, sa.func.count()).where(*known).group_by(jobs.c.state)).all())
+    """Count jobs by state, without reading ended jobs that are announced."""
+    conditions = (jobs.c.announced <= jobs.c.generation, jobs.c.state.not_in(ENDED))
+    return dict(db.execute(sa.select(jobs.c.state, sa.func.count()).where(*conditions).group_by(jobs.c.state)).all())
 
 
 Application = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
@@ -386,7 +395,7 @@ _PROCESSOR = "opentelemetry.sdk.trace.export:BatchSpanProcessor"
 
 
 def load_tracing(configured: str | None, environ: Mapping[str, str], clock: Clock) -> Tracing | None:
-    """What sends spans to the collector that the environment, or `server.otlp_endpoint`, names; None: nobody wants any.
+    """Set up tracing to the collector that the environment or `server.otlp_endpoint` names; None: no collector.
 
     Raises: InvalidConfig when a collector is named and the packages are missing.
     """
@@ -396,9 +405,13 @@ def load_tracing(configured: str | None, environ: Mapping[str, str], clock: Cloc
         endpoint = base.rstrip("/") + TRACES_PATH if base else None
     if not endpoint or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
-    spoken = environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or PROTOCOL
-    if spoken != PROTOCOL:
-        raise InvalidConfig(f"traces are sent by {PROTOCOL}, not {spoken}: set OTEL_EXPORTER_OTLP_PROTOCOL={PROTOCOL}")
+    protocol = (
+        environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or PROTOCOL
+    )
+    if protocol != PROTOCOL:
+        raise InvalidConfig(
+            f"traces are sent by {PROTOCOL}, not {protocol}: set OTEL_EXPORTER_OTLP_PROTOCOL={PROTOCOL}"
+        )
     purpose = f"sending traces to {endpoint}"
     exporter = require(_EXPORTER, purpose)(endpoint=endpoint)
     processor = require(_PROCESSOR, purpose)(exporter)
@@ -409,7 +422,7 @@ TRACES_DRAIN_S = 5.0
 
 
 class Observers:
-    """Raises: InvalidConfig when traces are wanted and cannot be made."""
+    """Metrics, traces and webhook events of a server. Raises: InvalidConfig when tracing cannot be set up."""
 
     def __init__(
         self, services: Services, *, database: Database, jobs: Jobs, dispatcher: Dispatcher, environ: Mapping[str, str]
@@ -422,38 +435,40 @@ class Observers:
         self.metrics = Metrics(database, dispatcher, self._outbox)
         self._running: asyncio.Task[None] | None = None
 
-    def _ended(self, ended: Ended) -> None:
-        self.metrics.ended(ended)
+    def _ended(self, job: EndedJob) -> None:
+        self.metrics.on_job_ended(job)
         if self._tracing is not None:
-            self._tracing.ended(ended)
+            self._tracing.on_job_ended(job)
 
     def open(self, root: HttpRoot) -> Application:
-        """Begin to look on; what is to be served in the place of `root`."""
-        root.watch(self.metrics.served)
-        self._services.live.listen(self.metrics.live)
-        self._services.functions.listen(self.metrics.live)
-        self.metrics.functions, self.metrics.copies = self._counted, self._services.functions.copied
+        """Start observing. Return the application to serve instead of `root`."""
+        root.watch(self.metrics.on_request)
+        self._services.live.listen(self.metrics.on_live_call)
+        self._services.functions.listen(self.metrics.on_live_call)
+        self.metrics.functions, self.metrics.copies = self._version_stats, self._services.functions.copied
         self._running = asyncio.create_task(self._outbox.run())
         if self._tracing is None:
             return root
-        root.watch(self._tracing.served)
-        self._services.live.listen(self._tracing.live)
-        self._services.functions.listen(self._tracing.live)
-        return self._tracing.around(root)
+        root.watch(self._tracing.on_request)
+        self._services.live.listen(self._tracing.on_live_call)
+        self._services.functions.listen(self._tracing.on_live_call)
+        return self._tracing.wrap(root)
 
-    def _counted(self) -> Iterable[Counted]:
+    def _version_stats(self) -> Iterable[VersionStats]:
         read = self._services.functions.stats
         for each in self._services.versions.all():
-            yield Counted(each.name, f"{each.branch}/{each.number}", read(each.name, str(each.number), each.branch))
+            yield VersionStats(
+                each.name, f"{each.branch}/{each.number}", read(each.name, str(each.number), each.branch)
+            )
 
     async def close(self) -> None:
-        """End the deliveries that are under way: they are made again next time. Send the traces that are left."""
+        """Cancel deliveries under way, which are repeated after the next start. Send the remaining traces."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.wait({self._running})
         self._services.webhooks.close()
         if self._tracing is not None:
-            # A collector that does not answer holds up the end of this process for so long and no longer.
+            # A collector that does not answer delays the end of this process by TRACES_DRAIN_S at most.
             sending = threading.Thread(target=self._tracing.close, name="last-traces", daemon=True)
             sending.start()
             await asyncio.to_thread(sending.join, TRACES_DRAIN_S)

@@ -1,6 +1,7 @@
-"""multipart/form-data read as it arrives: small text fields, and one file handed on piece by piece.
+"""Read multipart/form-data as it arrives: small text fields, and one file that is passed on piece by piece.
 
-Source: RFC 7578, RFC 2046 section 5.1. Nothing is kept but the fields; what belongs to no field is refused.
+Only the fields are kept in memory. A part that is not a field is refused.
+Source: RFC 7578, RFC 2046 section 5.1.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ FIELD_BYTES_MAX = 4096  # of a text field
 PARTS_MAX = 32
 HEADERS_MAX, HEADER_BYTES_MAX = 8, 4096  # of one part
 BOUNDARY_CHARS_MAX = 70
-FORM_BYTES = 512 * 1024  # more than all fields, headers and boundaries of a form: what a body may hold besides a file
+FORM_BYTES = 512 * 1024  # a body may have this much besides its file: fields, headers and boundaries need less
 PLAIN = ("", "binary", "8bit", "7bit")  # transfer encodings that leave the bytes as they are
 
 TakeField = Callable[[str, str], None]
@@ -26,14 +27,14 @@ TakePiece = Callable[[bytes], Awaitable[None]]
 
 
 class FilePart(Struct, frozen=True):
-    """The file of a form, whose bytes have been handed on."""
+    """The file of a form, whose bytes have been passed on."""
 
     filename: str | None  # None: the part had none
     media: str
 
 
 class _Head(Struct, frozen=True):
-    """How a part begins."""
+    """The headers of a part."""
 
     name: str
     filename: str | None
@@ -45,7 +46,7 @@ async def read_form(
 ) -> FilePart:
     """Read a form to its end: text fields go to `take_field`, the bytes of the field `file_field` to `take_piece`.
 
-    Raises: InvalidInput for what is no form, ends too early, or holds no file or two; and what the two callables raise.
+    Raises: InvalidInput for a malformed or incomplete form, or one without exactly one file; what the callables raise.
     """
     parser = _Parser(_boundary(content_type))
     head: _Head | None = None
@@ -58,7 +59,7 @@ async def read_form(
                 if head.name == file_field:
                     if file is not None:
                         raise InvalidField(
-                            f"the form holds two files {file_field!r}: send one", code=CODE, param=file_field
+                            f"the form has two files {file_field!r}: send one", code=CODE, param=file_field
                         )
                     file = FilePart(head.filename, head.media)
             elif head is None:
@@ -84,7 +85,7 @@ CODE, MISSING = "invalid_multipart", "missing_required_parameter"
 
 
 class _Parser:
-    """The events of a body: how a part begins, pieces of its bytes, and None where it ends."""
+    """Parses a body into events: the head of a part, pieces of its bytes, and None at its end."""
 
     def __init__(self, boundary: bytes) -> None:
         self.is_whole = False
@@ -93,8 +94,8 @@ class _Parser:
         self._headers: dict[bytes, bytes] = {}
         self._name = self._value = b""
         self._parts = 0
-        self._seen = b""  # what the parser is looking at
-        self._in_data = False  # all it has seen is settled, and more of a part's bytes are to come
+        self._seen = b""  # the bytes that are being parsed
+        self._in_data = False  # all bytes so far are parsed, and more bytes of a part are to come
         callbacks = {
             "on_part_begin": self._on_part_begin,
             "on_part_data": self._on_part_data,
@@ -110,7 +111,7 @@ class _Parser:
         )
 
     def feed(self, data: bytes) -> list[_Head | bytes | None]:
-        if self._in_data:  # to look for the next boundary alone is many times faster than to parse
+        if self._in_data:  # searching for the next boundary is many times faster than parsing
             plain = _bytes_before(self._delimiter, data)
             if plain == len(data):
                 return [data]
@@ -133,7 +134,7 @@ class _Parser:
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         self._events.append(data[start:end])
-        self._in_data = data is self._seen and end == len(data)  # it also hands back what might have been a boundary
+        self._in_data = data is self._seen and end == len(data)  # it also reports bytes that might have been a boundary
 
     def _on_part_end(self) -> None:
         self._events.append(None)
@@ -157,7 +158,7 @@ class _Parser:
 
 
 def _bytes_before(delimiter: bytes, data: bytes) -> int:
-    """How many bytes of `data` surely belong to no delimiter; the rest begins with one, or with a part of one."""
+    """How many bytes of `data` come before a delimiter, or before a possible beginning of one."""
     at = data.find(delimiter)
     if at >= 0:
         return at
@@ -183,7 +184,10 @@ def _head(headers: dict[bytes, bytes]) -> _Head:
         raise InvalidField('a part of the form has no Content-Disposition: form-data; name="…"', code=CODE)
     encoding = headers.get(b"content-transfer-encoding", b"").strip().lower().decode("latin-1")
     if encoding not in PLAIN:
-        raise InvalidField(f"parts are sent as they are, not as {encoding[:SHOWN_CHARS]!r}", code=CODE)
+        raise InvalidField(
+            f"the Content-Transfer-Encoding {encoding[:SHOWN_CHARS]!r} of a part is not supported: use binary",
+            code=CODE,
+        )
     filename = options.get(b"filename")
     return _Head(
         _decoded(options[b"name"], "the name of a field"),

@@ -1,4 +1,4 @@
-"""The OpenAPI document: made from the operations and the structs they are checked by."""
+"""Make the OpenAPI document from the operations and their structs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def document(routes: Sequence[MountedOperation]) -> dict[str, Any]:
 
 
 class _Schemas:
-    """JSON schemas of every struct that operations name, under names that are unique."""
+    """JSON schemas of all structs of the operations, under unique names."""
 
     def __init__(self, operations: Iterable[Operation]) -> None:
         kinds: list[Any] = []
@@ -50,14 +50,14 @@ class _Schemas:
             for kind in (operation.query, operation.body, *replies):
                 if kind is not None and not isinstance(kind, Content) and kind not in kinds:
                     kinds.append(kind)
-        found, self.components = msgspec.json.schema_components(kinds, ref_template=REF)
-        self._of = list(zip(kinds, found, strict=True))
+        schemas, self.components = msgspec.json.schema_components(kinds, ref_template=REF)
+        self._of = list(zip(kinds, schemas, strict=True))
 
     def of(self, kind: Any) -> dict[str, Any]:
-        return next(schema for known, schema in self._of if known == kind)
+        return next(schema for each, schema in self._of if each == kind)
 
     def fields(self, kind: Any) -> tuple[dict[str, Any], list[str]]:
-        """The properties of a struct, and which of them must be there."""
+        """The properties of a struct, and the names of the required ones."""
         whole = self.components[self.of(kind)["$ref"].rsplit("/", 1)[-1]]
         return whole.get("properties", {}), whole.get("required", [])
 
@@ -114,12 +114,12 @@ def _query_parameters(operation: Operation, schemas: _Schemas) -> list[dict[str,
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """A query has no null: what may be None is left out."""
+    """Remove null from a schema: a query parameter cannot be null, it is omitted instead."""
     kinds = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
-    kept = {name: value for name, value in schema.items() if name != "anyOf" and not (name == "default" and not value)}
+    rest = {name: value for name, value in schema.items() if name != "anyOf" and not (name == "default" and not value)}
     if not kinds:
-        return kept
-    return kept | (kinds[0] if len(kinds) == 1 else {"anyOf": kinds})
+        return rest
+    return rest | (kinds[0] if len(kinds) == 1 else {"anyOf": kinds})
 
 
 def _responses(route: MountedOperation, schemas: _Schemas) -> dict[str, Any]:
@@ -129,8 +129,8 @@ def _responses(route: MountedOperation, schemas: _Schemas) -> dict[str, Any]:
         content: dict[str, Any] = {}
         for kind in _alternatives(reply):
             content |= _content(kind, schemas) if kind is not None else {}
-        said = {"description": HTTPStatus(status).phrase, "headers": _ID_HEADER}
-        fields[str(status)] = said | ({"content": content} if content else {})
+        response = {"description": HTTPStatus(status).phrase, "headers": _ID_HEADER}
+        fields[str(status)] = response | ({"content": content} if content else {})
     statuses = {*ALWAYS, *operation.errors}
     if operation.scope is not None or operation.method not in ("GET", "HEAD"):
         statuses |= {*WITH_KEY}

@@ -1,4 +1,4 @@
-"""Operations: one method of one path each, described once; which of them a path means; what reaches a handler."""
+"""Operations (one method of one path each), the routing of paths to them, and the calls that their handlers get."""
 
 from __future__ import annotations
 
@@ -24,58 +24,58 @@ if TYPE_CHECKING:
 Callback = Callable[[], Awaitable[None]]
 
 JSON = "application/json"
-BODY_BYTES_MAX = 1024 * 1024  # of an operation that says nothing else
+BODY_BYTES_MAX = 1024 * 1024  # the default of an operation
 
 
 def _spend_nothing() -> None:
-    """Of a call that nobody counts."""
+    """Do nothing: the call is not counted."""
 
 
 def _hold_nothing(size: int) -> None:
-    """Of a call whose memory nobody counts."""
+    """Do nothing: the memory of the call is not counted."""
 
 
-def _stay(project: str) -> None:
-    """Of a call that has no place."""
+def _keep_project(project: str) -> None:
+    """Do nothing: the call has no slot."""
 
 
 class Call(Struct, frozen=True):
-    """One request on its way through an operation: who asks, and what, already checked."""
+    """One request to an operation: the authenticated caller, and the checked query and body."""
 
     request: Request
     caller: Caller
-    id: str  # of the request: logs and the reply's x-request-id have it
+    id: str  # the request's id, as in logs and in the reply's x-request-id
     query: Any = None  # the operation's `query`, filled
     body: Any = None  # the operation's `body`, filled
-    raw: bytes = b""  # the body as it came, of an operation that takes JSON
+    raw: bytes = b""  # the body's bytes, of an operation that takes JSON
     callbacks: list[Callback] = []
-    programs: Programs | None = None  # where what callers can make long is done; None: it came over gRPC
+    programs: Programs | None = None  # child processes for work whose length the caller controls; None: a gRPC call
     spend: Callable[[], None] = _spend_nothing  # count the request; raises RateLimited. See Operation
-    hold: Callable[[int], None] = _hold_nothing  # count so many bytes as its own in memory; raises Unavailable
-    belongs_to: Callable[[str], None] = _stay  # count it for a project that a link names; raises Unavailable
+    hold: Callable[[int], None] = _hold_nothing  # count this many bytes as held in memory; raises Unavailable
+    belongs_to: Callable[[str], None] = _keep_project  # count the request for a link's project; raises Unavailable
 
     def on_delivered(self, callback: Callback) -> None:
-        """Run `callback` once the client's machine has taken the whole reply; never, if the client left before.
+        """Run `callback` once the whole reply is delivered; never, if the client disconnects before.
 
-        Concurrency: it has begun before any later request is looked at.
+        Concurrency: the callback begins before any later request is handled.
         """
         self.callbacks.append(callback)
 
-    async def until_gone(self) -> None:
-        """Wait until the client has left, or has its whole reply. Only once the body has been read."""
+    async def wait_for_disconnect(self) -> None:
+        """Wait until the client disconnects, or has its whole reply. Call it only after the body has been read."""
         while (await self.request.receive())["type"] != "http.disconnect":
             pass
 
     @property
     def path(self) -> dict[str, str]:
-        """The parameters of the path, decoded once. Names only: no file's path is ever made of one."""
+        """The parameters of the path, decoded once. They are names only; no file path is ever made from one."""
         return self.request.path_params
 
 
-class Elsewhere(Exception):
-    """A handler looked at its request: it is for the next operation whose template fits its path.
+class TryNextRoute(Exception):
+    """Raised by a handler to pass its request to the next operation whose template fits the path.
 
-    `raw` is the body, which it has read.
+    `raw` is the body, which the handler has read.
     """
 
     def __init__(self, raw: bytes) -> None:
@@ -86,9 +86,9 @@ class Elsewhere(Exception):
 class Operation(Struct, frozen=True):
     """One method of one path.
 
-    `query` and `body` are structs that a request is converted to, unknown fields refused; `body` may be a Content,
-    which the handler reads from `call.request` itself, piece by piece. `reply` describes a success for the document;
-    None is an empty reply. `scope` None: anybody may ask, without a key.
+    `query` and `body` are structs that a request is converted to; unknown fields are refused. `body` may be a Content,
+    which the handler reads from `call.request` itself, piece by piece. `reply` describes a success for the OpenAPI
+    document; None is an empty reply. `scope` None: the operation needs no key.
     """
 
     name: str  # the operationId
@@ -101,23 +101,23 @@ class Operation(Struct, frozen=True):
     body: type[Struct] | Content | None = None
     reply: Any = None
     status: int = 200
-    also: dict[int, Any] = {}  # further statuses that are no error, as `reply`: {206: Content(...)}
-    errors: tuple[int, ...] = ()  # besides 400, 401, 403, 408, 413, 415, 429, 500 and 503, which any may answer
+    also: dict[int, Any] = {}  # further success statuses, as `reply`: {206: Content(...)}
+    errors: tuple[int, ...] = ()  # besides 400, 401, 403, 408, 413, 415, 429, 500 and 503, which are always possible
     body_is_optional: bool = False
-    body_bytes_max: int | None = BODY_BYTES_MAX  # None: `server.body_bytes_max`, which bounds all but uploads
+    body_bytes_max: int | None = BODY_BYTES_MAX  # None: `server.body_bytes_max`, the limit for all but uploads
     values_max: int = VALUES_MAX  # of JSON
-    is_raw: bool = False  # the handler reads the body itself, whatever its Content-Type and Content-Encoding say
-    claims: Callable[[dict[str, str]], bool] | None = None  # of its path's parameters; False: for the next template
-    admits: Callable[[Caller, dict[str, str]], None] | None = None  # raises for what the path names, before the body
-    is_vital: bool = False  # it is answered whatever else is under way, and waits for nobody
-    last_slash_is_optional: bool = False  # "/things/" means what "/things" means
-    has_free_query: bool = False  # whatever stands in its query is for what lies between: it is not read
-    spends_itself: bool = False  # the handler calls `call.spend`: an order that was taken already costs nothing
-    fast_handler: FastHandler | None = None  # answers plain requests alike, sooner; never with `spends_itself`
+    is_raw: bool = False  # the handler reads the body itself; Content-Type and Content-Encoding are not checked
+    claims: Callable[[dict[str, str]], bool] | None = None  # given the path's parameters; False: try the next template
+    admits: Callable[[Caller, dict[str, str]], None] | None = None  # checks the path before the body is read; raises
+    is_vital: bool = False  # always answered: no limit on requests under way applies
+    last_slash_is_optional: bool = False  # "/things/" means the same as "/things"
+    has_free_query: bool = False  # the query is ignored: it is for proxies in front of the server
+    spends_itself: bool = False  # the handler calls `call.spend`, so that a repeated order costs nothing
+    fast_handler: FastHandler | None = None  # answers plain requests sooner, with the same reply; see `spends_itself`
 
     @classmethod
     def of(cls, endpoint: Endpoint[Any], handler: Callable[[Call], Awaitable[Response]], **more: Any) -> Operation:
-        """An operation of our own API, whose description the SDK and the control socket share."""
+        """Make an operation of batchmill's own API; the SDK and the control socket share the endpoint's description."""
         media = endpoint.media[0] if len(endpoint.media) == 1 else endpoint.media
         reply = media or (None if endpoint.reply is NOTHING else endpoint.reply)
         return cls(
@@ -128,51 +128,51 @@ class Operation(Struct, frozen=True):
 
     @property
     def is_upload(self) -> bool:
-        """Its handler takes the body piece by piece, and puts it elsewhere."""
+        """Whether the handler reads the body piece by piece and stores it."""
         return isinstance(self.body, Content) and not self.is_raw and self.body.media != JSON
 
     def bytes_max(self, server_max: int) -> int:
-        """How long its body may be, where the server takes bodies of `server_max` bytes."""
+        """The limit of its body, where the server accepts bodies of `server_max` bytes."""
         if self.body_bytes_max is None:
             return server_max
         return self.body_bytes_max if self.is_upload else min(self.body_bytes_max, server_max)
 
 
 class Dialect(Protocol):
-    """Speaks one public API: its operations, and how it says that something is wrong."""
+    """One public API: its operations, and how it renders errors."""
 
     name: str
 
     def operations(self) -> Sequence[Operation]: ...
 
     def refusal(self, error: BatchmillError) -> Response:
-        """The reply to a request that failed: status and envelope by `error.code`. Never raises."""
+        """Render the reply to a failed request: status and envelope by `error.code`. Never raises."""
 
     def error_schema(self) -> dict[str, Any]:
-        """JSON schema of the envelope."""
+        """The JSON schema of the error envelope."""
 
 
 _encoder = msgspec.json.Encoder()
 
 
 def json_reply(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A struct, or anything JSON can hold, as a reply."""
+    """Make a JSON reply of a struct, or of anything else that JSON can hold."""
     return Response(_encoder.encode(value), status, headers, media_type="application/json")
 
 
 _PARAMETER = re.compile(r"\{([a-z_]+)(:path)?\}")
-NAME_CHARS_MAX = 1024  # of a parameter of a path; a longer one names nothing
+NAME_CHARS_MAX = 1024  # of a path parameter; a longer one is not found
 
 
 class MountedOperation(Struct, frozen=True):
-    """An operation, and the dialect that says what is wrong with a request for it."""
+    """An operation, and the dialect that renders its refusals."""
 
     operation: Operation
     dialect: Dialect
 
 
 class Match(Struct, frozen=True):
-    """What a path means. `route` None: nothing, or not with this method; then `methods` are those there are."""
+    """The result of routing. `route` None: nothing has the path and method; `methods`: those that the path has."""
 
     dialect: Dialect
     route: MountedOperation | None = None
@@ -183,48 +183,50 @@ class Match(Struct, frozen=True):
 class _Template(Struct, frozen=True, eq=False):
     path: str
     pattern: re.Pattern[str]
-    rank: tuple[int, ...]  # of each segment: 0 literal, 1 a parameter, 2 the rest of the path
+    rank: tuple[int, ...]  # for each segment: 0 a literal, 1 a parameter, 2 the rest of the path
     methods: dict[str, MountedOperation]
 
     @property
     def is_catch_all(self) -> bool:
-        """It takes whatever nobody else has: with another method there is nothing there."""
+        """Whether it matches every path that nothing else matches; then another method is a 404, not a 405."""
         return self.rank == (0, 2)
 
     def claims(self, parameters: dict[str, str]) -> bool:
-        """Some operation of it wants a path with these parameters."""
-        wanted = [route.operation.claims for route in self.methods.values()]
-        return any(each is None or each(parameters) for each in wanted)
+        """Whether one of its operations claims a path with these parameters."""
+        claims = [route.operation.claims for route in self.methods.values()]
+        return any(each is None or each(parameters) for each in claims)
 
 
 class Routes:
-    """Raises: ValueError when two operations claim one method of one path."""
+    """Routes paths to operations. Raises: ValueError when two operations have the same method and path."""
 
     def __init__(self, frontends: Sequence[tuple[Dialect, Sequence[Operation]]], fallback: Dialect) -> None:
         self._fallback = fallback
-        self._owners: dict[str, Dialect] = {}  # first segment -> the first dialect that has a path below it
+        self._owners: dict[str, Dialect] = {}  # first path segment -> the first dialect with a path below it
         exact: dict[str, _Template] = {}
-        slashed: set[str] = set()
+        optional_slash: set[str] = set()
         for dialect, operations in frontends:
             for operation in operations:
                 template = exact.setdefault(operation.path, _template(operation))
                 if operation.last_slash_is_optional:
-                    slashed.add(operation.path)
+                    optional_slash.add(operation.path)
                 if operation.method in template.methods:
-                    raise ValueError(f"{operation.method} {operation.path} stands for two operations")
+                    raise ValueError(f"{operation.method} {operation.path} has two operations")
                 template.methods[operation.method] = MountedOperation(operation, dialect)
-                if operation.path != "/":  # the root alone owns nothing below it
+                if operation.path != "/":  # the root owns no paths below it
                     self._owners.setdefault(_first(operation.path), dialect)
         self._exact = {path: each for path, each in exact.items() if "{" not in path}
-        self._exact |= {f"{path}/": exact[path] for path in slashed if "{" not in path and f"{path}/" not in exact}
+        self._exact |= {
+            f"{path}/": exact[path] for path in optional_slash if "{" not in path and f"{path}/" not in exact
+        }
         self._templates = sorted((each for path, each in exact.items() if "{" in path), key=lambda each: each.rank)
 
     def find(self, method: str, path: str, after: MountedOperation | None = None) -> Match:
-        """What a decoded path means. HEAD is answered by GET where nothing else is said.
+        """Route a decoded path. HEAD goes to GET unless the path has an operation for HEAD.
 
-        `after`: an operation that had the path and does not want it; what it means to those that come behind it.
+        `after`: an operation that passed the request on; only the templates after its own are tried.
         """
-        if path.startswith("//"):  # of a client whose base URL ends with a slash
+        if path.startswith("//"):  # the client's base URL ends with a slash
             path = f"/{path.lstrip('/')}"
         template, parameters = None if after is not None else self._exact.get(path), {}
         if template is None:
@@ -248,7 +250,7 @@ class Routes:
         return None, {}
 
     def all(self) -> list[MountedOperation]:
-        """Every operation, for the document and for tests."""
+        """All operations, for the OpenAPI document and for tests."""
         templates = [*dict.fromkeys(self._exact.values()), *self._templates]
         return [route for template in templates for route in template.methods.values()]
 

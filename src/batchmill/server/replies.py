@@ -1,4 +1,4 @@
-"""Replies: errors, what every reply carries, replies piece by piece, files, and long replies that a child rewrites.
+"""Replies: errors, common headers, streamed replies, files, and long replies that a child process rewrites.
 
 Source: RFC 9110 sections 13.1.5 (If-Range) and 14 (ranges), RFC 6266 (Content-Disposition).
 """
@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from batchmill.children.bounds import MIB, ResourceLimits
-from batchmill.errors import BatchmillError, RateLimited, of_system
+from batchmill.errors import BatchmillError, RateLimited, to_storage_error
 from batchmill.server.operations import Call, Dialect, json_reply
 from batchmill.services.files import READ_BYTES, OpenFile
 from batchmill.wire.error_statuses import STATUSES, status_of
@@ -31,7 +31,7 @@ from batchmill.wire.error_statuses import STATUSES, status_of
 log = logging.getLogger("batchmill.server")
 
 RETRY_S = 1.0
-# Of the root's own refusals, whatever a dialect makes of their codes.
+# Statuses of the root's own refusals. They override the dialect's.
 STATUS = {
     "method_not_allowed": 405, "request_timeout": 408, "unsupported_media_type": 415, "request_too_large": 413,
     "invalid_host": 400, "invalid_http": 400, "head_too_large": 431, "uri_too_long": 414, "too_many_requests": 503,
@@ -47,7 +47,7 @@ SECURITY_HEADERS = {
 
 
 def security_headers(given: Iterable[bytes]) -> list[tuple[bytes, bytes]]:
-    """Those that a reply with the headers `given`, in lower case, has not set itself."""
+    """Return the security headers that a reply has not set itself. `given`: names of its headers, in lower case."""
     names = set(given)
     return [(name, value) for name, value in SECURITY_HEADERS.items() if name not in names]
 
@@ -56,7 +56,7 @@ def date() -> bytes:
     return formatdate(time.time(), usegmt=True).encode()
 
 
-_ids = random.Random(secrets.randbits(256))  # to be told apart, not to be kept secret
+_ids = random.Random(secrets.randbits(256))  # ids must be unique, not secret
 
 
 def new_request_id() -> str:
@@ -64,7 +64,7 @@ def new_request_id() -> str:
 
 
 def refusal(dialect: Dialect, error: BatchmillError, methods: Sequence[str]) -> Response:
-    """The reply to a request that failed; `error` has the request's id. A fault of ours or a model's is logged."""
+    """Render the reply to a failed request, and log faults of the server or a model. `error` has the request's id."""
     response = dialect.refusal(error)
     response.status_code = STATUS.get(error.code, response.status_code)
     if response.status_code == 405:
@@ -76,38 +76,40 @@ def refusal(dialect: Dialect, error: BatchmillError, methods: Sequence[str]) -> 
     elif response.status_code == 503:
         response.headers.setdefault("retry-after", f"{RETRY_S:.0f}")
     if response.status_code >= 500:
-        detail = error.message if error.blame == "system" else "see the reply"  # a model's words may hold a row's
+        detail = error.message if error.blame == "system" else "see the reply"  # a model's message may quote row data
         log.warning("request %s: %s: %s", error.request_id, error.code, detail)
     return response
 
 
-def hidden(error: Exception, request_id: str) -> BatchmillError:
-    """Our own fault as whoever asked is told of it: that it is not theirs, and no more."""
+def mask_error(error: Exception, request_id: str) -> BatchmillError:
+    """Log an unexpected exception, and return an error without its details for the client."""
     log.error("request %s failed", request_id, exc_info=error)
-    system_error = of_system(error) if isinstance(error, OSError) else None
+    system_error = to_storage_error(error) if isinstance(error, OSError) else None
     if system_error is not None:  # without the path
-        return type(system_error)(f"the server's disk is in trouble; its log has more under request {request_id}")
-    return BatchmillError(f"the server failed to answer; its log has more under request {request_id}")
+        return type(system_error)(
+            f"the server's disk has failed or is full; see request {request_id} in the server's log"
+        )
+    return BatchmillError(f"the server failed to answer; see request {request_id} in its log")
 
 
 EVENTS = "text/event-stream"
-UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # so that no proxy waits for a whole reply
-ANSWER_BYTES_MAX = 256 * 1024 * 1024  # of one that is no stream: it is in memory whole
+UNBUFFERED = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # so that proxies do not buffer a reply
+ANSWER_BYTES_MAX = 256 * 1024 * 1024  # of an answer that is not streamed: it is held in memory
 T = TypeVar("T")
 
 
-async def unless_gone(call: Call, work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns; None when the client left before: the work has then been cancelled."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(call.until_gone())
+async def run_until_disconnect(call: Call, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of `work`. If the client disconnects first, cancel the work and return None."""
+    task, disconnect = asyncio.ensure_future(work), asyncio.ensure_future(call.wait_for_disconnect())
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
     finally:
-        await _end(working, leaving)
+        await _cancel(task, disconnect)
 
 
 async def whole_answer(pieces: AsyncGenerator[bytes]) -> bytes:
-    """An answer that is no stream, in one piece. Raises: BatchmillError for one that no memory should hold."""
+    """Join the pieces of an answer that is not streamed. Raises: BatchmillError if it is too large for memory."""
     whole = bytearray()
     try:
         async for piece in pieces:
@@ -120,7 +122,7 @@ async def whole_answer(pieces: AsyncGenerator[bytes]) -> bytes:
 
 
 class PieceReply(Response):
-    """`pieces` is closed in any case, also where the client left before the first one."""
+    """A streamed reply. It always closes `pieces`, even if the client disconnects before the first one."""
 
     def __init__(self, pieces: AsyncGenerator[bytes], *, media: str, status: int = 200) -> None:
         super().__init__(None, status, UNBUFFERED)
@@ -129,13 +131,16 @@ class PieceReply(Response):
         self._pieces = pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writing, leaving = asyncio.ensure_future(self._write(send)), asyncio.ensure_future(_gone(receive))
+        writing, leaving = (
+            asyncio.ensure_future(self._write(send)),
+            asyncio.ensure_future(_wait_for_disconnect(receive)),
+        )
         try:
             await asyncio.wait({writing, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
         finally:
-            await _end(writing, leaving)
+            await _cancel(writing, leaving)
             await self._pieces.aclose()
 
     async def _write(self, send: Send) -> None:
@@ -144,20 +149,20 @@ class PieceReply(Response):
             async for piece in self._pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except BatchmillError as error:
-            await send({"type": "http.response.body", "body": self.late(error), "more_body": True})
+            await send({"type": "http.response.body", "body": self.render_late_error(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    def late(self, error: BatchmillError) -> bytes:
-        """What is said of an error for which no status can be sent any more. Raising it breaks the connection off."""
+    def render_late_error(self, error: BatchmillError) -> bytes:
+        """Render an error after the status was sent. Raising it instead breaks the connection off."""
         raise error
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _end(*tasks: asyncio.Future[Any]) -> None:
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -171,14 +176,14 @@ class Envelope(Struct, frozen=True):
 
 
 def text_reply(error: BatchmillError, message: str, table: Mapping[str, int] = STATUSES) -> Response:
-    """The reply to a request that failed. `message` may be shown to the caller; `table`: the dialect's statuses."""
+    """Make the reply to a failed request. `message` may be shown to the caller; `table`: the dialect's statuses."""
     return error_reply(error, Envelope(message), status_of(error, table))
 
 
 def error_reply(error: BatchmillError, envelope: Struct, status: int) -> Response:
-    """The reply to a request that failed, in a dialect's envelope. It never raises.
+    """Make the reply to a failed request, in a dialect's envelope. It never raises.
 
-    `x-should-retry` is for the openai package and those made like it, which repeat 408, 409 and every 5xx otherwise.
+    `x-should-retry` is for the openai package and similar clients, which otherwise retry 408, 409 and every 5xx.
     """
     headers = {}
     if isinstance(error, RateLimited):
@@ -190,7 +195,7 @@ def error_reply(error: BatchmillError, envelope: Struct, status: int) -> Respons
     return json_reply(envelope, status, headers)
 
 
-INLINE_BYTES_MAX = 256 * 1024  # of a reply that is rewritten in place
+INLINE_BYTES_MAX = 256 * 1024  # a reply up to this size is rewritten in this process
 BOUNDS = ResourceLimits(cpu_s=10.0, wall_s=30.0, memory_bytes=1024 * MIB, answer_bytes=256 * MIB)
 
 Progress = Callable[[float], None]
@@ -198,20 +203,20 @@ Rewrite = Callable[[bytes, Progress], bytes]
 
 
 async def rewritten(call: Call, rewrite: Rewrite, order: bytes) -> bytes:
-    """What `rewrite` makes of an order that holds the reply.
+    """Run `rewrite` on an order that holds the reply; for a long one, in a child process.
 
-    Args: `rewrite`, a function at its module's own level, where a child finds it.
+    Args: rewrite: a function at module level, so that the child process can import it.
 
-    Raises: what it raises; TooComplex at a bound, RateLimited.
+    Raises: what `rewrite` raises; TooComplex at a resource limit; RateLimited.
     """
     if len(order) <= INLINE_BYTES_MAX or call.programs is None:
-        return rewrite(order, _unseen)
+        return rewrite(order, _ignore_progress)
     target = f"{rewrite.__module__}:{rewrite.__name__}"
     return await call.programs.run(target, order, who=call.caller.project, work="the engine's answer", bounds=BOUNDS)
 
 
-def _unseen(share: float) -> None:
-    """Nobody looks at how far it is."""
+def _ignore_progress(share: float) -> None:
+    """Ignore progress."""
 
 
 OCTETS = "application/octet-stream"
@@ -220,7 +225,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._ -]")
 
 
 class ContentRange(Struct, frozen=True):
-    """Bytes first <= n < last; none of them where both are one."""
+    """The bytes first <= n < last. The range is empty if both are equal."""
 
     first: int
     last: int
@@ -229,15 +234,16 @@ class ContentRange(Struct, frozen=True):
 NOTHING = ContentRange(0, 0)
 
 
-async def _nothing() -> None:
-    """Nobody wants to know."""
+async def _do_nothing() -> None:
+    """Do nothing."""
 
 
 class FileReply(Response):
-    """Closes `file` in the end. HEAD gets the same head and no body; who asks for several ranges gets the whole.
+    """Sends a file or a range of it, and closes `file` at the end. HEAD gets the headers only; a request for several
+    ranges gets the whole file.
 
-    `before_the_end` is called before the last byte of the file is sent. What it raises is the reply, where the file is
-    small; otherwise the reply is broken off.
+    `before_the_end` is called before the last byte of the file is sent. If it raises, a small file is replaced by the
+    error's reply, and the reply with a larger file is broken off.
     """
 
     def __init__(
@@ -247,7 +253,7 @@ class FileReply(Response):
         *,
         filename: str,
         media: str = OCTETS,
-        before_the_end: Callable[[], Awaitable[None]] = _nothing,
+        before_the_end: Callable[[], Awaitable[None]] = _do_nothing,
     ) -> None:
         self._file, self._is_head = file, request.method == "HEAD"
         self._before_the_end = before_the_end
@@ -259,8 +265,8 @@ class FileReply(Response):
             "cache-control": "private, no-transform",
         }
         self._span, status = ContentRange(0, size), 200
-        if (asked := _asked(request, tag)) is not None:
-            span = span_of(asked, size)
+        if (requested := _requested_range(request, tag)) is not None:
+            span = parse_range(requested, size)
             if span == NOTHING:
                 self._span, status = span, 416
                 headers["content-range"] = f"bytes */{size}"
@@ -272,18 +278,18 @@ class FileReply(Response):
 
     @property
     def is_to_the_end(self) -> bool:
-        """It has the last byte of the file: who has taken it needs no more of it."""
+        """Whether the reply has the last byte of the file: a client that received it needs no more."""
         return not self._is_head and self.status_code != 416 and self._span.last == self._file.size_bytes
 
     async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[..., Any]) -> None:
-        gone = asyncio.ensure_future(_until_gone(receive))
+        leaving = asyncio.ensure_future(_until_disconnect(receive))
         is_one_piece = self._span.last - self._span.first <= READ_BYTES
         try:
             if self.is_to_the_end and is_one_piece:
                 await self._before_the_end()
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             at = self._span.last if self._is_head else self._span.first
-            while at < self._span.last and not gone.done():
+            while at < self._span.last and not leaving.done():
                 data = await self._file.read(at, min(READ_BYTES, self._span.last - at))
                 if not data:
                     raise EOFError(f"{self._file.record.id} is shorter than its record says")
@@ -291,32 +297,32 @@ class FileReply(Response):
                 if self.is_to_the_end and at == self._span.last and not is_one_piece:
                     await self._before_the_end()
                 await send({"type": "http.response.body", "body": data, "more_body": True})
-            if not gone.done():
+            if not leaving.done():
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
-            gone.cancel()
+            leaving.cancel()
             await self._file.close()
         if self.background is not None:
             await self.background()
 
 
-async def _until_gone(receive: Callable[[], Awaitable[MutableMapping[str, Any]]]) -> None:
-    """Sending to a client that left succeeds: only its goodbye tells that there is nobody to read for."""
+async def _until_disconnect(receive: Callable[[], Awaitable[MutableMapping[str, Any]]]) -> None:
+    """Wait for the client's disconnect message. Sending to a disconnected client does not fail."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _asked(request: Request, tag: str) -> str | None:
-    """The range that is asked for, if it still counts: `If-Range` names the file it was begun with."""
+def _requested_range(request: Request, tag: str) -> str | None:
+    """Return the Range header if it applies: `If-Range` must name this file."""
     if request.method not in ("GET", "HEAD"):
         return None
     begun = request.headers.get("if-range")
     return request.headers.get("range") if begun is None or begun.strip() == tag else None
 
 
-def span_of(asked: str, size: int) -> ContentRange | None:
-    """The bytes that a Range header means: NOTHING where there are none of them, None where it is to be ignored."""
-    match = _RANGE.fullmatch(asked.strip())
+def parse_range(header: str, size: int) -> ContentRange | None:
+    """Parse a Range header. NOTHING: the range has no bytes of the file; None: the header is ignored."""
+    match = _RANGE.fullmatch(header.strip())
     if match is None or match[1] == match[2] == "":
         return None
     if match[1] == "":
@@ -325,12 +331,12 @@ def span_of(asked: str, size: int) -> ContentRange | None:
     first = int(match[1])
     last = size if match[2] == "" else int(match[2]) + 1
     if match[2] and last <= first:
-        return None  # no range at all, by the grammar
+        return None  # not a valid range
     return ContentRange(first, min(last, size)) if first < size else NOTHING
 
 
 def disposition(filename: str) -> str:
-    """`attachment` with a name that is safe to save under: no folders, nothing that ends the header."""
+    """Render `attachment` with a file name that is safe: no folders, nothing that ends the header."""
     name = re.split(r"[/\\]", filename)[-1].lstrip(".") or "file"
     plain = _UNSAFE.sub("_", name)
     if plain == name:

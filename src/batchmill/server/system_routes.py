@@ -1,4 +1,4 @@
-"""The operations that belong to no dialect: is the server well, what does it offer, how much has it done."""
+"""Operations outside of all dialects: /health, /openapi.json and /metrics."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from batchmill.store.database import Database
 from batchmill.store.tables import schema
 from batchmill.types import Caller, Scope
 
-FRESH_S = 1.0  # an answer is given again for so long: anybody may ask, and a look costs a commit
+FRESH_S = 1.0  # a health report is reused for this long: a check costs a commit, and the route needs no key
 ANSWER_S = 5.0
 ROOM_BYTES_MIN = 64 * 1024 * 1024
-FAILED = "its engine failed; its events, and the jobs that wait for it, say how"
-WAITS = "it waits for room on the machine; the jobs that wait for it say for what"
+FAILED = "its engine failed; see the model's events, or the jobs that wait for it"
+WAITS = "it waits for room on the machine; see the jobs that wait for it"
 
 
 class Component(Struct, frozen=True):
-    """One thing that the server stands on. `note` says what is wrong, or what it is doing."""
+    """One component that the server depends on. `note` says what is wrong, or what it is doing."""
 
     name: str
     ok: bool
@@ -42,12 +42,12 @@ class Component(Struct, frozen=True):
 
 
 class Report(Struct, frozen=True):
-    """To a stranger `status` alone."""
+    """The health report. A client without a key gets only `status`."""
 
     status: str  # ok, failing, stopping
     version: str | UnsetType = UNSET
     parts: list[Component] | UnsetType = UNSET
-    models: list[Component] | UnsetType = UNSET  # those with workers, of which whoever asks may know
+    models: list[Component] | UnsetType = UNSET  # models with workers that the caller may see
 
 
 class Health:
@@ -56,23 +56,23 @@ class Health:
     ) -> None:
         self._database, self._data_dir, self._clock, self._jobs = database, data_dir, clock, jobs
         self._stopping = stopping
-        self._looking = asyncio.Lock()
+        self._check_lock = asyncio.Lock()
         self._report: tuple[float, Report] | None = None
 
     async def report(self) -> Report:
-        async with self._looking:
+        async with self._check_lock:
             now = self._clock.monotonic()
             if self._report is None or now - self._report[0] >= FRESH_S:
-                self._report = (now, await self._look())
+                self._report = (now, await self._check())
         report = self._report[1]
         return replace(report, status="stopping") if self._stopping.is_set() else report
 
-    async def _look(self) -> Report:
-        parts = [await self._see_database(), self._see_disk(), *self._see_jobs()]
+    async def _check(self) -> Report:
+        parts = [await self._check_database(), self._check_disk(), *self._check_jobs()]
         is_ok = all(part.ok for part in parts)
-        return Report("ok" if is_ok else "failing", batchmill.__version__, parts, self._see_models())
+        return Report("ok" if is_ok else "failing", batchmill.__version__, parts, self._check_models())
 
-    async def _see_database(self) -> Component:
+    async def _check_database(self) -> Component:
         try:
             async with asyncio.timeout(ANSWER_S):
                 await self._database.write(_touch)
@@ -84,37 +84,37 @@ class Health:
             return Component("database", False, f"a commit takes longer than {ANSWER_S:.0f} s")
         return Component("database", True)
 
-    def _see_disk(self) -> Component:
+    def _check_disk(self) -> Component:
         try:
             free = shutil.disk_usage(self._data_dir).free
         except OSError:
             return Component("disk", False, "the data directory cannot be read")
         return Component("disk", free >= ROOM_BYTES_MIN, f"{free // 2**20:,} MiB are free")
 
-    def _see_jobs(self) -> list[Component]:
-        """What gives out rows, and what counts them."""
+    def _check_jobs(self) -> list[Component]:
+        """The dispatcher, which gives out rows, and the ledger, which counts them."""
         alive, counts = self._jobs.dispatcher.is_alive, self._jobs.counts
         return [
             Component("dispatcher", alive, "" if alive else "it has stopped: restart the server"),
-            Component("ledger", counts, "" if counts else "commits are counted no more: restart the server"),
+            Component("ledger", counts, "" if counts else "it has stopped counting commits: restart the server"),
         ]
 
-    def _see_models(self) -> list[Component]:
-        """The workers of every model that has some. One that failed does not keep the others from work."""
+    def _check_models(self) -> list[Component]:
+        """The models with workers. A failed model does not make the server unhealthy."""
         return [
-            Component(each.name, not each.failure, FAILED if each.failure else each.note or _standing(each))
+            Component(each.name, not each.failure, FAILED if each.failure else each.note or _worker_note(each))
             for each in self._jobs.dispatcher.gauges()
         ]
 
 
-def _standing(model: ModelGauge) -> str:
+def _worker_note(model: ModelGauge) -> str:
     if model.waits and not model.ready:
         return WAITS
     return f"{model.ready} of {model.workers} workers are ready"
 
 
 def _touch(db: sa.Connection) -> Any:
-    """A commit that changes nothing: the page is written all the same."""
+    """Commit a change of nothing; SQLite still writes the page."""
     return db.execute(schema.update().values(version=schema.c.version)).rowcount
 
 
@@ -122,7 +122,7 @@ DOCUMENT = Content("application/json", {"type": "object", "required": ["openapi"
 METRICS = "text/plain"
 
 
-class Own:
+class SystemRoutes:
     def __init__(
         self,
         health: Health,
@@ -133,8 +133,8 @@ class Own:
     ) -> None:
         """Args:
         render: makes the text of /metrics.
-        sees: a caller may know that there is a model of a name.
-        document: makes the OpenAPI document, once every operation is known.
+        sees: whether a caller may see the model of a name.
+        document: makes the OpenAPI document; called after all operations are mounted.
         """
         self._health, self._gate, self._render, self._sees = health, gate, render, sees
         self._document = document
@@ -159,14 +159,14 @@ class Own:
     async def health(self, call: Call) -> Response:
         report = await self._health.report()
         scope = call.request.scope
-        caller = await self._gate.asker(scope["headers"], (scope.get("client") or ("",))[0])
-        if caller is None:  # a stranger is told whether it takes work, and nothing of what it stands on
+        caller = await self._gate.identify(scope["headers"], (scope.get("client") or ("",))[0])
+        if caller is None:  # without a key: only whether the server takes work
             return json_reply(Report(report.status), 200 if report.status == "ok" else 503)
         report = replace(report, models=[each for each in report.models or () if self._shows(caller, each.name)])
         return json_reply(report, 200 if report.status == "ok" else 503)
 
     def _shows(self, caller: Caller, name: str) -> bool:
-        """As with /metrics: whoever looks after projects sees what all of them use."""
+        """Whether to show a model. As for /metrics, a key with the admin scope sees the models of all projects."""
         return caller.may(Scope.ADMIN) or self._sees(caller, name)
 
     async def openapi(self, call: Call) -> Response:
@@ -175,7 +175,7 @@ class Own:
         return Response(self._encoded, media_type="application/json")
 
     async def metrics(self, call: Call) -> Response:
-        """Of what projects did, a key that looks after none sees its own project's share."""
+        """A key without the admin scope gets only its own project's lines, besides those of the whole server."""
         caller = call.caller
         page = await self._render(None if caller.may(Scope.ADMIN) else caller.project)
         return Response(page, headers={"content-type": CONTENT_TYPE})

@@ -1,7 +1,7 @@
-"""OpenTelemetry: spans of requests, live calls and jobs. Imported only where traces are wanted.
+"""OpenTelemetry: spans of requests, live calls and jobs. Imported only if tracing is configured.
 
-A request goes on with the caller's trace (W3C traceparent). A job outlives the request that submitted it: its span
-stands alone and is linked to it. No rows, prompts, keys or query values in attributes.
+A request continues the caller's trace (W3C traceparent). A job outlives the request that submitted it: its span has a
+trace of its own with a link to the request. Attributes hold no rows, prompts, keys or query values.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 import batchmill
 from batchmill.ports import Clock
-from batchmill.server.access_log import Served
+from batchmill.server.access_log import RequestRecord
 from batchmill.server.metrics import Application
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.trace_context import traceparent
-from batchmill.services.webhooks import Ended
+from batchmill.services.webhooks import EndedJob
 
 NANOS = 1_000_000_000
-UNTRACED = frozenset({"/health", "/metrics"})  # asked every few seconds, by machines
+UNTRACED = frozenset({"/health", "/metrics"})  # monitoring polls them every few seconds
 SERVICE = "batchmill"
 
 Scope = MutableMapping[str, Any]
 
 
 class Tracing:
-    """`served`, `live` and `ended` are told of what happens; `around` begins the span of a request."""
+    """Makes spans: `wrap` begins the span of a request, and the `on_` methods record events."""
 
     def __init__(self, processor: SpanProcessor, clock: Clock) -> None:
         resource = Resource.create({SERVICE_VERSION: batchmill.__version__})
-        if resource.attributes.get(SERVICE_NAME, "").startswith("unknown_service"):  # OTEL_SERVICE_NAME says nothing
+        if resource.attributes.get(SERVICE_NAME, "").startswith("unknown_service"):  # OTEL_SERVICE_NAME is unset
             resource = resource.merge(Resource({SERVICE_NAME: SERVICE}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(processor)
@@ -43,10 +43,10 @@ class Tracing:
         self._w3c = TraceContextTextMapPropagator()
         self._clock = clock
 
-    def around(self, app: Application) -> Application:
-        """The same ASGI application with a span around each request."""
+    def wrap(self, app: Application) -> Application:
+        """Wrap an ASGI application in a span for each request."""
 
-        async def traced(scope: Scope, receive: Any, send: Any) -> None:
+        async def with_span(scope: Scope, receive: Any, send: Any) -> None:
             if scope["type"] != "http" or scope["path"] in UNTRACED:
                 await app(scope, receive, send)
                 return
@@ -54,36 +54,36 @@ class Tracing:
             with self._tracer.start_as_current_span(
                 scope["method"][:16], parent, kind=SpanKind.SERVER, record_exception=False
             ) as span:
-                token = traceparent.set(self._written(span.get_span_context()))
+                token = traceparent.set(self._format_traceparent(span.get_span_context()))
                 try:
                     await app(scope, receive, send)
                 finally:
                     traceparent.reset(token)
 
-        return traced
+        return with_span
 
     @staticmethod
-    def _written(context: SpanContext) -> str:
+    def _format_traceparent(context: SpanContext) -> str:
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
 
-    def served(self, served: Served) -> None:
-        """A request has ended: what its span is called, and what came of it."""
+    def on_request(self, record: RequestRecord) -> None:
+        """Name the span of an ended request, and set its attributes."""
         span = trace.get_current_span()
         if not span.is_recording():
             return
-        if served.route:
-            span.update_name(f"{served.method[:16]} {served.route}")
+        if record.route:
+            span.update_name(f"{record.method[:16]} {record.route}")
         fields = {
-            "http.request.method": served.method[:16], "http.route": served.route or None,
-            "http.response.status_code": served.status, "batchmill.request.id": served.id,
-            "batchmill.project": served.project, "error.type": served.code,
+            "http.request.method": record.method[:16], "http.route": record.route or None,
+            "http.response.status_code": record.status, "batchmill.request.id": record.id,
+            "batchmill.project": record.project, "error.type": record.code,
         }  # fmt: skip
         span.set_attributes({name: value for name, value in fields.items() if value is not None})
-        if served.status >= 500:
-            span.set_status(StatusCode.ERROR, served.code)
+        if record.status >= 500:
+            span.set_status(StatusCode.ERROR, record.code)
 
-    def live(self, call: LiveCall) -> None:
-        """A live request has ended: a span inside of its HTTP request's."""
+    def on_live_call(self, call: LiveCall) -> None:
+        """Add the span of an ended live request, inside the span of its HTTP request."""
         end = self._clock.now()
         fields = {
             "gen_ai.operation.name": call.url, "gen_ai.request.model": call.model, "batchmill.project": call.project,
@@ -93,42 +93,45 @@ class Tracing:
             fields["gen_ai.usage.input_tokens"] = call.usage.input_tokens
             fields["gen_ai.usage.output_tokens"] = call.usage.output_tokens
         span = self._tracer.start_span(
-            f"live {call.model}", kind=SpanKind.CLIENT, start_time=_nanos(end - call.seconds), attributes=_given(fields)
+            f"live {call.model}",
+            kind=SpanKind.CLIENT,
+            start_time=_nanos(end - call.seconds),
+            attributes=_without_none(fields),
         )
         if call.error is not None:
             span.set_status(StatusCode.ERROR, call.error)
         span.end(_nanos(end))
 
-    def ended(self, ended: Ended) -> None:
-        """A job has come to rest: a trace of its own, linked to the request that submitted it."""
+    def on_job_ended(self, job: EndedJob) -> None:
+        """Add the trace of an ended job, linked to the request that submitted it."""
         context = None
-        if ended.traceparent is not None:
-            found = self._w3c.extract({"traceparent": ended.traceparent})
-            context = trace.get_current_span(found).get_span_context()
+        if job.traceparent is not None:
+            parent = self._w3c.extract({"traceparent": job.traceparent})
+            context = trace.get_current_span(parent).get_span_context()
         fields = {
-            "batchmill.job.id": ended.job, "batchmill.job.state": ended.state, "batchmill.project": ended.project,
-            "batchmill.job.generation": ended.generation, "batchmill.job.frontend": ended.frontend,
+            "batchmill.job.id": job.job, "batchmill.job.state": job.state, "batchmill.project": job.project,
+            "batchmill.job.generation": job.generation, "batchmill.job.frontend": job.frontend,
         }  # fmt: skip
         span = self._tracer.start_span(
             "job", trace.set_span_in_context(trace.INVALID_SPAN), kind=SpanKind.INTERNAL,
             links=[Link(context)] if context is not None and context.is_valid else [],
-            start_time=_nanos(ended.created), attributes=_given(fields),
+            start_time=_nanos(job.created), attributes=_without_none(fields),
         )  # fmt: skip
-        if ended.state == "failed":
+        if job.state == "failed":
             span.set_status(StatusCode.ERROR)
-        span.end(_nanos(ended.finished))
+        span.end(_nanos(job.finished))
 
     def close(self) -> None:
-        """Send what is left, for as long as the exporter allows. It blocks."""
+        """Send the remaining spans, within the exporter's timeout. It blocks."""
         self._provider.shutdown()
 
 
 def _trace_headers(scope: Scope) -> dict[str, str]:
-    wanted = (b"traceparent", b"tracestate")
-    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in wanted}
+    names = (b"traceparent", b"tracestate")
+    return {name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in names}
 
 
-def _given(fields: dict[str, Any]) -> dict[str, Any]:
+def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 

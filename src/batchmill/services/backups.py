@@ -1,4 +1,4 @@
-"""Copies of the database, made while it is used: the way back where the file itself is damaged."""
+"""Backups of the database, made while it is in use, to restore from if the file is damaged."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from batchmill.store.segments import sync_folder
 
 log = logging.getLogger("batchmill.owner")
 
-ROOM_BYTES = 256 * 1024 * 1024  # that a backup leaves for jobs
-FIRST_S = 3600.0  # after which the first is made: before that there is little to lose
+FREE_BYTES_MIN = 256 * 1024 * 1024  # disk space that a backup leaves for jobs
+FIRST_S = 3600.0  # the delay of the first backup: before that there is little to lose
 FOLDER, PREFIX, SUFFIX, PART = "backups", "batchmill-", ".db", "batchmill.db.part"
 
 
 async def keep_backups(backups: Backups) -> None:
-    """As `Backups.sweep`, for who has other work to do all the same."""
+    """Run `Backups.sweep`. An error is logged, not raised."""
     try:
         await backups.sweep()
     except (BatchmillError, OSError) as error:
@@ -41,15 +41,15 @@ class Backups:
         self._data_dir, self._clock, self._entry = data_dir, clock, entry
 
     async def sweep(self) -> Path | None:
-        """Make a backup if the newest is old enough, and remove those beyond the number that is kept.
+        """Make a backup if the newest is old enough, and remove the oldest beyond the number to keep.
 
-        Raises: StorageFull, LedgerBroken when the database cannot be read as a whole.
+        Raises: StorageFull; LedgerBroken if part of the database cannot be read.
         """
         return await asyncio.to_thread(self._sweep)
 
     def _sweep(self) -> Path | None:
         folder = self._data_dir / FOLDER
-        (folder / PART).unlink(missing_ok=True)  # of a process that was killed
+        (folder / PART).unlink(missing_ok=True)  # left by a process that was killed
         if self._entry.keep == 0:
             return None
         folder.mkdir(exist_ok=True, mode=0o700)
@@ -61,45 +61,47 @@ class Backups:
         os.replace(folder / PART, target)
         sync_folder(folder)
         faults.point("after_backup")
-        others = [path for path in found(self._data_dir, self._clock.now()) if path != target]
+        others = [path for path in list_backups(self._data_dir, self._clock.now()) if path != target]
         for old in others[self._entry.keep - 1 :]:
             old.unlink()
         return target
 
     def _is_due(self, folder: Path) -> bool:
         now = self._clock.now()
-        there = found(self._data_dir, now)
-        last, wait_s = (there[0], self._entry.interval_s) if there else (folder, min(self._entry.interval_s, FIRST_S))
-        age_s = now - last.stat().st_mtime
-        return not 0 <= age_s < wait_s  # one of the future says nothing
+        backups = list_backups(self._data_dir, now)
+        newest_path, wait_s = (
+            (backups[0], self._entry.interval_s) if backups else (folder, min(self._entry.interval_s, FIRST_S))
+        )
+        age_s = now - newest_path.stat().st_mtime
+        return not 0 <= age_s < wait_s  # ignore a time in the future
 
 
-def found(data_dir: Path, now: float) -> list[Path]:
-    """The backups there are, the newest first; those that a clock made which was ahead are the last."""
-    there = (data_dir / FOLDER).glob(f"{PREFIX}*{SUFFIX}")
-    return sorted(there, key=lambda path: (path.stat().st_mtime <= now, path.name), reverse=True)
+def list_backups(data_dir: Path, now: float) -> list[Path]:
+    """Return the backups, newest first. Those with a time in the future (the clock was ahead) come last."""
+    paths = (data_dir / FOLDER).glob(f"{PREFIX}*{SUFFIX}")
+    return sorted(paths, key=lambda path: (path.stat().st_mtime <= now, path.name), reverse=True)
 
 
 def newest(data_dir: Path) -> Path | None:
-    """The newest backup that is sound."""
-    return next((path for path in found(data_dir, time.time()) if is_sound(path)), None)
+    """Return the newest backup that is sound."""
+    return next((path for path in list_backups(data_dir, time.time()) if is_sound(path)), None)
 
 
-def _refuse_full(database: Path, folder: Path) -> None:
-    """Raises: StorageFull where jobs would be left without room for what they write."""
+def _check_free_space(database: Path, folder: Path) -> None:
+    """Raises: StorageFull if the backup would leave jobs too little disk space."""
     log_file = database.with_name(f"{database.name}-wal")
     needed_bytes = sum(path.stat().st_size for path in (database, log_file) if path.exists())
     free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < needed_bytes + ROOM_BYTES:
+    if free_bytes < needed_bytes + FREE_BYTES_MIN:
         raise StorageFull(
-            f"a backup of the database needs {needed_bytes:,} bytes, and {ROOM_BYTES:,} are to stay free: {folder} has "
-            f"{free_bytes:,}; free some, or keep fewer backups"
+            f"a backup of the database needs {needed_bytes:,} bytes, and {FREE_BYTES_MIN:,} must stay free, but "
+            f"{folder} has only {free_bytes:,}: free some space, or keep fewer backups"
         )
 
 
 def _copy(database: Path, target: Path) -> None:
-    """A copy as of one moment, durable. Whoever writes meanwhile does not wait."""
-    _refuse_full(database, target.parent)
+    """Make a consistent, durable copy of the database. Writers do not wait for it."""
+    _check_free_space(database, target.parent)
     os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
     try:
         with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=5.0)) as db:
@@ -111,7 +113,7 @@ def _copy(database: Path, target: Path) -> None:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
             raise StorageFull(f"no space is left for a backup of the database in {target.parent}") from error
         raise LedgerBroken(
-            f"the database {database} could not be copied: {error}; the backups before it are kept. Where it is "
+            f"the database {database} could not be copied: {error}; earlier backups are kept. If it is "
             "damaged, stop the server and run `batchmill ledger salvage`",
             code="backup_failed",
         ) from error

@@ -1,4 +1,4 @@
-"""Keeps work that is due at a time of the wall clock from waiting longer because somebody has set that clock back."""
+"""Corrects due times after the wall clock is set back, so that scheduled work does not wait longer."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from batchmill.store.database import Database
 
 log = logging.getLogger("batchmill.server")
 
-LEAST_S = 2.0  # a clock that is adjusted goes by less
+STEP_MIN_S = 2.0  # ordinary corrections of a clock are smaller
 
 
 class ClockSteps:
     """
     Args:
-        table: of what is due, with columns `created` and `due`.
+        table: scheduled work, with columns `created` and `due`.
     """
 
     def __init__(self, database: Database, clock: Clock, table: sa.Table) -> None:
         self._database, self._clock, self._table = database, clock, table
-        self._seen: tuple[float, float] | None = None  # the two clocks, as they were
+        self._last_times: tuple[float, float] | None = None  # the last wall clock and monotonic time
 
-    async def look(self) -> None:
-        """Bring forward what is due later than it was meant to be. Called now and then, and first at the start."""
+    async def check(self) -> None:
+        """Bring forward work whose due time is too late. Call it at the start and then regularly."""
         now, monotonic = self._clock.now(), self._clock.monotonic()
-        seen, self._seen = self._seen, (now, monotonic)
-        if seen is None:
-            await self._database.write(self._begin_new, now)
+        last, self._last_times = self._last_times, (now, monotonic)
+        if last is None:
+            await self._database.write(self._make_due, now)
             return
-        back_s = seen[0] + (monotonic - seen[1]) - now
-        if back_s >= LEAST_S:
-            log.warning("the clock was set back by %.0f s: what %s holds keeps its waits", back_s, self._table.name)
+        back_s = last[0] + (monotonic - last[1]) - now
+        if back_s >= STEP_MIN_S:
+            log.warning(
+                "the clock was set back by %.0f s: the due times in %s are moved back too", back_s, self._table.name
+            )
             await self._database.write(self._shift, now, back_s)
 
-    def _begin_new(self, db: sa.Connection, now: float) -> None:
-        """Work of a time that has not come was written before the clock was set back: nobody knows by how much."""
+    def _make_due(self, db: sa.Connection, now: float) -> None:
+        """Make due now what was created in the future: the clock was set back by an unknown amount since."""
         columns = self._table.c
         db.execute(self._table.update().where(columns.due > now, columns.created > now).values(due=now))
 

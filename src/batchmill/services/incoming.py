@@ -1,5 +1,6 @@
-"""Bytes that arrive piece by piece on their way to a file: threads write them, and a name appears only for a whole,
-durable file. Knows nothing of records, projects or HTTP.
+"""Writes incoming bytes to a file in threads. A file gets its final name only once it is complete and durable.
+
+Knows nothing of records, projects or HTTP.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from batchmill.errors import BatchmillError, StorageFull, TooLarge
 from batchmill.store.disk_room import Writing
 from batchmill.store.segments import sync_folder
 
-PIECE_BYTES = 1024 * 1024  # handed to a thread at once; twice as much is held at most
+PIECE_BYTES = 1024 * 1024  # written per thread call; at most twice as much is in memory
 PIECE_BYTES_MIN = 64 * 1024
-HELD_BYTES_MAX = 128 * 1024 * 1024  # by all files that arrive together, as far as PIECE_BYTES_MIN allows
-PIECES_MAX = 256  # of a client that sends crumbs
-WRITEBACK_BYTES = 8 * 1024 * 1024  # the kernel is told to begin writing, so that the last sync has little left to do
-ROOM_BYTES = 64 * 1024 * 1024  # of the disk that an upload never takes: the jobs that run need it
-COPY_BYTES = 64 * 1024 * 1024  # in one call of the kernel's
+HELD_BYTES_MAX = 128 * 1024 * 1024  # in memory for all incoming files, as far as PIECE_BYTES_MIN allows
+PIECES_MAX = 256  # per thread call, for a client that sends many small pieces
+WRITEBACK_BYTES = 8 * 1024 * 1024  # after so many the kernel starts to write, so that the final fsync is short
+FREE_BYTES_MIN = 64 * 1024 * 1024  # disk space that uploads leave for running jobs
+COPY_BYTES = 64 * 1024 * 1024  # per system call
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_COPY = (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -34,62 +35,62 @@ T = TypeVar("T")
 
 
 class Disk:
-    """Threads for calls of the file system: a slow disk holds up who waits for it, never the event loop."""
+    """Threads for file system calls, so that a slow disk never blocks the event loop."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call it in a thread. Raises: StorageFull when the disk or a quota is full."""
+        """Call `function` in a thread. Raises: StorageFull if the disk or a file system quota is full."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            raise StorageFull("there is no room left on the server's disk; nothing of the file was kept") from error
+            raise StorageFull("the server's disk is full: no part of the file was kept") from error
 
     def close(self) -> None:
-        """Take no more; what runs ends by itself, and a disk that never answers keeps nobody."""
+        """Accept no more calls. Running calls end by themselves; this does not wait for them."""
         self._threads.shutdown(wait=False)
 
 
-async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await work that goes on when its caller is cancelled: half of it done would be worse than all of it."""
+async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
+    """Await work that continues if its caller is cancelled, because it must not stop halfway."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody is left to hear of it
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nothing else reads the exception
         raise
 
 
 def piece_bytes(files: int) -> int:
-    """How much is handed over at once where so many files arrive."""
+    """Return the bytes to write per thread call while so many files arrive."""
     return max(PIECE_BYTES_MIN, min(PIECE_BYTES, HELD_BYTES_MAX // (2 * files)))
 
 
 class Incoming:
-    """One file that arrives. Until `settle` it lies at `path`, a name nobody looks for.
+    """One incoming file. Until `settle` it is at `path`, a temporary name.
 
     Raises, from `write` and `settle`: TooLarge beyond `bytes_max`, OverQuota, StorageFull.
-    Concurrency: one task calls `write` and `settle`; `discard` may be called by any, at any time.
+    Concurrency: one task calls `write` and `settle`; any task may call `discard` at any time.
     """
 
     def __init__(
-        self, disk: Disk, path: Path, *, bytes_max: int, room_bytes: int, piece_bytes: int,
+        self, disk: Disk, path: Path, *, bytes_max: int, free_bytes_min: int, piece_bytes: int,
         writing: Writing | None = None,
     ) -> None:  # fmt: skip
-        """Args: `writing`, what is told of the bytes, and may refuse more; None: they count elsewhere."""
+        """Args: `writing`: counts the bytes against a quota and may refuse more; None: they count elsewhere."""
         self.size_bytes, self.writing = 0, writing
         self._piece_bytes = piece_bytes
         self._disk, self._bytes_max = disk, bytes_max
-        self._file = _File(path, room_bytes)
+        self._file = _File(path, free_bytes_min)
         self._pieces: list[bytes] = []
         self._held_bytes = 0
         self._writing: asyncio.Future[None] | None = None
 
     async def write(self, data: bytes) -> None:
-        """Append `data`. Waits while the disk is behind."""
+        """Append `data`. Waits while earlier bytes are being written."""
         self._count(len(data))
         self._pieces.append(data)
         self._held_bytes += len(data)
@@ -97,32 +98,32 @@ class Incoming:
             await self._hand_over()
 
     async def append_files(self, paths: Sequence[Path], size_bytes: int, *, with_md5: bool) -> str | None:
-        """Append whole files, `size_bytes` in all. Returns the md5 of their bytes where it is wanted."""
+        """Append whole files of `size_bytes` in total. Returns the md5 of their bytes, if `with_md5`."""
         self._count(size_bytes)
         await self._hand_over()
-        await self._written()
+        await self._wait_for_write()
         digest = hashlib.md5(usedforsecurity=False) if with_md5 else None
         update = None if digest is None else digest.update
         copied = [await self._disk.run(self._file.append_file, path, update) for path in paths]
         if sum(copied) != size_bytes:
-            raise BatchmillError(f"files of {size_bytes:,} bytes hold {sum(copied):,} on the disk", code="damaged_file")
+            raise BatchmillError(f"files of {size_bytes:,} bytes have {sum(copied):,} on the disk", code="damaged_file")
         return None if digest is None else digest.hexdigest()
 
     async def settle(self, target: Path) -> None:
         """Make the file durable under its final name."""
         await self._hand_over()
-        await self._written()
+        await self._wait_for_write()
         await self._disk.run(self._file.settle, target)
 
     async def discard(self) -> None:
-        """Drop the file unless it is settled. Safe to call twice, and while it is written."""
+        """Remove the file unless it is settled. Safe to call twice, and during a write."""
         if self.writing is not None:
             self.writing.end()
         self._pieces.clear()
         dropping = asyncio.ensure_future(self._disk.run(self._file.drop))
         if self._writing is not None:
             await asyncio.wait({self._writing, dropping})
-            self._writing.exception()  # whoever discards has another reason, or has heard of this one
+            self._writing.exception()  # the caller already knows of an error, or discards for another reason
         await asyncio.shield(dropping)
 
     def _count(self, size_bytes: int) -> None:
@@ -133,24 +134,24 @@ class Incoming:
             self.writing.grew_to(self.size_bytes)
 
     async def _hand_over(self) -> None:
-        await self._written()
+        await self._wait_for_write()
         pieces, self._pieces, self._held_bytes = self._pieces, [], 0
         self._writing = asyncio.ensure_future(self._disk.run(self._file.append, pieces))
 
-    async def _written(self) -> None:
+    async def _wait_for_write(self) -> None:
         if self._writing is not None:
             await asyncio.shield(self._writing)
 
 
 class _File:
-    """The file itself, used from threads. Once dropped or settled it takes nothing more."""
+    """The file on disk, used from threads. Once dropped or settled it ignores further bytes."""
 
-    def __init__(self, path: Path, room_bytes: int) -> None:
-        self._path, self._room_bytes = path, room_bytes
+    def __init__(self, path: Path, free_bytes_min: int) -> None:
+        self._path, self._free_bytes_min = path, free_bytes_min
         self._lock = threading.Lock()
         self._fd = -1
         self._ended = False
-        self._size = self._pushed = 0
+        self._size = self._submitted = 0
 
     def append(self, pieces: list[bytes]) -> None:
         with self._lock:
@@ -164,21 +165,21 @@ class _File:
                     written -= len(views.pop(0))
                 if written:
                     views[0] = views[0][written:]
-            self._push()
+            self._start_writeback()
 
     def append_file(self, path: Path, update: Callable[[bytes], None] | None) -> int:
         with open(path, "rb", buffering=0) as source, self._lock:
             before = self._size
             while self._is_open() and (piece := _copy(source.fileno(), self._fd, update)):
                 self._size += piece
-                self._push()
+                self._start_writeback()
             return self._size - before
 
     def settle(self, target: Path) -> None:
         with self._lock:
             if not self._is_open():
-                raise StorageFull("the file was dropped before it was whole")
-            self._check_room()
+                raise StorageFull("the file was dropped before it was complete")
+            self._check_free_space()
             os.fsync(self._fd)
             os.rename(self._path, target)
             self._close()
@@ -198,17 +199,17 @@ class _File:
             self._fd = os.open(self._path, flags, 0o600)
         return not self._ended
 
-    def _push(self) -> None:
-        """Have the kernel begin to write what it was given, and see whether the disk has room for more."""
-        if self._size - self._pushed < WRITEBACK_BYTES:
+    def _start_writeback(self) -> None:
+        """Tell the kernel to start writing, and check that the disk has space for more."""
+        if self._size - self._submitted < WRITEBACK_BYTES:
             return
-        os.posix_fadvise(self._fd, self._pushed, self._size - self._pushed, os.POSIX_FADV_DONTNEED)
-        self._pushed = self._size
-        self._check_room()
+        os.posix_fadvise(self._fd, self._submitted, self._size - self._submitted, os.POSIX_FADV_DONTNEED)
+        self._submitted = self._size
+        self._check_free_space()
 
-    def _check_room(self) -> None:
+    def _check_free_space(self) -> None:
         disk = os.fstatvfs(self._fd)
-        if disk.f_bavail * disk.f_frsize < self._room_bytes:
+        if disk.f_bavail * disk.f_frsize < self._free_bytes_min:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def _close(self) -> None:
@@ -217,7 +218,7 @@ class _File:
 
 
 def _copy(source: int, target: int, update: Callable[[bytes], None] | None) -> int:
-    """Copy the next bytes of one file to the end of another; 0 at its end. `update` sees them on the way."""
+    """Copy the next bytes of one file to the end of another. Returns 0 at the end. `update` gets the bytes."""
     if update is not None:
         data = os.read(source, PIECE_BYTES)
         update(data)
@@ -234,19 +235,19 @@ def _copy(source: int, target: int, update: Callable[[bytes], None] | None) -> i
 
 
 def names_in(folder: Path) -> list[str]:
-    """The files of a folder."""
+    """Return the names of the files in a folder."""
     with os.scandir(folder) as entries:
         return [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
 
 
-def remove_others(folder: Path, wanted: Callable[[], set[str]]) -> None:
-    """Remove the files of a folder that nobody wants."""
-    names = names_in(folder)  # before `wanted` is looked at: what arrives meanwhile is not among them
-    keep = set(wanted())
+def remove_others(folder: Path, names_to_keep: Callable[[], set[str]]) -> None:
+    """Remove the files of a folder whose names are not in `names_to_keep()`."""
+    names = names_in(folder)  # before `names_to_keep`, so that files that arrive meanwhile are not in the list
+    keep = set(names_to_keep())
     unlink_all([folder / name for name in names if name not in keep])
 
 
 def unlink_all(paths: Sequence[Path]) -> None:
-    """Remove those that are there."""
+    """Remove these files if they exist."""
     for path in paths:
         path.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
-"""Keys: made, shown once, looked up and revoked. Only a digest is kept, and no key makes one that may do more.
+"""API keys: creates, lists, authenticates and revokes them. A key is shown once; only its digest is stored.
 
-The process that owns the data directory holds the one KeyService, so that a revoked key is refused at once.
+A key can only mint keys with no more permissions than its own. The process that owns the data directory has the only
+KeyService, so that a revoked key is refused at once.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ SECRET_BYTES = 32
 NAME_CHARS_MAX = 200
 MODELS_MAX = 1000
 KEYS_MAX = 10_000  # of one server
-ENDED_MAX = 1_000  # of one project, that are still listed; those that ended first are forgotten
-MINTERS_MAX = 8  # a key that a key minted that a key minted …: each of them pays for a request
-ANYBODY = Caller("default", Scope.DEPLOY)  # where no key was ever made
+ENDED_MAX = 1_000  # ended keys of one project that stay listed; the oldest are deleted
+MINTERS_MAX = 8  # the length of a chain of keys that minted each other: each one is charged for a request
+ANYBODY = Caller("default", Scope.DEPLOY)  # the caller of a server without any key
 REFUSAL = "the API key is not valid: it is unknown, revoked or expired"
 
 
 class KeyRecord(Struct, frozen=True):
-    """A key without the key."""
+    """The record of a key, without its secret."""
 
     id: str
     name: str
@@ -49,32 +50,32 @@ class KeyRecord(Struct, frozen=True):
     expires: float | None
     revoked: float | None
     last_used: float | None
-    minted_by: list[tuple[str, int | None]] = []  # ids and rates of the keys that minted it, the first of them first
+    minted_by: list[tuple[str, int | None]] = []  # ids and rates of the keys that minted it, the first one first
 
 
 def key_info(record: KeyRecord) -> KeyInfo:
-    """A key as people and clients see it."""
+    """Return a key as users and clients see it."""
     fields = msgspec.structs.asdict(record)
     fields["minted_by"] = [key for key, _ in record.minted_by]
     return KeyInfo(**fields)
 
 
 class CreatedKey(Struct, frozen=True):
-    """A key on the one occasion on which it is shown."""
+    """A new key with its secret, which is shown only now."""
 
     key: str
     record: KeyRecord
 
 
 class Revoked(Struct, frozen=True):
-    """A key that was ended. `minted`: ids of keys that it minted, or one of those did, and that were valid until then:
-    they have ended too where that was asked for."""
+    """A revoked key. `minted`: ids of the valid keys that it minted, directly or not. They are revoked too if the
+    caller asked for it."""
 
     record: KeyRecord
     minted: list[str]
 
 
-class _Known(Struct, frozen=True):
+class _CachedKey(Struct, frozen=True):
     digest: str
     caller: Caller
     expires: float | None
@@ -83,9 +84,9 @@ class _Known(Struct, frozen=True):
 class KeyService:
     def __init__(self, database: Database, clock: Clock, quotas: ProjectQuotas = ProjectQuotas()) -> None:
         self._database, self._clock, self._quotas = database, clock, quotas
-        self._known: dict[str, _Known] = {}  # key id -> what a request with it needs
-        self._ids: set[str] | None = None  # None: not looked yet; nobody else makes keys while this process owns them
-        self._used: dict[str, float] = {}  # key id -> last use, until it is written down
+        self._cache: dict[str, _CachedKey] = {}  # key id -> what authentication needs
+        self._ids: set[str] | None = None  # None: not read yet. Only this process creates keys
+        self._used: dict[str, float] = {}  # key id -> last use, not stored yet
         self._revocations = 0
 
     async def create(
@@ -99,84 +100,86 @@ class KeyService:
         expires: float | None = None,
         by: Caller | None = None,
     ) -> CreatedKey:
-        """A new key. `by`: a key mints only keys whose scope, project, models, rate and end lie within its own, and
-        pays for their requests with its own rate. It mints none with the scope deploy: those are for whoever runs the
-        machine to make.
+        """Create a key.
+
+        Args: `by`: the key that mints it. The new key's scope, project, models, rate and expiry must lie within its
+        own, and requests of the new key count against its rate too. It cannot mint keys with the scope deploy: only
+        the operator of the machine can create those.
 
         Raises: InvalidInput for a value out of range, Forbidden for more than `by` has, OverQuota.
         """
         now = self._clock.now()
         _check(name, project, models, requests_per_minute)
         if expires is not None and expires <= now:
-            raise InvalidInput("a key's end must lie in the future", code="invalid_expiry")
+            raise InvalidInput("a key must expire in the future", code="invalid_expiry")
         if by is not None:
-            models, requests_per_minute = _within(by, project, scope, models, requests_per_minute)
-            expires = _end_within(by, expires)
+            models, requests_per_minute = _check_grant(by, project, scope, models, requests_per_minute)
+            expires = _check_expiry(by, expires)
         key_id = secrets.token_hex(8)
         secret = base64.urlsafe_b64encode(secrets.token_bytes(SECRET_BYTES)).rstrip(b"=").decode()
         key = f"bm_{key_id}_{secret}"
         listed = None if models is None else sorted(models)
         record = KeyRecord(
-            key_id, name, project, scope, listed, requests_per_minute, now, expires, None, None, _minters(by)
+            key_id, name, project, scope, listed, requests_per_minute, now, expires, None, None, _charged_keys(by)
         )
-        known = await self._all_ids()
+        all_ids = await self._all_ids()
         await self._database.write(_insert, record, _digest(key), self._quotas.of(project).keys)
-        known.add(key_id)
+        all_ids.add(key_id)
         return CreatedKey(key, record)
 
     async def list(self, project: str | None) -> list[KeyRecord]:
-        """Keys of a project, or of all, the newest first; revoked ones too."""
+        """Return the keys of a project, or of all projects, newest first. Includes revoked keys."""
         return await self._database.read(_list, project)
 
     async def revoke(self, key_id: str, project: str | None, *, with_minted: bool = False) -> Revoked:
-        """End a key, at once and for good; `with_minted`: and every key that it minted, or one of those did.
+        """Revoke a key at once. `with_minted`: also every key that it minted, directly or not.
 
-        Raises: UnknownName, also for the key of another project.
+        Raises: UnknownName, also for a key of another project.
         """
         revoked = await self._database.write(_revoke, key_id, project, self._clock.now(), with_minted)
         self._revocations += 1
         for ended in (key_id, *(revoked.minted if with_minted else ())):
-            self._known.pop(ended, None)
+            self._cache.pop(ended, None)
         return revoked
 
     async def authenticate(self, token: str) -> Caller:
-        """Who a key stands for. Raises: Unauthenticated, in the same words whatever is wrong with it."""
+        """Return the caller of a key. Raises: Unauthenticated, with the same message for every invalid key."""
         match = _KEY.fullmatch(token)
         if match is None:
             raise Unauthenticated(REFUSAL)
         key_id, digest = match[1], _digest(token)
-        known = self._known.get(key_id)
-        if known is None and key_id in await self._all_ids():  # whoever guesses keeps the database from nobody
-            known = await self._look_up(key_id)
-        is_right = hmac.compare_digest(digest, known.digest if known is not None else _digest(""))
-        if known is None or not is_right or (known.expires is not None and known.expires <= self._clock.now()):
+        cached = self._cache.get(key_id)
+        if cached is None and key_id in await self._all_ids():  # a guessed id costs no database query
+            cached = await self._look_up(key_id)
+        is_right = hmac.compare_digest(digest, cached.digest if cached is not None else _digest(""))
+        if cached is None or not is_right or (cached.expires is not None and cached.expires <= self._clock.now()):
             raise Unauthenticated(REFUSAL)
         self._used[key_id] = self._clock.now()
-        return known.caller
+        return cached.caller
 
-    def known(self, token: str | None) -> Caller | None:
-        """As `authenticate`, of keys that were used before; None where nothing can be said without looking further.
+    def cached_caller(self, token: str | None) -> Caller | None:
+        """As `authenticate`, but only from memory. None: the key is invalid, or not cached.
 
-        Where no key was ever made: everybody.
+        A server without any key returns ANYBODY.
         """
         if not self._ids:
             return None if self._ids is None else ANYBODY
         match = None if token is None else _KEY.fullmatch(token)
-        known = None if match is None else self._known.get(match[1])
-        if token is None or match is None or known is None or not hmac.compare_digest(_digest(token), known.digest):
+        cached = None if match is None else self._cache.get(match[1])
+        if token is None or match is None or cached is None or not hmac.compare_digest(_digest(token), cached.digest):
             return None
-        return self.still(match[1])
+        return self.valid_caller(match[1])
 
-    def still(self, key_id: str) -> Caller | None:
-        """Whom a key stands for that was seen to be right before; None where it may have ended since."""
-        known = self._known.get(key_id)
+    def valid_caller(self, key_id: str) -> Caller | None:
+        """Return the caller of a key that was authenticated before. None: it has ended, or is not cached."""
+        cached = self._cache.get(key_id)
         now = self._clock.now()
-        if known is None or (known.expires is not None and known.expires <= now):
+        if cached is None or (cached.expires is not None and cached.expires <= now):
             return None
         self._used[key_id] = now
-        return known.caller
+        return cached.caller
 
-    async def _look_up(self, key_id: str) -> _Known | None:
+    async def _look_up(self, key_id: str) -> _CachedKey | None:
         before = self._revocations
         row = await self._database.read(_row, key_id)
         if row is None or row["revoked"] is not None:
@@ -187,27 +190,27 @@ class KeyService:
             record.project, record.scope, key_id, models, record.requests_per_minute, tuple(record.minted_by),
             record.expires,
         )  # fmt: skip
-        known = _Known(row["hash"], caller, record.expires)
-        if self._revocations == before:  # else this key may have been revoked since it was read
-            self._known[key_id] = known
-        return known
+        cached = _CachedKey(row["hash"], caller, record.expires)
+        if self._revocations == before:  # else this key may have been revoked after it was read
+            self._cache[key_id] = cached
+        return cached
 
     async def any_exist(self) -> bool:
-        """A key was ever made here: from then on every request needs one. Revoking the last opens nothing."""
+        """Tell whether a key was ever created. From then on every request needs one, even if all are revoked."""
         return bool(await self._all_ids())
 
     async def _all_ids(self) -> set[str]:
         if self._ids is None:
-            found = await self._database.read(_all_ids)
-            if self._ids is None:  # else somebody else was quicker, and may have added to it
-                self._ids = found
+            ids = await self._database.read(_all_ids)
+            if self._ids is None:  # else another task read them first, and may have added to the set
+                self._ids = ids
         return self._ids
 
     async def write_uses(self) -> None:
-        """Write down when keys were used last."""
+        """Store the last uses of keys."""
         used, self._used = self._used, {}
         if used:
-            await self._database.write(_note_uses, used)
+            await self._database.write(_store_uses, used)
 
 
 def _digest(key: str) -> str:
@@ -219,52 +222,54 @@ def _check(name: str, project: str, models: frozenset[str] | None, requests_per_
         raise InvalidInput(f"a key's name is 1 to {NAME_CHARS_MAX} printable characters", code="invalid_name")
     if not PROJECT_NAME.fullmatch(project):
         raise InvalidInput(
-            f"{project[:80]!r} is no project's name: letters, digits and . _ -, 64 at most", code="invalid_project"
+            f"{project[:80]!r} is not a project name: letters, digits and . _ -, 64 at most", code="invalid_project"
         )
     if models is not None and not 0 < len(models) <= MODELS_MAX:
         raise InvalidInput(f"a key names 1 to {MODELS_MAX} models, or none for all", code="invalid_models")
-    most = SERVER_MAX["requests_per_minute"]
-    if requests_per_minute is not None and not 0 < requests_per_minute <= most:
-        raise InvalidInput(f"requests_per_minute must be 1 to {most:,}, not {requests_per_minute}", code="invalid_rate")
+    rate_max = SERVER_MAX["requests_per_minute"]
+    if requests_per_minute is not None and not 0 < requests_per_minute <= rate_max:
+        raise InvalidInput(
+            f"requests_per_minute must be 1 to {rate_max:,}, not {requests_per_minute}", code="invalid_rate"
+        )
 
 
-def _within(
+def _check_grant(
     by: Caller, project: str, scope: Scope, models: frozenset[str] | None, requests_per_minute: int | None
 ) -> tuple[frozenset[str] | None, int | None]:
-    """Models and rate of a key that `by` may make: its own where nothing was said."""
+    """Return the models and rate of a new key: the given ones if `by` may grant them, by default its own."""
     if project != by.project:
-        raise Forbidden(f"this key makes keys of its own project, {by.project}, only")
-    if scope == Scope.DEPLOY:  # nobody that asks over HTTP, be it with such a key or where there are none
+        raise Forbidden(f"this key can create keys of its own project, {by.project}, only")
+    if scope == Scope.DEPLOY:  # refused over HTTP, also to a key with this scope and on a server without keys
         raise Forbidden(
             "a key with the scope deploy cannot be created over the API: its code runs as the server's user. The "
             "operator of the machine creates one beside the data directory: batchmill keys create --scope deploy"
         )
     if not by.may(scope):
-        raise Forbidden(f"this key has the scope {by.scope}: it makes none with {scope}")
-    beyond = sorted(models - by.models) if models is not None and by.models is not None else []
-    if beyond:
-        raise Forbidden(f"this key may not use the model {beyond[0]!r}, and makes no key that may")
-    own = by.requests_per_minute
-    if own is not None and (requests_per_minute or 0) > own:
-        raise Forbidden(f"this key has {own} requests a minute, and makes no key with more")
-    return (by.models if models is None else models), (own if requests_per_minute is None else requests_per_minute)
+        raise Forbidden(f"this key has the scope {by.scope} and cannot create a key with the scope {scope}")
+    forbidden = sorted(models - by.models) if models is not None and by.models is not None else []
+    if forbidden:
+        raise Forbidden(f"this key may not use the model {forbidden[0]!r} and cannot create a key that may")
+    rate = by.requests_per_minute
+    if rate is not None and (requests_per_minute or 0) > rate:
+        raise Forbidden(f"this key has {rate} requests a minute and cannot create a key with more")
+    return (by.models if models is None else models), (rate if requests_per_minute is None else requests_per_minute)
 
 
-def _end_within(by: Caller, expires: float | None) -> float | None:
-    """The end of a key that `by` may make: its own where nothing was said."""
+def _check_expiry(by: Caller, expires: float | None) -> float | None:
+    """Return the expiry of a new key: the given one if `by` may grant it, by default its own."""
     if by.expires is not None and expires is not None and expires > by.expires:
-        raise Forbidden("this key ends before that, and makes no key that outlives it")
+        raise Forbidden("this key expires before that and cannot create a key that expires later")
     return by.expires if expires is None else expires
 
 
-def _minters(by: Caller | None) -> list[tuple[str, int | None]]:
-    """Who pays for a key that `by` makes. Raises: Forbidden where it would be too many."""
+def _charged_keys(by: Caller | None) -> list[tuple[str, int | None]]:
+    """Return the keys that are charged for requests of a key that `by` creates. Raises: Forbidden for too many."""
     if by is None or by.key is None:
         return []
     if len(by.minted_by) >= MINTERS_MAX:
         raise Forbidden(
-            f"this key was minted by a key that a key minted, and so on, {MINTERS_MAX} times: it mints none. Make the "
-            "key with one of those before it"
+            f"this key is at the end of a chain of {MINTERS_MAX} keys that minted each other and cannot create more: "
+            "use an earlier key of the chain"
         )
     return [*by.minted_by, (by.key, by.requests_per_minute)]
 
@@ -275,9 +280,9 @@ def _insert(db: sa.Connection, record: KeyRecord, digest: str, quota: int) -> No
         db, keys, quota, quota="keys", project=record.project, way_out="revoke some",
         where=sa.and_(keys.c.revoked.is_(None), sa.or_(keys.c.expires.is_(None), keys.c.expires > record.created)),
     )  # fmt: skip
-    _forget_ended(db, record.project, ended)
+    _delete_ended_beyond(db, record.project, ended)
     if (db.execute(sa.select(sa.func.count()).select_from(keys)).scalar() or 0) >= KEYS_MAX:
-        _make_room(db, record.created)
+        _delete_oldest_ended(db, record.created)
     values: dict[str, Any] = msgspec.structs.asdict(record)
     values["minted_by"] = msgspec.json.encode(record.minted_by).decode() if record.minted_by else None
     listed = values.pop("models")
@@ -286,24 +291,22 @@ def _insert(db: sa.Connection, record: KeyRecord, digest: str, quota: int) -> No
     db.execute(keys.insert().values(values))
 
 
-def _forget_ended(db: sa.Connection, project: str, ended: sa.ColumnElement[bool]) -> None:
-    """A project that makes and revokes keys without end forgets its own, not those of others."""
-    mine = sa.and_(keys.c.project == project, ended)
-    count = db.execute(sa.select(sa.func.count()).select_from(keys).where(mine)).scalar_one()
+def _delete_ended_beyond(db: sa.Connection, project: str, ended: sa.ColumnElement[bool]) -> None:
+    """Delete the oldest ended keys of a project beyond ENDED_MAX, never those of other projects."""
+    ended_here = sa.and_(keys.c.project == project, ended)
+    count = db.execute(sa.select(sa.func.count()).select_from(keys).where(ended_here)).scalar_one()
     if count >= ENDED_MAX:
         at = sa.func.coalesce(keys.c.revoked, keys.c.expires)
-        some = sa.select(keys.c.id).where(mine).order_by(at).limit(count - ENDED_MAX + 1)
-        db.execute(keys.delete().where(keys.c.id.in_(some)))
+        oldest = sa.select(keys.c.id).where(ended_here).order_by(at).limit(count - ENDED_MAX + 1)
+        db.execute(keys.delete().where(keys.c.id.in_(oldest)))
 
 
-def _make_room(db: sa.Connection, now: float) -> None:
-    """Forget the key that ended first. Raises: InvalidInput where all are valid."""
+def _delete_oldest_ended(db: sa.Connection, now: float) -> None:
+    """Delete the key that ended first. Raises: InvalidInput if all keys are valid."""
     ended = sa.func.coalesce(keys.c.revoked, keys.c.expires)
     first = db.execute(sa.select(keys.c.id).where(ended <= now).order_by(ended).limit(1)).scalar()
     if first is None:
-        raise InvalidInput(
-            f"there are {KEYS_MAX:,} valid keys, the most that there can be: revoke one", code="too_many_keys"
-        )
+        raise InvalidInput(f"there are {KEYS_MAX:,} valid keys, which is the maximum: revoke one", code="too_many_keys")
     db.execute(keys.delete().where(keys.c.id == first))
 
 
@@ -324,9 +327,11 @@ def _revoke(db: sa.Connection, key_id: str, project: str | None, now: float, wit
         raise UnknownName(f"no key has the id {key_id[:80]!r}", code="unknown_key")
     if row["revoked"] is None:
         db.execute(keys.update().where(keys.c.id == key_id).values(revoked=now))
-    below = sa.and_(keys.c.minted_by.contains(f'["{key_id}",'), keys.c.project == row["project"])
-    valid = sa.and_(keys.c.revoked.is_(None), sa.or_(keys.c.expires.is_(None), keys.c.expires > now))
-    minted = list(db.execute(sa.select(keys.c.id).where(below, valid).order_by(keys.c.created, keys.c.id)).scalars())
+    is_minted = sa.and_(keys.c.minted_by.contains(f'["{key_id}",'), keys.c.project == row["project"])
+    is_valid = sa.and_(keys.c.revoked.is_(None), sa.or_(keys.c.expires.is_(None), keys.c.expires > now))
+    minted = list(
+        db.execute(sa.select(keys.c.id).where(is_minted, is_valid).order_by(keys.c.created, keys.c.id)).scalars()
+    )
     if with_minted:
         db.execute(keys.update().where(keys.c.id.in_(minted)).values(revoked=now))
     return Revoked(_record(_row(db, key_id) or row), minted)
@@ -336,7 +341,7 @@ def _all_ids(db: sa.Connection) -> set[str]:
     return set(db.execute(sa.select(keys.c.id)).scalars())
 
 
-def _note_uses(db: sa.Connection, used: dict[str, float]) -> None:
+def _store_uses(db: sa.Connection, used: dict[str, float]) -> None:
     for key_id, at in used.items():
         db.execute(keys.update().where(keys.c.id == key_id).values(last_used=at))
 

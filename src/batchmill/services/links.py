@@ -1,7 +1,7 @@
-"""Links that say themselves what they allow: signed, for one thing of one project, until a time; some work only once.
+"""Signed links. A link allows one action on one object of one project until it expires; some links work only once.
 
-A signature is sealed by the server's box for the purpose and the thing it is for: altered, or put behind another
-address, it cannot be opened. A link that works once is written down when it has been used, and then refused.
+The server's `SecretBox` seals a signature for its purpose and object, so that an altered or moved signature cannot be
+opened. The use of a one-time link is stored in the database; after that the link is refused.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from batchmill.store.tables import used_links
 from batchmill.types import ProjectQuotas
 
 SIGNATURE_CHARS_MAX = 1024
-SETTLE_S = 20.0  # after which it is known whether something that was sent has arrived
-SWEEP_MAX = 10_000  # used links that are forgotten at once
-UNREADABLE = "secret_unreadable"  # SecretBox: it was sealed for something else, or by another server
+SETTLE_S = 20.0  # after so long it is known whether the reply has arrived
+SWEEP_MAX = 10_000  # used links that one sweep deletes
+UNREADABLE = "secret_unreadable"  # SecretBox: sealed for something else, or by another server
 
 
 class SignedLink(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a signature holds. Times are seconds since the epoch, UTC."""
+    """The content of a signature. Times are seconds since the epoch, UTC."""
 
     id: str
     project: str
@@ -43,16 +43,16 @@ class LinkService:
         self, database: Database, clock: Clock, box: SecretBox, quotas: ProjectQuotas = ProjectQuotas()
     ) -> None:
         self._database, self._clock, self._box, self._quotas = database, clock, box, quotas
-        self._sent: dict[str, float] = {}  # links under way to being used up -> until when, monotonic
+        self._in_use: dict[str, float] = {}  # links in use -> until when, monotonic
 
     def sign(self, purpose: str, subject: str, project: str, lifetime_s: float) -> str:
-        """A signature that fits into a query as it is."""
+        """Return a signature that needs no quoting in a query string."""
         link = SignedLink(secrets.token_hex(16), project, self._clock.now() + lifetime_s)
         sealed = self._box.seal(msgspec.json.encode(link), _owner(purpose, subject))
         return _text(sealed)
 
     async def open(self, signature: str, purpose: str, subject: str) -> SignedLink:
-        """The link that a signature is, of this purpose and this very thing."""
+        """Return the link in a signature, checked for this purpose and object."""
         link = self._read(signature, _owner(purpose, subject))
         if link.expires <= self._clock.now():
             raise Refused("this link has expired: ask for a new one", code="link_expired")
@@ -60,51 +60,51 @@ class LinkService:
         return link
 
     async def begin_use(self, link: SignedLink) -> None:
-        """The end of what it is for is being sent: it is refused for now, and for good once `use_up` is called.
+        """Reserve a link while the end of its reply is sent. It is refused for now, and for good after `use_up`.
 
-        Raises: Refused, when somebody who had opened it as well was first; OverQuota.
+        Raises: Refused if another request uses it already; OverQuota.
         """
         await self._database.read(_refuse_beyond, link, self._quotas.of(link.project).used_links)
         await self._check_free(link)
-        self._sent[link.id] = self._clock.monotonic() + SETTLE_S
+        self._in_use[link.id] = self._clock.monotonic() + SETTLE_S
 
     async def use_up(self, link: SignedLink) -> None:
-        """From now on it is refused; done twice, it is once."""
-        await self._database.write(_note, link)
+        """Refuse the link from now on. Idempotent."""
+        await self._database.write(_insert_used, link)
 
     def use(self, db: sa.Connection, link: SignedLink) -> None:
-        """Use a link up, within the transaction of what it was used for.
+        """Use a link up, in the transaction of the action that it allows.
 
-        Raises: Refused, when somebody was first; OverQuota.
+        Raises: Refused if it was used before; OverQuota.
         """
         check_unused(db, link)
         _refuse_beyond(db, link, self._quotas.of(link.project).used_links)
-        _note(db, link)
+        _insert_used(db, link)
 
     async def sweep(self) -> int:
-        """Forget the used links that have expired; returns how many."""
+        """Delete used links that have expired. Returns how many."""
         now = self._clock.monotonic()
-        self._sent = {name: until for name, until in self._sent.items() if until > now}
-        return await self._database.write(_forget, self._clock.now())
+        self._in_use = {name: until for name, until in self._in_use.items() if until > now}
+        return await self._database.write(_delete_expired, self._clock.now())
 
     async def _check_free(self, link: SignedLink) -> None:
-        """Nobody has used it, or is about to. What follows at once, without waiting, is the first to know."""
+        """Check that the link is neither used nor in use. Holds until the caller's next `await`. Raises: Refused."""
         await self._database.read(check_unused, link)
-        if self._sent.get(link.id, 0.0) > self._clock.monotonic():
-            raise _used()
+        if self._in_use.get(link.id, 0.0) > self._clock.monotonic():
+            raise _used_error()
 
     def _read(self, signature: str, owner: str) -> SignedLink:
         try:
             sealed = base64.b64decode(signature + "=" * (-len(signature) % 4), b"-_", validate=True)
-            if _text(sealed) == signature:  # there is one way to write it: bits that say nothing are not to be changed
+            if _text(sealed) == signature:  # reject other encodings of the same bytes
                 return msgspec.json.decode(self._box.open(sealed, owner), type=SignedLink)
         except InvalidConfig as error:
             if error.code != UNREADABLE:
-                raise  # the server's key file itself
+                raise  # a problem of the server's key file
         except (binascii.Error, ValueError, msgspec.MsgspecError):
-            pass  # no signature of ours has such a form
+            pass  # not a signature of this server
         raise Refused(
-            "this link was altered, or was not given by this server with the keys it has now: ask for a new one",
+            "this link was altered, or was signed by another server or with another key: ask for a new one",
             code="link_altered",
         ) from None
 
@@ -112,28 +112,28 @@ class LinkService:
 def check_unused(db: sa.Connection, link: SignedLink) -> None:
     """Raises: Refused."""
     if db.execute(sa.select(used_links.c.id).where(used_links.c.id == link.id)).first() is not None:
-        raise _used()
+        raise _used_error()
 
 
-def _refuse_beyond(db: sa.Connection, link: SignedLink, most: int) -> None:
-    """Links that were used are remembered until they expire."""
-    way_out = "come again when some of them have expired"
-    refuse_beyond(db, used_links, most, quota="used_links", project=link.project, way_out=way_out)
+def _refuse_beyond(db: sa.Connection, link: SignedLink, limit: int) -> None:
+    """Raises: OverQuota if the project has too many used links. They are stored until they expire."""
+    way_out = "try again when some of them have expired"
+    refuse_beyond(db, used_links, limit, quota="used_links", project=link.project, way_out=way_out)
 
 
-def _used() -> Refused:
+def _used_error() -> Refused:
     return Refused("this link has been used, and works only once: ask for a new one", code="link_used")
 
 
-def _note(db: sa.Connection, link: SignedLink) -> None:
+def _insert_used(db: sa.Connection, link: SignedLink) -> None:
     db.execute(
         used_links.insert().prefix_with("OR IGNORE").values(id=link.id, expires=link.expires, project=link.project)
     )
 
 
-def _forget(db: sa.Connection, now: float) -> int:
-    some = sa.select(used_links.c.id).where(used_links.c.expires <= now).limit(SWEEP_MAX)
-    return db.execute(used_links.delete().where(used_links.c.id.in_(some))).rowcount
+def _delete_expired(db: sa.Connection, now: float) -> int:
+    expired = sa.select(used_links.c.id).where(used_links.c.expires <= now).limit(SWEEP_MAX)
+    return db.execute(used_links.delete().where(used_links.c.id.in_(expired))).rowcount
 
 
 def _text(sealed: bytes) -> str:

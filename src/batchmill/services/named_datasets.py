@@ -1,7 +1,7 @@
-"""Named datasets of projects: they arrive by a signed link, get their name, and are checked before a job may read them.
+"""Named datasets of projects: uploaded by a signed link, named, and checked before a job can read them.
 
-The order is the promise: bytes and their record durable -> named -> checked -> connected. What a crash leaves unnamed
-is swept, and a check that was cut off is done again. Knows no dialect.
+The order is guaranteed: bytes and record durable -> named -> checked -> connected. A sweep removes uploads that stay
+unnamed, and restarts interrupted checks. Knows no dialect.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from batchmill.errors import BatchmillError, Conflict, InvalidInput, InvalidTran
 from batchmill.jobs.intake import preview
 from batchmill.ports import Clock
 from batchmill.services.files import FileRecord, FileService, checked_filename
-from batchmill.services.incoming import to_its_end
+from batchmill.services.incoming import run_to_completion
 from batchmill.services.links import LinkService
 from batchmill.store.database import Database
 from batchmill.store.disk_room import preparing
@@ -41,18 +41,18 @@ from batchmill.store.quotas import refuse_beyond
 from batchmill.store.tables import datasets
 from batchmill.types import DatasetSpec, Problem
 
-OPENAI, CSV, PARQUET = "openai", "csv", "parquet"  # what the bytes are
+OPENAI, CSV, PARQUET = "openai", "csv", "parquet"  # formats of the bytes
 
 
 class DatasetState(StrEnum):
-    ARRIVING = "arriving"  # its bytes have not come, or nobody has named it
+    ARRIVING = "arriving"  # its bytes have not arrived, or it has no name yet
     CHECKING = "checking"
     CONNECTED = "connected"
-    FAILED = "failed"  # its rows cannot be run, or could not be checked
+    FAILED = "failed"  # its rows are invalid, or could not be checked
 
 
 class Details(Struct, frozen=True):
-    """What is known of a dataset besides its name."""
+    """Facts about a dataset besides its name."""
 
     filename: str
     media: str = ""
@@ -60,9 +60,9 @@ class Details(Struct, frozen=True):
     bytes: int = 0
     rows: int | None = None  # None: not counted
     message: str = ""  # why it failed
-    problems: list[Problem] = []  # the first rows that are wrong
+    problems: list[Problem] = []  # the first invalid rows
     problems_total: int = 0
-    same_as: str | None = None  # the same bytes came under this name before: the id of that dataset
+    same_as: str | None = None  # the id of the dataset with the same name and bytes, if this is a repeat
 
 
 class DatasetRecord(Struct, frozen=True):
@@ -94,20 +94,20 @@ def find_named(db: sa.Connection, project: str, connection: str, name: str) -> D
 
 
 def insert(db: sa.Connection, record: DatasetRecord, unnamed_max: int, quota: int) -> None:
-    """Raises: OverQuota; Conflict where so many of the project's wait for their bytes or a name already."""
+    """Raises: OverQuota; Conflict if too many uploads of the project wait for their bytes or a name."""
     refuse_beyond(db, datasets, quota, quota="datasets", project=record.project, way_out="delete some")
     waiting = sa.select(sa.func.count()).where(datasets.c.project == record.project, datasets.c.name.is_(None))
     if db.execute(waiting.select_from(datasets)).scalar_one() >= unnamed_max:
         raise Conflict(
-            f"{unnamed_max:,} uploads of this project have begun and were not finished: finish them, or come again in "
+            f"{unnamed_max:,} uploads of this project were started and are not finished: finish them, or try again in "
             "an hour",
             code="too_many_arrivals",
         )
     db.execute(datasets.insert().values(_values(record)))
 
 
-def arrived(db: sa.Connection, dataset_id: str, file_id: str, size_bytes: int, now: float) -> DatasetRecord | None:
-    """Its bytes are there; None where it is not awaited any more."""
+def mark_arrived(db: sa.Connection, dataset_id: str, file_id: str, size_bytes: int, now: float) -> DatasetRecord | None:
+    """Record that the bytes have arrived. Returns None if the upload no longer expects them."""
     record = find(db, dataset_id)
     if record is None or record.state != DatasetState.ARRIVING or record.file is not None:
         return None
@@ -123,39 +123,39 @@ def arrived(db: sa.Connection, dataset_id: str, file_id: str, size_bytes: int, n
 
 
 def give_name(db: sa.Connection, dataset_id: str, name: str, now: float) -> DatasetRecord:
-    """The dataset under its name; one that had the name and failed goes.
+    """Give a dataset its name. A failed dataset with the same name is replaced.
 
-    Raises: InvalidTransition, when it has become something else meanwhile; Conflict, when the name is taken.
+    Raises: InvalidTransition if the upload has changed meanwhile; Conflict if the name is taken.
     """
     record = find(db, dataset_id)
     if record is None or record.file is None or record.name is not None or record.details.same_as is not None:
         raise InvalidTransition("this upload is no longer waiting for a name: upload it again", code="upload_ended")
     other = find_named(db, record.project, record.connection, name)
     if other is not None and other.state != DatasetState.FAILED:
-        raise taken(name)
+        raise name_taken(name)
     if other is not None:
-        abandon(db, other.id)
+        remove_name(db, other.id)
     is_table = record.details.format != OPENAI
     state = DatasetState.CONNECTED if is_table else DatasetState.CHECKING
     return _update(db, replace(record, name=name, state=state, changed=max(now, record.changed)))
 
 
-def is_same(db: sa.Connection, dataset_id: str, other_id: str) -> None:
-    """An upload was another dataset once more: its own bytes are not needed."""
+def mark_repeated(db: sa.Connection, dataset_id: str, other_id: str) -> None:
+    """Record that an upload repeats another dataset, so that its own bytes are not needed."""
     record = find(db, dataset_id)
     if record is not None and record.name is None:
         _update(db, replace(record, details=replace(record.details, same_as=other_id)))
 
 
-def checked(db: sa.Connection, dataset_id: str, details: Details, state: str, now: float) -> None:
-    """What came out of the check of a dataset that is still there."""
+def store_check(db: sa.Connection, dataset_id: str, details: Details, state: str, now: float) -> None:
+    """Store the result of a check, if the dataset still exists."""
     record = find(db, dataset_id)
     if record is not None and record.state == DatasetState.CHECKING:
         _update(db, replace(record, state=state, details=details, changed=max(now, record.changed)))
 
 
-def abandon(db: sa.Connection, dataset_id: str) -> None:
-    """Nobody knows it any more: the next sweep takes it away."""
+def remove_name(db: sa.Connection, dataset_id: str) -> None:
+    """Remove a dataset's name, so that the next sweep deletes it."""
     change = {"name": None, "state": DatasetState.ARRIVING, "changed": 0.0}
     db.execute(datasets.update().where(datasets.c.id == dataset_id).values(change))
 
@@ -164,29 +164,29 @@ def delete(db: sa.Connection, dataset_id: str) -> None:
     db.execute(datasets.delete().where(datasets.c.id == dataset_id))
 
 
-def unnamed(db: sa.Connection, before: float, limit: int) -> list[DatasetRecord]:
-    """Those that nobody has named, and that nothing has become of since."""
-    wanted = sa.select(*_FIELDS).where(datasets.c.name.is_(None), datasets.c.changed < before).limit(limit)
-    return [_read(row) for row in db.execute(wanted)]
+def find_unnamed(db: sa.Connection, before: float, limit: int) -> list[DatasetRecord]:
+    """Return datasets without a name that have not changed since `before`."""
+    statement = sa.select(*_FIELDS).where(datasets.c.name.is_(None), datasets.c.changed < before).limit(limit)
+    return [_read(row) for row in db.execute(statement)]
 
 
-def unchecked(db: sa.Connection) -> list[DatasetRecord]:
-    """Those whose check has not come to its end."""
-    wanted = sa.select(*_FIELDS).where(datasets.c.state == DatasetState.CHECKING).order_by(datasets.c.changed)
-    return [_read(row) for row in db.execute(wanted)]
+def find_unchecked(db: sa.Connection) -> list[DatasetRecord]:
+    """Return datasets whose check has not finished."""
+    statement = sa.select(*_FIELDS).where(datasets.c.state == DatasetState.CHECKING).order_by(datasets.c.changed)
+    return [_read(row) for row in db.execute(statement)]
 
 
-def taken(name: str) -> Conflict:
+def name_taken(name: str) -> Conflict:
     return Conflict(
-        f"there is a dataset {name!r} with other rows already: give this one another name, or delete that one first "
+        f"there is already a dataset {name!r} with other rows: choose another name, or delete that dataset first "
         "(DELETE /v2/datasets/UUID)",
         code="dataset_exists",
     )
 
 
 def _one(db: sa.Connection, *where: sa.ColumnElement[bool]) -> DatasetRecord | None:
-    found = db.execute(sa.select(*_FIELDS).where(*where)).first()
-    return None if found is None else _read(found)
+    row = db.execute(sa.select(*_FIELDS).where(*where)).first()
+    return None if row is None else _read(row)
 
 
 def _read(row: sa.Row) -> DatasetRecord:
@@ -203,12 +203,12 @@ def _values(record: DatasetRecord) -> dict[str, object]:
     return msgspec.structs.asdict(record) | {"details": msgspec.json.encode(record.details)}
 
 
-PROBLEMS_MAX = 100  # that are kept with a dataset
+PROBLEMS_MAX = 100  # stored with a dataset
 TARGET = f"{__name__}:check"
 
 
 class DatasetCheck(Struct, frozen=True):
-    """What to check. `home` is an empty folder, which whoever asks removes: this process may be killed."""
+    """The order of a check. `home` is an empty folder that the caller removes: this process may be killed."""
 
     dataset: DatasetSpec
     home: str
@@ -225,70 +225,73 @@ class DatasetReport(Struct, frozen=True):
 
 
 def check(order: bytes, progress: Callable[[float], None]) -> bytes:
-    """Offloaded: DatasetCheck in, Checked out, both as JSON. Raises: InvalidDataset, InputChanged, StorageFull."""
-    asked = msgspec.json.decode(order, type=DatasetCheck)
-    wanted = SealOrder(
-        asked.dataset, any_model=True, urls=[None], rows_max=asked.rows_max, problems_max=PROBLEMS_MAX,
-        bytes_left=asked.bytes_left, no_room=asked.no_room,
+    """Check a dataset in a child process. Takes a DatasetCheck and returns a DatasetReport, both as JSON.
+
+    Raises: InvalidDataset, InputChanged, StorageFull.
+    """
+    check_order = msgspec.json.decode(order, type=DatasetCheck)
+    seal_order = SealOrder(
+        check_order.dataset, any_model=True, urls=[None], rows_max=check_order.rows_max, problems_max=PROBLEMS_MAX,
+        bytes_left=check_order.bytes_left, no_room=check_order.no_room,
     )  # fmt: skip
-    report = seal_patiently(wanted, Path(asked.home), progress)
+    report = seal_patiently(seal_order, Path(check_order.home), progress)
     return msgspec.json.encode(DatasetReport(report.seal.rows, report.problems, report.problems_total, report.rejected))
 
 
-CONNECTION = "file_uploads"  # where all uploads are; there is no other
+CONNECTION = "file_uploads"  # the only connection: all uploads are in it
 NAME_CHARS_MAX = 256
-UNFIT = "/\\?#%"  # of a URL that clients write names into as they are
+FORBIDDEN_CHARS = "/\\?#%"  # because clients write names into URLs unquoted
 FORMATS = {".csv": CSV, ".parquet": PARQUET}
 MEDIA = {"text/csv": CSV, "application/vnd.apache.parquet": PARQUET}
-PACKED = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst")
 _SHOWN_CHARS = 80
 
 
 def checked_name(name: str) -> str:
     """Raises: InvalidInput (`invalid_dataset_name`)."""
-    unfit = [char for char in name if char in UNFIT or not char.isprintable()]
+    unfit = [char for char in name if char in FORBIDDEN_CHARS or not char.isprintable()]
     if not name or len(name) > NAME_CHARS_MAX or name.strip() != name or name in (".", "..") or unfit:
-        holds = f": it holds {unfit[0]!r}" if unfit else ""
+        reason = f" because it contains {unfit[0]!r}" if unfit else ""
         raise InvalidInput(
-            f"a dataset cannot be called {name[:_SHOWN_CHARS]!r}{holds}; give it a name of 1 to {NAME_CHARS_MAX} "
-            f"printable characters without {' '.join(UNFIT)} and without spaces around it",
+            f"a dataset cannot be called {name[:_SHOWN_CHARS]!r}{reason}: give it a name of 1 to {NAME_CHARS_MAX} "
+            f"printable characters without {' '.join(FORBIDDEN_CHARS)} and without spaces around it",
             code="invalid_dataset_name",
         )
     return name
 
 
 def format_of(filename: str, media: str) -> str:
-    """What bytes are that come under this file name and Content-Type: a table, or else batch rows."""
-    found = FORMATS.get(PurePosixPath(unpacked(filename)).suffix.lower())
-    return found or MEDIA.get(media.partition(";")[0].strip().lower(), OPENAI)
+    """Return the format of a file with this name and Content-Type: that of a table, or else batch rows."""
+    table_format = FORMATS.get(PurePosixPath(uncompressed_name(filename)).suffix.lower())
+    return table_format or MEDIA.get(media.partition(";")[0].strip().lower(), OPENAI)
 
 
 def extension_of(filename: str) -> str:
-    """What stands behind the first point of a file name's last two: "jsonl", "csv.gz"; empty: nothing."""
-    plain = unpacked(filename)
-    suffix = PurePosixPath(plain).suffix + filename[len(plain) :]
+    """Return a file name's extension with that of its compression: "jsonl", "csv.gz"; empty if it has none."""
+    uncompressed = uncompressed_name(filename)
+    suffix = PurePosixPath(uncompressed).suffix + filename[len(uncompressed) :]
     return suffix.lstrip(".")
 
 
-def unpacked(filename: str) -> str:
-    """The name without the suffix of what it is packed with."""
-    return next((filename.removesuffix(each) for each in PACKED if filename.lower().endswith(each)), filename)
+def uncompressed_name(filename: str) -> str:
+    """Return the name without the suffix of its compression."""
+    return next((filename.removesuffix(each) for each in COMPRESSED if filename.lower().endswith(each)), filename)
 
 
 log = logging.getLogger("batchmill.server")
 
-PURPOSE = "dataset"  # of the file that holds its bytes
-UPLOAD = "the upload of"  # what its link is for
-LIFETIME_S = 3600.0  # of the link, and how long an upload may wait for its name
-UNNAMED_MAX = 1000  # uploads of a project that are under way
+PURPOSE = "dataset"  # of the file with its bytes
+UPLOAD = "the upload of"  # the purpose of its link
+LIFETIME_S = 3600.0  # of the link, and of an upload without a name
+UNNAMED_MAX = 1000  # unnamed uploads of a project
 SWEEP_MAX = 200
-CHECKS_AT_ONCE = 2  # each reads its whole dataset in processes of its own
+CHECKS_AT_ONCE = 2  # each reads its whole dataset in its own processes
 MEDIA_CHARS_MAX = 256
-SHOWN_CHARS = 80  # of what nobody knows, in a message
+SHOWN_CHARS = 80  # of an unknown name or id, in a message
 
 
-class Begun(Struct, frozen=True):
-    """An upload that may arrive: whoever has the signature may bring it."""
+class PresignedUpload(Struct, frozen=True):
+    """A started upload. Its signature allows the upload of the bytes."""
 
     id: str
     signature: str
@@ -302,28 +305,27 @@ class DatasetService:
     ) -> None:
         self._database, self._files, self._links, self._clock = database, files, links, clock
         self._config, self._children = config, Children()
-        self._places = FairSemaphore(CHECKS_AT_ONCE)
+        self._semaphore = FairSemaphore(CHECKS_AT_ONCE)
         self._checks: dict[str, asyncio.Task[None]] = {}  # by dataset
-        self._arriving: Counter[str] = Counter()  # uploads whose bytes are coming, however slowly
+        self._arriving: Counter[str] = Counter()  # uploads whose bytes are arriving now
         self._naming: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()  # by project and name
 
     async def open(self) -> None:
-        """Go on with the checks that an earlier process did not end."""
+        """Restart the checks that an earlier process did not finish."""
         await self._check_all()
 
     async def close(self) -> None:
-        """Leave the checks that run: they are done again."""
+        """Cancel running checks. The next process restarts them."""
         for check in self._checks.values():
             check.cancel()
         if self._checks:
             await asyncio.wait(list(self._checks.values()))
         await self._children.close()
 
-    # -- in ---------------------------------------------------------------------------------------------------------
+    # -- upload -----------------------------------------------------------------------------------------------------
 
-    async def begin(self, project: str, filename: str, media: str = "") -> Begun:
-        """An upload under way. Raises: InvalidInput for a name that cannot be shown; OverQuota; Conflict: too many
-        wait."""
+    async def begin(self, project: str, filename: str, media: str = "") -> PresignedUpload:
+        """Start an upload. Raises: InvalidInput for an invalid file name; OverQuota; Conflict if too many wait."""
         details = Details(checked_filename(filename), media[:MEDIA_CHARS_MAX], format_of(filename, media))
         now = self._clock.now()
         record = DatasetRecord(
@@ -331,26 +333,28 @@ class DatasetService:
         )  # fmt: skip
         await self._database.write(insert, record, UNNAMED_MAX, self._config.project_quotas.of(project).datasets)
         faults.point("after_begin")
-        return Begun(record.id, self._links.sign(UPLOAD, record.id, project, LIFETIME_S))
+        return PresignedUpload(record.id, self._links.sign(UPLOAD, record.id, project, LIFETIME_S))
 
     async def receive(
-        self, dataset_id: str, signature: str, pieces: AsyncIterator[bytes], belongs_to: Callable[[str], None]
+        self, dataset_id: str, signature: str, pieces: AsyncIterator[bytes], on_project: Callable[[str], None]
     ) -> FileRecord:
-        """The bytes of an upload: durable when this returns, and its link is used up. What breaks off may come again.
+        """Receive the bytes of an upload. When this returns they are durable and the link is used up.
 
-        Args: belongs_to: is told whose it is, before the first piece.
+        An interrupted upload can be repeated with the same link.
 
-        Raises: Refused for a link that does not hold (any more); TooLarge, StorageFull; what `belongs_to` raises.
+        Args: on_project: is called with the project of the upload before the first piece.
+
+        Raises: Refused for an invalid or expired link; TooLarge, StorageFull; what `on_project` raises.
         """
         link = await self._links.open(signature, UPLOAD, dataset_id)
-        belongs_to(link.project)
+        on_project(link.project)
         record = await self._database.read(find, dataset_id)
         if record is None:
             raise _ended(dataset_id)
 
         def arrive(db: sa.Connection, file: FileRecord) -> None:
             self._links.use(db, link)
-            if arrived(db, dataset_id, file.id, file.bytes, self._clock.now()) is None:
+            if mark_arrived(db, dataset_id, file.id, file.bytes, self._clock.now()) is None:
                 raise _ended(dataset_id)
 
         writer = await self._files.writer(link.project)
@@ -366,29 +370,29 @@ class DatasetService:
         return file
 
     async def name(self, project: str, dataset_id: str, name: str) -> DatasetRecord:
-        """Name an upload that has arrived; from now on it is checked. Done twice, it is once.
+        """Name an upload that has arrived, and start its check. Idempotent.
 
-        The same bytes under the name they have already are that dataset. A dataset that failed gives its name away.
+        If a dataset of this name has the same bytes, it is returned instead. A failed dataset of this name is replaced.
 
-        Raises: InvalidInput for a name that no URL can hold; InvalidTransition while nothing has arrived; Conflict
-        (`dataset_exists`) where other rows have the name.
+        Raises: InvalidInput for a name that cannot be part of a URL; InvalidTransition if no bytes have arrived;
+        Conflict (`dataset_exists`) if a dataset of this name has other bytes.
         """
         checked_name(name)
         async with self._naming.setdefault((project, name), asyncio.Lock()):
             record = await self._database.read(find, dataset_id)
             if record is None or record.project != project:
                 raise UnknownName(
-                    f"there is no upload {dataset_id[:SHOWN_CHARS]!r}: begin another", code="unknown_upload"
+                    f"there is no upload {dataset_id[:SHOWN_CHARS]!r}: start another", code="unknown_upload"
                 )  # fmt: skip
-            if (known := await self._named_before(record, name)) is not None:
-                return known
+            if (existing := await self._named_before(record, name)) is not None:
+                return existing
             if record.file is None:
                 raise InvalidTransition(
-                    "nothing of this upload has arrived: PUT the file to its presignedUrl first, whole",
+                    "no complete file has arrived for this upload: PUT the whole file to its presignedUrl first",
                     code="upload_incomplete",
                 )
             if (same := await self._same(record, name)) is not None:
-                await self._database.write(is_same, record.id, same.id)
+                await self._database.write(mark_repeated, record.id, same.id)
                 return same
             named = await self._database.write(give_name, record.id, name, self._clock.now())
         faults.point("after_name")
@@ -397,38 +401,38 @@ class DatasetService:
         return named
 
     async def _named_before(self, record: DatasetRecord, name: str) -> DatasetRecord | None:
-        """The dataset that an upload was named before, when this is only asked again. Raises: Conflict."""
-        known = record
+        """Return the dataset that an upload already became under this name. Raises: Conflict for another name."""
+        existing = record
         if record.details.same_as is not None:
-            known = await self._database.read(find, record.details.same_as) or record
-        if known.name == name:
-            return known
-        if known.name is not None:
+            existing = await self._database.read(find, record.details.same_as) or record
+        if existing.name == name:
+            return existing
+        if existing.name is not None:
             raise Conflict(
-                f"this upload is the dataset {known.name!r} already: upload it again for another name",
+                f"this upload is already the dataset {existing.name!r}: upload it again for another name",
                 code="upload_named",
             )
         return None
 
     async def _same(self, record: DatasetRecord, name: str) -> DatasetRecord | None:
-        """The dataset of this name, where it holds the same bytes. Raises: Conflict where it holds others."""
+        """Return the dataset of this name if it has the same bytes. Raises: Conflict if it has others."""
         other = await self._database.read(find_named, record.project, record.connection, name)
         if other is None or other.state == DatasetState.FAILED:
             return None
         if other.details.bytes == record.details.bytes and other.details.format == record.details.format:
             paths = [self._files.home / each.file for each in (record, other) if each.file is not None]
-            with contextlib.suppress(FileNotFoundError):  # whose bytes somebody has deleted
+            with contextlib.suppress(FileNotFoundError):  # its bytes were deleted
                 if await self._files.disk.run(filecmp.cmp, *paths, False):
                     return other
-        raise taken(name)
+        raise name_taken(name)
 
-    # -- out --------------------------------------------------------------------------------------------------------
+    # -- read -------------------------------------------------------------------------------------------------------
 
     async def get(self, project: str, connection: str, name: str) -> DatasetRecord:
         if connection != CONNECTION:
             raise UnknownName(
                 f"there is no connection {connection[:SHOWN_CHARS]!r}: uploaded datasets are in {CONNECTION!r}, the "
-                "only one there is",
+                "only connection",
                 code="unknown_connection",
             )
         record = await self._database.read(find_named, project, connection, name)
@@ -443,7 +447,7 @@ class DatasetService:
         return record
 
     async def find(self, project: str, reference: str) -> DatasetRecord:
-        """The dataset that NAME, CONNECTION/NAME or an id means; a name goes before an id."""
+        """Return the dataset of a NAME, CONNECTION/NAME or id. A name takes precedence over an id."""
         connection, slash, name = reference.rpartition("/")
         with contextlib.suppress(UnknownName):
             return await self.get(project, connection if slash else CONNECTION, name)
@@ -453,7 +457,7 @@ class DatasetService:
 
     @contextlib.asynccontextmanager
     async def hold(self, record: DatasetRecord) -> AsyncIterator[FileRecord]:
-        """Its file, which nobody deletes before the job that reads it is stored."""
+        """Return its file, which cannot be deleted until the job that reads it is stored."""
         async with contextlib.AsyncExitStack() as held:
             try:
                 file = await held.enter_async_context(self._files.hold(record.project, record.file or ""))
@@ -464,7 +468,7 @@ class DatasetService:
                 ) from None
             yield file
 
-    # -- away -------------------------------------------------------------------------------------------------------
+    # -- delete -----------------------------------------------------------------------------------------------------
 
     async def remove(self, project: str, dataset_id: str) -> None:
         """Raises: Conflict (`file_in_use`) while a job that has not ended reads it."""
@@ -472,17 +476,17 @@ class DatasetService:
         await self._drop(record)
 
     async def sweep(self) -> int:
-        """Take away what nobody has named in its time, returns how much; and begin again checks that broke down."""
+        """Delete uploads that were not named in time, and restart failed checks. Returns the number of deletions."""
         await self._check_all()
-        late = await self._database.read(unnamed, self._clock.now() - LIFETIME_S, SWEEP_MAX)
-        gone = [record for record in late if record.id not in self._arriving]
-        for record in gone:
-            with contextlib.suppress(Conflict):  # a job made before it was replaced reads it still
+        overdue = await self._database.read(find_unnamed, self._clock.now() - LIFETIME_S, SWEEP_MAX)
+        to_drop = [record for record in overdue if record.id not in self._arriving]
+        for record in to_drop:
+            with contextlib.suppress(Conflict):  # a job that was created before it was replaced still reads it
                 await self._drop(record)
-        return len(gone)
+        return len(to_drop)
 
     async def _drop(self, record: DatasetRecord) -> None:
-        """The bytes first: a record without them is met, bytes without one would stay for ever."""
+        """Delete the bytes first. A record without bytes is found later; bytes without a record would stay forever."""
         if record.file is not None:
             with contextlib.suppress(UnknownName):
                 await self._files.delete(record.project, record.file, "the deletion of its dataset")
@@ -493,7 +497,7 @@ class DatasetService:
     # -- checks -----------------------------------------------------------------------------------------------------
 
     async def _check_all(self) -> None:
-        for record in await self._database.read(unchecked):
+        for record in await self._database.read(find_unchecked):
             self._begin_check(record)
 
     def _begin_check(self, record: DatasetRecord) -> None:
@@ -509,16 +513,16 @@ class DatasetService:
         task.add_done_callback(ended)
 
     async def _check(self, record: DatasetRecord) -> None:
-        """Have every row looked at, and write down what was found."""
+        """Check every row, and store the result."""
         details, state = record.details, DatasetState.FAILED
         path = self._files.home / (record.file or "")
         try:
-            async with self._places.place(record.project):
-                found = await self._looked_at(record.project, path)
+            async with self._semaphore.place(record.project):
+                report = await self._check_rows(record.project, path)
             details = replace(
-                details, rows=found.rows, problems=found.problems, problems_total=found.problems_total
+                details, rows=report.rows, problems=report.problems, problems_total=report.problems_total
             )  # fmt: skip
-            state = DatasetState.FAILED if found.rejected else DatasetState.CONNECTED
+            state = DatasetState.FAILED if report.rejected else DatasetState.CONNECTED
         except BatchmillError as error:
             detail = error.message.replace(str(path), details.filename)
             details = replace(
@@ -527,26 +531,28 @@ class DatasetService:
             if error.blame != "caller":
                 log.warning("the dataset %s could not be checked: %s", record.id, error.message)
         faults.point("after_check")
-        await self._database.write(checked, record.id, details, state, self._clock.now())
+        await self._database.write(store_check, record.id, details, state, self._clock.now())
 
-    async def _looked_at(self, project: str, path: Path) -> DatasetReport:
+    async def _check_rows(self, project: str, path: Path) -> DatasetReport:
         dataset = DatasetSpec([str(path)], format="openai", **msgspec.structs.asdict(self._config.limits))
         home = preview.new_home(self._config.data_dir)
         try:
-            async with preparing(self._files.room, project, home) as room:
-                order = DatasetCheck(dataset, str(home), self._config.server.rows_max, room.bytes_left, room.no_room)
-                answer = await self._children.offload(TARGET, msgspec.json.encode(order), _unseen)
-                return msgspec.json.decode(answer, type=DatasetReport)
+            async with preparing(self._files.disk_quota, project, home) as preparation:
+                order = DatasetCheck(
+                    dataset, str(home), self._config.server.rows_max, preparation.bytes_left, preparation.no_room
+                )
+                report = await self._children.offload(TARGET, msgspec.json.encode(order), _ignore_progress)
+                return msgspec.json.decode(report, type=DatasetReport)
         finally:
-            await to_its_end(asyncio.to_thread(shutil.rmtree, home))
+            await run_to_completion(asyncio.to_thread(shutil.rmtree, home))
 
 
-def _unseen(share: float) -> None:
-    """Nobody watches how far it is."""
+def _ignore_progress(share: float) -> None:
+    """Nothing shows the progress of a check."""
 
 
 def _ended(dataset_id: str) -> Refused:
-    return Refused(f"the upload {dataset_id[:SHOWN_CHARS]} is not awaited any more: begin another", code="link_expired")
+    return Refused(f"the upload {dataset_id[:SHOWN_CHARS]} has ended or expired: start another", code="link_expired")
 
 
 def _unknown(name: str) -> UnknownName:

@@ -1,7 +1,7 @@
-"""Events on their way: made from jobs that came to rest, sent until an endpoint takes them or a day has passed often.
+"""The outbox of webhook events: makes events from ended jobs and sends them until they are delivered or given up.
 
-An event is in the database before anybody is told anything, and leaves it only by what an endpoint said: it is sent
-at least once, however often this process dies. Endpoints that fail hold up nobody but themselves.
+An event is in the database before it is sent and is settled only by an endpoint's reply, so that it is delivered at
+least once, even if this process crashes. A failing endpoint delays only its own events.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from batchmill.services import webhooks as events
 from batchmill.services.clock_steps import ClockSteps
 from batchmill.services.files import FileService
 from batchmill.services.webhook_sender import DeliveryResult
-from batchmill.services.webhooks import Ended, WebhookService
+from batchmill.services.webhooks import EndedJob, WebhookService
 from batchmill.states import ENDED
 from batchmill.store.database import Database
 from batchmill.store.tables import jobs, outbox
 
-KEPT_S = 3 * 86_400.0  # an event that was delivered, or given up, is forgotten then
+KEPT_S = 3 * 86_400.0  # the age at which a delivered or given up event is deleted
 
 
 class DueEvent(Struct, frozen=True):
@@ -41,8 +41,8 @@ class DueEvent(Struct, frozen=True):
     project: str
 
 
-class Settled(Struct, frozen=True):
-    """What came of one attempt. `due` None: there will be no other."""
+class AttemptOutcome(Struct, frozen=True):
+    """The outcome of one attempt. `due` None: there will be no other attempt."""
 
     id: str
     attempts: int
@@ -52,13 +52,13 @@ class Settled(Struct, frozen=True):
 
 
 class _Spec(Struct):
-    """What of a job's description an event needs."""
+    """The part of a job's spec that an event needs."""
 
     origin: dict[str, Any] | None = None
 
 
-def unannounced(db: sa.Connection, limit: int) -> list[Ended]:
-    """Jobs at rest of which nobody was told, those first that ended first."""
+def unannounced(db: sa.Connection, limit: int) -> list[EndedJob]:
+    """Return ended jobs without an event yet, in the order of their end."""
     columns = jobs.c
     query = (
         sa.select(
@@ -74,33 +74,42 @@ def unannounced(db: sa.Connection, limit: int) -> list[Ended]:
         .order_by(columns.finished)
         .limit(limit)
     )
-    return [_ended(found) for found in db.execute(query)]
+    return [_ended_job(row) for row in db.execute(query)]
 
 
-def _ended(found: sa.Row) -> Ended:
-    origin = msgspec.json.decode(found.spec, type=_Spec).origin or {}
+def _ended_job(row: sa.Row) -> EndedJob:
+    origin = msgspec.json.decode(row.spec, type=_Spec).origin or {}
     frontend, trace = origin.get("frontend"), origin.get("traceparent")
-    finished = found.created if found.finished is None else found.finished
-    return Ended(found.id, found.generation, found.state, found.created, finished, found.project, frontend, trace)
+    finished = row.created if row.finished is None else row.finished
+    return EndedJob(row.id, row.generation, row.state, row.created, finished, row.project, frontend, trace)
 
 
 def announce(
-    db: sa.Connection, ends: Sequence[Ended], now: float, listening: Callable[[sa.Connection, str, str], list[str]]
-) -> list[Ended]:
-    """Put the events of these ends into the outbox and mark them as announced; returns those that are new."""
+    db: sa.Connection,
+    ended_jobs: Sequence[EndedJob],
+    now: float,
+    endpoints_for: Callable[[sa.Connection, str, str], list[str]],
+) -> list[EndedJob]:
+    """Put the events of ended jobs into the outbox and mark the jobs as announced. Returns the newly marked ones."""
     new = []
-    for ended in ends:
-        still = (jobs.c.id == ended.job) & (jobs.c.generation == ended.generation) & (jobs.c.state == ended.state)
-        mark = jobs.update().where(still, jobs.c.announced <= ended.generation).values(announced=ended.generation + 1)
-        if db.execute(mark).rowcount == 0:
-            continue  # it was opened again meanwhile, or is announced
+    for ended in ended_jobs:
+        is_unchanged = (
+            (jobs.c.id == ended.job) & (jobs.c.generation == ended.generation) & (jobs.c.state == ended.state)
+        )
+        update = (
+            jobs.update()
+            .where(is_unchanged, jobs.c.announced <= ended.generation)
+            .values(announced=ended.generation + 1)
+        )
+        if db.execute(update).rowcount == 0:
+            continue  # it was retried meanwhile, or is announced already
         new.append(ended)
         if ended.type is not None:
-            _put(db, ended, now, listening(db, ended.project, ended.type))
+            _put(db, ended, now, endpoints_for(db, ended.project, ended.type))
     return new
 
 
-def _put(db: sa.Connection, ended: Ended, now: float, endpoints: Iterable[str]) -> None:
+def _put(db: sa.Connection, ended: EndedJob, now: float, endpoints: Iterable[str]) -> None:
     event = events.event_of(ended)
     for endpoint in endpoints:
         message = events.message_id(event, endpoint)
@@ -114,34 +123,40 @@ def _put(db: sa.Connection, ended: Ended, now: float, endpoints: Iterable[str]) 
 
 
 def due(
-    db: sa.Connection, now: float, busy: Sequence[str], full: Sequence[str], taken: Sequence[str], limit: int
+    db: sa.Connection, now: float, busy: Sequence[str], full: Sequence[str], sending: Sequence[str], limit: int
 ) -> list[DueEvent]:
-    """Events to be sent now, the longest due first, apart from those in hand (`taken`).
+    """Return events to send now, the longest due first.
 
     Args:
-        busy: endpoints that take nothing more now.
-        full: projects that have their share of deliveries under way.
+        busy: endpoints that cannot take another event now.
+        full: projects that have reached their number of concurrent deliveries.
+        sending: ids of events that are being sent.
     """
     columns = outbox.c
     is_free = columns.endpoint.not_in(busy) & columns.project.not_in(full)
     query = (
         sa.select(*(columns[name] for name in DueEvent.__struct_fields__))
-        .where(columns.due <= now, is_free, columns.id.not_in(taken))
+        .where(columns.due <= now, is_free, columns.id.not_in(sending))
         .order_by(columns.due)
         .limit(limit)
     )
-    return [DueEvent(*found) for found in db.execute(query)]
+    return [DueEvent(*row) for row in db.execute(query)]
 
 
-def settle(db: sa.Connection, settled: Sequence[Settled]) -> None:
-    """Write down what came of attempts."""
-    for each in settled:
-        values = {"attempts": each.attempts, "due": each.due, "delivered": each.delivered, "failure": each.failure}
-        db.execute(outbox.update().where(outbox.c.id == each.id).values(**values))
+def settle(db: sa.Connection, outcomes: Sequence[AttemptOutcome]) -> None:
+    """Store the outcomes of attempts."""
+    for outcome in outcomes:
+        values = {
+            "attempts": outcome.attempts,
+            "due": outcome.due,
+            "delivered": outcome.delivered,
+            "failure": outcome.failure,
+        }
+        db.execute(outbox.update().where(outbox.c.id == outcome.id).values(**values))
 
 
 def sweep(db: sa.Connection, now: float) -> None:
-    """Forget what was settled long ago."""
+    """Delete events that were settled long ago."""
     db.execute(outbox.delete().where(outbox.c.due.is_(None), outbox.c.created < now - KEPT_S))
 
 
@@ -149,23 +164,23 @@ def count_waiting(db: sa.Connection) -> int:
     return db.execute(sa.select(sa.func.count()).where(outbox.c.due >= 0)).scalar_one()
 
 
-# Seconds between one attempt and the next; after the last one an event is given up, about three days old.
+# Seconds between attempts. After the last one, an event is given up, about three days old.
 DELAYS_S = (5.0, 300.0, 1800.0, 7200.0, 18_000.0, 36_000.0, 50_400.0, 72_000.0, 86_400.0)
-SPREAD = 0.1  # of a delay, so that what failed together does not come back together
-LOOK_S = 1.0
-PAGE = 100  # jobs, or events, looked at in one go
+SPREAD = 0.1  # of a delay, so that events that failed together are not retried together
+POLL_S = 1.0
+PAGE = 100  # jobs or events per query
 SENDING_MAX = 64
 SENDING_EACH_MAX = 4  # to one endpoint
-SENDING_PROJECT_MAX = 16  # to all endpoints of one project: its slow ones hold up its own events alone
-HOLD_MAX_S = 60.0  # an endpoint that fails is tried with one event at a time, this far apart at most
+SENDING_PROJECT_MAX = 16  # to all endpoints of one project, so that slow ones delay only its own events
+HOLD_MAX_S = 60.0  # a failing endpoint gets one event at a time, at most this far apart
 SWEEP_S = 3600.0
-GONE = 410  # the endpoint wants no more of this
+GONE = 410  # the endpoint does not want this event
 
 logger = logging.getLogger(__name__)
 
 
-class _Standing(Struct):
-    """How an endpoint did lately."""
+class _EndpointHealth(Struct):
+    """The recent failures of an endpoint."""
 
     failures: int = 0  # in a row
     free_at: float = 0.0  # monotonic
@@ -180,7 +195,7 @@ class _Sending(Struct, frozen=True):
 
 
 class Outbox:
-    """`run` until it is cancelled. `counts` has the attempts so far by what came of them."""
+    """Call `run` as a task. `counts` has the attempts so far by outcome."""
 
     def __init__(
         self,
@@ -190,15 +205,15 @@ class Outbox:
         webhooks: WebhookService,
         jobs: Jobs,
         files: FileService,
-        on_ended: Callable[[Ended], None] | None = None,
+        on_ended: Callable[[EndedJob], None] | None = None,
     ) -> None:
-        """`on_ended` is called once for each end of a job, whoever is told of it."""
+        """Args: `on_ended`: is called once for each end of a job, even if no endpoint gets its event."""
         self._database, self._clock = database, clock
         self._steps = ClockSteps(database, clock, outbox)
         self._webhooks, self._jobs, self._files, self._on_ended = webhooks, jobs, files, on_ended
         self._sending: dict[str, _Sending] = {}  # by message
-        self._settled: deque[Settled] = deque()
-        self._standing: dict[str, _Standing] = {}
+        self._outcomes: deque[AttemptOutcome] = deque()
+        self._health: dict[str, _EndpointHealth] = {}
         self._wake = asyncio.Event()
         self._swept = 0.0
         self.counts: Counter[str] = Counter(delivered=0, failed=0, given_up=0)
@@ -207,21 +222,21 @@ class Outbox:
         try:
             while True:
                 try:
-                    await self.turn()
-                except BatchmillError as error:  # a full disk, above all: what is to be written stays in hand
-                    logger.warning("webhooks wait: %s", error.message)
-                except Exception as error:  # the edge of this task: it must not end with one event
-                    logger.error("webhooks wait", exc_info=error)
-                await self._rest()
+                    await self.run_once()
+                except BatchmillError as error:  # most often a full disk: unwritten outcomes stay in memory
+                    logger.warning("webhook events are delayed: %s", error.message)
+                except Exception as error:  # the edge of this task: one event must not end it
+                    logger.error("webhook events are delayed", exc_info=error)
+                await self._wait()
         finally:
             tasks = [each.task for each in self._sending.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def turn(self) -> None:
-        """Write down what came of attempts, tell of jobs that ended, and begin to send what is due."""
-        await self._steps.look()
+    async def run_once(self) -> None:
+        """Store the outcomes of attempts, make events of ended jobs, and start to send due events."""
+        await self._steps.check()
         await self._settle()
         await self._announce()
         await self._send_due()
@@ -229,72 +244,72 @@ class Outbox:
             self._swept = self._clock.monotonic()
             await self._database.write(sweep, self._clock.now())
 
-    async def _rest(self) -> None:
-        """Until an attempt ends, or it is time to look again."""
-        waits = {asyncio.ensure_future(self._clock.sleep(LOOK_S)), asyncio.ensure_future(self._wake.wait())}
+    async def _wait(self) -> None:
+        """Wait until an attempt ends or the next poll is due."""
+        waits = {asyncio.ensure_future(self._clock.sleep(POLL_S)), asyncio.ensure_future(self._wake.wait())}
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for each in waits:
                 each.cancel()
-            await asyncio.wait(waits)  # whoever ends `run` in this very moment is heard
+            await asyncio.wait(waits)  # also delivers a cancellation of `run` at this moment
         self._wake.clear()
 
-    # -- what ended ---------------------------------------------------------------------------------------------------
+    # -- ended jobs ---------------------------------------------------------------------------------------------------
 
     async def _announce(self) -> None:
-        ends = await self._database.read(unannounced, PAGE)
-        ready: list[Ended] = []
-        for ended in ends:
+        ended_jobs = await self._database.read(unannounced, PAGE)
+        ready: list[EndedJob] = []
+        for ended in ended_jobs:
             try:
                 await self._adopt(ended)
             except StorageFull:
                 break  # its results cannot be downloaded yet
-            except BatchmillError as error:  # asking for the job will say the same
+            except BatchmillError as error:  # a request for the job gets the same error
                 logger.warning("the results of %s are not ready: %s", ended.job, error.message)
             ready.append(ended)
         if not ready:
             return
-        announced = await self._database.write(announce, ready, self._clock.now(), self._webhooks.listening)
-        if len(ends) == PAGE:
+        announced = await self._database.write(announce, ready, self._clock.now(), self._webhooks.endpoints_for)
+        if len(ended_jobs) == PAGE:
             self._wake.set()
         for ended in announced if self._on_ended is not None else ():
             self._on_ended(ended)
 
-    async def _adopt(self, ended: Ended) -> None:
-        """Have its result files ready for whoever is told."""
+    async def _adopt(self, ended: EndedJob) -> None:
+        """Make its result files available before its event is sent."""
         if ended.type is None:
             return
-        if await self._database.read(self._webhooks.listening, ended.project, ended.type):
+        if await self._database.read(self._webhooks.endpoints_for, ended.project, ended.type):
             await self._files.adopt_results(await self._jobs.show(ended.job))
 
-    # -- what is due --------------------------------------------------------------------------------------------------
+    # -- due events ---------------------------------------------------------------------------------------------------
 
     async def _send_due(self) -> None:
         while len(self._sending) < SENDING_MAX:
             now, busy, full = self._clock.now(), self._busy(), self._full()
-            found = await self._database.read(due, now, busy, full, list(self._sending), PAGE)
-            begun = [each for each in found if self._begin(each)]
-            if not begun:
+            events_due = await self._database.read(due, now, busy, full, list(self._sending), PAGE)
+            started = [each for each in events_due if self._start(each)]
+            if not started:
                 return
 
     def _busy(self) -> list[str]:
-        """The endpoints that take nothing more now."""
+        """Return the endpoints that cannot take another event now."""
         running = Counter(each.endpoint for each in self._sending.values())
-        return [each for each in {*running, *self._standing} if not self._has_room(each, running[each])]
+        return [each for each in {*running, *self._health} if not self._has_room(each, running[each])]
 
     def _full(self) -> list[str]:
-        """The projects that have their share under way."""
+        """Return the projects that have reached their number of concurrent deliveries."""
         running = Counter(each.project for each in self._sending.values())
         return [project for project, count in running.items() if count >= SENDING_PROJECT_MAX]
 
     def _has_room(self, endpoint: str, running: int) -> bool:
-        standing = self._standing.get(endpoint)
-        if standing is None:
+        health = self._health.get(endpoint)
+        if health is None:
             return running < SENDING_EACH_MAX
-        return running == 0 and standing.free_at <= self._clock.monotonic()
+        return running == 0 and health.free_at <= self._clock.monotonic()
 
-    def _begin(self, event: DueEvent) -> bool:
+    def _start(self, event: DueEvent) -> bool:
         running = sum(event.endpoint == each.endpoint for each in self._sending.values())
         is_full = len(self._sending) >= SENDING_MAX or event.project in self._full()
         if is_full or not self._has_room(event.endpoint, running):
@@ -303,57 +318,59 @@ class Outbox:
         return True
 
     async def _send(self, event: DueEvent) -> None:
-        answer = await self._deliver(event)
-        if answer is not None and not answer.failure:
-            self._standing.pop(event.endpoint, None)
-        elif answer is not None:
-            standing = self._standing.setdefault(event.endpoint, _Standing())
-            standing.failures += 1
-            held = max(min(2.0**standing.failures / 2, HOLD_MAX_S), min(answer.rest_s, HOLD_MAX_S))
-            standing.free_at = self._clock.monotonic() + held
-        self._settled.append(self._outcome(event, answer))
+        result = await self._deliver(event)
+        if result is not None and not result.failure:
+            self._health.pop(event.endpoint, None)
+        elif result is not None:
+            health = self._health.setdefault(event.endpoint, _EndpointHealth())
+            health.failures += 1
+            hold_s = max(min(2.0**health.failures / 2, HOLD_MAX_S), min(result.retry_after_s, HOLD_MAX_S))
+            health.free_at = self._clock.monotonic() + hold_s
+        self._outcomes.append(self._outcome(event, result))
         self._wake.set()
 
     async def _deliver(self, event: DueEvent) -> DeliveryResult | None:
-        """None where there is no such endpoint any more."""
+        """Send an event. Returns None if the endpoint was deleted."""
         try:
-            listener = await self._webhooks.listener(event.endpoint)
-            return None if listener is None else await self._webhooks.deliver(listener, event.id, event.payload)
-        except BatchmillError as error:  # above all: its secret cannot be read
+            target = await self._webhooks.delivery_target(event.endpoint)
+            return None if target is None else await self._webhooks.deliver(target, event.id, event.payload)
+        except BatchmillError as error:  # most often a secret that cannot be read
             return DeliveryResult(failure=error.message)
-        except Exception as error:  # the edge of a delivery: the event is tried again like any other
+        except Exception as error:  # the edge of a delivery: the event is retried like any other
             logger.error("the event %s could not be sent", event.id, exc_info=error)
             return DeliveryResult(failure="it could not be sent")
 
-    def _outcome(self, event: DueEvent, answer: DeliveryResult | None) -> Settled:
+    def _outcome(self, event: DueEvent, result: DeliveryResult | None) -> AttemptOutcome:
         attempts, now = event.attempts + 1, self._clock.now()
-        if answer is None:
-            return Settled(event.id, event.attempts, None, None, "the endpoint is no longer registered")
-        if not answer.failure:
+        if result is None:
+            return AttemptOutcome(event.id, event.attempts, None, None, "the endpoint is no longer registered")
+        if not result.failure:
             self.counts["delivered"] += 1
-            return Settled(event.id, attempts, None, now, "")
+            return AttemptOutcome(event.id, attempts, None, now, "")
         self.counts["failed"] += 1
-        if attempts > len(DELAYS_S) or answer.status == GONE:
+        if attempts > len(DELAYS_S) or result.status == GONE:
             self.counts["given_up"] += 1
-            logger.warning("the event %s to %s is given up: %s", event.id, event.endpoint, answer.failure)
-            return Settled(event.id, attempts, None, None, answer.failure)
-        return Settled(event.id, attempts, now + delay_s(event.id, attempts, answer.rest_s), None, answer.failure)
+            logger.warning("the event %s to %s is given up: %s", event.id, event.endpoint, result.failure)
+            return AttemptOutcome(event.id, attempts, None, None, result.failure)
+        return AttemptOutcome(
+            event.id, attempts, now + delay_s(event.id, attempts, result.retry_after_s), None, result.failure
+        )
 
     async def _settle(self) -> None:
-        """Write outcomes down, and only then let go of their events."""
-        written = list(self._settled)
-        if written:
-            await self._database.write(settle, written)
-            for each in written:
-                self._settled.popleft()
+        """Store outcomes, and only then forget their events."""
+        outcomes = list(self._outcomes)
+        if outcomes:
+            await self._database.write(settle, outcomes)
+            for each in outcomes:
+                self._outcomes.popleft()
                 self._sending.pop(each.id, None)
 
     async def count_waiting(self) -> int:
-        """Events that are still to be taken."""
+        """Return the number of events that are not settled."""
         return await self._database.read(count_waiting)
 
 
-def delay_s(message_id: str, attempts: int, rest_s: float = 0.0) -> float:
-    """How long after its attempt number `attempts` an event is tried again; an endpoint may ask for more."""
-    part = int(message_id[-4:], 16) / 0xFFFF  # of an id's hexadecimal digits: the same for the same event
-    return max(DELAYS_S[attempts - 1] * (1 + SPREAD * part), rest_s)
+def delay_s(message_id: str, attempts: int, retry_after_s: float = 0.0) -> float:
+    """Return the delay after attempt number `attempts`. An endpoint may ask for a longer one."""
+    fraction = int(message_id[-4:], 16) / 0xFFFF  # from the id's hexadecimal digits: the same for the same event
+    return max(DELAYS_S[attempts - 1] * (1 + SPREAD * fraction), retry_after_s)

@@ -1,8 +1,8 @@
-"""Orders that arrive again: known by the caller's own key, or by being the same to the byte.
+"""Repeated job orders: recognized by the caller's idempotency key, or by an identical body.
 
-Clients repeat their POSTs blindly when a reply is late or lost. `once_for` names an order, `RepeatedOrders` says which
-job it is already, and hears from `server/delivery.py` that its reply has arrived. Which job an order becomes is written
-in the transaction that stores the job (`jobs/ledger/records.py`). Source: draft-ietf-httpapi-idempotency-key-header.
+Clients repeat a POST when its reply is late or lost. `once_for` makes the identity of an order. `RepeatedOrders` looks
+up its job, and `server/delivery.py` reports to it when the reply was delivered. The transaction that stores a job also
+stores the order (`jobs/ledger/records.py`). Source: draft-ietf-httpapi-idempotency-key-header.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from batchmill.store.database import Database
 from batchmill.types import Caller, Once
 
 KEY_CHARS_MAX = 255
-AGAIN_S = 900.0  # a client that says "I have asked before" means an order it sent at most so long ago
+AGAIN_S = 900.0  # a client that marks its request as a retry sent the first one at most so long ago
 _KEY = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?")
 
 
@@ -30,11 +30,11 @@ class RepeatedOrders:
         self._database, self._clock = database, clock
 
     async def find(self, once: Once) -> str | None:
-        """The job that this order is already; None: it would be a new one. Raises: Conflict."""
+        """Return the job of a repeated order; None for a new order. Raises: Conflict."""
         return await records.known(self._database, once, self._clock.now())
 
-    async def delivered(self, once: Once) -> None:
-        """The reply to this order has arrived: the same order without a key is another one from now on."""
+    async def mark_delivered(self, once: Once) -> None:
+        """Record that the reply was delivered. From now on the same order without a key is a new order."""
         if once.blind:
             await self._database.write(_delivered, once.key, self._clock.now())
 
@@ -53,25 +53,25 @@ def once_for(
     *,
     arrived: float | None = None,
 ) -> Once:
-    """The name under which this order would be known again.
+    """Return the identity of an order, by which a repetition is recognized.
 
     Args:
         route: method and path template; the same key on two routes is two orders.
         retry_count: how often the client says it has sent this before (`x-stainless-retry-count`).
-        arrived: when it came, in seconds since the epoch.
+        arrived: when the request came, in seconds since the epoch.
 
     Raises: InvalidInput for a key that is empty, too long or not printable.
     """
     fingerprint = hashlib.sha256(raw_body).hexdigest()
-    who = [caller.project, caller.key, route]
+    scope = [caller.project, caller.key, route]
     if idempotency_key is not None:
-        return Once(_name("key", [*who, _checked(idempotency_key)]), fingerprint)
+        return Once(_name("key", [*scope, _checked(idempotency_key)]), fingerprint)
     again_s = AGAIN_S if retry_count > 0 else None
-    return Once(_name("blind", [*who, fingerprint]), fingerprint, blind=True, again_s=again_s, arrived=arrived)
+    return Once(_name("blind", [*scope, fingerprint]), fingerprint, blind=True, again_s=again_s, arrived=arrived)
 
 
 def retry_count_of(header: str | None) -> int:
-    """What `x-stainless-retry-count` says; 0 where it is absent or no count, for it only ever adds safety."""
+    """Read `x-stainless-retry-count`. Returns 0 if it is absent or invalid: it is only an extra safeguard."""
     return int(header) if header is not None and re.fullmatch(r"[0-9]{1,4}", header) else 0
 
 
@@ -85,5 +85,5 @@ def _checked(key: str) -> str:
 
 
 def _name(kind: str, parts: list[str | None]) -> str:
-    """Hashed: of bounded length, and no caller can write another's."""
+    """Return a hash of the parts: it has a fixed length, and one caller cannot produce the name of another's order."""
     return f"{kind}:{hashlib.sha256(msgspec.json.encode(parts)).hexdigest()}"

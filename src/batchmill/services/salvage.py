@@ -1,8 +1,8 @@
-"""`ledger salvage`: another database in the place of one that is damaged or gone, of all that can still be had.
+"""`ledger salvage`: rebuilds a damaged or missing database from everything that can still be read.
 
-Rows of tables come from the damaged file and, where they were lost, from the newest backup; jobs from their folders.
-All of it is done beside the database. A whole one takes its place in steps that can each be done again: whoever opens
-the data directory next finishes what was killed between two of them (`finish`).
+Table rows come from the damaged file and, if they were lost, from the newest backup. Jobs come from their folders. The
+new database is built beside the old one and replaces it in idempotent steps: if the process is killed between two of
+them, the next process that opens the data directory finishes them (`finish`).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from batchmill.wire.job_spec import JobSpec
 WORK, SALVAGED = "salvage", f"{NAME}.salvaged"
 DAMAGED = "damaged"  # the folder for the files that were replaced
 LOGS = ("-wal", "-shm")
-LEDGER = frozenset({"jobs", "shards", "commits", "error_counts"})  # what a job's own folder tells again
+LEDGER = frozenset({"jobs", "shards", "commits", "error_counts"})  # tables that a job's own folder can rebuild
 Progress = Callable[[str], None]
-WHERE = "incomplete.json"  # in the folder of a salvage: the tables of which rows were lost
-ASIDE = "lost+found"
+INCOMPLETE = "incomplete.json"  # in the work folder: the tables that lost rows
+LOST_AND_FOUND = "lost+found"
 STAGING = "staging"
-_PLACES = {  # table -> what lies below the data directory for each of its records
+_PATHS = {  # table -> the paths of its records' files, below the data directory
     "files": "files/*",
     "adapters": "adapters/*",
     "model_versions": "models/*/*/*",
@@ -54,9 +54,9 @@ _PLACES = {  # table -> what lies below the data directory for each of its recor
 
 
 def salvage(data_dir: Path, progress: Progress) -> SalvageReport:
-    """Make another database of what can be had. The caller holds the lock of the data directory.
+    """Build a new database from what can be read. The caller holds the lock of the data directory.
 
-    Raises: InvalidConfig for a database of another version of batchmill.
+    Raises: InvalidConfig if another version of batchmill wrote the database.
     """
     finish(data_dir)
     old, work = data_dir / NAME, data_dir / WORK
@@ -64,19 +64,19 @@ def salvage(data_dir: Path, progress: Progress) -> SalvageReport:
         return SalvageReport(is_sound=True)
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(mode=0o700)
-    making = _Salvage(data_dir, work, progress)
+    rebuild = _Salvage(data_dir, work, progress)
     try:
-        making.copy_tables()
-        making.restore_uploads()
-        making.rebuild_jobs()
+        rebuild.copy_tables()
+        rebuild.restore_uploads()
+        rebuild.rebuild_jobs()
     finally:
-        making.close()
-    report = making.report()
-    with open(making.path, "rb") as file:
+        rebuild.close()
+    report = rebuild.report()
+    with open(rebuild.path, "rb") as file:
         os.fsync(file.fileno())
-    (work / WHERE).write_bytes(msgspec.json.encode(sorted(map(str, making.incomplete))))
+    (work / INCOMPLETE).write_bytes(msgspec.json.encode(sorted(map(str, rebuild.incomplete))))
     faults.point("before_salvaged")
-    os.replace(making.path, data_dir / SALVAGED)
+    os.replace(rebuild.path, data_dir / SALVAGED)
     sync_folder(data_dir)
     faults.point("after_salvaged")
     moved = finish(data_dir)
@@ -84,7 +84,7 @@ def salvage(data_dir: Path, progress: Progress) -> SalvageReport:
 
 
 def finish(data_dir: Path) -> list[str]:
-    """Put a salvaged database into its place, if there is one that waits for it; what was moved aside for it."""
+    """Install a salvaged database if one is ready. Returns the paths that were moved to `lost+found`."""
     ready, old, work = data_dir / SALVAGED, data_dir / NAME, data_dir / WORK
     moved: list[str] = []
     if ready.exists():
@@ -97,7 +97,7 @@ def finish(data_dir: Path) -> list[str]:
         faults.point("after_set_aside")
         moved = move_aside(data_dir, ready, work)
         faults.point("after_strays")
-        for each in LOGS:  # they are of the old one: its successor must not meet them
+        for each in LOGS:  # they belong to the old database: the new one must not read them
             old.with_name(NAME + each).unlink(missing_ok=True)
         sync_folder(data_dir)
         faults.point("after_logs")
@@ -109,31 +109,31 @@ def finish(data_dir: Path) -> list[str]:
 
 
 def make_ready(data_dir: Path) -> None:
-    """What comes before the database is opened. The caller holds the lock of the data directory.
+    """Prepare the data directory before the database is opened. The caller holds the lock of the data directory.
 
-    Raises: InvalidConfig where there are jobs, and no database that knows them.
+    Raises: InvalidConfig if there are jobs but no database.
     """
     finish(data_dir)
     _refuse_missing(data_dir)
 
 
 def _refuse_missing(data_dir: Path) -> None:
-    old = data_dir / NAME
-    if old.exists() and old.stat().st_size:
+    database = data_dir / NAME
+    if database.exists() and database.stat().st_size:
         return
     if next((data_dir / "jobs").glob("*/job.json"), None) is not None:
         raise InvalidConfig(
-            f"the database {old} is gone, and there are jobs in {data_dir / 'jobs'}: put it back, or run "
-            "`batchmill ledger salvage`, which makes another of backups and the jobs' own files",
+            f"the database {database} is missing, but there are jobs in {data_dir / 'jobs'}: restore it, or run "
+            "`batchmill ledger salvage`, which builds a new one from backups and the jobs' own files",
             code="database_missing",
         )
 
 
 def _unknown_jobs(data_dir: Path, path: Path) -> list[str]:
-    """Jobs that have a folder with work in it and no record."""
+    """Return the jobs that have a folder with work in it but no record."""
     with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
-        known = {job_id for (job_id,) in db.execute("SELECT id FROM jobs UNION SELECT id FROM removals")}
-    homes = [home.name for home in (data_dir / "jobs").glob("job_*") if home.name not in known]
+        job_ids = {job_id for (job_id,) in db.execute("SELECT id FROM jobs UNION SELECT id FROM removals")}
+    homes = [home.name for home in (data_dir / "jobs").glob("job_*") if home.name not in job_ids]
     return [name for name in homes if not JobFiles(data_dir, name).is_untouched()]
 
 
@@ -147,14 +147,14 @@ class _Salvage:
         if version not in (None, schema_version.VERSION):
             self._damaged.close()
             raise InvalidConfig(
-                f"the database {data_dir / NAME} has schema version {version}, this batchmill knows "
+                f"the database {data_dir / NAME} has schema version {version}, this batchmill supports "
                 f"{schema_version.VERSION}: salvage it with the batchmill that wrote it"
             )
         self._database = Database(self.path)
         self._ledger = Ledger(self._database)
         self._tables: list[SalvagedTable] = []
-        self.incomplete: set[str] = set()  # tables of which something was lost
-        self._from_backup: set[str] = set()  # jobs whose record is the backup's
+        self.incomplete: set[str] = set()  # tables that lost rows
+        self._from_backup: set[str] = set()  # jobs whose record comes from the backup
         self._rebuilt: list[str] = []
         self._failed: list[str] = []
 
@@ -162,29 +162,33 @@ class _Salvage:
         self._damaged.close()
         self._database.close()
         for each in LOGS:
-            assert not self.path.with_name(NAME + each).exists(), "whoever closes a database last empties its log"
+            assert not self.path.with_name(NAME + each).exists(), (
+                "closing the last connection empties the write-ahead log"
+            )
 
     # -- tables -------------------------------------------------------------------------------------------------------
 
     def copy_tables(self) -> None:
-        """Every row that can be read; of a table that lost some, the backup's too."""
+        """Copy every readable row, and for a table that lost rows also the backup's rows."""
         for table in metadata.sorted_tables:
             if table.name == "schema":
                 continue
-            found = self._damaged.read(table)
-            kept = self._insert(table, found.rows)
+            table_rows = self._damaged.read(table)
+            copied = self._insert(table, table_rows.rows)
             added = []
-            if found.is_damaged:
+            if table_rows.is_damaged:
                 self.incomplete.add(table.name)
                 added = self._missing_rows(table)
                 self._insert(table, added)
-            if found.rows or found.is_damaged:
-                self._tables.append(SalvagedTable(str(table.name), kept, len(added), found.is_damaged))
-            if found.rows or added:
-                self._progress(f"{table.name}: {kept} rows read" + (f", {len(added)} of the backup" if added else ""))
+            if table_rows.rows or table_rows.is_damaged:
+                self._tables.append(SalvagedTable(str(table.name), copied, len(added), table_rows.is_damaged))
+            if table_rows.rows or added:
+                self._progress(
+                    f"{table.name}: {copied} rows read" + (f", {len(added)} from the backup" if added else "")
+                )
 
     def _missing_rows(self, table: sa.Table) -> list[Row]:
-        """The rows that a backup has and the damaged file does not give."""
+        """Return the rows that the backup has and the damaged file has lost."""
         if self._backup is None or table.name in LEDGER - {"jobs"}:
             return []
         key = [number for number, column in enumerate(table.columns) if column.primary_key]
@@ -193,12 +197,16 @@ class _Salvage:
             rows = db.execute(query).fetchall()
         with self._database.writer.begin() as db:
             keys = [column for column in table.columns if column.primary_key]
-            known = {tuple(found) for found in db.execute(sa.select(*keys))}
-        missing = [row for row in rows if tuple(row[number] for number in key) not in known]
+            known_keys = {tuple(key_values) for key_values in db.execute(sa.select(*keys))}
+        missing = [row for row in rows if tuple(row[number] for number in key) not in known_keys]
         if table.name == file_table.name:
-            missing = [row for row in missing if (self._data_dir / "files" / row[0]).exists()]  # others were deleted
+            missing = [
+                row for row in missing if (self._data_dir / "files" / row[0]).exists()
+            ]  # the others were deleted
         if table.name == "jobs":
-            missing = [row for row in missing if JobFiles(self._data_dir, row[0]).spec.exists()]  # others were removed
+            missing = [
+                row for row in missing if JobFiles(self._data_dir, row[0]).spec.exists()
+            ]  # the others were removed
             self._from_backup = {row[0] for row in missing}
         return missing
 
@@ -210,10 +218,10 @@ class _Salvage:
             cursor.executemany(statement, rows)
             return max(cursor.rowcount, 0)
 
-    # -- what follows from folders ------------------------------------------------------------------------------------
+    # -- from folders -------------------------------------------------------------------------------------------------
 
     def restore_uploads(self) -> None:
-        """Records of the files that jobs read, where they were lost: a job says whose they are."""
+        """Restore lost records of the files that jobs read. The job says which project they belong to."""
         if file_table.name not in self.incomplete:
             return
         home = self._data_dir / "files"
@@ -230,17 +238,17 @@ class _Salvage:
                         db.execute(file_table.insert().prefix_with("OR IGNORE").values(values))
 
     def _specs(self) -> Iterator[JobSpec]:
-        """The descriptions of all jobs that have a folder."""
+        """Yield the specs of all jobs that have a folder."""
         for home in sorted((self._data_dir / "jobs").glob("job_*")):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 yield JobFiles(self._data_dir, home.name).read_spec()
 
     def rebuild_jobs(self) -> None:
-        """Jobs that have no record any more, or one that does not fit their segments."""
+        """Rebuild jobs whose record is lost or does not match their segments."""
         removed = self._removed_jobs()
         for home in sorted((self._data_dir / "jobs").glob("job_*")):
             if home.name in removed:
-                continue  # the next start removes what is left of it
+                continue  # the next start removes its remains
             try:
                 if self._rebuild(home.name):
                     self._rebuilt.append(home.name)
@@ -249,7 +257,7 @@ class _Salvage:
                 self._failed.append(f"{home.name}: {error}")
 
     def _removed_jobs(self) -> set[str]:
-        """Jobs that somebody removed; a backup's record of one goes."""
+        """Return the jobs that were removed, and delete the records of them that came from the backup."""
         with self._database.writer.begin() as db:
             removed = set(db.execute(sa.select(removals.c.id).where(removals.c.id == removals.c.job)).scalars())
             for job_id in removed & self._from_backup:
@@ -273,7 +281,7 @@ class _Salvage:
         return True
 
     def _restore_ended(self, files: JobFiles) -> bool:
-        """The record of a job of which only the results are left, where it was lost."""
+        """Restore the lost record of a job of which only the results are left."""
         if self._ledger.snapshot(files.home.name).state is not None and files.home.name not in self._from_backup:
             return False
         values = retention.read_ending(files) | {"spec": files.spec.read_bytes()}
@@ -282,11 +290,11 @@ class _Salvage:
         return True
 
     def _is_in_doubt(self, spec: JobSpec, before: snapshot.Snapshot) -> bool:
-        """Whether something of the job's record may have been lost, and it has one to rebuild."""
+        """Tell whether part of the job's record may be lost and can be rebuilt."""
         if not self.incomplete & LEDGER or before.state == JobState.FAILED:
             return False
         if not (JobFiles(self._data_dir, spec.id).plan(0) / PLAN).exists():
-            return False  # no row of it ran
+            return False  # none of its rows ran
         if spec.id in self._from_backup:
             return True
         return bool(audit.verify(AuditOrder(spec, str(self._data_dir), before), lambda _: None).broken)
@@ -299,14 +307,14 @@ class _Salvage:
 
 
 def move_aside(data_dir: Path, database: Path, work: Path) -> list[str]:
-    """Move what has no record in `database` to `lost+found`, of the tables that lost some; returns what was moved."""
-    listed = work / WHERE
-    incomplete = set(msgspec.json.decode(listed.read_bytes(), type=list[str])) if listed.exists() else set(_PLACES)
+    """Move files without a record in `database` to `lost+found`, for tables that lost rows. Returns the new paths."""
+    listed = work / INCOMPLETE
+    incomplete = set(msgspec.json.decode(listed.read_bytes(), type=list[str])) if listed.exists() else set(_PATHS)
     moved = []
     with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro&immutable=1", uri=True)) as db:
-        for table in _PLACES.keys() & incomplete:
-            for path in _strays(data_dir, db, table):
-                target = data_dir / ASIDE / path.relative_to(data_dir)
+        for table in _PATHS.keys() & incomplete:
+            for path in _unrecorded_paths(data_dir, db, table):
+                target = data_dir / LOST_AND_FOUND / path.relative_to(data_dir)
                 target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 if not target.exists():
                     os.rename(path, target)
@@ -316,15 +324,15 @@ def move_aside(data_dir: Path, database: Path, work: Path) -> list[str]:
     return sorted(moved)
 
 
-def _strays(data_dir: Path, db: sqlite3.Connection, table: str) -> Iterator[Path]:
+def _unrecorded_paths(data_dir: Path, db: sqlite3.Connection, table: str) -> Iterator[Path]:
     if table == "model_versions":
-        known = {(name, str(number)) for name, number in db.execute("SELECT name, number FROM model_versions")}
-        for path in sorted(data_dir.glob(_PLACES[table])):
-            if STAGING not in path.parts and (path.parts[-3], path.name) not in known:
+        version_keys = {(name, str(number)) for name, number in db.execute("SELECT name, number FROM model_versions")}
+        for path in sorted(data_dir.glob(_PATHS[table])):
+            if STAGING not in path.parts and (path.parts[-3], path.name) not in version_keys:
                 yield path
         return
     query = in_sql(sa.select(metadata.tables[table].c.id))
     names = {name for (name,) in db.execute(query)}
-    for path in sorted(data_dir.glob(_PLACES[table])):
+    for path in sorted(data_dir.glob(_PATHS[table])):
         if not path.name.startswith(".") and path.name != STAGING and path.name not in names:
             yield path

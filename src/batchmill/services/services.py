@@ -1,4 +1,4 @@
-"""What a frontend may call, in one place: handed to every dialect by the composition root."""
+"""All services that a frontend can call, in one struct that the composition root gives to every dialect."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Services(Struct, frozen=True):
     repeats: RepeatedOrders
     files: FileService
     uploads: UploadService
-    links: LinkService  # that carry what they allow
+    links: LinkService  # signed links
     datasets: DatasetService
     keys: KeyService
     directory: ModelDirectory
@@ -54,10 +54,10 @@ class Services(Struct, frozen=True):
     groups: ModelGroups
     remote_models: RemoteModels
     remote_tasks: RemoteTasks
-    programs: Programs  # what callers can make long
+    programs: Programs  # work whose length callers control
     adapters: AdapterService
     llms: LlmService
     config: Config
     clock: Clock
-    stopping: asyncio.Event  # set when the server begins to drain: replies without an end of their own end now
-    gauges: Callable[[], Sequence[ModelGauge]] = list  # the workers of every model that has some
+    stopping: asyncio.Event  # set when the server begins to drain: endless replies end now
+    gauges: Callable[[], Sequence[ModelGauge]] = list  # the workers of every model that has any

@@ -1,10 +1,10 @@
-"""Rate limits of many callers: one token bucket for each name."""
+"""Rate limits for many callers: one token bucket per name."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-BUCKETS_MAX = 20_000  # the least recently used are forgotten: they are full again
+BUCKETS_MAX = 20_000  # beyond it the least recently used is dropped: its next bucket is full
 
 
 class TokenBuckets:
@@ -15,26 +15,28 @@ class TokenBuckets:
 
     def __init__(self, buckets_max: int = BUCKETS_MAX) -> None:
         self._max = buckets_max
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # name -> tokens, and when that was
+        self._buckets: OrderedDict[str, tuple[float, float]] = (
+            OrderedDict()
+        )  # name -> tokens, and when they were counted
 
     def take(self, name: str, capacity: float, rate: float, now: float) -> float:
-        """Take one token. Returns the seconds until there is one; 0 if it was taken."""
+        """Take one token. Returns 0 if it was taken, else the seconds until one is available."""
         tokens = self._filled(name, capacity, rate, now)
-        is_there = tokens >= 1.0
-        self._buckets[name] = (tokens - 1.0 if is_there else tokens, now)
+        has_token = tokens >= 1.0
+        self._buckets[name] = (tokens - 1.0 if has_token else tokens, now)
         self._buckets.move_to_end(name)
         if len(self._buckets) > self._max:
             self._buckets.popitem(last=False)
-        return 0.0 if is_there else (1.0 - tokens) / rate
+        return 0.0 if has_token else (1.0 - tokens) / rate
 
     def wait_s(self, name: str, capacity: float, rate: float, now: float) -> float:
-        """Seconds until there is a token; takes none."""
+        """Return the seconds until a token is available, without taking one."""
         return max(0.0, 1.0 - self._filled(name, capacity, rate, now)) / rate
 
     def forget(self, name: str) -> None:
-        """The next token of this name comes from a full bucket."""
+        """Drop the bucket of this name: its next token comes from a full bucket."""
         self._buckets.pop(name, None)
 
     def _filled(self, name: str, capacity: float, rate: float, now: float) -> float:
-        tokens, then = self._buckets.get(name, (capacity, now))
-        return min(capacity, tokens + max(0.0, now - then) * rate)
+        tokens, counted_at = self._buckets.get(name, (capacity, now))
+        return min(capacity, tokens + max(0.0, now - counted_at) * rate)

@@ -1,10 +1,10 @@
-"""The request that is being answered, for whoever stores something that outlives it. Knows nothing of tracing."""
+"""The current request's ids, for code that stores something that outlives the request. Knows nothing of tracing."""
 
 from __future__ import annotations
 
 from contextvars import ContextVar
 
-# W3C `traceparent` of the request that is being answered; None where nobody traces.
+# W3C `traceparent` of the current request; None without tracing.
 traceparent: ContextVar[str | None] = ContextVar("traceparent", default=None)
-# Its id, as the reply's x-request-id has it; empty where nobody asked.
+# The request's id, as in the reply's x-request-id header; empty outside a request.
 request_id: ContextVar[str] = ContextVar("request_id", default="")

@@ -1,4 +1,4 @@
-"""What a project has of everything that it has a quota of."""
+"""How much of each quota a project uses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from batchmill.store.tables import (
 from batchmill.types import Quotas
 from batchmill.wire.native import QuotaInfo
 
-WHAT: dict[str, tuple[sa.Table, sa.ColumnElement[bool]]] = {
+COUNTED: dict[str, tuple[sa.Table, sa.ColumnElement[bool]]] = {
     "keys": (
         keys,
         sa.and_(keys.c.revoked.is_(None), sa.or_(keys.c.expires.is_(None), keys.c.expires > sa.bindparam("now"))),
@@ -54,19 +54,19 @@ WHAT: dict[str, tuple[sa.Table, sa.ColumnElement[bool]]] = {
 
 
 async def usage(room: DiskQuota, project: str, now: float) -> list[QuotaInfo]:
-    """Every quota of a project, what it has and what it may have."""
+    """Return each quota of a project: the amount in use and the limit."""
     quotas = room.quotas.of(project)
-    held = await room.database.read(_count, project, now)
-    has, most = await room.look(project)
+    counts = await room.database.read(_count, project, now)
+    used, limit = await room.look(project)
     quotas_used = [
-        QuotaInfo(name, held[name], getattr(quotas, name)) for name in Quotas.__struct_fields__ if name in held
+        QuotaInfo(name, counts[name], getattr(quotas, name)) for name in Quotas.__struct_fields__ if name in counts
     ]
-    return [*quotas_used, QuotaInfo("disk", has, most)]
+    return [*quotas_used, QuotaInfo("disk", used, limit)]
 
 
 def _count(db: sa.Connection, project: str, now: float) -> dict[str, int]:
-    found = {}
-    for name, (table, where) in WHAT.items():
+    counts = {}
+    for name, (table, where) in COUNTED.items():
         query = sa.select(sa.func.count()).select_from(table).where(table.c.project == project, where)
-        found[name] = db.execute(query, {"now": now} if name == "keys" else {}).scalar_one()
-    return found
+        counts[name] = db.execute(query, {"now": now} if name == "keys" else {}).scalar_one()
+    return counts

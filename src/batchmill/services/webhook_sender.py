@@ -1,4 +1,4 @@
-"""One delivery of an event: a signed POST to an endpoint (Standard Webhooks), and what came of it."""
+"""Delivers one event: a signed POST to a webhook endpoint (Standard Webhooks), and its result."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from batchmill.ports import Clock
 PREFIX = "whsec_"
 KEY_BYTES = 32
 KEY_BYTES_MIN, KEY_BYTES_MAX = 24, 64
-HINT_CHARS = 4
+HINT_CHARS = 4  # of the secret's end
 
 
 def new_secret() -> Secret:
@@ -30,14 +30,14 @@ def new_secret() -> Secret:
 
 
 def check_secret(secret: Secret) -> None:
-    """Raises: InvalidInput for what receivers could not verify with; it does not show the secret."""
+    """Raises: InvalidInput for a secret that receivers could not verify with. The message does not show the secret."""
     try:
         size = len(_key_of(secret))
     except (ValueError, binascii.Error):
         size = 0
     if not KEY_BYTES_MIN <= size <= KEY_BYTES_MAX:
         raise InvalidInput(
-            f"a webhook's secret is {PREFIX} and then the base64 of {KEY_BYTES_MIN} to {KEY_BYTES_MAX} random bytes: "
+            f"a webhook's secret is {PREFIX} and the base64 of {KEY_BYTES_MIN} to {KEY_BYTES_MAX} random bytes: "
             f"echo {PREFIX}$(openssl rand -base64 {KEY_BYTES})",
             code="invalid_secret",
         )
@@ -51,14 +51,14 @@ def _key_of(secret: Secret) -> bytes:
 
 
 def hint_of(secret: Secret) -> str:
-    """Enough of a secret to tell it from another."""
+    """Return the end of a secret, which tells it from others without showing it."""
     return f"{PREFIX}…{secret.reveal()[-HINT_CHARS:]}"
 
 
 def signed_headers(message_id: str, sent: int, body: bytes, keys: Iterable[Secret]) -> dict[str, str]:
-    """The headers of a delivery, with one signature for each secret that is valid at the time `sent` (epoch, s)."""
-    signed = f"{message_id}.{sent}.".encode() + body
-    digests = [hmac.digest(_key_of(key), signed, hashlib.sha256) for key in keys]
+    """Return the headers of a delivery, with one signature per secret. `sent`: the time, in seconds since the epoch."""
+    content = f"{message_id}.{sent}.".encode() + body
+    digests = [hmac.digest(_key_of(key), content, hashlib.sha256) for key in keys]
     return {
         "webhook-id": message_id,
         "webhook-timestamp": str(sent),
@@ -67,16 +67,16 @@ def signed_headers(message_id: str, sent: int, body: bytes, keys: Iterable[Secre
 
 
 TIMEOUT_S = 15.0
-REST_MAX_S = 86_400.0  # an endpoint may ask for so much rest
+RETRY_AFTER_MAX_S = 86_400.0  # the longest Retry-After that is honoured
 
 
 class DeliveryResult(Struct, frozen=True):
-    """What an endpoint said. `failure` is empty when it took the event; a category, never what it wrote."""
+    """How an endpoint answered. `failure` is empty on success, else a category: never the text of the reply."""
 
-    status: int = 0  # 0: there was no reply
+    status: int = 0  # 0: no reply
     failure: str = ""
-    rest_s: float = 0.0  # Retry-After
-    is_late: bool = False  # it was sent, and no reply came in time
+    retry_after_s: float = 0.0
+    is_late: bool = False  # the request was sent, but the reply timed out
 
 
 class WebhookSender:
@@ -96,13 +96,11 @@ class WebhookSender:
         *,
         headers: Mapping[str, str] | None = None,
     ) -> DeliveryResult:
-        """Send an event once, signed where there are keys. Never raises for what the other side does."""
+        """Send an event once, signed if there are keys. Errors of the endpoint are returned, not raised."""
         try:
-            target = read_url(
-                url, self._http.private
-            )  # again: what is allowed may have changed since it was registered
-        except InvalidInput as refused:
-            return DeliveryResult(failure=refused.message)
+            target = read_url(url, self._http.private)  # the allowed hosts may have changed since it was registered
+        except InvalidInput as error:
+            return DeliveryResult(failure=error.message)
         fields = {
             "content-type": "application/json",
             "user-agent": f"batchmill/{batchmill.__version__}",
@@ -129,10 +127,10 @@ def _read(reply: aiohttp.ClientResponse) -> DeliveryResult:
         return DeliveryResult(status)
     if 300 <= status < 400:
         return DeliveryResult(status, f"it answered {status}: redirects are not followed")
-    rest = reply.headers.get("retry-after", "")
-    return DeliveryResult(
-        status, f"it answered {status}", min(float(rest), REST_MAX_S) if rest.isascii() and rest.isdigit() else 0.0
-    )
+    retry_after = reply.headers.get("retry-after", "")
+    is_number = retry_after.isascii() and retry_after.isdigit()
+    retry_after_s = min(float(retry_after), RETRY_AFTER_MAX_S) if is_number else 0.0
+    return DeliveryResult(status, f"it answered {status}", retry_after_s)
 
 
 def _category(error: BaseException) -> str:
@@ -144,10 +142,10 @@ def _category(error: BaseException) -> str:
         case aiohttp.ClientConnectorCertificateError():
             return "its certificate could not be verified"
         case aiohttp.ClientSSLError():
-            return "no TLS connection could be made with it"
+            return "no TLS connection could be made to it"
         case aiohttp.ClientConnectorDNSError():
             return "its name could not be resolved"
         case aiohttp.ClientConnectorError():
             return "it could not be reached"
         case _:
-            return "its answer was no HTTP, or broke off"
+            return "its reply was not valid HTTP, or was cut off"

@@ -1,6 +1,6 @@
-"""Who is told when a job ends: endpoints of the configuration, and those that a project registered.
+"""Webhook endpoints, of the configuration and of projects, that get an event when a job ends.
 
-Secrets are shown once and kept encrypted. What is sent, when and how often is the outbox's.
+Secrets are shown once and stored encrypted. The outbox decides what is sent, when and how often.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from batchmill.store.database import Database
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.tables import outbox, webhook_endpoints
 
-# The frontend that took a job -> the word its events begin with, and the beginning of its ids there.
+# The frontend of a job -> the prefix of its event types, and the prefix of its ids in that frontend.
 FRONTENDS = {
     "openai": ("batch", "batch_"), "native": ("job", "job_"), "ml_commons": ("job", "job_"),
     "predibase": ("job", "job_"),
@@ -46,8 +46,8 @@ SAMPLE_DIGITS = "0" * 20
 ID_DIGITS = 32
 
 
-class Ended(Struct, frozen=True):
-    """A job that came to rest: one generation of it."""
+class EndedJob(Struct, frozen=True):
+    """A job that has ended, in one generation."""
 
     job: str
     generation: int
@@ -60,9 +60,9 @@ class Ended(Struct, frozen=True):
 
     @property
     def type(self) -> str | None:
-        """The type of its event; None where nobody is told."""
-        noun = FRONTENDS.get(self.frontend or "")
-        return f"{noun[0]}.{ENDINGS[JobState(self.state)]}" if noun else None
+        """Return the type of its event; None if its frontend has no events."""
+        names = FRONTENDS.get(self.frontend or "")
+        return f"{names[0]}.{ENDINGS[JobState(self.state)]}" if names else None
 
 
 class _Data(Struct, frozen=True):
@@ -70,7 +70,7 @@ class _Data(Struct, frozen=True):
 
 
 class Event(Struct, frozen=True):
-    """As openai's `webhooks.unwrap` reads it."""
+    """An event in the form that `webhooks.unwrap` of the openai package reads."""
 
     id: str
     created_at: int
@@ -79,17 +79,17 @@ class Event(Struct, frozen=True):
     object: str = "event"
 
 
-def event_of(ended: Ended) -> Event:
-    """The event of an end, always the same for the same end."""
+def event_of(ended: EndedJob) -> Event:
+    """Return the event of an ended job. The same job and generation always give the same event."""
     assert ended.type is not None
-    noun = FRONTENDS[ended.frontend or ""]
-    shown = noun[1] + ended.job.removeprefix("job_")
-    same = digits(ended.job, str(ended.generation), ended.state)
-    return Event(f"evt_{same}", int(ended.finished), ended.type, _Data(shown))
+    names = FRONTENDS[ended.frontend or ""]
+    shown_id = names[1] + ended.job.removeprefix("job_")
+    id_digits = digits(ended.job, str(ended.generation), ended.state)
+    return Event(f"evt_{id_digits}", int(ended.finished), ended.type, _Data(shown_id))
 
 
 def sample_event(event_type: str, event_id: str, now: float) -> Event:
-    """An event of a job that never was, for an endpoint to be tried with."""
+    """Return an event of a made-up job, to test an endpoint with."""
     start = next(start for noun, start in FRONTENDS.values() if event_type.startswith(f"{noun}."))
     return Event(event_id, int(now), event_type, _Data(start + SAMPLE_DIGITS))
 
@@ -99,25 +99,25 @@ def payload_of(event: Event) -> bytes:
 
 
 def message_id(event: Event, endpoint: str) -> str:
-    """One for each event and endpoint: a receiver knows by it what it has had already."""
+    """Return an id for each event and endpoint, by which a receiver recognizes repeated deliveries."""
     return f"msg_{digits(event.id, endpoint)}"
 
 
 def check_types(event_types: list[str]) -> list[str]:
-    """The types without repetitions. Raises: InvalidInput for one that is never sent, or none at all."""
+    """Return the types without duplicates. Raises: InvalidInput for an unknown type, or if there are none."""
     for each in event_types:
         if each not in EVENT_TYPES:
             raise InvalidInput(
-                f"there are no events of type {each[:80]!r}; there are {', '.join(EVENT_TYPES)}",
+                f"there is no event type {each[:80]!r}: use {', '.join(EVENT_TYPES)}",
                 code="unknown_event_type",
             )
     if not event_types:
-        raise InvalidInput(f"name one type of event at least, of {', '.join(EVENT_TYPES)}", code="unknown_event_type")
+        raise InvalidInput(f"name at least one event type of {', '.join(EVENT_TYPES)}", code="unknown_event_type")
     return list(dict.fromkeys(event_types))
 
 
 def digits(*parts: str) -> str:
-    """An id's digits that follow from what it is the id of."""
+    """Return the digits of an id, derived from these parts."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:ID_DIGITS]
 
 
@@ -125,7 +125,7 @@ SHOWN_CHARS = 80
 
 
 class WebhookRecord(Struct, frozen=True):
-    """Where events go. `hint` tells its secret from another without showing it."""
+    """An endpoint. `hint` tells its secret from others without showing it."""
 
     id: str
     project: str
@@ -138,7 +138,7 @@ class WebhookRecord(Struct, frozen=True):
 
 
 def owner_of(project: str, endpoint_id: str) -> str:
-    """What its secret is sealed for."""
+    """Return the owner text that its secret is sealed with."""
     return f"webhook_endpoint {endpoint_id} of {project}"
 
 
@@ -151,12 +151,12 @@ def find(db: sa.Connection, project: str, endpoint_id: str) -> sa.RowMapping:
     query = sa.select(webhook_endpoints).where(
         webhook_endpoints.c.id == endpoint_id, webhook_endpoints.c.project == project
     )
-    found = db.execute(query).mappings().first()
-    if found is None:
+    row = db.execute(query).mappings().first()
+    if row is None:
         raise UnknownName(
             f"there is no webhook endpoint {endpoint_id[:SHOWN_CHARS]!r}", code="unknown_webhook_endpoint"
         )
-    return found
+    return row
 
 
 def look_up(db: sa.Connection, endpoint_id: str) -> sa.RowMapping | None:
@@ -167,15 +167,21 @@ def page(db: sa.Connection, project: str, after: str | None, limit: int) -> Sequ
     columns = webhook_endpoints.c
     query = sa.select(webhook_endpoints).where(columns.project == project)
     if after is not None:
-        mark = find(db, project, after)
-        query = query.where(sa.tuple_(columns.created, columns.id) < (mark["created"], mark["id"]))
+        after_row = find(db, project, after)
+        query = query.where(sa.tuple_(columns.created, columns.id) < (after_row["created"], after_row["id"]))
     return db.execute(query.order_by(columns.created.desc(), columns.id.desc()).limit(limit)).mappings().all()
 
 
-def insert(db: sa.Connection, made: WebhookRecord, sealed: bytes, quota: int) -> None:
+def insert(db: sa.Connection, endpoint: WebhookRecord, sealed: bytes, quota: int) -> None:
     """Raises: OverQuota."""
-    refuse_beyond(db, webhook_endpoints, quota, quota="webhook_endpoints", project=made.project, way_out="delete one")
-    db.execute(webhook_endpoints.insert().values(id=made.id, project=made.project, secret=sealed, **columns_of(made)))
+    refuse_beyond(
+        db, webhook_endpoints, quota, quota="webhook_endpoints", project=endpoint.project, way_out="delete one"
+    )
+    db.execute(
+        webhook_endpoints.insert().values(
+            id=endpoint.id, project=endpoint.project, secret=sealed, **columns_of(endpoint)
+        )
+    )
 
 
 def update(db: sa.Connection, project: str, endpoint_id: str, values: dict[str, Any]) -> None:
@@ -200,15 +206,15 @@ def delete(db: sa.Connection, project: str, endpoint_id: str) -> None:
 
 
 def events_of(db: sa.Connection, project: str) -> list[tuple[str, list[str]]]:
-    """The ids of a project's endpoints, and the types of events each hears of."""
+    """Return the ids of a project's endpoints, with the event types of each."""
     columns = webhook_endpoints.c
-    found = db.execute(sa.select(columns.id, columns.events).where(columns.project == project))
-    return [(each.id, msgspec.json.decode(each.events, type=list[str])) for each in found]
+    rows = db.execute(sa.select(columns.id, columns.events).where(columns.project == project))
+    return [(each.id, msgspec.json.decode(each.events, type=list[str])) for each in rows]
 
 
 NAME_CHARS_MAX = 256
-KEPT_S = 24 * 3600.0  # how long an old secret still signs, where that was asked for
-FROM_FILE = "wf_"  # ids of endpoints of the configuration; those of the API begin with we_
+KEPT_S = 24 * 3600.0  # how long an old secret still signs after a rotation with `keep_old`
+FROM_FILE = "wf_"  # begins ids of endpoints of the configuration; those of the API begin with we_
 
 
 class DeliveryTarget(Struct, frozen=True):
@@ -220,54 +226,54 @@ class DeliveryTarget(Struct, frozen=True):
 
 
 class _Key(Struct):
-    """One secret as it is kept. `until` None: it has no end."""
+    """One stored secret. `until` None: it does not expire."""
 
     secret: str
     until: float | None = None
 
 
 class WebhookService:
-    """Raises, everywhere: UnknownName (`unknown_webhook_endpoint`) for an endpoint of another project, or of none."""
+    """Raises, everywhere: UnknownName (`unknown_webhook_endpoint`) for an endpoint that the project does not have."""
 
     def __init__(self, database: Database, clock: Clock, config: Config, box: SecretBox) -> None:
-        """Raises: InvalidConfig for an endpoint of the file that cannot work."""
+        """Raises: InvalidConfig for an invalid endpoint of the configuration."""
         self._database, self._clock, self._box, self._quotas = database, clock, box, config.project_quotas
         self.webhook_sender = WebhookSender(clock, read_private(config.server.private_hosts))
         self._configured: dict[str, tuple[WebhookRecord, tuple[Secret, ...]]] = {}
         for entry in config.webhooks:
             endpoint = self._read_entry(entry)
             if endpoint.id in self._configured:
-                raise InvalidConfig(f"{_place(entry)} stands there twice")
-            self._configured[endpoint.id] = endpoint, _file_keys(entry, config.base)
+                raise InvalidConfig(f"{_entry_name(entry)} is listed twice")
+            self._configured[endpoint.id] = endpoint, _read_keys(entry, config.base)
 
     def _read_entry(self, entry: WebhookEntry) -> WebhookRecord:
         try:
             self.webhook_sender.check(entry.url)
             types = check_types(entry.events or list(EVENT_TYPES))
         except InvalidInput as error:
-            raise InvalidConfig(f"{_place(entry)}: {error.message}") from None
-        made_of = digits(entry.project, entry.name, entry.url)
-        return WebhookRecord(FROM_FILE + made_of[:24], entry.project, entry.name, entry.url, types, 0.0, 0.0)
+            raise InvalidConfig(f"{_entry_name(entry)}: {error.message}") from None
+        id_digits = digits(entry.project, entry.name, entry.url)
+        return WebhookRecord(FROM_FILE + id_digits[:24], entry.project, entry.name, entry.url, types, 0.0, 0.0)
 
-    # -- what a project registers -------------------------------------------------------------------------------------
+    # -- endpoints of a project ---------------------------------------------------------------------------------------
 
     async def create(
         self, project: str, *, name: str, url: str, event_types: list[str]
     ) -> tuple[WebhookRecord, Secret]:
-        """A new endpoint and its secret, which is shown this once."""
-        types, now, secret = self._checked(name, url, event_types), self._clock.now(), new_secret()
-        made = WebhookRecord(f"we_{secrets.token_hex(12)}", project, name, url, types, now, now, hint_of(secret))
-        sealed = self._sealed(made, [_Key(secret.reveal())])
-        await self._database.write(insert, made, sealed, self._quotas.of(project).webhook_endpoints)
-        return made, secret
+        """Create an endpoint. Returns it and its secret, which is shown only this once."""
+        types, now, secret = self._check_fields(name, url, event_types), self._clock.now(), new_secret()
+        endpoint = WebhookRecord(f"we_{secrets.token_hex(12)}", project, name, url, types, now, now, hint_of(secret))
+        sealed = self._seal_keys(endpoint, [_Key(secret.reveal())])
+        await self._database.write(insert, endpoint, sealed, self._quotas.of(project).webhook_endpoints)
+        return endpoint, secret
 
     async def get(self, project: str, endpoint_id: str) -> WebhookRecord:
         return self._shown(await self._database.read(find, project, endpoint_id))
 
     async def list(self, project: str, *, after: str | None, limit: int) -> tuple[list[WebhookRecord], bool]:
-        """A page of endpoints, the newest first, and whether there are more."""
-        found = await self._database.read(page, project, after, limit + 1)
-        return [self._shown(each) for each in found[:limit]], len(found) > limit
+        """Return a page of endpoints, newest first, and whether there are more."""
+        rows = await self._database.read(page, project, after, limit + 1)
+        return [self._shown(each) for each in rows[:limit]], len(rows) > limit
 
     async def update(
         self,
@@ -278,78 +284,77 @@ class WebhookService:
         url: str | None = None,
         event_types: list[str] | None = None,
     ) -> WebhookRecord:
-        """Change what is not None."""
-        known = await self.get(project, endpoint_id)
+        """Change the fields that are not None."""
+        endpoint = await self.get(project, endpoint_id)
         fields = {"name": name, "url": url, "events": event_types}
-        asked = replace(known, **{key: value for key, value in fields.items() if value is not None})
-        asked = replace(asked, events=self._checked(asked.name, asked.url, asked.events))
-        if asked != known:
-            asked = replace(asked, updated=max(self._clock.now(), known.created, known.updated))
-            changed = columns_of(asked)
-            await self._database.write(update, project, endpoint_id, changed)
-        return asked
+        new = replace(endpoint, **{key: value for key, value in fields.items() if value is not None})
+        new = replace(new, events=self._check_fields(new.name, new.url, new.events))
+        if new != endpoint:
+            new = replace(new, updated=max(self._clock.now(), endpoint.created, endpoint.updated))
+            await self._database.write(update, project, endpoint_id, columns_of(new))
+        return new
 
     async def delete(self, project: str, endpoint_id: str) -> None:
-        """Forget an endpoint and what was on its way there."""
+        """Delete an endpoint and its pending events."""
         await self._database.write(delete, project, endpoint_id)
 
     async def rotate(self, project: str, endpoint_id: str, *, keep_old: bool) -> tuple[WebhookRecord, Secret]:
-        """Give an endpoint a new secret; with `keep_old` deliveries are signed with the old one too, for 24 hours."""
+        """Give an endpoint a new secret. With `keep_old`, the old one signs deliveries too for 24 hours."""
         record = await self._database.read(find, project, endpoint_id)
-        known, secret = endpoint_of(record), new_secret()
+        endpoint, secret = endpoint_of(record), new_secret()
         now = self._clock.now()
-        kept = [_Key(each.secret, now + KEPT_S) for each in self._opened(record)[:1]] if keep_old else []
-        updated = max(now, known.updated)
-        sealed = self._sealed(known, [_Key(secret.reveal()), *kept])
+        old_keys = [_Key(each.secret, now + KEPT_S) for each in self._open_keys(record)[:1]] if keep_old else []
+        updated = max(now, endpoint.updated)
+        sealed = self._seal_keys(endpoint, [_Key(secret.reveal()), *old_keys])
         await self._database.write(update, project, endpoint_id, {"secret": sealed, "updated": updated})
-        return replace(known, updated=updated, hint=hint_of(secret)), secret
+        return replace(endpoint, updated=updated, hint=hint_of(secret)), secret
 
     async def test(self, project: str, endpoint_id: str, event_type: str) -> int:
-        """Send a sample event at once; the status the endpoint answered with.
+        """Send a sample event now. Returns the status of the reply.
 
-        Raises: InvalidInput (`webhook_unreachable`) where no answer came.
+        Raises: InvalidInput (`webhook_unreachable`) if there was no reply.
         """
         check_types([event_type])
         await self._database.read(find, project, endpoint_id)
-        listener = await self.listener(endpoint_id)
-        assert listener is not None
+        target = await self.delivery_target(endpoint_id)
+        assert target is not None
         sample = sample_event(event_type, f"evt_{secrets.token_hex(16)}", self._clock.now())
-        answer = await self.deliver(listener, message_id(sample, endpoint_id), payload_of(sample))
-        if answer.status == 0:
-            raise InvalidInput(f"the webhook endpoint {endpoint_id}: {answer.failure}", code="webhook_unreachable")
-        return answer.status
+        result = await self.deliver(target, message_id(sample, endpoint_id), payload_of(sample))
+        if result.status == 0:
+            raise InvalidInput(f"the webhook endpoint {endpoint_id}: {result.failure}", code="webhook_unreachable")
+        return result.status
 
-    def _checked(self, name: str, url: str, event_types: list[str]) -> list[str]:
+    def _check_fields(self, name: str, url: str, event_types: list[str]) -> list[str]:
         if not 1 <= len(name) <= NAME_CHARS_MAX or not name.isprintable():
             raise InvalidInput(f"a name is 1 to {NAME_CHARS_MAX} printable characters", code="invalid_name")
         self.webhook_sender.check(url)
         return check_types(event_types)
 
-    def _sealed(self, endpoint: WebhookRecord, keys: Sequence[_Key]) -> bytes:
+    def _seal_keys(self, endpoint: WebhookRecord, keys: Sequence[_Key]) -> bytes:
         return self._box.seal(msgspec.json.encode(keys), owner_of(endpoint.project, endpoint.id))
 
-    def _opened(self, record: sa.RowMapping) -> list[_Key]:
+    def _open_keys(self, record: sa.RowMapping) -> list[_Key]:
         plain = self._box.open(record["secret"], owner_of(record["project"], record["id"]))
         return msgspec.json.decode(plain, type=list[_Key])
 
     def _shown(self, record: sa.RowMapping) -> WebhookRecord:
         try:
-            return endpoint_of(record, hint_of(Secret(self._opened(record)[0].secret)))
-        except InvalidConfig:  # the key file is another: it can be looked at, and given a new secret
+            return endpoint_of(record, hint_of(Secret(self._open_keys(record)[0].secret)))
+        except InvalidConfig:  # the key file changed: the endpoint can still be shown and get a new secret
             return endpoint_of(record)
 
-    # -- what the outbox asks -----------------------------------------------------------------------------------------
+    # -- for the outbox -----------------------------------------------------------------------------------------------
 
-    def listening(self, db: sa.Connection, project: str, event_type: str) -> list[str]:
-        """The ids of the endpoints that hear of an event."""
+    def endpoints_for(self, db: sa.Connection, project: str, event_type: str) -> list[str]:
+        """Return the ids of the endpoints that get events of this type."""
         listeners = events_of(db, project)
         listeners += [(each.id, each.events) for each, _ in self._configured.values() if each.project == project]
         return [endpoint for endpoint, types in listeners if event_type in types]
 
-    async def listener(self, endpoint_id: str) -> DeliveryTarget | None:
-        """An endpoint with the secrets that are valid now; None where it is gone.
+    async def delivery_target(self, endpoint_id: str) -> DeliveryTarget | None:
+        """Return an endpoint with the secrets that are valid now; None if it was deleted.
 
-        Raises: InvalidConfig when its secret cannot be read.
+        Raises: InvalidConfig if its secret cannot be read.
         """
         configured = self._configured.get(endpoint_id)
         if configured is not None:
@@ -359,28 +364,28 @@ class WebhookService:
         if record is None:
             return None
         now = self._clock.now()
-        valid = (each for each in self._opened(record) if each.until is None or each.until > now)
+        valid = (each for each in self._open_keys(record) if each.until is None or each.until > now)
         return DeliveryTarget(endpoint_id, record["url"], tuple(Secret(each.secret) for each in valid))
 
-    async def deliver(self, listener: DeliveryTarget, message: str, payload: bytes) -> DeliveryResult:
-        return await self.webhook_sender.deliver(listener.url, message, payload, listener.keys)
+    async def deliver(self, target: DeliveryTarget, message: str, payload: bytes) -> DeliveryResult:
+        return await self.webhook_sender.deliver(target.url, message, payload, target.keys)
 
     def close(self) -> None:
         self.webhook_sender.close()
 
 
-def _place(entry: WebhookEntry) -> str:
+def _entry_name(entry: WebhookEntry) -> str:
     return f"webhooks {entry.name or entry.url[:SHOWN_CHARS]!r}"
 
 
-def _file_keys(entry: WebhookEntry, base: Path) -> tuple[Secret, ...]:
-    """The secrets of an endpoint of the file: one, or while they are rotated several, separated by spaces."""
+def _read_keys(entry: WebhookEntry, base: Path) -> tuple[Secret, ...]:
+    """Return the secrets of an endpoint of the configuration: one, or several separated by spaces during a rotation."""
     kind, _, name = entry.secret.partition(":")
     try:
-        found = resolve(f"file:{base / Path(name).expanduser()}" if kind == "file" else entry.secret)
-        keys = tuple(Secret(each) for each in found.reveal().split())
+        secret = resolve(f"file:{base / Path(name).expanduser()}" if kind == "file" else entry.secret)
+        keys = tuple(Secret(each) for each in secret.reveal().split())
         for key in keys:
             check_secret(key)
     except BatchmillError as error:
-        raise InvalidConfig(f"{_place(entry)}: {error.message}") from None
+        raise InvalidConfig(f"{_entry_name(entry)}: {error.message}") from None
     return keys

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 
-from batchmill.errors import BatchmillError, InvalidConfig, LedgerBroken, StorageFailed, StorageFull, of_system
+from batchmill.errors import BatchmillError, InvalidConfig, LedgerBroken, StorageFailed, StorageFull, to_storage_error
 from batchmill.store import tables
 from batchmill.store import tables as connector_tables
 from batchmill.store import tables as dataset_tables
@@ -64,7 +64,7 @@ class Database:
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
-            raise of_system(error) or InvalidConfig(f"the database {path} cannot be opened: {error.strerror}") from None
+            raise to_storage_error(error) or InvalidConfig(f"the database {path} cannot be opened: {error.strerror}") from None
         self.writer = _open(path, "BEGIN IMMEDIATE")
         try:
             with self.writer.begin() as db:

@@ -1,4 +1,4 @@
-"""The nouns of batchmill: frozen structs that cross module borders, and nothing that acts."""
+"""The shared data types of batchmill: frozen structs that modules exchange, without behaviour."""
 
 from batchmill.types.calls import (
     AdapterStats,

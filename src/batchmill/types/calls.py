@@ -1,4 +1,4 @@
-"""Rows, calls that somebody waits for, and what becomes of them."""
+"""Rows, live calls and their results."""
 
 from __future__ import annotations
 
@@ -23,75 +23,75 @@ class Usage(Struct, frozen=True, gc=False):
 
 
 class Row(Struct, gc=False):
-    """One request on its way through a worker. `raw` is its canonical JSON object without the line end."""
+    """One row in a worker. `raw` is its canonical JSON object without the line end."""
 
-    position: int  # place in the plan
+    position: int  # in the plan
     number: int  # 0..N-1 in the dataset
     raw: bytes
     form: Any  # a wire.forms.Form: how to read `raw` and how to write the result
-    lease: Any = None  # a ports.LeaseHandle; an engine hands it back untouched
-    custom_id: bytes | None = None  # as JSON; the form leaves it here when it has read it
+    lease: Any = None  # a ports.LeaseHandle; an engine returns it unchanged
+    custom_id: bytes | None = None  # as JSON; set by the form when it reads the row
 
 
 class Request(Struct, frozen=True, gc=False):
-    """A row read as a call of an OpenAI-style path."""
+    """A row as a call of an OpenAI-style path."""
 
     url: str  # "/v1/chat/completions"
-    body: bytes  # the JSON object as it was written; its `model` may be empty or absent
+    body: bytes  # the original JSON object; its `model` may be empty or absent
     custom_id: str | None = None
 
 
 class RowError(Struct, frozen=True, gc=False):
-    """Why a row has no result: a stable code and a sentence with the offending value."""
+    """Why a row has no result: a stable code, and a message with the offending value."""
 
     code: str
     message: str
 
 
 class Outcome(Struct, frozen=True, gc=False):
-    """The one terminal result of a row.
+    """The final result of a row.
 
     ok:     `body` is the JSON of the reply's body and `error` is None.
-    error:  `error` is set; `body` is the JSON a service replied with, or None where no reply came.
+    error:  `error` is set; `body` is the JSON of the service's reply, or None without a reply.
     """
 
     row: Row
     body: bytes | None = None
     error: RowError | None = None
-    status: int = 200  # HTTP status of the reply, or 0 where none came
+    status: int = 200  # HTTP status of the reply; 0 without a reply
     usage: Usage | None = None
     request_id: str | None = None
 
 
 class LiveRequest(Struct, frozen=True):
-    """A call that somebody waits for; it goes ahead of every row."""
+    """A live call. It takes precedence over rows of jobs."""
 
     url: str  # "/v1/chat/completions"
-    body: bytes  # the JSON object as it came
-    stream: bool = False  # answer in pieces, as server-sent events
+    body: bytes  # the original JSON object
+    stream: bool = False  # reply with server-sent events
     form: str = "arguments"  # how a function reads `body`: a name of wire.call_forms
-    head: bytes = b""  # what that form needs beside the body
-    adapter: str | None = None  # the own name of the adapter that `body` asks for, and
-    adapter_place: str = ""  # where it lies
-    project: str = ""  # whose call it is
-    is_admitted: bool = False  # the rate that its model sets was kept where it came in
-    request: str = ""  # the id of the request that it answers
+    head: bytes = b""  # what that form needs besides the body
+    adapter: str | None = None  # the own name of the adapter that `body` names
+    adapter_place: str = ""  # its folder
+    project: str = ""  # the project that calls
+    is_admitted: bool = False  # the frontend has already applied the rate limit of its model
+    request: str = ""  # the id of the HTTP request
 
 
 class FunctionRequest(Struct, frozen=True, gc=False):
-    """A call of a deployed function that somebody waits for: one row or many in one body, answered in one piece."""
+    """A live call of a deployed function, with one or more rows in one body and a single reply."""
 
     id: int
     form: str  # a name of wire.call_forms: arguments, rows, tensors
     body: bytes
-    head: bytes = b""  # what the form needs beside the body
+    head: bytes = b""  # what the form needs besides the body
     timeout_s: float | None = None  # from now on; None: the model's own limit
-    project: str = ""  # whose call it is
-    request: str = ""  # the id of the request that it answers
+    project: str = ""  # the project that calls
+    request: str = ""  # the id of the HTTP request
 
 
 class BatchTimes(Struct, frozen=True, gc=False):
-    """Calls of user code with this many rows in each, and what they took, summed."""
+    """Calls of user code with this batch size, and their total times."""
 
     batch_size: int
     executions: int
@@ -101,28 +101,28 @@ class BatchTimes(Struct, frozen=True, gc=False):
 
 
 class CallStats(Struct, frozen=True):
-    """What became of the calls of one function. Sums; `rows` counts rows, of live requests and of jobs."""
+    """Totals of the calls of one function. `rows` counts rows of live requests and of jobs."""
 
     rows: int = 0
     executions: int = 0
     succeeded: int = 0  # requests; the rows of jobs count as one each
-    succeeded_ns: int = 0  # from their arrival at the worker to their answer
+    succeeded_ns: int = 0  # from their arrival at the worker to their reply
     failed: int = 0
     failed_ns: int = 0
-    queue_ns: int = 0  # that requests waited before their rows were called
+    queue_ns: int = 0  # waiting time of requests before their rows were called
     batches: list[BatchTimes] = []  # by size
     last_at: float = 0.0  # seconds since the epoch
 
     def __add__(self, other: CallStats) -> CallStats:
         sizes = {each.batch_size: each for each in self.batches}
         for each in other.batches:
-            had = sizes.get(each.batch_size, BatchTimes(each.batch_size, 0))
+            total = sizes.get(each.batch_size, BatchTimes(each.batch_size, 0))
             sizes[each.batch_size] = BatchTimes(
                 each.batch_size,
-                had.executions + each.executions,
-                had.input_ns + each.input_ns,
-                had.infer_ns + each.infer_ns,
-                had.output_ns + each.output_ns,
+                total.executions + each.executions,
+                total.input_ns + each.input_ns,
+                total.infer_ns + each.infer_ns,
+                total.output_ns + each.output_ns,
             )
         return CallStats(
             self.rows + other.rows,
@@ -138,32 +138,32 @@ class CallStats(Struct, frozen=True):
 
 
 class LiveHead(Struct, frozen=True):
-    """How the answer to a live request begins; its body follows in pieces of bytes."""
+    """The head of a reply to a live request. Its body follows in pieces of bytes."""
 
     status: int
     content_type: str = "application/json"
 
 
 class AdapterStats(Struct, frozen=True):
-    """What became of the rows and live requests of one adapter in one engine, since it started. Sums."""
+    """Totals of the rows and live requests of one adapter in one engine, since the engine started."""
 
-    name: str  # its own name; "other" sums those beyond the first 100
+    name: str  # its own name; "other" for all beyond the first 100
     rows: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
-    hits: int = 0  # rows that found it in the engine
-    loads: int = 0  # times it was put there
-    busy_s: float = 0.0  # while at least one row of it was in flight
+    hits: int = 0  # rows for which it was loaded already
+    loads: int = 0  # times it was loaded
+    busy_s: float = 0.0  # with at least one row in flight
 
 
 class EngineStats(Struct, frozen=True):
-    """What an engine is doing now, for people who look."""
+    """The current state of an engine, for views."""
 
     in_flight: int = 0  # rows
     in_flight_limit: int = 0
-    note: str = ""  # why it waits, if it does: "starting vLLM", "the service asked for 12 s of rest"
+    note: str = ""  # why it waits, if it does: "starting vLLM"
     live: int = 0  # live requests in flight
     kv_usage: float = 0.0  # 0..1, of an LLM's cache
-    cached_share: float | None = None  # 0..1, prompt tokens that were found in the cache; None: not known
+    cached_share: float | None = None  # 0..1, the share of prompt tokens found in the cache; None: unknown
     adapters: list[AdapterStats] = []
     adapters_loaded: int = 0

@@ -1,4 +1,4 @@
-"""Connectors: remote HTTP APIs described as data, and what providers keep of the jobs they were given."""
+"""Connectors: remote HTTP APIs described as data, and jobs at providers' batch APIs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BATCH_PREDICT_STATUS, CANCEL_BATCH_PREDICT = "BATCH_PREDICT_STATUS", "CANCEL_BAT
 
 
 class Action(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One call that a connector can make. `${parameters.x}` and `${credential.x}` stand where the words allow them."""
+    """One call of a connector. Its fields may contain `${parameters.x}` and `${credential.x}`."""
 
     action_type: str  # PREDICT, EXECUTE, BATCH_PREDICT, BATCH_PREDICT_STATUS, CANCEL_BATCH_PREDICT
     method: str  # POST, GET, PUT, DELETE
@@ -25,7 +25,7 @@ class Action(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True
 
 
 class ClientConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a connector's service is called. Source: ML Commons' `client_config`; times in seconds but for `_millis`."""
+    """How a connector's service is called. Source: ML Commons' `client_config`; times in seconds, except `_millis`."""
 
     max_connection: int = 30
     connection_timeout: int = 30
@@ -38,53 +38,53 @@ class ClientConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Connector(Struct, frozen=True, forbid_unknown_fields=True):
-    """A remote HTTP API as data. It never holds a secret itself."""
+    """A remote HTTP API as data. It does not contain secrets."""
 
     id: str
     name: str
     version: str
     protocol: str  # http, aws_sigv4
-    actions: list[Action]  # the first of a type is the one that is meant
+    actions: list[Action]  # the first action of a type is used
     description: str = ""
-    parameters: dict[str, str] = {}  # everything that is no string, as its JSON
+    parameters: dict[str, str] = {}  # values that are not strings are JSON
     credential: dict[str, str] = {}  # name -> "env:NAME", "file:PATH" or "secret:NAME"
     client_config: ClientConfig | None = None
-    is_trusted: bool = False  # whoever runs the machine wrote it: its calls may go wherever its URLs lead
+    is_trusted: bool = False  # written by the operator: its URLs may lead anywhere
 
     def action(self, kind: str) -> Action | None:
-        """The first action of this type or, where `kind` is no type, of this name."""
+        """Return the first action with this type or name."""
         return next((each for each in self.actions if kind in (each.action_type, each.name)), None)
 
 
 class Provision(Struct, frozen=True):
-    """What an owner gives a worker beside its model; it is written nowhere."""
+    """What the owner gives a worker besides its model. It is not stored."""
 
     secrets: dict[str, str] = {}  # "secret:NAME", "env:NAME" -> the secret itself
-    private_hosts: list[str] = []  # what calls of connectors that are not trusted may reach: see models.addresses
-    isolation: Isolation | None = None  # of a deployed function; None: it runs as the worker does
+    private_hosts: list[str] = []  # that calls of untrusted connectors may reach: see models.addresses
+    isolation: Isolation | None = None  # of a deployed function; None: none
 
 
 class RemoteJob(Struct, frozen=True, omit_defaults=True):
-    """A job at a provider that holds rows of one shard. Its JSON is noted with the shard's lease under its `tag`.
+    """A job at a provider with rows of one shard. Its JSON is stored with the shard's lease under its `tag`.
 
-    intent: it was about to be handed over. submitted: the provider's id is known. unknown: nobody can say whether the
-    provider took it. cancelling: it was asked to end. ended: it runs no more. collected: its rows have been read.
-    forgotten: it never came to be, somebody said.
+    intent: about to be submitted. submitted: the provider's id is known. unknown: it is not known whether the provider
+    accepted it. cancelling: it was cancelled. ended: it has ended. collected: its rows have been read. forgotten: a
+    user declared that it does not exist.
     """
 
-    tag: str  # ours, of this submission alone; the provider's name, metadata or token for it where it has such
+    tag: str  # our id of this submission; sent as the provider's name, metadata or token if it has one
     provider: str  # a name of engines.provider_batch.providers
     state: str  # intent, submitted, cancelling, ended, collected, unknown, forgotten
-    runs: list[tuple[int, int]] = []  # plan positions it holds: (first, count)
+    runs: list[tuple[int, int]] = []  # its plan positions: (first, count)
     rows: int = 0
-    id: str = ""  # the provider's own
+    id: str = ""  # the provider's id
     input: str = ""  # what was uploaded for it: the provider's file id, or a URI
-    remote_state: str = ""  # in the provider's own words
-    completed: int = 0  # rows, as the provider says
+    remote_state: str = ""  # the provider's status
+    completed: int = 0  # rows, as the provider reports
     failed: int = 0
     created: float = 0.0  # seconds since the epoch
     submitted: float | None = None
-    changed: float = 0.0  # when the provider last said something new
-    message: str = ""  # for people: why it is unknown, what the provider said
-    is_doubtful: bool = False  # it may be there twice: a reply to its making was lost, or its maker was killed
-    shard: int = -1  # filled in for whoever looks
+    changed: float = 0.0  # when the provider last reported a change
+    message: str = ""  # for users: why it is unknown, what the provider reported
+    is_doubtful: bool = False  # it may exist twice: the reply to its creation was lost, or the process was killed
+    shard: int = -1  # filled in for views

@@ -15,7 +15,7 @@ from batchmill.errors import UnknownName
 
 CONNECTOR, FUNCTION, FUNCTION_PROCESS, HTTP = "connector", "function", "function_process", "http"
 LLM, PROVIDER_BATCH, ROUTES = "llm", "provider_batch", "routes"
-PROVIDER = "PROVIDER"  # stands for the name of a provider in `EngineTraits.configured_as`
+PROVIDER = "PROVIDER"  # the placeholder for a provider's name in `EngineTraits.configured_as`
 
 _OPENINGS = frozenset({"features", "paths"})
 _REPLICAS = frozenset({"replicas_min", "replicas_max", "cooldown_s", "scale_up_requests", "memory", "gpus"})
@@ -160,6 +160,6 @@ def traits_of(engine: str) -> EngineTraits:
 def unknown_engine(name: str, known: Iterable[str]) -> UnknownName:
     """The error for an engine that does not exist, with the nearest name."""
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+    matches = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {matches[0]!r}?" if matches else f"there are {', '.join(names)}"
     return UnknownName(f"no engine is called {name!r}; {hint}", code="unknown_engine")

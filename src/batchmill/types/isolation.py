@@ -1,4 +1,4 @@
-"""How the code of deployed functions is kept from the rest of the machine."""
+"""How the code of deployed functions is isolated from the machine."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from msgspec import Struct
 
 from batchmill.errors import InvalidConfig
 
-SHOWN_CHARS = 80  # of a value that is refused
+SHOWN_CHARS = 80  # of an invalid value, in a message
 
 
 class Isolation(Struct, frozen=True):
-    """Functions run in namespaces of their own, made by bubblewrap."""
+    """Functions run in their own namespaces, made by bubblewrap."""
 
     program: str  # its path
-    network: bool  # they have the machine's network, and not none
-    data_dir: str  # where `environments` are theirs; nothing else of it is there for them
-    readable: list[str] = []  # folders and files that all of them may read besides
+    network: bool  # True: the machine's network; False: no network
+    data_dir: str  # they see only its `environments`
+    readable: list[str] = []  # further folders and files that they may read
 
 
 class FunctionsEntry(Struct, frozen=True):
-    """`[functions]`: how the code of deployed functions runs. The lists are about isolated ones alone."""
+    """`[functions]`: how the code of deployed functions runs. The lists apply only to isolated functions."""
 
     isolate: Literal["none", "bubblewrap"] = "none"
     network: bool = True
@@ -34,8 +34,8 @@ class FunctionsEntry(Struct, frozen=True):
         return self.isolate != "none"
 
     def check(self) -> None:
-        """Raises: InvalidConfig for a path that depends on where the server was started."""
+        """Raises: InvalidConfig for a path that is not absolute."""
         for name in ("readable", "pythons"):
-            for place in getattr(self, name):
-                if not place.startswith("/") or ".." in place.split("/"):
-                    raise InvalidConfig(f"functions.{name}: {place[:SHOWN_CHARS]!r} is no absolute path")
+            for path in getattr(self, name):
+                if not path.startswith("/") or ".." in path.split("/"):
+                    raise InvalidConfig(f"functions.{name}: {path[:SHOWN_CHARS]!r} is not an absolute path")

@@ -14,13 +14,13 @@ class DatasetSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """Where a job's rows come from."""
 
     paths: list[str]  # absolute files, in the order in which they count as one dataset
-    format: str | None = None  # openai, jsonl, csv, parquet; None: seen from the name and the first row
-    copy: bool = False  # keep a copy of the file with the job; otherwise it is used where it lies
+    format: str | None = None  # openai, jsonl, csv, parquet; None: detected from the name and the first row
+    copy: bool = False  # copy the file to the job's folder; otherwise it is read in place
     line_bytes_max: int = 16 * 1024 * 1024
     depth_max: int = 128
-    rows_max: int = 2**32 - 1  # that a row's number can tell apart
-    unpacked_bytes_max: int = 2**40  # what the rows and their index come to, unpacked and converted
-    unpacked_ratio_max: int = 1000  # the same, for each byte of the files; see datasets.allowance
+    rows_max: int = 2**32 - 1  # the number of different row numbers
+    unpacked_bytes_max: int = 2**40  # the size of the rows and their index, unpacked and converted
+    unpacked_ratio_max: int = 1000  # the same per byte of the files; see datasets.allowance
 
 
 class SealedFile(Struct, frozen=True):
@@ -33,26 +33,26 @@ class SealedFile(Struct, frozen=True):
 
 
 class Seal(Struct, frozen=True):
-    """A sealed dataset: what never changes once every row has been read. Written as `seal.json`."""
+    """A sealed dataset: the facts that do not change once every row has been read. Written as `seal.json`."""
 
     rows: int
     bytes: int  # of the files as they are read
     sha256: str  # over the sha256 digests of 8 MiB blocks of every source file, in order
     format: str  # openai, jsonl, csv, parquet
     columns: list[str]  # of a table, in order; empty for OpenAI rows
-    files: list[SealedFile]  # what the rows' bytes are read from
-    sources: list[SealedFile]  # what the caller named
+    files: list[SealedFile]  # the files that rows are read from
+    sources: list[SealedFile]  # the files that the caller named
     rejected: int = 0  # rows that validation refused
 
 
 class Problem(Struct, frozen=True):
-    """One thing that validation found."""
+    """One problem that validation found."""
 
     code: str
     message: str
     line: int  # 1-based line, or row of a Parquet file
     path: str = ""
-    row: int | None = None  # its number, where the line became a row
+    row: int | None = None  # its number, if the line became a row
 
 
 class Shard(Struct, frozen=True):
@@ -65,7 +65,7 @@ class Shard(Struct, frozen=True):
 
 
 class Lease(Struct, frozen=True):
-    """The right to record outcomes for a shard; a higher epoch ends every lower one."""
+    """The right to record outcomes for a shard. A higher epoch ends all lower ones."""
 
     job: str
     generation: int
@@ -74,7 +74,7 @@ class Lease(Struct, frozen=True):
 
 
 class SegmentRef(Struct, frozen=True):
-    """Bytes of a segment that are durable: one or more whole blocks of one shard."""
+    """Durable bytes of a segment: one or more whole blocks of one shard."""
 
     segment: str
     offset: int
@@ -82,7 +82,7 @@ class SegmentRef(Struct, frozen=True):
 
 
 class Commit(Struct, frozen=True):
-    """What a worker asks the ledger to count. `done` packs the positions: see `store.segments.pack_positions`."""
+    """Rows that a worker commits to the ledger. `done` packs the positions: see `store.segments.pack_positions`."""
 
     lease: Lease
     seq: int
@@ -96,7 +96,7 @@ class Commit(Struct, frozen=True):
 
 
 class LedgerReport(Struct, frozen=True):
-    """What an audit of a job's ledger found. `broken` is empty for a sound one."""
+    """The result of an audit of a job's ledger. `broken` is empty for a sound one."""
 
     job: str
     rows: int
@@ -104,52 +104,52 @@ class LedgerReport(Struct, frozen=True):
     commits: int
     segments: int
     bytes: int
-    adopted: int = 0  # rows that a rebuild found and the ledger did not know
-    reopened: int = 0  # rows that the ledger counted and a rebuild could not read: they run again
+    adopted: int = 0  # rows that a rebuild found but the ledger did not have
+    reopened: int = 0  # rows that the ledger counted but a rebuild could not read: they run again
     damaged: list[str] = []  # what a rebuild could not read
     broken: list[str] = []
 
 
 class SalvagedTable(Struct, frozen=True):
-    """What became of one table of a database that was damaged."""
+    """The result for one table of a damaged database."""
 
     name: str
-    rows: int  # that could be read
-    from_backup: int = 0  # rows that could not, and that a backup had
+    rows: int  # that were readable
+    from_backup: int = 0  # unreadable rows that a backup had
     is_damaged: bool = False
 
 
 class SalvageReport(Struct, frozen=True):
-    """What was made of a damaged database."""
+    """The result of the salvage of a damaged database."""
 
-    is_sound: bool  # nothing had to be done
+    is_sound: bool  # no salvage was needed
     tables: list[SalvagedTable] = []
-    backup: str | None = None  # the one that rows were taken from, if any were missing
-    rebuilt: list[str] = []  # jobs whose ledger was made anew; they are paused
-    failed: list[str] = []  # jobs that could not be had: which, and why
-    moved: list[str] = []  # what lay on the disk without a record
+    backup: str | None = None  # the backup that missing rows were taken from
+    rebuilt: list[str] = []  # jobs whose ledger was rebuilt; they are paused
+    failed: list[str] = []  # jobs that could not be rebuilt, and why
+    moved: list[str] = []  # files without a record
     damaged: str | None = None  # the folder with the files that were replaced
 
 
 class Policy(Struct, frozen=True, forbid_unknown_fields=True):
-    """How a job is to be run, apart from what it computes."""
+    """How a job runs, apart from what it computes."""
 
     on_invalid: str = "fail"  # fail, skip
-    dedupe: bool = False  # fold identical requests even where the answer is not deterministic
+    dedupe: bool = False  # fold identical requests even if the reply is not deterministic
     budget: float | None = None  # USD
-    priority: int = 0  # -100..100; jobs of a higher one go first
-    deadline: float | None = None  # seconds since the epoch, UTC; what is not finished by then never runs
-    on_engine_failure: str = "pause"  # pause, fail: what becomes of a job whose engine cannot be started
+    priority: int = 0  # -100..100; jobs with a higher one run first
+    deadline: float | None = None  # seconds since the epoch, UTC; unfinished rows do not run after it
+    on_engine_failure: str = "pause"  # pause, fail: the state of a job whose engine cannot be started
 
 
 class JobView(Struct, frozen=True):
-    """A job as people and clients see it: derived from committed records only."""
+    """A job as users and clients see it, derived from committed records only."""
 
     id: str
     state: str  # a states.JobState
     project: str = "default"
     labels: dict[str, str] = {}
-    origin: dict[str, Any] | None = None  # what the frontend that took the job keeps with it
+    origin: dict[str, Any] | None = None  # stored by the frontend that submitted the job
     priority: int = 0
     deadline: float | None = None
     reason: str | None = None  # a states.PauseReason, or an error's code
@@ -158,52 +158,53 @@ class JobView(Struct, frozen=True):
     output: str | None = None
     errors_output: str | None = None  # the error file, once there is one
     model: str = ""
-    routing: list[str] = []  # why models with several ways go the ways they go, and went before
+    routing: list[str] = []  # why models with several routes use the routes that they use, now and before
     created: float = 0.0
     started: float | None = None
     finalizing: float | None = None  # when its results began to be written
-    cancelling: float | None = None  # when it was asked to end early, or its deadline passed
+    cancelling: float | None = None  # when it was cancelled, or its deadline passed
     finished: float | None = None
     generation: int = 0
-    rows: int = 0  # N of the dataset; 0 while it is not known
+    rows: int = 0  # rows of the dataset; 0 while unknown
     rows_ok: int = 0
     rows_failed: int = 0
-    rows_folded: int = 0  # of rows_ok and rows_failed: share another row's outcome
+    rows_folded: int = 0  # of rows_ok and rows_failed: rows that share another row's outcome
     rows_rejected: int = 0  # of rows_failed: refused by validation
     usage: Usage = Usage()
-    cost: float | None = None  # USD; None: no price is known
-    prices: dict[str, Price] = {}  # of the models that rows go to, by name, where they have one
+    cost: float | None = None  # USD; None: the price is unknown
+    prices: dict[str, Price] = {}  # of the models that rows use, by name, if they have a price
     errors: dict[str, int] = {}  # code -> rows
     error_samples: dict[str, str] = {}  # code -> one message
     # only while it runs
-    elapsed_s: float = 0.0  # time spent running, pauses left out
+    elapsed_s: float = 0.0  # running time without pauses
     rows_per_s: float | None = None
     input_tokens_per_s: float | None = None
     output_tokens_per_s: float | None = None
     remaining_s: float | None = None
     in_flight: int = 0
-    notes: list[str] = []  # what the engines say: why something waits
+    notes: list[str] = []  # messages of the engines: why something waits
     progress: float | None = None  # 0..1 of the phase before any row runs (validating, planning) or after (finalizing)
     problems: list[Problem] = []  # at most the first 1,000
     problems_total: int = 0
 
 
 class Once(Struct, frozen=True):
-    """How an order that arrives again is known: by the caller's own key, or by being the same to the byte.
+    """The identity of an order, by which a repetition is recognized: the caller's idempotency key, or the exact body.
 
-    A `blind` one has no key of the caller's: it is the same order only until its first reply has been delivered. With
-    `again_s` its client says that it has asked before: it is then also the order that was answered less long ago.
+    A `blind` order has no idempotency key. An identical order is a repetition only until the first reply was delivered.
+    With `again_s`, the client marked its request as a retry: then it also repeats an order that was answered up to
+    `again_s` ago.
     """
 
     key: str
-    fingerprint: str  # sha256 of what was asked, as hexadecimal digits
+    fingerprint: str  # sha256 of the request, as hexadecimal digits
     blind: bool = False
-    again_s: float | None = None  # seconds since the first one was taken
-    arrived: float | None = None  # seconds since the epoch; who sent it had no reply that was delivered later
+    again_s: float | None = None  # seconds since the first one was accepted
+    arrived: float | None = None  # seconds since the epoch; a reply delivered after it was not yet known to its sender
 
 
 class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a caller asks for. `JobService.submit` turns it into a JobSpec, or finds the job it already is."""
+    """A request for a job. `JobService.submit` makes a JobSpec of it, or finds the job of a repeated order."""
 
     dataset: DatasetSpec
     models: list[ModelSpec]
@@ -213,28 +214,28 @@ class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
     params: dict[str, Any] = {}
     policy: Policy = Policy()
     output: str | None = None  # absolute
-    together: bool = False  # OpenAI rows that failed stand among the others, in the order of the input
-    output_format: str = "jsonl"  # of results that stay with the job: jsonl, csv, parquet, jsonl.gz, csv.zst …
-    endpoint: str | None = None  # the one `url` that OpenAI rows may have
-    rows_max: int | None = None  # a dataset with more is refused
-    default_model: bool = True  # rows that name no model go to models[0]; otherwise they are refused
+    together: bool = False  # the output holds failed OpenAI rows too, in the order of the input
+    output_format: str = "jsonl"  # of results in the job's folder: jsonl, csv, parquet, jsonl.gz, csv.zst …
+    endpoint: str | None = None  # the only `url` that OpenAI rows may have
+    rows_max: int | None = None  # a larger dataset is refused
+    default_model: bool = True  # rows without a model use models[0]; otherwise they are refused
     project: str = "default"
-    labels: dict[str, str] = {}  # the caller's own words about the job
+    labels: dict[str, str] = {}  # set by the caller
     origin: dict[str, Any] | None = None  # set by a server's frontend, for its own use: such a job is always a new one
     once: Once | None = None
-    restart: bool = False  # start over although an unfinished job exists
-    overwrite: bool = False  # run again although the job is finished
+    restart: bool = False  # start over even if an unfinished job exists
+    overwrite: bool = False  # run again even if the job is finished
 
 
 class Submitted(Struct, frozen=True):
-    """What became of an order."""
+    """The result of a submission."""
 
     id: str
     how: str  # started, resumed, joined (it is running already), finished (nothing left to do), repeated
 
 
 class Amendment(Struct, frozen=True, forbid_unknown_fields=True):
-    """What may be changed of a job that has not ended. None: as it is."""
+    """Changes of a job that has not ended. None: unchanged."""
 
     priority: int | None = None
     deadline: float | None = None
@@ -242,19 +243,19 @@ class Amendment(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JobQuery(Struct, frozen=True):
-    """Which jobs to list, the newest first. None: no restriction."""
+    """Which jobs to list, newest first. None: no filter."""
 
     project: str | None = None
-    origin: str | None = None  # origin["frontend"] of those wanted
+    origin: str | None = None  # origin["frontend"] of the jobs
     state: str | None = None
-    model: str | None = None  # a name that rows of it go to, of a model or an adapter
+    model: str | None = None  # a model or adapter that its rows use
     since: float | None = None  # seconds since the epoch: created then or later
-    after: str | None = None  # the id of the job before the first one wanted
+    after: str | None = None  # the id of the job before the first one
     limit: int | None = None
 
 
 class Wait(Struct, frozen=True):
-    """Why a job is not going faster than it does, and by which ways it goes, in sentences; empty: nothing to tell."""
+    """Why a job is not faster, and which routes it uses, in sentences; empty if there is no reason."""
 
     job: str
     state: str

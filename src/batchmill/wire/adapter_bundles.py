@@ -1,6 +1,6 @@
-"""An archive that carries an adapter: a tar.gz with the two files of a LoRA, and nothing else.
+"""Archives of adapters: a tar.gz with the two files of a LoRA, and nothing else.
 
-Reading trusts nothing: names, kinds and sizes are all bounded, and nothing is written but these two files.
+Reading checks the name, kind and size of each member, and writes only these two files.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from typing import BinaryIO
 
 from batchmill.errors import InvalidInput, TooLarge
 
-ADAPTER_MEDIA = "application/vnd.batchmill.adapter+gzip"  # no web page can send it to a server unasked
+ADAPTER_MEDIA = (
+    "application/vnd.batchmill.adapter+gzip"  # a web page cannot send this type cross-origin without a preflight
+)
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FILES = {CONFIG: 1024 * 1024, WEIGHTS: 8 * 1024**3}  # the files of an adapter -> bytes at most
 PICKLES = ("adapter_model.bin", "adapter_model.pt")
 BUNDLE_BYTES_MAX = sum(FILES.values()) + 64 * 1024 * 1024
-HEADER_BYTES_MAX = 64 * 1024  # of what a tar says of one member beside its own block
+HEADER_BYTES_MAX = 64 * 1024  # of the extended headers of one tar member
 PIECE_BYTES = 1024 * 1024
 SHOWN_CHARS = 80
 
 
 def write(out: BinaryIO, folder: Path) -> None:
-    """The archive of the adapter in a folder. Raises: InvalidInput, TooLarge."""
+    """Write the archive of the adapter in a folder. Raises: InvalidInput, TooLarge."""
     check_names(str(folder), {path.name for path in folder.iterdir()} if folder.is_dir() else set())
     with tarfile.open(fileobj=out, mode="w:gz", format=tarfile.PAX_FORMAT, compresslevel=1) as archive:
         for name, bytes_max in FILES.items():
@@ -51,14 +53,14 @@ def read(source: BinaryIO, folder: Path) -> None:
             for member in archive:
                 _unpack(archive, member, folder)
     except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile, UnicodeError, RecursionError) as error:
-        raise _invalid(f"it is no tar.gz: {error}") from None
+        raise _invalid(f"it is not a tar.gz: {error}") from None
     for name in FILES:
         if not (folder / name).exists():
             raise _invalid(f"it has no {name}")
 
 
 class _PlainInfo(tarfile.TarInfo):
-    """A member whose extended headers cannot fill the memory."""
+    """A tar member with a limit on its extended headers, so that they cannot fill the memory."""
 
     def _proc_member(self, tarfile_: tarfile.TarFile) -> tarfile.TarInfo:
         if not (self.isreg() or self.isdir()) and self.size > HEADER_BYTES_MAX:
@@ -71,7 +73,7 @@ def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> 
     if name in PICKLES:
         raise refused_pickle(name)
     if name not in FILES or not member.isreg() or member.issparse():
-        raise _invalid(f"{name[:SHOWN_CHARS]!r} is none of {' and '.join(FILES)}")
+        raise _invalid(f"{name[:SHOWN_CHARS]!r} is not one of {' and '.join(FILES)}")
     if member.size > FILES[name]:
         raise too_large(name)
     file = archive.extractfile(member)
@@ -81,21 +83,21 @@ def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, folder: Path) -> 
             while piece := file.read(PIECE_BYTES):
                 out.write(piece)
     except FileExistsError:
-        raise _invalid(f"{name!r} stands there twice") from None
+        raise _invalid(f"it has {name!r} twice") from None
 
 
-def check_names(place: str, names: set[str]) -> None:
-    """Raises: InvalidInput where a place, with files of these names, holds no adapter that is taken."""
+def check_names(location: str, names: set[str]) -> None:
+    """Raises: InvalidInput if a location with files of these names has no supported adapter."""
     missing = [name for name in FILES if name not in names]
     pickles = [name for name in PICKLES if name in names]
     if WEIGHTS in missing and pickles:
         raise refused_pickle(pickles[0])
     if missing:
-        raise InvalidInput(f"there is no {missing[0]} at {place}", code="unknown_adapter")
+        raise InvalidInput(f"there is no {missing[0]} at {location}", code="unknown_adapter")
 
 
 def refused_pickle(name: str) -> InvalidInput:
-    """Weights that are a program are not taken."""
+    """The error for weights in a pickle."""
     return InvalidInput(
         f"the adapter has its weights in {name}, a pickle: loading it runs its author's code; save it as "
         f"{WEIGHTS} (PEFT's save_pretrained does)",
@@ -104,8 +106,8 @@ def refused_pickle(name: str) -> InvalidInput:
 
 
 def too_large(name: str) -> TooLarge:
-    return TooLarge(f"{name} is larger than the {FILES[name]:,} bytes that an adapter's may have")
+    return TooLarge(f"{name} of an adapter is larger than the limit of {FILES[name]:,} bytes")
 
 
 def _invalid(message: str) -> InvalidInput:
-    return InvalidInput(f"this is no archive of an adapter: {message}", code="invalid_bundle")
+    return InvalidInput(f"this is not an archive of an adapter: {message}", code="invalid_bundle")

@@ -1,6 +1,6 @@
-"""An archive of code to be deployed: a tar.gz whose first member is deploy.json, and whose others lie below code/.
+"""Archives of code to deploy: a tar.gz whose first member is deploy.json; all others are below code/.
 
-Writing is told what to take; reading trusts nothing: names, kinds, sizes and numbers of members are all bounded.
+The writer gets the list of files. Reading checks names, kinds, sizes and the number of members.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from msgspec import Struct
 from batchmill.errors import InvalidInput, TooLarge
 from batchmill.types import ModelSpec
 
-BUNDLE_MEDIA = "application/vnd.batchmill.bundle+gzip"  # no web page can send it to a server unasked
+BUNDLE_MEDIA = (
+    "application/vnd.batchmill.bundle+gzip"  # a web page cannot send this type cross-origin without a preflight
+)
 REQUIREMENTS_CHARS_MAX = 200_000
 EXAMPLES_MAX = 100
 
 
 class DeployOrder(Struct, frozen=True, forbid_unknown_fields=True):
-    """How the code that comes with it is to be called, in what environment, under what name."""
+    """The settings of a deployment: the function's name, its target in the code, and its environment."""
 
     name: str
     target: str  # "app.py:fn"; the file is relative to the folder of code
@@ -46,9 +48,11 @@ class DeployOrder(Struct, frozen=True, forbid_unknown_fields=True):
     frame_columns: list[str] = []
     is_idempotent: bool = False
     received_shapes: bool = False
-    examples: list[Any] = []  # arguments by name (an object) or by position (a list): each is called before it counts
-    is_shared: bool | None = None  # other projects may call it; None: as before, else only if no key brings it
-    has_samples: bool = False  # input.json or output.json was given by name: the code must be one that has use for it
+    examples: list[
+        Any
+    ] = []  # arguments by name (an object) or by position (a list): the server calls the function with each first
+    is_shared: bool | None = None  # other projects may call it; None: as before; at first only if it came without a key
+    has_samples: bool = False  # input.json or output.json was given explicitly: the code must be able to use them
 
 
 class ModelVersion(Struct, frozen=True):
@@ -63,8 +67,8 @@ class ModelVersion(Struct, frozen=True):
     source: str = ""
     error: str | None = None  # why it failed: the traceback
     spec: ModelSpec | None = None  # once it is ready
-    project: str = "default"  # whose it is
-    key: str | None = None  # the public id of the key that brought it; None: whoever runs the machine
+    project: str = "default"  # the owner
+    key: str | None = None  # the public id of the key that deployed it; None: the user of the machine
     is_shared: bool = True  # other projects may call it
 
     @property
@@ -73,7 +77,7 @@ class ModelVersion(Struct, frozen=True):
 
 
 class Backend(Struct, frozen=True, array_like=True):
-    """One of the versions that an alias stands for."""
+    """One version behind an alias."""
 
     branch: str
     number: int
@@ -81,57 +85,57 @@ class Backend(Struct, frozen=True, array_like=True):
 
 
 class Route(Struct, frozen=True):
-    """What a branch's `latest` or an alias ("@prod") stands for."""
+    """The versions behind a branch's `latest` or an alias ("@prod")."""
 
     name: str
     label: str
     backends: list[Backend]
-    mirrors: list[Backend] = []  # get copies of the calls, and their answers go nowhere
+    mirrors: list[Backend] = []  # get copies of the calls; their answers are dropped
     changed: float = 0.0
 
 
 class Deployed(Struct, frozen=True):
-    """What became of a deployment."""
+    """The result of a deployment."""
 
     version: ModelVersion
-    is_new: bool  # false: the newest version is this very code and these settings already
+    is_new: bool  # false: the newest version has the same code and settings already
 
 
 ORDER, CODE = "deploy.json", "code"
 FILES_MAX = 20_000
 BYTES_MAX = 2 * 1024**3  # of all files together, unpacked
 ORDER_BYTES_MAX = 4 * 1024 * 1024
-HEADER_BYTES_MAX = 64 * 1024  # of what a tar says of one member beside its own block
+HEADER_BYTES_MAX = 64 * 1024  # of the extended headers of one tar member
 PATH_CHARS_MAX = 1000
 PIECE_BYTES = 1024 * 1024
 SHOWN_CHARS = 80
 
 
 def write(out: BinaryIO, order: DeployOrder, files: Mapping[str, Path | bytes]) -> None:
-    """An archive of these files, by their places in the folder of code. Raises: InvalidInput, TooLarge."""
+    """Write an archive of these files, by their paths in the folder of code. Raises: InvalidInput, TooLarge."""
     if len(files) > FILES_MAX:
-        raise TooLarge(f"{len(files):,} files are more than the {FILES_MAX:,} that can be deployed together")
+        raise TooLarge(f"there are {len(files):,} files; at most {FILES_MAX:,} can be deployed together")
     left = BYTES_MAX
     with tarfile.open(fileobj=out, mode="w:gz", format=tarfile.PAX_FORMAT, compresslevel=1) as archive:
         _add(archive, ORDER, io.BytesIO(msgspec.json.encode(order)), 0o644)
-        for place in sorted(files):
-            check_place(place)
-            content = files[place]
+        for path in sorted(files):
+            check_path(path)
+            content = files[path]
             try:
                 left -= os.path.getsize(content) if isinstance(content, Path) else len(content)
                 if left < 0:
                     raise TooLarge(f"the files are more than {BYTES_MAX:,} bytes: deploy fewer, or smaller ones")
                 if isinstance(content, bytes):
-                    _add(archive, f"{CODE}/{place}", io.BytesIO(content), 0o644)
+                    _add(archive, f"{CODE}/{path}", io.BytesIO(content), 0o644)
                     continue
                 with content.open("rb") as file:
-                    _add(archive, f"{CODE}/{place}", file, os.fstat(file.fileno()).st_mode)
+                    _add(archive, f"{CODE}/{path}", file, os.fstat(file.fileno()).st_mode)
             except OSError as error:
                 raise InvalidInput(f"{content} cannot be read: {error.strerror}", code="unreadable_file") from None
 
 
 def _add(archive: tarfile.TarFile, name: str, file: BinaryIO, mode: int) -> None:
-    """The same file is the same bytes here, whoever owns it and whenever it was made."""
+    """Add a file. The same content gives the same bytes: owner and time are left out."""
     info = tarfile.TarInfo(name)
     info.mode = 0o755 if mode & 0o100 else 0o644
     info.size = file.seek(0, io.SEEK_END)
@@ -140,9 +144,9 @@ def _add(archive: tarfile.TarFile, name: str, file: BinaryIO, mode: int) -> None
 
 
 def read(source: BinaryIO, folder: Path) -> DeployOrder:
-    """Unpack an archive: its files below `folder`, which must be empty; returns what it is to become.
+    """Unpack an archive into `folder`, which must be empty, and return its order.
 
-    Raises: InvalidInput (`invalid_bundle`) for anything that no `write` makes; TooLarge.
+    Raises: InvalidInput (`invalid_bundle`) for an archive that `write` would not make; TooLarge.
     """
     try:
         with (
@@ -153,12 +157,12 @@ def read(source: BinaryIO, folder: Path) -> DeployOrder:
             order = _read_order(archive, next(members, None))
             _unpack(archive, members, folder)
     except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile, UnicodeError, RecursionError) as error:
-        raise _invalid(f"it is no tar.gz: {error}") from None
+        raise _invalid(f"it is not a tar.gz: {error}") from None
     return order
 
 
 class _PlainInfo(tarfile.TarInfo):
-    """A member whose extended headers cannot fill the memory."""
+    """A tar member with a limit on its extended headers, so that they cannot fill the memory."""
 
     def _proc_member(self, tarfile_: tarfile.TarFile) -> tarfile.TarInfo:
         if not (self.isreg() or self.isdir()) and self.size > HEADER_BYTES_MAX:
@@ -184,13 +188,13 @@ def _unpack(archive: tarfile.TarFile, members: Iterator[tarfile.TarInfo], folder
             raise TooLarge(f"the bundle holds more than {FILES_MAX:,} files")
         if member.isdir():
             continue
-        top, _, place = member.name.partition("/")
+        top, _, path = member.name.partition("/")
         if not member.isreg() or member.issparse() or top != CODE:
-            raise _invalid(f"{member.name[:SHOWN_CHARS]!r} is no file below {CODE}/")
+            raise _invalid(f"{member.name[:SHOWN_CHARS]!r} is not a file below {CODE}/")
         left -= member.size
         if left < 0:
             raise TooLarge(f"the bundle unpacks to more than {BYTES_MAX:,} bytes")
-        _write_file(archive, member, folder / check_place(place))
+        _write_file(archive, member, folder / check_path(path))
 
 
 def _write_file(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
@@ -203,24 +207,24 @@ def _write_file(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -
                 out.write(piece)
         path.chmod(0o755 if member.mode & 0o100 else 0o644)
     except (FileExistsError, NotADirectoryError, IsADirectoryError):
-        raise _invalid(f"{member.name[:SHOWN_CHARS]!r} stands there twice") from None
+        raise _invalid(f"it has {member.name[:SHOWN_CHARS]!r} twice") from None
 
 
-def check_place(place: str) -> str:
-    """The place of a file, if it lies below the folder whatever is made of it. Raises: InvalidInput."""
-    parts = PurePosixPath(place).parts
-    is_plain = place and "\\" not in place and place.isprintable() and len(place) <= PATH_CHARS_MAX
-    if not is_plain or place.startswith("/") or ".." in parts or str(PurePosixPath(place)) != place:
-        raise _invalid(f"{place[:SHOWN_CHARS]!r} is no place of a file")
-    return place
+def check_path(path: str) -> str:
+    """Return the relative path of a file if it is safe: it stays below any folder. Raises: InvalidInput."""
+    parts = PurePosixPath(path).parts
+    is_plain = path and "\\" not in path and path.isprintable() and len(path) <= PATH_CHARS_MAX
+    if not is_plain or path.startswith("/") or ".." in parts or str(PurePosixPath(path)) != path:
+        raise _invalid(f"{path[:SHOWN_CHARS]!r} is not a valid path of a file")
+    return path
 
 
 def _invalid(message: str) -> InvalidInput:
-    return InvalidInput(f"this is no bundle of code: {message}", code="invalid_bundle")
+    return InvalidInput(f"this is not a bundle of code: {message}", code="invalid_bundle")
 
 
 def digest(folder: Path) -> str:
-    """sha256 over every file below a folder: its place, whether it may be run, its bytes."""
+    """The sha256 of all files below a folder: their paths, executable bits and bytes."""
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*")):
         if path.is_file():

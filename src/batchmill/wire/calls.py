@@ -1,6 +1,6 @@
-"""Calls of a function between the form that they came in and the code that is called: values as JSON, arrays as bytes.
+"""Calls of a function and their results, in the common format of all request forms: values as JSON, arrays as bytes.
 
-A form reads a body into `ParsedCalls`; the function's process gives `FunctionResults`; the form writes the reply.
+A form reads a body into `ParsedCalls`; the function's process returns `FunctionResults`; the form writes the reply.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from batchmill.types import Interface
 from batchmill.wire import forms
 from batchmill.wire.json_bytes import DEPTH_MAX, is_too_deep
 
-# How `ParsedCalls.calls` holds its rows. `columns` is for tensors: everything else has an item for each row.
+# The layouts of `ParsedCalls.calls`. `columns` is for tensors; the others have an item for each row.
 POSITIONAL = "positional"  # [[first, second, …], …]
-WITH_IDS = "with_ids"  # [[id, first, second, …], …]: positional arguments behind an id that is not one of them
+WITH_IDS = "with_ids"  # [[id, first, second, …], …]: positional arguments after an id, which is not an argument
 NAMED = "named"  # [{"name": value, …}, …]
 COLUMNS = "columns"  # {"name": [value of each row, …] or an Array, …}
 
 
 class ParsedCalls(Struct):
-    """A request as calls of a function: `rows` of them, which may go into one call of user code or many.
+    """A request as `rows` calls of a function; they may become one call of user code or many.
 
-    An array is `{"$array": [number of the buffer, datatype, shape]}` in the JSON, its bytes little-endian and row-major
-    in `buffers`. In columns the first axis of a shape is the row. Only inputs that a Tensor calls `is_array`, and
-    BYTES that are not UTF-8, are sent so; `datatype` BYTES has a u32 length before each element.
+    An array is `{"$array": [number of the buffer, datatype, shape]}` in the JSON; its bytes are in `buffers`,
+    little-endian and row-major. In columns the first axis of a shape is the row. Only inputs whose Tensor says
+    `is_array`, and BYTES that are not UTF-8, are sent as arrays; BYTES has a u32 length before each element.
     """
 
     rows: int
     layout: str
     calls: bytes  # JSON
     buffers: list[bytes | memoryview] = []
-    timeout_s: float | None = None  # as the body asks for it
-    state: Any = None  # what the form needs again when it writes
+    timeout_s: float | None = None  # as the body says
+    state: Any = None  # for the form, which needs it to write the reply
 
 
 class CallError(Struct, frozen=True):
@@ -51,22 +51,22 @@ class CallError(Struct, frozen=True):
 
 
 class FunctionResults(Struct):
-    """What became of the rows of an Asked.
+    """The results of the rows of a ParsedCalls.
 
-    `values` is a JSON array with an item for each row, null where `errors` has one; or, only for an Asked in columns
-    whose results are arrays: `columns`, a JSON object of Arrays (the first axis is the row) by output name. Arrays in
-    `values` too are `{"$array": …}`; an object of the user's with a key that begins with "$" comes in {"$object": …}.
-    Values that JSON lacks in an answer to tensors (NaN, infinities, bytes) are Arrays as well; elsewhere they are null,
-    and bytes are text.
+    `values` is a JSON array with an item for each row, null where `errors` has one. Calls in columns whose results are
+    arrays have `columns` instead: a JSON object of arrays (the first axis is the row) by output name. Arrays in
+    `values` are also `{"$array": …}`. A user's object with a key that begins with "$" is wrapped in {"$object": …}. In
+    answers to tensors, values that JSON lacks (NaN, infinities, bytes) are arrays as well; elsewhere NaN and infinities
+    are null, and bytes are text.
     """
 
     values: bytes = b"[]"
     columns: bytes = b""
     buffers: list[bytes | memoryview] = []
-    errors: dict[int, CallError] = {}  # row of the Asked -> why
+    errors: dict[int, CallError] = {}  # row -> why it has no result
 
 
-# Codes of a CallError that are ours; any other is the type of an exception that user code raised.
+# Codes of a CallError that batchmill makes; any other code is the type of an exception that user code raised.
 MODEL_CODES = frozenset(["timeout", "worker_crashed", "memory_limit", "bad_return", "model_failed"])
 CALLER_CODES = frozenset(
     ["missing_argument", "unknown_argument", "invalid_argument", "invalid_json", "nesting_too_deep", "invalid_encoding"]
@@ -75,13 +75,13 @@ FUNCTION_ERROR = "function_error"
 
 
 def parse(decoder: msgspec.json.Decoder, data: Any, what: str = "the body") -> Any:
-    """What the decoder reads. Raises: InvalidInput, and nothing else, whatever the bytes are."""
+    """Decode JSON. Raises: only InvalidInput, for any bytes."""
     if is_too_deep(data):
-        raise InvalidInput(f"{what} is nested too deep: more than {DEPTH_MAX} levels", code="nesting_too_deep")
+        raise InvalidInput(f"{what} nests too deep: more than {DEPTH_MAX} levels", code="nesting_too_deep")
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise InvalidInput(f"{what} is not as it should be: {error}", code="invalid_field") from None
+        raise InvalidInput(f"{what} is invalid: {error}", code="invalid_field") from None
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{what} is not UTF-8: {error}", code="invalid_encoding") from None
     except msgspec.DecodeError as error:
@@ -89,7 +89,7 @@ def parse(decoder: msgspec.json.Decoder, data: Any, what: str = "the body") -> A
 
 
 def check_text(body: bytes | memoryview) -> None:
-    """Raises: InvalidInput where a body that is only cut, not decoded, is no UTF-8."""
+    """Raises: InvalidInput if a body, which is only split and not decoded, is not UTF-8."""
     data = bytes(body)
     if not data.isascii():
         try:
@@ -99,23 +99,23 @@ def check_text(body: bytes | memoryview) -> None:
 
 
 def last_line(error: CallError) -> str:
-    """`Type: message` in one line, as a traceback ends."""
+    """Return `Type: message` as one line, like the last line of a traceback."""
     message = " ".join(error.message.split())
     return f"{error.code}: {message}" if message else error.code
 
 
-def failure(error: CallError, place: str = "") -> BatchmillError:
-    """A row's error as that of the whole request. `place` names the row where there are others: "row 3 of 10"."""
-    where = f"{place}: " if place else ""
+def failure(error: CallError, row_name: str = "") -> BatchmillError:
+    """Turn a row's error into an error of the whole request. `row_name` names one of several rows: "row 3 of 10"."""
+    where = f"{row_name}: " if row_name else ""
     if error.code in CALLER_CODES:
         return InvalidInput(where + error.message, code=error.code)
     if error.code in MODEL_CODES:
         return ModelFailed(where + error.message, code=error.code)
-    lines = [f"in {place}"] if place else []
+    lines = [f"in {row_name}"] if row_name else []
     trace, last = error.trace.rstrip(), last_line(error)
     if trace:
         lines.append(trace)
-    if not trace.rsplit("\n", 1)[-1].endswith(last):  # before the type there may be its module
+    if not trace.rsplit("\n", 1)[-1].endswith(last):  # a traceback may name the module before the type
         lines.append(last)
     return ModelFailed("\n".join(lines), code=FUNCTION_ERROR)
 
@@ -137,31 +137,32 @@ _is_rows_url = re.compile(r"(/:5000)?/v1/[a-zA-Z0-9_]+(/[^/]+){1,2}").fullmatch
 
 
 class CallForm(Protocol):
-    """Reads a body as calls and writes their results as the reply's body. Has no state."""
+    """Reads a body as calls, and writes their results as the reply's body. It has no state."""
 
     def read(self, body: bytes, head: bytes, interface: Interface, *, received_shapes: bool = False) -> ParsedCalls:
-        """`head` is what came beside the body. Raises: InvalidInput, and nothing else, for what cannot be read."""
+        """Read a body. `head` is the header beside it. Raises: only InvalidInput, for any bytes."""
 
-    def write(self, asked: ParsedCalls, results: FunctionResults, spec_name: str, version: str) -> tuple[bytes, bytes]:
-        """The reply's body, and what is to be said beside it.
+    def write(
+        self, request: ParsedCalls, results: FunctionResults, spec_name: str, version: str
+    ) -> tuple[bytes, bytes]:
+        """Write the reply's body, and the header beside it.
 
-        Raises: ModelFailed, InvalidInput where an error of a row fails the request, or a result has no place in the
-        reply.
+        Raises: ModelFailed, InvalidInput if the error of a row fails the request, or the reply cannot hold a result.
         """
 
-    def event(self, asked: ParsedCalls, values: bytes, buffers: list[bytes | memoryview]) -> bytes:
-        """The JSON of one event of a stream; `values` is the JSON of one result. Raises: ModelFailed."""
+    def event(self, request: ParsedCalls, values: bytes, buffers: list[bytes | memoryview]) -> bytes:
+        """Write one event of a stream as JSON; `values` is the JSON of one result. Raises: ModelFailed."""
 
 
 @lru_cache(maxsize=len(FORMS))
 def load_form(name: str) -> CallForm:
-    """The form of this name; its module is imported now, as one of them needs numpy. Raises: KeyError."""
+    """Load the form of this name. Its module is imported only now, since one of them needs numpy. Raises: KeyError."""
     module, _, attribute = FORMS[name].partition(":")
     return getattr(import_module(module), attribute)()
 
 
 class _CallForms(Mapping[str, CallForm]):
-    """The table as a mapping: a form is loaded when it is asked for."""
+    """The forms by name. A form is loaded on its first use."""
 
     def __getitem__(self, name: str) -> CallForm:
         return load_form(name)
@@ -180,11 +181,10 @@ CALL_FORMS: Mapping[str, CallForm] = _CallForms()
 
 
 def form_of_body(url: str, fields: Collection[str], interface: Interface | None = None) -> str:
-    """The form of a job's row: by its `url` where that is one of a dialect's calls, otherwise by the body's fields.
+    """Return the form of a job's row: by its `url` if that is a dialect's call, otherwise by the body's fields.
 
-    By fields, a name that the function itself takes is an argument: `{"data": …}` is Modelbit's form, and
-    `{"inputs": …}` that of tensors, only for a function that has no parameter `data` (`inputs`) and takes no
-    arguments of any name.
+    By fields, a parameter of the function is an argument: `{"data": …}` is Modelbit's form, and `{"inputs": …}` the
+    form of tensors, only if the function has no parameter `data` (`inputs`) and does not accept arbitrary names.
     """
     if _is_tensors_url(url):
         return TENSORS

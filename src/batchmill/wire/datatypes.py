@@ -1,6 +1,6 @@
-"""The datatypes of the Open Inference Protocol: sizes, ranges, and what numpy calls them. Imports no numpy itself.
+"""The datatypes of the Open Inference Protocol: sizes, ranges, and their numpy names. It does not import numpy.
 
-Source: the Open Inference Protocol, "tensor data types"; BF16 is Triton's; STRING is Inferless' word for UTF-8 BYTES.
+Source: the Open Inference Protocol, "tensor data types"; BF16 is Triton's; STRING is Inferless' name for UTF-8 BYTES.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ BOOL, INT, FLOAT, TEXT = "bool", "int", "float", "text"  # kinds of element
 
 
 class Datatype(Struct, frozen=True):
-    """One row of the table. `low` and `high` are the least and largest finite value; both 0 for kinds without."""
+    """One datatype. `low` and `high` are the smallest and largest finite value, or 0 for kinds without a range."""
 
     name: str
     kind: str
     size: int  # bytes of an element; 0: it varies
-    numpy: str = ""  # little-endian; of BF16, which numpy lacks, its raw bits
+    numpy: str = ""  # little-endian; for BF16, which numpy lacks, the type of its raw bits
     low: int | float = 0
     high: int | float = 0
 
@@ -55,7 +55,7 @@ def wire_name(datatype: str) -> str:
 
 
 def elements_of(shape: list[int]) -> int:
-    """How many elements a tensor of this shape has; that of no dimension has one."""
+    """How many elements a tensor of this shape has; a scalar (no dimensions) has one."""
     count = 1
     for dimension in shape:
         count *= dimension

@@ -1,4 +1,4 @@
-"""Errors on the wire: the HTTP status of each code, errors between processes, and errors of services decoded."""
+"""Errors on the wire: the HTTP status of each code, errors between processes, and decoding the errors of services."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchmill.wire.json_bytes import decode, shallow
 
 
 class Raised(Struct, frozen=True, tag="raised"):
-    """A BatchmillError as it travels."""
+    """A BatchmillError, encoded for another process."""
 
     kind: str
     code: str
@@ -31,7 +31,7 @@ class Raised(Struct, frozen=True, tag="raised"):
         return cls(kind.__name__, error.code, error.message, reason, wait_s)
 
     def error(self) -> BatchmillError:
-        """The error itself, of the kind it was."""
+        """Rebuild the error, with its class."""
         kind = getattr(errors, self.kind, BatchmillError)
         if issubclass(kind, JobPaused):
             return kind(self.message, reason=PauseReason(self.reason) if self.reason else None)
@@ -70,13 +70,13 @@ STATUSES: Mapping[str, int] = {
 }
 
 
-def with_own(own: Mapping[str, int]) -> Mapping[str, int]:
-    """The table of a dialect that has other statuses for these codes."""
+def with_overrides(own: Mapping[str, int]) -> Mapping[str, int]:
+    """The statuses of a dialect: the common ones, with these overrides."""
     return {**STATUSES, **own}
 
 
 def row_of(error: BatchmillError, table: Mapping[str, T]) -> T | None:
-    """The row of an error's code, or else of the nearest class that has one; None: neither it nor a class has a row."""
+    """Return the row of the error's code, or of its nearest class that has one; None: there is no row."""
     if error.code in table:
         return table[error.code]
     codes = (kind.code for kind in type(error).__mro__ if issubclass(kind, BatchmillError))
@@ -84,24 +84,24 @@ def row_of(error: BatchmillError, table: Mapping[str, T]) -> T | None:
 
 
 def status_of(error: BatchmillError, table: Mapping[str, int] = STATUSES) -> int:
-    """The status of an error. `table`: a dialect's, by `with_own`."""
+    """Return the HTTP status of an error. `table`: a dialect's, from `with_own`."""
     return row_of(error, table) or 500
 
 
 class UpstreamError(Struct, frozen=True):
-    """What an envelope says; texts are empty where it says nothing."""
+    """The decoded error envelope of a service; missing texts are empty."""
 
     message: str = ""
-    code: str = ""  # never a number: some services put the HTTP status there
+    code: str = ""  # never a number: some services put the HTTP status in `code`
     type: str = ""
     param: str | None = None
     status: int | None = None  # the HTTP status that `code` or `status` names
     request_id: str | None = None
-    has_envelope: bool = False  # a member `error`, and not only a message
+    has_envelope: bool = False  # there is a member `error`, not only a message
 
     @property
     def name(self) -> str:
-        """The first of `code` and `type` that is one."""
+        """`code`, or else `type`."""
         return self.code or self.type
 
 
@@ -109,7 +109,7 @@ NO_ERROR = UpstreamError()
 
 
 def decode_error(data: bytes) -> UpstreamError:
-    """What the body of a reply says. It never raises: what has no known envelope says nothing."""
+    """Decode the error in the body of a reply. It never raises: without a known envelope it returns NO_ERROR."""
     try:
         reply = decode(shallow(data))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
@@ -118,7 +118,7 @@ def decode_error(data: bytes) -> UpstreamError:
 
 
 def error_in(reply: Mapping[str, Any]) -> UpstreamError:
-    """What a reply says that is decoded already, or one member of its list of errors."""
+    """Read the error of a decoded reply, or of one member of its list of errors."""
     request_id = _text(reply.get("request_id")) or None
     inner = reply.get("error")
     if isinstance(inner, str):

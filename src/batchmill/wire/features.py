@@ -1,7 +1,7 @@
-"""What a body may have a service do besides answer: spend more, reach elsewhere, or read what its account holds.
+"""Features of services that a body may use: spending more, reaching other hosts, or reading data of the account.
 
-The account is the operator's. Callers of a server share it, so that each of these is closed to them until
-`models.NAME.features` names it; whoever runs a job by a command of the machine is not bounded.
+The account is the operator's, and all callers of a server share it. So each feature is refused until
+`models.NAME.features` allows it. Jobs that a command on the machine runs are not restricted.
 Sources: OpenAI's, Azure OpenAI's, Anthropic's and OpenRouter's API references.
 """
 
@@ -22,25 +22,28 @@ BACKGROUND, STORED, TOOLS, TIER, MODELS = "background", "stored", "hosted_tools"
 FEATURES = {
     BACKGROUND: "the service stores the answer, and no caller can fetch it",
     STORED: "it refers to data in the service's account, which all callers share",
-    TOOLS: "the service would run it at its own price, and reach other places with it",
+    TOOLS: "the service would run it at its own price, and reach other hosts with it",
     TIER: "the service would charge more for it",
     MODELS: "the service would run a model that the caller did not name",
 }
 NOTHING = (b"null", b"false", b'""', b"[]", b"{}")
-TIERS = ("auto", "default", "flex", "standard", "standard_only")  # that cost no more than none
-# Tools that the caller runs; the versions of Anthropic's have dates.
-_OWN_TOOL = re.compile(
+TIERS = ("auto", "default", "flex", "standard", "standard_only")  # tiers that cost no more than the default
+# Tools that the caller runs. Anthropic's tools have a date as their version.
+_CALLER_TOOL = re.compile(
     r"function|custom|local_shell|apply_patch|computer|computer_use_preview"
     r"|(bash|text_editor|computer|memory)_[0-9]{8}"
 )
 _IDS = frozenset({"file_id", "file_ids", "vector_store_ids", "container_id", "container"})
-_CALLERS_OWN = ("parameters", "input_schema")  # schemas of the caller's own tools, in which a name is a name
-# Whether an id may stand anywhere in a body: its letters, or an escape of one that a name could hide behind.
+_CALLER_SCHEMAS = (
+    "parameters",
+    "input_schema",
+)  # schemas of the caller's own tools; their property names are not references
+# Finds bodies that may hold an id: the member names, or JSON escapes that could hide their letters.
 _MAY_NAME = re.compile(rb'"(?:file_id|vector_store_id|container|item_reference)|\\u00(?:5[fF]|[67])')
 
 
 class Guarded(Struct, gc=False):
-    """The members of a body that are looked into; the structs of bodies extend it."""
+    """The members of a body that `check` reads; the structs of bodies extend it."""
 
     background: Raw | UnsetType = UNSET
     previous_response_id: Raw | UnsetType = UNSET
@@ -61,15 +64,15 @@ _PLAIN = {
     "web_search_options": TOOLS, "plugins": TOOLS, "mcp_servers": TOOLS, "data_sources": TOOLS,
     "models": MODELS, "fallbacks": MODELS,
 }  # fmt: skip
-_MAY_REFER = re.compile(rb'"id"|\\u')  # an item that is a reference has a member "id", perhaps written with escapes
+_MAY_REFER = re.compile(rb'"id"|\\u')  # an item that is a reference has a member "id", perhaps with JSON escapes
 _NAMES = tuple(Guarded.__struct_fields__)
 _any = msgspec.json.Decoder().decode
 
 
 def features_of(model: ModelSpec) -> frozenset[str]:
-    """What callers may have a model do; of one with routes what each way may.
+    """Return the features that callers of a model may use; for a model with routes, those that all routes allow.
 
-    An engine that runs here has no prices, and no tools but those that it was started with.
+    A local engine has no prices, and only the tools that it was started with.
     """
     if model.needs_route:
         return frozenset(FEATURES).intersection(*map(features_of, model.routes))
@@ -77,20 +80,20 @@ def features_of(model: ModelSpec) -> frozenset[str]:
 
 
 def check_features(features: Collection[str]) -> None:
-    """Raises: InvalidInput for a name that is none."""
+    """Raises: InvalidInput for an unknown feature."""
     for each in features:
         if each not in FEATURES:
-            raise InvalidInput(f"features: {each[:80]!r} is none; there are {', '.join(FEATURES)}")
+            raise InvalidInput(f"features: {each[:80]!r} is unknown; there are {', '.join(FEATURES)}")
 
 
-def check(found: Guarded, body: bytes | Raw, features: frozenset[str]) -> None:
-    """Refuse a body that asks for what is not among `features`. Raises: InvalidRow, `parameter_not_allowed`."""
-    said = [name for name in _NAMES if getattr(found, name) is not UNSET]
+def check(members: Guarded, body: bytes | Raw, features: frozenset[str]) -> None:
+    """Refuse a body that uses a feature that is not in `features`. Raises: InvalidRow, `parameter_not_allowed`."""
+    present = [name for name in _NAMES if getattr(members, name) is not UNSET]
     may_name = _MAY_NAME.search(body) is not None
-    if not (said or may_name):
+    if not (present or may_name):
         return
-    for name in said:
-        value = bytes(getattr(found, name))
+    for name in present:
+        value = bytes(getattr(members, name))
         if value in NOTHING:
             continue
         if name == "tools":
@@ -101,13 +104,13 @@ def check(found: Guarded, body: bytes | Raw, features: frozenset[str]) -> None:
                 raise _refusal(f"body.service_tier {_any(value)!r:.80}", TIER)
         elif _PLAIN[name] not in features:
             raise _refusal(f"body.{name}", _PLAIN[name])
-    if STORED not in features and may_name and (name := next(_ids(_any(body)), None)) is not None:
+    if STORED not in features and may_name and (name := next(_account_references(_any(body)), None)) is not None:
         raise _refusal(f"`{name}` in the body", STORED)
     _refuse_repeats(body)
 
 
 def check_response(prompt: Raw | UnsetType, input_: Raw, features: frozenset[str]) -> None:
-    """As `check`, of what only a body of the Responses API has: prompts and items that the account holds."""
+    """Check what only the Responses API has: stored prompts and items. Raises as `check`."""
     if STORED in features:
         return
     if prompt is not UNSET and bytes(prompt) not in NOTHING:
@@ -119,47 +122,47 @@ def check_response(prompt: Raw | UnsetType, input_: Raw, features: frozenset[str
 
 
 def _hosted(tools: Any) -> str | None:
-    """The first tool that the service itself would run, as a message names it."""
+    """Return the first tool that the service would run, as an error message names it."""
     for tool in tools if isinstance(tools, list) else [tools]:
         if not isinstance(tool, dict):
-            return "what is no object"
+            return "a value that is not an object"
         kind = tool.get("type")
-        is_own = "name" in tool and "input_schema" in tool if kind is None else isinstance(kind, str)
-        if not is_own or (kind is not None and _OWN_TOOL.fullmatch(kind) is None):
+        is_of_caller = "name" in tool and "input_schema" in tool if kind is None else isinstance(kind, str)
+        if not is_of_caller or (kind is not None and _CALLER_TOOL.fullmatch(kind) is None):
             return f"the type {kind!r:.80}"
     return None
 
 
-def _ids(value: Any) -> Iterator[str]:
-    """The members of a body, however deep, that name something of the account."""
-    open_ = [value]
-    while open_:
-        at = open_.pop()
-        if isinstance(at, dict):
-            yield from (name for name in at if name in _IDS and at[name] and not isinstance(at[name], dict))
-            open_ += (at[name] for name in at if name not in _CALLERS_OWN and at.get("type") != "tool_use")
-        elif isinstance(at, list):
-            open_ += at
+def _account_references(value: Any) -> Iterator[str]:
+    """Yield the member names, at any depth, that refer to data of the account."""
+    stack = [value]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            yield from (name for name in node if name in _IDS and node[name] and not isinstance(node[name], dict))
+            stack += (node[name] for name in node if name not in _CALLER_SCHEMAS and node.get("type") != "tool_use")
+        elif isinstance(node, list):
+            stack += node
 
 
 def _refuse_repeats(body: bytes | Raw) -> None:
-    """A member that stands twice is read in one way here, and may be in another there. Raises: InvalidRow."""
+    """Refuse repeated members: parsers differ in which of the two they read. Raises: InvalidRow."""
 
-    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs):
-            raise InvalidRow("a member of the body stands twice in one object: write it once", code="invalid_field")
-        return made
+    def unique_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        members = dict(pairs)
+        if len(members) < len(pairs):
+            raise InvalidRow("an object of the body has a member twice: write it once", code="invalid_field")
+        return members
 
     try:
-        json.loads(bytes(body), object_pairs_hook=members)
+        json.loads(bytes(body), object_pairs_hook=unique_members)
     except (RecursionError, ValueError) as error:
         raise InvalidRow(f"the body cannot be read: {error}", code="invalid_field") from None
 
 
-def _refusal(what: str, feature: str) -> InvalidRow:
+def _refusal(parameter: str, feature: str) -> InvalidRow:
     return InvalidRow(
-        f"{what} is not allowed: {FEATURES[feature]}; the operator of the server can allow it with "
+        f"{parameter} is not allowed: {FEATURES[feature]}; the operator of the server can allow it with "
         f"models.NAME.features = [{feature!r}]",
         code="parameter_not_allowed",
     )

@@ -1,4 +1,4 @@
-"""Body fields beside OpenAI's: those a managed engine server understands, by URL, and those of LoRAX."""
+"""Body fields beyond OpenAI's: those that a managed engine server knows, by URL, and those of LoRAX."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from batchmill.errors import InvalidRow
 from batchmill.wire.forms import CHAT, CLASSIFY, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
 from batchmill.wire.json_bytes import encode, join_object, split_object
 
-# Of OpenAI's fields, those that cannot change an answer: accepted everywhere, and without effect in a managed engine.
+# OpenAI's fields that cannot change an answer. They are accepted everywhere, and have no effect in a managed engine.
 NO_EFFECT = frozenset(
     ["metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"]
 )
 
-# OpenAI's fields that an engine may lack -> values, as JSON, with which OpenAI does what it does without them. With any
-# other they are refused, as OpenAI refuses them for a model that cannot do what they ask for.
+# OpenAI's fields that an engine may lack -> their neutral values: OpenAI treats them as if the field were absent. Any
+# other value is refused, as OpenAI refuses it for a model without the feature.
 DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
     "conversation": (None,),
@@ -32,7 +32,7 @@ DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
-DEFAULT_BYTES_MAX = 128  # of a value that can be one of these
+DEFAULT_BYTES_MAX = 128  # a longer value is not one of these
 
 _GENERATE = """
     cache_salt ec_transfer_params frequency_penalty ignore_eos include_stop_str_in_output kv_transfer_params logit_bias
@@ -83,7 +83,7 @@ KNOWN_FIELDS: Mapping[str, frozenset[str]] = {
 def unknown_fields(
     url: str, members: Mapping[str, bytes | Raw], known: Mapping[str, frozenset[str]] = KNOWN_FIELDS
 ) -> list[str]:
-    """The members of a request body that the engine would ignore, and that say something; none for an unknown URL."""
+    """Return the members of a body that the engine would ignore, except neutral values; none for an unknown URL."""
     fields = known.get(url)
     if fields is None or members.keys() <= fields:
         return []
@@ -100,7 +100,7 @@ def _is_default(name: str, value: bytes | Raw) -> bool:
 
 
 def refusal(url: str, unknown: list[str], known: Mapping[str, frozenset[str]] = KNOWN_FIELDS) -> str:
-    """The sentence that refuses unknown fields, each with the name that it may have been meant to be."""
+    """Render the message that refuses unknown fields, with the nearest known name for each."""
     named = []
     for name in unknown[:8]:
         if name in DEFAULTS:
@@ -114,14 +114,14 @@ def refusal(url: str, unknown: list[str], known: Mapping[str, frozenset[str]] = 
 
 
 def fields_of_openapi(document: dict[str, Any], urls: Collection[str] = KNOWN_FIELDS) -> dict[str, frozenset[str]]:
-    """What a running server itself says it knows, for those of the URLs whose body it describes."""
-    found = {}
+    """Return the fields that a running server's OpenAPI document lists, for those of the URLs that it describes."""
+    fields = {}
     for url in urls:
         schema = _body_schema(document, url)
         names = _properties(document, schema) if schema is not None else frozenset()
         if names:
-            found[url] = names | NO_EFFECT
-    return found
+            fields[url] = names | NO_EFFECT
+    return fields
 
 
 def _body_schema(document: dict[str, Any], url: str) -> Any:
@@ -132,7 +132,7 @@ def _body_schema(document: dict[str, Any], url: str) -> Any:
 
 
 def _properties(document: dict[str, Any], schema: dict[str, Any], depth: int = 0) -> frozenset[str]:
-    """The property names of a schema; of all its alternatives together, where it has several."""
+    """Return the property names of a schema and of all its alternatives."""
     if depth > 8:
         return frozenset()
     if isinstance(reference := schema.get("$ref"), str):
@@ -146,7 +146,7 @@ def _properties(document: dict[str, Any], schema: dict[str, Any], depth: int = 0
 
 RENAMED = {"ignore_eos_token": "ignore_eos"}
 FORMAT = "response_format"
-# What it cannot do -> why, and what to do.
+# LoRAX's fields that are not supported -> why, and what to do.
 REFUSED = {
     "adapter_id": "name the adapter in `model`",
     "adapter_source": "an adapter is registered with its source: leave it out",
@@ -154,7 +154,7 @@ REFUSED = {
     "api_token": "an adapter is fetched when it is registered, with a token of its own: leave it out",
 }
 KNOWN = frozenset([*RENAMED, *REFUSED, FORMAT])
-NOTHING = (b"null", b'""')  # a client's way to say nothing
+NOTHING = (b"null", b'""')  # values that clients send for an absent field
 _HINT = re.compile(b"|".join(b'"%b"' % name.encode() for name in sorted(KNOWN)))
 
 
@@ -164,22 +164,22 @@ class _Format(Struct):
     json_schema: Raw = Raw(b"null")
 
 
-def in_engine_words(body: bytes) -> bytes:
-    """A request body with its fields translated. Raises: InvalidRow, naming the field."""
-    if _HINT.search(body) is None:  # as nearly all are
+def translate_body(body: bytes) -> bytes:
+    """Translate LoRAX's fields of a request body for the engine. Raises: InvalidRow, naming the field."""
+    if _HINT.search(body) is None:  # nearly all bodies
         return body
     members = split_object(body)
-    found = translated(members)
-    return body if found == members else join_object(found)
+    result = translate_fields(members)
+    return body if result == members else join_object(result)
 
 
-def translated(members: Mapping[str, Raw]) -> dict[str, Raw]:
-    """The members in the engine's words. Raises: InvalidRow, naming the field."""
-    found = dict(members)
+def translate_fields(members: Mapping[str, Raw]) -> dict[str, Raw]:
+    """Translate LoRAX's fields for the engine. Raises: InvalidRow, naming the field."""
+    result = dict(members)
     for name in KNOWN.intersection(members):
-        value = found.pop(name)
+        value = result.pop(name)
         if name == FORMAT:
-            found[name] = _format(value)
+            result[name] = _format(value)
         elif bytes(value) in NOTHING:
             continue
         elif name in REFUSED:
@@ -187,21 +187,21 @@ def translated(members: Mapping[str, Raw]) -> dict[str, Raw]:
         elif RENAMED[name] in members:
             raise InvalidRow(f"body has {name} and {RENAMED[name]}, which mean the same", code="invalid_field")
         else:
-            found[RENAMED[name]] = value
-    return found
+            result[RENAMED[name]] = value
+    return result
 
 
 def lorax_refusal(name: str) -> InvalidRow:
-    """Of a name in REFUSED."""
-    return InvalidRow(f"body.{name} is not taken: {REFUSED[name]}", code="parameter_not_allowed")
+    """The error for a field in REFUSED."""
+    return InvalidRow(f"body.{name} is not supported: {REFUSED[name]}", code="parameter_not_allowed")
 
 
 def _format(value: Raw) -> Raw:
-    """LoRAX's `{"type": "json_object", "schema": …}` as OpenAI writes it; others as they are."""
+    """Translate LoRAX's `{"type": "json_object", "schema": …}` to OpenAI's format; other values are unchanged."""
     try:
         declared = msgspec.json.decode(value, type=_Format | None)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-        return value  # the engine says what is wrong with it
+        return value  # the engine refuses it
     if declared is None or bytes(declared.schema) == b"null":
         return value
     if declared.type != "json_object" or bytes(declared.json_schema) != b"null":

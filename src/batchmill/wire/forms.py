@@ -1,7 +1,7 @@
-"""How a row is read and its result written: OpenAI batch rows, and rows of a table, with prompt templates.
+"""Forms read rows and write results: OpenAI batch rows, and rows of a table, with prompt templates.
 
-In a template `{column}` is replaced; `{{` and `}}` stand for the braces themselves. A form is part of a job's
-description. It knows bytes and JSON only: no files, no engines, no ledger.
+In a template `{column}` is replaced; `{{` and `}}` are literal braces. A form is part of a job's description. It knows
+bytes and JSON only: no files, no engines, no ledger.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Parts = tuple[tuple[str, str | None], ...]  # (literal text, column that follows
 
 @lru_cache(maxsize=64)
 def parse(template: str) -> Parts:
-    """Split a template. Only bare column names stand in braces: no attributes, indexes or format specs.
+    """Split a template. Braces may hold only a column name: no attributes, indexes or format specs.
 
     Raises: InvalidInput (`invalid_template`).
     """
@@ -57,9 +57,9 @@ def render(template: str, values: Mapping[str, str]) -> str:
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 RESPONSES, RERANK, SCORE = "/v1/responses", "/v1/rerank", "/v1/score"
 URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, RERANK, SCORE)
-MODERATIONS, MESSAGES = "/v1/moderations", "/v1/messages"  # of OpenAI, and of Anthropic: not of every service
+MODERATIONS, MESSAGES = "/v1/moderations", "/v1/messages"  # only OpenAI and only Anthropic have these
 CLASSIFY = "/classify"
-TOKENS_MAX = 2**40  # of one row: what a reply claims beyond it is no count, and sums of it would not fit the ledger
+TOKENS_MAX = 2**40  # of one row: a larger count of a reply is wrong, and its sums would not fit the ledger
 
 
 class RowLine(Struct, forbid_unknown_fields=True, gc=False):
@@ -86,7 +86,7 @@ class _FailedResponse(Struct):
 
 
 class _Failed(Struct):
-    """What an error line says of its cause."""
+    """The members of an error line that name the cause."""
 
     response: _FailedResponse | None = None
     error: RowError | None = None
@@ -105,10 +105,10 @@ _table_error = msgspec.json.Decoder(_TableError)
 
 
 class OpenAIForm(Struct, frozen=True, tag="openai"):
-    """`custom_id`, `method`, `url`, `body` in; the Batch API's output and error lines out."""
+    """Reads `custom_id`, `method`, `url` and `body`; writes the Batch API's output and error lines."""
 
-    id_prefix: str = "batch_req_"  # + the row's number: unique and the same each time the file is written
-    together: bool = False  # the error lines stand among the others
+    id_prefix: str = "batch_req_"  # + the row's number: unique, and the same each time the file is written
+    together: bool = False  # error lines go into the output file, between the others
     is_text: ClassVar[bool] = False
 
     @property
@@ -121,20 +121,20 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
         return Request(line.url, bytes(line.body), line.custom_id)
 
     def arguments(self, row: Row) -> dict[str, Any]:
-        """The fields of `body`, for a function."""
+        """Return the fields of `body`, for a function."""
         line = _arguments.decode(row.raw)
-        row.custom_id = line.custom_id  # type: ignore[assignment]  # Raw has the buffer that % wants
+        row.custom_id = line.custom_id  # type: ignore[assignment]  # Raw has the buffer that % needs
         return line.body
 
     def arguments_of(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """`arguments` of many rows at once; raises where one of them cannot be read."""
+        """Return the `arguments` of many rows at once; raises if one of them cannot be read."""
         lines = list(map(_arguments.decode, [row.raw for row in rows]))
         for row, line in zip(rows, lines, strict=True):
             row.custom_id = line.custom_id  # type: ignore[assignment]  # as in `arguments`
         return [line.body for line in lines]
 
     def write_all(self, outcomes: Sequence[Outcome]) -> list[bytes]:
-        """`write` for many outcomes; rows of a function, whose replies have no ids, take the short way."""
+        """`write` for many outcomes; replies without ids, as of functions, take a shorter path."""
         line, write = _replied_line(self.id_prefix), self.write
         lines = []
         for outcome in outcomes:
@@ -146,7 +146,7 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
         return lines
 
     def write(self, outcome: Outcome) -> bytes:
-        """The finished line of an output or error file."""
+        """Render the line of an output or error file."""
         row, body, number = outcome.row, outcome.body, outcome.row.number
         custom_id = self._custom_id(row.raw) if row.custom_id is None else row.custom_id
         if body is None:
@@ -156,7 +156,7 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
         return _answered_line(self.id_prefix) % (number, custom_id, outcome.status, encode(outcome.request_id), body)
 
     def follow(self, leader: Row, line: bytes, row: Row) -> bytes:
-        """The line of a row that shares its leader's outcome: its own ids, usage 0, and whom it followed."""
+        """Render the line of a row that shares its leader's outcome: its own ids, usage 0, and `folded_from`."""
         members: dict[str, Any] = dict(split_object(line))
         members["id"] = f"{self.id_prefix}{row.number}"
         members["custom_id"] = Raw(self._custom_id(row.raw))
@@ -171,7 +171,7 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
         return encode(members) + b"\n"
 
     def cause(self, line: bytes) -> RowError:
-        """Why a row failed, out of the line that `write` or `follow` made of it."""
+        """Read why a row failed from the line that `write` or `follow` made."""
         members = _failed.decode(line)
         if members.error is not None:
             return members.error
@@ -186,7 +186,7 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
 
     @staticmethod
     def _custom_id(raw: bytes) -> bytes:
-        """The `custom_id` as it was written, or null for a line that holds none."""
+        """Return the `custom_id` as its bytes, or null for a line without one."""
         try:
             return bytes(_id.decode(raw).custom_id)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
@@ -207,7 +207,7 @@ def _answered_line(id_prefix: str) -> bytes:
 
 @lru_cache(maxsize=64)
 def _failed_line(id_prefix: str) -> bytes:
-    """Template of a line to which no reply came: number, custom_id, error."""
+    """Template of a line without a reply: number, custom_id, error."""
     return _head(id_prefix) + b'"response":null,"error":%b}\n'
 
 
@@ -216,29 +216,29 @@ def _head(id_prefix: str) -> bytes:
 
 
 class TableForm(Struct, frozen=True, tag="table"):
-    """Columns in; the same columns and `output`, `error` out.
+    """Reads columns; writes the same columns with `output` and `error`.
 
-    With a `prompt` each row becomes one call of `url`; without, the columns are a function's arguments by name.
+    With a `prompt` each row becomes one call of `url`; without one the columns are a function's arguments by name.
     """
 
     prompt: str | None = None
     system: str | None = None
     url: str = CHAT
     params: dict[str, Any] = {}  # further fields of each request's body
-    is_text: bool = False  # every cell is a string, whatever it stands for: the table was CSV
+    is_text: bool = False  # every cell is a string, because the table was CSV
 
     errors_apart: ClassVar[bool] = False
     reserved: ClassVar[tuple[str, ...]] = ("output", "error", "folded_from")
 
     def columns(self) -> list[str]:
-        """The columns that the templates need."""
+        """Return the columns that the templates need."""
         needed = [columns(text) for text in (self.system, self.prompt) if text is not None]
         return list(dict.fromkeys(name for names in needed for name in names))
 
     def request(self, row: Row) -> Request:
         if self.prompt is None:
             raise InvalidRow(
-                'a table row is no request by itself: say how its columns become one with --prompt "… {column} …"',
+                'a table row is not a request: make its columns one with --prompt "… {column} …"',
                 code="missing_prompt",
             )
         cells = {name: text_of(value) for name, value in split_object(row.raw).items()}
@@ -258,11 +258,11 @@ class TableForm(Struct, frozen=True, tag="table"):
         return {"prompt" if self.url == COMPLETIONS else "input": text}
 
     def arguments(self, row: Row) -> dict[str, Any]:
-        """Every column; the function engine passes those that the function names."""
+        """Return every column; the function engine passes those that the function has as parameters."""
         return _columns.decode(row.raw)
 
     def arguments_of(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """`arguments` of many rows at once; raises where one of them cannot be read."""
+        """Return the `arguments` of many rows at once; raises if one of them cannot be read."""
         return list(map(_columns.decode, [row.raw for row in rows]))
 
     def write_all(self, outcomes: Sequence[Outcome]) -> list[bytes]:
@@ -270,7 +270,7 @@ class TableForm(Struct, frozen=True, tag="table"):
         return list(map(self.write, outcomes))
 
     def write(self, outcome: Outcome) -> bytes:
-        """The row's columns with `output` and `error`, as one JSON line."""
+        """Render the row's columns with `output` and `error`, as one JSON line."""
         if outcome.error is not None:
             text = f"{outcome.error.code}: {outcome.error.message}"
             return append_members(_object_or_empty(outcome.row.raw), b'"output":null,"error":' + encode(text)) + b"\n"
@@ -279,10 +279,10 @@ class TableForm(Struct, frozen=True, tag="table"):
         return append_members(outcome.row.raw, b'"output":' + output + b',"error":null') + b"\n"
 
     def _output(self, body: bytes) -> bytes:
-        """What a person asked for out of a reply: the text, the vector; the whole reply where it has no such part."""
+        """Extract the text or the vector of a reply; without either, return the whole reply."""
         try:
             reply = decode(body)
-        except RecursionError:  # nested too deep to look into: it is handed on as it is
+        except RecursionError:  # nested too deep to decode: it is returned unchanged
             return body
         match self.url, reply:
             case "/v1/chat/completions", {"choices": [{"message": {"content": str(text)}}]}:
@@ -297,12 +297,12 @@ class TableForm(Struct, frozen=True, tag="table"):
                 return body
 
     def cause(self, line: bytes) -> RowError:
-        """Why a row failed, out of the line that `write` or `follow` made of it."""
+        """Read why a row failed from the line that `write` or `follow` made."""
         code, _, message = _table_error.decode(line).error.partition(": ")
         return RowError(code, message)
 
     def follow(self, leader: Row, line: bytes, row: Row) -> bytes:
-        """The line of a row that shares its leader's outcome: its own columns and whom it followed."""
+        """Render the line of a row that shares its leader's outcome: its own columns and `folded_from`."""
         members = split_object(line)
         shared = b'"output":%s,"error":%s,"folded_from":%d' % (
             bytes(members["output"]),
@@ -316,7 +316,7 @@ Form = OpenAIForm | TableForm
 
 
 def usage_of(reply: dict[str, Any]) -> Usage | None:
-    """The tokens an OpenAI-style reply reports: chat, completions, embeddings, responses. None: it reports none."""
+    """Return the token usage that an OpenAI-style reply reports (chat, completions, embeddings, responses), or None."""
     usage = reply.get("usage")
     if not isinstance(usage, dict):
         return None
@@ -329,13 +329,13 @@ def usage_of(reply: dict[str, Any]) -> Usage | None:
 
 
 def counted(input_tokens: int, cached_tokens: int, output_tokens: int) -> Usage:
-    """Usage out of what a reply claims: each count 0 to TOKENS_MAX, and no more input cached than there was."""
+    """Make a valid Usage from a reply's counts: each from 0 to TOKENS_MAX, and cached input at most all input."""
     inside = min(max(input_tokens, 0), TOKENS_MAX)
     return Usage(inside, min(max(cached_tokens, 0), inside), min(max(output_tokens, 0), TOKENS_MAX))
 
 
 def with_model(body: bytes, model: str) -> bytes:
-    """The request body sent to `model`; every other field keeps its exact bytes."""
+    """Return the request body with this model; every other field keeps its exact bytes."""
     return join_object({**split_object(body), "model": model})
 
 
@@ -379,7 +379,7 @@ def _output_text(part: Any) -> str | None:
 
 
 def _object_or_empty(raw: bytes) -> bytes:
-    """`raw` where it is a JSON object, or an empty one for a line that is none."""
+    """Return `raw` if it is a JSON object, otherwise an empty object."""
     try:
         split_object(raw)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):

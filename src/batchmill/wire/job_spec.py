@@ -1,4 +1,4 @@
-"""A job's description, as it lies in `job.json` and travels to the processes that work on it."""
+"""The description of a job, as stored in `job.json` and sent to the processes that work on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from batchmill.wire.forms import Form
 
 
 class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """A job's description, written as `job.json` before any row runs."""
+    """The description of a job. It is written to `job.json` before any row runs."""
 
     id: str
     dataset: DatasetSpec
@@ -19,15 +19,15 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     form: Form
     policy: Policy
     output: str | None  # absolute path of the result file, None: kept with the job
-    identity: str  # sha256 of what makes it this job and no other, but for the bytes of input and code
+    identity: str  # sha256 of all that identifies the job, except the bytes of input and code
     code: dict[str, str]  # model name -> sha256 of its function's source
     created: float  # seconds since the epoch, UTC
-    endpoint: str | None = None  # the following as in types.JobOrder
+    endpoint: str | None = None  # this and the next fields are as in types.JobOrder
     rows_max: int | None = None
     default_model: bool = True
     project: str = "default"
     labels: dict[str, str] = {}
     origin: dict[str, Any] | None = None
     output_format: str = "jsonl"
-    used: list[str] = []  # names of the models and adapters that rows go to, once a frontend's job is planned
-    routing: dict[str, list[str]] = {}  # model name -> why it goes the way it goes, of those that have several
+    used: list[str] = []  # names of the models and adapters of its rows; set when a frontend's job is planned
+    routing: dict[str, list[str]] = {}  # model name -> why its route was chosen; only of models with several routes

@@ -1,7 +1,7 @@
 """JSON bodies with placeholders: compiled once, filled for every row.
 
-What a caller gives is data: inside of a JSON string it is escaped, elsewhere it must be a JSON value of its own, and
-placeholders that happen to stand in it are text. The values of a template's own author stand as they were written.
+A caller's values are data. Inside a JSON string they are escaped, elsewhere they must be complete JSON values, and
+placeholders inside them are plain text. The values of a template's author are inserted unchanged.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from batchmill.errors import InvalidInput
 from batchmill.wire.json_bytes import encode, shallow
 
 PARAMETERS, CREDENTIAL = "parameters", "credential"
-BRACES_MAX = 32  # within one another, in a default
-TO_STRING = ".toString()"  # at the end of a name: the text of the parameter, escaped for a JSON string
+BRACES_MAX = 32  # nesting of braces in a default
+TO_STRING = ".toString()"  # suffix of a name: insert the parameter's text, escaped for a JSON string
 
 _START = re.compile(r"(\$?)\$\{(parameters|credential)\.")
 
 
-class Hole(Struct, frozen=True):
+class Placeholder(Struct, frozen=True):
     """One placeholder."""
 
     scope: str  # PARAMETERS or CREDENTIAL
     name: str
-    default: str | None  # what stands there when nothing fills it; may hold placeholders itself
-    text: str  # as it was written
+    default: str | None  # used if there is no value; it may hold placeholders itself
+    text: str  # the placeholder's source text
 
 
-def split(text: str) -> list[str | Hole]:
-    """The literal pieces and the placeholders of a text, in their order. `$${parameters.x}` is literal, less a `$`."""
-    pieces: list[str | Hole] = []
+def split(text: str) -> list[str | Placeholder]:
+    """Split a text into literal pieces and placeholders. `$${parameters.x}` is a literal `${parameters.x}`."""
+    pieces: list[str | Placeholder] = []
     literal, at, last = "", 0, text.rfind("}")
     while start := _START.search(text, at):
         literal += text[at : start.start()]
@@ -48,33 +48,33 @@ def split(text: str) -> list[str | Hole]:
             pieces.append(literal)
         literal, at = "", end + 1
         name, mark, default = text[start.end() : end].partition(":-")
-        pieces.append(Hole(start[2], name, default if mark else None, text[start.start() : at]))
+        pieces.append(Placeholder(start[2], name, default if mark else None, text[start.start() : at]))
     literal += text[at:]
     return [*pieces, literal] if literal else pieces
 
 
-def holes(text: str) -> Iterator[Hole]:
-    """Every placeholder of a text, those within defaults too."""
+def find_placeholders(text: str) -> Iterator[Placeholder]:
+    """Yield every placeholder of a text, including those in defaults."""
     for piece in split(text):
-        if isinstance(piece, Hole):
+        if isinstance(piece, Placeholder):
             yield piece
-            yield from holes(piece.default or "")
+            yield from find_placeholders(piece.default or "")
 
 
 def _end_of(text: str, at: int) -> int:
-    """Where the brace stands that closes a placeholder. Braces of a default come in pairs, and not too deep.
+    """Return where the closing brace of a placeholder is. Braces in a default must be balanced, to a limited depth.
 
-    However many placeholders are never closed, each is followed only so far.
+    The search is bounded for each placeholder, even if many are never closed.
     """
     first = text.find("}", at)
     depth = 0
-    for found in _BRACES.finditer(text, at):
-        if found[0] == "{":
+    for brace in _BRACES.finditer(text, at):
+        if brace[0] == "{":
             depth += 1
             if depth > BRACES_MAX:
                 break
         elif depth == 0:
-            return found.start()
+            return brace.start()
         else:
             depth -= 1
     return first
@@ -83,33 +83,33 @@ def _end_of(text: str, at: int) -> int:
 _BRACES = re.compile(r"[{}]")
 
 
-DEPTH_MAX = 32  # parameters that refer to one another
-FILLS_MAX = 10_000  # places that one template comes to when they are followed
-BYTES_MAX = 4 * 1024 * 1024  # of everything that its author wrote
-BODY_BYTES_MAX = 64 * 1024 * 1024  # of a body that was filled, however often a value stands in it
+DEPTH_MAX = 32  # length of a chain of parameters that refer to one another
+FILLS_MAX = 10_000  # placeholders of one template, with those that its parameters bring in
+BYTES_MAX = 4 * 1024 * 1024  # of everything that the author wrote
+BODY_BYTES_MAX = 64 * 1024 * 1024  # of a filled body
 
-_BARE, _QUOTED, _STRING = 0, 1, 2  # where a value goes: outside of strings, into one, in place of a whole one
+_BARE, _QUOTED, _STRING = 0, 1, 2  # where a value goes: outside of strings, inside a string, replacing a whole string
 _WORD = re.compile(r"\w+", re.ASCII)
 _MARKS = re.compile(r'\\.|"', re.DOTALL)
 
 _raw = msgspec.json.Decoder(Raw)
 
 
-class _Place:
-    """Where a value goes."""
+class _PlaceholderNode:
+    """A compiled placeholder."""
 
-    __slots__ = ("is_inner", "name", "own", "style", "text")
+    __slots__ = ("fallback", "is_inner", "name", "style", "text")
 
     def __init__(self, name: str, style: int, text: bytes) -> None:
         self.name = name
         self.style = style
-        self.text = text  # what stands there as long as nothing fills it
-        self.own: list[Any] | None = None  # what its author has for it; None: nothing
-        self.is_inner = False  # `own` is JSON that goes into a string: filled first, then escaped
+        self.text = text  # left in the body if there is no value
+        self.fallback: list[Any] | None = None  # the author's value, compiled; None: there is none
+        self.is_inner = False  # `fallback` is JSON inside a string: it is filled first, then escaped
 
 
 class _Loop:
-    """Where parameters come back to one that they began with."""
+    """A chain of parameters that returns to its first one."""
 
     __slots__ = ("names",)
 
@@ -118,28 +118,31 @@ class _Loop:
 
 
 class Filling:
-    """How one body is filled, and what was found missing."""
+    """The options for filling one body, and the names that have no value."""
 
     __slots__ = ("is_broken", "is_typed", "left", "missing", "raw")
 
     def __init__(self, raw: Collection[str] = (), is_typed: bool = False) -> None:
-        self.raw = raw  # names whose values go in as they are
-        self.is_typed = is_typed  # a str is a JSON string wherever it stands; else it may be the text of other JSON
+        self.raw = raw  # names whose values are inserted unchanged
+        self.is_typed = is_typed  # a str always becomes a JSON string; else it may be the text of other JSON
         self.left = BODY_BYTES_MAX
         self.missing: list[str] = []
-        self.is_broken = False  # a value stands where only JSON can, and is none
+        self.is_broken = False  # a value that is not JSON was inserted where only JSON is valid
 
 
 class JsonTemplate:
-    """A template, and the parameters of its author."""
+    """A compiled template with its author's parameters."""
 
     def __init__(self, text: str, own: Mapping[str, str]) -> None:
-        """Raises: InvalidInput, `template_too_large` when following its parameters does not come to an end soon, or
-        `invalid_template` where a backslash would swallow the beginning of a value."""
+        """Args: own: the author's parameters.
+
+        Raises: InvalidInput: `template_too_large` if the parameters refer to one another beyond a limit,
+        `invalid_template` if a backslash comes before a placeholder and would escape the beginning of a value.
+        """
         self._nodes = _Compiler(own).compile(text, False, ())
 
     def fill(self, values: Mapping[str, Any], filling: Filling) -> bytes:
-        """The body with the values of one call; what is missing stays as it is written.
+        """Fill the body with the values of one call. Placeholders without a value stay in the text.
 
         Raises: InvalidInput, `placeholder_loop`, `invalid_encoding` for half a character, `nesting_too_deep`,
         `payload_too_large`.
@@ -155,7 +158,7 @@ class JsonTemplate:
 
 
 def is_payload(data: bytes) -> bool:
-    """A JSON object or array, or lines that are."""
+    """Whether data is a JSON object or array, or lines of them."""
     if _is_container(data):
         return True
     lines = [line for line in data.splitlines() if line.strip()]
@@ -184,46 +187,46 @@ def _write(nodes: list[Any], values: Mapping[str, Any], filling: Filling, out: l
             raise InvalidInput(loop_message(node.names), code="placeholder_loop")
         value = values.get(node.name)
         if value is not None:
-            data = _given(node, value, filling)
+            data = _render_value(node, value, filling)
             out.append(data)
             filling.left -= len(data)
             if filling.left < 0:
                 raise InvalidInput(
-                    f"the body of a call comes to more than {BODY_BYTES_MAX:,} bytes once its template is filled: "
-                    "make its parameters shorter, or name them less often",
+                    f"the filled body of a call is longer than {BODY_BYTES_MAX:,} bytes: "
+                    "shorten its parameters, or use them less often",
                     code="payload_too_large",
                 )
-        elif node.own is None:
+        elif node.fallback is None:
             filling.missing.append(node.name)
             out.append(node.text)
         elif node.is_inner:
             inner: list[bytes] = []
-            _write(node.own, values, filling, inner)
+            _write(node.fallback, values, filling, inner)
             out.append(_escape(b"".join(inner).decode()))
         else:
-            _write(node.own, values, filling, out)
+            _write(node.fallback, values, filling, out)
 
 
 def loop_message(names: tuple[str, ...]) -> str:
-    """What is said of parameters that refer to themselves. Source: Apache's StringSubstitutor."""
+    """Render the error for parameters that refer to themselves. Source: Apache's StringSubstitutor."""
     paths = [f"parameters.{name}" for name in names]
     return f"Infinite loop in property interpolation of {paths[-1]}: {'->'.join(paths)}"
 
 
-def _given(place: _Place, value: Any, filling: Filling) -> bytes:
-    if place.style == _BARE:
-        return _bare(place.name, value, filling)
+def _render_value(node: _PlaceholderNode, value: Any, filling: Filling) -> bytes:
+    if node.style == _BARE:
+        return _render_bare(node.name, value, filling)
     text = value if value.__class__ is str else encode(value).decode()
-    inner = text.encode() if place.name in filling.raw else _escape(text)
-    return inner if place.style == _QUOTED else b'"%s"' % inner
+    inner = text.encode() if node.name in filling.raw else _escape(text)
+    return inner if node.style == _QUOTED else b'"%s"' % inner
 
 
-def _bare(name: str, value: Any, filling: Filling) -> bytes:
+def _render_bare(name: str, value: Any, filling: Filling) -> bytes:
     if value.__class__ is not str or filling.is_typed:
         return encode(value)
     data = value.encode()
     if name not in filling.raw and not is_json(data):
-        filling.is_broken = True  # whatever it does to the text around it
+        filling.is_broken = True
     return data
 
 
@@ -232,15 +235,15 @@ def _escape(text: str) -> bytes:
 
 
 class _Compiler:
-    """Follows the placeholders of a template into the values of its author, within limits."""
+    """Compiles a template, and the author's values for its placeholders, within limits."""
 
     def __init__(self, own: Mapping[str, str]) -> None:
-        self._own = own
+        self._parameters = own
         self._fills = 0
         self._bytes = 0
 
     def compile(self, text: str, is_quoted: bool, path: tuple[str, ...], is_plain: bool = False) -> list[Any]:
-        """`is_plain`: text that is to be escaped wherever it stands."""
+        """Compile a text. `is_plain`: the text is always escaped for a JSON string."""
         self._count(len(text), path)
         pieces = split(text)
         nodes: list[Any] = []
@@ -256,57 +259,57 @@ class _Compiler:
                 nodes[-1] = nodes[-1][:-1]
                 pieces[index + 1] = pieces[index + 1][1:]
                 is_quoted = False
-                nodes.append(self._place(piece, _STRING, path))
+                nodes.append(self._compile_placeholder(piece, _STRING, path))
             else:
-                nodes.append(self._place(piece, _QUOTED if is_quoted or is_plain else _BARE, path))
-        return _joined(nodes)
+                nodes.append(self._compile_placeholder(piece, _QUOTED if is_quoted or is_plain else _BARE, path))
+        return _join_text(nodes)
 
-    def _place(self, hole: Hole, style: int, path: tuple[str, ...]) -> Any:
-        name, is_text = hole.name, False
+    def _compile_placeholder(self, placeholder: Placeholder, style: int, path: tuple[str, ...]) -> Any:
+        name, is_text = placeholder.name, False
         if name.endswith(TO_STRING):
             name, is_text, style = name.removesuffix(TO_STRING), True, _QUOTED
-        place = _Place(name, style, hole.text.encode())
-        written = self._own.get(name)
-        if written is None:
-            written = hole.default
+        node = _PlaceholderNode(name, style, placeholder.text.encode())
+        value = self._parameters.get(name)
+        if value is None:
+            value = placeholder.default
         elif name in path:
-            place.own = [_Loop((*path[path.index(name) :], name))]
-            return place
-        if written is None:
-            return place
+            node.fallback = [_Loop((*path[path.index(name) :], name))]
+            return node
+        if value is None:
+            return node
         inside = (*path, name)
         if style == _BARE:
-            place.own = self.compile(written, False, inside)
+            node.fallback = self.compile(value, False, inside)
         elif style == _QUOTED:
-            self._into_string(place, written, inside, is_text)
-        elif name in self._own:
-            place.own = [b'"', self._place(hole, _QUOTED, path), b'"']
+            self._compile_into_string(node, value, inside, is_text)
+        elif name in self._parameters:
+            node.fallback = [b'"', self._compile_placeholder(placeholder, _QUOTED, path), b'"']
         else:
-            place.own = [b"null"]
-        return place
+            node.fallback = [b"null"]
+        return node
 
-    def _into_string(self, place: _Place, written: str, path: tuple[str, ...], is_text: bool) -> None:
-        """What the author wrote goes into a string as it is, if it can; what cannot is escaped."""
-        if not is_text and is_json(b'"%s"' % _sample(written, True)):
-            place.own = self.compile(written, True, path)
-        elif _is_container(_sample(written, False)):
-            place.own, place.is_inner = self.compile(written, False, path), True
+    def _compile_into_string(self, node: _PlaceholderNode, value: str, path: tuple[str, ...], is_text: bool) -> None:
+        """Compile the author's value inside a string: unchanged if that is valid JSON, otherwise escaped."""
+        if not is_text and is_json(b'"%s"' % _sample(value, True)):
+            node.fallback = self.compile(value, True, path)
+        elif _is_container(_sample(value, False)):
+            node.fallback, node.is_inner = self.compile(value, False, path), True
         else:
-            place.own = self.compile(written, True, path, is_plain=True)
+            node.fallback = self.compile(value, True, path, is_plain=True)
 
     def _count(self, size: int, path: tuple[str, ...]) -> None:
         self._fills += 1
         self._bytes += size
         if self._fills > FILLS_MAX or self._bytes > BYTES_MAX or len(path) > DEPTH_MAX:
             raise InvalidInput(
-                f"the parameters of a template refer to one another more than {FILLS_MAX} times, over more than "
-                f"{DEPTH_MAX} steps or with more than {BYTES_MAX} bytes",
+                f"the parameters of a template refer to one another more than {FILLS_MAX} times, more than "
+                f"{DEPTH_MAX} levels deep, or with more than {BYTES_MAX} bytes",
                 code="template_too_large",
             )
 
 
-def _joined(nodes: list[Any]) -> list[Any]:
-    """The nodes, with neighbours that are text made one."""
+def _join_text(nodes: list[Any]) -> list[Any]:
+    """Join neighbouring text nodes."""
     joined: list[Any] = []
     for is_text, group in groupby(nodes, lambda node: node.__class__ is bytes):
         same = list(group)
@@ -315,16 +318,16 @@ def _joined(nodes: list[Any]) -> list[Any]:
 
 
 def _refuse_half_escape(piece: str, *, has_next: bool) -> None:
-    """A backslash before a placeholder would join with whatever a caller's value begins with."""
+    """Refuse a backslash before a placeholder: it would escape the first character of a caller's value."""
     if has_next and (len(piece) - len(piece.rstrip("\\"))) % 2:
         raise InvalidInput(
-            "a placeholder stands behind a backslash: write two, or none, before ${parameters.…}",
+            "a placeholder follows a backslash: write two backslashes, or none, before ${parameters.…}",
             code="invalid_template",
         )
 
 
 def _sample(text: str, is_quoted: bool) -> bytes:
-    """A text with something in each of its places that can stand there."""
+    """Fill each placeholder of a text with a sample value that is valid there."""
     sample: list[str] = []
     for piece in split(text):
         if isinstance(piece, str):
@@ -335,10 +338,14 @@ def _sample(text: str, is_quoted: bool) -> bytes:
     return "".join(sample).encode()
 
 
-def _is_nullable(pieces: list[str | Hole], index: int) -> bool:
-    """`"${parameters.k:-null}"`: a whole string that becomes null when nothing fills it."""
-    hole = pieces[index]
-    if not isinstance(hole, Hole) or hole.default != "null" or not _WORD.fullmatch(hole.name):
+def _is_nullable(pieces: list[str | Placeholder], index: int) -> bool:
+    """Whether a placeholder is a whole string that becomes null without a value: `"${parameters.k:-null}"`."""
+    placeholder = pieces[index]
+    if (
+        not isinstance(placeholder, Placeholder)
+        or placeholder.default != "null"
+        or not _WORD.fullmatch(placeholder.name)
+    ):
         return False
     before = pieces[index - 1] if index else ""
     after = pieces[index + 1] if index + 1 < len(pieces) else ""
@@ -347,7 +354,7 @@ def _is_nullable(pieces: list[str | Hole], index: int) -> bool:
 
 
 def _ends_quoted(text: str, is_quoted: bool) -> bool:
-    """Whether the end of a piece of JSON stands inside a string, given how its beginning does."""
+    """Whether a piece of JSON ends inside a string. `is_quoted`: it begins inside one."""
     for mark in _MARKS.finditer(text):
         if mark[0] == '"':
             is_quoted = not is_quoted

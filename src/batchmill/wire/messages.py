@@ -1,4 +1,4 @@
-"""What the owner and its workers say to each other, and how a message travels: length-prefixed msgpack."""
+"""The messages between the owner and its workers, and their framing: length-prefixed msgpack."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from batchmill.wire.error_statuses import Raised
 from batchmill.wire.forms import OpenAIForm, TableForm
 
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
-LIVE_ASKS_BYTES = 32 * 1024 * 1024  # of the bodies in one Asks; a longer one goes alone
-LIVE_AHEAD_BYTES = 1024 * 1024  # of an answer that a worker sends before its owner says that they were handed on
+LIVE_REQUESTS_BYTES = 32 * 1024 * 1024  # of the bodies in one message; a longer body is sent alone
+LIVE_AHEAD_BYTES = 1024 * 1024  # of an answer that a worker sends ahead of its owner's FlowCredit
 
 
 class Start(Struct, frozen=True, tag="start"):
@@ -34,15 +34,15 @@ class Start(Struct, frozen=True, tag="start"):
 
     worker: str  # unique for all time: names this worker's segments
     model: ModelSpec
-    home: str  # folder for logs and whatever the engine leaves
-    replica: int = 0  # which of the model's workers this is: engines that share devices tell them apart by it
+    home: str  # folder for logs and the engine's files
+    replica: int = 0  # the number of this worker among the model's: engines that share devices use it
     provision: Provision = Provision()
-    gpus: list[str] | None = None  # the devices that are this worker's own; None: nobody deals them
+    gpus: list[str] | None = None  # the devices of this worker; None: devices are not assigned
     poison: Poison = Poison()
 
 
 class Open(Struct, frozen=True, tag="open"):
-    """Owner: grants of this job will come; this is how its rows are read and written."""
+    """Owner: prepare for grants of this job; this is how its rows are read and written."""
 
     job: str
     identity: str
@@ -56,7 +56,7 @@ class Open(Struct, frozen=True, tag="open"):
 class Grant(Struct, frozen=True, tag="grant"):
     """Owner: run these rows under this lease.
 
-    `positions` and `rows` are packed u32; empty where both run on from `position` and `row` without a gap.
+    `positions` and `rows` are packed u32; they are empty if both count up from `position` and `row` without a gap.
     """
 
     lease: Lease
@@ -67,17 +67,17 @@ class Grant(Struct, frozen=True, tag="grant"):
     row: int = 0
     positions: bytes = b""
     rows: bytes = b""
-    isolated: bool = False  # one row at a time, its position noted first: an earlier worker died on this shard
-    quarantined: list[int] = []  # positions that killed too many workers: they become errors unrun
-    priority: int = 0  # of the job: rows of a higher one go first
-    share: float = 1.0  # of this worker that the job has a claim to, beside others of its priority
-    row_cost: float = 1.0  # what one of its rows is reckoned at, in tokens where it has any
+    isolated: bool = False  # run one row at a time, after noting its position: an earlier worker died on this shard
+    quarantined: list[int] = []  # positions that killed too many workers: they become errors without running
+    priority: int = 0  # of the job: rows of a higher priority go first
+    share: float = 1.0  # the job's share of this worker, among jobs of the same priority
+    row_cost: float = 1.0  # the expected cost of one row, in tokens if it has any
     notes: dict[str, bytes] = {}  # of the shard: see ports.LeaseHandle
-    is_over: bool = False  # the job ends: collect what a provider has of these rows, begin nothing
+    is_over: bool = False  # the job ends: collect results that a provider has of these rows, and begin nothing
 
 
 class Ack(Struct, frozen=True, tag="ack"):
-    """Owner: what became of a commit."""
+    """Owner: the result of a commit."""
 
     lease: Lease
     seq: int
@@ -85,7 +85,7 @@ class Ack(Struct, frozen=True, tag="ack"):
 
 
 class SetShare(Struct, frozen=True, tag="set_share"):
-    """Owner: what a Grant said of its job has changed, also for rows that were granted before."""
+    """Owner: a job's priority or share has changed, also for rows that were granted before."""
 
     job: str
     priority: int
@@ -94,32 +94,32 @@ class SetShare(Struct, frozen=True, tag="set_share"):
 
 
 class Allow(Struct, frozen=True, tag="allow"):
-    """Owner: rows of this job may cost so much more; until a worker hears of a budget, there is none."""
+    """Owner: rows of this job may cost this much more. Before the first of these messages there is no budget."""
 
     job: str
     usd: float
-    is_lean: bool = False  # give back at once what rows leave of what they have reserved
+    is_lean: bool = False  # return the unused part of each row's reservation at once
 
 
 class FailRows(Struct, frozen=True, tag="fail_rows"):
-    """Owner: give up the rows of this job that have failed and wait, and those that fail from now on."""
+    """Owner: stop retrying rows of this job: those that wait for a retry, and those that fail from now on."""
 
     job: str
 
 
 class Revoke(Struct, frozen=True, tag="revoke"):
-    """Owner: begin no more rows of this job. Rows in flight may end; then comes Released."""
+    """Owner: begin no more rows of this job. Rows in flight may finish; then send Released."""
 
     job: str
-    is_over: bool = False  # it ends without the rows that have not run; otherwise it goes on some day
+    is_over: bool = False  # the job ends without the remaining rows; otherwise it may be resumed
 
 
 class Noted(Struct, frozen=True, tag="noted"):
-    """Owner: what became of a Note. `is_kept` False: the lease is another's, or it could not be written."""
+    """Owner: the result of a Note. `is_kept` False: another worker has the lease, or the note could not be written."""
 
     id: int
     is_kept: bool
-    reason: str = ""  # a states.PauseReason, where it could not be written
+    reason: str = ""  # a states.PauseReason, if it could not be written
     message: str = ""
 
 
@@ -130,7 +130,7 @@ class Provide(Struct, frozen=True, tag="provide"):
 
 
 class Learn(Struct, frozen=True, tag="learn"):
-    """Owner: what is known of requests that engines of this model died of has changed."""
+    """Owner: the known requests that killed engines of this model have changed."""
 
     poison: Poison
 
@@ -142,20 +142,20 @@ class AnswerLive(Struct, frozen=True, tag="answer_live"):
     request: LiveRequest
 
 
-class Asks(Struct, frozen=True, tag="function_requests"):
-    """Owner: answer these calls of a deployed function, in any order; as many as came in one turn of its loop."""
+class FunctionRequests(Struct, frozen=True, tag="function_requests"):
+    """Owner: answer these calls of a deployed function, in any order. They arrived in one turn of the owner's loop."""
 
     asks: list[FunctionRequest]
 
 
 class Abandon(Struct, frozen=True, tag="abandon"):
-    """Owner: nobody waits for the answer to this live request any more."""
+    """Owner: the answer to this live request is not needed any more."""
 
     id: int
 
 
 class FlowCredit(Struct, frozen=True, tag="flow_credit"):
-    """Owner: so many bytes more of this answer have been handed on. A worker sends only so far ahead of it."""
+    """Owner: this many more bytes of the answer were passed on. A worker sends at most LIVE_AHEAD_BYTES ahead."""
 
     id: int
     bytes: int
@@ -172,7 +172,7 @@ class Ready(Struct, frozen=True, tag="ready"):
 
 
 class RequestRows(Struct, frozen=True, tag="request_rows"):
-    """Worker: there is room for one more grant of this job. For the first of a job there is always room."""
+    """Worker: there is room for one more grant of this job. There is always room for a job's first grant."""
 
     job: str
 
@@ -184,7 +184,7 @@ class Record(Struct, frozen=True, tag="commit"):
 
 
 class Note(Struct, frozen=True, tag="note"):
-    """Worker: make this durable with the lease, and say so with Noted. Empty `data`: take the note back."""
+    """Worker: store this note with the lease, and confirm it with Noted. Empty `data`: delete the note."""
 
     id: int  # of this worker's notes
     lease: Lease
@@ -193,38 +193,38 @@ class Note(Struct, frozen=True, tag="note"):
 
 
 class Spending(Struct, frozen=True, tag="spending"):
-    """Worker: how a job with a budget stands here."""
+    """Worker: the spending here of a job with a budget."""
 
     job: str
-    returned: float  # USD of what it was allowed, which it does not keep
-    needs: float  # USD that the next row may cost, while it waits for them; 0: none waits
+    returned: float  # USD of its allowance that it returns
+    needs: float  # USD that the next row may cost, while it waits for them; 0: no row waits
     reserved: int  # rows in flight
     done: int = 0  # rows that ended here, counted or not
-    beyond: float = 0.0  # USD that those without a bound may cost more than they have reserved, told from those before
-    allowances_seen: int = 0  # Allow messages before it
-    takes_all: bool = False  # what it is allowed is handed over together
+    beyond: float = 0.0  # USD that rows without a limit may cost above their reservation, estimated from earlier rows
+    allowances_seen: int = 0  # Allow messages received before this message
+    takes_all: bool = False  # the whole allowance is handed over together
 
 
 class LeaseReleased(Struct, frozen=True, tag="lease_released"):
-    """Worker: no more outcomes of this lease will come, and all there were have been sent; its rows stay undone."""
+    """Worker: all outcomes of this lease have been sent, and no more will come; its other rows stay undone."""
 
     lease: Lease
 
 
 class Released(Struct, frozen=True, tag="released"):
-    """Worker: after a Revoke, nothing of this job is in flight here and all of it has been sent."""
+    """Worker: after a Revoke, no row of this job is in flight here, and all outcomes have been sent."""
 
     job: str
 
 
 class Heartbeat(Struct, frozen=True, tag="heartbeat"):
-    """Worker: alive; what the engine is doing."""
+    """Worker: it is alive; the statistics of its engine."""
 
     stats: EngineStats
 
 
 class Failed(Struct, frozen=True, tag="failed"):
-    """Worker: this cannot go on. `job` names the one job concerned; None: all that use the engine."""
+    """Worker: it cannot go on. `job` names the only affected job; None: all jobs of the engine."""
 
     code: str
     message: str
@@ -233,13 +233,13 @@ class Failed(Struct, frozen=True, tag="failed"):
 
 
 class StorageBroken(Struct, frozen=True, tag="storage_broken"):
-    """Worker: what it writes to has failed. It ends, and another may write to another place of the disk."""
+    """Worker: writing outcomes has failed. It ends; another worker may be able to write."""
 
     why: str
 
 
 class EngineDied(Struct, frozen=True, tag="engine_died"):
-    """Worker: the server of its engine died, and is started again."""
+    """Worker: the engine's server died, and is restarted."""
 
     at: float  # seconds since the epoch
     how: str
@@ -247,13 +247,13 @@ class EngineDied(Struct, frozen=True, tag="engine_died"):
 
 
 class Suspected(Struct, frozen=True, tag="suspected"):
-    """Worker: it died with this request alone in flight."""
+    """Worker: the engine died with only this request in flight."""
 
     suspect: Suspect
 
 
 class Charged(Struct, frozen=True, tag="charged"):
-    """Worker: a death is this project's; or it turned out not to be."""
+    """Worker: a death of the engine is charged to this project, or the charge is taken back."""
 
     charge: Charge
     is_taken_back: bool = False
@@ -267,30 +267,30 @@ class Head(Struct, frozen=True, tag="head"):
 
 
 class ReplyChunk(Struct, frozen=True, tag="reply_chunk"):
-    """Worker: a piece of its body."""
+    """Worker: a piece of the answer's body."""
 
     id: int
     data: bytes
 
 
 class Answered(Struct, frozen=True, tag="answered"):
-    """Worker: the answer is complete, or there is none and this is why."""
+    """Worker: the answer is complete; with `raised`, it failed."""
 
     id: int
     raised: Raised | None = None
 
 
 class FunctionReply(Struct, frozen=True, gc=False):
-    """What a function answered to an Ask, in the FunctionRequest's own form, or why it did not."""
+    """The reply of a function to a FunctionRequest, in the request's form, or its error."""
 
     id: int
     body: bytes = b""
-    head: bytes = b""  # what the form says beside the body
+    head: bytes = b""  # the form's header beside the body
     raised: Raised | None = None
 
 
 class Answers(Struct, frozen=True, tag="answers"):
-    """Worker: answers that became ready together, and what has been counted since the last of these messages."""
+    """Worker: answers that became ready together, and the statistics since the last of these messages."""
 
     answers: list[FunctionReply] = []
     stats: CallStats | None = None
@@ -309,7 +309,7 @@ ToWorker = (
     | Provide
     | Learn
     | AnswerLive
-    | Asks
+    | FunctionRequests
     | Abandon
     | FlowCredit
     | Drain
@@ -340,21 +340,21 @@ to_owner = msgspec.msgpack.Decoder(ToOwner)
 
 
 def pack(message: Struct) -> bytes:
-    """A message with its length before it."""
+    """Encode a message, with its length before it."""
     data = _encoder.encode(message)
     assert len(data) <= MESSAGE_BYTES_MAX, f"a message of {len(data)} bytes"
     return len(data).to_bytes(4, "little") + data
 
 
 async def read(reader: asyncio.StreamReader) -> bytes | None:
-    """The next message's bytes; None when the other side has gone."""
+    """Read the next message's bytes; None when the other side has closed."""
     try:
         length = int.from_bytes(await reader.readexactly(4), "little")
         if length > MESSAGE_BYTES_MAX:
-            raise ConnectionError(f"a message of {length} bytes: the other side does not speak this protocol")
+            raise ConnectionError(f"a message of {length} bytes: the other side does not use this protocol")
         return await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionResetError, BrokenPipeError):
-        return None  # the last of them is a write's, which the reader is told of too
+        return None  # BrokenPipeError is the error of a write, which the reader gets too
 
 
 def pack_u32(numbers: list[int]) -> bytes:
@@ -368,7 +368,7 @@ def unpack_u32(data: bytes) -> array:
 
 
 def replace_rows(grant: Grant, pairs: list[tuple[int, int]]) -> Grant:
-    """The same grant over these (position, row) pairs."""
+    """Return the grant with these (position, row) pairs."""
     return msgspec.structs.replace(
         grant,
         n=len(pairs),

@@ -1,7 +1,7 @@
 """The forms "rows" and "arguments". Rows: `{"data": [[id, argument, …], …]}` in, `{"data": [[id, result], …]}` out.
 
-Arguments: a JSON object of arguments by name, answered with the result as JSON. Ids and values are cut out of the bytes
-and put together again, never decoded: an id comes back as it was written.
+Arguments: a JSON object of arguments by name, answered with the result as JSON. Ids and values are copied as bytes and
+never decoded, so an id comes back exactly as it was sent.
 Source: Modelbit's REST documentation, and what its SDK sends.
 """
 
@@ -32,39 +32,41 @@ from batchmill.wire.calls import (
 )
 from batchmill.wire.json_bytes import join_object, shallow
 
-ADDRESSES = ("model", "stream")  # fields that say where a body goes and how, unless the function takes them itself
+ADDRESSES = ("model", "stream")  # fields for routing and streaming, unless the function has parameters of these names
 
 _argument_members = msgspec.json.Decoder(dict[str, Raw])
 
 
 class ArgumentsForm:
-    """One row a body. Values are not looked at: they go through as they were written."""
+    """One row for each body. Values are passed on as bytes."""
 
     def read(self, body: bytes, head: bytes, interface: Interface, *, received_shapes: bool = False) -> ParsedCalls:
-        """Raises: InvalidInput for what is no JSON object."""
+        """Raises: InvalidInput if the body is not a JSON object."""
         check_text(body)
         members = parse(_argument_members, body)
-        taken = {each.name for each in interface.inputs}
-        strange = [name for name in ADDRESSES if name in members and name not in taken]
-        if strange:
-            body = join_object({name: value for name, value in members.items() if name not in strange})
+        parameters = {each.name for each in interface.inputs}
+        routing = [name for name in ADDRESSES if name in members and name not in parameters]
+        if routing:
+            body = join_object({name: value for name, value in members.items() if name not in routing})
         return ParsedCalls(1, NAMED, b"[" + body + b"]")
 
-    def write(self, asked: ParsedCalls, results: FunctionResults, spec_name: str, version: str) -> tuple[bytes, bytes]:
-        """Raises: ModelFailed, InvalidInput where the row failed."""
+    def write(
+        self, request: ParsedCalls, results: FunctionResults, spec_name: str, version: str
+    ) -> tuple[bytes, bytes]:
+        """Raises: ModelFailed, InvalidInput if the row failed."""
         if results.errors:
             raise failure(results.errors[0])
         return only_value(results.values), b""
 
-    def event(self, asked: ParsedCalls, values: bytes, buffers: list[bytes | memoryview]) -> bytes:
+    def event(self, request: ParsedCalls, values: bytes, buffers: list[bytes | memoryview]) -> bytes:
         return values
 
 
 def only_value(values: bytes) -> bytes:
-    """The item of a JSON array that has one, with its own bytes."""
+    """Return the only item of a JSON array, as its bytes."""
     data = values.strip()
     if data[:1] != b"[" or data[-1:] != b"]":
-        raise ModelFailed("the results are no list", code="bad_return")
+        raise ModelFailed("the results are not a list", code="bad_return")
     return bytes(data[1:-1].strip())
 
 
@@ -73,11 +75,13 @@ ID_CHARS_SHOWN = 60
 
 
 class RowsBody(Struct, forbid_unknown_fields=True, gc=False):
-    """The body of a call. `model` and `stream` say where it goes, and are read there."""
+    """The body of a call. `model` and `stream` are for routing, which reads them."""
 
     data: Raw
     timeout_seconds: Annotated[int, Meta(gt=0, le=2**31)] | None = None
-    row_errors: bool = False  # ours: a row that fails is [id, null, {"error": "Type: message"}], and the others are ok
+    row_errors: bool = (
+        False  # batchmill's own: a failed row is [id, null, {"error": "Type: message"}], and the others succeed
+    )
     model: str | None = None
     stream: bool | None = None
 
@@ -93,7 +97,7 @@ class _State(Struct, gc=False):
     row_errors: bool = False
 
 
-# How a reply is delivered is the frontend's to do, which takes these out of the body.
+# Fields for the delivery of a reply. The frontend handles them and removes them from the body.
 DELIVERY_FIELDS = ("response_format", "response_webhook", "response_webhook_ignore_timeout")
 FIELDS = RowsBody.__struct_fields__
 _body = msgspec.json.Decoder(RowsBody)
@@ -109,7 +113,7 @@ class RowsForm:
     """A list whose first item is a list is a batch; anything else is one call."""
 
     def read(self, body: bytes, head: bytes, interface: Interface, *, received_shapes: bool = False) -> ParsedCalls:
-        """Raises: InvalidInput for a body that is not as Modelbit has it, TooLarge for too many rows."""
+        """Raises: InvalidInput for a body that does not follow Modelbit's format, TooLarge for too many rows."""
         check_text(body)
         fields = body_of(body)
         data, timeout_s = fields.data, fields.timeout_seconds
@@ -124,13 +128,15 @@ class RowsForm:
         state = _State(ids, fields.row_errors)
         return ParsedCalls(len(ids), layout, calls, timeout_s=timeout_s, state=state)
 
-    def write(self, asked: ParsedCalls, results: FunctionResults, spec_name: str, version: str) -> tuple[bytes, bytes]:
-        """Raises: ModelFailed, InvalidInput where a row failed and the request did not ask for errors by row."""
-        state: _State = asked.state
+    def write(
+        self, request: ParsedCalls, results: FunctionResults, spec_name: str, version: str
+    ) -> tuple[bytes, bytes]:
+        """Raises: ModelFailed, InvalidInput if a row failed and the request does not set `row_errors`."""
+        state: _State = request.state
         errors = results.errors
         if errors and not state.row_errors:
             row = min(errors)
-            raise failure(errors[row], _place(row, state.ids))
+            raise failure(errors[row], _row_name(row, state.ids))
         if state.ids is None:
             if errors:
                 return b'{"data":null,"error":' + _encode(_text(errors[0])) + b"}", b""
@@ -144,12 +150,12 @@ class RowsForm:
             rows[row] = (ids[row], None, {"error": _text(error)})
         return b'{"data":' + _encode(rows) + b"}", b""
 
-    def event(self, asked: ParsedCalls, values: bytes, buffers: list[bytes | memoryview]) -> bytes:
+    def event(self, request: ParsedCalls, values: bytes, buffers: list[bytes | memoryview]) -> bytes:
         return b'{"data":' + values + b"}"
 
 
 def body_of(body: bytes) -> RowsBody:
-    """The fields of a body, `data` unread. Raises: InvalidInput, naming the nearest field for one nobody knows."""
+    """Decode the fields of a body, except `data`. Raises: InvalidInput; for an unknown field with the nearest one."""
     try:
         return _body.decode(shallow(body))
     except msgspec.ValidationError as error:
@@ -167,18 +173,18 @@ def body_of(body: bytes) -> RowsBody:
 def _unknown(name: str) -> InvalidInput:
     if name in DELIVERY_FIELDS:
         return InvalidInput(
-            f"{name!r} has no meaning here: the answer comes with the call", code="unsupported_parameter"
+            f"{name!r} is not supported here: the reply to the call has the answer", code="unsupported_parameter"
         )
-    near = difflib.get_close_matches(name, FIELDS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(FIELDS)}"
+    nearest = difflib.get_close_matches(name, FIELDS, n=1)
+    hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(FIELDS)}"
     return InvalidInput(f"the body has an unknown field {name[:ID_CHARS_SHOWN]!r}; {hint}", code="unknown_field")
 
 
 def _explained(message: str) -> str:
-    """msgspec's sentence, in the words of this form where those of a pattern say little."""
+    """Turn msgspec's message into one for this form."""
     if "timeout_seconds" in message:
         return "timeout_seconds must be a positive integer"
-    return f"the body is not as it should be: {message}"
+    return f"the body is invalid: {message}"
 
 
 def _ids_of(data: Raw) -> list[_Id]:
@@ -189,23 +195,23 @@ def _ids_of(data: Raw) -> list[_Id]:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         ids = parse(_ids, data)
     if len(ids) > ROWS_MAX:
-        raise TooLarge(f"{len(ids):,} rows are more than the {ROWS_MAX:,} that one body may have")
+        raise TooLarge(f"the body has {len(ids):,} rows; at most {ROWS_MAX:,} are supported")
     return ids
 
 
 def _odd_row(data: Raw) -> InvalidInput:
-    """What is wrong with a batch of which not every row is `[id, argument, …]`."""
+    """The error for the first row of a batch that is not `[id, argument, …]`."""
     for number, item in enumerate(_items.decode(data)):
         text = bytes(item).lstrip()
         if text[:1] != b"[" or text[1:].lstrip()[:1] == b"]":
             shown = text[:ID_CHARS_SHOWN].decode(errors="replace")
-            message = f"row {number + 1} must be a list [id, argument, …], like the first one, and is {shown}"
+            message = f"row {number + 1} must be a list [id, argument, …], like the first one, not {shown}"
             return InvalidInput(message, code="invalid_field")
     raise AssertionError("a batch was refused, and every row of it is a list with an id")
 
 
 def _single(data: Raw, interface: Interface) -> tuple[str, bytes]:
-    """Layout and calls of one call: the value itself for one parameter, a list or an object for several."""
+    """Return layout and calls of a single call: the bare value for one parameter, a list or an object for several."""
     value, inputs = bytes(data).strip(), interface.inputs
     is_object, is_list = value[:1] == b"{", value[:1] == b"["
     if interface.takes != "arguments":
@@ -223,12 +229,12 @@ def _single(data: Raw, interface: Interface) -> tuple[str, bytes]:
     names = ", ".join(each.name for each in inputs)
     message = f"the function takes {names}: data must be a list of them, in this order, or an object"
     if not inputs:
-        message = "the function takes nothing: data must be null, [] or {}"
+        message = "the function has no parameters: data must be null, [] or {}"
     raise InvalidInput(message, code="invalid_argument")
 
 
 def _objects(data: Raw, interface: Interface) -> tuple[str, bytes]:
-    """The rows of a batch for a function that takes a dict: `[id, {name: value}]`, or `[id, value]` for one input."""
+    """Read a batch for a function that takes a dict: `[id, {name: value}]`, or `[id, value]` for one input."""
     calls = []
     for number, row in enumerate(parse(_rows, data)):
         if len(row) != 2:
@@ -238,27 +244,27 @@ def _objects(data: Raw, interface: Interface) -> tuple[str, bytes]:
 
 
 def _positions(data: Raw, interface: Interface) -> tuple[str, bytes]:
-    """The rows of a batch whose values stand in the order of a dict's inputs."""
+    """Read the rows of a batch whose values have the order of a dict's inputs."""
     names = [each.name for each in interface.inputs]
     calls = []
     for number, row in enumerate(parse(_rows, data)):
         if len(row) - 1 > len(names):
-            message = f"row {number + 1} has {len(row) - 1} arguments, and the function takes {len(names)}"
+            message = f"row {number + 1} has {len(row) - 1} arguments; the function takes {len(names)}"
             raise InvalidInput(message, code="invalid_argument")
         calls.append(dict(zip(names, row[1:], strict=False)))
     return NAMED, _encode(calls)
 
 
-def _object(value: bytes, interface: Interface, place: str) -> bytes:
+def _object(value: bytes, interface: Interface, owner: str) -> bytes:
     if value[:1] == b"{":
         return value
     if len(interface.inputs) == 1:
         return _encode({interface.inputs[0].name: Raw(value)})
     names = ", ".join(each.name for each in interface.inputs)
-    raise InvalidInput(f"{place} must be an object with the inputs {names or 'by name'}", code="invalid_argument")
+    raise InvalidInput(f"{owner} must be an object with the inputs {names or 'by name'}", code="invalid_argument")
 
 
-def _place(row: int, ids: Sequence[_Id] | None) -> str:
+def _row_name(row: int, ids: Sequence[_Id] | None) -> str:
     if ids is None or len(ids) == 1:
         return ""
     shown = bytes(ids[row].id).decode(errors="replace")[:ID_CHARS_SHOWN]
@@ -266,7 +272,7 @@ def _place(row: int, ids: Sequence[_Id] | None) -> str:
 
 
 def _text(error: CallError) -> str:
-    """One row's error, in one line."""
+    """Render a row's error as one line."""
     if error.code in CALLER_CODES:
         return f"InvalidInput: {' '.join(error.message.split())}"
     return last_line(error)

@@ -1,4 +1,4 @@
-"""What batchmill's own API and its clients say to each other, besides the nouns of `types`. JSON, under PREFIX."""
+"""The JSON bodies and queries of batchmill's own API under PREFIX, besides the structs of `types`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from batchmill.types import Interface, JobView, Price, Problem, RemoteJob, Scope
 
 
 class SealReport(Struct, frozen=True):
-    """What sealing found. `problems` are the first ones, in the order of the lines."""
+    """The result of sealing a dataset. `problems` are the first ones, in the order of the lines."""
 
     seal: Seal
     problems: list[Problem]
     problems_total: int
     rejected: int
-    adapters: list[str] = []  # ids of a model hub that rows name and that are fetched before any row runs
+    adapters: list[str] = []  # model hub ids that rows name; they are fetched before any row runs
 
 
 class PlanGroup(Struct, frozen=True):
-    """The rows of one model and adapter, as people see them."""
+    """The rows of one model and adapter, for people to read."""
 
     model: str
     adapter: str | None
@@ -30,11 +30,11 @@ class PlanGroup(Struct, frozen=True):
     shards: int  # of the model; shards may hold rows of several of its adapters
     tokens: int | None  # estimated: input and output of the rows that run
     prefix_groups: int  # runs of two or more rows with a prompt prefix in common
-    shared_prefix: float | None  # share of the input bytes that the row before has too; None: unknown
+    shared_prefix: float | None  # share of input bytes in common with the previous row; None: unknown
 
 
 class Explanation(Struct, frozen=True):
-    """What a plan is going to do."""
+    """A summary of a plan."""
 
     rows: int
     run: int
@@ -45,11 +45,11 @@ class Explanation(Struct, frozen=True):
     tokens: int | None
     shared_prefix: float | None
     groups: list[PlanGroup]
-    notes: list[str] = []  # why models that have several routes go the ways they go
+    notes: list[str] = []  # why the routes of models with several routes were chosen
 
 
 class EstimateRange(Struct, frozen=True):
-    """A figure out of a sample: in 8 of 10 samples it lies between `low` and `high`. Equal where all rows were read."""
+    """An estimate from a sample: 8 of 10 samples are between `low` and `high`. Equal if all rows were read."""
 
     low: float
     mid: float
@@ -62,15 +62,15 @@ class ModelEstimate(Struct, frozen=True):
     model: str
     rows: int  # that run
     sampled: int
-    input_tokens: EstimateRange | None  # None: the engine knows no tokens
-    output_tokens: EstimateRange | None  # if each row used its whole limit; see `rows_unlimited`
+    input_tokens: EstimateRange | None  # None: the engine does not count tokens
+    output_tokens: EstimateRange | None  # if each row uses its whole limit; see `rows_unlimited`
     cost: EstimateRange | None  # USD, of these tokens; None: no price is known
-    cost_input: EstimateRange | None  # USD, of the input alone: what is spent however short the answers are
-    counted_by: str  # what tokens were counted with
+    cost_input: EstimateRange | None  # USD, of the input alone: the minimum, even for short answers
+    counted_by: str  # the tokenizer or method that counted the tokens
 
 
 class Estimate(Struct, frozen=True):
-    """What a job is going to take. `notes`: sentences on what is not known, and why."""
+    """The estimated tokens, cost and time of a job. `notes`: sentences on what is unknown, and why."""
 
     rows: int
     run: int
@@ -79,12 +79,12 @@ class Estimate(Struct, frozen=True):
     sampled: int
     input_tokens: EstimateRange | None
     output_tokens: EstimateRange | None
-    rows_unlimited: float  # share of sampled rows that set no limit: they count as OUTPUT_TOKENS_DEFAULT
+    rows_unlimited: float  # share of sampled rows without a limit; each counts as OUTPUT_TOKENS_DEFAULT
     shared_prefix: float | None  # share of the input that a prefix cache may hold
     cost: EstimateRange | None
     cost_input: EstimateRange | None
     time_s: float | None  # at the rate measured before; None: unknown
-    time_s_min: float | None  # what the limits per minute alone ask for; None: there are none
+    time_s_min: float | None  # the minimum by the limits per minute; None: there are no limits
     models: list[ModelEstimate]
     notes: list[str]
 
@@ -111,33 +111,33 @@ Format = Literal["openai", "jsonl", "csv", "parquet"]
 
 
 class Work(Struct, frozen=True, forbid_unknown_fields=True):
-    """What is to be run on which rows. Several files are one dataset, in the order in which they are named."""
+    """The rows to run, and how. Several files are one dataset, in the given order."""
 
     files: Annotated[list[Id], Meta(min_length=1, max_length=FILES_MAX)]  # ids of uploaded files
-    models: Annotated[list[Name], Meta(max_length=MODELS_MAX)] = []  # the first is for rows that name none; empty: all
-    format: Format | None = None  # None: seen from the name and the first row
-    prompt: str | None = None  # of each row of a table, with {column} in it
+    models: Annotated[list[Name], Meta(max_length=MODELS_MAX)] = []  # the first is for rows without a model; empty: all
+    format: Format | None = None  # None: detected from the name and the first row
+    prompt: str | None = None  # a template for each row of a table, with {column}
     system: str | None = None
     url: str | None = None  # the path that prompts go to
     params: dict[str, Any] = {}  # further fields of each request that a prompt makes
-    on_invalid: Literal["fail", "skip"] = "fail"  # with bad rows: run none, or give them error results
-    dedupe: bool = False  # run identical requests once even where their answers may vary
-    deadline: MoreThanNothing | None = None  # seconds since the epoch, UTC: what has no result by then never runs
+    on_invalid: Literal["fail", "skip"] = "fail"  # with invalid rows: run none, or give them error results
+    dedupe: bool = False  # run identical requests once even if their answers may vary
+    deadline: MoreThanNothing | None = None  # seconds since the epoch, UTC: rows without a result by then never run
 
 
 class NewJob(Work, frozen=True, forbid_unknown_fields=True):
-    """A job to be run. `deadline` and `completion_s` are two ways to say one thing: give one of them at most."""
+    """A job to run. `deadline` and `completion_s` set the same deadline: give at most one of them."""
 
-    budget: MoreThanNothing | None = None  # USD; the job pauses when so much is spent
-    priority: Priority = 0  # jobs of a higher one go first
+    budget: MoreThanNothing | None = None  # USD; the job pauses when it is spent
+    priority: Priority = 0  # jobs of a higher priority go first
     completion_s: Annotated[float, Meta(gt=0, le=COMPLETION_S_MAX)] | None = None  # from now
     labels: Labels = {}
     output_format: OutputFormat = "jsonl"
-    together: bool = False  # OpenAI rows that failed stand among the others, in the order of the input
+    together: bool = False  # failed OpenAI rows go into the result file with the others, in the order of the input
 
 
 class Change(Struct, frozen=True, forbid_unknown_fields=True):
-    """What is to be changed of a job that has not ended. Absent or null: it stays as it is."""
+    """A change of a job that has not ended. Omitted or null settings are unchanged."""
 
     priority: Priority | None = None
     deadline: MoreThanNothing | None = None  # seconds since the epoch, UTC
@@ -145,14 +145,14 @@ class Change(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Accepted(Struct, frozen=True):
-    """What became of a new job. `how`: started, or repeated for one that had been taken already."""
+    """The result of creating a job. `how`: started, or repeated if it was accepted before."""
 
     how: str
     job: JobView
 
 
 class ListJobs(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which jobs a page lists."""
+    """Selects the jobs of a page."""
 
     state: JobState | None = None
     model: (
@@ -165,38 +165,38 @@ class ListJobs(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WatchJob(Struct, frozen=True, forbid_unknown_fields=True):
-    """How often a job is looked at."""
+    """How often a watched job is checked."""
 
     interval_s: Annotated[float, Meta(ge=WATCH_S_MIN, le=WATCH_S_MAX)] = 1.0
 
 
 class ReadResults(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which results are read."""
+    """Selects the results to read."""
 
-    partial: bool = False  # the rows that have their outcome so far, as JSON lines
+    partial: bool = False  # the rows with an outcome so far, as JSON lines
 
 
 class JobPage(Struct, frozen=True):
-    """Jobs, the newest first. `after` is what to ask for the next page with; null: there is none."""
+    """Jobs, the newest first. `after` is the parameter for the next page; null: this is the last page."""
 
     jobs: list[JobView]
     after: str | None = None
 
 
 class RemoteJobList(Struct, frozen=True):
-    """The jobs at providers that hold rows of one of ours, in the order of their making."""
+    """The provider jobs with rows of one job, in the order in which they were created."""
 
     jobs: list[RemoteJob]
 
 
 class Settlement(Struct, frozen=True, forbid_unknown_fields=True):
-    """What became of a submission that nobody could tell of."""
+    """The real result of a submission whose result is unknown."""
 
-    remote_id: Annotated[str, Meta(min_length=1, max_length=512)] | None  # of the provider; null: it never came to be
+    remote_id: Annotated[str, Meta(min_length=1, max_length=512)] | None  # the provider's id; null: it was not created
 
 
 class FileInfo(Struct, frozen=True):
-    """A file that a server keeps."""
+    """A file that a server stores."""
 
     id: str
     filename: str
@@ -204,18 +204,18 @@ class FileInfo(Struct, frozen=True):
     bytes: int
     created: float  # seconds since the epoch, UTC, as every time here
     expires: float | None = None
-    job: str | None = None  # of results: the job they are of
+    job: str | None = None  # of results: their job
 
 
 class StoreFile(Struct, frozen=True, forbid_unknown_fields=True):
-    """What an upload is."""
+    """The query of an upload."""
 
-    filename: Annotated[str, Meta(min_length=1, max_length=FILENAME_CHARS_MAX)]  # its end says what the file holds
+    filename: Annotated[str, Meta(min_length=1, max_length=FILENAME_CHARS_MAX)]  # its suffix gives the format
     expires_s: Annotated[float, Meta(gt=0, le=EXPIRES_S_MAX)] | None = None  # from now
 
 
 class ListFiles(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which files a page lists."""
+    """Selects the files of a page."""
 
     purpose: Annotated[str, Meta(max_length=64)] | None = None
     limit: Annotated[int, Meta(ge=1, le=PAGE_MAX)] = PAGE_DEFAULT
@@ -230,21 +230,21 @@ class FilePage(Struct, frozen=True):
 
 
 class PoolInfo(Struct, frozen=True):
-    """The workers of a model at this moment."""
+    """The current workers of a model."""
 
     workers: int
     ready: int
     in_flight: int  # rows
     live: int  # live requests
-    note: str = ""  # why it waits, if it does
+    note: str = ""  # why it waits, if it waits
 
 
 class ModelInfo(Struct, frozen=True):
-    """A model that the caller may use, or whose adapters it may use."""
+    """A model that the caller may use, itself or through its adapters."""
 
     name: str
     engine: str
-    adapters: list[str]  # names that rows and requests may have as their model
+    adapters: list[str]  # names that rows and requests may use as their model
     price: Price | None = None
     pool: PoolInfo | None = None  # null: it is not loaded
 
@@ -264,18 +264,18 @@ class VersionInfo(Struct, frozen=True):
     finished: float | None = None
     source: str = ""  # app.py:fn, a git address at its commit
     error: str | None = None  # why it failed: the traceback
-    interface: Interface | None = None  # once it is ready, as what follows
+    interface: Interface | None = None  # once it is ready, as the next fields
     digest: str = ""
     workers: int = 1
     gpus: int = 0
-    batch_size: int = 0  # 0: as the function is marked
+    batch_size: int = 0  # 0: as the function's decorator says
     batch_window_s: float = 0.0
     timeout_s: float | None = None
     memory_bytes: int | None = None
     is_idempotent: bool = False
     packages: list[str] = []  # of its environment, from the lock: "numpy==2.1.0"
-    project: str = ""  # whose it is; empty: another's, which shares it, and then `source` and `error` are too
-    key: str | None = None  # the id of the key that brought it; None: whoever runs the machine
+    project: str = ""  # the owner; empty: another project, which shares it; `source` and `error` are then empty too
+    key: str | None = None  # the id of the key that deployed it; None: the user of the machine
     is_shared: bool = True  # other projects may call it
 
     @property
@@ -290,7 +290,7 @@ class VersionList(Struct, frozen=True):
 
 
 class BackendInfo(Struct, frozen=True, forbid_unknown_fields=True):
-    """One of the versions that an alias stands for."""
+    """One version behind an alias."""
 
     number: Annotated[int, Meta(ge=1)]
     branch: Name = "main"
@@ -298,14 +298,14 @@ class BackendInfo(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NewAlias(Struct, frozen=True, forbid_unknown_fields=True):
-    """What an alias is to stand for: calls are split by weight, and mirrors get copies of them."""
+    """The new versions of an alias: calls are split by weight, and mirrors get copies of them."""
 
     backends: Annotated[list[BackendInfo], Meta(min_length=1, max_length=100)]
     mirrors: Annotated[list[BackendInfo], Meta(max_length=100)] = []
 
 
 class AliasInfo(Struct, frozen=True):
-    """What an alias stands for."""
+    """The versions behind an alias."""
 
     name: str
     backends: list[BackendInfo]
@@ -314,7 +314,7 @@ class AliasInfo(Struct, frozen=True):
 
 
 class FunctionDetail(Struct, frozen=True):
-    """A deployed function: its versions, what its names stand for, and how it is called."""
+    """A deployed function: its versions and aliases, and how it is called."""
 
     name: str
     latest: dict[str, int]  # branch -> number
@@ -325,58 +325,58 @@ class FunctionDetail(Struct, frozen=True):
 
 
 class DeployReply(Struct, frozen=True):
-    """What became of a deployment. `is_new` false: the latest version is this very code and these settings."""
+    """The result of a deployment. `is_new` false: the latest version has the same code and settings."""
 
     version: VersionInfo
     is_new: bool
 
 
 class Rollback(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which version `latest` is to stand for; without a number, the one before."""
+    """The version that `latest` should become; without a number, the previous one."""
 
     branch: Name = "main"
     number: Annotated[int, Meta(ge=1)] | None = None
 
 
 class Merge(Struct, frozen=True, forbid_unknown_fields=True):
-    """Make the latest of one branch a new version of another."""
+    """Makes the latest version of one branch a new version of another."""
 
     source: Name
     into: Name = "main"
 
 
 class Restart(Struct, frozen=True, forbid_unknown_fields=True):
-    """Make the latest of a branch again, with workers of its own."""
+    """Makes the latest version of a branch again, with new workers."""
 
     branch: Name = "main"
 
 
 class VersionQuery(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which versions of a function; absent: all of them, or of a log, the newest."""
+    """Selects versions of a function; absent: all of them, or for a log, the newest."""
 
     branch: Name | None = None
     version: Name | None = None
 
 
 class NewKey(Struct, frozen=True, forbid_unknown_fields=True):
-    """A key to be made. It reaches no further than the key that makes it."""
+    """A key to create. Its rights are at most those of the key that creates it."""
 
     name: Name
     scope: Scope
     project: Name | None = None  # null: the caller's own
-    models: list[Name] | None = None  # null: all that the maker may use
+    models: list[Name] | None = None  # null: all that the creator may use
     requests_per_minute: Annotated[int, Meta(gt=0)] | None = None
     expires: MoreThanNothing | None = None
 
 
 class RevokeKey(Struct, frozen=True, forbid_unknown_fields=True):
-    """How far a revocation reaches."""
+    """The options of a revocation."""
 
-    with_minted: bool = False  # end the keys that it minted too
+    with_minted: bool = False  # also revoke the keys that it minted
 
 
 class KeyInfo(Struct, frozen=True):
-    """A key, without the key."""
+    """A key's record, without the secret."""
 
     id: str
     name: str
@@ -388,14 +388,16 @@ class KeyInfo(Struct, frozen=True):
     expires: float | None = None
     revoked: float | None = None
     last_used: float | None = None
-    minted_by: list[str] = []  # ids of the keys that minted it, the first of them first: they pay for its requests too
-    minted: list[str] = []  # told when it is revoked: ids of valid keys that it minted, or one of those did
+    minted_by: list[
+        str
+    ] = []  # ids of the keys that minted it, the first one first; its requests count for their limits too
+    minted: list[str] = []  # only after a revocation: ids of valid keys that it minted, directly or indirectly
 
 
 class QuotaInfo(Struct, frozen=True):
-    """One of a project's quotas: what it has, and what it may have."""
+    """One quota of a project: the use and the limit."""
 
-    quota: str  # as `[quotas]` of the configuration calls it; `disk` is in bytes
+    quota: str  # its name in `[quotas]` of the configuration; `disk` is in bytes
     used: int
     most: int
 
@@ -405,7 +407,7 @@ class QuotaList(Struct, frozen=True):
 
 
 class MadeKey(Struct, frozen=True):
-    """A new key, on the one occasion on which it is shown."""
+    """A new key. The secret is shown only here."""
 
     key: str
     record: KeyInfo
@@ -416,14 +418,14 @@ class KeyList(Struct, frozen=True):
 
 
 class Planned(Struct, frozen=True):
-    """What validation found, and the plan; null where the dataset was refused."""
+    """The result of validation, and the plan; null if the dataset was refused."""
 
     report: SealReport
     plan: Explanation | None = None
 
 
 class Estimated(Struct, frozen=True):
-    """What validation found, and the estimate; null where the dataset was refused."""
+    """The result of validation, and the estimate; null if the dataset was refused."""
 
     report: SealReport
     estimate: Estimate | None = None

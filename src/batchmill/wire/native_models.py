@@ -1,4 +1,4 @@
-"""Models in batchmill's own API: adapters, deployed language models, and the logs of deployed functions."""
+"""The structs for models in batchmill's own API: adapters, deployed language models, and logs of functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Version = Annotated[int, Meta(ge=1, le=10**9)]
 
 
 class NewAdapter(Struct, frozen=True, forbid_unknown_fields=True):
-    """An adapter to be fetched from where the server may: ORG/NAME of a model hub, s3://BUCKET/PREFIX, gs://, az://."""
+    """A request to fetch an adapter from an allowed source: ORG/NAME of a model hub, s3://BUCKET/PREFIX, gs://, az://."""
 
     name: AdapterName
     base: AdapterName  # the model it is for
@@ -31,19 +31,19 @@ class UploadQuery(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AdapterQuery(Struct, frozen=True, forbid_unknown_fields=True):
-    """Only those for one model."""
+    """Filters adapters by their base model."""
 
     base: AdapterName | None = None
 
 
 class AdapterVersion(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which version; absent: the newest that is ready, or of a removal all of them."""
+    """Selects a version; absent: the newest ready one, or for a removal all of them."""
 
     version: Version | None = None
 
 
 class AdapterInfo(Struct, frozen=True):
-    """A version of an adapter. Rows name it NAME/VERSION, or NAME for the newest that is ready."""
+    """A version of an adapter. Rows name it NAME/VERSION, or NAME for the newest ready version."""
 
     name: str
     version: int
@@ -56,7 +56,7 @@ class AdapterInfo(Struct, frozen=True):
     bytes: int = 0
     created: float = 0.0  # seconds since the epoch
     changed: float = 0.0
-    trained_for: str = ""  # the base model, as its maker called it
+    trained_for: str = ""  # the base model that the adapter's configuration names
     project: str = "default"
 
     @property
@@ -78,17 +78,17 @@ Adapters = Annotated[list[Name], Meta(max_length=ADAPTERS_MAX)]
 
 
 class NewLlm(Struct, frozen=True, forbid_unknown_fields=True):
-    """A language model that batchmill is to serve. What is absent is as its base model has it."""
+    """A language model to deploy. Omitted settings come from the base model."""
 
     name: Name
-    base_model: Name  # of the configuration, or an id of a model hub that it allows
+    base_model: Name  # a model of the configuration, or an id of a model hub that it allows
     engine_args: Args = {}
-    hf_token: Token | None = None  # shown to the model hub; kept encrypted, and told to nobody
-    replicas_min: int | None = None  # that stay whether anybody uses them or not
+    hf_token: Token | None = None  # sent to the model hub; stored encrypted, and never shown
+    replicas_min: int | None = None  # replicas that stay even without requests
     replicas_max: int | None = None
-    cooldown_s: float | None = None  # a replica that is idle goes after so long
-    scale_up_requests: int | None = None  # another one starts above so many requests a replica
-    memory_bytes: int | None = None  # what one replica takes of the machine
+    cooldown_s: float | None = None  # an idle replica stops after this time
+    scale_up_requests: int | None = None  # another replica starts above this number of requests for each replica
+    memory_bytes: int | None = None  # of the machine's memory, for one replica
     gpus: int | None = None
     takes_adapters: bool = True
     preloaded_adapters: Adapters = []
@@ -99,11 +99,11 @@ class NewLlm(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LlmChange(Struct, frozen=True, forbid_unknown_fields=True):
-    """What is to be changed of a deployment. What is absent stays; null is as the base model has it."""
+    """A change of a deployment. Omitted settings are unchanged; null restores the base model's setting."""
 
     base_model: Name | UnsetType = UNSET
-    engine_args: Args | UnsetType = UNSET  # all of them
-    hf_token: Token | None | UnsetType = UNSET  # null: none any more
+    engine_args: Args | UnsetType = UNSET  # replaces all of them
+    hf_token: Token | None | UnsetType = UNSET  # null: remove it
     replicas_min: int | None | UnsetType = UNSET
     replicas_max: int | None | UnsetType = UNSET
     cooldown_s: float | None | UnsetType = UNSET
@@ -119,13 +119,13 @@ class LlmChange(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LlmInfo(Struct, frozen=True):
-    """A deployed language model, and how its engine is."""
+    """A deployed language model, and the state of its engine."""
 
     id: str
     name: str
     base_model: str
     state: str  # stopped, waiting, starting, ready, failed, stopping: of all replicas together
-    replicas: int  # that run or start
+    replicas: int  # running or starting
     ready: int
     wanted: int
     message: str  # why it waits, has failed, or was not changed
@@ -142,9 +142,9 @@ class LlmInfo(Struct, frozen=True):
     adapters: list[str]  # names that rows and requests may use
     price: Price | None
     description: str | None
-    is_configured: bool  # by batchmill.toml: it cannot be changed here
-    is_stopped: bool  # it answers nothing until it is started
-    is_updating: bool  # what was there before answers until the new engine is ready
+    is_configured: bool  # in batchmill.toml: the API cannot change it
+    is_stopped: bool  # it answers no requests until it is started
+    is_updating: bool  # the old engine answers until the new one is ready
     created: float
     changed: float
 
@@ -155,13 +155,13 @@ class LlmList(Struct, frozen=True):
 
 
 class LlmEvents(Struct, frozen=True):
-    """What became of a deployment lately, the oldest first."""
+    """The recent events of a deployment, the oldest first."""
 
     events: list[EngineEvent]
 
 
 class LlmEventsQuery(Struct, frozen=True, forbid_unknown_fields=True):
-    after: float | None = None  # seconds since the epoch: only what came later
+    after: float | None = None  # seconds since the epoch: only later events
 
 
 class QuarantinedRequest(Struct, frozen=True):
@@ -197,30 +197,30 @@ LogText = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 class LogQuery(Struct, frozen=True, forbid_unknown_fields=True):
-    """Which version's lines, and which of them; without `after` the last ones."""
+    """Selects log lines of versions; without `after`, the last ones."""
 
     branch: LogText | None = None
     version: LogText | None = None
-    request: Annotated[str, Meta(min_length=1, max_length=200, description="Of a request's id, or a job's")] | None = (
-        None
-    )
+    request: (
+        Annotated[str, Meta(min_length=1, max_length=200, description="The id of a request, or of a job")] | None
+    ) = None
     after: Annotated[str, Meta(min_length=1, max_length=40, description="`next` of the page before")] | None = None
     limit: Annotated[int, Meta(ge=1, le=LIMIT_MAX)] = LIMIT_DEFAULT
 
 
 class LogEntry(Struct, frozen=True):
-    """One line that a function printed, or what a call raised. `project` null: of no call, or of several projects."""
+    """One line that a function printed, or the traceback of a call. `project` null: no call's, or several projects'."""
 
     at: float  # seconds since the epoch
     stream: str  # stdout, stderr, traceback
     text: str
     stage: str = "call"  # start: before the function was ready
     project: str | None = None
-    requests: list[str] = []  # ids of requests; of rows of a job the job's, and the row's number where it is known
+    requests: list[str] = []  # ids of requests; for rows of a job, its id, with the row's number if known
 
 
 class LogPage(Struct, frozen=True):
-    """Entries, the oldest first. `next` goes on behind them; `is_lost`: some before them are kept no longer."""
+    """Entries, the oldest first. `next` continues after them; `is_lost`: some entries before them were dropped."""
 
     entries: list[LogEntry]
     next: str

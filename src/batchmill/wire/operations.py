@@ -1,7 +1,7 @@
-"""Batchmill's own API as data: every operation, how it is called, what it takes and what it gives.
+"""The operations of batchmill's own API as data: path, scope, query, body and reply of each.
 
-The native dialect's routes, the control socket's and the calls of the SDK are all made from this table. What only the
-machine's user may ask for is described in `control/operations.py`.
+The routes of the native dialect and of the control socket, and the calls of the SDK, are made from this table.
+Operations for the machine's user only are in `control/operations.py`.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ _PARAMETER = re.compile(r"\{[a-z_]+(:path)?\}")
 
 
 class Content(Struct, frozen=True):
-    """A body or a reply that is no JSON of a struct."""
+    """A body or a reply that is not JSON of a struct."""
 
     media: str  # "text/event-stream"
     schema: dict[str, Any] = msgspec.field(default_factory=lambda: dict(BINARY))
 
 
 class Endpoint(Struct, Generic[T], frozen=True):
-    """One method of one path. `query` and `body` are structs, or `body` a Content that is read piece by piece."""
+    """One method of one path. `query` and `body` are structs; `body` may be a Content, which is read piece by piece."""
 
     name: str  # the operationId
     method: str
@@ -97,16 +97,16 @@ class Endpoint(Struct, Generic[T], frozen=True):
     reply: type[T]  # of a success, as JSON; bytes: see `media`
     query: type[Struct] | None = None
     body: type[Struct] | Content | None = None
-    media: tuple[Content, ...] = ()  # what a reply of bytes may be
+    media: tuple[Content, ...] = ()  # the possible types of a reply of bytes
     status: int = 200
-    is_idempotent: bool = False  # doing it twice is as doing it once; every GET is
-    is_long: bool = False  # the owner may be silent for as long as it takes
+    is_idempotent: bool = False  # repeating it has no further effect; every GET is idempotent
+    is_long: bool = False  # it has no time limit: the server may be silent while it works
     body_is_optional: bool = False
 
     def fill(self, *names: str) -> str:
-        """The path with these names in place of its parameters."""
+        """Fill the path's parameters with these names."""
         values = iter(names)
-        return _PARAMETER.sub(lambda found: quote(next(values), safe="/" if found[1] else ""), self.path)
+        return _PARAMETER.sub(lambda match: quote(next(values), safe="/" if match[1] else ""), self.path)
 
     @property
     def is_repeatable(self) -> bool:
@@ -122,7 +122,7 @@ _RESULTS = (Content(JSON_LINES), Content("text/csv"), Content("application/vnd.a
 _JOBS = f"{PREFIX}/jobs"
 _JOB = f"{_JOBS}/{{job_id}}"
 
-CREATE_JOB = Endpoint(  # idempotent by the key that the SDK gives each order
+CREATE_JOB = Endpoint(  # idempotent by the idempotency key that the SDK sends with each order
     "createJob", "POST", _JOBS, "Run the rows of uploaded files", _SUBMIT, Accepted, body=NewJob, status=201,
     is_idempotent=True,
 )  # fmt: skip
@@ -132,13 +132,13 @@ AMEND_JOB = Endpoint(
     "amendJob", "PATCH", _JOB, "Change priority, deadline or budget", _SUBMIT, JobView, body=Change, is_idempotent=True
 )
 EXPLAIN_JOB = Endpoint(
-    "explainJob", "GET", f"{_JOB}/wait", "Why the job waits, or goes no faster", _READ, Wait
+    "explainJob", "GET", f"{_JOB}/wait", "Why the job waits, or is not faster", _READ, Wait
 )  # fmt: skip
 LIST_REMOTE_JOBS = Endpoint(
-    "listRemoteJobs", "GET", f"{_JOB}/remote", "The jobs at providers that hold rows of it", _READ, RemoteJobList
+    "listRemoteJobs", "GET", f"{_JOB}/remote", "The provider jobs with its rows", _READ, RemoteJobList
 )
 SETTLE_REMOTE_JOB = Endpoint(
-    "settleRemoteJob", "POST", f"{_JOB}/remote/{{tag}}", "Say what became of an unknown submission", _SUBMIT,
+    "settleRemoteJob", "POST", f"{_JOB}/remote/{{tag}}", "Settle a submission with an unknown result", _SUBMIT,
     RemoteJob, body=Settlement,
 )  # fmt: skip
 VERIFY_JOB = Endpoint(
@@ -149,18 +149,18 @@ REMOVE_JOB = Endpoint(
     "removeJob", "DELETE", _JOB, "Remove an ended job and its results", _SUBMIT, JobView, is_idempotent=True
 )
 PAUSE_JOB = Endpoint("pauseJob", "POST", f"{_JOB}/pause", "Pause; rows in flight may finish", _SUBMIT, JobView)
-RESUME_JOB = Endpoint("resumeJob", "POST", f"{_JOB}/resume", "Go on with a paused job", _SUBMIT, JobView)
+RESUME_JOB = Endpoint("resumeJob", "POST", f"{_JOB}/resume", "Resume a paused job", _SUBMIT, JobView)
 CANCEL_JOB = Endpoint(
     "cancelJob", "POST", f"{_JOB}/cancel", "Run no more rows; finished ones are kept", _SUBMIT, JobView
 )
 RETRY_JOB = Endpoint("retryJob", "POST", f"{_JOB}/retry", "Run the rows again that failed", _SUBMIT, JobView)
-FAIL_ROWS = Endpoint("failRows", "POST", f"{_JOB}/fail_rows", "Give up rows that failed and wait", _SUBMIT, JobView)
+FAIL_ROWS = Endpoint("failRows", "POST", f"{_JOB}/fail_rows", "Stop retrying rows that failed", _SUBMIT, JobView)
 WATCH_JOB = Endpoint(
-    "watchJob", "GET", f"{_JOB}/events", "Views of a job until it is paused or has ended", _READ, bytes,
+    "watchJob", "GET", f"{_JOB}/events", "Stream views of a job until it is paused or has ended", _READ, bytes,
     query=WatchJob, media=(Content(EVENTS, TEXT),),
 )  # fmt: skip
 JOB_RESULTS = Endpoint(
-    "jobResults", "GET", f"{_JOB}/results", "The results of a job, whole, a range, or what there is so far", _READ,
+    "jobResults", "GET", f"{_JOB}/results", "The results of a job: all, a range, or those so far", _READ,
     bytes, query=ReadResults, media=_RESULTS,
 )  # fmt: skip
 JOB_ERRORS = Endpoint(
@@ -168,7 +168,7 @@ JOB_ERRORS = Endpoint(
 )
 STEERING = {"pause": PAUSE_JOB, "resume": RESUME_JOB, "cancel": CANCEL_JOB, "retry": RETRY_JOB, "fail_rows": FAIL_ROWS}
 
-# -- looking before anything is spent ---------------------------------------------------------------------------------
+# -- previews, which run nothing --------------------------------------------------------------------------------------
 
 _PREVIEWS = f"{PREFIX}/previews"
 
@@ -219,26 +219,26 @@ MODEL_DOCUMENT = Endpoint(
     media=(Content("application/json", {"type": "object"}),),
 )  # fmt: skip
 MODEL_LOG = Endpoint(
-    "modelLog", "GET", f"{_MODEL}/log", "What was printed while a version was made", _ADMIN, bytes,
+    "modelLog", "GET", f"{_MODEL}/log", "The output of building a version", _ADMIN, bytes,
     query=VersionQuery, media=(Content("text/plain"),),
 )  # fmt: skip
 MODEL_CALLS = Endpoint(
-    "modelCalls", "GET", f"{_MODEL}/logs", "What its calls printed and raised", _ADMIN, LogPage, query=LogQuery
+    "modelCalls", "GET", f"{_MODEL}/logs", "The output and tracebacks of its calls", _ADMIN, LogPage, query=LogQuery
 )
 ROLLBACK_MODEL = Endpoint(
-    "rollbackModel", "POST", f"{_MODEL}/rollback", "Let an earlier version be the latest", _DEPLOY, VersionInfo,
+    "rollbackModel", "POST", f"{_MODEL}/rollback", "Make an earlier version the latest", _DEPLOY, VersionInfo,
     body=Rollback, body_is_optional=True, is_long=True,
 )  # fmt: skip
 MERGE_MODEL = Endpoint(
-    "mergeModel", "POST", f"{_MODEL}/merge", "Make a branch's latest a version of another", _DEPLOY, VersionInfo,
+    "mergeModel", "POST", f"{_MODEL}/merge", "Copy a branch's latest version to another", _DEPLOY, VersionInfo,
     body=Merge, is_long=True,
 )  # fmt: skip
 RESTART_MODEL = Endpoint(
-    "restartModel", "POST", f"{_MODEL}/restart", "Make the latest again, with workers of its own", _ADMIN, VersionInfo,
+    "restartModel", "POST", f"{_MODEL}/restart", "Make the latest version again, with new workers", _ADMIN, VersionInfo,
     body=Restart, body_is_optional=True, is_long=True,
 )  # fmt: skip
 SET_ALIAS = Endpoint(
-    "setAlias", "PUT", _ALIAS, "Let an alias stand for versions", _DEPLOY, AliasInfo, body=NewAlias,
+    "setAlias", "PUT", _ALIAS, "Set the versions of an alias", _DEPLOY, AliasInfo, body=NewAlias,
     is_idempotent=True,
 )  # fmt: skip
 REMOVE_ALIAS = Endpoint("removeAlias", "DELETE", _ALIAS, "Remove an alias", _DEPLOY, VersionList)
@@ -251,34 +251,32 @@ REMOVE_MODEL = Endpoint(
 _LLMS, _QUARANTINE = f"{PREFIX}/llms", f"{PREFIX}/quarantine"
 _LLM = f"{_LLMS}/{{name}}"
 _ADAPTERS = f"{PREFIX}/adapters"
-_ADAPTER = f"{_ADAPTERS}/{{name:path}}"  # it may hold a slash
+_ADAPTER = f"{_ADAPTERS}/{{name:path}}"  # a name may contain a slash
 
 DEPLOY_LLM = Endpoint("deployLlm", "POST", _LLMS, "Deploy a language model", _ADMIN, LlmInfo, body=NewLlm, status=201)
-LIST_LLMS = Endpoint("llms", "GET", _LLMS, "Language models that are served here", _READ, LlmList)
-SHOW_LLM = Endpoint("llm", "GET", _LLM, "A language model, and how its engine is", _READ, LlmInfo)
+LIST_LLMS = Endpoint("llms", "GET", _LLMS, "The deployed language models", _READ, LlmList)
+SHOW_LLM = Endpoint("llm", "GET", _LLM, "A language model, and the state of its engine", _READ, LlmInfo)
 CHANGE_LLM = Endpoint(
-    "changeLlm", "PATCH", _LLM, "Change a deployment; it answers meanwhile", _ADMIN, LlmInfo, body=LlmChange,
+    "changeLlm", "PATCH", _LLM, "Change a deployment without downtime", _ADMIN, LlmInfo, body=LlmChange,
     is_idempotent=True,
 )  # fmt: skip
 REMOVE_LLM = Endpoint("removeLlm", "DELETE", _LLM, "Remove a deployment", _ADMIN, LlmInfo)
 LLM_EVENTS = Endpoint(
-    "llmEvents", "GET", f"{_LLM}/events", "What became of a deployment lately", _READ, LlmEvents, query=LlmEventsQuery
+    "llmEvents", "GET", f"{_LLM}/events", "The recent events of a deployment", _READ, LlmEvents, query=LlmEventsQuery
 )
-START_LLM = Endpoint(
-    "startLlm", "POST", f"{_LLM}/start", "Have an engine ready now", _ADMIN, LlmInfo, is_idempotent=True
-)
+START_LLM = Endpoint("startLlm", "POST", f"{_LLM}/start", "Start an engine now", _ADMIN, LlmInfo, is_idempotent=True)
 STOP_LLM = Endpoint(
-    "stopLlm", "POST", f"{_LLM}/stop", "Let it answer nothing until it is started", _ADMIN, LlmInfo, is_idempotent=True
+    "stopLlm", "POST", f"{_LLM}/stop", "Stop answering until it is started again", _ADMIN, LlmInfo, is_idempotent=True
 )
-LIST_QUARANTINE = Endpoint(
-    "quarantine", "GET", _QUARANTINE, "Requests that engines died of", _READ, QuarantinedRequests
+LIST_QUARANTINE = Endpoint("quarantine", "GET", _QUARANTINE, "Requests that killed engines", _READ, QuarantinedRequests)
+CLEAR_QUARANTINE = Endpoint(
+    "clearQuarantine", "DELETE", _QUARANTINE, "Release all of them", _ADMIN, QuarantinedRequests
 )
-CLEAR_QUARANTINE = Endpoint("clearQuarantine", "DELETE", _QUARANTINE, "Let all of them go", _ADMIN, QuarantinedRequests)
 CLEAR_QUARANTINED = Endpoint(
-    "clearQuarantined", "DELETE", f"{_QUARANTINE}/{{digest}}", "Let one of them go", _ADMIN, QuarantinedRequests
+    "clearQuarantined", "DELETE", f"{_QUARANTINE}/{{digest}}", "Release one of them", _ADMIN, QuarantinedRequests
 )
 REGISTER_ADAPTER = Endpoint(
-    "registerAdapter", "POST", _ADAPTERS, "Register an adapter; it is fetched from then on", _ADMIN, AdapterInfo,
+    "registerAdapter", "POST", _ADAPTERS, "Register an adapter and fetch it", _ADMIN, AdapterInfo,
     body=NewAdapter, status=202,
 )  # fmt: skip
 UPLOAD_ADAPTER = Endpoint(
@@ -290,7 +288,7 @@ LIST_ADAPTERS = Endpoint(
 )
 SHOW_ADAPTER = Endpoint("showAdapter", "GET", _ADAPTER, "One adapter", _READ, AdapterInfo, query=AdapterVersion)
 REMOVE_ADAPTER = Endpoint(
-    "removeAdapter", "DELETE", _ADAPTER, "Remove a version, or all; jobs that have it keep it", _ADMIN, AdapterList,
+    "removeAdapter", "DELETE", _ADAPTER, "Remove a version, or all; jobs that use it keep it", _ADMIN, AdapterList,
     query=AdapterVersion,
 )  # fmt: skip
 
@@ -299,13 +297,13 @@ REMOVE_ADAPTER = Endpoint(
 _KEYS = f"{PREFIX}/keys"
 
 CREATE_KEY = Endpoint(
-    "createKey", "POST", _KEYS, "Make a key; it is shown this once", _ADMIN, MadeKey, body=NewKey, status=201
+    "createKey", "POST", _KEYS, "Create a key; it is shown only once", _ADMIN, MadeKey, body=NewKey, status=201
 )
 LIST_KEYS = Endpoint("listKeys", "GET", _KEYS, "Keys of the project", _ADMIN, KeyList)
 REVOKE_KEY = Endpoint(
-    "revokeKey", "DELETE", f"{_KEYS}/{{key_id}}", "End a key, at once", _ADMIN, KeyInfo, query=RevokeKey,
+    "revokeKey", "DELETE", f"{_KEYS}/{{key_id}}", "Revoke a key at once", _ADMIN, KeyInfo, query=RevokeKey,
     is_idempotent=True,
 )  # fmt: skip
 LIST_QUOTAS = Endpoint(
-    "listQuotas", "GET", f"{PREFIX}/quotas", "What the project has of what it may have", _READ, QuotaList
+    "listQuotas", "GET", f"{PREFIX}/quotas", "The use and the limits of the project's quotas", _READ, QuotaList
 )

@@ -1,8 +1,8 @@
-"""A V2 inference request as it stands in a body: JSON, JSON with binary tensors behind it, or one raw tensor.
+"""Read V2 inference requests from bodies: JSON, JSON followed by binary tensors, or one raw tensor.
 
-It knows the protocol and no function: whether tensors fit one is `tensor_binary`'s to say. Elements are flat or nested,
-and checked against their datatype one by one; integers never pass through a float. msgspec alone reads good data; only
-bad data are looked at again, to say why.
+This module knows the protocol, not the function; `tensor_binary` checks whether tensors fit a function. Elements may be
+flat or nested, and each is checked against its datatype; integers never pass through a float. msgspec alone reads valid
+data; only invalid data are read again, to find the reason.
 Source: the Open Inference Protocol, and Triton's binary-tensor, classification and schedule-policy extensions.
 """
 
@@ -36,10 +36,10 @@ from batchmill.wire.datatypes import (
 INPUTS_MAX = 1024
 RANK_MAX = 32
 ELEMENTS_MAX = 2**31 - 1
-EMPTY_MAX = 65_536  # lists without elements, which cost a request nothing and the worker memory
+EMPTY_MAX = 65_536  # empty lists: they cost a client nothing, but the worker memory
 HEAD_MAX = 2**31 - 1
 CHARS_SHOWN = 80
-SEQUENCE_CHARS_MAX = 128  # of a sequence that is named by a text
+SEQUENCE_CHARS_MAX = 128  # of a sequence_id that is a string
 Scalar = str | bool | int | float
 _NONE = Raw(b"null")
 
@@ -64,7 +64,7 @@ class _Request(Struct):
     outputs: list[_Output] | None = None
 
 
-class Received(Struct):
+class InputTensor(Struct):
     """One input tensor: its elements as JSON or as bytes."""
 
     name: str
@@ -78,19 +78,19 @@ class Received(Struct):
         return elements_of(self.shape)
 
 
-class Wanted(Struct, frozen=True):
-    """One output as the request asks for it."""
+class RequestedOutput(Struct, frozen=True):
+    """One requested output."""
 
     name: str
-    binary: bool | None = None  # None: as the request says for all
-    classes: int = 0  # of the classification extension; 0: the tensor itself
+    binary: bool | None = None  # None: the request's own setting
+    classes: int = 0  # for the classification extension; 0: the tensor itself
 
 
 class TensorRequest(Struct):
-    inputs: list[Received]
+    inputs: list[InputTensor]
     id: str | None = None
-    wanted: list[Wanted] | None = None  # None: every output
-    binary: bool = False  # of outputs that do not say it themselves
+    requested_outputs: list[RequestedOutput] | None = None  # None: every output
+    binary: bool = False  # for outputs without a setting of their own
     timeout_s: float | None = None
 
 
@@ -98,22 +98,25 @@ _request = msgspec.json.Decoder(_Request)
 
 
 def read_request(body: bytes, head: bytes, interface: Interface) -> TensorRequest:
-    """`head` is the value of Inference-Header-Content-Length, or empty. Raises: InvalidInput, TooLarge."""
+    """Read a request. `head` is the value of Inference-Header-Content-Length, or empty.
+
+    Raises: InvalidInput, TooLarge.
+    """
     length = _length_of_json(head, len(body))
     if length == 0:
         return _raw(body, interface)
     view = memoryview(body)
     text, rest = (body, view[:0]) if length is None else (view[:length], view[length:])
-    found: _Request = parse(_request, text)
-    if len(found.inputs) > INPUTS_MAX:
-        raise TooLarge(f"{len(found.inputs)} inputs are more than the {INPUTS_MAX} that a request may have")
-    request = TensorRequest(_inputs(found.inputs, rest), found.id, _wanted(found.outputs))
-    _heed(request, found.parameters or {})
+    decoded: _Request = parse(_request, text)
+    if len(decoded.inputs) > INPUTS_MAX:
+        raise TooLarge(f"the request has {len(decoded.inputs)} inputs; at most {INPUTS_MAX} are supported")
+    request = TensorRequest(_inputs(decoded.inputs, rest), decoded.id, _requested_outputs(decoded.outputs))
+    _apply_parameters(request, decoded.parameters or {})
     return request
 
 
 def _length_of_json(head: bytes, size: int) -> int | None:
-    """Raises: InvalidInput for a header that is no length of a part of this body."""
+    """Parse the header. Raises: InvalidInput if it is not the length of a part of this body."""
     if not head:
         return None
     text = bytes(head).strip()
@@ -128,23 +131,23 @@ def _length_of_json(head: bytes, size: int) -> int | None:
     return int(text)
 
 
-def _inputs(found: list[_Input], rest: memoryview) -> list[Received]:
+def _inputs(decoded: list[_Input], rest: memoryview) -> list[InputTensor]:
     inputs, names, at = [], set(), 0
-    for each in found:
+    for each in decoded:
         if each.name in names:
             raise InvalidInput(f"input '{each.name}' already exists in request", code="repeated_parameter")
         names.add(each.name)
-        received = Received(each.name, _datatype(each), _shape(each))
-        size = _source(each, received)
+        input_tensor = InputTensor(each.name, _datatype(each), _shape(each))
+        size = _source(each, input_tensor)
         if size is not None:
             if size > len(rest) - at:
                 message = (
-                    f"unexpected size for input '{each.name}': {size} bytes of binary data, and {len(rest) - at} came"
+                    f"unexpected size for input '{each.name}': {size} bytes of binary data, but got {len(rest) - at}"
                 )
                 raise InvalidInput(message, code="shape_mismatch")
-            received.buffer = rest[at : at + size]
+            input_tensor.buffer = rest[at : at + size]
             at += size
-        inputs.append(received)
+        inputs.append(input_tensor)
     if at != len(rest):
         message = f"unexpected additional input data: {len(rest) - at} bytes belong to no input"
         raise InvalidInput(message, code="shape_mismatch")
@@ -152,14 +155,14 @@ def _inputs(found: list[_Input], rest: memoryview) -> list[Received]:
 
 
 def _datatype(each: _Input) -> Datatype:
-    found = DATATYPES.get(each.datatype) if isinstance(each.datatype, str) else None
-    if found is None:
+    datatype = DATATYPES.get(each.datatype) if isinstance(each.datatype, str) else None
+    if datatype is None:
         shown = msgspec.json.encode(each.datatype).decode()[:CHARS_SHOWN]
-        known = ", ".join(name for name in DATATYPES if name != "STRING")
+        names = ", ".join(name for name in DATATYPES if name != "STRING")
         raise InvalidInput(
-            f"invalid datatype for input '{each.name}': {shown}; there are {known}", code="invalid_datatype"
+            f"invalid datatype for input '{each.name}': {shown}; there are {names}", code="invalid_datatype"
         )
-    return found
+    return datatype
 
 
 def _shape(each: _Input) -> list[int]:
@@ -172,15 +175,15 @@ def _shape(each: _Input) -> list[int]:
         raise InvalidInput(message, code="invalid_shape")
     if len(shape) > RANK_MAX or elements_of(shape) > ELEMENTS_MAX:
         message = f"input '{each.name}' has {len(shape)} dimensions and {elements_of(shape)} elements"
-        raise InvalidInput(f"{message}; at most {RANK_MAX} and {ELEMENTS_MAX} are taken", code="invalid_shape")
+        raise InvalidInput(f"{message}; at most {RANK_MAX} and {ELEMENTS_MAX} are supported", code="invalid_shape")
     if 0 in shape and elements_of([dimension for dimension in shape if dimension]) > EMPTY_MAX:
         message = f"input '{each.name}' has no elements, and more than {EMPTY_MAX} rows of them: {shape}"
         raise InvalidInput(message, code="invalid_shape")
     return shape
 
 
-def _source(each: _Input, received: Received) -> int | None:
-    """Where its elements are: in `received.data`, or None with so many bytes behind the JSON."""
+def _source(each: _Input, input_tensor: InputTensor) -> int | None:
+    """Find the elements. Returns None if they are in `received.data`, else their size in bytes after the JSON."""
     parameters = each.parameters or {}
     _refuse_reserved(parameters, f"input '{each.name}'")
     if parameters.get("content_type") == "base64":
@@ -189,13 +192,15 @@ def _source(each: _Input, received: Received) -> int | None:
         )
     data = None if bytes(each.data) == b"null" else each.data
     size = parameters.get("binary_data_size")
-    if data is None and size is None and received.elements == 0:
+    if data is None and size is None and input_tensor.elements == 0:
         data = Raw(b"[]")
     if (data is None) == (size is None):
-        said = "no field was set" if size is None else "both were set"
-        message = f"Input '{each.name}' must set only one of 'data' and 'binary_data_size' in 'parameters', but {said}"
+        detail = "no field was set" if size is None else "both were set"
+        message = (
+            f"Input '{each.name}' must set only one of 'data' and 'binary_data_size' in 'parameters', but {detail}"
+        )
         raise InvalidInput(message, code="invalid_field")
-    received.data = data
+    input_tensor.data = data
     if size is None:
         return None
     if type(size) is not int or size < 0:
@@ -205,37 +210,37 @@ def _source(each: _Input, received: Received) -> int | None:
     return size
 
 
-def _refuse_reserved(parameters: dict[str, Scalar], place: str) -> None:
+def _refuse_reserved(parameters: dict[str, Scalar], subject: str) -> None:
     for name in parameters:
         if name.startswith("triton_"):
-            message = f"{place}: parameter keys starting with 'triton_' are reserved: {name!r}"
+            message = f"{subject}: parameter keys starting with 'triton_' are reserved: {name!r}"
             raise InvalidInput(message, code="unsupported_parameter")
         if name.startswith("shared_memory_"):
-            raise InvalidInput(f"{place}: shared memory is not supported ({name!r})", code="unsupported_parameter")
+            raise InvalidInput(f"{subject}: shared memory is not supported ({name!r})", code="unsupported_parameter")
 
 
-def _wanted(found: list[_Output] | None) -> list[Wanted] | None:
-    if not found:  # as Triton has it, who names none wants all
+def _requested_outputs(decoded: list[_Output] | None) -> list[RequestedOutput] | None:
+    if not decoded:  # as in Triton, no names mean all outputs
         return None
-    wanted: dict[str, Wanted] = {}
-    for each in found:
-        place, parameters = f"output '{each.name}'", each.parameters or {}
-        if each.name in wanted:
+    requested: dict[str, RequestedOutput] = {}
+    for each in decoded:
+        subject, parameters = f"output '{each.name}'", each.parameters or {}
+        if each.name in requested:
             raise InvalidInput(f"output '{each.name}' already exists in request", code="repeated_parameter")
-        _refuse_reserved(parameters, place)
+        _refuse_reserved(parameters, subject)
         binary, classes = parameters.get("binary_data"), parameters.get("classification", 0)
         if binary is not None and type(binary) is not bool:
-            raise InvalidInput(f"{place}: binary_data must be true or false, not {binary!r}", code="invalid_field")
+            raise InvalidInput(f"{subject}: binary_data must be true or false, not {binary!r}", code="invalid_field")
         if type(classes) is not int or classes < 0:
             raise InvalidInput(
-                f"{place}: classification must be a number of classes, not {classes!r}", code="invalid_field"
+                f"{subject}: classification must be a number of classes, not {classes!r}", code="invalid_field"
             )
-        wanted[each.name] = Wanted(each.name, binary, classes)
-    return list(wanted.values())
+        requested[each.name] = RequestedOutput(each.name, binary, classes)
+    return list(requested.values())
 
 
-def _heed(request: TensorRequest, parameters: dict[str, Scalar]) -> None:
-    """Take the request's own parameters over. What the protocol leaves to a model is a scalar, and means nothing."""
+def _apply_parameters(request: TensorRequest, parameters: dict[str, Scalar]) -> None:
+    """Apply the request's own parameters. Parameters for models are accepted, and have no effect."""
     _refuse_reserved(parameters, "the request")
     if parameters.get("headers"):
         raise InvalidInput("the parameter headers is not supported: it is reserved", code="unsupported_parameter")
@@ -251,7 +256,7 @@ def _heed(request: TensorRequest, parameters: dict[str, Scalar]) -> None:
 
 
 def _check_scheduling(parameters: dict[str, Scalar]) -> None:
-    """What Triton's schedulers of sequences and priorities read, of which a model without them has no use.
+    """Check the parameters of Triton's sequence and priority schedulers, which have no effect here.
 
     Source: Triton's sequence and schedule policy extensions.
     """
@@ -259,7 +264,8 @@ def _check_scheduling(parameters: dict[str, Scalar]) -> None:
     if isinstance(name, str):
         if len(name) > SEQUENCE_CHARS_MAX:
             raise InvalidInput(
-                f"sequence_id has {len(name):,} characters; there may be {SEQUENCE_CHARS_MAX}", code="invalid_field"
+                f"sequence_id has {len(name):,} characters; at most {SEQUENCE_CHARS_MAX} are supported",
+                code="invalid_field",
             )
     elif type(name) is not int or not 0 <= name < 2**64:
         raise InvalidInput(f"sequence_id must be an unsigned integer or a string, not {name!r}", code="invalid_field")
@@ -273,7 +279,7 @@ def _check_scheduling(parameters: dict[str, Scalar]) -> None:
 
 
 def _raw(body: bytes, interface: Interface) -> TensorRequest:
-    """A body that is the one input of the function, and nothing else."""
+    """Read a raw request: the body is the function's only input."""
     inputs = interface.inputs
     if len(inputs) != 1:
         names = [each.name for each in inputs]
@@ -287,10 +293,10 @@ def _raw(body: bytes, interface: Interface) -> TensorRequest:
     if datatype.kind == TEXT:
         data = len(body).to_bytes(4, "little") + body
         return TensorRequest(
-            [Received(tensor.name, datatype, _raw_text_shape(tensor.shape), buffer=memoryview(data))], binary=True
+            [InputTensor(tensor.name, datatype, _raw_text_shape(tensor.shape), buffer=memoryview(data))], binary=True
         )
     shape = _raw_shape(tensor.name, tensor.shape, datatype, len(body))
-    return TensorRequest([Received(tensor.name, datatype, shape, buffer=memoryview(body))], binary=True)
+    return TensorRequest([InputTensor(tensor.name, datatype, shape, buffer=memoryview(body))], binary=True)
 
 
 def _raw_text_shape(shape: list[int]) -> list[int]:
@@ -300,7 +306,7 @@ def _raw_text_shape(shape: list[int]) -> list[int]:
 
 
 def _raw_shape(name: str, shape: list[int], datatype: Datatype, size: int) -> list[int]:
-    """The declared shape, its one variable dimension found from the body's size."""
+    """Return the declared shape, with its one variable dimension computed from the body's size."""
     if shape.count(-1) > 1:
         message = f"Raw request may have 1 variable dimension, and input '{name}' has shape {shape}"
         raise InvalidInput(message, code="invalid_request")
@@ -312,7 +318,7 @@ def _raw_shape(name: str, shape: list[int], datatype: Datatype, size: int) -> li
     return filled
 
 
-DEPTH_MAX = 8  # of nesting that is read by a decoder of its own
+DEPTH_MAX = 8  # deeper nesting has no typed decoder
 VALUE_CHARS_SHOWN = 60
 _TYPES = {BOOL: bool, INT: int, FLOAT: float, TEXT: str}
 _WORDS = {BOOL: "true or false", INT: "an integer", FLOAT: "a number", TEXT: "a string"}
@@ -320,42 +326,42 @@ _opening = re.compile(rb"(?:\s*\[)+").match
 _any = msgspec.json.Decoder()
 
 
-def elements(received: Received) -> list[Any]:
-    """Its elements in row-major order, as the datatype has them. Raises: InvalidInput, naming the first bad one."""
-    datatype = received.datatype
-    found = _read(received, datatype.kind)
-    if found is None:
-        found = [_element(value, received, datatype.kind, at) for at, value in enumerate(_walk(received))]
-    _check_count(received, len(found))
-    if datatype.kind in (INT, FLOAT) and found:
-        _check_range(received, found, datatype)
-    return found
+def elements(input_tensor: InputTensor) -> list[Any]:
+    """Read the elements in row-major order, by the datatype. Raises: InvalidInput, naming the first invalid one."""
+    datatype = input_tensor.datatype
+    flat = _read(input_tensor, datatype.kind)
+    if flat is None:
+        flat = [_element(value, input_tensor, datatype.kind, at) for at, value in enumerate(_walk(input_tensor))]
+    _check_count(input_tensor, len(flat))
+    if datatype.kind in (INT, FLOAT) and flat:
+        _check_range(input_tensor, flat, datatype)
+    return flat
 
 
-def elements_leniently(received: Received, kind: str, *, may_be_bool: bool) -> list[Any]:
-    """Its elements by their own JSON types, as Inferless' tools send them: an integer wider than declared passes.
+def elements_leniently(input_tensor: InputTensor, kind: str, *, may_be_bool: bool) -> list[Any]:
+    """Read the elements by their JSON types, as Inferless' tools send them: integers wider than declared are allowed.
 
-    `kind` is what the function's input declares, or else the tensor's. True and false are 1 and 0 of an integer; with
-    `may_be_bool` they stay what they are.
+    `kind` is declared by the function's input, or else by the tensor. In an integer tensor, true and false become 1 and
+    0; with `may_be_bool` they are unchanged.
     """
-    found = _read(received, kind)
-    if found is None:
-        found = []
-        for at, value in enumerate(_walk(received)):
+    flat = _read(input_tensor, kind)
+    if flat is None:
+        flat = []
+        for at, value in enumerate(_walk(input_tensor)):
             if isinstance(value, bool) and (may_be_bool or kind == INT):
-                found.append(value if may_be_bool else int(value))
+                flat.append(value if may_be_bool else int(value))
             else:
-                found.append(_element(value, received, kind, at))
-    _check_count(received, len(found))
-    if kind == INT and found:
-        for value in (min(found), max(found)):
+                flat.append(_element(value, input_tensor, kind, at))
+    _check_count(input_tensor, len(flat))
+    if kind == INT and flat:
+        for value in (min(flat), max(flat)):
             if not INT64_MIN <= value <= UINT64_MAX:
-                raise _out_of_range(received, value, "64 bits")
-    return found
+                raise _out_of_range(input_tensor, value, "64 bits")
+    return flat
 
 
 def nest(flat: list[Any], shape: list[int]) -> Any:
-    """The nested lists of this shape; of no dimension, the one element itself."""
+    """Build nested lists of this shape; for no dimensions, return the one element."""
     if not shape:
         return flat[0]
     for dimension in reversed(shape[1:]):
@@ -371,36 +377,36 @@ def _empty(shape: list[int]) -> list[Any]:
 
 @lru_cache(maxsize=64)
 def _decoder(kind: str, depth: int) -> msgspec.json.Decoder:
-    wanted: Any = _TYPES[kind]
+    element_type: Any = _TYPES[kind]
     for _ in range(depth):
-        wanted = list[wanted]
-    return msgspec.json.Decoder(wanted)
+        element_type = list[element_type]
+    return msgspec.json.Decoder(element_type)
 
 
-def _read(received: Received, kind: str) -> list[Any] | None:
-    """All elements, where they are of this kind and evenly nested; None: they need a closer look."""
-    data = received.data
+def _read(input_tensor: InputTensor, kind: str) -> list[Any] | None:
+    """Decode all elements if they are of this kind and evenly nested; None: they must be read one by one."""
+    data = input_tensor.data
     assert data is not None
     opening = _opening(data)
     if opening is None:
-        raise InvalidInput(f"the data of input '{received.name}' must be an array", code="invalid_value")
+        raise InvalidInput(f"the data of input '{input_tensor.name}' must be an array", code="invalid_value")
     depth = opening[0].count(b"[")
     if depth > DEPTH_MAX:
         return None
     try:
-        found = _decoder(kind, depth).decode(data)
+        values = _decoder(kind, depth).decode(data)
     except msgspec.ValidationError:
         return None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
-        return parse(_any, data, f"the data of input '{received.name}'")
+        return parse(_any, data, f"the data of input '{input_tensor.name}'")
     for _ in range(depth - 1):
-        found = list(chain.from_iterable(found))
-    return found
+        values = list(chain.from_iterable(values))
+    return values
 
 
-def _walk(received: Received) -> Iterator[Any]:
-    """The leaves of the data, however they are nested."""
-    stack = [iter(parse(_any, received.data, f"the data of input '{received.name}'"))]
+def _walk(input_tensor: InputTensor) -> Iterator[Any]:
+    """Yield the leaves of the data, at any nesting."""
+    stack = [iter(parse(_any, input_tensor.data, f"the data of input '{input_tensor.name}'"))]
     while stack:
         for value in stack[-1]:
             if isinstance(value, list):
@@ -411,8 +417,8 @@ def _walk(received: Received) -> Iterator[Any]:
             stack.pop()
 
 
-def _element(value: Any, received: Received, kind: str, at: int) -> Any:
-    """One element, converted where nothing is lost by it."""
+def _element(value: Any, input_tensor: InputTensor, kind: str, at: int) -> Any:
+    """Check one element, and convert it if nothing is lost."""
     if type(value) is _TYPES[kind]:
         return value
     if kind == FLOAT and type(value) is int:
@@ -420,26 +426,28 @@ def _element(value: Any, received: Received, kind: str, at: int) -> Any:
     if kind == INT and type(value) is float and value.is_integer() and abs(value) <= EXACT_FLOAT_MAX:
         return int(value)
     shown = msgspec.json.encode(value).decode()[:VALUE_CHARS_SHOWN]
-    wanted = _WORDS[kind] if kind != received.datatype.kind else f"{received.datatype.name} ({_WORDS[kind]})"
-    message = f"input '{received.name}': element {at} is {shown}, which is not {wanted}"
+    expected = _WORDS[kind] if kind != input_tensor.datatype.kind else f"{input_tensor.datatype.name} ({_WORDS[kind]})"
+    message = f"input '{input_tensor.name}': element {at} is {shown}, which is not {expected}"
     raise InvalidInput(message, code="invalid_value")
 
 
-def _check_count(received: Received, count: int) -> None:
-    if count != received.elements:
+def _check_count(input_tensor: InputTensor, count: int) -> None:
+    if count != input_tensor.elements:
         message = (
-            f"Failed to parse 'data' of input '{received.name}': shape {received.shape} of {received.elements} elements"
-            f" does not match true shape of 'data' field, which has {count}"
+            f"Failed to parse 'data' of input '{input_tensor.name}': shape {input_tensor.shape} of"
+            f" {input_tensor.elements} elements does not match true shape of 'data' field, which has {count}"
         )
         raise InvalidInput(message, code="shape_mismatch")
 
 
-def _check_range(received: Received, found: list[Any], datatype: Datatype) -> None:
-    for value in (min(found), max(found)):
+def _check_range(input_tensor: InputTensor, flat: list[Any], datatype: Datatype) -> None:
+    for value in (min(flat), max(flat)):
         if not datatype.low <= value <= datatype.high:
-            raise _out_of_range(received, value, f"{datatype.name}, {datatype.low} to {datatype.high}")
+            raise _out_of_range(input_tensor, value, f"{datatype.name}, {datatype.low} to {datatype.high}")
 
 
-def _out_of_range(received: Received, value: Any, expected: str) -> InvalidInput:
+def _out_of_range(input_tensor: InputTensor, value: Any, expected: str) -> InvalidInput:
     shown = str(value)[:VALUE_CHARS_SHOWN]
-    return InvalidInput(f"input '{received.name}': {shown} is out of range of {expected}", code="number_out_of_range")
+    return InvalidInput(
+        f"input '{input_tensor.name}': {shown} is out of range of {expected}", code="number_out_of_range"
+    )

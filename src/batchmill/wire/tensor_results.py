@@ -1,7 +1,7 @@
-"""Results of a function as a V2 inference response: datatypes, shapes, and outputs as JSON or binary tensors.
+"""Write results of a function as a V2 inference response: datatypes, shapes, and outputs as JSON or binary tensors.
 
-The values of many rows are one tensor. Where a function declares no datatype, its plain numbers go back in the datatype
-in which numbers came: Python knows one kind of integer and one of float. Arrays keep their own.
+The values of many rows become one tensor. If a function declares no datatype, its plain numbers get the datatype of the
+request's numbers, since Python has only one integer and one float type. Arrays keep their own.
 Source: Inferless' runtime and its messages; the Open Inference Protocol with Triton's binary extension.
 """
 
@@ -30,10 +30,10 @@ from batchmill.wire.datatypes import (
     wire_name,
 )
 from batchmill.wire.tensor_binary import FLAT, NONE, Layout
-from batchmill.wire.tensor_request import Received, Wanted
+from batchmill.wire.tensor_request import InputTensor, RequestedOutput
 
 ARRAY, OBJECT = "$array", "$object"
-DEFAULT_OUTPUT = "output"  # of a result that is no dict
+DEFAULT_OUTPUT = "output"  # the name of a result that is not a dict
 ROW_TYPES = {bool: DATATYPES["BOOL"], int: DATATYPES["INT64"], float: DATATYPES["FP64"], str: DATATYPES["BYTES"]}
 Buffers = list[bytes | memoryview]
 
@@ -46,10 +46,10 @@ class Output(Struct):
     shape: list[int]
     flat: list[Any] | None = None
     buffer: bytes | memoryview | None = None
-    is_plain: bool = False  # Python's own numbers, which have no datatype by themselves
+    is_plain: bool = False  # Python's own numbers, which have no datatype
 
     def values(self) -> list[Any]:
-        """The elements; BYTES may be bytes."""
+        """The elements; those of BYTES may be bytes."""
         if self.flat is None:
             assert self.buffer is not None
             if self.datatype.kind == TEXT:
@@ -70,10 +70,10 @@ def bad_return(message: str) -> BatchmillError:
 
 
 def outputs_of_columns(columns: dict[str, Any], buffers: Buffers, interface: Interface, layout: Layout) -> list[Output]:
-    """Outputs of arrays whose first axis is the row."""
+    """Make outputs of arrays whose first axis is the row."""
     outputs = []
     for name, marker in columns.items():
-        output = _array(name, marker, buffers)
+        output = _array_output(name, marker, buffers)
         shape = output.shape
         if not shape or shape[0] != layout.rows:
             raise bad_return(f"Output {name} has shape {shape} for {layout.rows} rows")
@@ -81,32 +81,34 @@ def outputs_of_columns(columns: dict[str, Any], buffers: Buffers, interface: Int
             output.shape = shape[1:] or [1]
         elif len(shape) == 1 and layout.axis != FLAT:
             output.shape = [*shape, 1]
-        outputs.append(_declared(output, _declaration(name, interface), interface))
+        outputs.append(_as_declared(output, _declaration(name, interface), interface))
     return _in_order(outputs, interface)
 
 
 def outputs_of_rows(rows: list[Any], buffers: Buffers, interface: Interface, layout: Layout) -> list[Output]:
-    """Outputs of the values of each row: what a dict holds by name, or one value. Raises: ModelFailed bad_return."""
-    results = [_named(row, interface) for row in rows]
+    """Make outputs of each row's value, which is a dict of outputs or one value. Raises: ModelFailed bad_return."""
+    results = [_by_name(row, interface) for row in rows]
     names = list(results[0])
     cells: dict[str, list[Output]] = {name: [] for name in names}
     for number, result in enumerate(results):
         if result.keys() != cells.keys():
-            there, here = sorted(cells), sorted(result)
-            raise bad_return(f"the rows of this request have different outputs: row 1 {there}, row {number + 1} {here}")
+            first, other = sorted(cells), sorted(result)
+            raise bad_return(
+                f"the rows of this request have different outputs: row 1 {first}, row {number + 1} {other}"
+            )
         for name, value in result.items():
-            cells[name].append(_cell(name, value, buffers, _declaration(name, interface)))
-    outputs = [_joined(name, cells[name], layout) for name in names]
-    return _in_order([_declared(each, _declaration(each.name, interface), interface) for each in outputs], interface)
+            cells[name].append(_cell_output(name, value, buffers, _declaration(name, interface)))
+    outputs = [_join(name, cells[name], layout) for name in names]
+    return _in_order([_as_declared(each, _declaration(each.name, interface), interface) for each in outputs], interface)
 
 
 def _is_app(interface: Interface) -> bool:
-    """Outputs are declared by a schema of their own, not by a hint."""
+    """Whether the outputs are declared by a schema, not by a type hint."""
     return interface.takes != "arguments" and interface.outputs is not None
 
 
-def _named(row: Any, interface: Interface) -> dict[str, Any]:
-    """A result as its outputs by name, without those that are None and need not be there."""
+def _by_name(row: Any, interface: Interface) -> dict[str, Any]:
+    """Return a result as outputs by name, without optional ones that are None."""
     is_dict = isinstance(row, dict) and ARRAY not in row
     if not is_dict:
         if interface.takes == "dict" or (interface.takes == "rows" and interface.has_schema):
@@ -125,22 +127,22 @@ def _declaration(name: str, interface: Interface) -> Tensor | None:
     return next((each for each in interface.outputs or [] if each.name == name), None)
 
 
-def _cell(name: str, value: Any, buffers: Buffers, declared: Tensor | None) -> Output:
-    """One value as a tensor of its own."""
+def _cell_output(name: str, value: Any, buffers: Buffers, declared: Tensor | None) -> Output:
+    """Make a tensor of one value."""
     if isinstance(value, dict) and ARRAY in value:
-        output = _array(name, value, buffers)
+        output = _array_output(name, value, buffers)
         output.shape = output.shape or [1]
         return output
     if isinstance(value, list):
-        return _list(name, value, buffers, declared)
+        return _list_output(name, value, buffers, declared)
     datatype = ROW_TYPES.get(type(value))
     if datatype is None:
-        raise _untypable(name, value, "")
-    wide = _wide(name, [value]) if datatype.kind == INT else datatype
+        raise _type_error(name, value, "")
+    wide = _int_datatype(name, [value]) if datatype.kind == INT else datatype
     return Output(name, wide, [1], [value], is_plain=True)
 
 
-def _list(name: str, items: list[Any], buffers: Buffers, declared: Tensor | None) -> Output:
+def _list_output(name: str, items: list[Any], buffers: Buffers, declared: Tensor | None) -> Output:
     shape, flat = [len(items)], items
     while flat and isinstance(flat[0], list):
         length = len(flat[0])
@@ -153,7 +155,7 @@ def _list(name: str, items: list[Any], buffers: Buffers, declared: Tensor | None
         datatype = DATATYPES.get((declared.datatype if declared else None) or "")
         if datatype is None:
             message = (
-                f"Output {name} is an empty list, whose type cannot be told. Please provide a non-empty list as output."
+                f"Output {name} is an empty list, so its type is unknown. Please provide a non-empty list as output."
             )
             raise bad_return(message)
         return Output(name, datatype, shape, [])
@@ -164,10 +166,10 @@ def _list(name: str, items: list[Any], buffers: Buffers, declared: Tensor | None
 
 
 def _type_of_all(name: str, flat: list[Any]) -> Datatype:
-    """The one datatype of these values; integers beside floats are floats."""
+    """Return the common datatype of these values; integers mixed with floats are floats."""
     kinds = set(map(type, flat))
     if kinds == {int}:
-        return _wide(name, flat)
+        return _int_datatype(name, flat)
     if kinds == {float} or kinds == {int, float}:
         return ROW_TYPES[float]
     if len(kinds) == 1 and flat[0] is not None and type(flat[0]) in ROW_TYPES:
@@ -175,43 +177,45 @@ def _type_of_all(name: str, flat: list[Any]) -> Datatype:
     first = type(flat[0])
     for at, value in enumerate(flat):
         if type(value) not in ROW_TYPES:
-            raise _untypable(name, value, f" at index {at}")
+            raise _type_error(name, value, f" at index {at}")
         if type(value) is not first and {type(value), first} != {int, float}:
             message = f"Output {name} mixes types: item {at} is {_kind(value)}, and the first one is {_kind(flat[0])}"
             raise bad_return(message)
     raise bad_return(f"Output {name} mixes types: {sorted(kind.__name__ for kind in kinds)}")
 
 
-def _wide(name: str, flat: list[int]) -> Datatype:
+def _int_datatype(name: str, flat: list[int]) -> Datatype:
     low, high = min(flat), max(flat)
     if low >= INT64_MIN and high <= INT64_MAX:
         return ROW_TYPES[int]
     if low < 0 or high > UINT64_MAX:
-        raise bad_return(f"Output {name} holds {high if high > UINT64_MAX else low}, which 64 bits do not")
+        raise bad_return(
+            f"Output {name} has the value {high if high > UINT64_MAX else low}, which does not fit in 64 bits"
+        )
     return DATATYPES["UINT64"]
 
 
 def _list_of_arrays(name: str, flat: list[Any], shape: list[int], buffers: Buffers) -> Output:
-    """A list with arrays in it: numpy's scalars, bytes, numbers that JSON lacks; or arrays of one shape."""
+    """Make a tensor of a list with arrays: numpy's scalars, bytes, numbers that JSON lacks, or arrays of one shape."""
     parts = []
     for at, value in enumerate(flat):
         if isinstance(value, dict) and ARRAY not in value:
-            raise _untypable(name, value, f" at index {at}")
+            raise _type_error(name, value, f" at index {at}")
         is_array = isinstance(value, dict)
-        parts.append(_array(name, value, buffers) if is_array else _cell(name, value, buffers, None))
+        parts.append(_array_output(name, value, buffers) if is_array else _cell_output(name, value, buffers, None))
         if not is_array:
             parts[-1].shape = []
     inner = parts[0].shape
     if any(part.shape != inner for part in parts):
         raise bad_return(f"Output {name} is a list of arrays of different shapes")
-    datatype = _common(name, [part.datatype for part in parts])
+    datatype = _common_datatype(name, [part.datatype for part in parts])
     flat = list(chain.from_iterable(part.values() for part in parts))
     flat = list(map(float, flat)) if datatype.kind == FLOAT else flat
     return Output(name, datatype, [*shape, *inner], flat, is_plain=all(part.is_plain for part in parts))
 
 
-def _common(name: str, datatypes: list[Datatype]) -> Datatype:
-    """The one datatype for values of these; numbers of several are floats, or the widest integers."""
+def _common_datatype(name: str, datatypes: list[Datatype]) -> Datatype:
+    """Return the common datatype of several: mixed numbers become floats, or the widest integers."""
     if all(each == datatypes[0] for each in datatypes):
         return datatypes[0]
     kinds = {each.kind for each in datatypes}
@@ -226,8 +230,8 @@ def _common(name: str, datatypes: list[Datatype]) -> Datatype:
     raise bad_return(f"Output {name} mixes types: {sorted({each.name for each in datatypes})}")
 
 
-def _joined(name: str, cells: list[Output], layout: Layout) -> Output:
-    """The values of all rows as one tensor, its first axis the row where the request had one."""
+def _join(name: str, cells: list[Output], layout: Layout) -> Output:
+    """Join the values of all rows into one tensor; its first axis is the row if the request had such an axis."""
     first = cells[0]
     if layout.axis == NONE:
         return first
@@ -236,55 +240,55 @@ def _joined(name: str, cells: list[Output], layout: Layout) -> Output:
             message = f"Output {name} has shape {first.shape} in row 1 and {cell.shape} in row {row + 1} of one request"
             raise bad_return(message)
     shape = [len(cells)] if layout.axis == FLAT and first.shape == [1] else [len(cells), *first.shape]
-    datatype, is_plain = _common(name, [cell.datatype for cell in cells]), all(cell.is_plain for cell in cells)
+    datatype, is_plain = _common_datatype(name, [cell.datatype for cell in cells]), all(cell.is_plain for cell in cells)
     if all(cell.buffer is not None and cell.datatype == datatype for cell in cells):
         joined = b"".join([cell.data() for cell in cells])
         return Output(name, datatype, shape, buffer=joined, is_plain=is_plain)
     flat = list(chain.from_iterable(cell.values() for cell in cells))
     if datatype.kind == INT:
-        datatype = datatype if all(datatype.low <= value <= datatype.high for value in flat) else _wide(name, flat)
+        datatype = (
+            datatype if all(datatype.low <= value <= datatype.high for value in flat) else _int_datatype(name, flat)
+        )
     flat = list(map(float, flat)) if datatype.kind == FLOAT else flat
     return Output(name, datatype, shape, flat, is_plain=is_plain)
 
 
-def _declared(output: Output, declared: Tensor | None, interface: Interface) -> Output:
-    """The output as its declaration has it. A hint only makes floats of integers; what an app declares must fit."""
-    wanted = DATATYPES.get((declared.datatype if declared else None) or "")
-    if wanted is None or wanted == output.datatype or (wanted.kind == TEXT and output.datatype.kind == TEXT):
+def _as_declared(output: Output, declared: Tensor | None, interface: Interface) -> Output:
+    """Convert an output to its declared datatype. A type hint only turns integers to floats; a schema must fit."""
+    target = DATATYPES.get((declared.datatype if declared else None) or "")
+    if target is None or target == output.datatype or (target.kind == TEXT and output.datatype.kind == TEXT):
         return output
-    is_widening = wanted.kind == FLOAT and output.datatype.kind == INT and output.buffer is None
+    is_widening = target.kind == FLOAT and output.datatype.kind == INT and output.buffer is None
     if not interface.has_schema and not _is_app(interface) and not is_widening:
         return output
     if output.buffer is not None:
-        converted = tensor_binary.converted(output.buffer, output.datatype, wanted)
-        if converted is not None:
-            return Output(output.name, wanted, output.shape, buffer=converted)
-    elif (flat := _converted(output.values(), output.datatype, wanted)) is not None:
-        return Output(output.name, wanted, output.shape, flat)
+        convert = tensor_binary.convert(output.buffer, output.datatype, target)
+        if convert is not None:
+            return Output(output.name, target, output.shape, buffer=convert)
+    elif (flat := _convert(output.values(), output.datatype, target)) is not None:
+        return Output(output.name, target, output.shape, flat)
     if not _is_app(interface):
         return output
-    message = (
-        f"Output {output.name} is {output.datatype.name}, which does not fit the {wanted.name} that it is declared as"
-    )
+    message = f"Output {output.name} is {output.datatype.name}, which does not fit the declared {target.name}"
     raise bad_return(message)
 
 
-def _converted(flat: list[Any], datatype: Datatype, wanted: Datatype) -> list[Any] | None:
-    """The same values in another datatype; None where one would change."""
-    if datatype.kind not in (INT, FLOAT) or wanted.kind not in (INT, FLOAT):
+def _convert(flat: list[Any], datatype: Datatype, target: Datatype) -> list[Any] | None:
+    """Convert values to another datatype; None: a value would change."""
+    if datatype.kind not in (INT, FLOAT) or target.kind not in (INT, FLOAT):
         return None
-    if wanted.kind == FLOAT:
+    if target.kind == FLOAT:
         return (
             None
-            if any(abs(each) > wanted.high and abs(each) != float("inf") for each in flat)
+            if any(abs(each) > target.high and abs(each) != float("inf") for each in flat)
             else list(map(float, flat))
         )
     whole = [int(each) for each in flat if each == each and abs(each) != float("inf") and int(each) == each]
-    return whole if len(whole) == len(flat) and all(wanted.low <= each <= wanted.high for each in whole) else None
+    return whole if len(whole) == len(flat) and all(target.low <= each <= target.high for each in whole) else None
 
 
 def _in_order(outputs: list[Output], interface: Interface) -> list[Output]:
-    """Raises: ModelFailed where an app did not return an output that its schema lists."""
+    """Check that all required outputs are there. Raises: ModelFailed if one that the schema lists is missing."""
     if _is_app(interface):
         names = {each.name for each in outputs}
         for each in interface.outputs or []:
@@ -293,25 +297,25 @@ def _in_order(outputs: list[Output], interface: Interface) -> list[Output]:
     return outputs
 
 
-def _array(name: str, marker: dict[str, Any], buffers: Buffers) -> Output:
+def _array_output(name: str, marker: dict[str, Any], buffers: Buffers) -> Output:
     number, datatype, shape, *plain = marker[ARRAY]
     return Output(name, DATATYPES[datatype], list(shape), buffer=buffers[number], is_plain=bool(plain))
 
 
 def _texts(name: str, buffer: bytes | memoryview) -> list[Any]:
-    found = tensor_binary.split_texts(buffer)
-    assert found is not None, f"the bytes of output {name} are broken"
-    return found
+    texts = tensor_binary.split_texts(buffer)
+    assert texts is not None, f"the bytes of output {name} are broken"
+    return texts
 
 
-def _untypable(name: str, value: Any, place: str) -> BatchmillError:
+def _type_error(name: str, value: Any, position: str) -> BatchmillError:
     if isinstance(value, dict | list):
         message = (
-            f"Output {name}{place} is of type dictionary or tuple which is currently not supported."
+            f"Output {name}{position} is of type dictionary or tuple which is currently not supported."
             f" You can try json.dumps({name})"
         )
         return bad_return(message)
-    return bad_return(f"Output {name}{place} is {_kind(value)}, which has no datatype")
+    return bad_return(f"Output {name}{position} is {_kind(value)}, which has no datatype")
 
 
 def _kind(value: Any) -> str:
@@ -324,63 +328,63 @@ _encode = msgspec.json.Encoder().encode
 
 
 def reply_of(
-    head: dict[str, Any], outputs: list[Output], wanted: list[Wanted] | None, *, binary: bool
+    head: dict[str, Any], outputs: list[Output], requested: list[RequestedOutput] | None, *, binary: bool
 ) -> tuple[bytes, bytes]:
-    """The body, and the length of its JSON as digits; empty where the body is nothing else.
+    """Return the body, and the length of its JSON as digits; empty if the body is JSON only.
 
     Raises: InvalidInput for an output that the function did not return.
     """
-    written, buffers = [], []
-    for output, want in _chosen(outputs, wanted):
-        if want.classes:
-            output = classified(output, want.classes)
+    members, buffers = [], []
+    for output, request in _select(outputs, requested):
+        if request.classes:
+            output = classified(output, request.classes)
         member: dict[str, Any] = {
             "name": output.name,
             "datatype": wire_name(output.datatype.name),
             "shape": output.shape,
         }
-        if binary if want.binary is None else want.binary:
+        if binary if request.binary is None else request.binary:
             data = output.data()
             member["parameters"] = {"binary_data_size": len(data)}
             buffers.append(data)
         else:
             member["data"] = _json_values(output)
-        written.append(member)
-    text = _encode({**head, "outputs": written})
+        members.append(member)
+    text = _encode({**head, "outputs": members})
     if not buffers:
         return text, b""
     return b"".join([text, *buffers]), b"%d" % len(text)
 
 
-def check_names(wanted: list[str], there: list[str]) -> None:
-    """Raises: InvalidInput where an output is wanted that is not there."""
-    for name in wanted:
-        if name not in there:
-            raise InvalidInput(f"unexpected inference output '{name}'; there are {there}", code="unknown_output")
+def check_names(requested: list[str], available: list[str]) -> None:
+    """Raises: InvalidInput for a requested output that does not exist."""
+    for name in requested:
+        if name not in available:
+            raise InvalidInput(f"unexpected inference output '{name}'; there are {available}", code="unknown_output")
 
 
-def _chosen(outputs: list[Output], wanted: list[Wanted] | None) -> list[tuple[Output, Wanted]]:
-    if wanted is None:
-        return [(each, Wanted(each.name)) for each in outputs]
+def _select(outputs: list[Output], requested: list[RequestedOutput] | None) -> list[tuple[Output, RequestedOutput]]:
+    if requested is None:
+        return [(each, RequestedOutput(each.name)) for each in outputs]
     named = {each.name: each for each in outputs}
-    check_names([each.name for each in wanted], list(named))
-    return [(named[each.name], each) for each in wanted]
+    check_names([each.name for each in requested], list(named))
+    return [(named[each.name], each) for each in requested]
 
 
 def _json_values(output: Output) -> list[Any]:
-    """The elements as JSON has them: NaN and infinities are written as null."""
+    """Return the elements for JSON, in which NaN and infinities become null."""
     values = output.values()
     if output.datatype.kind != TEXT:
         return values
     try:
         return [each if isinstance(each, str) else each.decode() for each in values]
     except UnicodeDecodeError as error:
-        message = f"Output {output.name} holds bytes that are not UTF-8, which only a binary reply can hold: {error}"
+        message = f"Output {output.name} has bytes that are not UTF-8, which need a binary reply: {error}"
         raise bad_return(message) from None
 
 
 def classified(output: Output, classes: int) -> Output:
-    """The largest values of each vector along the last axis, as "value:index". Source: Triton, classification."""
+    """Return the largest values of each vector along the last axis as "value:index". Source: Triton, classification."""
     if output.datatype.kind == TEXT:
         raise InvalidInput(f"output '{output.name}' is BYTES and cannot be classified", code="unsupported_parameter")
     length = output.shape[-1]
@@ -401,26 +405,28 @@ def _shown(value: Any) -> str:
     return f"{value:f}" if isinstance(value, float) else str(int(value))
 
 
-Kept = dict[str, Datatype]  # kind -> the one datatype in which numbers of it came
+NumberDatatypes = dict[str, Datatype]  # kind of number -> the one datatype that the request uses for it
 
 
-def kept_of(pairs: list[tuple[Received, Tensor | None]], interface: Interface) -> Kept:
-    """Empty for a function that says what it takes or returns, or where numbers came in several datatypes."""
+def find_number_datatypes(pairs: list[tuple[InputTensor, Tensor | None]], interface: Interface) -> NumberDatatypes:
+    """Find the datatypes of the request's numbers. A kind with several datatypes has none, and the result is empty for
+    a function that declares its inputs or outputs.
+    """
     if interface.has_schema or interface.outputs or interface.takes != "arguments":
         return {}
     if any(tensor is not None and tensor.datatype is not None for _, tensor in pairs):
         return {}
-    kept: Kept = {}
+    result: NumberDatatypes = {}
     for kind in (INT, FLOAT):
-        came = {received.datatype.name: received.datatype for received, _ in pairs if received.datatype.kind == kind}
-        if len(came) == 1:
-            kept[kind] = next(iter(came.values()))
-    return kept
+        datatypes = {each.datatype.name: each.datatype for each, _ in pairs if each.datatype.kind == kind}
+        if len(datatypes) == 1:
+            result[kind] = next(iter(datatypes.values()))
+    return result
 
 
-def as_received(output: Output, kept: Kept) -> Output:
-    """An output of plain numbers in the datatype in which its kind came; as it is where that does not hold them."""
-    datatype = kept.get(output.datatype.kind)
+def with_number_datatype(output: Output, number_datatypes: NumberDatatypes) -> Output:
+    """Convert an output of plain numbers to the request's datatype of its kind; unchanged if the values do not fit."""
+    datatype = number_datatypes.get(output.datatype.kind)
     if datatype is None or not output.is_plain or datatype == output.datatype:
         return output
     flat = output.values()

@@ -1,4 +1,4 @@
-"""Cells of a table that are all strings, read as the types that a function takes. Other columns stay strings."""
+"""Convert the string cells of a CSV table to the types that a function takes. Other columns stay strings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from batchmill.errors import InvalidRow
 from batchmill.types import Tensor
 from batchmill.wire.datatypes import BOOL, DATATYPES, FLOAT, INT, TEXT, Datatype
 
-SHOWN_CHARS = 60  # of a cell that cannot be read
-INT_CHARS_MAX = 20  # of a cell that is an integer: no datatype has more digits
+SHOWN_CHARS = 60  # of a wrong cell, in a message
+INT_CHARS_MAX = 20  # of an integer: no datatype has more digits
 FLOAT_CHARS_MAX = 400
 WORDS = {"true": True, "1": True, "false": False, "0": False}
 KINDS = {BOOL: "true, false, 1 or 0", INT: "a whole number", FLOAT: "a number"}
@@ -22,20 +22,20 @@ _FLOAT = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 
 
 class CellReader:
-    """Reads the cells of one function's inputs."""
+    """Converts the cells of one function's inputs."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        self._typed = [each for each in inputs if not _is_any(each)]
+        self._typed = [each for each in inputs if not _is_string(each)]
 
     @property
     def is_needed(self) -> bool:
-        """Some cells become something else than the strings they are."""
+        """Whether some inputs are not strings."""
         return bool(self._typed)
 
     def read(self, cells: Mapping[str, Any]) -> dict[str, Any]:
-        """The row with its cells as values. An empty cell of an argument that has a default is left out.
+        """Convert the cells of a row. An empty cell of an optional argument is left out.
 
-        Raises: InvalidRow (`invalid_argument`), naming the column, for a cell that is no value of its type.
+        Raises: InvalidRow (`invalid_argument`), naming the column, for a cell that does not fit its type.
         """
         row = dict(cells)
         for each in self._typed:
@@ -49,8 +49,8 @@ class CellReader:
         return row
 
 
-def _is_any(tensor: Tensor) -> bool:
-    """The function takes the string as it is."""
+def _is_string(tensor: Tensor) -> bool:
+    """Whether the function takes the string unchanged."""
     return tensor.shape == [1] and (tensor.datatype is None or DATATYPES[tensor.datatype].kind == TEXT)
 
 
@@ -66,7 +66,7 @@ def _value(tensor: Tensor, cell: str) -> Any:
     if value is None:
         raise _refusal(tensor, cell, f"{KINDS[kind.kind]} ({tensor.datatype})")
     if kind.kind != BOOL and not _fits(value, kind):
-        raise _refusal(tensor, cell, f"{tensor.datatype}, which goes from {kind.low:g} to {kind.high:g}")
+        raise _refusal(tensor, cell, f"{tensor.datatype}, which is from {kind.low:g} to {kind.high:g}")
     return value
 
 
@@ -75,17 +75,17 @@ def _fits(value: float, kind: Datatype) -> bool:
 
 
 def _list(tensor: Tensor, cell: str) -> Any:
-    """A list is written as its JSON."""
+    """Parse a list from JSON."""
     try:
         value = json.loads(cell)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, list):
-        raise _refusal(tensor, cell, "a list, as JSON writes it")
+        raise _refusal(tensor, cell, "a JSON list")
     return value
 
 
-def _refusal(tensor: Tensor, cell: str, wanted: str) -> InvalidRow:
+def _refusal(tensor: Tensor, cell: str, expected: str) -> InvalidRow:
     shown = repr(cell if len(cell) <= SHOWN_CHARS else cell[: SHOWN_CHARS - 1] + "…")
     what = f"the cell {shown} is not" if cell.strip() else "the cell is empty, and the function needs"
-    return InvalidRow(f"the column {tensor.name!r}: {what} {wanted}", code="invalid_argument")
+    return InvalidRow(f"the column {tensor.name!r}: {what} {expected}", code="invalid_argument")

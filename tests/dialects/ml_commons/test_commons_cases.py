@@ -348,11 +348,11 @@ async def test_settings_of_the_cluster(there):
     flat = await there.http.put("/_cluster/settings?flat_settings=true", json={"transient": harmless})
     assert flat.json()["transient"]["plugins.ml_commons.native_memory_threshold"] == "99"
     for wrong, words in (
-        ({"persistent": {"plugins.ml_commons.model_access_control_enabled": True}}, "keys"),
+        ({"persistent": {"plugins.ml_commons.model_access_control_enabled": True}}, "own project"),
         ({"transient": {"plugins.ml_commons.max_batch_inference_tasks": 7}}, "ml_commons.max_batch_inference_tasks"),
         ({"persistent": {"cluster.routing.allocation.enable": "all"}}, "not recognized"),
         ({"persistent": {}}, "no settings"),
-        ({"other": {}}, "not 'other'"),
+        ({"other": {}}, "'other' is unknown"),
     ):
         reply = await there.http.put("/_cluster/settings", json=wrong)
         assert reply.status_code == 400 and words in reply.json()["error"]["reason"], wrong

@@ -10,7 +10,7 @@ from fakes.held_clock import HeldClock
 from batchmill.children.bounds import ResourceLimits
 from batchmill.children.programs import Programs
 from batchmill.dialects.ml_commons import programs as work
-from batchmill.dialects.ml_commons.programs import Shape, filtered, found
+from batchmill.dialects.ml_commons.programs import Shape, apply_filter_path, run_search
 from batchmill.errors import InvalidInput, TooComplex
 from batchmill.services.documents.search import Document
 
@@ -23,7 +23,7 @@ async def programs():
 
 
 async def search(programs: Programs, documents: list[Document], asked: bytes, **shape) -> dict:
-    return json.loads(await found(programs, "p", documents, asked, index="i", shape=Shape(**shape)))
+    return json.loads(await run_search(programs, "p", documents, asked, index="i", shape=Shape(**shape)))
 
 
 async def test_a_search_is_answered_from_a_child(programs):
@@ -60,5 +60,5 @@ def test_many_ways_to_one_member_are_one():
     value: dict = {"leaf": 1}
     for _ in range(100):
         value = {"in": value}
-    assert filtered(value, "**." * 300 + "odd") == {}
-    assert filtered(value, "**." * 50 + "leaf") == value
+    assert apply_filter_path(value, "**." * 300 + "odd") == {}
+    assert apply_filter_path(value, "**." * 50 + "leaf") == value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.dialects.ml_commons.programs import filtered
+from batchmill.dialects.ml_commons.programs import apply_filter_path
 
 REPLY = {
     "took": 3,
@@ -39,11 +39,11 @@ REPLY = {
 )
 def test_paths_choose_members(expression, left):
     """Paths, stars and exclusions leave exactly the members that they name, in the order of the reply."""
-    assert filtered(REPLY, expression) == left
+    assert apply_filter_path(REPLY, expression) == left
 
 
 def test_many_stars_cost_no_more_than_they_are_long():
     """An expression made to be slow is answered at once: it is matched in one pass."""
     name = "a" * 50_000
-    assert filtered({name: 1}, "*a" * 2000 + "b") == {}
-    assert filtered({name: 1}, "a*" * 2000) == {name: 1}
+    assert apply_filter_path({name: 1}, "*a" * 2000 + "b") == {}
+    assert apply_filter_path({name: 1}, "a*" * 2000) == {name: 1}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.dialects.modelbit.dialect import LATE_S, Wanted, is_batch, is_plain, read_wanted
+from batchmill.dialects.modelbit.dialect import GRACE_S, Request, is_batch, is_plain, read_request
 from batchmill.errors import InvalidRow
 
 HOOK = "https://example.com/hook"
@@ -13,28 +13,28 @@ HOOK = "https://example.com/hook"
 @pytest.mark.parametrize(
     ("body", "wanted"),
     [
-        (b'{"data":[[1,10]]}', Wanted(b'{"data":[[1,10]]}')),
-        (b'{"data":1,"response_format":"links"}', Wanted(b'{"data":1}', as_link=True)),
-        (b'{"data":1,"response_format":null}', Wanted(b'{"data":1}')),
+        (b'{"data":[[1,10]]}', Request(b'{"data":[[1,10]]}')),
+        (b'{"data":1,"response_format":"links"}', Request(b'{"data":1}', as_link=True)),
+        (b'{"data":1,"response_format":null}', Request(b'{"data":1}')),
         (
             b'{"response_webhook":"https://example.com/hook", "data": [ 1.50 ], "row_errors":true}',
-            Wanted(b'{"data":[ 1.50 ],"row_errors":true}', webhook=HOOK),
+            Request(b'{"data":[ 1.50 ],"row_errors":true}', webhook=HOOK),
         ),
         (
             b'{"data":1,"response_webhook":"https://example.com/hook","response_webhook_ignore_timeout":true}',
-            Wanted(b'{"data":1}', webhook=HOOK, ignores_timeout=True),
+            Request(b'{"data":1}', webhook=HOOK, ignores_timeout=True),
         ),
-        (b'{"data":1,"timeout_seconds":7}', Wanted(b'{"data":1,"timeout_seconds":7}', patience_s=7 + LATE_S)),
-        (b'{"data":"x","response\\u005fformat":"links"}', Wanted(b'{"data":"x"}', as_link=True)),
-        (b'{"data":{"response_webhook":1}}', Wanted(b'{"data":{"response_webhook":1}}')),
-        (b'{"data":1,"response_format"', Wanted(b'{"data":1,"response_format"')),
-        (b'[1,"response_webhook"]', Wanted(b'[1,"response_webhook"]')),
-        (b'{"data":1,"timeout_seconds":"soon"}', Wanted(b'{"data":1,"timeout_seconds":"soon"}')),
+        (b'{"data":1,"timeout_seconds":7}', Request(b'{"data":1,"timeout_seconds":7}', patience_s=7 + GRACE_S)),
+        (b'{"data":"x","response\\u005fformat":"links"}', Request(b'{"data":"x"}', as_link=True)),
+        (b'{"data":{"response_webhook":1}}', Request(b'{"data":{"response_webhook":1}}')),
+        (b'{"data":1,"response_format"', Request(b'{"data":1,"response_format"')),
+        (b'[1,"response_webhook"]', Request(b'[1,"response_webhook"]')),
+        (b'{"data":1,"timeout_seconds":"soon"}', Request(b'{"data":1,"timeout_seconds":"soon"}')),
     ],
 )
 def test_what_is_wanted(body, wanted):
     """Where the answer goes is taken out of the body; the rest stays as it was written, and the form judges it."""
-    assert read_wanted(body) == wanted
+    assert read_request(body) == wanted
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_what_is_wanted(body, wanted):
 def test_what_is_wrong_is_named(body, named):
     """A value that a field cannot have is refused by the field's name."""
     with pytest.raises(InvalidRow, match=named):
-        read_wanted(body)
+        read_request(body)
 
 
 def test_a_plain_body_is_not_read():

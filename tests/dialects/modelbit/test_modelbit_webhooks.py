@@ -14,7 +14,7 @@ from fakes.webhook_receiver import WebhookReceiver
 
 from batchmill.errors import OverQuota, Unavailable
 from batchmill.services.functions import late_replies
-from batchmill.services.functions.late_replies import IN_HAND_MAX, IN_HAND_PROJECT_MAX, LateCall, Order
+from batchmill.services.functions.late_replies import RUNNING_MAX, RUNNING_PROJECT_MAX, LateCall, Order
 from batchmill.store.database import Database
 from batchmill.store.tables import late_calls
 
@@ -118,14 +118,14 @@ async def test_a_project_of_dead_urls_holds_up_no_other(tmp_path, receiver):
         call = LateCall(f"{number:04x}", project, None, "f", "main", 1, order, b"", reply=b"{}", created=float(number))
         await database.write(late_replies.insert, call, 100)
 
-    for number in range(IN_HAND_MAX):
+    for number in range(RUNNING_MAX):
         await leave(number, "slow", "/dead")
     await leave(99, "other", "/hook")
     database.close()
     async with open_server(tmp_path, HOOKS):
         await receiver.wait_for(1)
-        await receiver.wait_for(IN_HAND_PROJECT_MAX, "/dead")
-        assert len(receiver.at("/dead")) == IN_HAND_PROJECT_MAX
+        await receiver.wait_for(RUNNING_PROJECT_MAX, "/dead")
+        assert len(receiver.at("/dead")) == RUNNING_PROJECT_MAX
 
 
 async def test_a_project_is_promised_its_share_of_answers(tmp_path):

@@ -44,9 +44,9 @@ def test_what_is_not_said_is_not_sent():
 def test_a_change_of_replicas(told, scaling):
     """What is said is changed, null is the default, and a least number raises the most where that is not said."""
     before = LlmSettings("tiny", scaling=Scaling(1, 2, 60.0))
-    found = views.changed(before, LlmChange(**told))
+    found = views.changed_settings(before, LlmChange(**told))
     assert found is not None and found.scaling == scaling
-    assert views.changed(before, LlmChange(description="x")) is None
+    assert views.changed_settings(before, LlmChange(description="x")) is None
 
 
 async def test_a_token_is_not_in_what_is_shown(room):

@@ -4,7 +4,7 @@ import pytest
 from dialects.native.native_kit import Kit
 from msgspec.structs import replace
 
-from batchmill.dialects.native.orders import Orders, Shown
+from batchmill.dialects.native.orders import Orders, Redactor
 from batchmill.errors import Conflict, InvalidInput, UnknownName
 from batchmill.services.project_jobs import ResultIds
 from batchmill.types import Caller, JobView, LedgerReport, Once, Problem, Scope, Wait
@@ -124,7 +124,7 @@ async def test_a_file_cannot_go_while_its_order_is_made(kit):
 
 def test_views_name_files_and_no_places(tmp_path):
     """Ids stand for paths in every text of a view, and of the frontend only what clients are meant to see is told."""
-    files, shown = tmp_path / "files", Shown(tmp_path)
+    files, shown = tmp_path / "files", Redactor(tmp_path)
     origin = {"frontend": "native", "key": "k1", "files": {"file-1": "a.jsonl"}, "input_file_ids": ["file-1"]}
     told = f"{files}/file-1 changed; see {tmp_path}/jobs/job_1/results.jsonl"
     view = JobView(

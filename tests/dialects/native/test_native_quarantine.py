@@ -96,7 +96,7 @@ async def test_the_command_lists_and_clears_beside_a_server_and_at_it(server: Ru
     assert await listed(*here, "--project", "theirs") == [THEIRS]
     assert await listed(*there, key=made.key) == [OURS, OURS_TOO]
     code, _, said = await command("clear", THEIRS[:12], *there, key=made.key)
-    assert (code, "no request" in said) == (2, True)
+    assert (code, "no quarantined request" in said) == (2, True)
     assert (await command("clear", OURS[:12], *there, key=made.key))[0] == 0
     code, lines, said = await command("clear", "c1", *here)
     assert (code, lines[0]["code"]) == (2, "unknown_request")

@@ -124,9 +124,9 @@ def test_parameters_keep_their_types():
         (request(("a", "FP32", [1], "fp32_contents", [1.0]), raw=[b"1234"]), "contents field must not be specified"),
         (
             request(("a", "FP32", [1], "int_contents", [1])),
-            "FP32 has its elements in fp32_contents, not in int_contents",
+            "FP32 elements must be in fp32_contents, not in int_contents",
         ),
-        (request(("a", "FP16", [1], "fp32_contents", [1.0])), "FP16 comes in raw_input_contents"),
+        (request(("a", "FP16", [1], "fp32_contents", [1.0])), "FP16 elements must be in raw_input_contents"),
     ],
 )
 def test_elements_in_the_wrong_place_are_refused(made, words):
@@ -167,7 +167,7 @@ def test_a_tensor_of_many_elements_comes_as_bytes(monkeypatch):
     """A list of elements has a length of its own, at which it passes; beyond it the message says what to send."""
     monkeypatch.setattr(bodies, "ELEMENTS_MAX", 2)
     assert len(split(request(("x", "INT64", [2], "int64_contents", [0] * 2)), MAX)[1]) == 16
-    with pytest.raises(TooLarge, match="3 elements in int64_contents, and there may be 2: send"):
+    with pytest.raises(TooLarge, match="3 elements in int64_contents, more than 2: send"):
         body_of(request(("x", "INT64", [3], "int64_contents", [0] * 3)), MAX)
 
 

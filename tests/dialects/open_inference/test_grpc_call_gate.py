@@ -32,7 +32,7 @@ class HeldKeys:
     async def any_exist(self):
         return True
 
-    def known(self, token):
+    def cached_caller(self, token):
         return None
 
     async def authenticate(self, token):
@@ -204,7 +204,7 @@ async def test_what_is_no_message_is_refused(room):
     """Bytes that are no request are the caller's fault, and the next call works."""
     error = await refusal(call(room, sent=NO_MESSAGE))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "no ModelInferRequest" in error.details()
+    assert "not a ModelInferRequest" in error.details()
     await call(room, model_name="m")
 
 
@@ -222,7 +222,7 @@ async def test_who_leaves_ends_the_call(room):
     await room.ended.wait()
     with contextlib.suppress(asyncio.CancelledError):
         await calling
-    await room.call_gate.idle()
+    await room.call_gate.wait_idle()
     assert room.lines[-1].status == 499
 
 
@@ -231,7 +231,7 @@ async def test_a_deadline_ends_the_call(room):
     error = await refusal(call(room, model_name="slow", timeout=0.05))
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await room.ended.wait()
-    await room.call_gate.idle()
+    await room.call_gate.wait_idle()
     assert room.lines[-1].status in (499, 504)
 
 
@@ -253,8 +253,8 @@ async def test_too_many_calls_are_told_to_come_again(room):
 async def test_a_message_is_not_read_before_its_key(room, key):
     """A message whose sender may not send it is refused while it is on its way, and never comes into memory."""
     read = []
-    one = room.call_gate._receiver.one
-    room.call_gate._receiver.one = lambda *args: read.append(args) or one(*args)
+    one = room.call_gate._receiver.receive
+    room.call_gate._receiver.receive = lambda *args: read.append(args) or one(*args)
     error = await refusal(call(room, key=key, sent=bytes(BYTES_MAX * 3)))
     assert error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
     assert not read and room.lines[-1].bytes_in == 0

@@ -40,7 +40,7 @@ async def test_what_is_no_request_ends_its_stream(channel):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await talk.read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.details() == "the message is no ModelInferRequest"
+    assert caught.value.details() == "the message is not a ModelInferRequest"
     talk = talk_on(channel)
     await talk.write(asked(2))
     await talk.done_writing()

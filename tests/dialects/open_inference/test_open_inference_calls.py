@@ -272,7 +272,7 @@ async def test_generate_wants_one_answer(client):
     reply = await client.post("/v2/models/count/generate", json={"to": 3})
     assert reply.status_code == 400 and "use generate_stream" in reply.json()["error"]
     reply = await client.post("/v2/models/greet/generate_stream", json={"text_input": "a"})
-    assert reply.status_code == 400 and "in one piece" in reply.json()["error"]
+    assert reply.status_code == 400 and "does not stream" in reply.json()["error"]
 
 
 def events(reply):

@@ -69,7 +69,7 @@ async def test_an_upload_becomes_a_dataset(predibase):
         (lines(row(1), {**row(2), "custom_id": 2}), ["line 2", "custom_id is 2", "string"]),
         (lines(row(1), {**row(2), "custom_id": None}), ["line 2", "custom_id is null"]),
         (lines(row(1), row(2), row(1)), ["line 3", "row-1", "line 1"]),
-        (b'{"custom_id":"a","url":"/v1/x","url":"/v1/y","body":{}}\n', ["line 1", "'url' stands twice"]),
+        (b'{"custom_id":"a","url":"/v1/x","url":"/v1/y","body":{}}\n', ["line 1", "'url' is used twice"]),
         (lines({"prompt": "a", "completion": "b"}), ["line 1"]),
         (lines(row(1)) + b"{\n" + b"[]\n", ["line 2", "line 3"]),
         (lines(*({"a": n} for n in range(50))), ["line 5", "and 45 more"]),
@@ -149,7 +149,7 @@ async def test_an_upload_that_broke_off_may_come_again(predibase, running):
     await writer.drain()
     writer.close()
     await writer.wait_closed()
-    refused(await predibase.name(begun["uploadToken"], "broken"), 409, "PUT the file")
+    refused(await predibase.name(begun["uploadToken"], "broken"), 409, "PUT the whole file")
     assert (await predibase.put(begun["presignedUrl"], ROWS)).status_code == 200
     assert (await predibase.name(begun["uploadToken"], "broken")).status_code == 200
 

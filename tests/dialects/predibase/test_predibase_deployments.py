@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 from dialects.predibase.llm_server import WINDOW, open_llms
 
-from batchmill.dialects.predibase.deployments import STARTS_WITHIN_S, asked, compute_events
+from batchmill.dialects.predibase.deployments import STARTS_WITHIN_S, compute_events, request_details
 from batchmill.services.llms.records import LlmDeployment
 from batchmill.types import Caller, EngineEvent, EngineView, LlmSettings, ModelSpec, Scope
 
@@ -121,7 +121,7 @@ async def test_an_order_that_a_crash_cut_off(opened):
     running, http, _ = opened
     body = json.dumps({"name": "cut-off", "config": {"baseModel": "tiny", "maxTotalTokens": 128}}).encode()
     caller, settings = Caller("default", Scope.ADMIN), LlmSettings("tiny", {"max-model-len": 128})
-    details = asked(running.services.clock.now()) | {"digest": hashlib.sha256(body).hexdigest()}
+    details = request_details(running.services.clock.now()) | {"digest": hashlib.sha256(body).hexdigest()}
     await running.services.llms.create(caller, "cut-off", settings, details=details)
     headers = {"content-type": "application/json"}
     assert (await http.post("/v2/deployments", content=body, headers=headers)).status_code == 200
@@ -216,7 +216,7 @@ SINCE = 1000.0
 
 def events(state: str, *kinds: tuple[str, float], late: bool = False, **told) -> list[str]:
     """The types of the events of a deployment whose engine was asked for at SINCE."""
-    details = told.pop("details", asked(SINCE))
+    details = told.pop("details", request_details(SINCE))
     deployment = LlmDeployment("i", "p", "d", LlmSettings("m"), None, details, 500.0, 500.0, MODEL, **told)
     view = EngineView(state, events=[EngineEvent(at, kind, "why") for kind, at in kinds], message="why")
     now = SINCE + (STARTS_WITHIN_S + 1 if late else 1)

@@ -102,10 +102,10 @@ def test_bodies(told, added):
         ({"typical_p": 0.5}, "`typical_p` has no counterpart"),
         ({"watermark": True}, "`watermark` has no counterpart"),
         ({"merged_adapters": {"ids": ["a"], "weights": [1.0]}}, "`merged_adapters` has no counterpart"),
-        ({"api_token": "hf_secret"}, "`api_token` is not taken"),
+        ({"api_token": "hf_secret"}, "`api_token` is not supported"),
         ({"response_format": {"type": "grammar"}}, "'grammar'"),
         ({"response_format": {"type": "json_object", "schema": "x"}}, "must be an object"),
-        ({"response_format": {"type": "json_object", "strict": True}}, "has no 'strict'"),
+        ({"response_format": {"type": "json_object", "strict": True}}, "field 'strict'"),
     ],
 )
 def test_what_is_refused(told, words):
@@ -214,7 +214,7 @@ async def test_streams(size):
 @pytest.mark.parametrize(
     ("events", "words"),
     [
-        ([event(piece("a", (7, "a")))], "broke the answer off"),
+        ([event(piece("a", (7, "a")))], "ended its stream before"),
         ([event(error={"message": "out of memory"})], "out of memory"),
         ([event(piece("a", (7, "a"), finish="abort"))], "ended the answer early"),
         ([b"data: {nonsense\n\n"], "cannot be read"),

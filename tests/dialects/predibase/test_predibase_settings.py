@@ -7,14 +7,14 @@ import pytest
 
 from batchmill.dialects.predibase.server_config import (
     NO_COUNTERPART,
-    NONE_SUCH,
+    NO_FLAG_COUNTERPART,
     REFUSED,
     REFUSED_TRUE,
     DeploymentConfig,
     ServerConfig,
+    config_of,
     of_deployment_config,
     of_server_config,
-    shown,
 )
 from batchmill.errors import InvalidInput
 from batchmill.types import LlmSettings, Scaling
@@ -76,7 +76,7 @@ def test_adapters_of_flags():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        *(([f"--{name}", "1"], f"--{name} has no counterpart here") for name in NONE_SUCH),
+        *(([f"--{name}", "1"], f"--{name} has no counterpart here") for name in NO_FLAG_COUNTERPART),
         (["--trust_remote_code"], "--trust-remote-code has no counterpart"),
         (["--tensor-parallel-typo", "1"], "tensor-parallel-typo"),
         (["--load-format", "pt"], "load-format"),
@@ -158,8 +158,8 @@ def test_a_whole_deployment_config():
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"minReplicas": 2, "maxReplicas": 1}, "no range"),
-        ({"minReplicas": -1}, "no range"),
+        ({"minReplicas": 2, "maxReplicas": 1}, "not a range"),
+        ({"minReplicas": -1}, "not a range"),
         ({"cooldownTime": 0}, "cooldownTime"),
         ({"maxTotalTokens": 0}, "maxTotalTokens"),
         ({"scaleUpRequestThreshold": -5}, "scaleUpRequestThreshold"),
@@ -198,7 +198,7 @@ def test_flags_of_an_update_replace_those_before():
         "seed": 2, "max-model-len": 64, "quantization": "fp8"
     }  # fmt: skip
     assert deployment(had, customArgs=[]).engine_args == {"max-model-len": 64, "quantization": "fp8"}
-    assert deployment(had, customArgs=shown(had).custom_args) == had
+    assert deployment(had, customArgs=config_of(had).custom_args) == had
     assert deployment(had, maxTotalTokens=32).engine_args == had.engine_args | {"max-model-len": 32}
 
 
@@ -207,7 +207,7 @@ def test_a_config_comes_back():
     had = deployment(
         maxTotalTokens=1024, prefixCaching=True, quantization="fp8", customArgs=["--dtype", "half"], hfToken="hf_x"
     )
-    told = shown(had)
+    told = config_of(had)
     assert told.hf_token is None
     again = of_deployment_config(told)
     assert msgspec.structs.replace(again, hf_token="hf_x") == had
@@ -217,5 +217,5 @@ def test_a_config_comes_back():
 
 def test_what_callers_may_not_set_is_not_shown():
     """Engine arguments of the configuration are the base model's own."""
-    told = shown(LlmSettings("m", {"allowed-media-domains": "x", "max_model_len": 8}))
+    told = config_of(LlmSettings("m", {"allowed-media-domains": "x", "max_model_len": 8}))
     assert (told.custom_args, told.max_total_tokens) == (["--max-model-len=8"], 8)

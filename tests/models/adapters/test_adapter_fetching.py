@@ -119,9 +119,9 @@ def _bad_places(folder: Path) -> dict[str, tuple[type[BatchmillError], str]]:
     (folder / "empty").mkdir()
     return {
         "pickle": (InvalidInput, "a pickle: loading it runs its author's code"),
-        "linked": (InvalidInput, "is a link that leads out of its folder"),
-        "pipe": (InvalidInput, "is no file"),
-        "huge": (TooLarge, "is larger than the 8,589,934,592 bytes"),
+        "linked": (InvalidInput, "is a link to a file outside of its folder"),
+        "pipe": (InvalidInput, "is not a file"),
+        "huge": (TooLarge, "is larger than the limit of 8,589,934,592 bytes"),
         "empty": (InvalidInput, f"there is no {CONFIG} at"),
         "nowhere": (InvalidInput, "there is no folder"),
     }
@@ -184,7 +184,7 @@ async def test_a_private_repository(at_hub: ModelHub, tmp_path: Path) -> None:
         (
             lambda hub: hub.repositories["org/good"].update({CONFIG: b"{}"}),
             InvalidInput,
-            "is no adapter that can be served: peft_type is None",
+            "this adapter cannot be served: peft_type is None",
         ),
         (lambda hub: setattr(hub, "broken", 1000), Unavailable, "could not be fetched from http://127.0.0.1"),
     ],
@@ -207,7 +207,7 @@ async def test_offline(at_hub: ModelHub, tmp_path: Path, monkeypatch: pytest.Mon
     at_hub.asked.clear()
     report = await fetched("org/good", tmp_path / "adapters" / "one")
     assert report.rank == 4
-    with pytest.raises(InvalidInput, match="is not in the cache of the hub"):
+    with pytest.raises(InvalidInput, match="is not in the hub's cache"):
         await fetched("org/other", tmp_path / "adapters" / "two")
     assert at_hub.asked == []
 

@@ -7,7 +7,7 @@ import pytest
 from fakes.lora_files import CONFIG, MODULE, WEIGHTS, config, lora, lora_files, safetensors, write_base, write_lora
 
 from batchmill.errors import InvalidInput
-from batchmill.models.adapters.reading import AdapterFacts, flaw, rank_of, read_adapter, room_for
+from batchmill.models.adapters.reading import AdapterFacts, engine_rank_for, find_mismatch, rank_of, read_adapter
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "tiny-llm"
 
@@ -19,7 +19,7 @@ def test_an_adapter_of_the_examples() -> None:
     assert facts.bytes == sum(path.stat().st_size for path in (EXAMPLES / "adapters" / "upper").iterdir())
     assert "q_proj" in facts.target_modules
     assert facts.modules["model.layers.3.mlp.down_proj"] == (344, 128)
-    assert flaw(facts, base_source=str(EXAMPLES), rank_max=16) == ""
+    assert find_mismatch(facts, base_source=str(EXAMPLES), rank_max=16) == ""
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def test_an_adapter_of_the_examples() -> None:
         ({"layer_replication": [[0, 1]]}, "repeats layers"),
         ({"use_bdlora": {"a": 1}}, "block-diagonal"),
         ({"use_qalora": True}, "QALoRA"),
-        ({"lora_alpha": None}, "lora_alpha is no number"),
-        ({"target_modules": None}, "names no modules"),
+        ({"lora_alpha": None}, "lora_alpha is not a number"),
+        ({"target_modules": None}, "has no modules"),
         ({"r": 0}, "its rank is 0"),
         ({"r": "16"}, "its rank is '16'"),
         ({"r": 513}, "its rank is 513, and vLLM serves at most 512"),
@@ -50,7 +50,7 @@ def test_what_is_not_served(tmp_path: Path, changes: dict, words: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         read_adapter(tmp_path / "a")
     assert caught.value.code == "invalid_adapter"
-    assert words in caught.value.message and caught.value.message.startswith("this is no adapter that can be served")
+    assert words in caught.value.message and caught.value.message.startswith("this adapter cannot be served")
 
 
 @pytest.mark.parametrize(
@@ -62,20 +62,20 @@ def test_what_is_not_served(tmp_path: Path, changes: dict, words: str) -> None:
         ({CONFIG: b" " * (1024 * 1024 + 1)}, "adapter_config.json is larger than"),
         ({CONFIG: lora_files()[CONFIG]}, "it has no adapter_model.safetensors"),
         ({CONFIG: lora_files()[CONFIG], "adapter_model.bin": b"x"}, "adapter_model.bin, a pickle"),
-        ({CONFIG: lora_files()[CONFIG], WEIGHTS: b""}, "its head is longer than the file"),
-        ({CONFIG: lora_files()[CONFIG], WEIGHTS: b"\xff" * 64}, "its head is longer than the file"),
-        ({CONFIG: lora_files()[CONFIG], WEIGHTS: lora()[:-1]}, "it is not whole"),
-        ({CONFIG: lora_files()[CONFIG], WEIGHTS: lora() + b"x"}, "it is not whole"),
-        ({CONFIG: lora_files()[CONFIG], WEIGHTS: (2).to_bytes(8, "little") + b"{}"}, "holds no tensors"),
-        ({CONFIG: lora_files()[CONFIG], WEIGHTS: (2).to_bytes(8, "little") + b"{]"}, "its head cannot be read"),
+        ({CONFIG: lora_files()[CONFIG], WEIGHTS: b""}, "its header is longer than the file"),
+        ({CONFIG: lora_files()[CONFIG], WEIGHTS: b"\xff" * 64}, "its header is longer than the file"),
+        ({CONFIG: lora_files()[CONFIG], WEIGHTS: lora()[:-1]}, "it is incomplete"),
+        ({CONFIG: lora_files()[CONFIG], WEIGHTS: lora() + b"x"}, "it is incomplete"),
+        ({CONFIG: lora_files()[CONFIG], WEIGHTS: (2).to_bytes(8, "little") + b"{}"}, "has no tensors"),
+        ({CONFIG: lora_files()[CONFIG], WEIGHTS: (2).to_bytes(8, "little") + b"{]"}, "its header cannot be read"),
         ({CONFIG: lora_files()[CONFIG], WEIGHTS: lora(rank=8)}, "has rank 8 and 8; adapter_config.json says 4"),
         (
             {CONFIG: lora_files()[CONFIG], WEIGHTS: safetensors({f"{MODULE}.lora_A.weight": [4, 16]})},
-            "only lora_A is there",
+            "has only lora_A",
         ),
         (
             {CONFIG: lora_files()[CONFIG], WEIGHTS: safetensors({"model.embed_tokens.weight": [4, 16]})},
-            "is none of a LoRA",
+            "does not belong to a LoRA",
         ),
         (
             {CONFIG: lora_files()[CONFIG], WEIGHTS: safetensors({f"{MODULE}.lora_magnitude_vector": [4]})},
@@ -98,7 +98,7 @@ def test_a_shape_that_is_not_its_bytes(tmp_path: Path) -> None:
     """A head that claims other bytes than its shapes take is refused."""
     data = lora().replace(b'"shape": [4, 16]', b'"shape": [4, 17]')
     write_lora(tmp_path / "a", lora_files() | {WEIGHTS: data})
-    with pytest.raises(InvalidInput, match="are not those of its shape"):
+    with pytest.raises(InvalidInput, match="do not match its shape"):
         read_adapter(tmp_path / "a")
 
 
@@ -113,20 +113,20 @@ def test_the_rank_counts_patterns(tmp_path: Path) -> None:
 )
 def test_room(ranks: list[int], room: int) -> None:
     """The room is the least that vLLM has and that holds every rank."""
-    assert room_for(ranks) == room
+    assert engine_rank_for(ranks) == room
 
 
 def test_no_room() -> None:
     """Beyond what vLLM has there is none."""
     with pytest.raises(InvalidInput, match="rank 513"):
-        room_for([8, 513])
+        engine_rank_for([8, 513])
 
 
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
         (lora(), ""),
-        (lora(takes=8), "its model.layers.0.self_attn.q_proj takes 8 and gives 16, where this model's has 16 and 16"),
+        (lora(takes=8), "its model.layers.0.self_attn.q_proj takes 8 and gives 16, and this model's takes 16"),
         (lora(module=MODULE.replace("layers.0", "layers.2")), "it is for layer 2, and this model has layers 0 to 1"),
         (lora(module=MODULE.replace("q_proj", "qkv_proj")), "this model has no model.layers.0.self_attn.qkv_proj"),
         (lora(module="base_model.model.other.blocks.0.attn"), ""),  # named in a way of its own: nothing can be said
@@ -136,7 +136,7 @@ def test_a_base_in_a_folder(tmp_path: Path, weights: bytes, words: str) -> None:
     """The base's own files decide, whatever the adapter calls it."""
     base = write_base(tmp_path / "base")
     facts = read_adapter(write_lora(tmp_path / "a", lora_files(base_model_name_or_path="x/other") | {WEIGHTS: weights}))
-    found = flaw(facts, base_source=str(base), rank_max=0)
+    found = find_mismatch(facts, base_source=str(base), rank_max=0)
     assert found.startswith(words) if words else found == ""
     assert not words or found.endswith(": it was trained for x/other")
 
@@ -149,7 +149,7 @@ def test_a_base_in_several_files(tmp_path: Path) -> None:
     index = {"weight_map": {name: "model-00001-of-00002.safetensors", "x": "../outside.safetensors"}}
     (base / "model.safetensors.index.json").write_text(json.dumps(index))
     facts = read_adapter(write_lora(tmp_path / "a", lora_files() | {WEIGHTS: lora(takes=8)}))
-    assert "takes 8 and gives 16" in flaw(facts, base_source=str(base), rank_max=0)
+    assert "takes 8 and gives 16" in find_mismatch(facts, base_source=str(base), rank_max=0)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_base_in_several_files(tmp_path: Path) -> None:
 )
 def test_a_base_of_a_hub(trained: str | None, base: str, fits: bool) -> None:
     """Where only names are known another model's is refused; an organisation, case or number format is not another."""
-    found = flaw(AdapterFacts(8, trained, 1, ["q_proj"]), base_source=base, rank_max=8)
+    found = find_mismatch(AdapterFacts(8, trained, 1, ["q_proj"]), base_source=base, rank_max=8)
     assert (found == "") is fits
     assert fits or (str(trained) in found and base in found)
 
@@ -173,6 +173,6 @@ def test_a_base_of_a_hub(trained: str | None, base: str, fits: bool) -> None:
 def test_a_rank_too_high() -> None:
     """An adapter whose rank the engine has no room for does not fit."""
     facts = AdapterFacts(32, None, 1, ["q_proj"])
-    told = flaw(facts, base_source="org/model", rank_max=16)
-    assert told == "its rank is 32, and the engine of this model has room for 16"
-    assert flaw(facts, base_source="org/model", rank_max=32) == ""
+    told = find_mismatch(facts, base_source="org/model", rank_max=16)
+    assert told == "its rank is 32, and the maximum of this model's engine is 16"
+    assert find_mismatch(facts, base_source="org/model", rank_max=32) == ""

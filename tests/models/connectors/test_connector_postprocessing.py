@@ -112,9 +112,9 @@ def test_numbers_keep_their_digits():
 
 NOT_A_LIST = "Post process function input is not a List."
 WRONG = {
-    "no json": ("openai.embedding", b"<html>", "the reply is no JSON"),
-    "no member": ("openai.embedding", b"{}", "the reply has no member 'data' where one is expected"),
-    "no vector": ("openai.embedding", b'{"data":[{}]}', "the reply has no member 'embedding' where one is expected"),
+    "no json": ("openai.embedding", b"<html>", "the reply is not JSON"),
+    "no member": ("openai.embedding", b"{}", "the reply has no member 'data' where it is expected"),
+    "no vector": ("openai.embedding", b'{"data":[{}]}', "the reply has no member 'embedding' where it is expected"),
     "no list": ("openai.embedding", b'{"data":{}}', NOT_A_LIST),
     "an object": ("cohere.embedding", b'{"embeddings":{"float":[[1]]}}', NOT_A_LIST),
     "base64": (

@@ -80,9 +80,9 @@ REFUSED = {
     "no text or image": ("bedrock.multimodal_embedding", docs(None), "No input text or image provided"),
     "no docs": ("bedrock.multimodal_embedding", docs(), "No input text or image provided"),
     "no text": ("bedrock.embedding", docs(None), "No input text provided"),
-    "numbers": ("openai.embedding", {"text_docs": [1]}, "`text_docs` is a list of strings"),
-    "one text": ("openai.embedding", {"text_docs": "a"}, "`text_docs` is a list of strings"),
-    "parameters of another kind": ("openai.embedding", {"parameters": []}, "`parameters` is an object"),
+    "numbers": ("openai.embedding", {"text_docs": [1]}, "`text_docs` must be a list of strings"),
+    "one text": ("openai.embedding", {"text_docs": "a"}, "`text_docs` must be a list of strings"),
+    "parameters of another kind": ("openai.embedding", {"parameters": []}, "`parameters` must be an object"),
     "processors": (
         "openai.embedding",
         {"parameters": {"input_processors": "[]"}},

@@ -102,11 +102,11 @@ def test_refusals_have_the_words_of_ml_commons(case):
 # What is wrong, the code, a part of the message.
 OURS = {
     "mcp": (body(protocol="mcp_sse"), "unsupported_field", "mcp_sse"),
-    "credential in a url": (body(action(url="https://a.b/${credential.key}")), "misplaced_credential", "headers only"),
+    "credential in a url": (body(action(url="https://a.b/${credential.key}")), "misplaced_credential", "only headers"),
     "credential in a body": (
         body(action(request_body='{"k": "${credential.key}"}')),
         "misplaced_credential",
-        "request_body of the action PREDICT holds ${credential.key}",
+        "request_body of the action PREDICT has ${credential.key}",
     ),
     "credential in a default": (
         body(action(request_body='{"k": "${parameters.x:-${credential.key}}"}')),
@@ -119,8 +119,16 @@ OURS = {
         "invalid_url",
         "https://${parameters.host}/v1",
     ),
-    "a port of the caller's": (body(action(url="https://a.b:${parameters.port}/v1")), "invalid_url", "leads"),
-    "a scheme of the caller's": (body(action(url="${parameters.scheme}://a.b/v1")), "invalid_url", "leads"),
+    "a port of the caller's": (
+        body(action(url="https://a.b:${parameters.port}/v1")),
+        "invalid_url",
+        "needs a fixed scheme",
+    ),
+    "a scheme of the caller's": (
+        body(action(url="${parameters.scheme}://a.b/v1")),
+        "invalid_url",
+        "needs a fixed scheme",
+    ),
     "no url": (body(action(url="not a url")), "invalid_url", "create uri from endpoint"),
     "a file": (body(action(url="file:///etc/passwd")), "invalid_url", "create uri from endpoint"),
     "a password": (body(action(url="https://a:b@c.d/")), "invalid_url", "create uri from endpoint"),
@@ -150,7 +158,7 @@ OURS = {
     "a half escape": (
         body(action(request_body='{"a": "\\${parameters.x}"}')),
         "invalid_template",
-        "behind a backslash",
+        "follows a backslash",
     ),
     "certificates": (body(client_config={"mutual_tls_enabled": True}), "unsupported_field", "mutual_tls_enabled"),
     "no connections": (body(client_config={"max_connection": 0}), "invalid_connector", "max_connection"),
@@ -162,7 +170,7 @@ OURS = {
     ),
     "a header of the connection": (body(action(headers={"Transfer-Encoding": "x"})), "invalid_header", "connection"),
     "a header twice": (body(action(headers={"a": "1", "A": "2"})), "invalid_header", "twice"),
-    "no name of a header": (body(action(headers={"a b": "1"})), "invalid_header", "no name"),
+    "no name of a header": (body(action(headers={"a b": "1"})), "invalid_header", "not a name"),
     "a line break in a header": (body(action(headers={"a": "1\r\nb: 2"})), "invalid_header", "control character"),
     "a name of a credential": (body(credential={"a/b": "x"}), "invalid_connector", "a/b"),
     "too many parameters": (
@@ -335,7 +343,7 @@ FILES = {
     "a misspelt field": (body(parametres={}), "unknown_field", "did you mean 'parameters'"),
     "a misspelt field of an action": (body(action(post_proces_function="x")), "unknown_field", "post_process_function"),
     "a misspelt setting": (body(client_config={"max_conection": 1}), "unknown_field", "max_connection"),
-    "a list": ([], "invalid_connector", "no JSON object"),
+    "a list": ([], "invalid_connector", "not a JSON object"),
 }
 
 
@@ -356,7 +364,7 @@ def test_a_file_that_is_missing_is_named(tmp_path):
     with pytest.raises(InvalidInput, match="nowhere.json cannot be read"):
         read_file(tmp_path / "nowhere.json")
     (tmp_path / "a b.json").write_text(json.dumps(body(action(headers=KEY))))
-    with pytest.raises(InvalidInput, match="called after its file"):
+    with pytest.raises(InvalidInput, match="the name of the connector file"):
         read_file(tmp_path / "a b.json")
 
 

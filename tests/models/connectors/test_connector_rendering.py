@@ -175,7 +175,7 @@ def test_structured_output_is_asked_for():
     assert json.loads(rendered_body(template, call)) == {"contents": [], "generationConfig": {"topK": 1, "seed": 2}}
     wrong = call | {"_response_format_json": "[]"}
     error = refusal(lambda: rendered_body(template, wrong, supports_structured_output=True))
-    assert error.message == "the parameter _response_format_json is no JSON object"
+    assert error.message == "the parameter _response_format_json is not a JSON object"
 
 
 def test_typed_rows_keep_their_text():

@@ -26,7 +26,7 @@ WIDTH = 10
 RESUME = "batchmill resume {id} (or the same command again)"
 # Why a pause came, and what somebody has to do for the job to go on.
 PAUSES = {
-    PauseReason.ASKED: ("paused", RESUME),
+    PauseReason.REQUESTED: ("paused", RESUME),
     PauseReason.INTERRUPTED: ("interrupted", RESUME),
     PauseReason.BUDGET: (
         "the budget is spent",
@@ -154,7 +154,7 @@ def pause_lines(view: JobView) -> list[str]:
     """Why a job stopped and how it goes on."""
     known = PAUSES.get(PauseReason(view.reason)) if view.reason in list(PauseReason) else None
     why, then = known or (clean(view.reason or view.state), RESUME)
-    message = "" if view.reason == PauseReason.ASKED else clean(view.message, 2000, lines=True)
+    message = "" if view.reason == PauseReason.REQUESTED else clean(view.message, 2000, lines=True)
     if not message.startswith(why):  # many a message begins with the reason itself
         message = f"{why}: {message}" if message else why
     return [f"batchmill: {message}", f"to go on: {then.format(id=view.id)}"]

@@ -1,4 +1,4 @@
-"""What clients ask of a cluster before they begin: its name and version, its health, what ML Commons counts.
+"""Calls about the cluster that clients make first: its name and version, its health, and ML Commons' counters.
 
 Source: OpenSearch, "Cluster health"; ML Commons, "Stats".
 """
@@ -23,7 +23,7 @@ from batchmill.services.live_calls import LiveCall
 from batchmill.services.services import Services
 from batchmill.types import Scope
 
-NUMBER = "3.5.0"  # of OpenSearch, whose ML Commons this API is
+VERSION = "3.5.0"  # of the OpenSearch whose ML Commons this API follows
 TAGLINE = "The OpenSearch Project: https://opensearch.org/"
 PROFILE = f"{PREFIX}/profile"
 FLAGS = ("return_all_tasks", "return_all_models")
@@ -39,9 +39,9 @@ class Cluster:
 
     def operations(self) -> Sequence[Operation]:
         return [
-            operation("getClusterInfo", "GET /", "What answers here", Scope.READ, self.info, errors=()),
+            operation("getClusterInfo", "GET /", "Name and version of the server", Scope.READ, self.info, errors=()),
             *(
-                operation(name, f"GET {path}", "Models that are deployed and tasks that run", Scope.READ, handler,
+                operation(name, f"GET {path}", "Deployed models and running tasks", Scope.READ, handler,
                           query=Search, body="optional", errors=(MISSING,))
                 for name, path, handler in (
                     ("getProfile", PROFILE, self.everything),
@@ -60,7 +60,7 @@ class Cluster:
             "cluster_uuid": self._uuid,
             "version": {
                 "distribution": "opensearch",
-                "number": NUMBER,
+                "number": VERSION,
                 "build_type": "batchmill",
                 "build_hash": batchmill.__version__,
                 "minimum_wire_compatibility_version": "2.19.0",
@@ -71,44 +71,44 @@ class Cluster:
         return reply(call, fields)
 
     async def everything(self, call: Call) -> Response:
-        return self._reply(call, {**self._of_models(call, []), **await self._of_tasks(call, [])})
+        return self._reply(call, {**self._model_fields(call, []), **await self._task_fields(call, [])})
 
     async def models(self, call: Call) -> Response:
-        return self._reply(call, self._of_models(call, _named(call, "model_ids")))
+        return self._reply(call, self._model_fields(call, _path_ids(call, "model_ids")))
 
     async def tasks(self, call: Call) -> Response:
-        return self._reply(call, await self._of_tasks(call, _named(call, "task_ids")))
+        return self._reply(call, await self._task_fields(call, _path_ids(call, "task_ids")))
 
     def _reply(self, call: Call, node: dict[str, Any]) -> Response:
         fields = {name: each for name, each in node.items() if each}
         return reply(call, {"nodes": {self._node: fields}} if fields else {})
 
-    def _of_models(self, call: Call, ids: list[str]) -> dict[str, Any]:
-        chosen = _asked(call, "model_ids") or ids
-        found = [each for each in self._models.all(call.caller) if each.is_deployed or each.id in chosen]
+    def _model_fields(self, call: Call, ids: list[str]) -> dict[str, Any]:
+        chosen = _body_ids(call, "model_ids") or ids
+        models = [each for each in self._models.all(call.caller) if each.is_deployed or each.id in chosen]
         return {
             "models": {
                 each.id: {"model_state": each.state, "worker_nodes": [self._node] if each.is_deployed else []}
-                for each in found
+                for each in models
                 if not chosen or each.id in chosen
             }
         }
 
-    async def _of_tasks(self, call: Call, ids: list[str]) -> dict[str, Any]:
-        chosen = _asked(call, "task_ids") or ids
-        found = [each for each in await self._tasks.all(call.caller) if not each.has_ended or each.id in chosen]
+    async def _task_fields(self, call: Call, ids: list[str]) -> dict[str, Any]:
+        chosen = _body_ids(call, "task_ids") or ids
+        tasks = [each for each in await self._tasks.all(call.caller) if not each.has_ended or each.id in chosen]
         return {
-            "tasks": {each.id: task_document(each, self._node) for each in found if not chosen or each.id in chosen}
+            "tasks": {each.id: task_document(each, self._node) for each in tasks if not chosen or each.id in chosen}
         }
 
 
-def _named(call: Call, name: str) -> list[str]:
-    """The ids of the path, with commas between them."""
+def _path_ids(call: Call, name: str) -> list[str]:
+    """Return the ids of the path, which are separated by commas."""
     return [each for each in call.path.get(name, "").split(",") if each][:IDS_MAX]
 
 
-def _asked(call: Call, name: str) -> list[str]:
-    """The ids of the body. Raises: InvalidInput for what nobody knows."""
+def _body_ids(call: Call, name: str) -> list[str]:
+    """Return the ids of the body. Raises: InvalidInput for an unknown field."""
     query = search_of(call)
     for key, value in query.items():
         if key in FLAGS and isinstance(value, bool):
@@ -123,14 +123,14 @@ def _asked(call: Call, name: str) -> list[str]:
 
 
 HEALTH, STATS = "/_cluster/health", "stats"
-PROJECTS_MAX = 10_000  # whose calls are counted
+PROJECTS_MAX = 10_000  # limit of projects with counters
 INDEXES = ("connector", "model", "task", "config", "controller")
 _NODES = re.compile(r"(?P<sign>>=|<=|>|<|ge\(|le\(|gt\(|lt\()?(?P<number>[0-9]{1,6})\)?")
 Text = Annotated[str, Meta(max_length=64)]
 
 
 class HealthQuery(Common, frozen=True, forbid_unknown_fields=True):
-    """What a health may wait for. It is all so, but for a number of nodes that is another."""
+    """What a health check may wait for. Everything is true at once, except a node count other than one."""
 
     level: Literal["cluster", "indices", "shards", "awareness_attributes"] = "cluster"
     wait_for_status: Literal["", "green", "yellow", "red"] = ""
@@ -156,25 +156,25 @@ class ClusterHandlers:
         services.live.listen(self._count)
 
     def operations(self) -> Sequence[Operation]:
-        each, named = f"{PREFIX}/{STATS}", f"{PREFIX}/{{node_id}}/{STATS}"
+        all_nodes, one_node = f"{PREFIX}/{STATS}", f"{PREFIX}/{{node_id}}/{STATS}"
         return [
-            operation("getClusterHealth", f"GET {HEALTH}", "How the cluster is", Scope.READ, self.health,
+            operation("getClusterHealth", f"GET {HEALTH}", "The health of the cluster", Scope.READ, self.health,
                       query=HealthQuery, errors=(408,)),
-            operation("getIndexHealth", f"GET {HEALTH}/{{index}}", "The same", Scope.READ, self.health,
+            operation("getIndexHealth", f"GET {HEALTH}/{{index}}", "The health of an index", Scope.READ, self.health,
                       query=HealthQuery, errors=(408,)),
-            operation("getStats", f"GET {each}", "What is counted", Scope.READ, self.stats, errors=()),
-            operation("getStat", f"GET {each}/{{stat}}", "Some of it", Scope.READ, self.stats, errors=()),
-            operation("getNodeStats", f"GET {named}", "What a node counts", Scope.READ, self.stats),
-            operation("getNodeStat", f"GET {named}/{{stat}}", "Some of it", Scope.READ, self.stats),
+            operation("getStats", f"GET {all_nodes}", "All counters", Scope.READ, self.stats, errors=()),
+            operation("getStat", f"GET {all_nodes}/{{stat}}", "Some counters", Scope.READ, self.stats, errors=()),
+            operation("getNodeStats", f"GET {one_node}", "The counters of a node", Scope.READ, self.stats),
+            operation("getNodeStat", f"GET {one_node}/{{stat}}", "Some counters of a node", Scope.READ, self.stats),
         ]  # fmt: skip
 
     async def health(self, call: Call) -> Response:
         query: HealthQuery = call.query
-        in_time = _is_met(query.wait_for_nodes)
+        is_met = _is_met(query.wait_for_nodes)
         fields = {
             "cluster_name": "batchmill",
             "status": "green",
-            "timed_out": not in_time,
+            "timed_out": not is_met,
             "number_of_nodes": 1,
             "number_of_data_nodes": 1,
             "discovered_master": True,
@@ -189,12 +189,12 @@ class ClusterHandlers:
             ),
             "active_shards_percent_as_number": 100.0,
         }  # fmt: skip
-        return reply(call, fields, 200 if in_time else 408)
+        return reply(call, fields, 200 if is_met else 408)
 
     async def stats(self, call: Call) -> Response:
-        """Counts of the caller's project; calls since the server was started."""
+        """Return counters of the caller's project. Calls are counted since the server started."""
         if (node := call.path.get("node_id", "_all")) not in (self._node, "_all", "_local"):
-            raise UnknownName(f"there is no node {node[:80]!r}: this one is {self._node}", code="unknown_node")
+            raise UnknownName(f"the node {node[:80]!r} does not exist: use {self._node}", code="unknown_node")
         project, models = call.caller.project, self._models.all(call.caller)
         tasks = await self._tasks.all(call.caller)
         cluster: dict[str, Any] = {
@@ -209,19 +209,19 @@ class ClusterHandlers:
             "ml_failure_count": self._failures[project],
             "ml_circuit_breaker_trigger_count": 0,
         }
-        asked = [each for each in call.path.get("stat", "").split(",") if each not in ("", "_all")]
-        for name in asked:
+        names = [each for each in call.path.get("stat", "").split(",") if each not in ("", "_all")]
+        for name in names:
             if name not in cluster and name not in node_fields:
-                known = ", ".join((*cluster, *node_fields))
-                raise InvalidInput(f"there is no stat {name[:80]!r}; there are {known}", code="unknown_stat")
-        of_node = {name: value for name, value in node_fields.items() if not asked or name in asked}
-        fields = {name: value for name, value in cluster.items() if not asked or name in asked}
+                stats = ", ".join((*cluster, *node_fields))
+                raise InvalidInput(f"the stat {name[:80]!r} does not exist: use one of {stats}", code="unknown_stat")
+        chosen = {name: value for name, value in node_fields.items() if not names or name in names}
+        fields = {name: value for name, value in cluster.items() if not names or name in names}
         if "node_id" in call.path:
             fields = {}
-        return reply(call, fields | {"nodes": {self._node: of_node}} if of_node else fields)
+        return reply(call, fields | {"nodes": {self._node: chosen}} if chosen else fields)
 
     def _count(self, call: LiveCall) -> None:
-        """Of a call that has ended: whether it was one of a remote model."""
+        """Count an ended call if its model is a remote model."""
         if self._models.find(call.model, call.project) is None:
             return
         if call.project not in self._requests and len(self._requests) >= PROJECTS_MAX:
@@ -232,7 +232,7 @@ class ClusterHandlers:
 
 
 def _is_met(nodes: str) -> bool:
-    """Whether one node is as many as are waited for: "1", ">=1", "ge(1)". Raises: InvalidInput."""
+    """True if one node satisfies the condition, for example "1", ">=1" or "ge(1)". Raises: InvalidInput."""
     if not nodes:
         return True
     match = _NODES.fullmatch(nodes)

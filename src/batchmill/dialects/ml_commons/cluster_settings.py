@@ -1,7 +1,7 @@
-"""Settings of a cluster: tutorials and set-up scripts of ML Commons write some before they begin.
+"""Cluster settings, which tutorials and set-up scripts of ML Commons write first.
 
-What is asked for is acknowledged where it is so already, or where there is nothing here that it would change; all else
-is refused by name, with the place where the operator of the server says it. Nothing is kept.
+A setting is acknowledged if it already has that value, or if it has no effect here. Any other setting is refused by
+name, with the configuration key that the operator of the server can change. Nothing is stored.
 Source: OpenSearch, "Cluster settings"; ML Commons, "Cluster settings".
 """
 
@@ -23,10 +23,10 @@ from batchmill.types import Scope
 PATH = "/_cluster/settings"
 PREFIX = "plugins.ml_commons."
 KINDS = ("persistent", "transient")
-SETTINGS_MAX, DEPTH_MAX = 200, 16  # in one request
+SETTINGS_MAX, DEPTH_MAX = 200, 16  # of one request
 SHOWN_CHARS = 80
 TRUSTED = "trusted_connector_endpoints_regex"
-# They bound or place models that run on nodes, of which there are none here: with any value all stays as it is.
+# They limit or place models that run on nodes, which batchmill does not have. Any value is acknowledged.
 WITHOUT_EFFECT = frozenset(
     [
         "allow_custom_deployment_plan",
@@ -56,7 +56,7 @@ Time = Annotated[str, Meta(max_length=32)]
 
 
 class Reading(Common, frozen=True, forbid_unknown_fields=True):
-    """Times have no effect: nothing is waited for."""
+    """Query parameters. Timeouts have no effect, because nothing waits."""
 
     flat_settings: Flag = "false"
     include_defaults: Flag = "false"
@@ -74,12 +74,12 @@ class ClusterSettings:
     def operations(self) -> Sequence[Operation]:
         return [
             operation(
-                "getClusterSettings", f"GET {PATH}", "Settings of the cluster", Scope.READ, self.get, query=Reading,
-                errors=(),
+                "getClusterSettings", f"GET {PATH}", "Show the settings of the cluster", Scope.READ, self.get,
+                query=Reading, errors=(),
             ),
             operation(
-                "updateClusterSettings", f"PUT {PATH}", "Acknowledge settings that are so", Scope.ADMIN, self.put,
-                query=Reading, body="required", errors=(),
+                "updateClusterSettings", f"PUT {PATH}", "Acknowledge settings that have these values", Scope.ADMIN,
+                self.put, query=Reading, body="required", errors=(),
             ),
         ]  # fmt: skip
 
@@ -87,63 +87,66 @@ class ClusterSettings:
         query: Reading = call.query
         fields: dict[str, Any] = {kind: {} for kind in KINDS}
         if is_set(query.include_defaults):
-            known = {PREFIX + name: value for name, (value, _) in _known(self._entry, self._has_private).items()}
-            fields["defaults"] = _shaped(query, known | {PREFIX + TRUSTED: self._entry.trusted_connector_endpoints})
+            settings = {PREFIX + name: value for name, (value, _) in self._settings().items()}
+            fields["defaults"] = _as_text(query, settings | {PREFIX + TRUSTED: self._entry.trusted_connector_endpoints})
         return reply(call, fields)
 
     async def put(self, call: Call) -> Response:
         body = body_of(call)
         if unknown := [name for name in body if name not in KINDS]:
             raise InvalidInput(
-                f"a change of settings holds {' and '.join(KINDS)}, not {unknown[0][:SHOWN_CHARS]!r}",
+                f"the field {unknown[0][:SHOWN_CHARS]!r} is unknown: a change of settings has {' and '.join(KINDS)}",
                 code="unknown_parameter",
             )
         fields: dict[str, Any] = {"acknowledged": True}
         for kind in KINDS:
-            settings = flattened(body.get(kind) or {}, kind)
+            settings = flatten(body.get(kind) or {}, kind)
             for name, value in settings.items():
                 self._check(kind, name, value)
-            fields[kind] = _shaped(call.query, settings)
+            fields[kind] = _as_text(call.query, settings)
         if not any(fields[kind] for kind in KINDS):
             raise InvalidInput("no settings to update", code="missing_field")
         return reply(call, fields)
 
     def _check(self, kind: str, name: str, value: Any) -> None:
-        """Raises: InvalidInput for a setting that would change something, or that there is not."""
-        own = name.removeprefix(PREFIX)
-        known = _known(self._entry, self._has_private)
-        if own == name or not (own in known or own in WITHOUT_EFFECT or own == TRUSTED):
+        """Raises: InvalidInput for an unknown setting, or for a value that would change something."""
+        short_name = name.removeprefix(PREFIX)
+        settings = self._settings()
+        if short_name == name or not (short_name in settings or short_name in WITHOUT_EFFECT or short_name == TRUSTED):
             raise InvalidInput(f"{kind} setting [{name[:SHOWN_CHARS]}], not recognized", code="unknown_setting")
-        if value is None or own in WITHOUT_EFFECT:
+        if value is None or short_name in WITHOUT_EFFECT:
             return
-        if own == TRUSTED:
+        if short_name == TRUSTED:
             self._check_trusted(value)
-        elif _plain(value) != _plain(known[own][0]):
-            is_so, place = known[own]
+        elif _text(value) != _text(settings[short_name][0]):
+            current, hint = settings[short_name]
             raise InvalidInput(
-                f"the setting {name} is {_plain(is_so)} here and not {_plain(value)[:SHOWN_CHARS]!r}: {place}",
+                f"the setting {name} is {_text(current)} and cannot become {_text(value)[:SHOWN_CHARS]!r}: {hint}",
                 code="setting_not_changed",
             )
+
+    def _settings(self) -> dict[str, tuple[Any, str]]:
+        return _settings(self._entry, self._has_private)
 
     def _check_trusted(self, value: Any) -> None:
-        """Where no expressions are configured connectors may lead to every public address already."""
+        """Check expressions. Without configured expressions, connectors may already use any public address."""
         trusted = self._entry.trusted_connector_endpoints
-        asked = value if isinstance(value, list) else [value]
-        if more := [each for each in asked if trusted and each not in trusted]:
+        expressions = value if isinstance(value, list) else [value]
+        if missing := [each for each in expressions if trusted and each not in trusted]:
             raise InvalidInput(
-                f"the setting {PREFIX}{TRUSTED} does not hold {str(more[0])[:SHOWN_CHARS]!r} here: the operator of the "
-                "server adds it with ml_commons.trusted_connector_endpoints",
+                f"the setting {PREFIX}{TRUSTED} does not contain {str(missing[0])[:SHOWN_CHARS]!r}: the operator of "
+                "the server can add it with ml_commons.trusted_connector_endpoints",
                 code="setting_not_changed",
             )
 
 
-def _known(entry: MlCommonsEntry, has_private: bool) -> dict[str, tuple[Any, str]]:
-    """Settings that mean something here: how each is, and who changes it how."""
+def _settings(entry: MlCommonsEntry, has_private: bool) -> dict[str, tuple[Any, str]]:
+    """Return the supported settings: name -> value, and how to change it."""
 
     def configured(name: str) -> str:
-        return f"the operator of the server changes it with {name}"
+        return f"the operator of the server can change it with {name}"
 
-    access = "what belongs to a project is seen by its keys, whatever is set"
+    access = "a key always sees the objects of its own project only"
     return {
         "connector.private_ip_enabled": (has_private, configured("server.private_hosts")),
         "connector_access_control_enabled": (False, access),
@@ -155,53 +158,53 @@ def _known(entry: MlCommonsEntry, has_private: bool) -> dict[str, tuple[Any, str
         "offline_batch_inference_enabled": (
             entry.offline_batch_inference_enabled, configured("ml_commons.offline_batch_inference_enabled")
         ),
-        "remote_inference.enabled": (True, "models are remote ones"),
-        "remote_inference_enabled": (True, "models are remote ones"),
+        "remote_inference.enabled": (True, "all models of this API are remote"),
+        "remote_inference_enabled": (True, "all models of this API are remote"),
         "update_connector.enabled": (True, "connectors can always be changed"),
     }  # fmt: skip
 
 
-def flattened(settings: Any, kind: str) -> dict[str, Any]:
-    """Settings by their whole names, however they are nested. Raises: InvalidInput."""
-    found: dict[str, Any] = {}
-    left: list[tuple[str, Any, int]] = [("", settings, 0)]
-    while left:
-        name, value, depth = left.pop()
+def flatten(settings: Any, kind: str) -> dict[str, Any]:
+    """Flatten nested settings into full names. Raises: InvalidInput."""
+    flat: dict[str, Any] = {}
+    pending: list[tuple[str, Any, int]] = [("", settings, 0)]
+    while pending:
+        name, value, depth = pending.pop()
         if isinstance(value, Mapping):
-            if depth > DEPTH_MAX or len(left) + len(value) > SETTINGS_MAX:
+            if depth > DEPTH_MAX or len(pending) + len(value) > SETTINGS_MAX:
                 raise InvalidInput(
-                    f"{kind} holds more than {SETTINGS_MAX} settings, or nests deeper than {DEPTH_MAX}",
+                    f"{kind} has more than {SETTINGS_MAX} settings, or more than {DEPTH_MAX} levels",
                     code="too_many_settings",
                 )
-            left += [(f"{name}.{key}" if name else str(key), each, depth + 1) for key, each in value.items()]
+            pending += [(f"{name}.{key}" if name else str(key), each, depth + 1) for key, each in value.items()]
         elif name:
-            found[name] = value
+            flat[name] = value
         else:
-            raise InvalidInput(f"{kind} is an object of settings", code="invalid_value")
-        if len(found) > SETTINGS_MAX:
-            raise InvalidInput(f"{kind} holds more than {SETTINGS_MAX} settings", code="too_many_settings")
-    return dict(sorted(found.items()))
+            raise InvalidInput(f"{kind} must be an object of settings", code="invalid_value")
+        if len(flat) > SETTINGS_MAX:
+            raise InvalidInput(f"{kind} has more than {SETTINGS_MAX} settings", code="too_many_settings")
+    return dict(sorted(flat.items()))
 
 
-def _shaped(query: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """As OpenSearch tells settings: values are texts; nested, or flat where the query says so."""
+def _as_text(query: Reading, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings in OpenSearch's form: values are texts, nested unless the query asks for flat names."""
     fields = {name: _setting_text(value) for name, value in settings.items() if value is not None}
     if is_set(query.flat_settings):
         return fields
     nested: dict[str, Any] = {}
     for name, value in fields.items():
         *path, last = name.split(".")
-        place = nested
+        parent = nested
         for part in path:
-            inner = place.setdefault(part, {})
-            place = inner if isinstance(inner, dict) else place
-        place[last] = value
+            child = parent.setdefault(part, {})
+            parent = child if isinstance(child, dict) else parent
+        parent[last] = value
     return nested
 
 
 def _setting_text(value: Any) -> Any:
-    return [_plain(each) for each in value] if isinstance(value, list) else _plain(value)
+    return [_text(each) for each in value] if isinstance(value, list) else _text(value)
 
 
-def _plain(value: Any) -> str:
+def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""OpenSearch ML Commons on the wire. It knows what its clients call things; what they mean is done by services."""
+"""The API of OpenSearch ML Commons: its names and error forms. Services do the work."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from batchmill.dialects.ml_commons.resources import Connectors, Groups, MlCommon
 from batchmill.errors import BatchmillError
 from batchmill.server.operations import Operation
 from batchmill.server.replies import error_reply
-from batchmill.services.path_redaction import Places
+from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.services import Services
-from batchmill.wire.error_statuses import row_of, status_of, with_own
+from batchmill.wire.error_statuses import row_of, status_of, with_overrides
 
-# opensearch-py repeats 502, 503 and 504 blindly: what a person must mend would burn the quota.
-STATUSES = with_own({"paused": 500, "feature_disabled": 400, "task_under_way": 400, "timeout": 500})
+# opensearch-py repeats 502, 503 and 504 at once. Errors that only a person can fix have other statuses, or the repeats
+# would use up the quota.
+STATUSES = with_overrides({"paused": 500, "feature_disabled": 400, "task_under_way": 400, "timeout": 500})
 ARGUMENT, PARSE, STATUS = "illegal_argument_exception", "parse_exception", "status_exception"
 SECURITY, ILLEGAL_STATE, NOT_FOUND = (
     "security_exception",
     "illegal_state_exception",
     "resource_not_found_exception",
 )
-TYPES: Mapping[str, str] = {  # by code, and then by class, as the statuses
+TYPES: Mapping[str, str] = {  # by code, then by class, like the statuses
     "internal_error": "exception",
     "invalid_input": ARGUMENT,
     "missing_body": PARSE,
@@ -43,13 +44,13 @@ TYPES: Mapping[str, str] = {  # by code, and then by class, as the statuses
      "unavailable"),
     STATUS,
 )  # fmt: skip
-# What this API says, whatever we would.
+# Messages of OpenSearch that replace ours.
 TEXTS = {
     "rate_limit_exceeded": "Request is throttled at user level. If you think there's an issue, please contact your "
     "cluster admin."
 }
 
-OF_MODEL = "Request is throttled at model level."
+MODEL_THROTTLED = "Request is throttled at model level."
 
 
 class Cause(Struct, frozen=True):
@@ -69,7 +70,7 @@ class Envelope(Struct, frozen=True):
 
 
 def status_and_type(error: BatchmillError) -> tuple[int, str]:
-    """The code's own row, or its class's. What a remote service answered has its status."""
+    """Return the status and type of an error. An error of a remote service keeps the service's status."""
     status = getattr(error, "status", None)
     if isinstance(status, int) and 400 <= status < 600:
         return status, STATUS
@@ -77,24 +78,25 @@ def status_and_type(error: BatchmillError) -> tuple[int, str]:
 
 
 def refusal(error: BatchmillError, message: str) -> Response:
-    """The reply to a request that failed; `message` may be shown to the caller. Never raises."""
+    """Return the reply to a failed request; `message` is safe to show to the caller. Never raises."""
     status, kind = status_and_type(error)
     reason = _reason(error, message)
     return error_reply(error, Envelope(Detail([Cause(kind, reason)], kind, reason), status), status)
 
 
 def _reason(error: BatchmillError, message: str) -> str:
-    """Our message, or the words that OpenSearch has for it."""
-    if error.asked is not None:
-        method, path, methods = error.asked
-        place = f"uri [{path}] and method [{method}]"
-        known = ", ".join(methods)
-        return f"Incorrect HTTP method for {place}, allowed: [{known}]" if known else f"no handler found for {place}"
-    return message if message == OF_MODEL else TEXTS.get(error.code, message)
+    """Return OpenSearch's message for the error if there is one, otherwise ours."""
+    if error.unmatched_request is not None:
+        method, path, methods = error.unmatched_request
+        route = f"uri [{path}] and method [{method}]"
+        if not methods:
+            return f"no handler found for {route}"
+        return f"Incorrect HTTP method for {route}, allowed: [{', '.join(methods)}]"
+    return message if message == MODEL_THROTTLED else TEXTS.get(error.code, message)
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of the envelope."""
+    """Return the JSON schema of the envelope."""
     text = {"type": "string"}
     cause = {"type": "object", "required": ["type", "reason"], "properties": {"type": text, "reason": text}}
     detail = {
@@ -114,7 +116,7 @@ class MlCommonsDialect:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._hide = Places(services.config.data_dir).hide
+        self._hide = PathRedactor(services.config.data_dir).hide
 
     def operations(self) -> Sequence[Operation]:
         services = self._services

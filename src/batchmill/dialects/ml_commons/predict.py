@@ -1,8 +1,8 @@
 """_predict and _batch_predict: calls of a remote model, for one answer or for a batch.
 
-A batch means one of two things: the provider's own, begun by the action `batch_predict` with what the caller gave, or,
-where the body holds a `dataset`, rows of files of this server, which batchmill hands over and reconciles itself. The
-latter goes through the model's batch API unless another `route` is asked for.
+There are two kinds of batch. Without a `dataset`, the action `batch_predict` starts a batch at the provider with the
+caller's parameters. With a `dataset`, batchmill runs the rows of files of this server as a job. The job uses the
+model's batch API unless the body sets another `route`.
 Source: ML Commons, "PredictHandlers" and "Batch predict".
 """
 
@@ -19,21 +19,21 @@ from msgspec.structs import replace
 from starlette.responses import Response
 
 from batchmill.dialects.ml_commons.requests import (
+    CONFLICT,
     MISSING,
     PREFIX,
-    TAKEN,
     body_of,
     is_plain,
+    json_bytes_reply,
     operation,
     refuse_missing,
     reply,
-    written,
 )
 from batchmill.errors import BatchmillError, InvalidInput, UnknownName
 from batchmill.server.bodies import parse_json, parse_object
 from batchmill.server.json_inspection import VALUES_MAX, inspect
 from batchmill.server.operations import Call, Operation
-from batchmill.server.replies import unless_gone, whole_answer
+from batchmill.server.replies import run_until_disconnect, whole_answer
 from batchmill.services.files import FileRecord
 from batchmill.services.model_rows import ServedModel
 from batchmill.services.remote import model_fields
@@ -50,7 +50,7 @@ HOUR_S = 3600.0
 
 
 class Dataset(Struct, frozen=True, forbid_unknown_fields=True):
-    """Uploaded files whose rows are run, by their ids."""
+    """The ids of uploaded files whose rows are run."""
 
     file_id: str | None = None
     file_ids: Annotated[list[str], Meta(max_length=1000)] = []
@@ -58,7 +58,7 @@ class Dataset(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BatchOfRows(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a body holds beside a dataset."""
+    """The body of a batch with a dataset."""
 
     dataset: Dataset
     action_type: str | None = None
@@ -71,50 +71,49 @@ class BatchOfRows(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DatasetTasks:
-    """Raises: UnknownName for a file that is not the caller's; InvalidInput for what does not fit."""
+    """Run the rows of datasets as jobs. Raises: UnknownName for a file of another project; InvalidInput."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     async def run(self, caller: Caller, model: RemoteModel, values: dict[str, Any], once: Once) -> TaskRecord:
-        """Start the job of a batch. The same order again is that job's task, whatever has become of its files."""
+        """Start the job of a batch. A repeated order returns the existing task, even if its files were deleted."""
         if values.get("parameters"):
             raise InvalidInput(
-                "a dataset's rows hold their parameters themselves: leave `parameters` out, or put them into the "
-                "connector",
+                "a dataset's rows contain their parameters: leave `parameters` out, or set them in the connector",
                 code="parameters_with_dataset",
             )
         fields = {name: each for name, each in values.items() if name not in ("parameters", "dlq") or each}
-        asked = parse_json(msgspec.json.encode(fields), BatchOfRows)
-        known = await self._services.remote_tasks.known_job(caller, once)
-        if known is not None:
-            return known
-        async with self._inputs(caller, asked.dataset) as records:
-            order = self._order(caller, model, asked, records)
+        batch = parse_json(msgspec.json.encode(fields), BatchOfRows)
+        existing = await self._services.remote_tasks.find_existing_job(caller, once)
+        if existing is not None:
+            return existing
+        async with self._inputs(caller, batch.dataset) as records:
+            order = self._order(caller, model, batch, records)
             return await self._services.remote_tasks.run(caller, model.id, replace(order, once=once))
 
-    def _order(self, caller: Caller, model: RemoteModel, asked: BatchOfRows, records: list[FileRecord]) -> JobOrder:
+    def _order(self, caller: Caller, model: RemoteModel, batch: BatchOfRows, records: list[FileRecord]) -> JobOrder:
         services = self._services
         limits, now = services.config.limits, services.clock.now()
-        hours = None if asked.completion_window is None else int(asked.completion_window[:-1])
-        route = asked.route or self._usual(model)
+        hours = None if batch.completion_window is None else int(batch.completion_window[:-1])
+        route = batch.route or self._default_route(model)
         dataset = DatasetSpec(
             [str(services.files.path(each)) for each in records],
-            format=asked.dataset.format or _format(records),
+            format=batch.dataset.format or _format(records),
             **msgspec.structs.asdict(limits),
         )
         policy = Policy(
-            on_invalid=asked.on_invalid, budget=asked.budget, priority=asked.priority, on_engine_failure="fail",
+            on_invalid=batch.on_invalid, budget=batch.budget, priority=batch.priority, on_engine_failure="fail",
             deadline=None if hours is None else now + hours * HOUR_S,
         )  # fmt: skip
         origin = {"model": model.id, "route": route, "input_file_id": records[0].id, "key": caller.key}
         return JobOrder(
             dataset, [services.remote_models.spec(model.id, route=route)], policy=policy,
-            rows_max=services.config.server.rows_max, project=caller.project, labels=asked.metadata, origin=origin,
+            rows_max=services.config.server.rows_max, project=caller.project, labels=batch.metadata, origin=origin,
         )  # fmt: skip
 
-    def _usual(self, model: RemoteModel) -> str:
-        """A batch goes through the batch API, where the model's connector has one that is known."""
+    def _default_route(self, model: RemoteModel) -> str:
+        """Return the batch API if the model's connector has one that batchmill supports, otherwise AUTO."""
         try:
             self._services.remote_models.spec(model.id, route=BATCH)
         except InvalidInput:
@@ -123,48 +122,46 @@ class DatasetTasks:
 
     @contextlib.asynccontextmanager
     async def _inputs(self, caller: Caller, dataset: Dataset) -> AsyncIterator[list[FileRecord]]:
-        """The files, which nobody deletes before the job that reads them is stored."""
-        named = [*([] if dataset.file_id is None else [dataset.file_id]), *dataset.file_ids]
-        if not named or len(set(named)) < len(named) or (dataset.file_id is not None and dataset.file_ids):
+        """Hold the files of a dataset, so that they are not deleted before the job is stored."""
+        ids = [*([] if dataset.file_id is None else [dataset.file_id]), *dataset.file_ids]
+        if not ids or len(set(ids)) < len(ids) or (dataset.file_id is not None and dataset.file_ids):
             raise InvalidInput(
                 'a dataset is {"file_id": "file-…"}, or {"file_ids": […]} with each file once', code="invalid_dataset"
             )
-        async with contextlib.AsyncExitStack() as held:
-            records = [
-                await held.enter_async_context(self._services.files.hold(caller.project, each)) for each in named
-            ]
+        async with contextlib.AsyncExitStack() as stack:
+            records = [await stack.enter_async_context(self._services.files.hold(caller.project, each)) for each in ids]
             for record in records:
                 if record.purpose not in READABLE:
                     raise InvalidInput(
-                        f"the file {record.id} has the purpose {record.purpose!r}; what is run has "
-                        f"{' or '.join(READABLE)}",
+                        f"the file {record.id} has the purpose {record.purpose!r}: a dataset needs files with the "
+                        f"purpose {' or '.join(READABLE)}",
                         code="wrong_purpose",
                     )
             yield records
 
 
 def _format(records: list[FileRecord]) -> str | None:
-    """What the uploaded names say; None for lines of JSON, whose first row says what they are."""
-    found = {FORMATS.get(Path(each.filename.removesuffix(".gz").removesuffix(".zst")).suffix) for each in records}
-    if len(found) > 1:
+    """Return the format by file name; None for JSON lines, whose first row decides between the two formats."""
+    formats = {FORMATS.get(Path(each.filename.removesuffix(".gz").removesuffix(".zst")).suffix) for each in records}
+    if len(formats) > 1:
         raise InvalidInput("the files of a dataset must have one format", code="format_mismatch")
-    return found.pop()
+    return formats.pop()
 
 
 FORM = "ml_commons"
 ONE = f"{PREFIX}/models/{{model_id}}"
 BATCH_ROUTE = f"POST {ONE}/_batch_predict"
 BATCH_FIELDS = ("parameters", "action_type", "dlq")
-PREDICT_VALUES_MAX = 200_000  # of a body whose parameters the model's worker reads
+PREDICT_VALUES_MAX = 200_000  # limit of JSON values in a body that the model's worker parses
 CLIENT_LEFT = 499
 SHOWN_CHARS = 80
 OTHER_ACTIONS = (BATCH_PREDICT_STATUS, CANCEL_BATCH_PREDICT, "EXECUTE")
-# A gateway's own words for a failure may be answered by anybody's: opensearch-py sends 502, 503 and 504 again at once.
+# Statuses of a remote service that are passed on. opensearch-py repeats 502, 503 and 504 at once.
 REMOTE_ERRORS = (402, 404, 409, 422, 502, 504)
 
 
 class RemoteAnswered(BatchmillError):
-    """What a service answered instead of a prediction, with its own status."""
+    """A remote service answered with an error; `status` is its own."""
 
     code = "remote_error"
 
@@ -192,8 +189,8 @@ class PredictHandlers:
                 body_bytes_max=None, values_max=PREDICT_VALUES_MAX, admits=self.admits,
             ),
             operation(
-                "batchPredictModel", BATCH_ROUTE, "Hand a batch to the model's provider, or run the rows of a dataset",
-                Scope.SUBMIT, self.batch, body="required", errors=(*errors, TAKEN), body_bytes_max=None,
+                "batchPredictModel", BATCH_ROUTE, "Start a batch at the provider, or run the rows of a dataset",
+                Scope.SUBMIT, self.batch, body="required", errors=(*errors, CONFLICT), body_bytes_max=None,
                 admits=self.admits,
             ),
         ]  # fmt: skip
@@ -202,18 +199,18 @@ class PredictHandlers:
 
     async def predict(self, call: Call) -> Response:
         refuse_missing(call)
-        if _action(_said(call), PREDICT) == BATCH_PREDICT:
+        if _action(_requested_action(call), PREDICT) == BATCH_PREDICT:
             return await self._batch(call)
-        answered = await unless_gone(call, self._predicted(call))
-        return Response(status_code=CLIENT_LEFT) if answered is None else answered
+        response = await run_until_disconnect(call, self._predict(call))
+        return Response(status_code=CLIENT_LEFT) if response is None else response
 
-    async def _predicted(self, call: Call) -> Response:
-        model = await self._ready(call)
+    async def _predict(self, call: Call) -> Response:
+        model = await self._ready_model(call)
         interface = model.details.interface or {}
         await self._check(call, interface, "input", call.raw)
         spec = self._models.spec(model.id, route=ONLINE)
         request = LiveRequest(f"{ONE}/_predict", call.raw, form=FORM, is_admitted=True)
-        head, pieces = await self._services.live.ask(call.caller, ServedModel(model.id, spec), request)
+        head, pieces = await self._services.live.call(call.caller, ServedModel(model.id, spec), request)
         answer = await whole_answer(pieces)
         if head.status < 400:
             await self._check(call, interface, "output", answer)
@@ -221,26 +218,26 @@ class PredictHandlers:
 
     @staticmethod
     async def _check(call: Call, interface: dict[str, str], side: str, value: bytes) -> None:
-        """Raises: InvalidInput for what is asked, or answered, where the model's interface says another."""
+        """Check a request or an answer against the model's interface. Raises: InvalidInput."""
         if side in interface:
-            assert call.programs is not None, "it came over HTTP"
+            assert call.programs is not None, "calls over HTTP have programs"
             await model_fields.check(side, interface[side], value, call.programs, call.caller.project)
 
-    def _named(self, caller: Caller, path: dict[str, str]) -> RemoteModel:
-        """The model of a path. Raises: UnknownName, also for one that the caller's key may not use."""
+    def _model(self, caller: Caller, path: dict[str, str]) -> RemoteModel:
+        """Return the model of a path. Raises: UnknownName, also for a model that the caller's key may not use."""
         model = self._models.get(caller, path["model_id"])
-        named = caller.models
-        if named is not None and model.id not in named and model.name not in named:
+        allowed = caller.models
+        if allowed is not None and model.id not in allowed and model.name not in allowed:
             raise UnknownName(f"Failed to find model with the provided model id: {model.id}", code="model_not_found")
         return model
 
     def admits(self, caller: Caller, path: dict[str, str]) -> None:
-        """Raises: UnknownName."""
-        self._named(caller, path)
+        """Check that the caller may use the model of the path. Raises: UnknownName."""
+        self._model(caller, path)
 
-    async def _ready(self, call: Call) -> RemoteModel:
-        """The model that is asked for, if the caller's key may use it."""
-        model = await self._models.ready(call.caller, self._named(call.caller, call.path).id)
+    async def _ready_model(self, call: Call) -> RemoteModel:
+        """Return the model of the path when it is deployed and below its rate limit."""
+        model = await self._models.ready(call.caller, self._model(call.caller, call.path).id)
         self._models.admit(model.id)
         return model
 
@@ -248,16 +245,16 @@ class PredictHandlers:
 
     async def batch(self, call: Call) -> Response:
         refuse_missing(call)
-        if _action(_said(call), BATCH_PREDICT) == PREDICT:
-            return await self._predicted(call)
+        if _action(_requested_action(call), BATCH_PREDICT) == PREDICT:
+            return await self._predict(call)
         return await self._batch(call)
 
     async def _batch(self, call: Call) -> Response:
         self._tasks.check_enabled()
-        assert call.programs is not None, "it came over HTTP"
+        assert call.programs is not None, "calls over HTTP have programs"
         await inspect(call.raw, VALUES_MAX, call.programs, call.caller.project)
         fields = body_of(call)
-        model = await self._ready(call)
+        model = await self._ready_model(call)
         once = once_for(
             call.caller, f"{BATCH_ROUTE} {model.id}", call.raw, call.request.headers.get("idempotency-key"), 0,
             arrived=self._services.clock.now(),
@@ -268,33 +265,33 @@ class PredictHandlers:
             _check_fields(fields)
             parameters = _parameters(fields)
             task = await self._tasks.predict(call.caller, model.id, parameters, once)
-        call.on_delivered(lambda: self._services.repeats.delivered(once))
+        call.on_delivered(lambda: self._services.repeats.mark_delivered(once))
         return reply(call, {"task_id": task.id, "status": "CREATED", "remote_job": task.remote_job})
 
 
-class _Said(Struct, frozen=True):
+class _ActionField(Struct, frozen=True):
     action_type: Raw | UnsetType = UNSET
 
 
-def _said(call: Call) -> Any:
-    """What the body says that it asks for; None: nothing. Raises: InvalidInput."""
-    said = parse_json(call.raw, _Said).action_type
-    if isinstance(said, UnsetType):
+def _requested_action(call: Call) -> Any:
+    """Return the body's `action_type`; None if it has none. Raises: InvalidInput."""
+    raw = parse_json(call.raw, _ActionField).action_type
+    if isinstance(raw, UnsetType):
         return None
-    if len(bytes(said)) > SHOWN_CHARS:
-        return bytes(said)[:SHOWN_CHARS].decode(errors="replace")
-    return msgspec.json.decode(said)
+    if len(bytes(raw)) > SHOWN_CHARS:
+        return bytes(raw)[:SHOWN_CHARS].decode(errors="replace")
+    return msgspec.json.decode(raw)
 
 
-def _action(named: Any, of_path: str) -> str:
-    """What is asked for: what the body says goes before the path. Raises: InvalidInput."""
-    if named is None:
-        return of_path
-    kind = named.upper() if isinstance(named, str) else ""
+def _action(requested: Any, default: str) -> str:
+    """Return the action of a request: the body's, or the `default` of its path. Raises: InvalidInput."""
+    if requested is None:
+        return default
+    kind = requested.upper() if isinstance(requested, str) else ""
     if kind in OTHER_ACTIONS:
         raise InvalidInput("Wrong action type in the rest request path!", code="wrong_action")
     if kind not in (PREDICT, BATCH_PREDICT):
-        raise InvalidInput(f"Wrong Action Type of {str(named)[:SHOWN_CHARS]}", code="wrong_action")
+        raise InvalidInput(f"Wrong Action Type of {str(requested)[:SHOWN_CHARS]}", code="wrong_action")
     return kind
 
 
@@ -304,15 +301,15 @@ def _check_fields(values: dict[str, Any]) -> None:
         if not isinstance(dlq, dict) or not dlq.get("bucket") or not dlq.get("region"):
             raise InvalidInput("DLQ bucketName or region cannot be null", code="invalid_dlq")
         raise InvalidInput(
-            "dlq is not supported: the task tells what failed, as GET /_plugins/_ml/tasks/<task_id>, and rows of a "
-            "dataset have an error file; leave dlq out",
+            "dlq is not supported: leave it out. GET /_plugins/_ml/tasks/<task_id> shows what failed, and the rows of "
+            "a dataset have an error file",
             code="invalid_dlq",
         )
     unknown = [name for name in values if name not in BATCH_FIELDS]
     if unknown:
         raise InvalidInput(
-            f"there is nothing called {unknown[0][:SHOWN_CHARS]!r} in a batch: known are "
-            f"{', '.join(BATCH_FIELDS)}, and dataset with what belongs to it",
+            f"the field {unknown[0][:SHOWN_CHARS]!r} is unknown: a batch has {', '.join(BATCH_FIELDS)}, or dataset and "
+            "its settings",
             code="unknown_parameter",
         )
 
@@ -325,12 +322,12 @@ def _parameters(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answer(call: Call, head: LiveHead, answer: bytes) -> Response:
-    """What an engine answered: a prediction as it came, an error in this API's words."""
+    """Reply with an engine's answer: a prediction unchanged, an error in this API's form."""
     if head.status >= 400:
         raise RemoteAnswered(_message(head.status, answer), head.status)
     if is_plain(call):
         return Response(answer, head.status, {"content-type": head.content_type})
-    return written(call, answer, head.status)
+    return json_bytes_reply(call, answer, head.status)
 
 
 def _message(status: int, answer: bytes) -> str:

@@ -1,4 +1,4 @@
-"""What operations, requests and replies of this API share: parameters that any of them takes, and JSON objects."""
+"""Shared parts of this API's operations: common query parameters, JSON bodies and JSON replies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 from starlette.responses import Response
 
-from batchmill.dialects.ml_commons.programs import Shape, ShapedReply, found, write_shaped
+from batchmill.dialects.ml_commons.programs import Shape, ShapedReply, run_search, write_shaped
 from batchmill.errors import InvalidInput
 from batchmill.server.bodies import parse_object
 from batchmill.server.operations import Call, Content, Operation
@@ -19,12 +19,12 @@ from batchmill.types import Scope
 PREFIX = "/_plugins/_ml"
 Flag = Literal["", "true", "false"]  # `?pretty` alone is true
 OBJECT = Content("application/json", {"type": "object", "additionalProperties": True})
-INLINE_MAX = 256 * 1024  # bytes of a reply times steps of its `filter_path`: what is written in place
-PARAMETER_CHARS_MAX = 2048  # of one that may be long: a whole URL may have 64 KiB, each character up to 12
+INLINE_MAX = 256 * 1024  # bytes of a reply times steps of its `filter_path`; up to this it is written in this process
+PARAMETER_CHARS_MAX = 2048  # of a long parameter: a URL may have 64 KiB, and an encoded character up to 12 bytes
 
 
 class Common(Struct, frozen=True, forbid_unknown_fields=True):
-    """Parameters that every request takes. `human` and `error_trace` change nothing here: see the page."""
+    """Query parameters of every request. `human` and `error_trace` have no effect, as the documentation says."""
 
     pretty: Flag = "false"
     human: Flag = "false"
@@ -34,7 +34,7 @@ class Common(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Search(Common, frozen=True, forbid_unknown_fields=True):
-    """Those of a search, whose body may come as `source` from a client that sends none with a GET."""
+    """Query parameters of a search. `source` is the body for clients that send no body with a GET."""
 
     source: Annotated[str, Meta(max_length=PARAMETER_CHARS_MAX)] = ""
     source_content_type: Literal["application/json"] = "application/json"
@@ -49,23 +49,23 @@ def is_set(flag: Flag) -> bool:
 
 
 def is_plain(call: Call) -> bool:
-    """The reply goes out as it is."""
+    """True if the query does not change the form of the reply."""
     common: Common = call.query
     return not common.filter_path and not is_set(common.pretty)
 
 
 def reply(call: Call, value: Any, status: int = 200) -> Response:
-    """`value` as JSON, with what `filter_path` leaves of it."""
-    return written(call, msgspec.json.encode(value), status)
+    """Reply with `value` as JSON, after `filter_path`."""
+    return json_bytes_reply(call, msgspec.json.encode(value), status)
 
 
-def written(call: Call, data: bytes, status: int = 200) -> Response:
-    """JSON with what `filter_path` leaves of it; a long one in a child."""
+def json_bytes_reply(call: Call, data: bytes, status: int = 200) -> Response:
+    """Reply with JSON after `filter_path`; a child process filters a long reply."""
     common: Common = call.query
     if is_plain(call):
         return Response(data, status, media_type="application/json")
     if len(data) * (1 + common.filter_path.count(".") + common.filter_path.count(",")) > INLINE_MAX:
-        assert call.programs is not None, "it came over HTTP"
+        assert call.programs is not None, "calls over HTTP have programs"
         return ShapedReply(call.programs, call.caller.project, data, shape_of(call), status)
     return Response(write_shaped(msgspec.json.decode(data), shape_of(call)), status, media_type="application/json")
 
@@ -75,17 +75,17 @@ def shape_of(call: Call) -> Shape:
     return Shape(common.filter_path, is_set(common.pretty))
 
 
-async def searched(call: Call, documents: Iterable[Document], index: str) -> Response:
-    """What a search finds: its body or `source` says what; nothing is everything."""
+async def search_reply(call: Call, documents: Iterable[Document], index: str) -> Response:
+    """Reply with the documents that a search finds. Without a body and `source`, it finds all."""
     query: Search = call.query
-    assert call.programs is not None, "it came over HTTP"
-    asked = call.raw.strip() or query.source.encode()
-    data = await found(call.programs, call.caller.project, documents, asked, index=index, shape=shape_of(call))
+    assert call.programs is not None, "calls over HTTP have programs"
+    body = call.raw.strip() or query.source.encode()
+    data = await run_search(call.programs, call.caller.project, documents, body, index=index, shape=shape_of(call))
     return Response(data, media_type="application/json")
 
 
 def body_of(call: Call, missing: str = "request body is required") -> dict[str, Any]:
-    """The JSON object of the body. Raises: InvalidInput; with the text `missing` where there is none."""
+    """Return the JSON object of the body. Raises: InvalidInput, with the message `missing` if there is no body."""
     refuse_missing(call, missing)
     return parse_object(call.raw)
 
@@ -96,21 +96,21 @@ def refuse_missing(call: Call, missing: str = "request body is required") -> Non
 
 
 def search_of(call: Call) -> dict[str, Any]:
-    """What is searched for: the body, or `source`; nothing is everything."""
+    """Return the search of a request: its body or `source`. An empty object finds everything."""
     query: Search = call.query
     source = call.raw.strip() or query.source.encode()
     return parse_object(source) if source else {}
 
 
 Handler = Callable[[Call], Awaitable[Response]]
-MISSING, TAKEN = 404, 409
+MISSING, CONFLICT = 404, 409
 
 
 def operation(
     name: str, route: str, summary: str, scope: Scope, handler: Handler, *,
     query: type[Common] = Common, body: str = "", errors: tuple[int, ...] = (MISSING,), **more: Any,
 ) -> Operation:  # fmt: skip
-    """One operation; a slash may stand at the end of its path.
+    """Create an operation. Its path may end with a slash.
 
     Args:
         route: "METHOD PATH".
@@ -125,8 +125,8 @@ def operation(
     )  # fmt: skip
 
 
-def searches(name: str, path: str, summary: str, handler: Handler) -> list[Operation]:
-    """A search, which clients send with either method; it takes a body in both."""
+def search_operations(name: str, path: str, summary: str, handler: Handler) -> list[Operation]:
+    """Create the operations of a search. Clients use GET or POST, each with an optional body."""
     return [
         operation(
             f"{name}{suffix}", f"{method} {path}", summary, Scope.READ, handler,

@@ -1,4 +1,4 @@
-"""Connectors, groups of models, models, and the tasks that show their progress, as OpenSearch's documents."""
+"""Connectors, model groups, models and tasks, in the form of OpenSearch's documents."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 from batchmill.dialects.ml_commons.predict import REMOTE_ERRORS
 from batchmill.dialects.ml_commons.requests import (
+    CONFLICT,
     MISSING,
     PREFIX,
-    TAKEN,
     Common,
     Handler,
     Registering,
@@ -22,8 +22,8 @@ from batchmill.dialects.ml_commons.requests import (
     is_set,
     operation,
     reply,
-    searched,
-    searches,
+    search_operations,
+    search_reply,
 )
 from batchmill.errors import InvalidInput
 from batchmill.server.bodies import parse_object
@@ -42,12 +42,12 @@ NODE_CHARS = 22
 
 
 def node_id(data_dir: Path) -> str:
-    """The one node that this server is, always the same."""
+    """Return the id of this server, which is the only node. It never changes."""
     return hashlib.sha256(f"node {data_dir}".encode()).hexdigest()[:NODE_CHARS]
 
 
 def connector_document(record: ConnectorRecord) -> dict[str, Any]:
-    """A connector without its credentials."""
+    """Return a connector without its credentials."""
     return _present(
         **_connector(record.connector),
         created_time=_millis(record.created),
@@ -82,12 +82,12 @@ def _action(action: Action) -> dict[str, Any]:
 
 
 def model_document(model: RemoteModel) -> dict[str, Any]:
-    """A model; of one with a connector of its own, that without its credentials."""
+    """Return a model. A connector of its own is included without its credentials."""
     details = model.details
-    own = None
+    own_connector = None
     if model.own is not None:
         config = model.own.client_config and msgspec.to_builtins(model.own.client_config)
-        own = _present(**_connector(model.own), client_config=config)
+        own_connector = _present(**_connector(model.own), client_config=config)
     return _present(
         name=model.name,
         model_group_id=model.group,
@@ -108,7 +108,7 @@ def model_document(model: RemoteModel) -> dict[str, Any]:
         current_worker_node_count=1 if model.is_deployed else 0,
         deploy_to_all_nodes=True,
         connector_id=model.connector,
-        connector=own,
+        connector=own_connector,
     )
 
 
@@ -123,7 +123,7 @@ def group_document(group: ModelGroup) -> dict[str, Any]:
 
 
 def task_document(task: TaskRecord, node: str) -> dict[str, Any]:
-    """A task without its id, as a GET has it. `is_async` is always there, and false: what is told has happened."""
+    """Return a task without its id, like a GET. `is_async` is always false, because the reply shows finished work."""
     return _present(
         model_id=task.model,
         task_type=task.type,
@@ -139,8 +139,8 @@ def task_document(task: TaskRecord, node: str) -> dict[str, Any]:
     )
 
 
-def written(index: str, name: str, revision: int, result: str) -> dict[str, Any]:
-    """How OpenSearch tells that a document was changed or deleted."""
+def change_document(index: str, name: str, revision: int, result: str) -> dict[str, Any]:
+    """Return OpenSearch's reply to a changed or deleted document."""
     return {
         "_index": index,
         "_id": name,
@@ -174,20 +174,24 @@ class Connectors:
             operation(
                 "createConnector",
                 f"POST {CONNECTORS_PATH}/_create",
-                "Describe a remote service",
+                "Create a connector to a remote service",
                 Scope.ADMIN,
                 self.create,
                 body="required",
-                errors=(TAKEN,),
+                errors=(CONFLICT,),
             ),
-            *searches("searchConnectors", f"{CONNECTORS_PATH}/_search", "Find connectors", self.search),
+            *search_operations("searchConnectors", f"{CONNECTORS_PATH}/_search", "Find connectors", self.search),
             operation(
-                "getConnector", f"GET {CONNECTOR_PATH}", "One connector, without its credentials", Scope.READ, self.get
+                "getConnector",
+                f"GET {CONNECTOR_PATH}",
+                "Show a connector without its credentials",
+                Scope.READ,
+                self.get,
             ),
             operation(
                 "updateConnector",
                 f"PUT {CONNECTOR_PATH}",
-                "Change a connector, or its credentials alone",
+                "Change a connector, or only its credentials",
                 Scope.ADMIN,
                 self.update,
                 body="required",
@@ -198,7 +202,7 @@ class Connectors:
                 "Delete a connector that no model uses",
                 Scope.ADMIN,
                 self.delete,
-                errors=(MISSING, TAKEN),
+                errors=(MISSING, CONFLICT),
             ),
         ]
 
@@ -211,16 +215,16 @@ class Connectors:
 
     async def update(self, call: Call) -> Response:
         record = await self._connectors.update(call.caller, call.path["connector_id"], body_of(call, NO_UPDATE))
-        return reply(call, written(CONNECTORS, record.id, record.revision, "updated"))
+        return reply(call, change_document(CONNECTORS, record.id, record.revision, "updated"))
 
     async def delete(self, call: Call) -> Response:
         record = await self._connectors.delete(call.caller, call.path["connector_id"])
-        return reply(call, written(CONNECTORS, record.id, record.revision + 1, "deleted"))
+        return reply(call, change_document(CONNECTORS, record.id, record.revision + 1, "deleted"))
 
     async def search(self, call: Call) -> Response:
         records = self._connectors.all(call.caller)
-        found = (Document(each.id, connector_document(each), each.revision, each.revision - 1) for each in records)
-        return await searched(call, found, CONNECTORS)
+        documents = (Document(each.id, connector_document(each), each.revision, each.revision - 1) for each in records)
+        return await search_reply(call, documents, CONNECTORS)
 
 
 GROUPS_PATH = f"{PREFIX}/model_groups"
@@ -236,14 +240,14 @@ class Groups:
             operation(
                 "registerModelGroup",
                 f"POST {GROUPS_PATH}/_register",
-                "Name what will have versions",
+                "Register a model group",
                 Scope.ADMIN,
                 self.register,
                 body="required",
                 errors=(),
             ),
-            *searches("searchModelGroups", f"{GROUPS_PATH}/_search", "Find model groups", self.search),
-            operation("getModelGroup", f"GET {GROUP_PATH}", "One model group", Scope.READ, self.get),
+            *search_operations("searchModelGroups", f"{GROUPS_PATH}/_search", "Find model groups", self.search),
+            operation("getModelGroup", f"GET {GROUP_PATH}", "Show a model group", Scope.READ, self.get),
             operation(
                 "updateModelGroup",
                 f"PUT {GROUP_PATH}",
@@ -258,7 +262,7 @@ class Groups:
                 "Delete a model group without models",
                 Scope.ADMIN,
                 self.delete,
-                errors=(MISSING, TAKEN),
+                errors=(MISSING, CONFLICT),
             ),
         ]
 
@@ -275,19 +279,19 @@ class Groups:
 
     async def delete(self, call: Call) -> Response:
         group = await self._groups.delete(call.caller, call.path["model_group_id"])
-        return reply(call, written(GROUPS, group.id, group.revision + 1, "deleted"))
+        return reply(call, change_document(GROUPS, group.id, group.revision + 1, "deleted"))
 
     async def search(self, call: Call) -> Response:
-        found = (
+        documents = (
             Document(each.id, group_document(each), each.revision, each.revision - 1)
             for each in self._groups.all(call.caller)
         )
-        return await searched(call, found, GROUPS)
+        return await search_reply(call, documents, GROUPS)
 
 
 MODELS_PATH = f"{PREFIX}/models"
 MODEL_PATH = f"{MODELS_PATH}/{{model_id}}"
-IDS_MAX = 1000  # of models in one request
+IDS_MAX = 1000  # limit of models in one request
 
 
 class MlCommonsModels:
@@ -297,35 +301,35 @@ class MlCommonsModels:
 
     def operations(self) -> Sequence[Operation]:
         return [
-            *_aliased(
+            *_with_alias(
                 "registerModel",
                 f"{MODELS_PATH}/_register",
                 "_upload",
-                "Make a model of a connector",
+                "Register a model with a connector",
                 self.register,
                 query=Registering,
                 body="required",
-                errors=(MISSING, TAKEN),
+                errors=(MISSING, CONFLICT),
             ),
-            *_aliased("deployModel", f"{MODEL_PATH}/_deploy", "_load", "Let a model be called", self.deploy),
-            *_aliased(
+            *_with_alias("deployModel", f"{MODEL_PATH}/_deploy", "_load", "Deploy a model", self.deploy),
+            *_with_alias(
                 "undeployModel",
                 f"{MODEL_PATH}/_undeploy",
                 "_unload",
-                "Let a model be called no more",
+                "Undeploy a model",
                 self.undeploy,
-                errors=(MISSING, TAKEN),
+                errors=(MISSING, CONFLICT),
             ),
-            *_aliased(
+            *_with_alias(
                 "undeployModels",
                 f"{MODELS_PATH}/_undeploy",
                 "_unload",
-                "Let models be called no more",
+                "Undeploy models",
                 self.undeploy_many,
-                errors=(MISSING, TAKEN),
+                errors=(MISSING, CONFLICT),
             ),
-            *searches("searchModels", f"{MODELS_PATH}/_search", "Find models", self.search),
-            operation("getModel", f"GET {MODEL_PATH}", "One model", Scope.READ, self.get),
+            *search_operations("searchModels", f"{MODELS_PATH}/_search", "Find models", self.search),
+            operation("getModel", f"GET {MODEL_PATH}", "Show a model", Scope.READ, self.get),
             operation(
                 "updateModel",
                 f"PUT {MODEL_PATH}",
@@ -333,7 +337,7 @@ class MlCommonsModels:
                 Scope.ADMIN,
                 self.update,
                 body="required",
-                errors=(MISSING, TAKEN),
+                errors=(MISSING, CONFLICT),
             ),
             operation(
                 "deleteModel",
@@ -341,7 +345,7 @@ class MlCommonsModels:
                 "Delete a model that is not deployed",
                 Scope.ADMIN,
                 self.delete,
-                errors=(MISSING, TAKEN),
+                errors=(MISSING, CONFLICT),
             ),
         ]
 
@@ -352,37 +356,37 @@ class MlCommonsModels:
         return reply(call, {"task_id": task.id, "status": "CREATED", "model_id": model.id})
 
     async def deploy(self, call: Call) -> Response:
-        self._check_nodes(_said(call))
+        self._check_nodes(_body_or_empty(call))
         model = await self._models.deploy(call.caller, call.path["model_id"])
         task = await self._tasks.record(call.caller, model.id, DEPLOY_MODEL, COMPLETED)
         return reply(call, {"task_id": task.id, "task_type": DEPLOY_MODEL, "status": COMPLETED})
 
     async def undeploy(self, call: Call) -> Response:
-        self._check_nodes(_said(call))
-        return reply(call, await self._undeployed(call, [call.path["model_id"]]))
+        self._check_nodes(_body_or_empty(call))
+        return reply(call, await self._undeploy(call, [call.path["model_id"]]))
 
     async def undeploy_many(self, call: Call) -> Response:
-        """Those that are named; where none is, all of the caller's."""
-        fields = _said(call)
+        """Undeploy the named models; without names, all models of the caller."""
+        fields = _body_or_empty(call)
         self._check_nodes(fields)
-        named = _texts(fields, "model_ids")
-        return reply(call, await self._undeployed(call, named or [each.id for each in self._models.all(call.caller)]))
+        ids = _id_list(fields, "model_ids")
+        return reply(call, await self._undeploy(call, ids or [each.id for each in self._models.all(call.caller)]))
 
-    async def _undeployed(self, call: Call, ids: Sequence[str]) -> dict[str, Any]:
-        """All or none: a batch that runs at a provider keeps its model."""
-        was = [self._models.get(call.caller, each) for each in ids]
+    async def _undeploy(self, call: Call, ids: Sequence[str]) -> dict[str, Any]:
+        """Undeploy all models or none: a model with a running batch at a provider stays deployed."""
+        models = [self._models.get(call.caller, each) for each in ids]
         await self._models.check_idle(ids)
-        for model in was:
+        for model in models:
             await self._models.undeploy(call.caller, model.id)
-        return {self._node: {"stats": {each.id: "undeployed" if each.is_deployed else "not_found" for each in was}}}
+        return {self._node: {"stats": {each.id: "undeployed" if each.is_deployed else "not_found" for each in models}}}
 
     @staticmethod
     def _check_nodes(fields: dict[str, Any]) -> None:
-        """There is one node, which a client that has it from us may name; what it is called changes nothing."""
-        _texts(fields, "node_ids")
+        """Check the fields. A client may name any nodes, because there is only one."""
+        _id_list(fields, "node_ids")
         for name in fields:
             if name not in ("node_ids", "model_ids"):
-                raise InvalidInput(f"there is nothing called {name[:80]!r} here: known are model_ids and node_ids")
+                raise InvalidInput(f"the field {name[:80]!r} is unknown: use model_ids and node_ids")
 
     async def get(self, call: Call) -> Response:
         return reply(call, model_document(self._models.get(call.caller, call.path["model_id"])))
@@ -390,21 +394,21 @@ class MlCommonsModels:
     async def update(self, call: Call) -> Response:
         fields = body_of(call, "Failed to update model: Request body is empty")
         model = await self._models.update(call.caller, call.path["model_id"], fields)
-        return reply(call, written(MODELS, model.id, model.revision, "updated"))
+        return reply(call, change_document(MODELS, model.id, model.revision, "updated"))
 
     async def delete(self, call: Call) -> Response:
         model = await self._models.delete(call.caller, call.path["model_id"])
-        return reply(call, written(MODELS, model.id, model.revision + 1, "deleted"))
+        return reply(call, change_document(MODELS, model.id, model.revision + 1, "deleted"))
 
     async def search(self, call: Call) -> Response:
-        found = (
+        documents = (
             Document(each.id, model_document(each), each.revision, each.revision - 1)
             for each in self._models.all(call.caller)
         )
-        return await searched(call, found, MODELS)
+        return await search_reply(call, documents, MODELS)
 
 
-def _aliased(
+def _with_alias(
     name: str,
     path: str,
     old: str,
@@ -415,23 +419,23 @@ def _aliased(
     body: str = "optional",
     errors: tuple[int, ...] = (MISSING,),
 ) -> list[Operation]:
-    """A POST of an administrator under its path of today, and under the last word that it had once."""
-    before = f"{path.rpartition('/')[0]}/{old}"
+    """Create an administrator's POST twice: at its current path, and at a path that ends with its old name."""
+    old_path = f"{path.rpartition('/')[0]}/{old}"
     return [
         operation(name + suffix, f"POST {each}", summary, Scope.ADMIN, handler, query=query, body=body, errors=errors)
-        for each, suffix in ((path, ""), (before, "ByItsOldName"))
+        for each, suffix in ((path, ""), (old_path, "ByItsOldName"))
     ]
 
 
-def _said(call: Call) -> dict[str, Any]:
+def _body_or_empty(call: Call) -> dict[str, Any]:
     return parse_object(call.raw) if call.raw and not call.raw.isspace() else {}
 
 
-def _texts(fields: dict[str, Any], name: str) -> list[str]:
-    """The list of ids that a body holds under a name."""
+def _id_list(fields: dict[str, Any], name: str) -> list[str]:
+    """Return a field of the body that is a list of ids."""
     ids = fields.get(name) or []
     if not isinstance(ids, list) or len(ids) > IDS_MAX or not all(isinstance(each, str) for each in ids):
-        raise InvalidInput(f"{name} is a list of at most {IDS_MAX:,} ids", code="invalid_ids")
+        raise InvalidInput(f"{name} must be a list of at most {IDS_MAX:,} ids", code="invalid_ids")
     return list(dict.fromkeys(ids))
 
 
@@ -445,28 +449,28 @@ class Tasks:
         self._node = node_id(services.config.data_dir)
 
     def operations(self) -> Sequence[Operation]:
-        remote = (MISSING, TAKEN, *REMOTE_ERRORS)
+        remote = (MISSING, CONFLICT, *REMOTE_ERRORS)
         return [
             operation(
                 "getTask",
                 f"GET {TASK_PATH}",
-                "One task; the provider is asked how it stands",
+                "Show a task, with its state at the provider",
                 Scope.READ,
                 self.get,
                 errors=remote,
             ),
-            *searches(
+            *search_operations(
                 "searchTasks",
                 f"{TASKS_PATH}/_search",
-                "Find tasks, as they were when somebody last looked",
+                "Find tasks, each with its last known state",
                 self.search,
             ),
-            operation("deleteTask", f"DELETE {TASK_PATH}", "Forget a task that has ended", Scope.SUBMIT, self.delete),
+            operation("deleteTask", f"DELETE {TASK_PATH}", "Delete a task that has ended", Scope.SUBMIT, self.delete),
             *(
                 operation(
                     name,
                     f"POST {TASK_PATH}/{verb}",
-                    "Ask the provider to end a batch",
+                    "Cancel a batch at the provider",
                     Scope.SUBMIT,
                     self.cancel,
                     body="optional",
@@ -486,9 +490,9 @@ class Tasks:
     async def delete(self, call: Call) -> Response:
         task_id = call.path["task_id"]
         await self._tasks.delete(call.caller, task_id)
-        return reply(call, written(TASKS, task_id, 2, "deleted"))
+        return reply(call, change_document(TASKS, task_id, 2, "deleted"))
 
     async def search(self, call: Call) -> Response:
         tasks = await self._tasks.all(call.caller)
-        found = (Document(each.id, task_document(each, self._node) | {"task_id": each.id}) for each in tasks)
-        return await searched(call, found, TASKS)
+        documents = (Document(each.id, task_document(each, self._node) | {"task_id": each.id}) for each in tasks)
+        return await search_reply(call, documents, TASKS)

@@ -1,4 +1,4 @@
-"""What is deployed, and under which addresses: the metadata that Modelbit's client reads before it calls."""
+"""The metadata of deployments and their URLs, which Modelbit's client reads before it calls."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 PREFIX = "/:5000"
-SLASH = "~"  # for the "/" of a branch
-# What an operation's name ends with -> its path.
+SLASH = "~"  # replaces the "/" in a branch
+# Suffix of an operation's name -> its path.
 PATHS = {
     "": "/v1/{deployment}/{version}",
     "OnBranch": "/v1/{deployment}/{branch}/{version}",
@@ -33,24 +33,24 @@ PATHS = {
 
 
 def is_ours(path: dict[str, str]) -> bool:
-    """Its first word means nothing in another API."""
+    """True if the first segment of the path is not reserved by another API."""
     return path["deployment"] not in RESERVED_NAMES
 
 
 def is_certain(url: str) -> bool:
-    """Nobody else has such paths."""
+    """True if only this API has such a path."""
     return url.startswith(PREFIX)
 
 
 def branch_of(path: dict[str, str]) -> str | None:
-    """None: the path names none."""
+    """Return the branch of a path; None if it has none."""
     branch = path.get("branch")
     return None if branch is None else branch.replace(SLASH, "/")
 
 
-# Datatype -> what Modelbit calls it, its JSON schema, a value of it.
+# Datatype -> Modelbit's name, the JSON schema, an example value.
 _TEXT = ("str", {"type": "string"}, "text")
-_WORDS: dict[str, tuple[str, dict[str, Any], Any]] = {
+_TYPES: dict[str, tuple[str, dict[str, Any], Any]] = {
     "BOOL": ("bool", {"type": "boolean"}, True),
     "STRING": _TEXT,
     "BYTES": _TEXT,
@@ -59,7 +59,7 @@ _WORDS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "FP64": ("float", {"type": "number"}, 0.5),
     "BF16": ("float", {"type": "number"}, 0.5),
 }
-_WHOLE: tuple[str, dict[str, Any], Any] = ("int", {"type": "integer"}, 1)
+_INT: tuple[str, dict[str, Any], Any] = ("int", {"type": "integer"}, 1)
 _ANY: tuple[str, dict[str, Any], Any] = ("any", {}, 1)
 
 
@@ -92,7 +92,7 @@ class DeploymentHandlers:
     def operations(self) -> Sequence[Operation]:
         return [
             Operation(
-                f"getDeployment{suffix}", "GET", path, "What a deployment takes", Scope.READ, self.show,
+                f"getDeployment{suffix}", "GET", path, "Show a deployment", Scope.READ, self.show,
                 reply=Content("application/json", {"type": "object"}), errors=(404,), claims=is_ours,
             )
             for suffix, path in PATHS.items()
@@ -105,14 +105,14 @@ class DeploymentHandlers:
 
 
 def describe(target: VersionTarget, base: str, version: str) -> Deployment:
-    """`version` as it was asked for: `latest`, a number, an alias."""
+    """Describe a deployment. `version` is the requested one: `latest`, a number or an alias."""
     interface = target.interface
-    place = f"/v1/{target.name}/{version}"
+    path = f"/v1/{target.name}/{version}"
     if target.branch != MAIN and (version == "latest" or version.isdigit()):
-        place = f"/v1/{target.name}/{target.branch.replace('/', SLASH)}/{version}"
+        path = f"/v1/{target.name}/{target.branch.replace('/', SLASH)}/{version}"
     body = {"data": [[1, *_example_row(interface)]]}
     text = shlex.quote(json.dumps(body, ensure_ascii=False))
-    curl = f"curl -s -XPOST {shlex.quote(base + place)} -d {text}"
+    curl = f"curl -s -XPOST {shlex.quote(base + path)} -d {text}"
     return Deployment(
         target.name,
         target.branch,
@@ -121,78 +121,78 @@ def describe(target: VersionTarget, base: str, version: str) -> Deployment:
         [Argument(each.name, type_of(each), each.required, example_of(each)) for each in interface.inputs],
         interface.calls == "frame",
         interface.streams,
-        base + place,
+        base + path,
         curl,
-        _document(target, base, place, body),
+        _document(target, base, path, body),
     )
 
 
 def type_of(tensor: Tensor) -> str:
-    word = _words(tensor)[0]
+    word = _type_row(tensor)[0]
     return word if tensor.shape == [1] else f"list[{word}]" if len(tensor.shape) == 1 else "list"
 
 
 def example_of(tensor: Tensor) -> Any:
-    """The one that the function's code gives, or some value of its type."""
+    """Return the example in the function's code, or a value of the type."""
     if tensor.example is not None:
         return tensor.example
-    value = _words(tensor)[2]
+    value = _type_row(tensor)[2]
     if tensor.shape != [1]:
         for size in reversed(tensor.shape):
             value = [value] * (2 if size < 0 else min(size, 4))
     return value
 
 
-def _words(tensor: Tensor) -> tuple[str, dict[str, Any], Any]:
+def _type_row(tensor: Tensor) -> tuple[str, dict[str, Any], Any]:
     if tensor.datatype is None:
         return _ANY
-    return _WORDS.get(tensor.datatype, _WHOLE)
+    return _TYPES.get(tensor.datatype, _INT)
 
 
 def _schema_of(tensor: Tensor) -> dict[str, Any]:
-    schema_of_one = _words(tensor)[1]
+    schema_of_one = _type_row(tensor)[1]
     if tensor.shape == [1]:
         return schema_of_one
-    found = schema_of_one
+    schema = schema_of_one
     for _ in tensor.shape:
-        found = {"type": "array", "items": found}
-    return found
+        schema = {"type": "array", "items": schema}
+    return schema
 
 
 def _example_row(interface: Interface) -> list[Any]:
-    """The arguments behind an id: a data-frame function, and one that takes a dict, has them in an object."""
+    """Return example arguments after the id. Functions of a data frame or a dict have them in one object."""
     values = {each.name: example_of(each) for each in interface.inputs if each.required}
     if interface.takes != "arguments" or (interface.calls == "frame" and len(values) != 1):
         return [values]
     return list(values.values())
 
 
-def _document(target: VersionTarget, base: str, place: str, body: dict[str, Any]) -> dict[str, Any]:
-    """OpenAPI: one path, as precise as the function's own hints."""
+def _document(target: VersionTarget, base: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Return an OpenAPI document with one path, as precise as the function's type hints."""
     inputs = target.interface.inputs
-    named = {each.name: _schema_of(each) for each in inputs}
+    schemas = {each.name: _schema_of(each) for each in inputs}
     required = [each.name for each in inputs if each.required]
-    single: list[dict[str, Any]] = [{"type": "object", "properties": named, "required": required}]
+    single: list[dict[str, Any]] = [{"type": "object", "properties": schemas, "required": required}]
     if target.interface.takes == "arguments":
         single += [_schema_of(inputs[0])] if len(inputs) == 1 else [{"type": "array"}]
     row = {"type": "array", "prefixItems": [{"title": "id"}], "minItems": 1}
     if target.interface.takes == "arguments" and target.interface.calls != "frame":
-        row["prefixItems"] = [{"title": "id"}, *({"title": name, **found} for name, found in named.items())]
-    asked = {
+        row["prefixItems"] = [{"title": "id"}, *({"title": name, **schema} for name, schema in schemas.items())]
+    request = {
         "type": "object",
         "required": ["data"],
         "properties": {"data": {"anyOf": [{"type": "array", "items": row}, *single]}},
     }
-    answered = {"type": "object", "required": ["data"], "properties": {"data": {}}}
+    reply = {"type": "object", "required": ["data"], "properties": {"data": {}}}
     operation = {
         "operationId": target.name,
         "summary": target.interface.summary or f"Call {target.name}",
         "requestBody": {
             "required": True,
-            "content": {"application/json": {"schema": asked, "example": body}},
+            "content": {"application/json": {"schema": request, "example": body}},
         },
         "responses": {
-            "200": {"description": "OK", "content": {"application/json": {"schema": answered}}},
+            "200": {"description": "OK", "content": {"application/json": {"schema": reply}}},
             "400": {"description": "Error", "content": {"application/json": {"schema": SCHEMA}}},
         },
     }
@@ -200,5 +200,5 @@ def _document(target: VersionTarget, base: str, place: str, body: dict[str, Any]
         "openapi": "3.1.0",
         "info": {"title": target.name, "version": f"{target.branch}/{target.version}"},
         "servers": [{"url": base}],
-        "paths": {place: {"post": operation}},
+        "paths": {path: {"post": operation}},
     }

@@ -1,4 +1,4 @@
-"""Keys of the caller's own project, and requests that engines died of."""
+"""Keys and quotas of the caller's project, and its quarantined requests, which crashed engines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MISSING = 404
 
 class NativeKeys:
     def __init__(self, services: Services) -> None:
-        self._keys, self._room, self._clock = services.keys, services.files.room, services.clock
+        self._keys, self._disk_quota, self._clock = services.keys, services.files.disk_quota, services.clock
 
     def operations(self) -> Sequence[Operation]:
         return (
@@ -40,35 +40,35 @@ class NativeKeys:
         )
 
     async def create(self, call: Call) -> Response:
-        asked: NewKey = call.body
-        made = await self._keys.create(
-            name=asked.name,
-            project=asked.project or call.caller.project,
-            scope=asked.scope,
-            models=None if asked.models is None else frozenset(asked.models),
-            requests_per_minute=asked.requests_per_minute,
-            expires=asked.expires,
+        body: NewKey = call.body
+        key = await self._keys.create(
+            name=body.name,
+            project=body.project or call.caller.project,
+            scope=body.scope,
+            models=None if body.models is None else frozenset(body.models),
+            requests_per_minute=body.requests_per_minute,
+            expires=body.expires,
             by=call.caller,
         )
-        return json_reply(MadeKey(made.key, key_info(made.record)), 201)
+        return json_reply(MadeKey(key.key, key_info(key.record)), 201)
 
     async def quotas(self, call: Call) -> Response:
-        return json_reply(QuotaList(await usage(self._room, call.caller.project, self._clock.now())))
+        return json_reply(QuotaList(await usage(self._disk_quota, call.caller.project, self._clock.now())))
 
     async def list(self, call: Call) -> Response:
         return json_reply(KeyList([key_info(record) for record in await self._keys.list(call.caller.project)]))
 
     async def revoke(self, call: Call) -> Response:
-        asked: RevokeKey = call.query
-        done = await self._keys.revoke(call.path["key_id"], call.caller.project, with_minted=asked.with_minted)
-        info = msgspec.structs.replace(key_info(done.record), minted=done.minted)
+        query: RevokeKey = call.query
+        revoked = await self._keys.revoke(call.path["key_id"], call.caller.project, with_minted=query.with_minted)
+        info = msgspec.structs.replace(key_info(revoked.record), minted=revoked.minted)
         return json_reply(info)
 
 
 SHOWN_CHARS = 64
 
 
-class QuarantinedRequestsOf:
+class Quarantine:
     def __init__(self, services: Services) -> None:
         self._llms = services.llms
 
@@ -87,7 +87,7 @@ class QuarantinedRequestsOf:
 
     async def clear_one(self, call: Call) -> Response:
         digest = call.path["digest"]
-        gone = self._llms.quarantined(call.caller.project, digest, clear=True)
-        if not gone:
-            raise UnknownName(f"no request {digest[:SHOWN_CHARS]!r} is known", code="unknown_request")
-        return json_reply(QuarantinedRequests.of(gone))
+        cleared = self._llms.quarantined(call.caller.project, digest, clear=True)
+        if not cleared:
+            raise UnknownName(f"there is no quarantined request {digest[:SHOWN_CHARS]!r}", code="unknown_request")
+        return json_reply(QuarantinedRequests.of(cleared))

@@ -1,4 +1,4 @@
-"""Files: an upload is the body of one request, as it is, written to disk as it comes."""
+"""Files. The body of an upload is the file itself, which is written to disk as it arrives."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ class Files:
         )
 
     async def upload(self, call: Call) -> Response:
-        asked: StoreFile = call.query
+        query: StoreFile = call.query
         writer = await self._files.writer(call.caller.project)
         try:
             async for piece in call.request.stream():
                 await writer.write(piece)
-            record = await writer.commit(purpose=BATCH, filename=asked.filename, expires_s=asked.expires_s)
+            record = await writer.commit(purpose=BATCH, filename=query.filename, expires_s=query.expires_s)
         finally:
             await writer.discard()
         return json_reply(file_info(record), 201)
 
     async def list(self, call: Call) -> Response:
         query: ListFiles = call.query
-        found, has_more = await self._files.list(
+        records, has_more = await self._files.list(
             call.caller.project, purpose=query.purpose, after=query.after, limit=query.limit
         )
-        after = found[-1].id if has_more else None
-        return json_reply(FilePage([file_info(record) for record in found], after))
+        after = records[-1].id if has_more else None
+        return json_reply(FilePage([file_info(record) for record in records], after))
 
     async def show(self, call: Call) -> Response:
         return json_reply(file_info(await self._files.get(call.caller.project, call.path["file_id"])))

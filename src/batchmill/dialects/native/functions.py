@@ -1,7 +1,7 @@
-"""Deployed functions: sent as an archive of code, looked at, moved between versions, removed.
+"""Deployed functions: deploy from an archive of code, show, change versions, remove.
 
-What decides which code runs, or brings it, needs the scope deploy: code runs as the server's user. The archive has a
-media type of its own, so that no web page can send one to a server that asks for no key.
+Operations that bring code or decide which code runs need the scope deploy, because code runs as the server's user. The
+archive has its own media type, so that no web page can send one to a server without keys.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 from starlette.responses import PlainTextResponse, Response
 
-from batchmill.dialects.native.orders import Shown
+from batchmill.dialects.native.orders import Redactor
 from batchmill.errors import Forbidden
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.functions import records
@@ -49,8 +49,8 @@ MISSING, IN_USE, REFUSED = 404, 409, 422
 
 
 class Functions:
-    def __init__(self, services: Services, shown: Shown) -> None:
-        self._services, self._shown = services, shown
+    def __init__(self, services: Services, redactor: Redactor) -> None:
+        self._services, self._redactor = services, redactor
         self._versions, self._directory = services.versions, services.directory
 
     def operations(self) -> Sequence[Operation]:
@@ -77,30 +77,32 @@ class Functions:
             with bundle.open("wb") as file:
                 async for piece in call.request.stream():
                     await asyncio.to_thread(file.write, piece)
-            deployed = await self._versions.deploy(bundle, check=lambda name: self._check(call, name), by=call.caller)
+            version = await self._versions.deploy(bundle, check=lambda name: self._check(call, name), by=call.caller)
         finally:
             await asyncio.to_thread(bundle.unlink)
-        return json_reply(records.deploy_reply(deployed), 201 if deployed.is_new else 200)
+        return json_reply(records.deploy_reply(version), 201 if version.is_new else 200)
 
     def _check(self, call: Call, name: str) -> None:
-        """Raises: Forbidden for a name that the key or its project may not use; another's that it may not know is
-        refused where names are given."""
+        """Raises: Forbidden for a name that this key may not use.
+
+        The names of other projects' hidden functions are refused elsewhere.
+        """
         if not self._directory.may_call(call.caller, name) and not self._versions.is_hidden(name, call.caller.project):
-            raise Forbidden(f"this key may not use the model {name!r}, and so not deploy it")
+            raise Forbidden(f"this key may not use the model {name!r}, so it may not deploy it")
 
     async def show(self, call: Call) -> Response:
         name, (_, routes) = self._name(call), self._versions.show(self._name(call))
         url = str(call.request.base_url).rstrip("/")
-        return json_reply(records.detail(name, self._seen(call, name), routes, url))
+        return json_reply(records.detail(name, self._visible_versions(call, name), routes, url))
 
     async def versions(self, call: Call) -> Response:
         name = self._name(call)
-        return json_reply(VersionList([records.version_info(each) for each in self._seen(call, name)]))
+        return json_reply(VersionList([records.version_info(each) for each in self._visible_versions(call, name)]))
 
-    def _seen(self, call: Call, name: str) -> list[ModelVersion]:
-        """Versions as the caller may see them: of another project's function, what one needs to call it."""
+    def _visible_versions(self, call: Call, name: str) -> list[ModelVersion]:
+        """Return versions as the caller may see them. Another project only sees what a call needs."""
         try:
-            return [self._shown.version(each) for each in self._versions.own(name, call.caller)]
+            return [self._redactor.version(each) for each in self._versions.own(name, call.caller)]
         except Forbidden:
             ready = [each for each in self._versions.get(name) if each.state == READY]
             return [replace(each, source="", error=None, project="", key=None) for each in ready]
@@ -112,32 +114,32 @@ class Functions:
     async def log(self, call: Call) -> Response:
         query: VersionQuery = call.query
         text = await self._versions.log(self._name(call), query.branch, query.version or LATEST, by=call.caller)
-        return PlainTextResponse(self._shown.text(text))
+        return PlainTextResponse(self._redactor.text(text))
 
     async def calls(self, call: Call) -> Response:
         page = await self._versions.calls(self._name(call), call.query, by=call.caller)
         return json_reply(
-            replace(page, entries=[replace(each, text=self._shown.text(each.text)) for each in page.entries])
+            replace(page, entries=[replace(each, text=self._redactor.text(each.text)) for each in page.entries])
         )
 
     async def rollback(self, call: Call) -> Response:
-        asked: Rollback = call.body
-        found = await self._versions.rollback(self._name(call), asked.branch, asked.number, by=call.caller)
-        return json_reply(records.version_info(found))
+        body: Rollback = call.body
+        version = await self._versions.rollback(self._name(call), body.branch, body.number, by=call.caller)
+        return json_reply(records.version_info(version))
 
     async def merge(self, call: Call) -> Response:
-        asked: Merge = call.body
-        found = await self._versions.merge(self._name(call), asked.source, asked.into, by=call.caller)
-        return json_reply(records.version_info(found))
+        body: Merge = call.body
+        version = await self._versions.merge(self._name(call), body.source, body.into, by=call.caller)
+        return json_reply(records.version_info(version))
 
     async def restart(self, call: Call) -> Response:
-        asked: Restart = call.body
-        found = await self._versions.restart(self._name(call), asked.branch, by=call.caller)
-        return json_reply(records.version_info(found))
+        body: Restart = call.body
+        version = await self._versions.restart(self._name(call), body.branch, by=call.caller)
+        return json_reply(records.version_info(version))
 
     async def alias(self, call: Call) -> Response:
-        asked: NewAlias = call.body
-        backends, mirrors = records.backends_of(asked.backends), records.backends_of(asked.mirrors)
+        body: NewAlias = call.body
+        backends, mirrors = records.backends_of(body.backends), records.backends_of(body.mirrors)
         name, alias = self._name(call), call.path["alias"]
         route = await self._versions.set_alias(name, alias, backends, mirrors, by=call.caller)
         return json_reply(records.alias_info(route))
@@ -148,14 +150,14 @@ class Functions:
 
     async def remove(self, call: Call) -> Response:
         query: VersionQuery = call.query
-        gone = await self._versions.remove(self._name(call), query.branch, query.version, by=call.caller)
-        return json_reply(VersionList([records.version_info(self._shown.version(each)) for each in gone]))
+        removed = await self._versions.remove(self._name(call), query.branch, query.version, by=call.caller)
+        return json_reply(VersionList([records.version_info(self._redactor.version(each)) for each in removed]))
 
     def _name(self, call: Call) -> str:
-        """The function that the path names. Raises: UnknownName, alike for what is not there and not the caller's."""
+        """Return the function's name. Raises: UnknownName, the same for an unknown and a hidden function."""
         name = call.path["name"]
         is_hidden = self._versions.is_hidden(name, call.caller.project)
         if is_hidden or not self._directory.may_call(call.caller, name) or not self._versions.get(name):
-            self._directory.find(call.caller, name)  # raises, but for a model of the configuration
+            self._directory.find(call.caller, name)  # raises, except for a configured model
             self._versions.show(name)
         return name

@@ -1,4 +1,4 @@
-"""Jobs: create, look, steer."""
+"""Jobs: create, list, show, change, watch, and download their results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import BinaryIO
 import msgspec
 from starlette.responses import Response
 
-from batchmill.dialects.native.orders import Orders, Shown
+from batchmill.dialects.native.orders import Orders, Redactor
 from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, UnknownName
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.server.replies import FileReply, PieceReply
@@ -42,13 +42,13 @@ from batchmill.wire.operations import (
     Endpoint,
 )
 
-SCANNED_MAX = 5000  # jobs that one page with a filter looks at
+SCANNED_MAX = 5000  # limit of jobs that one page with a filter reads
 CONFLICT, MISSING, GONE = 409, 404, 410
 
 
 class NativeJobs:
-    def __init__(self, services: Services, shown: Shown, orders: Orders) -> None:
-        self._services, self._shown, self._orders = services, shown, orders
+    def __init__(self, services: Services, redactor: Redactor, orders: Orders) -> None:
+        self._services, self._redactor, self._orders = services, redactor, orders
         self._project_jobs = services.jobs
 
     def operations(self) -> Sequence[Operation]:
@@ -65,40 +65,40 @@ class NativeJobs:
             *(self._steering(endpoint, getattr(self._project_jobs, verb)) for verb, endpoint in STEERING.items()),
         )  # fmt: skip
 
-    def _steering(self, endpoint: Endpoint[JobView], ask: Callable[[Caller, str], Awaitable[JobView]]) -> Operation:
+    def _steering(self, endpoint: Endpoint[JobView], change: Callable[[Caller, str], Awaitable[JobView]]) -> Operation:
         async def steer(call: Call) -> Response:
-            await ask(call.caller, call.path["job_id"])
+            await change(call.caller, call.path["job_id"])
             return await self.show(call)
 
         return Operation.of(endpoint, steer, errors=(MISSING, CONFLICT))
 
     async def create(self, call: Call) -> Response:
-        asked: NewJob = call.body
+        body: NewJob = call.body
         headers = call.request.headers
         once = once_for(
             call.caller, f"{CREATE_JOB.method} {CREATE_JOB.path}", call.raw, headers.get("idempotency-key"),
             retry_count_of(headers.get("x-stainless-retry-count")), arrived=self._services.clock.now(),
         )  # fmt: skip
-        # An order that is known already is answered whatever has become of its files, its models or the key's rate.
+        # A repeated order is answered even if its files or models are gone, or the key's rate limit is reached.
         repeats = self._services.repeats
-        known = await repeats.find(once)
-        call.on_delivered(lambda: repeats.delivered(once))
-        if known is not None:
-            view = self._shown.job(*await self._project_jobs.show_with_results(call.caller, known))
+        existing = await repeats.find(once)
+        call.on_delivered(lambda: repeats.mark_delivered(once))
+        if existing is not None:
+            view = self._redactor.job(*await self._project_jobs.show_with_results(call.caller, existing))
             return json_reply(Accepted("repeated", view), 201)
         call.spend()
-        async with self._orders.inputs(call.caller, asked) as records:
-            order = self._orders.job(call.caller, asked, records, once)
+        async with self._orders.inputs(call.caller, body) as records:
+            order = self._orders.job(call.caller, body, records, once)
             submitted = await self._project_jobs.submit(call.caller, order)
-        # From here on the job is stored: whatever fails now, the caller gets its id.
+        # The job is stored now. The caller gets its id even if the view fails.
         try:
-            view = self._shown.job(*await self._project_jobs.show_with_results(call.caller, submitted.id))
+            view = self._redactor.job(*await self._project_jobs.show_with_results(call.caller, submitted.id))
         except BatchmillError:
-            view = self._shown.job(self._as_ordered(submitted.id, order))
+            view = self._redactor.job(self._as_ordered(submitted.id, order))
         return json_reply(Accepted(submitted.how, view), 201)
 
     def _as_ordered(self, job_id: str, order: JobOrder) -> JobView:
-        """The job as it was stored, where it cannot be looked at just now."""
+        """Return a view made from the order, for when the job cannot be read just now."""
         return JobView(
             job_id,
             JobState.VALIDATING,
@@ -114,71 +114,71 @@ class NativeJobs:
     async def list(self, call: Call) -> Response:
         query: ListJobs = call.query
         label = _label(query.label)
-        found: list[JobView] = []
+        page: list[JobView] = []
         after, scanned = query.after, 0
-        while len(found) < query.limit and scanned < SCANNED_MAX:
+        while len(page) < query.limit and scanned < SCANNED_MAX:
             size = query.limit + 1 if label is None else PAGE_MAX
-            wanted = JobQuery(state=query.state, model=query.model, since=query.since, after=after, limit=size)
-            some = await self._project_jobs.list_with_results(call.caller, wanted)
-            for view, results in some:
+            job_query = JobQuery(state=query.state, model=query.model, since=query.since, after=after, limit=size)
+            batch = await self._project_jobs.list_with_results(call.caller, job_query)
+            for view, results in batch:
                 after, scanned = view.id, scanned + 1
-                if _fits(view, query.state, label):
-                    found.append(self._shown.job(view, results))
-                    if len(found) == query.limit:
+                if _is_match(view, query.state, label):
+                    page.append(self._redactor.job(view, results))
+                    if len(page) == query.limit:
                         break
             else:
-                if len(some) < size:
-                    return json_reply(JobPage(found))
+                if len(batch) < size:
+                    return json_reply(JobPage(page))
                 continue
-            is_last = len(some) < size and some[-1][0].id == after
-            return json_reply(JobPage(found, None if is_last else after))
-        return json_reply(JobPage(found, after))
+            is_last = len(batch) < size and batch[-1][0].id == after
+            return json_reply(JobPage(page, None if is_last else after))
+        return json_reply(JobPage(page, after))
 
     async def show(self, call: Call) -> Response:
         return json_reply(
-            self._shown.job(*await self._project_jobs.show_with_results(call.caller, call.path["job_id"]))
+            self._redactor.job(*await self._project_jobs.show_with_results(call.caller, call.path["job_id"]))
         )
 
     async def remove(self, call: Call) -> Response:
-        return json_reply(self._shown.job(await self._project_jobs.remove(call.caller, call.path["job_id"])))
+        return json_reply(self._redactor.job(await self._project_jobs.remove(call.caller, call.path["job_id"])))
 
     async def amend(self, call: Call) -> Response:
         change: Change = call.body
         if change == Change():
-            raise InvalidInput("nothing is to be changed: give priority, deadline or budget", code="nothing_to_change")
+            raise InvalidInput("nothing changes: set priority, deadline or budget", code="nothing_to_change")
         if change.deadline is not None and change.deadline <= self._services.clock.now():
-            raise InvalidInput("the deadline lies in the past: cancel the job instead", code="invalid_deadline")
+            raise InvalidInput("the deadline is in the past: cancel the job instead", code="invalid_deadline")
         amendment = Amendment(change.priority, change.deadline, change.budget)
         await self._project_jobs.amend(call.caller, call.path["job_id"], amendment)
         return await self.show(call)
 
     async def explain(self, call: Call) -> Response:
-        return json_reply(self._shown.wait(await self._project_jobs.explain(call.caller, call.path["job_id"])))
+        return json_reply(self._redactor.wait(await self._project_jobs.explain(call.caller, call.path["job_id"])))
 
     async def remote(self, call: Call) -> Response:
-        found = await self._project_jobs.remote(call.caller, call.path["job_id"])
-        return json_reply(RemoteJobList([self._shown.remote(each) for each in found]))
+        remote_jobs = await self._project_jobs.remote(call.caller, call.path["job_id"])
+        return json_reply(RemoteJobList([self._redactor.remote(each) for each in remote_jobs]))
 
     async def settle_remote(self, call: Call) -> Response:
         body: Settlement = call.body
         job_id, tag = call.path["job_id"], call.path["tag"]
         return json_reply(
-            self._shown.remote(await self._project_jobs.settle_remote(call.caller, job_id, tag, body.remote_id))
+            self._redactor.remote(await self._project_jobs.settle_remote(call.caller, job_id, tag, body.remote_id))
         )
 
     async def verify(self, call: Call) -> Response:
-        return json_reply(self._shown.ledger(await self._project_jobs.verify(call.caller, call.path["job_id"])))
+        return json_reply(self._redactor.ledger(await self._project_jobs.verify(call.caller, call.path["job_id"])))
 
 
 def _label(text: str | None) -> tuple[str, str | None] | None:
-    """NAME or NAME=VALUE."""
+    """Parse a label filter: NAME or NAME=VALUE."""
     if text is None:
         return None
     name, equals, value = text.partition("=")
     return name, value if equals else None
 
 
-def _fits(view: JobView, state: JobState | None, label: tuple[str, str | None] | None) -> bool:
+def _is_match(view: JobView, state: JobState | None, label: tuple[str, str | None] | None) -> bool:
     if state is not None and view.state != state:
         return False
     if label is None:
@@ -188,15 +188,15 @@ def _fits(view: JobView, state: JobState | None, label: tuple[str, str | None] |
 
 
 MEDIA = {".jsonl": JSON_LINES, ".csv": "text/csv", ".parquet": "application/vnd.apache.parquet"}
-HEARTBEAT_S = 15.0  # without a word, after which proxies and clients would think that nobody is there
+HEARTBEAT_S = 15.0  # seconds between heartbeats, so that proxies and clients do not time out
 PIECE_BYTES = 256 * 1024
 LAST_EVENT_CHARS_MAX = 64
 PRELUDE = b": a job's views; `end` follows the last one\n\n"
 
 
 class JobStreams:
-    def __init__(self, services: Services, shown: Shown) -> None:
-        self._services, self._shown = services, shown
+    def __init__(self, services: Services, redactor: Redactor) -> None:
+        self._services, self._redactor = services, redactor
         self._project_jobs = services.jobs
 
     def operations(self) -> Sequence[Operation]:
@@ -211,12 +211,12 @@ class JobStreams:
 
     async def watch(self, call: Call) -> Response:
         job_id, interval_s = call.path["job_id"], call.query.interval_s
-        await self._project_jobs.show(call.caller, job_id)  # an unknown job is refused before anything is promised
+        await self._project_jobs.show(call.caller, job_id)  # refuse an unknown job before the stream starts
         last = call.request.headers.get("last-event-id", "")[:LAST_EVENT_CHARS_MAX]
         return PieceReply(self._events(call, job_id, interval_s, last), media=EVENTS)
 
     async def _events(self, call: Call, job_id: str, interval_s: float, last: str) -> AsyncGenerator[bytes]:
-        """Every event is a whole view: who comes back gets the newest, unless it has seen that one already."""
+        """Yield whole views. A client that reconnects gets the newest view, unless it has it already."""
         yield PRELUDE
         stopping = asyncio.ensure_future(self._services.stopping.wait())
         views = self._project_jobs.watch(call.caller, job_id, interval_s)
@@ -225,7 +225,7 @@ class JobStreams:
             while True:
                 await asyncio.wait({following, stopping}, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
                 if stopping.done():
-                    return  # without `end`: the client comes back, to the server that starts next
+                    return  # without `end`, the client reconnects, to the next server
                 if not following.done():
                     yield b": still here\n\n"
                     continue
@@ -245,11 +245,11 @@ class JobStreams:
             await views.aclose()
 
     async def _event(self, call: Call, view: JobView) -> tuple[str, bytes]:
-        """The id of an event, and the event."""
+        """Return the id of an event, and the event."""
         if JobState(view.state).is_at_rest:
-            info = self._shown.job(*await self._project_jobs.show_with_results(call.caller, view.id))
+            info = self._redactor.job(*await self._project_jobs.show_with_results(call.caller, view.id))
         else:
-            info = self._shown.job(view)
+            info = self._redactor.job(view)
         data = msgspec.json.encode(info)
         name = hashlib.sha256(data).hexdigest()[:16]
         return name, b"id: %s\nevent: view\ndata: %s\n\n" % (name.encode(), data)
@@ -259,17 +259,20 @@ class JobStreams:
     async def results(self, call: Call) -> Response:
         if call.query.partial:
             if "range" in call.request.headers:
-                raise InvalidInput("partial results have no ranges: they grow", code="no_ranges")
+                raise InvalidInput(
+                    "partial results cannot be requested as a range, because they grow: leave the Range header out",
+                    code="no_ranges",
+                )
             return await self._partial(call)
         view, output, _ = await self._ended(call)
-        if output is None:  # no row of a job that keeps errors apart succeeded: its results are a file of no lines
+        if output is None:  # errors are in a file of their own, and no row succeeded: the results are empty
             return Response(b"", media_type=JSON_LINES)
         return await self._file(call, output)
 
     async def errors(self, call: Call) -> Response:
         view, _, errors = await self._ended(call)
         if errors is None:
-            why = "its rows that failed stand among its results" if view.rows_failed else "none of its rows failed"
+            why = "its failed rows are in the result file" if view.rows_failed else "none of its rows failed"
             raise UnknownName(f"the job {view.id} has no error file: {why}", code="no_file")
         return await self._file(call, errors)
 
@@ -278,9 +281,9 @@ class JobStreams:
         if not JobState(view.state).is_at_rest:
             raise InvalidTransition(
                 f"the job {view.id} is {view.state}, {view.rows_ok + view.rows_failed:,} of {view.rows:,} rows are "
-                "done: partial=true gives those"
+                "done: get those with partial=true"
             )
-        if view.output is None:  # it ended before any row was planned
+        if view.output is None:  # the job ended before its rows were planned
             raise UnknownName(f"the job {view.id} has no result file", code="no_file")
         return view, *await self._project_jobs.results_of(view)
 
@@ -292,13 +295,13 @@ class JobStreams:
         return FileReply(call.request, file, filename=record.filename, media=media_of(record.filename))
 
     async def _partial(self, call: Call) -> Response:
-        """The file is gone from its folder before the first byte of it is sent: nothing can leave it behind."""
+        """Send partial results. The file is unlinked before the first byte is sent, so that it cannot stay behind."""
         path = await self._project_jobs.partial(call.caller, call.path["job_id"])
-        file = await asyncio.to_thread(_taken, path)
+        file = await asyncio.to_thread(_open_and_unlink, path)
         return PieceReply(_pieces(file), media=JSON_LINES)
 
 
-def _taken(path: str) -> BinaryIO:
+def _open_and_unlink(path: str) -> BinaryIO:
     file = open(path, "rb")  # noqa: SIM115 - `_pieces` closes it
     os.unlink(path)
     return file
@@ -311,5 +314,5 @@ async def _pieces(file: BinaryIO) -> AsyncGenerator[bytes]:
 
 
 def media_of(filename: str) -> str:
-    """What a file holds, by the end of its name; packed ones are just bytes."""
+    """Return the media type for the suffix of a name; compressed files are octets."""
     return MEDIA.get(Path(filename).suffix.lower(), OCTETS)

@@ -1,4 +1,4 @@
-"""Language models and their adapters: deployed, registered, looked at, changed, removed."""
+"""Deployments of language models, and adapters: create, list, show, change and remove."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 from starlette.responses import Response
 
-from batchmill.dialects.native.orders import Shown
+from batchmill.dialects.native.orders import Redactor
 from batchmill.errors import Forbidden
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.adapters.records import shown_info
@@ -47,28 +47,26 @@ from batchmill.wire.operations import (
     UPLOAD_ADAPTER,
 )
 
-NO_ADAPTER, ADAPTER_TAKEN = 404, 409
+MISSING, CONFLICT = 404, 409
 
 
 class Adapters:
-    def __init__(self, services: Services, shown: Shown) -> None:
-        self._adapters, self._shown = services.adapters, shown
+    def __init__(self, services: Services, redactor: Redactor) -> None:
+        self._adapters, self._redactor = services.adapters, redactor
 
     def operations(self) -> Sequence[Operation]:
         return (
-            Operation.of(REGISTER_ADAPTER, self.register, errors=(NO_ADAPTER, ADAPTER_TAKEN)),
-            Operation.of(
-                UPLOAD_ADAPTER, self.upload, body_bytes_max=BUNDLE_BYTES_MAX, errors=(NO_ADAPTER, ADAPTER_TAKEN)
-            ),
+            Operation.of(REGISTER_ADAPTER, self.register, errors=(MISSING, CONFLICT)),
+            Operation.of(UPLOAD_ADAPTER, self.upload, body_bytes_max=BUNDLE_BYTES_MAX, errors=(MISSING, CONFLICT)),
             Operation.of(LIST_ADAPTERS, self.list),
-            Operation.of(SHOW_ADAPTER, self.show, errors=(NO_ADAPTER,)),
-            Operation.of(REMOVE_ADAPTER, self.remove, errors=(NO_ADAPTER,)),
+            Operation.of(SHOW_ADAPTER, self.show, errors=(MISSING,)),
+            Operation.of(REMOVE_ADAPTER, self.remove, errors=(MISSING,)),
         )
 
     async def register(self, call: Call) -> Response:
-        asked: NewAdapter = call.body
-        _check(call.caller, asked.name)
-        record = await self._adapters.register(call.caller, asked.base, asked.name, asked.source, token=asked.token)
+        body: NewAdapter = call.body
+        _check(call.caller, body.name)
+        record = await self._adapters.register(call.caller, body.base, body.name, body.source, token=body.token)
         return json_reply(self._info(record), 202)
 
     async def upload(self, call: Call) -> Response:
@@ -78,78 +76,75 @@ class Adapters:
         bundle = await asyncio.to_thread(self._adapters.incoming)
         try:
             await self._adapters.receive(call.caller.project, bundle, call.request.stream())
-            record = await self._adapters.take(call.caller, query.base, name, bundle)
+            record = await self._adapters.upload(call.caller, query.base, name, bundle)
         finally:
             await asyncio.to_thread(bundle.unlink)
         return json_reply(self._info(record), 201)
 
     async def list(self, call: Call) -> Response:
         query: AdapterQuery = call.query
-        found = self._adapters.list(call.caller.project, query.base)
-        return json_reply(AdapterList([self._info(each) for each in found if _may_see(call.caller, each)]))
+        records = self._adapters.list(call.caller.project, query.base)
+        return json_reply(AdapterList([self._info(each) for each in records if _can_see(call.caller, each)]))
 
     async def show(self, call: Call) -> Response:
         query: AdapterVersion = call.query
         record = self._adapters.get(call.caller.project, call.path["name"], query.version)
-        if not _may_see(call.caller, record):
+        if not _can_see(call.caller, record):
             raise unknown_adapter(record.name, query.version)
         return json_reply(self._info(record))
 
     async def remove(self, call: Call) -> Response:
         query: AdapterVersion = call.query
         name = call.path["name"]
-        if not _may(call.caller, name):
+        if not _can_use(call.caller, name):
             raise unknown_adapter(name, query.version)
-        gone = await self._adapters.remove(call.caller.project, name, query.version)
-        return json_reply(AdapterList([self._info(each) for each in gone]))
+        removed = await self._adapters.remove(call.caller.project, name, query.version)
+        return json_reply(AdapterList([self._info(each) for each in removed]))
 
     def _info(self, record: AdapterRecord) -> AdapterInfo:
         info = shown_info(record)
-        return replace(info, message=self._shown.text(info.message))
+        return replace(info, message=self._redactor.text(info.message))
 
 
-def _may(caller: Caller, name: str) -> bool:
+def _can_use(caller: Caller, name: str) -> bool:
     return caller.models is None or name in caller.models
 
 
-def _may_see(caller: Caller, record: AdapterRecord) -> bool:
-    return _may(caller, record.name) or _may(caller, record.own_name)
+def _can_see(caller: Caller, record: AdapterRecord) -> bool:
+    return _can_use(caller, record.name) or _can_use(caller, record.own_name)
 
 
 def _check(caller: Caller, name: str) -> None:
     """Raises: Forbidden for a name that the key may not use."""
-    if not _may(caller, name):
-        raise Forbidden(f"this key may not use the adapter {name!r}, and so not register it")
-
-
-MISSING, TAKEN = 404, 409
+    if not _can_use(caller, name):
+        raise Forbidden(f"this key may not use the adapter {name!r}, so it may not register it")
 
 
 class Llms:
-    def __init__(self, services: Services, shown: Shown) -> None:
-        self._llms, self._shown = services.llms, shown
+    def __init__(self, services: Services, redactor: Redactor) -> None:
+        self._llms, self._redactor = services.llms, redactor
 
     def operations(self) -> Sequence[Operation]:
         return (
-            Operation.of(DEPLOY_LLM, self.create, errors=(MISSING, TAKEN)),
+            Operation.of(DEPLOY_LLM, self.create, errors=(MISSING, CONFLICT)),
             Operation.of(LIST_LLMS, self.list),
             Operation.of(SHOW_LLM, self.show, errors=(MISSING,)),
-            Operation.of(CHANGE_LLM, self.change, errors=(MISSING, TAKEN)),
-            Operation.of(REMOVE_LLM, self.remove, errors=(MISSING, TAKEN)),
+            Operation.of(CHANGE_LLM, self.change, errors=(MISSING, CONFLICT)),
+            Operation.of(REMOVE_LLM, self.remove, errors=(MISSING, CONFLICT)),
             Operation.of(LLM_EVENTS, self.events, errors=(MISSING,)),
             Operation.of(START_LLM, self.start, errors=(MISSING,)),
-            Operation.of(STOP_LLM, self.stop, errors=(MISSING, TAKEN)),
+            Operation.of(STOP_LLM, self.stop, errors=(MISSING, CONFLICT)),
         )
 
     async def create(self, call: Call) -> Response:
-        asked: NewLlm = call.body
-        settings = views.settings_of(asked)
-        made = await self._llms.create(call.caller, asked.name, settings, description=asked.description)
-        return self._reply(call.caller, made, 201)
+        body: NewLlm = call.body
+        settings = views.settings_of(body)
+        deployment = await self._llms.create(call.caller, body.name, settings, description=body.description)
+        return self._reply(call.caller, deployment, 201)
 
     async def list(self, call: Call) -> Response:
-        found = [self._info(call.caller, each) for each in self._llms.list(call.caller)]
-        return json_reply(LlmList(found, self._llms.bases(call.caller)))
+        deployments = [self._info(call.caller, each) for each in self._llms.list(call.caller)]
+        return json_reply(LlmList(deployments, self._llms.bases(call.caller)))
 
     async def show(self, call: Call) -> Response:
         return self._reply(call.caller, self._llms.get(call.caller, call.path["name"]))
@@ -158,8 +153,8 @@ class Llms:
         return self._reply(call.caller, await views.change(self._llms, call.caller, call.path["name"], call.body))
 
     async def remove(self, call: Call) -> Response:
-        gone = await self._llms.delete(call.caller, call.path["name"])
-        return json_reply(views.info(gone, EngineView()))
+        deleted = await self._llms.delete(call.caller, call.path["name"])
+        return json_reply(views.info(deleted, EngineView()))
 
     async def events(self, call: Call) -> Response:
         query: LlmEventsQuery = call.query
@@ -177,8 +172,8 @@ class Llms:
         return json_reply(self._info(caller, deployment), status)
 
     def _info(self, caller: Caller, deployment: LlmDeployment) -> LlmInfo:
-        found = views.info(deployment, self._llms.shown(caller, deployment))
-        return replace(found, message=self._shown.text(found.message))
+        info = views.info(deployment, self._llms.shown(caller, deployment))
+        return replace(info, message=self._redactor.text(info.message))
 
     def _event(self, event: EngineEvent) -> EngineEvent:
-        return replace(event, message=self._shown.text(event.message))
+        return replace(event, message=self._redactor.text(event.message))

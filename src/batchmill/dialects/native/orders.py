@@ -1,4 +1,4 @@
-"""Between this API's words and ours: orders from what is asked for, and jobs as it shows them."""
+"""Make job orders from requests, and remove the server's paths from what clients see."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from batchmill.errors import InvalidInput
 from batchmill.services.files import FileRecord
-from batchmill.services.path_redaction import Places
+from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.project_jobs import NO_RESULTS, ResultIds
 from batchmill.services.services import Services
 from batchmill.types import (
@@ -32,21 +32,21 @@ from batchmill.wire.native import FileInfo, NewJob, SealReport, Work
 FRONTEND = "native"
 
 
-class Shown:
-    """What is told to clients of a server whose files lie in `data_dir`."""
+class Redactor:
+    """Removes paths of the server, whose files are in `data_dir`, from what clients see."""
 
     def __init__(self, data_dir: Path) -> None:
-        self.text = Places(data_dir).hide
+        self.text = PathRedactor(data_dir).hide
 
     def job(self, view: JobView, results: ResultIds = NO_RESULTS) -> JobView:
-        """`input`, `output` and `errors_output` are ids of files; of `origin` what is no frontend's own business."""
+        """Return a job for clients. `input`, `output` and `errors_output` are ids of files; `origin` is shortened."""
         origin = view.origin or {}
         return replace(
             view,
             input=[Path(path).name for path in view.input],
             output=results.output,
             errors_output=results.errors,
-            origin=_shown_origin(origin),
+            origin=_public_origin(origin),
             message=self.text(view.message),
             notes=[self.text(note) for note in view.notes],
             routing=[self.text(sentence) for sentence in view.routing],
@@ -57,7 +57,7 @@ class Shown:
         )
 
     def version(self, version: ModelVersion) -> ModelVersion:
-        """A traceback leads through files of this server."""
+        """Remove paths from a version's error, which may be a traceback."""
         return version if version.error is None else replace(version, error=self.text(version.error))
 
     def wait(self, wait: Wait) -> Wait:
@@ -74,7 +74,7 @@ class Shown:
         )
 
     def report(self, report: SealReport) -> SealReport:
-        """What validation found. Paths are ids of files here too."""
+        """Return the report of a validation. Its paths are ids of files."""
         seal = report.seal
         return replace(
             report,
@@ -89,8 +89,8 @@ class Shown:
         )
 
 
-def _shown_origin(origin: dict) -> dict:
-    """The frontend a job came through, and for one of this API's what its files were called."""
+def _public_origin(origin: dict) -> dict:
+    """Return the frontend of a job, and for a job of this API the names of its files."""
     return {
         name: origin[name] for name in ("frontend", "files") if name in origin and origin["frontend"] == FRONTEND
     } or {"frontend": origin.get("frontend", "cli")}
@@ -103,30 +103,30 @@ def file_info(record: FileRecord) -> FileInfo:
     )  # fmt: skip
 
 
-READABLE = ("batch", "batch_output")  # purposes of files that may be run: results are rows too
+READABLE = ("batch", "batch_output")  # purposes of files that may be inputs; results are rows too
 FORMATS = {".csv": "csv", ".parquet": "parquet"}
 CODECS = (".gz", ".zst")
 
 
 class Orders:
-    """Raises: UnknownName for a file or model that is not the caller's; InvalidInput for what does not fit."""
+    """Makes orders. Raises: UnknownName for a file or model of another project; InvalidInput."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
 
     @contextlib.asynccontextmanager
     async def inputs(self, caller: Caller, work: Work) -> AsyncIterator[list[FileRecord]]:
-        """The files of an order, which nobody deletes before it is stored."""
+        """Hold the files of an order, so that they are not deleted before it is stored."""
         repeated = [file_id for at, file_id in enumerate(work.files) if file_id in work.files[:at]]
         if repeated:
             raise InvalidInput(f"the file {repeated[0]!r} is named twice", code="duplicate_file")
-        async with contextlib.AsyncExitStack() as held:
+        async with contextlib.AsyncExitStack() as stack:
             records = []
             for file_id in work.files:
-                record = await held.enter_async_context(self._services.files.hold(caller.project, file_id))
+                record = await stack.enter_async_context(self._services.files.hold(caller.project, file_id))
                 if record.purpose not in READABLE:
                     raise InvalidInput(
-                        f"the file {record.id} has the purpose {record.purpose!r}; what is run has "
+                        f"the file {record.id} has the purpose {record.purpose!r}: an input needs the purpose "
                         f"{' or '.join(READABLE)}",
                         code="wrong_purpose",
                     )
@@ -134,13 +134,13 @@ class Orders:
             yield records
 
     def work(self, caller: Caller, work: Work, records: Sequence[FileRecord]) -> JobOrder:
-        """What is computed, without how."""
+        """Return an order without the settings that only a job has."""
         config = self._services.config
         models = self._models(caller, work)
         if not work.models and (work.prompt is not None or self._format(work, records) in ("csv", "parquet")):
             raise InvalidInput(
-                "the rows of a table name no model: say in `models` which runs them, one of "
-                f"{', '.join(model.name for model in models) or 'none that this key may use'}",
+                "the rows of a table name no model: set `models` to one of "
+                f"{', '.join(model.name for model in models) or 'none, because this key may use no model'}",
                 code="no_model",
             )
         return JobOrder(
@@ -157,7 +157,7 @@ class Orders:
             policy=Policy(
                 on_invalid=work.on_invalid,
                 dedupe=work.dedupe,
-                deadline=self._checked(work.deadline),
+                deadline=self._check_deadline(work.deadline),
                 on_engine_failure="fail",
             ),
             rows_max=config.server.rows_max,
@@ -166,7 +166,7 @@ class Orders:
         )
 
     def job(self, caller: Caller, job: NewJob, records: Sequence[FileRecord], once: Once) -> JobOrder:
-        """A job to be run."""
+        """Return the order of a job."""
         base = self.work(caller, job, records)
         policy = Policy(
             on_invalid=job.on_invalid,
@@ -190,24 +190,24 @@ class Orders:
     def _deadline(self, job: NewJob) -> float | None:
         now = self._services.clock.now()
         if job.deadline is not None and job.completion_s is not None:
-            raise InvalidInput("deadline and completion_s are two ways to say one thing: leave one out")
-        return self._checked(job.deadline) if job.completion_s is None else now + job.completion_s
+            raise InvalidInput("deadline and completion_s both set the deadline: leave one of them out")
+        return self._check_deadline(job.deadline) if job.completion_s is None else now + job.completion_s
 
-    def _checked(self, deadline: float | None) -> float | None:
+    def _check_deadline(self, deadline: float | None) -> float | None:
         if deadline is not None and deadline <= self._services.clock.now():
-            raise InvalidInput("the deadline lies in the past", code="invalid_deadline")
+            raise InvalidInput("the deadline is in the past", code="invalid_deadline")
         return deadline
 
     def _models(self, caller: Caller, work: Work) -> list[ModelSpec]:
-        """The models named, with the names that the caller's rows may use; all of the caller's where none is named."""
+        """Return the named models, with the names that the caller's rows may use; if none is named, all models."""
         directory = self._services.directory
         chosen: list[ModelSpec] = []
         for name in work.models:
             served = directory.find(caller, name)
             if served.adapter is not None:
                 raise InvalidInput(
-                    f"{name!r} is an adapter of {served.model.name!r}: name that model, and let rows (or for a prompt "
-                    'params: {"model": "' + name + '"}) name the adapter',
+                    f"{name!r} is an adapter of {served.model.name!r}: name that model, and let rows name the adapter "
+                    '(or with a prompt, params: {"model": "' + name + '"})',
                     code="adapter_as_model",
                 )
             spec = directory.for_job(caller, name)
@@ -218,19 +218,19 @@ class Orders:
 
     @staticmethod
     def _format(work: Work, records: Sequence[FileRecord]) -> str | None:
-        """A file here has no name of its own: what its uploaded name says is said for it."""
+        """Return the format of the files, by the names under which they were uploaded."""
         if work.format is not None:
             return work.format
-        found = {_format_of(record.filename) for record in records}
-        if len(found) > 1:
-            named = ", ".join(record.filename for record in records[:10])
-            raise InvalidInput(f"the files of a dataset must have one format: {named}", code="format_mismatch")
-        # Only OpenAI rows can name a model: where none is named for all, lines of JSON are nothing else.
-        return found.pop() or (None if work.models else "openai")
+        formats = {_format_of(record.filename) for record in records}
+        if len(formats) > 1:
+            names = ", ".join(record.filename for record in records[:10])
+            raise InvalidInput(f"the files of a dataset must have one format: {names}", code="format_mismatch")
+        # Without `models`, JSON lines must be OpenAI rows, because only those name a model.
+        return formats.pop() or (None if work.models else "openai")
 
 
 def _format_of(filename: str) -> str | None:
-    """csv or parquet; None for lines of JSON, whose first row says what they are."""
+    """Return csv or parquet; None for JSON lines, whose first row decides between the two formats."""
     suffixes = [suffix.lower() for suffix in Path(filename).suffixes]
     if suffixes and suffixes[-1] in CODECS:
         suffixes.pop()

@@ -1,4 +1,4 @@
-"""Previews before anything is spent: validate, plan, estimate; and the list of models."""
+"""Previews of a job without its costs: validate, plan and estimate. Also the list of models."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from batchmill.dialects.native.orders import Orders, Shown
+from batchmill.dialects.native.orders import Orders, Redactor
 from batchmill.jobs.pools.tallies import ModelGauge
 from batchmill.server.operations import Call, Operation, json_reply
-from batchmill.server.replies import unless_gone
+from batchmill.server.replies import run_until_disconnect
 from batchmill.services.previews import PreviewService
 from batchmill.services.services import Services
 from batchmill.states import JobState
@@ -19,15 +19,15 @@ from batchmill.types import Caller, JobOrder, JobQuery, ModelSpec
 from batchmill.wire.native import Estimated, ModelInfo, ModelList, Planned, PoolInfo
 from batchmill.wire.operations import ESTIMATE, LIST_MODELS, PLAN, VALIDATE
 
-RATES_FROM = 200  # of the newest jobs, one may tell how fast the same models were
+RATE_JOBS_MAX = 200  # newest jobs that are searched for one of the same models
 MISSING = 404
 T = TypeVar("T")
 
 
-class Looking:
-    def __init__(self, services: Services, shown: Shown, orders: Orders) -> None:
-        self._services, self._shown, self._orders = services, shown, orders
-        self._previews = PreviewService(services.config.data_dir, services.files.room)
+class Previews:
+    def __init__(self, services: Services, redactor: Redactor, orders: Orders) -> None:
+        self._services, self._redactor, self._orders = services, redactor, orders
+        self._previews = PreviewService(services.config.data_dir, services.files.disk_quota)
 
     def operations(self) -> Sequence[Operation]:
         return (
@@ -40,40 +40,40 @@ class Looking:
     async def validate(self, call: Call) -> Response:
         async with self._orders.inputs(call.caller, call.body) as records:
             work = self._previews.validate(self._orders.work(call.caller, call.body, records))
-            report = await self._unless_gone(call, work)
-        return json_reply(self._shown.report(report))
+            report = await self._run(call, work)
+        return json_reply(self._redactor.report(report))
 
     async def plan(self, call: Call) -> Response:
         async with self._orders.inputs(call.caller, call.body) as records:
             work = self._previews.plan(self._orders.work(call.caller, call.body, records))
-            found = await self._unless_gone(call, work)
-        return json_reply(Planned(self._shown.report(found.report), found.plan))
+            preview = await self._run(call, work)
+        return json_reply(Planned(self._redactor.report(preview.report), preview.plan))
 
     async def estimate(self, call: Call) -> Response:
         async with self._orders.inputs(call.caller, call.body) as records:
             order = self._orders.work(call.caller, call.body, records)
-            found = await self._unless_gone(call, self._previews.estimate(order, await self._rate(call.caller, order)))
-        return json_reply(Estimated(self._shown.report(found.report), found.estimate))
+            preview = await self._run(call, self._previews.estimate(order, await self._rate(call.caller, order)))
+        return json_reply(Estimated(self._redactor.report(preview.report), preview.estimate))
 
     @staticmethod
-    async def _unless_gone(call: Call, work: Coroutine[Any, Any, T]) -> T:
-        """Reading every row of a dataset is stopped when nobody waits for what it says."""
-        found = await unless_gone(call, work)
-        if found is None:
+    async def _run(call: Call, work: Coroutine[Any, Any, T]) -> T:
+        """Run a preview, which reads every row of a dataset, until the client disconnects."""
+        preview = await run_until_disconnect(call, work)
+        if preview is None:
             raise ClientDisconnect
-        return found
+        return preview
 
     async def _rate(self, caller: Caller, order: JobOrder) -> float | None:
-        """Rows a second of the newest finished job of the same models."""
+        """Return the rows a second of the newest completed job of the same models; None if there is none."""
         names = ", ".join(model.name for model in order.models)
-        for view in await self._services.jobs.list(caller, JobQuery(limit=RATES_FROM)):
+        for view in await self._services.jobs.list(caller, JobQuery(limit=RATE_JOBS_MAX)):
             if view.model == names and view.state == JobState.COMPLETED and view.elapsed_s:
                 return view.rows / view.elapsed_s
         return None
 
     async def models(self, call: Call) -> Response:
         pools: dict[str, ModelGauge] = {}
-        for each in self._services.gauges():  # of two under one name, one is ending
+        for each in self._services.gauges():  # one of two pools with the same name is ending
             if each.name not in pools or each.ready > pools[each.name].ready:
                 pools[each.name] = each
         specs = self._services.directory.specs(call.caller)
@@ -83,6 +83,6 @@ class Looking:
         adapters = [name for name, adapter in spec.targets().items() if adapter is not None]
         pool_info = None
         if pool is not None:
-            note = self._shown.text(pool.failure or pool.note)
+            note = self._redactor.text(pool.failure or pool.note)
             pool_info = PoolInfo(pool.workers, pool.ready, pool.in_flight, pool.live, note)
         return ModelInfo(spec.name, spec.engine, adapters, spec.price, pool_info)

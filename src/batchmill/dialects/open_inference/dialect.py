@@ -1,4 +1,4 @@
-"""The Open Inference Protocol (V2) over HTTP, with Triton's extensions: its operations and its errors."""
+"""The Open Inference Protocol (V2) over HTTP, with Triton's extensions: infer, generate and the error form."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from batchmill.server.function_replies import (
     stream,
 )
 from batchmill.server.operations import Call, Content, Operation
-from batchmill.server.replies import EVENTS, SCHEMA, Envelope, text_reply, unless_gone
+from batchmill.server.replies import EVENTS, SCHEMA, Envelope, run_until_disconnect, text_reply
 from batchmill.services.functions.calls import VersionTarget
 from batchmill.services.functions.names import locate
-from batchmill.services.path_redaction import Places
+from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.services import Services
 from batchmill.types import Scope
 from batchmill.wire.json_bytes import encode, join_object, shallow, split_object
@@ -91,62 +91,63 @@ class InferHandlers:
     def __init__(self, services: Services) -> None:
         self._functions = services.functions
         self._bytes_max = services.config.server.body_bytes_max
-        self._hide = Places(services.config.data_dir).hide
+        self._hide = PathRedactor(services.config.data_dir).hide
 
     def operations(self) -> Sequence[Operation]:
         fast_handler = FastCalls(self._functions, FORM, packs=True)
-        found = []
+        operations: list[Operation] = []
         for suffix, path in MODEL_PATHS:
-            found += [
+            operations += [
                 Operation(
                     f"inferModel{suffix}", "POST", f"{path}/infer", "Call a function with tensors", Scope.SUBMIT,
                     self.infer, body=_BODY, reply=(_REPLY, Content(OCTETS)), errors=(404, 504), is_raw=True,
                     body_bytes_max=None, fast_handler=fast_handler,
                 ),
                 Operation(
-                    f"inferModelStream{suffix}", "POST", f"{path}/infer_stream", "Hear a function event by event",
+                    f"inferModelStream{suffix}", "POST", f"{path}/infer_stream",
+                    "Call a function with tensors, and stream its answers",
                     Scope.SUBMIT, self.infer_stream, body=_BODY, reply=Content(EVENTS, {"type": "string"}),
                     errors=(404, 504), is_raw=True, body_bytes_max=None,
                 ),
             ]  # fmt: skip
-        return found
+        return operations
 
     async def infer(self, call: Call) -> Response:
-        """One answer, whatever the request's batch: see `wire.call_forms`."""
+        """Reply with one answer for the whole batch of a request: see `wire.call_forms`."""
         target = locate(self._functions, call.caller, call.path["model"], call.path.get("version"))
         if target.interface.streams:
             raise InvalidInput(
                 f"the HTTP end point doesn't support models with decoupled transaction policy: {target.name} "
-                "answers in events; POST to its infer_stream or generate_stream",
+                "streams its answers; POST to its infer_stream or generate_stream",
                 code="streams_only",
             )
-        sent = (await body_of(call, self._bytes_max), head_of(call))
-        return await as_accepted(call, await answer(call, self._functions, target, FORM, sent))
+        request = (await body_of(call, self._bytes_max), head_of(call))
+        return await as_accepted(call, await answer(call, self._functions, target, FORM, request))
 
     async def infer_stream(self, call: Call) -> Response:
-        """An event for each value that a function yields: the reply of `infer`, without a binary part."""
+        """Send an event for each value that a function yields, in the JSON form of `infer`."""
         target = locate(self._functions, call.caller, call.path["model"], call.path.get("version"))
         require_stream(target.interface.streams, target.name)
-        sent = (await body_of(call, self._bytes_max), head_of(call))
-        return await stream(call, self._functions, target, FORM, sent, say=self.say)
+        request = (await body_of(call, self._bytes_max), head_of(call))
+        return await stream(call, self._functions, target, FORM, request, say=self.say)
 
     def say(self, error: BatchmillError) -> bytes:
-        """The JSON of an error that comes as an event."""
+        """Return the JSON of an error that is sent as an event."""
         return encode(Envelope(self._hide(error.message)))
 
 
 def require_stream(streams: bool, name: str) -> None:
-    """Raises: InvalidInput for a function that answers in one piece."""
+    """Raises: InvalidInput for a function that does not stream."""
     if not streams:
         raise InvalidInput(
-            f"{name} answers in one piece: leave `_stream` out, or write the function with `yield`",
+            f"{name} does not stream: leave `_stream` out, or write the function with `yield`",
             code="streaming_not_supported",
         )
 
 
 GENERATION_FORM = "arguments"
-TEXT_OUTPUT = "text_output"  # of a function that returns one value, and no dict
-OWN = ("id", "parameters")  # members that are no arguments, unless the function has them
+TEXT_OUTPUT = "text_output"  # the name of a returned value that is not a dict
+RESERVED = ("id", "parameters")  # members that are not arguments, unless the function has inputs of these names
 _DATA, _END, _DONE = b"data: ", b"\n\n", b"[DONE]"
 _GENERATION_BODY = Content("application/json", {"type": "object", "additionalProperties": True})
 _GENERATION_REPLY = Content("application/json", {"type": "object", "required": ["model_name", "model_version"]})
@@ -158,43 +159,44 @@ class GenerateHandlers:
     def __init__(self, services: Services) -> None:
         self._functions = services.functions
         self._bytes_max = services.config.server.body_bytes_max
-        self._hide = Places(services.config.data_dir).hide
+        self._hide = PathRedactor(services.config.data_dir).hide
 
     def operations(self) -> Sequence[Operation]:
-        found = []
+        operations: list[Operation] = []
         for suffix, path in MODEL_PATHS:
-            found += [
+            operations += [
                 Operation(
                     f"generate{suffix}", "POST", f"{path}/generate", "Call a function with arguments by name",
                     Scope.SUBMIT, self.generate, body=_GENERATION_BODY, reply=_GENERATION_REPLY, errors=(404, 504),
                     is_raw=True, body_bytes_max=None,
                 ),
                 Operation(
-                    f"generateStream{suffix}", "POST", f"{path}/generate_stream", "The same, event by event",
+                    f"generateStream{suffix}", "POST", f"{path}/generate_stream",
+                    "Call a function with arguments by name, and stream",
                     Scope.SUBMIT, self.stream, body=_GENERATION_BODY, reply=Content(EVENTS, {"type": "string"}),
                     errors=(404, 504), is_raw=True, body_bytes_max=None,
                 ),
             ]  # fmt: skip
-        return found
+        return operations
 
     async def generate(self, call: Call) -> Response:
         target = self._target(call)
         if target.interface.streams:
             raise InvalidInput(
                 "generate expects model to produce exactly 1 response, use generate_stream for models that generate "
-                f"various number of responses: {target.name} is one",
+                f"various number of responses: {target.name} streams its answers",
                 code="streams_only",
             )
-        own, body = await self._read(call, target)
-        answered = await unless_gone(call, self._functions.ask(call.caller, target, GENERATION_FORM, body))
-        if answered is None:
+        head, body = await self._read(call, target)
+        reply = await run_until_disconnect(call, self._functions.ask(call.caller, target, GENERATION_FORM, body))
+        if reply is None:
             return Response(status_code=CLIENT_LEFT)
-        return await as_accepted(call, Response(_whole(own, answered.body), media_type=JSON))
+        return await as_accepted(call, Response(_render_answer(head, reply.body), media_type=JSON))
 
     async def stream(self, call: Call) -> Response:
         target = self._target(call)
         require_stream(target.interface.streams, target.name)
-        own, body = await self._read(call, target)
+        head, body = await self._read(call, target)
         return await stream(
             call,
             self._functions,
@@ -202,36 +204,36 @@ class GenerateHandlers:
             GENERATION_FORM,
             (body, b""),
             say=self.say,
-            encode_pieces=partial(_events, own),
+            encode_pieces=partial(_events, head),
         )
 
     def say(self, error: BatchmillError) -> bytes:
-        """The JSON of an error that comes as an event."""
+        """Return the JSON of an error that is sent as an event."""
         return encode(Envelope(self._hide(error.message)))
 
     def _target(self, call: Call) -> VersionTarget:
         return locate(self._functions, call.caller, call.path["model"], call.path.get("version"))
 
     async def _read(self, call: Call, target: VersionTarget) -> tuple[dict[str, Any], bytes]:
-        """What each answer begins with, and the arguments as a JSON object.
+        """Return the first members of each answer, and the arguments as a JSON object.
 
-        Raises: Refusal for a body that is no object, or says something twice.
+        Raises: InvalidField for a body that is not an object, or that sets an argument twice.
         """
         members = _members(await body_of(call, self._bytes_max), "the body")
-        taken = {each.name for each in target.interface.inputs}
-        rest = {name: members.pop(name) for name in OWN if name in members and name not in taken}
-        own: dict[str, Any] = {}
-        if "id" in rest:
+        input_names = {each.name for each in target.interface.inputs}
+        reserved = {name: members.pop(name) for name in RESERVED if name in members and name not in input_names}
+        head: dict[str, Any] = {}
+        if "id" in reserved:
             try:
-                own["id"] = _id(rest["id"])
+                head["id"] = _id(reserved["id"])
             except msgspec.ValidationError:
                 raise InvalidField("`id` must be a string", code="invalid_value", param="id") from None
-        own |= {"model_name": target.name, "model_version": target.version}
-        for name, value in _members(bytes(rest.get("parameters", b"{}")), "`parameters`").items():
+        head |= {"model_name": target.name, "model_version": target.version}
+        for name, value in _members(bytes(reserved.get("parameters", b"{}")), "`parameters`").items():
             if name in members:
-                raise InvalidField(f"{name[:80]!r} stands in the body and in `parameters`", code="repeated_parameter")
+                raise InvalidField(f"{name[:80]!r} is in the body and in `parameters`", code="repeated_parameter")
             members[name] = value
-        return own, join_object(members)
+        return head, join_object(members)
 
 
 def _members(data: bytes, what: str) -> dict[str, Raw]:
@@ -243,35 +245,35 @@ def _members(data: bytes, what: str) -> dict[str, Raw]:
         raise InvalidField(f"{what} is not JSON: {error}", code="invalid_json") from None
 
 
-def _whole(own: dict[str, Any], value: bytes) -> bytes:
-    """An answer: a dict's members beside ours, any other value as `text_output`."""
+def _render_answer(head: dict[str, Any], value: bytes) -> bytes:
+    """Return an answer: `head` and the members of a returned dict; any other value becomes `text_output`."""
     is_dict = value.lstrip()[:1] == b"{"
     members = split_object(value) if is_dict else {TEXT_OUTPUT: Raw(value)}
-    return join_object(own | {name: each for name, each in members.items() if name not in own})
+    return join_object(head | {name: each for name, each in members.items() if name not in head})
 
 
-async def _events(own: dict[str, Any], pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """Each event with what an answer begins with. What ends a stream in OpenAI's API is left out."""
-    waiting = b""
+async def _events(head: dict[str, Any], pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """Yield each event with `head`. The end marker of OpenAI's streams is left out."""
+    buffer = b""
     try:
         async for piece in pieces:
-            *whole, waiting = (waiting + piece).split(_END)
+            *whole, buffer = (buffer + piece).split(_END)
             for event in whole:
                 value = event.removeprefix(_DATA)
                 if value != _DONE:
-                    yield _DATA + _whole(own, value) + _END
+                    yield _DATA + _render_answer(head, value) + _END
     finally:
         await pieces.aclose()
 
 
-WORDS = {"unknown_url": "Not Found", "method_not_allowed": "Method Not Allowed"}  # all that Triton says
+MESSAGES = {"unknown_url": "Not Found", "method_not_allowed": "Method Not Allowed"}  # Triton's messages
 
 
 class OpenInferenceDialect:
     name = "open_inference"
 
     def __init__(self, services: Services) -> None:
-        self._hide = Places(services.config.data_dir).hide
+        self._hide = PathRedactor(services.config.data_dir).hide
         self._groups = (
             InferHandlers(services),
             MetadataHandlers(services),
@@ -282,11 +284,11 @@ class OpenInferenceDialect:
         )
 
     def operations(self) -> Sequence[Operation]:
-        """A query is read by none of them, as Triton reads none: its clients have one for the proxies on their way."""
+        """Return all operations. They ignore the query, like Triton: its clients send queries for proxies."""
         return [replace(operation, has_free_query=True) for group in self._groups for operation in group.operations()]
 
     def refusal(self, error: BatchmillError) -> Response:
-        return text_reply(error, WORDS.get(error.code) or self._hide(error.message))
+        return text_reply(error, MESSAGES.get(error.code) or self._hide(error.message))
 
     def error_schema(self) -> dict[str, Any]:
         return SCHEMA

@@ -1,4 +1,4 @@
-"""What there is to call: the metadata, states and statistics of the server and its models, and Triton's repository.
+"""Metadata, readiness and statistics of the server and its models, Triton's repository and its settings.
 
 Source: the Open Inference Protocol; Triton's extensions for model repositories and statistics.
 """
@@ -28,16 +28,16 @@ BRANCH = "main"
 def targets_of(
     functions: FunctionCalls, caller: Caller, name: str | None = None, branch: str = BRANCH
 ) -> list[VersionTarget]:
-    """Every version that can be called, of every function or of one, by name and number."""
-    found = [each for each in functions.targets(caller) if each.branch == branch and name in (None, each.name)]
-    return sorted(found, key=lambda each: (each.name, each.number))
+    """Return the versions that can be called, of all functions or of one, sorted by name and number."""
+    targets = [each for each in functions.targets(caller) if each.branch == branch and name in (None, each.name)]
+    return sorted(targets, key=lambda each: (each.name, each.number))
 
 
 UNLOADED = "unloaded"
 
 
 class Index(Struct, frozen=True, forbid_unknown_fields=True):
-    """`ready` true: only those that can be called now."""
+    """`ready` true: list only models that can be called now."""
 
     ready: bool = False
 
@@ -50,13 +50,13 @@ class IndexEntry(Struct, frozen=True):
 
 
 class Load(Struct, frozen=True, forbid_unknown_fields=True):
-    """`parameters` may hold nothing: a version's code and settings never change."""
+    """The body of a load. `parameters` must be empty, because a version's code and settings never change."""
 
     parameters: dict[str, Any] = {}
 
 
 class UnloadParameters(Struct, frozen=True, forbid_unknown_fields=True):
-    unload_dependents: bool = False  # clients always send it; no function depends on another, so it has no effect
+    unload_dependents: bool = False  # clients always send it; it has no effect, as functions have no dependents
 
 
 class Unload(Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,7 +71,7 @@ class Repository:
         path = "/v2/repository/models/{model}"
         return [
             Operation(
-                "getModelRepository", "POST", "/v2/repository/index", "Which functions there are", Scope.READ,
+                "getModelRepository", "POST", "/v2/repository/index", "List functions", Scope.READ,
                 self.index, body=Index, reply=list[IndexEntry], body_is_optional=True, is_raw=True,
             ),
             Operation(
@@ -79,49 +79,49 @@ class Repository:
                 self.load, body=Load, errors=(404, 504), body_is_optional=True, is_raw=True,
             ),
             Operation(
-                "unloadModel", "POST", f"{path}/unload", "End the workers of a function", Scope.ADMIN,
+                "unloadModel", "POST", f"{path}/unload", "Stop the workers of a function", Scope.ADMIN,
                 self.unload, body=Unload, errors=(404,), body_is_optional=True, is_raw=True,
             ),
         ]  # fmt: skip
 
     async def index(self, call: Call) -> Response:
-        """Every version of branch main that can be called, or could be once it is loaded."""
-        asked, found = await json_of(call, Index), []
+        """List the versions of the branch main that can be called, now or after a load."""
+        query, entries = await json_of(call, Index), []
         for target in targets_of(self._functions, call.caller):
             is_ready = self._functions.is_ready(target)
-            if is_ready or not asked.ready:
+            if is_ready or not query.ready:
                 state, reason = ("READY", "") if is_ready else ("UNAVAILABLE", UNLOADED)
-                found.append(IndexEntry(target.name, target.version, state, reason))
-        return json_reply(found)
+                entries.append(IndexEntry(target.name, target.version, state, reason))
+        return json_reply(entries)
 
     async def load(self, call: Call) -> Response:
-        """Returns once a worker can answer. Raises: ModelFailed where none can be started."""
-        asked = await json_of(call, Load)
-        if asked.parameters:
-            name = next(iter(asked.parameters))
+        """Start a function's workers and wait until one can answer. Raises: ModelFailed if none starts."""
+        body = await json_of(call, Load)
+        if body.parameters:
+            name = next(iter(body.parameters))
             raise InvalidInput(
-                f"the parameter {name[:80]!r} is not taken: a version's code and settings never change; deploy a new "
-                "one with `batchmill deploy`",
+                f"the parameter {name[:80]!r} is not supported: a version's code and settings never change; deploy a "
+                "new version with `batchmill deploy`",
                 code="parameter_not_allowed",
             )
         await self._functions.load(locate(self._functions, call.caller, call.path["model"]))
         return Response(status_code=200)
 
     async def unload(self, call: Call) -> Response:
-        """All versions of a name, or the one that its label means. They are called again once they are loaded."""
+        """Unload all versions of a name, or only the version of a label. They can be called again after a load."""
         await json_of(call, Unload)
         name = call.path["model"]
         target = locate(self._functions, call.caller, name)
-        self._versions.own(target.name, call.caller)  # nobody stops another project's calls
-        alone = [target] if "@" in name else targets_of(self._functions, call.caller, target.name)
-        for each in alone:
+        self._versions.own(target.name, call.caller)  # a project cannot stop the calls of another
+        targets = [target] if "@" in name else targets_of(self._functions, call.caller, target.name)
+        for each in targets:
             await self._functions.unload(each)
         return Response(status_code=200)
 
 
 MODEL = "/v2/models/{model}"
 VERSION = "/v2/models/{model}/versions/{version}"
-MODEL_PATHS = (("", MODEL), ("Version", VERSION))  # what an operation's name ends with, and where it is
+MODEL_PATHS = (("", MODEL), ("Version", VERSION))  # suffix of the operation's name, path
 
 
 PLATFORM = "batchmill_python"
@@ -129,7 +129,7 @@ EXTENSIONS = (
     "binary_tensor_data", "classification", "model_repository", "model_repository(unload_dependents)",
     "model_configuration", "statistics", "generate", "parameters", "logging", "trace",
 )  # fmt: skip
-UNTYPED = "BYTES"  # of an input that takes any JSON value: metadata has no word for it
+UNTYPED = "BYTES"  # for an input that takes any JSON value, for which metadata has no datatype
 _CONFIG = Content("application/json", {"type": "object", "required": ["name"]})
 
 
@@ -140,13 +140,13 @@ class ServerMetadata(Struct, frozen=True):
 
 
 class TensorMetadata(Struct, frozen=True):
-    """`optional` and `parameters` are there only where they say something."""
+    """`optional` and `parameters` are left out when they have no information."""
 
     name: str
     datatype: str
     shape: list[int]
     optional: bool | UnsetType = UNSET
-    parameters: dict[str, bool] | UnsetType = UNSET  # any_datatype: the function's code declares none
+    parameters: dict[str, bool] | UnsetType = UNSET  # any_datatype: the function's code declares no datatype
 
 
 class ModelMetadata(Struct, frozen=True):
@@ -154,7 +154,7 @@ class ModelMetadata(Struct, frozen=True):
     versions: list[str]
     platform: str
     inputs: list[TensorMetadata]
-    outputs: list[TensorMetadata]  # empty: whatever the function returns
+    outputs: list[TensorMetadata]  # empty: unknown, the function may return anything
 
 
 class Live(Struct, frozen=True):
@@ -171,7 +171,7 @@ class ModelReady(Struct, frozen=True):
 
 
 class NotReady(Struct, frozen=True):
-    """Both an error and an answer."""
+    """A reply that is an error and also answers `ready`."""
 
     error: str
     ready: bool = False
@@ -182,36 +182,36 @@ class MetadataHandlers:
         self._functions, self._stopping = services.functions, services.stopping
 
     def operations(self) -> Sequence[Operation]:
-        found = [
+        operations = [
             Operation(
-                "getInferenceServer", "GET", "/v2", "What this server is", Scope.READ, self.server,
+                "getInferenceServer", "GET", "/v2", "Metadata of the server", Scope.READ, self.server,
                 reply=ServerMetadata,
             ),
             Operation(
-                "isInferenceLive", "GET", "/v2/health/live", "Whether it answers", None, self.live, reply=Live,
+                "isInferenceLive", "GET", "/v2/health/live", "Whether the server is alive", None, self.live, reply=Live,
                 is_vital=True,
             ),
             Operation(
-                "isInferenceReady", "GET", "/v2/health/ready", "Whether it takes work", None, self.ready, reply=Ready,
-                is_vital=True,
+                "isInferenceReady", "GET", "/v2/health/ready", "Whether the server accepts requests", None, self.ready,
+                reply=Ready, is_vital=True,
             ),
         ]  # fmt: skip
         for suffix, path in MODEL_PATHS:
-            found += [
+            operations += [
                 Operation(
-                    f"getInferenceModel{suffix}", "GET", path, "What a function takes and returns", Scope.READ,
+                    f"getInferenceModel{suffix}", "GET", path, "The inputs and outputs of a function", Scope.READ,
                     self.model, reply=ModelMetadata, errors=(404,),
                 ),
                 Operation(
-                    f"isInferenceModelReady{suffix}", "GET", f"{path}/ready", "Whether it can be called", Scope.READ,
-                    self.model_ready, reply=ModelReady, errors=(404,),
+                    f"isInferenceModelReady{suffix}", "GET", f"{path}/ready", "Whether a function can be called",
+                    Scope.READ, self.model_ready, reply=ModelReady, errors=(404,),
                 ),
                 Operation(
-                    f"getInferenceModelConfig{suffix}", "GET", f"{path}/config", "How it is called", Scope.READ,
-                    self.model_config, reply=_CONFIG, errors=(404,),
+                    f"getInferenceModelConfig{suffix}", "GET", f"{path}/config", "Triton's config of a function",
+                    Scope.READ, self.model_config, reply=_CONFIG, errors=(404,),
                 ),
             ]  # fmt: skip
-        return found
+        return operations
 
     async def server(self, call: Call) -> Response:
         return json_reply(ServerMetadata("batchmill", batchmill.__version__, list(EXTENSIONS)))
@@ -243,7 +243,7 @@ class MetadataHandlers:
 
 
 def metadata_of(target: VersionTarget, versions: list[str]) -> ModelMetadata:
-    """Names, datatypes and shapes; where calls go in batches a shape begins with the batch, as Triton has it."""
+    """Return names, datatypes and shapes. Like Triton, shapes of a batching function start with the batch dimension."""
     interface, batch = target.interface, [-1] if batch_size_of(target) else []
     return ModelMetadata(
         target.name,
@@ -265,19 +265,19 @@ def tensor_of(tensor: Tensor, batch: list[int]) -> TensorMetadata:
 
 
 def datatype_of(tensor: Tensor) -> str:
-    """As it is on the wire: text is BYTES."""
+    """Return the datatype in requests and replies: text is BYTES."""
     return UNTYPED if tensor.datatype in (None, "STRING") else tensor.datatype
 
 
 def batch_size_of(target: VersionTarget) -> int:
-    """Rows that go together in one call; 0 where each goes alone."""
+    """Return the most rows of one call of user code; 0 if it does not batch."""
     function = target.model.function
     size = (function.batch_size if function is not None else 0) or target.interface.batch_size
     return size if size > 1 else 0
 
 
 def config_of(target: VersionTarget) -> dict[str, Any]:
-    """The parts of Triton's ModelConfig that mean something here."""
+    """Return the fields of Triton's ModelConfig that apply."""
     function, interface, size = target.model.function, target.interface, batch_size_of(target)
     assert function is not None, "only deployed functions are targets"
     kind = "KIND_GPU" if function.gpus else "KIND_CPU"
@@ -287,8 +287,8 @@ def config_of(target: VersionTarget) -> dict[str, Any]:
         "backend": "python",
         "version_policy": {"latest": {"num_versions": 1}},
         "max_batch_size": size,
-        "input": [_config_of(each) | {"optional": not each.required} for each in interface.inputs],
-        "output": [_config_of(each) for each in interface.outputs or ()],
+        "input": [_tensor_config_of(each) | {"optional": not each.required} for each in interface.inputs],
+        "output": [_tensor_config_of(each) for each in interface.outputs or ()],
         "instance_group": [{"name": target.name, "kind": kind, "count": target.model.workers}],
         "parameters": {},
         "model_transaction_policy": {"decoupled": interface.streams},
@@ -301,7 +301,7 @@ def config_of(target: VersionTarget) -> dict[str, Any]:
     return config
 
 
-def _config_of(tensor: Tensor) -> dict[str, Any]:
+def _tensor_config_of(tensor: Tensor) -> dict[str, Any]:
     datatype = datatype_of(tensor)
     return {
         "name": tensor.name,
@@ -311,7 +311,7 @@ def _config_of(tensor: Tensor) -> dict[str, Any]:
 
 
 class Duration(Struct, frozen=True):
-    """How often, and how long all of them together."""
+    """A number of events and their total time."""
 
     count: int = 0
     ns: int = 0
@@ -320,11 +320,11 @@ class Duration(Struct, frozen=True):
 class InferenceStats(Struct, frozen=True):
     success: Duration
     fail: Duration
-    queue: Duration  # from a request's arrival until its rows were called
-    compute_input: Duration  # of all calls of user code: making its arguments
+    queue: Duration  # from a request's arrival until the call of its rows
+    compute_input: Duration  # over all calls of user code: the time to make the arguments
     compute_infer: Duration
     compute_output: Duration
-    cache_hit: Duration = Duration()  # there is no cache of answers
+    cache_hit: Duration = Duration()  # always 0: answers are not cached
     cache_miss: Duration = Duration()
 
 
@@ -358,15 +358,15 @@ class StatisticsCalls:
     def operations(self) -> Sequence[Operation]:
         return [
             Operation(
-                "getInferenceStatistics", "GET", "/v2/models/stats", "What became of the calls of every function",
+                "getInferenceStatistics", "GET", "/v2/models/stats", "Statistics of all functions",
                 Scope.READ, self.all, reply=Statistics,
             ),
             Operation(
-                "getInferenceModelStatistics", "GET", f"{MODEL}/stats", "What became of the calls of a function",
+                "getInferenceModelStatistics", "GET", f"{MODEL}/stats", "Statistics of a function",
                 Scope.READ, self.model, reply=Statistics, errors=(404,),
             ),
             Operation(
-                "getInferenceModelStatisticsVersion", "GET", f"{VERSION}/stats", "The same of one version",
+                "getInferenceModelStatisticsVersion", "GET", f"{VERSION}/stats", "Statistics of a version",
                 Scope.READ, self.version, reply=Statistics, errors=(404,),
             ),
         ]  # fmt: skip
@@ -384,15 +384,15 @@ class StatisticsCalls:
         return self._reply([locate(self._functions, call.caller, call.path["model"], call.path["version"])])
 
     def _reply(self, targets: Sequence[VersionTarget]) -> Response:
-        found = [
+        stats = [
             stats_of(each.name, each.version, self._functions.stats(each.name, each.version, each.branch))
             for each in targets
         ]
-        return json_reply(Statistics(found))
+        return json_reply(Statistics(stats))
 
 
 def stats_of(name: str, version: str, stats: CallStats) -> ModelStats:
-    """Sums as Triton gives them. `inference_stats` counts requests, and of what is computed calls of user code."""
+    """Return Triton's statistics. `inference_stats` counts requests, and its compute times count calls of user code."""
     return ModelStats(
         name,
         version,
@@ -434,18 +434,18 @@ TRACE: dict[str, Any] = {
 _SETTINGS = Content("application/json", {"type": "object", "additionalProperties": True})
 _KINDS = {"system": "System", "cuda": "Cuda"}
 _NO_MEMORY = (
-    "shared memory is not supported: send tensors as binary data behind the request's JSON, which copies them once"
+    "shared memory is not supported: send tensors as binary data after the request's JSON, which copies them once"
 )
 
 
 class Region(Struct, frozen=True):
-    """Of memory that a client shares with a server; here there are none."""
+    """A region of shared memory. This server has none."""
 
     name: str
 
 
-class Nothing(Struct, frozen=True, forbid_unknown_fields=True):
-    """A body that says nothing."""
+class EmptyBody(Struct, frozen=True, forbid_unknown_fields=True):
+    """A body without fields."""
 
 
 class SettingsHandlers:
@@ -453,25 +453,25 @@ class SettingsHandlers:
         self._functions = services.functions
 
     def operations(self) -> Sequence[Operation]:
-        found = [
-            *self._pair("InferenceLogging", "/v2/logging", "What is logged", self.logging, self.change_logging),
-            *self._pair("InferenceTrace", "/v2/trace/setting", "What is traced", self.trace, self.change_trace),
+        operations = [
+            *self._pair("InferenceLogging", "/v2/logging", "Settings of the log", self.logging, self.change_logging),
+            *self._pair("InferenceTrace", "/v2/trace/setting", "Settings of tracing", self.trace, self.change_trace),
             *self._pair(
-                "InferenceModelTrace", "/v2/models/{model}/trace/setting", "What is traced of a function", self.trace,
-                self.change_trace,
+                "InferenceModelTrace", "/v2/models/{model}/trace/setting", "Settings of a function's tracing",
+                self.trace, self.change_trace,
             ),
         ]  # fmt: skip
         for kind in _KINDS:
-            found += self._memory(kind)
-        return found
+            operations += self._memory(kind)
+        return operations
 
     @staticmethod
-    def _pair(name: str, path: str, summary: str, look: Any, change: Any) -> list[Operation]:
+    def _pair(name: str, path: str, summary: str, show: Any, change: Any) -> list[Operation]:
         errors = (404,) if "{" in path else ()
         return [
-            Operation(f"get{name}", "GET", path, summary, Scope.READ, look, reply=_SETTINGS, errors=errors),
+            Operation(f"get{name}", "GET", path, summary, Scope.READ, show, reply=_SETTINGS, errors=errors),
             Operation(
-                f"update{name}", "POST", path, f"{summary}: nothing of it can be changed", Scope.ADMIN, change,
+                f"update{name}", "POST", path, f"{summary}: they cannot be changed", Scope.ADMIN, change,
                 body=_SETTINGS, reply=_SETTINGS, errors=errors, body_is_optional=True, is_raw=True,
             ),
         ]  # fmt: skip
@@ -481,24 +481,25 @@ class SettingsHandlers:
         content = Content("application/json", {"type": "object"})
         return [
             Operation(
-                f"get{name}", "GET", f"{path}/status", "Regions that are shared: none", Scope.READ, self.regions,
+                f"get{name}", "GET", f"{path}/status", "List regions: always empty", Scope.READ, self.regions,
                 reply=list[Region],
             ),
             Operation(
-                f"get{name}Region", "GET", f"{path}/region/{{region}}/status", "A region: there is none", Scope.READ,
-                self.no_region,
+                f"get{name}Region", "GET", f"{path}/region/{{region}}/status", "Show a region: always refused",
+                Scope.READ, self.no_region,
             ),
             Operation(
-                f"register{name}", "POST", f"{path}/region/{{region}}/register", "Always refused", Scope.SUBMIT,
-                self.no_region, body=content, body_is_optional=True, is_raw=True,
+                f"register{name}", "POST", f"{path}/region/{{region}}/register", "Register a region: always refused",
+                Scope.SUBMIT, self.no_region, body=content, body_is_optional=True, is_raw=True,
             ),
             Operation(
-                f"unregister{name}Region", "POST", f"{path}/region/{{region}}/unregister", "There is none",
-                Scope.SUBMIT, self.nothing, body=Nothing, body_is_optional=True, is_raw=True,
+                f"unregister{name}Region", "POST", f"{path}/region/{{region}}/unregister",
+                "Unregister a region: no effect",
+                Scope.SUBMIT, self.unregister, body=EmptyBody, body_is_optional=True, is_raw=True,
             ),
             Operation(
-                f"unregister{name}", "POST", f"{path}/unregister", "There are none", Scope.SUBMIT, self.nothing,
-                body=Nothing, body_is_optional=True, is_raw=True,
+                f"unregister{name}", "POST", f"{path}/unregister", "Unregister all regions: no effect", Scope.SUBMIT,
+                self.unregister, body=EmptyBody, body_is_optional=True, is_raw=True,
             ),
         ]  # fmt: skip
 
@@ -523,9 +524,9 @@ class SettingsHandlers:
     async def regions(self, call: Call) -> Response:
         return json_reply([])
 
-    async def nothing(self, call: Call) -> Response:
-        """To let go of what there is none of is done at once: clients do it before they begin."""
-        await json_of(call, Nothing)
+    async def unregister(self, call: Call) -> Response:
+        """Succeed without an effect: clients unregister all regions before they begin."""
+        await json_of(call, EmptyBody)
         return Response(status_code=200)
 
     async def no_region(self, call: Call) -> Response:
@@ -533,24 +534,24 @@ class SettingsHandlers:
 
 
 async def _unchanged(call: Call, settings: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The settings, if the body asks for nothing else: None means what a setting is without being set.
+    """Return the settings if the body does not change any; a value of null means the default.
 
-    Raises: InvalidInput, naming the one that would change or that there is not.
+    Raises: InvalidInput, naming the setting that would change or that does not exist.
     """
     raw = await body_of(call, BYTES_MAX)
     try:
-        asked = decode(raw) if raw.strip() else {}
+        body = decode(raw) if raw.strip() else {}
     except (ValueError, RecursionError) as error:
         raise InvalidField(f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(asked, dict):
+    if not isinstance(body, dict):
         raise InvalidField("the body must be a JSON object of settings", code="invalid_value")
-    for name, value in asked.items():
+    for name, value in body.items():
         if name not in settings:
-            known = ", ".join(settings)
-            raise InvalidField(f"unknown {kind} setting {name[:80]!r}; known are {known}", code="unknown_parameter")
+            names = ", ".join(settings)
+            raise InvalidField(f"unknown {kind} setting {name[:80]!r}; use one of {names}", code="unknown_parameter")
         if value is not None and value != settings[name]:
             raise InvalidInput(
-                f"the {kind} setting {name!r} cannot be changed here; `batchmill serve` is told when it starts",
+                f"the {kind} setting {name!r} cannot be changed: the operator sets it when `batchmill serve` starts",
                 code="parameter_not_allowed",
             )
     return settings

@@ -1,4 +1,4 @@
-"""/v1/batches: create, retrieve, list, cancel. The batch object is made from committed records only.
+"""/v1/batches: create, retrieve, list and cancel batches. A batch object shows committed records only.
 
 Source: OpenAI's API reference, "Batch".
 """
@@ -22,7 +22,7 @@ from batchmill.server.bodies import InvalidField
 from batchmill.server.delivery import take_order
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.files import FileRecord
-from batchmill.services.path_redaction import Places
+from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.project_jobs import NO_RESULTS, ResultIds
 from batchmill.services.repeats import once_for, retry_count_of
 from batchmill.services.services import Services
@@ -71,7 +71,7 @@ class InputDetails(Struct, frozen=True):
 
 
 class OutputDetails(Struct, frozen=True):
-    reasoning_tokens: int = 0  # engines do not tell them apart
+    reasoning_tokens: int = 0  # engines do not count them separately
 
 
 class BatchUsage(Struct, frozen=True):
@@ -83,17 +83,17 @@ class BatchUsage(Struct, frozen=True):
 
 
 class Progress(Struct, frozen=True):
-    """What OpenAI's object has no words for; the openai package keeps it in `model_extra`."""
+    """Fields that OpenAI's object does not have; the openai package has them in `model_extra`."""
 
     job: str
     state: str
     reason: str | None
     message: str
-    notes: list[str]  # what its engines say: "starting vLLM: 20 s"
+    notes: list[str]  # messages of its engines, such as "starting vLLM: 20 s"
     remaining_s: float | None
     rows_per_s: float | None
     cost: float | None  # USD
-    prices: dict[str, Price]  # USD per million tokens, of the models that rows go to
+    prices: dict[str, Price]  # USD per million tokens, for the models of the batch
 
 
 class Batch(Struct, frozen=True, kw_only=True):
@@ -129,12 +129,12 @@ def batch_id(job_id: str) -> str:
 
 
 def job_id(batch_id: str) -> str:
-    """The job behind a batch; an id that is none of ours stays one that nobody knows."""
+    """Return the id of a batch's job; an empty text if it is not the id of a batch."""
     return JOB + batch_id.removeprefix(BATCH) if batch_id.startswith(BATCH) else ""
 
 
 def batch_of(view: JobView, results: ResultIds = NO_RESULTS, *, hide: Callable[[str], str] = str) -> Batch:
-    """`hide` takes out of a sentence what only the server's operator may read."""
+    """Return a job as a batch. `hide` removes what only the operator of the server may read from a message."""
     state, origin = _state(view), view.origin or {}
     has_expired = state is JobState.EXPIRED or view.reason == EXPIRED or _is_late(view)
     return Batch(
@@ -174,7 +174,7 @@ def batch_of(view: JobView, results: ResultIds = NO_RESULTS, *, hide: Callable[[
 
 
 def _state(view: JobView) -> JobState:
-    """One that is to end is no longer in progress, though a provider of its rows may have to be asked again."""
+    """Return the job's state. A paused job that is being cancelled is shown as cancelling, not in progress."""
     is_stopped = view.state == JobState.PAUSED and view.cancelling is not None
     return JobState.CANCELLING if is_stopped else JobState(view.state)
 
@@ -184,7 +184,7 @@ def _is_late(view: JobView) -> bool:
 
 
 def _status(state: JobState, has_expired: bool) -> Status:
-    """A batch that ran out of time is not being cancelled: its results are being written."""
+    """Return OpenAI's status. A cancelling batch whose time has expired is shown as finalizing."""
     return "finalizing" if state is JobState.CANCELLING and has_expired else _STATUS[state]
 
 
@@ -197,14 +197,14 @@ def _ended(view: JobView, state: JobState) -> int | None:
 
 
 def _errors(view: JobView, hide: Callable[[str], str]) -> BatchErrors:
-    """Why no row ran: what validation found, or what the engine said."""
+    """Return why a batch failed: the errors of validation, or the engine's message."""
     if not view.problems:
         return BatchErrors([BatchError(view.reason or "failed", hide(view.message))])
-    found = [BatchError(each.code, hide(each.message), each.line or None) for each in view.problems]
-    more = view.problems_total - len(found)
+    errors = [BatchError(each.code, hide(each.message), each.line or None) for each in view.problems]
+    more = view.problems_total - len(errors)
     if more > 0:
-        found.append(BatchError("more_errors", f"{more:,} more errors are not listed"))
-    return BatchErrors(found)
+        errors.append(BatchError("more_errors", f"{more:,} more errors are not listed"))
+    return BatchErrors(errors)
 
 
 def _usage(view: JobView) -> BatchUsage:
@@ -253,7 +253,7 @@ class BatchHandlers:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._project_jobs = services.jobs
-        self._show = partial(batch_of, hide=Places(services.config.data_dir).hide)
+        self._show = partial(batch_of, hide=PathRedactor(services.config.data_dir).hide)
 
     def operations(self) -> Sequence[Operation]:
         one = "/v1/batches/{batch_id}"
@@ -263,14 +263,14 @@ class BatchHandlers:
                 body=CreateBatch, reply=Batch, errors=(404, 409, 503), spends_itself=True,
             ),
             Operation(
-                "listBatches", "GET", "/v1/batches", "Batches, the newest first", Scope.READ, self.list,
+                "listBatches", "GET", "/v1/batches", "List batches, the newest first", Scope.READ, self.list,
                 query=ListBatches, reply=BatchPage, errors=(404,),
             ),
             Operation(
-                "retrieveBatch", "GET", one, "One batch", Scope.READ, self.retrieve, reply=Batch, errors=(404,)
+                "retrieveBatch", "GET", one, "Show a batch", Scope.READ, self.retrieve, reply=Batch, errors=(404,)
             ),
             Operation(
-                "cancelBatch", "POST", one + "/cancel", "Run no more of its requests; finished ones are kept",
+                "cancelBatch", "POST", one + "/cancel", "Stop running requests; finished ones are kept",
                 Scope.SUBMIT, self.cancel, reply=Batch, errors=(404, 409, 503),
             ),
         )  # fmt: skip
@@ -278,7 +278,7 @@ class BatchHandlers:
     async def create(self, call: Call) -> Response:
         once = self._once(call)
         job = await take_order(call, self._services.repeats, once, lambda: self._submit(call, once))
-        # From here on the job is stored: whatever fails now, the caller gets its id.
+        # The job is stored now. The caller gets its id even if the view fails.
         try:
             view, results = await self._project_jobs.show_with_results(call.caller, job)
         except BatchmillError:
@@ -293,38 +293,38 @@ class BatchHandlers:
         after = None
         if query.after is not None:
             after = (await self._own(call.caller, query.after))[0].id
-        wanted = JobQuery(origin=FRONTEND, after=after, limit=query.limit + 1)
-        found = await self._project_jobs.list_with_results(call.caller, wanted)
-        shown = [self._show(await self._whole(call.caller, view), ids) for view, ids in found[: query.limit]]
-        first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-        return json_reply(BatchPage(shown, len(found) > query.limit, first, last))
+        job_query = JobQuery(origin=FRONTEND, after=after, limit=query.limit + 1)
+        jobs = await self._project_jobs.list_with_results(call.caller, job_query)
+        batches = [self._show(await self._with_problems(call.caller, view), ids) for view, ids in jobs[: query.limit]]
+        first, last = (batches[0].id, batches[-1].id) if batches else (None, None)
+        return json_reply(BatchPage(batches, len(jobs) > query.limit, first, last))
 
     async def cancel(self, call: Call) -> Response:
         view, results = await self._own(call.caller, call.path["batch_id"])
         if view.state == JobState.CANCELLING:
             return json_reply(self._show(view, results))
-        has_asked = retry_count_of(call.request.headers.get("x-stainless-retry-count")) > 0
+        is_retry = retry_count_of(call.request.headers.get("x-stainless-retry-count")) > 0
         try:
             await self._project_jobs.cancel(call.caller, view.id)
         except InvalidTransition:
-            is_done = view.state == JobState.CANCELLED and has_asked  # only the first reply was lost
+            is_done = view.state == JobState.CANCELLED and is_retry  # the reply to the first attempt was lost
             if JobState(view.state).is_at_rest and not is_done:
                 status = self._show(view).status
                 raise Conflict(f"Cannot cancel a batch with status '{status}'.", code="batch_has_ended") from None
         return json_reply(self._show(*await self._own(call.caller, batch_id(view.id))))
 
-    async def _own(self, caller: Caller, shown_id: str) -> tuple[JobView, ResultIds]:
-        """A batch of this caller's. Raises: UnknownName for every other id, in one sentence."""
+    async def _own(self, caller: Caller, batch_id: str) -> tuple[JobView, ResultIds]:
+        """Return a batch of this caller. Raises: UnknownName, with the same message for any other id."""
         try:
-            view, results = await self._project_jobs.show_with_results(caller, job_id(shown_id))
+            view, results = await self._project_jobs.show_with_results(caller, job_id(batch_id))
         except UnknownName:
             view = None
         if view is None or (view.origin or {}).get("frontend") != FRONTEND:
-            raise UnknownName(f"No batch found with id '{shown_id[:SHOWN_CHARS]}'.", code="unknown_batch")
+            raise UnknownName(f"No batch found with id '{batch_id[:SHOWN_CHARS]}'.", code="unknown_batch")
         return view, results
 
-    async def _whole(self, caller: Caller, view: JobView) -> JobView:
-        """A listed job comes without the lines that validation refused: they are what a failed one is about."""
+    async def _with_problems(self, caller: Caller, view: JobView) -> JobView:
+        """Return a listed job with the lines that validation refused, which the list leaves out."""
         is_short = view.state == JobState.FAILED and view.problems_total > len(view.problems)
         return await self._project_jobs.show(caller, view.id) if is_short else view
 
@@ -335,46 +335,46 @@ class BatchHandlers:
         return once_for(call.caller, ROUTE, call.raw, key, retries, arrived=arrived)
 
     async def _submit(self, call: Call, once: Once) -> str:
-        """The id of the job that an order became."""
-        asked: CreateBatch = call.body
-        hours = window_hours(asked.completion_window)
-        self._check_endpoint(call.caller, asked.endpoint)
-        async with self._input(call.caller, asked.input_file_id) as record:
-            submitted = await self._project_jobs.submit(call.caller, self._order(call, record, once, hours))
+        """Submit a job and return its id."""
+        body: CreateBatch = call.body
+        hours = window_hours(body.completion_window)
+        self._check_endpoint(call.caller, body.endpoint)
+        async with self._input(call.caller, body.input_file_id) as record:
+            submitted = await self._project_jobs.submit(call.caller, self._job_order(call, record, once, hours))
         return submitted.id
 
-    def _order(self, call: Call, record: FileRecord, once: Once, hours: int) -> JobOrder:
-        asked: CreateBatch = call.body
+    def _job_order(self, call: Call, record: FileRecord, once: Once, hours: int) -> JobOrder:
+        body: CreateBatch = call.body
         config = self._services.config
         limits = msgspec.structs.asdict(config.limits)
         return JobOrder(
             DatasetSpec([str(self._services.files.path(record))], format="openai", **limits),
             self._services.directory.specs(call.caller),
             policy=Policy(deadline=self._services.clock.now() + hours * 3600, on_engine_failure="fail"),
-            endpoint=asked.endpoint,
+            endpoint=body.endpoint,
             rows_max=config.server.rows_max,
             default_model=False,
             project=call.caller.project,
-            labels=asked.metadata or {},
+            labels=body.metadata or {},
             origin=_origin(call),
             once=once,
         )
 
     def _as_ordered(self, job: str, call: Call) -> JobView:
-        """The job as it was ordered, where it cannot be looked at just now."""
-        asked: CreateBatch = call.body
+        """Return a view made from the order, for when the job cannot be read just now."""
+        body: CreateBatch = call.body
         now = self._services.clock.now()
         return JobView(
-            job, JobState.VALIDATING, call.caller.project, asked.metadata or {}, _origin(call),
-            deadline=now + window_hours(asked.completion_window) * 3600, created=now,
+            job, JobState.VALIDATING, call.caller.project, body.metadata or {}, _origin(call),
+            deadline=now + window_hours(body.completion_window) * 3600, created=now,
         )  # fmt: skip
 
     @contextlib.asynccontextmanager
     async def _input(self, caller: Caller, file_id: str) -> AsyncIterator[FileRecord]:
-        """The input file, which nobody deletes before the job that reads it is stored."""
-        async with contextlib.AsyncExitStack() as held:
+        """Hold the input file, so that it is not deleted before the job is stored."""
+        async with contextlib.AsyncExitStack() as stack:
             try:
-                record = await held.enter_async_context(self._services.files.hold(caller.project, file_id))
+                record = await stack.enter_async_context(self._services.files.hold(caller.project, file_id))
             except UnknownName as error:
                 raise UnknownParam(error.message, param="input_file_id", code=error.code) from None
             _check_purpose(record)
@@ -393,22 +393,22 @@ class BatchHandlers:
 
 
 def _origin(call: Call) -> dict[str, Any]:
-    """What is kept with the job for this API alone."""
-    asked: CreateBatch = call.body
-    expires = asked.output_expires_after
-    kept = {} if expires is None else {"output_expires_s": expires.seconds}
+    """Return what this API stores with a job."""
+    body: CreateBatch = call.body
+    expires = body.output_expires_after
+    optional = {} if expires is None else {"output_expires_s": expires.seconds}
     return {
-        "frontend": FRONTEND, "input_file_id": asked.input_file_id, "key": call.caller.key, "endpoint": asked.endpoint,
-        "completion_window": asked.completion_window, **kept,
+        "frontend": FRONTEND, "input_file_id": body.input_file_id, "key": call.caller.key, "endpoint": body.endpoint,
+        "completion_window": body.completion_window, **optional,
     }  # fmt: skip
 
 
 def window_hours(window: str) -> int:
-    """The whole hours of a completion window. Raises: Refusal."""
+    """Return the hours of a completion window. Raises: InvalidField."""
     match = _WINDOW.fullmatch(window)
     if match is None or int(match[1]) > WINDOW_HOURS_MAX:
         raise InvalidField(
-            f"Invalid value: '{window[:SHOWN_CHARS]}'. completion_window is a number of whole hours, '1h' to "
+            f"Invalid value: '{window[:SHOWN_CHARS]}'. completion_window must be a number of whole hours, '1h' to "
             f"'{WINDOW_HOURS_MAX}h', such as '24h'",
             param="completion_window",
             code="invalid_completion_window",

@@ -1,4 +1,4 @@
-"""OpenAI's API on the wire: every operation of it, and one envelope for what goes wrong."""
+"""OpenAI's API: its operations for models and live inference, and its error envelope."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from batchmill.dialects.openai.errors import envelope, upstream_envelope
 from batchmill.errors import BatchmillError, UnknownName
 from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
 from batchmill.server.operations import Call, Content, Operation, json_reply
-from batchmill.server.replies import EVENTS, PieceReply, rewritten, unless_gone, whole_answer
+from batchmill.server.replies import EVENTS, PieceReply, rewritten, run_until_disconnect, whole_answer
 from batchmill.services.model_rows import ServedModel
-from batchmill.services.path_redaction import Places
+from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.services import Services
 from batchmill.types import Caller, LiveHead, Scope
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
@@ -30,56 +30,56 @@ from batchmill.wire.json_bytes import decode, encode, join_object, split_object
 ENCODINGS = ("float", "base64")
 
 
-class _Asked(Struct):
+class _EncodingField(Struct):
     encoding_format: str | None = None
 
 
 def encoding_of(body: bytes) -> str | None:
-    """The encoding a request asks for; None where it is neither of the two: then the engine's own is handed on."""
+    """Return the requested encoding of vectors; None if it is unknown, so that the engine's reply is unchanged."""
     try:
-        asked = decode(body, type=_Asked).encoding_format or "float"
+        encoding = decode(body, type=_EncodingField).encoding_format or "float"
     except msgspec.MsgspecError:
         return None
-    return asked if asked in ENCODINGS else None
+    return encoding if encoding in ENCODINGS else None
 
 
 def with_encoding(reply: bytes, encoding: str) -> bytes:
-    """The reply with every vector so encoded; a reply of another shape as it is."""
+    """Encode all vectors of a reply. A reply of another shape is unchanged."""
     try:
         members = split_object(reply)
         items = decode(members["data"], type=list[dict[str, Raw]])
-        changed = [_recoded(item, encoding) for item in items]
+        changed = [_recode_item(item, encoding) for item in items]
     except (msgspec.MsgspecError, KeyError, ValueError, OverflowError, RecursionError):
         return reply
     return join_object({**members, "data": items}) if any(changed) else reply
 
 
 def recode(order: bytes, progress: Callable[[float], None]) -> bytes:
-    """`with_encoding`, of an order that is the encoding, a line end and the reply."""
+    """Run `with_encoding` on an order: the encoding, a line break and the reply."""
     encoding, _, reply = order.partition(b"\n")
     return with_encoding(reply, encoding.decode())
 
 
-def _recoded(item: dict[str, Raw], encoding: str) -> bool:
-    """Encode the vector of one item in place. False: it was so already."""
+def _recode_item(item: dict[str, Raw], encoding: str) -> bool:
+    """Encode the vector of one item in place. False: it already has this encoding."""
     vector = item["embedding"]
     is_text = bytes(vector).lstrip()[:1] == b'"'
     if is_text == (encoding == "base64"):
         return False
-    item["embedding"] = Raw(encode(_floats(vector) if is_text else _packed(vector)))
+    item["embedding"] = Raw(encode(_floats_of(vector) if is_text else _base64_of(vector)))
     return True
 
 
-def _packed(vector: Raw) -> str:
+def _base64_of(vector: Raw) -> str:
     return base64.b64encode(_little_endian(array("f", decode(vector, type=list[float]))).tobytes()).decode()
 
 
-def _floats(vector: Raw) -> list[float]:
+def _floats_of(vector: Raw) -> list[float]:
     numbers = array("f")
     try:
         numbers.frombytes(base64.b64decode(decode(vector, type=str), validate=True))
     except binascii.Error as error:
-        raise ValueError("no base64") from error
+        raise ValueError("not base64") from error
     return _little_endian(numbers).tolist()
 
 
@@ -90,20 +90,26 @@ def _little_endian(numbers: array) -> array:
 
 
 class EventReply(PieceReply):
-    """Server-sent events, handed on as they come."""
+    """A stream of server-sent events, passed on as the engine sends them."""
 
     def __init__(self, head: LiveHead, pieces: AsyncGenerator[bytes], hide: Callable[[str], str]) -> None:
         self._hide = hide
         super().__init__(pieces, media=head.content_type, status=head.status)
 
-    def late(self, error: BatchmillError) -> bytes:
-        """The openai package raises what such an event says."""
+    def render_late_error(self, error: BatchmillError) -> bytes:
+        """Return an error event, which the openai package raises as an exception."""
         return b"data: " + encode(envelope(error, self._hide(error.message))) + b"\n\n"
 
 
-CLIENT_LEFT = 499  # nobody sees it but the log
-SHOWN_CHARS = 80  # of a path that is none, in a message
-RESERVED = ("batches", "files", "models", "uploads", "webhook_endpoints")  # first words of paths that no model has
+CLIENT_LEFT = 499  # only the log shows it
+SHOWN_CHARS = 80  # of an unknown path, in a message
+RESERVED = (
+    "batches",
+    "files",
+    "models",
+    "uploads",
+    "webhook_endpoints",
+)  # first segments of other resources' paths
 _BODY = Content(
     "application/json",
     {
@@ -115,10 +121,10 @@ _BODY = Content(
 )
 _REPLY = Content("application/json", {"type": "object"})
 _STREAMED = (_REPLY, Content(EVENTS, {"type": "string"}))
-# Operation, path, whether its answers may be streams.
+# Operation, path, summary, whether it may stream.
 _PATHS = (
     ("createChatCompletion", CHAT, "Answer a conversation", True),
-    ("createCompletion", COMPLETIONS, "Go on with a text", True),
+    ("createCompletion", COMPLETIONS, "Continue a text", True),
     ("createResponse", RESPONSES, "Answer an input", True),
     ("createEmbedding", EMBEDDINGS, "Turn texts into vectors", False),
     ("createRerank", RERANK, "Order documents by a query", False),
@@ -129,7 +135,7 @@ _PATHS = (
 
 class InferenceHandlers:
     def __init__(self, services: Services) -> None:
-        self._live, self._hide = services.live, Places(services.config.data_dir).hide
+        self._live, self._hide = services.live, PathRedactor(services.config.data_dir).hide
 
     def operations(self) -> Sequence[Operation]:
         return [
@@ -143,26 +149,26 @@ class InferenceHandlers:
 
     @staticmethod
     def admits(caller: Caller, path: dict[str, str]) -> None:
-        """Raises: UnknownName for a path that no model has."""
+        """Raises: UnknownName for a path that belongs to another resource."""
         url = path.get("path", "")
         if url.split("/")[0] in RESERVED:
             raise UnknownName(f"Invalid URL (POST /v1/{url[:SHOWN_CHARS]})", code="unknown_url")
 
     async def answer(self, call: Call) -> Response:
-        """The answer of a model. Its errors come as the model's engine words them, in this API's envelope."""
+        """Reply with a model's answer. An engine's error keeps its message and gets this API's envelope."""
         url = call.request.scope["path"]
-        self.admits(call.caller, {"path": url.removeprefix("/v1/")})  # also for what another operation passes on
-        answered = await unless_gone(call, self._begin(call, url, call.raw))
-        return Response(status_code=CLIENT_LEFT) if answered is None else answered
+        self.admits(call.caller, {"path": url.removeprefix("/v1/")})  # another operation may have passed the call on
+        response = await run_until_disconnect(call, self._predict(call, url, call.raw))
+        return Response(status_code=CLIENT_LEFT) if response is None else response
 
-    async def _begin(self, call: Call, url: str, body: bytes) -> Response:
+    async def _predict(self, call: Call, url: str, body: bytes) -> Response:
         head, pieces = await self._live.predict(call.caller, url, body)
         if head.content_type.startswith(EVENTS):
             return EventReply(head, pieces, self._hide)
-        return await self._whole(call, head, url, body, await whole_answer(pieces))
+        return await self._whole_reply(call, head, url, body, await whole_answer(pieces))
 
     @staticmethod
-    async def _whole(call: Call, head: LiveHead, url: str, body: bytes, answer: bytes) -> Response:
+    async def _whole_reply(call: Call, head: LiveHead, url: str, body: bytes, answer: bytes) -> Response:
         if head.status >= 400:
             return json_reply(upstream_envelope(head.status, answer), head.status)
         if url == EMBEDDINGS and head.status == 200 and (encoding := encoding_of(body)) is not None:
@@ -173,7 +179,7 @@ class InferenceHandlers:
 class Model(Struct, frozen=True):
     id: str
     created: int
-    parent: str | None  # of an adapter: the model it belongs to
+    parent: str | None  # an adapter's base model
     owned_by: str = "batchmill"
     object: Literal["model"] = "model"
 
@@ -186,16 +192,16 @@ class ModelList(Struct, frozen=True):
 class ModelListHandlers:
     def __init__(self, services: Services) -> None:
         self._directory = services.directory
-        self._created = int(services.clock.now())  # the configuration was read with the server's start
+        self._created = int(services.clock.now())  # the server reads its configuration at the start
 
     def operations(self) -> Sequence[Operation]:
         return (
             Operation(
-                "listModels", "GET", "/v1/models", "Models and adapters", Scope.READ, self.list, reply=ModelList
+                "listModels", "GET", "/v1/models", "List models and adapters", Scope.READ, self.list, reply=ModelList
             ),
-            # A name may hold slashes: "org/model".
+            # A name may contain slashes: "org/model".
             Operation(
-                "retrieveModel", "GET", "/v1/models/{model:path}", "One model or adapter", Scope.READ, self.retrieve,
+                "retrieveModel", "GET", "/v1/models/{model:path}", "Show a model or adapter", Scope.READ, self.retrieve,
                 reply=Model, errors=(404,),
             ),
         )  # fmt: skip
@@ -215,7 +221,7 @@ class OpenAIDialect:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._places = Places(services.config.data_dir)
+        self._path_redactor = PathRedactor(services.config.data_dir)
 
     def operations(self) -> Sequence[Operation]:
         services = self._services
@@ -229,7 +235,7 @@ class OpenAIDialect:
         ]
 
     def refusal(self, error: BatchmillError) -> Response:
-        return errors.refusal(error, self._places.hide(error.message))
+        return errors.refusal(error, self._path_redactor.hide(error.message))
 
     def error_schema(self) -> dict[str, Any]:
         return errors.schema()

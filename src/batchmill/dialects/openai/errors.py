@@ -1,4 +1,4 @@
-"""How this API says that something is wrong: OpenAI's envelope, its types, and the parameters that it names."""
+"""OpenAI's error replies: the envelope, the error types, and the parameters that errors name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from batchmill.server.replies import error_reply
 from batchmill.wire.error_statuses import decode_error, status_of
 
 INVALID, SERVER, RATE = "invalid_request_error", "server_error", "requests"
-# What OpenAI names the parameter that a code is about, where the error itself does not.
+# Code -> OpenAI's name of the parameter, for errors without a parameter of their own.
 PARAMS = {
     "unknown_job": "batch_id",
     "unknown_batch": "batch_id",
@@ -27,7 +27,7 @@ PARAMS = {
     "missing_model": "model",
     "streaming_not_supported": "stream",
 }
-# Codes of ours for which OpenAI has none.
+# Our codes for which OpenAI has no code.
 NAMELESS = frozenset(
     ["unknown_job", "unknown_batch", "unknown_file", "unknown_upload", "unknown_url", "invalid_json",
      "method_not_allowed", "internal_error"]
@@ -35,7 +35,7 @@ NAMELESS = frozenset(
 
 
 class UnknownParam(UnknownName):
-    """A parameter that names something nobody knows."""
+    """A parameter names something that does not exist."""
 
     def __init__(self, message: str, *, param: str, code: str | None = None) -> None:
         super().__init__(message, code=code)
@@ -54,18 +54,21 @@ class Envelope(Struct, frozen=True):
 
 
 def envelope(error: BatchmillError, message: str) -> Envelope:
-    """`message` may be shown to the caller."""
+    """Return the error in OpenAI's envelope; `message` is safe to show to the caller."""
     param = error.param if isinstance(error, InvalidField | UnknownParam) else PARAMS.get(error.code)
     return Envelope(Detail(message, _type_of(status_of(error)), param, None if error.code in NAMELESS else error.code))
 
 
 def refusal(error: BatchmillError, message: str) -> Response:
-    """The reply to a request that failed. Never raises."""
+    """Return the reply to a failed request. Never raises."""
     return error_reply(error, envelope(error, message), status_of(error))
 
 
 def upstream_envelope(status: int, answer: bytes) -> Envelope:
-    """An engine's or a service's error in this form. vLLM gives the name of a class as type and the status as code."""
+    """Convert an error of an engine or a remote service.
+
+    vLLM's type is the name of a class, which is replaced by OpenAI's type; its code is the status.
+    """
     error = decode_error(answer)
     return Envelope(
         Detail(
@@ -82,7 +85,7 @@ def _type_of(status: int) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of the envelope. Source: OpenAI's ErrorResponse."""
+    """Return the JSON schema of the envelope. Source: OpenAI's ErrorResponse."""
     text_or_null = {"type": ["string", "null"]}
     detail = {
         "type": "object",

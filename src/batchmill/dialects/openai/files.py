@@ -1,4 +1,4 @@
-"""/v1/files and /v1/uploads: files whole and in parts. Source: OpenAI's API reference, "Files" and "Uploads"."""
+"""/v1/files and /v1/uploads: whole files, and uploads in parts. Source: OpenAI's API reference, "Files", "Uploads"."""
 
 from __future__ import annotations
 
@@ -77,26 +77,27 @@ class ListFiles(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileForm:
-    """The text fields of an upload, each checked as it comes: a wrong one is refused before the file has arrived."""
+    """The text fields of an upload. Each is checked at once, so a wrong field is refused before the file arrives."""
 
     def __init__(self) -> None:
         self._fields: dict[str, str] = {}
 
-    def take(self, name: str, value: str) -> None:
-        shown = name[:SHOWN_CHARS]
+    def add(self, name: str, value: str) -> None:
+        short_name = name[:SHOWN_CHARS]
         if name in self._fields:
-            raise InvalidField(f"the field {shown!r} stands there twice", code="repeated_parameter", param=shown)
+            message = f"the field {short_name!r} occurs twice: send it once"
+            raise InvalidField(message, code="repeated_parameter", param=short_name)
         if name not in ("purpose", ANCHOR, SECONDS):
             raise InvalidField(
-                f"Unknown field: {shown!r}; known are file, purpose, {ANCHOR}, {SECONDS}",
+                f"Unknown field: {short_name!r}; use file, purpose, {ANCHOR}, {SECONDS}",
                 code="unknown_parameter",
-                param=shown,
+                param=short_name,
             )
         self._fields[name] = value
         if name == "purpose" and value not in get_args(Purpose):
             raise _invalid(name, value, f"one of {', '.join(get_args(Purpose))}")
         if name == ANCHOR and value != "created_at":
-            raise _invalid(name, value, "created_at, the only anchor there is")
+            raise _invalid(name, value, "created_at, the only supported anchor")
         if name == SECONDS and not (
             value.isascii() and value.isdigit() and EXPIRES_MIN_S <= int(value[:12]) <= EXPIRES_MAX_S
         ):
@@ -110,12 +111,12 @@ class FileForm:
 
     @property
     def expires_s(self) -> int | None:
-        """Seconds from its creation; None: not said."""
+        """Seconds from the file's creation to its expiry; None: not set."""
         seconds = self._fields.get(SECONDS)
-        for one, other in ((ANCHOR, SECONDS), (SECONDS, ANCHOR)):
-            if one in self._fields and other not in self._fields:
+        for present, missing in ((ANCHOR, SECONDS), (SECONDS, ANCHOR)):
+            if present in self._fields and missing not in self._fields:
                 raise InvalidField(
-                    f"Missing required parameter: {other!r}: {one} alone says nothing", code=MISSING, param=other
+                    f"Missing required parameter: {missing!r}: {present} needs it", code=MISSING, param=missing
                 )
         return None if seconds is None else int(seconds)
 
@@ -130,11 +131,11 @@ def operations(services: Services) -> list[Operation]:
             body_bytes_max=services.config.server.file_bytes_max + FORM_BYTES,
         ),
         Operation(
-            "listFiles", "GET", "/v1/files", "Files of the project", Scope.READ, partial(page, files),
+            "listFiles", "GET", "/v1/files", "List files of the project", Scope.READ, partial(page, files),
             query=ListFiles, reply=FilePage, errors=(404,),
         ),
         Operation(
-            "retrieveFile", "GET", one, "One file", Scope.READ, partial(retrieve, files), reply=FileObject,
+            "retrieveFile", "GET", one, "Show a file", Scope.READ, partial(retrieve, files), reply=FileObject,
             errors=(404, 410),
         ),
         Operation(
@@ -142,7 +143,7 @@ def operations(services: Services) -> list[Operation]:
             errors=(404, 409, 410),
         ),
         Operation(
-            "downloadFile", "GET", f"{one}/content", "The bytes of a file, whole or a range", Scope.READ,
+            "downloadFile", "GET", f"{one}/content", "Download a file, whole or a range", Scope.READ,
             partial(download, files), reply=Content("application/octet-stream"),
             also={206: Content("application/octet-stream"), 416: None}, errors=(404, 410),
         ),
@@ -157,7 +158,7 @@ async def create(files: FileService, call: Call) -> Response:
             call.request.stream(),
             call.request.headers.get("content-type", ""),
             file_field="file",
-            take_field=form.take,
+            take_field=form.add,
             take_piece=writer.write,
         )
         if part.filename is None:
@@ -170,15 +171,15 @@ async def create(files: FileService, call: Call) -> Response:
 
 async def page(files: FileService, call: Call) -> Response:
     query: ListFiles = call.query
-    found, has_more = await files.list(
+    records, has_more = await files.list(
         call.caller.project,
         purpose=query.purpose,
         after=query.after,
         limit=query.limit,
         newest_first=query.order == "desc",
     )
-    ids = [record.id for record in found] or [None]
-    return json_reply(FilePage([file_object(record) for record in found], has_more, ids[0], ids[-1]))
+    ids = [record.id for record in records] or [None]
+    return json_reply(FilePage([file_object(record) for record in records], has_more, ids[0], ids[-1]))
 
 
 async def retrieve(files: FileService, call: Call) -> Response:
@@ -192,7 +193,7 @@ async def delete(files: FileService, call: Call) -> Response:
 
 async def download(files: FileService, call: Call) -> Response:
     record = await files.get(call.caller.project, call.path["file_id"])
-    return FileReply(call.request, await files.open(record), filename=shown_name(record))
+    return FileReply(call.request, await files.open(record), filename=display_name(record))
 
 
 def file_object(record: FileRecord) -> FileObject:
@@ -200,22 +201,22 @@ def file_object(record: FileRecord) -> FileObject:
         id=record.id,
         bytes=record.bytes,
         created_at=int(record.created),
-        filename=shown_name(record),
+        filename=display_name(record),
         purpose=record.purpose,
         expires_at=None if record.expires is None else int(record.expires),
     )
 
 
-def shown_name(record: FileRecord) -> str:
-    """A result is named for its batch: here jobs are called so."""
+def display_name(record: FileRecord) -> str:
+    """Return the name of a file. A result is named after its batch, because this API calls a job a batch."""
     if record.job is None:
         return record.filename
     return f"batch_{record.filename.removeprefix('job_')}"
 
 
-def _invalid(name: str, value: str, wanted: str) -> InvalidField:
+def _invalid(name: str, value: str, expected: str) -> InvalidField:
     return InvalidField(
-        f"Invalid value for {name!r}: {value[:SHOWN_CHARS]!r} is not {wanted}", code="invalid_value", param=name
+        f"Invalid value for {name!r}: {value[:SHOWN_CHARS]!r} is not {expected}", code="invalid_value", param=name
     )
 
 
@@ -230,7 +231,7 @@ PART_FORM = {
 class CreateUpload(Struct, frozen=True, forbid_unknown_fields=True):
     bytes: Annotated[int, Meta(ge=1, le=2**53)]
     filename: Annotated[str, Meta(min_length=1, max_length=FILENAME_CHARS_MAX)]
-    mime_type: Annotated[str, Meta(min_length=1, max_length=MIME_CHARS_MAX, description="Kept; it has no effect.")]
+    mime_type: Annotated[str, Meta(min_length=1, max_length=MIME_CHARS_MAX, description="Stored; it has no effect.")]
     purpose: Purpose
     expires_after: ExpiresAfter | None = None
 
@@ -264,7 +265,7 @@ def upload_operations(services: Services) -> list[Operation]:
     one = "/v1/uploads/{upload_id}"
     return [
         Operation(
-            "createUpload", "POST", "/v1/uploads", "Announce a file that comes in parts", Scope.SUBMIT,
+            "createUpload", "POST", "/v1/uploads", "Begin an upload in parts", Scope.SUBMIT,
             partial(create_upload, uploads), body=CreateUpload, reply=Upload,
         ),
         Operation(
@@ -273,24 +274,24 @@ def upload_operations(services: Services) -> list[Operation]:
             body_bytes_max=PART_BYTES_MAX + FORM_BYTES,
         ),
         Operation(
-            "completeUpload", "POST", f"{one}/complete", "Join the parts to a file", Scope.SUBMIT,
+            "completeUpload", "POST", f"{one}/complete", "Join the parts into a file", Scope.SUBMIT,
             partial(complete, uploads), body=CompleteUpload, reply=Upload, errors=(404, 409, 503),
         ),
         Operation(
-            "cancelUpload", "POST", f"{one}/cancel", "Drop an upload", Scope.SUBMIT, partial(cancel, uploads),
+            "cancelUpload", "POST", f"{one}/cancel", "Cancel an upload", Scope.SUBMIT, partial(cancel, uploads),
             reply=Upload, errors=(404, 409),
         ),
     ]  # fmt: skip
 
 
 async def create_upload(uploads: UploadService, call: Call) -> Response:
-    asked: CreateUpload = call.body
-    expires = asked.expires_after
+    body: CreateUpload = call.body
+    expires = body.expires_after
     new = NewUpload(
-        purpose=asked.purpose,
-        filename=asked.filename,
-        mime_type=asked.mime_type,
-        bytes=asked.bytes,
+        purpose=body.purpose,
+        filename=body.filename,
+        mime_type=body.mime_type,
+        bytes=body.bytes,
         file_expires_s=None if expires is None else expires.seconds,
     )
     return json_reply(upload_object(await uploads.create(call.caller.project, new)))
@@ -313,9 +314,9 @@ async def add_part(uploads: UploadService, call: Call) -> Response:
 
 
 async def complete(uploads: UploadService, call: Call) -> Response:
-    asked: CompleteUpload = call.body
+    body: CompleteUpload = call.body
     record, file = await uploads.complete(
-        call.caller.project, call.path["upload_id"], part_ids=asked.part_ids, md5=asked.md5
+        call.caller.project, call.path["upload_id"], part_ids=body.part_ids, md5=body.md5
     )
     return json_reply(upload_object(record, file))
 
@@ -338,5 +339,5 @@ def upload_object(record: UploadRecord, file: FileRecord | None = None) -> Uploa
 
 
 def _refuse_field(name: str, value: str) -> None:
-    shown = name[:SHOWN_CHARS]
-    raise InvalidField(f"Unknown field: {shown!r}; known is data", code="unknown_parameter", param=shown)
+    short_name = name[:SHOWN_CHARS]
+    raise InvalidField(f"Unknown field: {short_name!r}; use data", code="unknown_parameter", param=short_name)

@@ -1,4 +1,7 @@
-"""/v1/webhook_endpoints: who is told when a batch ends. Source: OpenAI's API reference, "Webhook endpoints"."""
+"""/v1/webhook_endpoints: register endpoints for the events of batches.
+
+Source: OpenAI's API reference, "Webhook endpoints".
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ EventTypes = Annotated[list[str], Meta(min_length=1, max_length=TYPES_MAX, descr
 class CreateEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
     event_types: EventTypes
     name: Name
-    url: Annotated[str, Meta(description="Public and https, unless the operator allows another.")]
+    url: Annotated[str, Meta(description="A public https URL, unless the operator allows another host.")]
 
 
 class UpdateEndpoint(Struct, frozen=True, forbid_unknown_fields=True):
@@ -101,96 +104,98 @@ class WebhookEndpoints:
         admin = Scope.ADMIN
         return (
             Operation(
-                "createWebhookEndpoint", "POST", PATH, "Register an endpoint; its secret is shown this once", admin,
+                "createWebhookEndpoint", "POST", PATH, "Register an endpoint; its secret is shown once", admin,
                 self.create, body=CreateEndpoint, reply=WebhookEndpointWithSecret, errors=(409,),
             ),
             Operation(
-                "listWebhookEndpoints", "GET", PATH, "Endpoints, the newest first", admin, self.list,
+                "listWebhookEndpoints", "GET", PATH, "List endpoints, the newest first", admin, self.list,
                 query=ListEndpoints, reply=WebhookEndpointPage, errors=(404,),
             ),
             Operation(
-                "retrieveWebhookEndpoint", "GET", ONE, "One endpoint", admin, self.retrieve, reply=WebhookEndpoint,
+                "retrieveWebhookEndpoint", "GET", ONE, "Show an endpoint", admin, self.retrieve, reply=WebhookEndpoint,
                 errors=(404,),
             ),
             Operation(
-                "updateWebhookEndpoint", "POST", ONE, "Change what is given", admin, self.update,
+                "updateWebhookEndpoint", "POST", ONE, "Change an endpoint", admin, self.update,
                 body=UpdateEndpoint, reply=WebhookEndpoint, errors=(404,),
             ),
             Operation(
-                "deleteWebhookEndpoint", "DELETE", ONE, "Send it nothing more", admin, self.delete,
+                "deleteWebhookEndpoint", "DELETE", ONE, "Delete an endpoint", admin, self.delete,
                 reply=DeletedWebhookEndpoint, errors=(404,),
             ),
             Operation(
-                "rotateWebhookSecret", "POST", ONE + "/rotate_secret", "Give it another secret, shown this once", admin,
+                "rotateWebhookSecret", "POST", ONE + "/rotate_secret", "Replace the secret; it is shown once", admin,
                 self.rotate, body=RotateSecret, body_is_optional=True, reply=WebhookEndpointWithSecret, errors=(404,),
             ),
             Operation(
-                "testWebhookEndpoint", "POST", ONE + "/test", "Send it a sample event now", admin, self.test,
+                "testWebhookEndpoint", "POST", ONE + "/test", "Send a sample event now", admin, self.test,
                 body=TestEndpoint, reply=WebhookEndpointTest, errors=(404,),
             ),
             Operation(
-                "listWebhookEventTypes", "GET", "/v1/webhook_event_types", "What endpoints can be told", admin,
+                "listWebhookEventTypes", "GET", "/v1/webhook_event_types", "List the types of events", admin,
                 self.types, reply=WebhookEventTypes,
             ),
         )  # fmt: skip
 
     async def create(self, call: Call) -> Response:
-        asked: CreateEndpoint = call.body
-        made, secret = await self._webhooks.create(
-            call.caller.project, name=asked.name, url=asked.url, event_types=asked.event_types
+        body: CreateEndpoint = call.body
+        endpoint, secret = await self._webhooks.create(
+            call.caller.project, name=body.name, url=body.url, event_types=body.event_types
         )
-        return json_reply(_with_secret(made, secret))
+        return json_reply(_with_secret(endpoint, secret))
 
     async def list(self, call: Call) -> Response:
         query: ListEndpoints = call.query
-        found, has_more = await self._webhooks.list(call.caller.project, after=query.after, limit=query.limit)
-        shown = [_shown(each) for each in found]
-        first, last = (shown[0].id, shown[-1].id) if shown else (None, None)
-        return json_reply(WebhookEndpointPage(shown, has_more, first, last))
+        records, has_more = await self._webhooks.list(call.caller.project, after=query.after, limit=query.limit)
+        endpoints = [_endpoint(each) for each in records]
+        first, last = (endpoints[0].id, endpoints[-1].id) if endpoints else (None, None)
+        return json_reply(WebhookEndpointPage(endpoints, has_more, first, last))
 
     async def retrieve(self, call: Call) -> Response:
-        return json_reply(_shown(await self._webhooks.get(*_named(call))))
+        return json_reply(_endpoint(await self._webhooks.get(*_project_and_id(call))))
 
     async def update(self, call: Call) -> Response:
-        asked: UpdateEndpoint = call.body
+        body: UpdateEndpoint = call.body
         changed = await self._webhooks.update(
-            *_named(call), name=asked.name, url=asked.url, event_types=asked.event_types
+            *_project_and_id(call), name=body.name, url=body.url, event_types=body.event_types
         )
-        return json_reply(_shown(changed))
+        return json_reply(_endpoint(changed))
 
     async def delete(self, call: Call) -> Response:
-        project, endpoint_id = _named(call)
+        project, endpoint_id = _project_and_id(call)
         await self._webhooks.delete(project, endpoint_id)
         return json_reply(DeletedWebhookEndpoint(endpoint_id))
 
     async def rotate(self, call: Call) -> Response:
-        asked: RotateSecret = call.body or RotateSecret()
-        changed, secret = await self._webhooks.rotate(*_named(call), keep_old=asked.keep_old_secret_active_for_24_hours)
+        body: RotateSecret = call.body or RotateSecret()
+        changed, secret = await self._webhooks.rotate(
+            *_project_and_id(call), keep_old=body.keep_old_secret_active_for_24_hours
+        )
         return json_reply(_with_secret(changed, secret))
 
     async def test(self, call: Call) -> Response:
-        asked: TestEndpoint = call.body
-        project, endpoint_id = _named(call)
-        status = await self._webhooks.test(project, endpoint_id, asked.event_type)
-        return json_reply(WebhookEndpointTest(asked.event_type, status, endpoint_id))
+        body: TestEndpoint = call.body
+        project, endpoint_id = _project_and_id(call)
+        status = await self._webhooks.test(project, endpoint_id, body.event_type)
+        return json_reply(WebhookEndpointTest(body.event_type, status, endpoint_id))
 
     async def types(self, call: Call) -> Response:
         return json_reply(WebhookEventTypes(list(EVENT_TYPES)))
 
 
-def _named(call: Call) -> tuple[str, str]:
+def _project_and_id(call: Call) -> tuple[str, str]:
     return call.caller.project, call.path["webhook_endpoint_id"]
 
 
-def _shown(endpoint: WebhookRecord) -> WebhookEndpoint:
+def _endpoint(record: WebhookRecord) -> WebhookEndpoint:
     return WebhookEndpoint(
-        endpoint.id, int(endpoint.created), endpoint.events, endpoint.name, endpoint.url, int(endpoint.updated),
-        endpoint.hint,
+        record.id, int(record.created), record.events, record.name, record.url, int(record.updated),
+        record.hint,
     )  # fmt: skip
 
 
-def _with_secret(endpoint: WebhookRecord, secret: Secret) -> WebhookEndpointWithSecret:
+def _with_secret(record: WebhookRecord, secret: Secret) -> WebhookEndpointWithSecret:
     return WebhookEndpointWithSecret(
-        endpoint.id, int(endpoint.created), endpoint.events, endpoint.name, endpoint.url, int(endpoint.updated),
-        endpoint.hint, signing_secret=secret.reveal(),
+        record.id, int(record.created), record.events, record.name, record.url, int(record.updated),
+        record.hint, signing_secret=secret.reveal(),
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""Predibase's API: datasets, batch inference, deployments and their serving, as its published package speaks it."""
+"""Predibase's API for its published package: datasets, batch inference, deployments and calls of deployments."""

@@ -1,4 +1,4 @@
-"""Batch inference: jobs over datasets, with the adapters that their rows name, made from committed records only.
+"""Batch inference jobs over datasets, with the adapters that their rows name. Views come from committed records only.
 
 Source: the published client, which reads the first five fields of a job.
 """
@@ -20,7 +20,7 @@ from batchmill.server.delivery import take_order
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.files import FileRecord
 from batchmill.services.named_datasets import OPENAI, DatasetRecord, DatasetState
-from batchmill.services.path_redaction import Places
+from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.project_jobs import NO_RESULTS, ResultIds
 from batchmill.services.repeats import once_for
 from batchmill.services.services import Services
@@ -70,9 +70,9 @@ class Job(Struct, frozen=True, kw_only=True, rename="camel"):
     original_request: dict[str, Any]
     status: Status
     error: str | None
-    result_path: str | None  # None: there is nothing to download
-    state: str  # as batchmill has it
-    message: str  # what it waits for, or what its engine says
+    result_path: str | None  # None: there are no results to download
+    state: str  # batchmill's own state
+    message: str  # what it waits for, or its engine's message
     dataset_id: str | None
     model: str
     rows: Rows
@@ -83,13 +83,13 @@ class Job(Struct, frozen=True, kw_only=True, rename="camel"):
     progress: float  # 0 to 1
     rows_per_second: float | None
     remaining_seconds: float | None
-    created_at: float  # seconds since the epoch, as the following
+    created_at: float  # seconds since the epoch, like the two below
     started_at: float | None
     finished_at: float | None
 
 
 def job_of(view: JobView, results: ResultIds, hide: Callable[[str], str], *, reasons: Sequence[str] = ()) -> Job:
-    """`hide` takes the server's folders out of a sentence; `reasons` say why it is not going faster."""
+    """Return a job for the client. `hide` removes the server's paths from a message; `reasons` say why it is slow."""
     origin = view.origin or {}
     state = JobState(view.state)
     usage = view.usage
@@ -118,21 +118,21 @@ def job_of(view: JobView, results: ResultIds, hide: Callable[[str], str], *, rea
 
 
 def _status(view: JobView, state: JobState) -> Status:
-    """A job that paused before a row of it ran waits still."""
+    """Return the client's status. A job that paused before its first row ran is still queued."""
     return "queued" if state is JobState.PAUSED and view.started is None else _STATUS[state]
 
 
 def _error(view: JobView, state: JobState, hide: Callable[[str], str]) -> str | None:
-    """Why it failed: the first lines that are wrong, or what the engine said."""
+    """Return why a job failed: the first bad lines, or the engine's message; None for other jobs."""
     if state is JobState.EXPIRED:
-        return hide(view.message) or "its deadline passed before all rows had run: the results hold those that did"
+        return hide(view.message) or "the deadline passed before all rows ran: the results contain the finished rows"
     if state is not JobState.FAILED:
         return None
     return hide(summary_of(view.problems, view.problems_total) or view.message or view.reason or "failed")
 
 
 def _price(prices: dict[str, Price]) -> PerMillion | None:
-    """Of the base model: its adapters cost what it costs."""
+    """Return the price of the base model, which is also the price of its adapters."""
     for price in prices.values():
         return PerMillion(price.input, price.input if price.cached is None else price.cached, price.output)
     return None
@@ -149,8 +149,8 @@ ALL = "/v2/batch-inference"
 ONE = f"{ALL}/{{job_id}}"
 LIST_DEFAULT, LIST_MAX = 10, 1000
 SHOWN_CHARS = 80
-HIDDEN = "***"  # in the place of a token
-TO_STOP = (JobState.CANCELLING, JobState.CANCELLED)
+HIDDEN = "***"  # replaces a token
+CANCELLED_STATES = (JobState.CANCELLING, JobState.CANCELLED)
 
 
 class CreateJob(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -173,7 +173,7 @@ class JobPage(Struct, frozen=True):
 
 
 class ResultLink(Struct, frozen=True):
-    """It works once, for an hour."""
+    """A link that works once, for an hour."""
 
     url: str
 
@@ -182,7 +182,7 @@ class BatchInference:
     def __init__(self, services: Services, downloads: Downloads) -> None:
         self._services, self._downloads = services, downloads
         self._project_jobs, self._files = services.jobs, services.files
-        self._show = partial(job_of, hide=Places(services.config.data_dir).hide)
+        self._show = partial(job_of, hide=PathRedactor(services.config.data_dir).hide)
 
     def operations(self) -> Sequence[Operation]:
         return (
@@ -192,16 +192,16 @@ class BatchInference:
                 errors=(MISSING, CONFLICT, 422, 503), spends_itself=True,
             ),
             Operation(
-                "listBatchInference", "GET", ALL, "Jobs, the newest first", Scope.READ, self.list,
+                "listBatchInference", "GET", ALL, "List jobs, the newest first", Scope.READ, self.list,
                 query=ListJobs, reply=JobPage,
             ),
             Operation("getBatchInference", "GET", ONE, "One job", Scope.READ, self.get, reply=Job, errors=(MISSING,)),
             Operation(
-                "cancelBatchInference", "POST", f"{ONE}/cancel", "Run no more of its rows; finished ones are kept",
+                "cancelBatchInference", "POST", f"{ONE}/cancel", "Stop running rows; finished rows are kept",
                 Scope.SUBMIT, self.cancel, status=204, errors=(MISSING, CONFLICT, 503),
             ),
             Operation(
-                "linkBatchInferenceResults", "GET", f"{ONE}/results", "A link to the results, which works once",
+                "linkBatchInferenceResults", "GET", f"{ONE}/results", "Get a link to the results, which works once",
                 Scope.READ, self.results, reply=ResultLink, errors=(MISSING, CONFLICT, 410),
             ),
         )  # fmt: skip
@@ -210,7 +210,7 @@ class BatchInference:
         key, arrived = call.request.headers.get("idempotency-key"), self._services.clock.now()
         once = once_for(call.caller, ROUTE, call.raw, key, 0, arrived=arrived)
         job = await take_order(call, self._services.repeats, once, lambda: self._submit(call, once))
-        # From here on the job is stored: whatever fails now, the client gets its id, and does not send the order again.
+        # The job is stored now. The client gets its id even if the view fails, and does not send the order again.
         try:
             view, results = await self._project_jobs.show_with_results(call.caller, job)
         except BatchmillError:
@@ -226,42 +226,42 @@ class BatchInference:
 
     async def list(self, call: Call) -> Response:
         query: ListJobs = call.query
-        found = await self._project_jobs.list_with_results(call.caller, JobQuery(origin=FRONTEND, limit=query.limit))
-        return json_reply(JobPage(Jobs([self._show(view, results) for view, results in found])))
+        jobs = await self._project_jobs.list_with_results(call.caller, JobQuery(origin=FRONTEND, limit=query.limit))
+        return json_reply(JobPage(Jobs([self._show(view, results) for view, results in jobs])))
 
     async def cancel(self, call: Call) -> Response:
-        """Asked again of a job that is cancelled, it is no error: the client repeats its POSTs."""
+        """Cancel a job. It is not an error if the job is cancelled already, because the client repeats its POSTs."""
         view, _ = await self._own(call.caller, call.path["job_id"])
-        if view.state not in TO_STOP:
+        if view.state not in CANCELLED_STATES:
             try:
                 await self._project_jobs.cancel(call.caller, view.id)
             except InvalidTransition:
                 view, results = await self._own(call.caller, view.id)
-                if view.state not in TO_STOP:
+                if view.state not in CANCELLED_STATES:
                     raise InvalidTransition(
-                        f"the job {view.id} is {self._show(view, results).status}: it can be cancelled no more",
+                        f"the job {view.id} is {self._show(view, results).status}: it can no longer be cancelled",
                         code="job_has_ended",
                     ) from None
         return Response(None, 204)
 
     async def results(self, call: Call) -> Response:
         view, results = await self._own(call.caller, call.path["job_id"])
-        shown = self._show(view, results)
+        job = self._show(view, results)
         if not JobState(view.state).is_at_rest or view.state == JobState.PAUSED:
             raise InvalidTransition(
-                f"the job {view.id} is {shown.status}: its results can be downloaded once it is completed",
+                f"the job {view.id} is {job.status}: its results can be downloaded once it is completed",
                 code="results_not_ready",
             )
         if results.output is None:
-            why = f": {shown.error}" if shown.error else ""
+            why = f": {job.error}" if job.error else ""
             raise InvalidTransition(
-                f"the job {view.id} is {shown.status} and has no results{why}", code="no_results"
+                f"the job {view.id} is {job.status} and has no results{why}", code="no_results"
             )  # fmt: skip
-        await self._files.get(call.caller.project, results.output)  # one that was deleted is known to be
+        await self._files.get(call.caller.project, results.output)  # raises if the file was deleted
         return json_reply(ResultLink(self._downloads.url(call.request, call.caller.project, results.output)))
 
     async def _own(self, caller: Caller, job_id: str) -> tuple[JobView, ResultIds]:
-        """A job of this caller's that came this way. Raises: UnknownName for every other id, in one sentence."""
+        """Return a job that this caller submitted with this API. Raises: UnknownName, the same for any other id."""
         try:
             view, results = await self._project_jobs.show_with_results(caller, job_id)
         except UnknownName:
@@ -271,18 +271,18 @@ class BatchInference:
         return view, results
 
     async def _submit(self, call: Call, once: Once) -> str:
-        """The id of the job that an order became."""
-        asked: CreateJob = call.body
+        """Submit a job and return its id."""
+        order: CreateJob = call.body
         services, caller = self._services, call.caller
-        settings = of_server_config(asked.server_config)
-        record = await services.datasets.find(caller.project, asked.dataset)
+        settings = of_server_config(order.server_config)
+        record = await services.datasets.find(caller.project, order.dataset)
         _check_runnable(record)
         model = services.llms.spec(caller, await services.llms.keep_token(caller, settings))
         async with services.datasets.hold(record) as file:
-            order = self._order(call, record, file, model, once)
-            return (await self._project_jobs.submit(caller, order)).id
+            job = self._job_order(call, record, file, model, once)
+            return (await self._project_jobs.submit(caller, job)).id
 
-    def _order(self, call: Call, record: DatasetRecord, file: FileRecord, model: ModelSpec, once: Once) -> JobOrder:
+    def _job_order(self, call: Call, record: DatasetRecord, file: FileRecord, model: ModelSpec, once: Once) -> JobOrder:
         config = self._services.config
         limits = msgspec.structs.asdict(config.limits)
         return JobOrder(
@@ -297,18 +297,18 @@ class BatchInference:
         )
 
     def _as_ordered(self, job: str, call: Call) -> JobView:
-        """The job as it was ordered, where it cannot be looked at just now."""
+        """Return a view made from the order, for when the job cannot be read just now."""
         now = self._services.clock.now()
         return JobView(job, JobState.VALIDATING, call.caller.project, origin=_origin(call), created=now)
 
 
 def _origin(call: Call) -> dict[str, Any]:
-    """What is kept with the job for this API alone."""
+    """Return what this API stores with a job."""
     return {"frontend": FRONTEND, "key": call.caller.key, "request": _without_token(call.raw)}
 
 
 def _without_token(raw: bytes) -> dict[str, Any]:
-    """The order as it was sent, to be shown again."""
+    """Return the order as the client sent it, without the token."""
     request = msgspec.json.decode(raw)
     config = request["serverConfig"]
     if config.get("hfToken") is not None:
@@ -317,7 +317,7 @@ def _without_token(raw: bytes) -> dict[str, Any]:
 
 
 def _check_runnable(record: DatasetRecord) -> None:
-    """Raises: InvalidTransition while a dataset is checked, InvalidDataset for one whose rows cannot be run."""
+    """Raises: InvalidTransition while a dataset is being checked; InvalidDataset if its rows cannot be run."""
     if record.state == DatasetState.CHECKING:
         raise InvalidTransition(
             f"the rows of the dataset {record.name!r} are still being checked: wait until it is connected",

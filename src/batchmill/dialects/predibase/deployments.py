@@ -1,7 +1,8 @@
-"""Deployments of language models as Predibase's clients see them, and the events of their engines.
+"""Deployments of language models for Predibase's clients, and the events of their engines.
 
-The published client asks every two seconds until an event is called Ready or Failed, whenever that was: so an update
-is not answered with what was ready before it. Source: predibase 2025.10.3, `resources/deployments.py`, `pql/api.py`.
+The published client polls every two seconds until an event is called Ready or Failed, at whatever time it happened. So
+the reply leaves out events from before the last update. Source: predibase 2025.10.3, `resources/deployments.py`,
+`pql/api.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType, field
 from starlette.responses import Response
 
-from batchmill.dialects.predibase.server_config import DeploymentConfig, context_window, of_deployment_config, shown
+from batchmill.dialects.predibase.server_config import DeploymentConfig, config_of, context_window, of_deployment_config
 from batchmill.errors import Conflict
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.llms.records import LlmDeployment
@@ -22,10 +23,10 @@ from batchmill.services.services import Services
 from batchmill.types import Caller, EngineState, EngineView, Price, Scope
 from batchmill.types.models import DIED
 
-STARTS_WITHIN_S = 30.0  # an engine that was asked for has begun to start; otherwise it waits for a first call
-ASKED = "asked_at"
+STARTS_WITHIN_S = 30.0  # a requested engine begins to start within this time; otherwise it waits for its first call
+REQUESTED_AT = "asked_at"
 READY, FAILED = "Ready", "Failed"
-# Kind of an event -> its name here. What fails and is tried again has not failed.
+# Kind of an engine event -> its name in this API. An engine that is started again has crashed, not failed.
 NAMES = {
     "waiting": "Pending",
     "starting": "Initializing",
@@ -57,11 +58,11 @@ class ComputeEvent(Struct, frozen=True, rename="camel", omit_defaults=True):
     timestamp: str
     message: str = ""
     replica: int | None = None
-    in_flight: int | None = None  # of a server that died: requests of the caller's project
+    in_flight: int | None = None  # when an engine died: how many requests of the caller's project it was answering
 
 
 class ComputeEvents(Struct, frozen=True, rename="camel"):
-    """`resource_active_time`: whole seconds since an engine was ready; null: none is."""
+    """`resource_active_time`: whole seconds since an engine became ready; null: no engine is ready."""
 
     name: str
     deployment_status: str
@@ -69,13 +70,13 @@ class ComputeEvents(Struct, frozen=True, rename="camel"):
     events: list[ComputeEvent] = field(name="ComputeEvents")
 
 
-def asked(now: float) -> dict[str, Any]:
-    """What a deployment remembers of when its engine was last asked for."""
-    return {ASKED: now}
+def request_details(now: float) -> dict[str, Any]:
+    """Return the entry of a deployment's details that records when its engine was last requested."""
+    return {REQUESTED_AT: now}
 
 
 def status_of(deployment: LlmDeployment, view: EngineView) -> str:
-    """`standby`: it starts with the first call; `stopped`: it answers none until somebody starts it."""
+    """Return the status of a deployment. `standby` starts with the first call; `stopped` needs an explicit start."""
     if deployment.is_stopped:
         return "stopped"
     if deployment.is_updating and view.state == EngineState.READY:
@@ -84,12 +85,12 @@ def status_of(deployment: LlmDeployment, view: EngineView) -> str:
 
 
 def compute_events(deployment: LlmDeployment, view: EngineView, *, now: float, detailed: bool) -> ComputeEvents:
-    """Everything since its engine was last asked for; without `detailed`, only failures say more than their names.
+    """Return the events since the engine was last requested; without `detailed`, only failures have a message.
 
-    The new engine of an update is ready a moment before the deployment has it: `Ready` is told when it has.
+    The new engine of an update is ready a moment before the deployment uses it. `Ready` is reported when it does.
     """
-    since = float(deployment.details.get(ASKED, deployment.created))
-    found = [
+    since = float(deployment.details.get(REQUESTED_AT, deployment.created))
+    events = [
         ComputeEvent(
             NAMES.get(event.kind, event.kind.capitalize()),
             _time(event.at),
@@ -100,22 +101,22 @@ def compute_events(deployment: LlmDeployment, view: EngineView, *, now: float, d
         for event in view.events
         if event.at >= since and not (deployment.is_updating and event.kind == "ready")
     ]
-    names = {event.event_type for event in found}
+    names = {event.event_type for event in events}
     ending = _ending(deployment, view, is_late=now - since > STARTS_WITHIN_S)
     if ending is not None and ending not in names:
-        found.append(ComputeEvent(ending, _time(since), view.message))
+        events.append(ComputeEvent(ending, _time(since), view.message))
     ready_at = max((event.at for event in view.events if event.kind == "ready"), default=None)
     is_ready = view.state == EngineState.READY and ready_at is not None
     return ComputeEvents(
         deployment.name,
         status_of(deployment, view),
         int(now - ready_at) if is_ready else None,
-        [each if detailed or each.event_type == FAILED else _short(each) for each in found],
+        [each if detailed or each.event_type == FAILED else _short(each) for each in events],
     )
 
 
 def _ending(deployment: LlmDeployment, view: EngineView, *, is_late: bool) -> str | None:
-    """How what was asked for has ended; None: it is under way."""
+    """Return the event that ends the requested start or update; None: it is still under way."""
     if view.state == EngineState.FAILED or deployment.problem:
         return FAILED
     if deployment.is_updating or deployment.is_stopped:
@@ -132,8 +133,8 @@ def _time(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).isoformat()
 
 
-PLACE = "/v2/deployments"
-REPEATED_S = 3_600.0  # an order that arrives again within this time is the one that came before
+PATH = "/v2/deployments"
+REPEATED_S = 3_600.0  # an identical order within this time is a repetition
 SHARED, PRIVATE = "shared", "private"
 TYPES = {"shared": SHARED, "serverless": SHARED, "private": PRIVATE, "dedicated": PRIVATE}
 NO_LOGS = "batchmill keeps no log of requests and answers, so there is none to download"
@@ -173,7 +174,7 @@ class LogsQuery(Struct, frozen=True, forbid_unknown_fields=True, rename="camel")
 
 
 class Model(Struct, frozen=True, rename="camel"):
-    """`max_input_length`: tokens of prompt and answer together; 0: only the engine knows."""
+    """`max_input_length`: tokens of prompt and answer together; 0: only the engine knows it."""
 
     name: str
     max_input_length: int
@@ -184,14 +185,14 @@ class Accelerator(Struct, frozen=True):
 
 
 class Deployment(Struct, frozen=True, rename="camel"):
-    """`type` is shared for a model of the configuration, private for one that the project made."""
+    """`type` is shared for a configured model, private for a deployment that the project created."""
 
     name: str
     uuid: str
     description: str | None
     type: str
     status: str
-    message: str  # why it waits or has failed: of a failure the engine's last lines
+    message: str  # why it waits or has failed; after a failure, the last lines of the engine's log
     model: Model
     accelerator: Accelerator
     quantization: str | None
@@ -215,7 +216,7 @@ class LogsDetail(Struct, frozen=True):
 
 
 class NoLogs(Struct, frozen=True):
-    """The client reads `error.message` of this call alone."""
+    """The reply to a request for logs. The client reads `error.message` for this call only."""
 
     error: LogsDetail
 
@@ -225,22 +226,23 @@ class Deployments:
         self._llms, self._clock = services.llms, services.clock
 
     def operations(self) -> Sequence[Operation]:
-        one = f"{PLACE}/{{name}}"
+        one = f"{PATH}/{{name}}"
         return [
             Operation(
-                "createDeployment", "POST", PLACE, "Deploy a language model", Scope.ADMIN, self.create,
+                "createDeployment", "POST", PATH, "Deploy a language model", Scope.ADMIN, self.create,
                 body=CreateDeployment, reply=OneDeployment, errors=(404, 409),
             ),
             Operation(
-                "listDeployments", "GET", PLACE, "The deployments", Scope.READ, self.list, query=ListDeployments,
+                "listDeployments", "GET", PATH, "List the deployments", Scope.READ, self.list, query=ListDeployments,
                 reply=ManyDeployments,
             ),
             Operation(
-                "recommendedConfig", "GET", f"{PLACE}/recommended-config", "How a base model is best deployed",
+                "recommendedConfig", "GET", f"{PATH}/recommended-config", "The recommended config for a base model",
                 Scope.READ, self.recommend, query=RecommendedConfig, reply=DeploymentConfig, errors=(404,),
             ),
             Operation(
-                "showDeployment", "GET", one, "A deployment", Scope.READ, self.get, reply=OneDeployment, errors=(404,),
+                "showDeployment", "GET", one, "Show a deployment", Scope.READ, self.get, reply=OneDeployment,
+                errors=(404,),
             ),
             Operation(
                 "updateDeployment", "PUT", one, "Change a deployment", Scope.ADMIN, self.update,
@@ -251,81 +253,81 @@ class Deployments:
                 errors=(404, 409),
             ),
             Operation(
-                "deploymentRequestLogs", "GET", f"{one}/request-logs", "There are none", Scope.READ, self.logs,
-                query=LogsQuery, errors=(404, 422),
+                "deploymentRequestLogs", "GET", f"{one}/request-logs", "Refused: request logs are not kept",
+                Scope.READ, self.logs, query=LogsQuery, errors=(404, 422),
             ),
             Operation(
-                "deploymentEvents", "GET", "/llms/{name}/events", "What became of a deployment", Scope.READ,
+                "deploymentEvents", "GET", "/llms/{name}/events", "The events of a deployment", Scope.READ,
                 self.events, query=EventsQuery, reply=ComputeEvents, errors=(404,),
             ),
         ]  # fmt: skip
 
     async def create(self, call: Call) -> Response:
-        """Its engine starts at once, so that a config that does not work says so. An order may arrive twice."""
+        """Deploy a model and start its engine at once, so a wrong config fails early. An order may arrive twice."""
         order: CreateDeployment = call.body
         settings = of_deployment_config(order.config)
         digest = hashlib.sha256(call.raw).hexdigest()
-        details = asked(self._clock.now()) | {"digest": digest}
+        details = request_details(self._clock.now()) | {"digest": digest}
         try:
-            made = await self._llms.create(
+            deployment = await self._llms.create(
                 call.caller, order.name, settings, description=order.description or None, details=details
             )
         except Conflict:
-            had = self._llms.find(call.caller, order.name)
-            is_repeated = had is not None and had.details.get("digest") == digest
-            if had is None or not is_repeated or self._clock.now() - had.created > REPEATED_S:
+            existing = self._llms.find(call.caller, order.name)
+            is_repeated = existing is not None and existing.details.get("digest") == digest
+            if existing is None or not is_repeated or self._clock.now() - existing.created > REPEATED_S:
                 raise
-            made = had  # its engine was not started yet, where a crash came before the reply
-        if not made.is_stopped:
-            await self._llms.start(call.caller, made.name)
-        return json_reply(OneDeployment(self._shown(call.caller, made)))
+            deployment = existing  # its engine may not have started, if a crash came before the reply
+        if not deployment.is_stopped:
+            await self._llms.start(call.caller, deployment.name)
+        return json_reply(OneDeployment(self._view(call.caller, deployment)))
 
     async def list(self, call: Call) -> Response:
-        wanted = TYPES.get(call.query.type)
-        found = [self._shown(call.caller, each) for each in self._llms.list(call.caller)]
-        return json_reply(ManyDeployments([each for each in found if wanted in (None, each.type)]))
+        kind = TYPES.get(call.query.type)
+        deployments = [self._view(call.caller, each) for each in self._llms.list(call.caller)]
+        return json_reply(ManyDeployments([each for each in deployments if kind in (None, each.type)]))
 
     async def get(self, call: Call) -> Response:
-        return json_reply(OneDeployment(self._shown(call.caller, self._llms.get(call.caller, call.path["name"]))))
+        return json_reply(OneDeployment(self._view(call.caller, self._llms.get(call.caller, call.path["name"]))))
 
     async def update(self, call: Call) -> Response:
-        """Omitted settings are unchanged. The running engine answers until the new one is ready."""
+        """Change a deployment. Omitted settings are unchanged. The old engine answers until the new one is ready."""
         body: UpdateDeployment = call.body
         caller, name = call.caller, call.path["name"]
         if body.config is None:
             changed = await self._llms.update(caller, name, description=body.description)
-            return json_reply(OneDeployment(self._shown(call.caller, changed)))
-        had = self._llms.get(caller, name)
-        settings = of_deployment_config(body.config, had.settings)
-        details = had.details | asked(self._clock.now())
+            return json_reply(OneDeployment(self._view(call.caller, changed)))
+        current = self._llms.get(caller, name)
+        settings = of_deployment_config(body.config, current.settings)
+        details = current.details | request_details(self._clock.now())
         changed = await self._llms.update(caller, name, settings, body.description, details)
         if not changed.is_updating and not changed.is_stopped:
             await self._llms.start(caller, name)
-        return json_reply(OneDeployment(self._shown(call.caller, changed)))
+        return json_reply(OneDeployment(self._view(call.caller, changed)))
 
     async def delete(self, call: Call) -> Response:
         await self._llms.delete(call.caller, call.path["name"])
         return Response(status_code=204)
 
     async def recommend(self, call: Call) -> Response:
-        """What the config of a deployment of this base model would be: what is not said is best left to the engine."""
+        """Return a config for a deployment of this base model; the engine chooses what the config leaves out."""
         query: RecommendedConfig = call.query
         config = DeploymentConfig(query.base_model, quantization=query.quantization, accelerator=query.accelerator)
         settings = of_deployment_config(config)
         self._llms.spec(call.caller, settings)
-        return json_reply(shown(settings))
+        return json_reply(config_of(settings))
 
     async def logs(self, call: Call) -> Response:
         self._llms.get(call.caller, call.path["name"])
         return json_reply(NoLogs(LogsDetail(NO_LOGS)), 422)
 
     async def events(self, call: Call) -> Response:
-        found = self._llms.get(call.caller, call.path["name"])
-        view = self._llms.shown(call.caller, found)
-        return json_reply(compute_events(found, view, now=self._clock.now(), detailed=call.query.detailed))
+        deployment = self._llms.get(call.caller, call.path["name"])
+        view = self._llms.shown(call.caller, deployment)
+        return json_reply(compute_events(deployment, view, now=self._clock.now(), detailed=call.query.detailed))
 
-    def _shown(self, caller: Caller, deployment: LlmDeployment) -> Deployment:
-        view, config = self._llms.shown(caller, deployment), shown(deployment.settings)
+    def _view(self, caller: Caller, deployment: LlmDeployment) -> Deployment:
+        view, config = self._llms.shown(caller, deployment), config_of(deployment.settings)
         gpus = deployment.model.needs.gpus
         return Deployment(
             name=deployment.name,

@@ -1,4 +1,4 @@
-"""Predibase's API on the wire, as its published package speaks it; its first request asks whose the key is."""
+"""Predibase's API for its published package, whose first request asks which project the key belongs to."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from batchmill.dialects.predibase.files import DatasetHandlers, Downloads
 from batchmill.dialects.predibase.serving import Serving
 from batchmill.errors import BatchmillError
 from batchmill.server.operations import Call, Operation, json_reply
-from batchmill.services.path_redaction import Places
+from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.services import Services
 from batchmill.types import Scope
 
-ANYBODY = "anybody"  # who asks without a key, where there are none
-NAMESPACE = uuid.UUID("6fa459ea-ee8a-3ca4-894e-db77e160355e")  # of ids that follow from a key's own
+ANYBODY = "anybody"  # the user of a server without keys
+NAMESPACE = uuid.UUID("6fa459ea-ee8a-3ca4-894e-db77e160355e")  # for user ids, which are made from project and key
 
 
 class Subscription(Struct, frozen=True, rename="camel"):
-    """There is nothing to subscribe to: whoever runs the server decides who may use it."""
+    """A fixed subscription, which the client expects. The operator of the server decides who may use it."""
 
     id: str = "batchmill"
     tier: str = "ENTERPRISE"
@@ -36,7 +36,7 @@ class Subscription(Struct, frozen=True, rename="camel"):
 
 
 class Tenant(Struct, frozen=True, rename="camel"):
-    """A project: its name stands in the addresses of deployments."""
+    """A project. Its name is part of the URLs of its deployments."""
 
     name: str
     short_code: str
@@ -71,7 +71,7 @@ class PredibaseDialect:
     name = "predibase"
 
     def __init__(self, services: Services) -> None:
-        self._places = Places(services.config.data_dir)
+        self._path_redactor = PathRedactor(services.config.data_dir)
         downloads = Downloads(services)
         self._groups = (
             Users(services),
@@ -86,7 +86,7 @@ class PredibaseDialect:
         return [operation for group in self._groups for operation in group.operations()]
 
     def refusal(self, error: BatchmillError) -> Response:
-        message = self._places.hide(error.message)
+        message = self._path_redactor.hide(error.message)
         if isinstance(error, errors.LoraxRefused):
             return errors.lorax_refusal(error.error, message, is_openai=error.is_openai)
         return errors.refusal(error, message)

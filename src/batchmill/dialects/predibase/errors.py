@@ -1,11 +1,11 @@
-"""How Predibase and LoRAX say that something is wrong.
+"""The error replies of Predibase and LoRAX.
 
-Predibase: `{"error": "<text>"}`. Its published client repeats 429, 500, 502, 503 and 504 four times, POSTs too, and
-shows the text of the last reply, so those statuses are for what a repetition may mend.
+Predibase: `{"error": "<text>"}`. Its published client repeats a request, also a POST, four times after 429, 500, 502,
+503 and 504, and shows the text of the last reply. So these statuses are for errors that a retry may solve.
 
-LoRAX: `{"error": "<text>", "error_type": "<word>"}`. Below its OpenAI base the text is in OpenAI's object, since the
-openai package shows no other. Its client raises by the word where it knows it (generation, incomplete_generation,
-overloaded, validation), and by the status otherwise. Source: LoRAX's router, `server.rs`; predibase 2025.10.3,
+LoRAX: `{"error": "<text>", "error_type": "<type>"}`. On the OpenAI paths the text is in OpenAI's error object, because
+the openai package shows only that. LoRAX's client chooses its exception by the types generation, incomplete_generation,
+overloaded and validation, and otherwise by the status. Source: LoRAX's router, `server.rs`; predibase 2025.10.3,
 `resources/lorax/errors.py`.
 """
 
@@ -16,13 +16,13 @@ from starlette.responses import Response
 
 from batchmill.errors import BatchmillError
 from batchmill.server.replies import error_reply, text_reply
-from batchmill.wire.error_statuses import decode_error, status_of, with_own
+from batchmill.wire.error_statuses import decode_error, status_of, with_overrides
 
-STATUSES = with_own({"model_failed": 422, "timeout": 422, "paused": 409})
+STATUSES = with_overrides({"model_failed": 422, "timeout": 422, "paused": 409})
 VALIDATION, GENERATION, INCOMPLETE, OVERLOADED = "validation", "generation", "incomplete_generation", "overloaded"
-LORAX_DOCUMENTED = (404, 422, 424)  # besides those that any operation may answer
-SHOWN_CHARS = 4_000  # of what an engine said
-LORAX_STATUSES = with_own(
+LORAX_DOCUMENTED = (404, 422, 424)  # besides the statuses of every operation
+SHOWN_CHARS = 4_000  # of an engine's message
+LORAX_STATUSES = with_overrides(
     {
         "invalid_input": 422,
         "conflict": 422,
@@ -30,10 +30,10 @@ LORAX_STATUSES = with_own(
         "model_failed": 424,
         "timeout": 424,
         "generation": 424,
-        "answer_too_large": 424,  # the client would have it made six times
+        "answer_too_large": 424,  # after other statuses the client would generate it six times
     }
 )
-WORDS = {
+ERROR_TYPES = {
     401: "unauthenticated",
     403: "forbidden",
     404: "not_found",
@@ -42,7 +42,7 @@ WORDS = {
     429: OVERLOADED,
     500: INCOMPLETE,
     503: OVERLOADED,
-}  # of any other status: validation
+}  # any other status: validation
 
 
 class Envelope(Struct, frozen=True):
@@ -50,7 +50,7 @@ class Envelope(Struct, frozen=True):
     error_type: str
 
 
-# Of all errors of the dialect: those of calls that are no deployment's are a text alone.
+# The schema of all errors of the dialect. Errors of calls other than those of a deployment have only a text.
 SCHEMA = {
     "type": "object",
     "required": ["error"],
@@ -71,7 +71,7 @@ class OpenAIEnvelope(Struct, frozen=True):
 
 
 class LoraxRefused(BatchmillError):
-    """What was wrong with a call of a deployment before its body was read."""
+    """A call of a deployment was refused before its body was read. `error` is the cause."""
 
     def __init__(self, error: BatchmillError, *, is_openai: bool) -> None:
         super().__init__(error.message, code=error.code)
@@ -90,7 +90,7 @@ class EngineRefused(BatchmillError):
 
 
 def lorax_status(error: BatchmillError) -> int:
-    """An engine's status is one of those that LoRAX's clients know."""
+    """Return the status of the reply. An engine's own status becomes one that LoRAX's clients know."""
     if not isinstance(error, EngineRefused):
         return status_of(error, LORAX_STATUSES)
     if error.status in (404, 429, 503):
@@ -99,21 +99,22 @@ def lorax_status(error: BatchmillError) -> int:
 
 
 def lorax_envelope(error: BatchmillError, message: str, *, is_openai: bool = False) -> Envelope | OpenAIEnvelope:
-    word = INCOMPLETE if error.code == "engine_lost" else WORDS.get(lorax_status(error), VALIDATION)
-    return OpenAIEnvelope(OpenAIDetail(message, word, None, error.code), word) if is_openai else Envelope(message, word)
+    """Return the body of an error reply; `is_openai`: in OpenAI's form."""
+    kind = INCOMPLETE if error.code == "engine_lost" else ERROR_TYPES.get(lorax_status(error), VALIDATION)
+    return OpenAIEnvelope(OpenAIDetail(message, kind, None, error.code), kind) if is_openai else Envelope(message, kind)
 
 
 def refusal(error: BatchmillError, message: str) -> Response:
-    """Predibase's reply to a request that failed; `message` may be shown to the caller. Never raises."""
+    """Return Predibase's reply to a failed request; `message` is safe to show to the caller. Never raises."""
     return text_reply(error, message, STATUSES)
 
 
 def lorax_refusal(error: BatchmillError, message: str, *, is_openai: bool = False) -> Response:
-    """LoRAX's reply to a request that failed; `message` may be shown to the caller. Never raises."""
+    """Return LoRAX's reply to a failed request; `message` is safe to show to the caller. Never raises."""
     return error_reply(error, lorax_envelope(error, message, is_openai=is_openai), lorax_status(error))
 
 
 def refused_by_engine(status: int, answer: bytes) -> EngineRefused:
-    """What an engine said instead of an answer."""
+    """Return an engine's error reply as an exception."""
     message = decode_error(answer).message[:SHOWN_CHARS]
     return EngineRefused(message or f"the engine answered with status {status}", status)

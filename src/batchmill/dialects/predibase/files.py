@@ -1,4 +1,4 @@
-"""Datasets and the files that links lead to. A link works once, for an hour, and needs no key.
+"""Datasets, and downloads by link. A link works once, for an hour, and needs no key.
 
 Source: the published client.
 """
@@ -23,7 +23,7 @@ from batchmill.services.services import Services
 from batchmill.types import Problem, Scope
 
 PATH = "/predibase/files/{file_id}"
-DOWNLOAD = "the download of"  # what a link is for
+DOWNLOAD = "the download of"  # the purpose in the link's signature
 LIFETIME_S = 3600.0
 OCTETS = Content("application/octet-stream")
 GONE = 410
@@ -46,14 +46,14 @@ class Downloads:
         ]  # fmt: skip
 
     def url(self, request: Request, project: str, file_id: str) -> str:
-        """A new link to a file of a project, at the address that whoever asks has written."""
+        """Return a new link to a file of a project, with the host name that the request used."""
         signature = self._links.sign(DOWNLOAD, file_id, project, LIFETIME_S)
         return f"{base_of(request)}{PATH.format(file_id=file_id)}?signature={signature}"
 
     async def fetch(self, call: Call) -> Response:
-        """A download that breaks off may be begun again, or gone on with as a range; one that arrived whole may not.
+        """Send a linked file. A broken download may restart or continue as a range; a complete one uses the link up.
 
-        Of several at the same time one comes to its end.
+        Of several downloads at the same time, only one can complete.
         """
         query: Signed = call.query
         file_id = call.path["file_id"]
@@ -72,7 +72,7 @@ class Downloads:
 
 
 UPLOAD = "/v2/datasets/upload"
-ARRIVAL = "/predibase/uploads/{dataset_id}"
+UPLOAD_BYTES = "/predibase/uploads/{dataset_id}"
 ONE = "/v2/datasets/{dataset_id}"
 PROBLEMS_SHOWN = 5
 MISSING, CONFLICT = 404, 409
@@ -81,11 +81,11 @@ MISSING, CONFLICT = 404, 409
 class BeginUpload(Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
     file_name: Annotated[str, Meta(min_length=1, max_length=FILENAME_CHARS_MAX)]
     mime_type: Annotated[str, Meta(max_length=256)] = ""
-    region: str | None = None  # refused: a server has one place
+    region: str | None = None  # refused: a server has no regions
 
 
 class UploadBegun(Struct, frozen=True, rename="camel"):
-    """`requiredHeaders` stays away: the published client cannot read any."""
+    """Where to PUT the file. `requiredHeaders` is left out, because the published client cannot read it."""
 
     presigned_url: str
     upload_token: str
@@ -135,24 +135,24 @@ class DatasetHandlers:
     def operations(self) -> Sequence[Operation]:
         return (
             Operation(
-                "beginDatasetUpload", "POST", UPLOAD, "Begin an upload: a link to PUT the file to", Scope.SUBMIT,
+                "beginDatasetUpload", "POST", UPLOAD, "Begin an upload: get a link to PUT the file to", Scope.SUBMIT,
                 self.begin, body=BeginUpload, reply=UploadBegun, errors=(CONFLICT,),
             ),
             Operation(
-                "putDataset", "PUT", ARRIVAL, "The bytes of an upload, by its link", None, self.receive,
+                "putDataset", "PUT", UPLOAD_BYTES, "Send the bytes of an upload to its link", None, self.receive,
                 query=Signed, body=Content("*/*"), reply=Arrived, errors=(403, MISSING, CONFLICT, GONE, 503),
                 body_bytes_max=self._bytes_max,
             ),
             Operation(
-                "nameDatasetUpload", "PUT", UPLOAD, "Name an upload that has arrived; its rows are checked next",
+                "nameDatasetUpload", "PUT", UPLOAD, "Name a complete upload; its rows are checked next",
                 Scope.SUBMIT, self.name, body=NameUpload, reply=Dataset, errors=(MISSING, CONFLICT),
             ),
             Operation(
-                "getDataset", "GET", "/v1/datasets/name/{name}", "One dataset, by its name", Scope.READ, self.get,
+                "getDataset", "GET", "/v1/datasets/name/{name}", "Show a dataset by its name", Scope.READ, self.get,
                 query=ByName, reply=Dataset, errors=(MISSING,),
             ),
             Operation(
-                "linkDataset", "GET", f"{ONE}/download-link", "A link to a dataset's file, which works once",
+                "linkDataset", "GET", f"{ONE}/download-link", "Get a link to a dataset's file, which works once",
                 Scope.READ, self.link, reply=DownloadLink, errors=(MISSING,),
             ),
             Operation(
@@ -162,16 +162,15 @@ class DatasetHandlers:
         )  # fmt: skip
 
     async def begin(self, call: Call) -> Response:
-        asked: BeginUpload = call.body
-        if asked.region is not None:
+        order: BeginUpload = call.body
+        if order.region is not None:
             raise InvalidInput(
-                f"there is no region {asked.region[:64]!r}: this server keeps datasets in one place; leave `region` "
-                "out",
+                f"the region {order.region[:64]!r} does not exist: this server has no regions; leave `region` out",
                 code="unknown_region",
             )
-        begun = await self._datasets.begin(call.caller.project, asked.file_name, asked.mime_type)
-        place = f"{base_of(call.request)}{ARRIVAL.format(dataset_id=begun.id)}"
-        return json_reply(UploadBegun(f"{place}?signature={begun.signature}", begun.id))
+        upload = await self._datasets.begin(call.caller.project, order.file_name, order.mime_type)
+        url = f"{base_of(call.request)}{UPLOAD_BYTES.format(dataset_id=upload.id)}"
+        return json_reply(UploadBegun(f"{url}?signature={upload.signature}", upload.id))
 
     async def receive(self, call: Call) -> Response:
         query: Signed = call.query
@@ -181,13 +180,13 @@ class DatasetHandlers:
         return json_reply(Arrived(file.bytes))
 
     async def name(self, call: Call) -> Response:
-        asked: NameUpload = call.body
-        return json_reply(shown(await self._datasets.name(call.caller.project, asked.upload_token, asked.name)))
+        order: NameUpload = call.body
+        return json_reply(dataset_of(await self._datasets.name(call.caller.project, order.upload_token, order.name)))
 
     async def get(self, call: Call) -> Response:
         query: ByName = call.query
         return json_reply(
-            shown(await self._datasets.get(call.caller.project, query.connection_name, call.path["name"]))
+            dataset_of(await self._datasets.get(call.caller.project, query.connection_name, call.path["name"]))
         )  # fmt: skip
 
     async def link(self, call: Call) -> Response:
@@ -201,7 +200,7 @@ class DatasetHandlers:
         return Response(None, 204)
 
 
-def shown(record: DatasetRecord) -> Dataset:
+def dataset_of(record: DatasetRecord) -> Dataset:
     details = record.details
     return Dataset(
         uuid=record.id,
@@ -228,14 +227,14 @@ def _status(state: str) -> Literal["pending", "connected", "failed"]:
 
 
 def why_failed(record: DatasetRecord) -> str | None:
-    """What is wrong with a dataset that failed, with its first lines. The client shows it as it is."""
+    """Return why a dataset failed, with the first bad lines. The client shows this text."""
     if record.state != DatasetState.FAILED:
         return None
     return summary_of(record.details.problems, record.details.problems_total) or record.details.message
 
 
 def summary_of(problems: Sequence[Problem], total: int) -> str:
-    """The first lines that are wrong, in one sentence each; empty where there are none."""
+    """Summarize the first bad lines, one phrase each; empty if there are none."""
     lines = [f"line {each.line}: {each.message}" for each in problems[:PROBLEMS_SHOWN]]
     more = total - len(lines)
     return "; ".join([*lines, f"and {more:,} more"] if more > 0 and lines else lines)

@@ -15,7 +15,7 @@ from batchmill.engines.function.live import FunctionLive
 from batchmill.engines.function.process import Counts, Process, hung, stuffed
 from batchmill.errors import ModelFailed
 from batchmill.models.function_child import Call
-from batchmill.ports import Answering, Feed, Sink
+from batchmill.ports import AnswerSink, Feed, Sink
 from batchmill.types import CallStats, EngineStats, FunctionRequest, LiveHead, LiveRequest, ModelSpec
 from batchmill.wire.calls import CALL_FORMS
 from batchmill.wire.error_statuses import Raised
@@ -141,13 +141,13 @@ class FunctionProcessEngine:
     async def run(self, feed: Feed, sink: Sink) -> None:
         await self._batcher.run(feed, sink)
 
-    def ask(self, ask: FunctionRequest, answering: Answering) -> None:
+    def ask(self, ask: FunctionRequest, answering: AnswerSink) -> None:
         self._live.ask(ask, answering)
 
     def abandon(self, ask_id: int) -> None:
         self._live.abandon(ask_id)
 
-    def taken_stats(self) -> CallStats | None:
+    def take_stats(self) -> CallStats | None:
         return self._counts.take()
 
     async def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:

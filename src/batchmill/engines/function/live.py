@@ -25,7 +25,7 @@ from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.function_runtime.frames import pack
 from batchmill.models import redaction
 from batchmill.models.function_socket import Buffer
-from batchmill.ports import Answering
+from batchmill.ports import AnswerSink
 from batchmill.types import FunctionRequest, FunctionSpec, Interface, LiveHead, ModelSpec
 from batchmill.wire.calls import (
     ARGUMENTS,
@@ -53,7 +53,7 @@ class FunctionLiveCall(ProcessWork):
     __slots__ = ("_calls", "_is_second", "answering", "arrived", "form", "limit_s")
 
     def __init__(
-        self, ask: FunctionRequest, asked: ParsedCalls, calls: FunctionLive, answering: Answering, arrived: float
+        self, ask: FunctionRequest, asked: ParsedCalls, calls: FunctionLive, answering: AnswerSink, arrived: float
     ) -> None:
         super().__init__(ask.id, asked, is_exact=ask.form in EXACT)
         self.form, self.answering, self.arrived = ask.form, answering, arrived
@@ -104,7 +104,7 @@ class FunctionLive:
         self._forms: dict[str, CallForm] = {}  # those that were used
         self._in_threads: set[int] = set()  # Asks whose body is being read, or whose results are being written
 
-    def ask(self, ask: FunctionRequest, answering: Answering) -> None:
+    def ask(self, ask: FunctionRequest, answering: AnswerSink) -> None:
         """See `ports.CallEngine`."""
         self.in_flight += 1
         arrived = time.monotonic()
@@ -139,7 +139,7 @@ class FunctionLive:
         form = self._forms[name] = CALL_FORMS[name]
         return form
 
-    def _begin(self, ask: FunctionRequest, answering: Answering, arrived: float, asked: ParsedCalls | Raised) -> None:
+    def _begin(self, ask: FunctionRequest, answering: AnswerSink, arrived: float, asked: ParsedCalls | Raised) -> None:
         if isinstance(asked, Raised):
             self._put(answering, FunctionReply(ask.id, raised=asked), arrived)
         else:
@@ -165,7 +165,7 @@ class FunctionLive:
         """Put the answer of a call."""
         self._put(call.answering, answer, call.arrived)
 
-    def _put(self, answering: Answering, answer: FunctionReply, arrived: float) -> None:
+    def _put(self, answering: AnswerSink, answer: FunctionReply, arrived: float) -> None:
         self.in_flight -= 1
         self._counts.answered(answer.raised is None, int((time.monotonic() - arrived) * 1e9))
         answering.put(answer)

@@ -81,7 +81,7 @@ class LlmCalls:
             raise UnknownName(f"no engine answers {url[:SHOWN_CHARS]!r}; there are {known}", code="unknown_url")
         try:
             request.body.decode()  # the parts that are not looked into must be text too
-            members = fields.translated(split_object(request.body))
+            members = fields.translate_fields(split_object(request.body))
             model = _head.decode(request.body).model or self._model
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise InvalidInput(f"the body cannot be read as a request: {error}", code="invalid_json") from None
@@ -138,7 +138,7 @@ class LlmCalls:
         if request.url not in self._paths:
             known = ", ".join(sorted(self._paths))
             raise InvalidRow(f"no engine answers {request.url[:SHOWN_CHARS]!r}; there are {known}", code="unknown_url")
-        asked = fields.in_engine_words(request.body)
+        asked = fields.translate_body(request.body)
         members = split_object(asked)
         if unknown := unknown_fields(request.url, members, self.known):
             raise InvalidRow(refusal(request.url, unknown, self.known), code="unknown_parameter")

@@ -15,7 +15,7 @@ from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.models import redaction, secrets
 from batchmill.models import secrets as provisions
 from batchmill.models.connectors.rendering import Renderer
-from batchmill.models.providers import PROVIDERS, Provider, key_meant
+from batchmill.models.providers import PROVIDERS, Provider, default_key
 from batchmill.types import Limits, ModelSpec
 from batchmill.types.connectors import BATCH_PREDICT, Connector
 
@@ -180,7 +180,7 @@ class Access:
         return found != before
 
     def _of_key(self) -> dict[str, str]:
-        reference = self._model.api_key or key_meant(self._model)
+        reference = self._model.api_key or default_key(self._model)
         if reference is None:
             return {}
         return {self._header: self._prefix + self._reveal(reference)}

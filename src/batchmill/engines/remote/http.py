@@ -21,7 +21,7 @@ from batchmill.engines.retry import REPLY_BYTES_MAX, Fault, FaultKind, Reply, Re
 from batchmill.errors import AuthRefused, InvalidInput, ModelFailed, Unavailable
 from batchmill.models import secrets
 from batchmill.models import secrets as provisions
-from batchmill.models.providers import key_meant
+from batchmill.models.providers import default_key
 from batchmill.ports import Clock, Feed, Sink
 from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec, Outcome, RowError
 
@@ -242,7 +242,7 @@ class HttpEngine:
             "Accept-Encoding": "gzip, deflate" if self._composer.is_tls else "identity",
             "User-Agent": f"batchmill/{batchmill.__version__}",
         }
-        reference = self._model.api_key or key_meant(self._model)
+        reference = self._model.api_key or default_key(self._model)
         if reference is not None:
             headers["Authorization"] = f"Bearer {secrets.resolve(reference).reveal()}"
         for name, value in self._headers.items():

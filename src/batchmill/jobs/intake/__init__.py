@@ -1,1 +1,1 @@
-"""From an order to rows that may run: checked, estimated, planned, routed."""
+"""Turns an order into rows that may run: checked, estimated, planned, routed."""

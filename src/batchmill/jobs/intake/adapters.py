@@ -1,4 +1,4 @@
-"""The adapters that a job's rows name: fetched where a model hub has them, and checked, before any row runs.
+"""Adapters of a job: those that rows name are fetched and checked before any row runs.
 
 What cannot be used stays in the description, with the reason: its rows fail with that, and no others.
 """
@@ -32,7 +32,7 @@ ByModel = Mapping[int, Sequence[str]]  # number of a model -> names
 
 
 class NoAdapters:
-    """Where nobody registers adapters."""
+    """An `AdapterSource` without adapters."""
 
     async def ensure(
         self, project: str, base: str, hub_ids: Sequence[str], *, token: str | None = None
@@ -44,7 +44,7 @@ class NoAdapters:
 
 
 class AdapterCheck(Struct, frozen=True):
-    """Adapters to look at before rows run with them."""
+    """Adapters to check before rows run."""
 
     models: list[ModelSpec]
     names: dict[int, list[str]]  # own names
@@ -66,17 +66,17 @@ def check_offloaded(order: bytes, progress: Progress) -> bytes:
 
 
 def flaw_of(model: ModelSpec, place: str) -> str:
-    """Why the adapter in a folder cannot be used with a model; empty: nothing speaks against it."""
+    """Why the adapter in a folder cannot be used with a model; empty: it can."""
     try:
         facts = reading.read_adapter(Path(place))
     except InvalidInput as error:
         return error.message
-    room = reading.settled_room(model.engine_args) or model.adapter_rank
-    return reading.flaw(facts, base_source=model.source, rank_max=room)
+    room = reading.configured_rank(model.engine_args) or model.adapter_rank
+    return reading.find_mismatch(facts, base_source=model.source, rank_max=room)
 
 
 def used_by(models: Sequence[ModelSpec], plan: Plan) -> dict[int, list[str]]:
-    """The adapters that rows of a plan go to and that an engine of ours has to load, by their own names."""
+    """The adapters, by their own names, that rows of a plan use and that an engine of ours must load."""
     found: dict[int, list[str]] = {}
     for target in plan.targets:
         if target.adapter is not None and (target.rows or target.folded) and models[target.model].traits.loads_adapters:
@@ -85,7 +85,7 @@ def used_by(models: Sequence[ModelSpec], plan: Plan) -> dict[int, list[str]]:
 
 
 def only_used(spec: JobSpec, used: ByModel) -> JobSpec:
-    """The description without adapters that no row goes to: a job may be given thousands, and goes far with it.
+    """The spec without unused adapters: a job may be offered thousands, and its spec is sent often.
 
     Where an engine is started with its adapters they stay: it is shared by jobs that were given the same.
     """
@@ -109,7 +109,7 @@ def _without_others(model: ModelSpec, used: Sequence[str]) -> ModelSpec:
 
 
 def kept(spec: JobSpec, earlier: JobSpec) -> JobSpec:
-    """An order that is a known job again: its rows go to the adapters that they went to."""
+    """The new spec of a job that is ordered again: its rows keep the adapters they had."""
     before = {model.name: model for model in earlier.models}
     models = [_kept(model, before.get(model.name)) for model in spec.models]
     return replace(spec, models=models)
@@ -125,7 +125,7 @@ def _kept(model: ModelSpec, before: ModelSpec | None) -> ModelSpec:
 
 
 def with_fetched(model: ModelSpec, found: Mapping[str, FetchedAdapter]) -> ModelSpec:
-    """A model with adapters that were fetched for it: id -> what became of it. Its engine gets room for their ranks."""
+    """A model with fetched adapters: id -> result. Its engine gets room for their ranks."""
     names = {hub_id: adapter.own_name for hub_id, adapter in found.items()}
     places = {adapter.own_name: _place_of(hub_id, adapter) for hub_id, adapter in found.items()}
     bad = {adapter.own_name: _why(adapter) for adapter in found.values() if adapter.state != READY}
@@ -137,15 +137,15 @@ def with_fetched(model: ModelSpec, found: Mapping[str, FetchedAdapter]) -> Model
 
 
 def _room_with(model: ModelSpec, found: Mapping[str, FetchedAdapter]) -> int:
-    """The rank that the engine of a model has room for, with these adapters."""
+    """The rank that the engine must have room for, with these adapters."""
     ranks = [adapter.rank for adapter in found.values() if adapter.state == READY]
-    if not ranks or reading.settled_room(model.engine_args) is not None:
+    if not ranks or reading.configured_rank(model.engine_args) is not None:
         return model.adapter_rank
-    return reading.room_for([model.adapter_rank, reading.RANK_LEAST, *ranks])
+    return reading.engine_rank_for([model.adapter_rank, reading.RANK_DEFAULT, *ranks])
 
 
 def _place_of(hub_id: str, adapter: FetchedAdapter) -> str:
-    """Of one that could not be had its id: a retry tries it again."""
+    """The folder of an adapter; the id of one that could not be fetched, so that a retry tries again."""
     return adapter.folder if adapter.state == READY else hub_id
 
 
@@ -154,7 +154,7 @@ def _why(adapter: FetchedAdapter) -> str:
 
 
 def with_used(spec: JobSpec, plan: Plan) -> JobSpec:
-    """A server's job is given every model its caller may use: remember those that its rows go to."""
+    """The models that the rows of a server's job use, out of all that its caller may use."""
     if spec.origin is None:
         return spec
     used = [target.adapter or spec.models[target.model].name for target in plan.targets if target.rows or target.folded]
@@ -162,14 +162,14 @@ def with_used(spec: JobSpec, plan: Plan) -> JobSpec:
 
 
 class AdapterWork:
-    """Fetches and checks for one job. `told`: what is being waited for, empty while nothing is."""
+    """Fetches and checks adapters for one job. `told`: what it waits for, empty while it does not."""
 
     def __init__(self, source: Adapters, offload: Offload) -> None:
         self._source, self._offload = source, offload
         self.waiting_for = ""
 
     async def fetch(self, spec: JobSpec, wanted: ByModel) -> JobSpec:
-        """The description with adapters that rows name by their ids at a model hub."""
+        """The spec with the adapters that rows name by their ids at a model hub."""
         self.waiting_for = _waiting([name for names in wanted.values() for name in names])
         try:
             models = list(spec.models)
@@ -186,7 +186,7 @@ class AdapterWork:
         return await self._source.ensure(project, model.alias or model.name, hub_ids, token=model.secrets.get(TOKEN))
 
     async def check(self, spec: JobSpec, used: ByModel) -> JobSpec:
-        """The description that says of every adapter in use why it cannot be used, if it cannot."""
+        """The spec with an error for every adapter that is used and cannot be loaded."""
         spec = await self._place(spec, _sound(spec, used))
         order = AdapterCheck(spec.models, _sound(spec, used))
         if not order.names:
@@ -195,13 +195,13 @@ class AdapterWork:
         return _with_bad(spec, msgspec.json.decode(answer, type=dict[int, dict[str, str]]))
 
     async def check_again(self, spec: JobSpec) -> JobSpec:
-        """As `check`, of those that could not be used before: they may have been mended."""
+        """As `check`, for adapters that failed before: they may have been mended."""
         used = {number: list(model.bad_adapters) for number, model in enumerate(spec.models) if model.bad_adapters}
         models = [replace(model, bad_adapters={}) if model.bad_adapters else model for model in spec.models]
         return await self.check(replace(spec, models=models), used) if used else spec
 
     async def _place(self, spec: JobSpec, used: ByModel) -> JobSpec:
-        """Have what lies at a model hub fetched: its rows know it by other names."""
+        """Fetch adapters from a model hub, and map the names that rows use to them."""
         hubs = {
             number: {name: place for name in names if not os.path.isabs(place := spec.models[number].adapters[name])}
             for number, names in used.items()
@@ -220,14 +220,14 @@ class AdapterWork:
 
 
 def _sound(spec: JobSpec, used: ByModel) -> dict[int, list[str]]:
-    """Those of which nothing bad is known."""
+    """The adapters without an error."""
     bad = {number: spec.models[number].bad_adapters for number in used}
     found = {number: [name for name in names if name not in bad[number]] for number, names in used.items()}
     return {number: names for number, names in found.items() if names}
 
 
 def _placed(model: ModelSpec, found: Mapping[str, FetchedAdapter]) -> ModelSpec:
-    """A model whose adapters, by their own names, lie where they were fetched to."""
+    """A model whose adapters are at the folders where they were fetched to."""
     bad = {name: _why(adapter) for name, adapter in found.items() if adapter.state != READY}
     places = {name: adapter.folder for name, adapter in found.items() if name not in bad}
     return replace(

@@ -1,4 +1,4 @@
-"""What a job is going to take, before anything is spent: tokens, cost and time, from the plan and a sample of rows.
+"""Estimates tokens, cost and time of a job before it runs, from the plan and a sample of rows.
 
 What is not known is said, not guessed. No numpy: the command line reads the structs.
 """
@@ -46,7 +46,7 @@ class Counter(Protocol):
 
 
 class ByLength:
-    """Four bytes a token: right within a factor of two for most texts and tokenizers."""
+    """Counts a token for every four bytes: right within a factor of two for most texts and tokenizers."""
 
     name = f"bytes / {BYTES_A_TOKEN}"
 
@@ -58,7 +58,7 @@ class ByLength:
 
 
 class ByTokenizer:
-    """Counts with a tokenizer of Hugging Face's: as the model reads the text, but for its chat template."""
+    """Counts with a Hugging Face tokenizer, without the chat template of the model."""
 
     name, note = TOKENIZER, ""
 
@@ -71,7 +71,7 @@ class ByTokenizer:
 
 
 def counter_for(model: ModelSpec) -> Counter:
-    """The model's own tokenizer where it lies in the model's folder and its library is there; else by length."""
+    """The model's own tokenizer if it is in the model's folder and its library is installed; else by length."""
     path = Path(model.source) / TOKENIZER
     if not path.is_file():
         return ByLength("as the model's tokenizer is not here")
@@ -185,7 +185,7 @@ def estimate(order: EstimateOrder, progress: Callable[[float], None]) -> Estimat
 
 
 class _Sample:
-    """Sampled rows of one model, and what follows for all of them."""
+    """Sampled rows of one model, extrapolated to all of its rows."""
 
     def __init__(self, model: ModelSpec, targets: list[TargetPlan], counter: Counter | None, seed: str) -> None:
         self.model, self.counter = model, counter
@@ -196,7 +196,7 @@ class _Sample:
         self._random = random.Random(seed)
 
     def read(self, spec: JobSpec, rows: SealedRows, numbers: list[int]) -> None:
-        """Count the tokens of these rows, in an order that lets it end anywhere and still be a sample."""
+        """Count the tokens of these rows, in an order in which every prefix is a sample."""
         assert self.counter is not None
         prompt, size = (spec.form.prompt or "") if isinstance(spec.form, TableForm) else "", 0
         for number in self._random.sample(numbers, len(numbers)):
@@ -226,14 +226,14 @@ class _Sample:
         )  # fmt: skip
 
     def _usages(self) -> list[Usage]:
-        """The tokens of all rows, as each of many resamples has them; sorted out by `_range`."""
+        """The total tokens by each of many resamples; `_range` sorts them."""
         every = range(len(self.tokens))
         if len(every) == self.rows:
             return [self._usage(every)]
         return [self._usage(self._random.choices(every, k=len(every))) for _ in range(RESAMPLES)]
 
     def _usage(self, chosen: range | list[int]) -> Usage:
-        """Input goes with the rows' bytes, which are known of all; output with their number."""
+        """Extrapolate: input by the bytes of all rows, output by their number."""
         tokens, sizes = self.tokens, self.bytes
         size = sum(sizes[index] for index in chosen)
         per_byte = sum(tokens[index].input for index in chosen) / size
@@ -266,7 +266,7 @@ def _samples(
 
 
 def _time_s_min(sample: _Sample, found: ModelEstimate) -> float | None:
-    """Seconds that the model's own limits ask for at least."""
+    """The least seconds that the model's own limits allow."""
     limits, tokens = sample.model.limits, found.input_tokens
     per_row = found.rows / limits.requests_per_minute * 60 if limits.requests_per_minute else None
     per_token = tokens.low / limits.tokens_per_minute * 60 if limits.tokens_per_minute and tokens else None
@@ -281,7 +281,7 @@ def _range(values: list[float] | list[int]) -> EstimateRange:
 
 
 def _sum(ranges: list[EstimateRange | None], known: list[_Sample]) -> EstimateRange | None:
-    """All models together; None where one of those with tokens has no figure. The ends are those of the worst case."""
+    """The sum over models; None if a model with tokens has no figure. The range is the worst case."""
     there = [each for each in ranges if each is not None]
     if not known or len(there) < len(known):
         return None

@@ -1,4 +1,4 @@
-"""From what a caller asks for to a job's description: its form, its identity, and whether it is known already."""
+"""Turns an order into a job spec: form, identity, and whether the job already exists."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check(policy: Policy, models: list[ModelSpec], now: float) -> None:
 
 
 def amended(spec: JobSpec, change: Amendment, now: float) -> Policy:
-    """The policy after a change. Raises: InvalidInput."""
+    """The policy after an amendment. Raises: InvalidInput."""
     fields = {name: value for name in Amendment.__struct_fields__ if (value := getattr(change, name)) is not None}
     if not fields:
         raise InvalidInput("nothing was named that is to change: priority, deadline or budget", code="nothing_to_amend")
@@ -63,7 +63,7 @@ def amended(spec: JobSpec, change: Amendment, now: float) -> Policy:
 
 
 def check_rows_may_wait(spec: JobSpec, state: str) -> None:
-    """Raises: InvalidTransition for a job none of whose rows waits for a service."""
+    """Raises: InvalidTransition if no row of the job can be waiting for a service."""
     if not any(model.traits.waits_for_service for model in spec.models):
         engines = {model.engine for model in spec.models}
         waiting = [name for name, traits in ENGINES.items() if traits.waits_for_service]
@@ -76,7 +76,7 @@ def check_rows_may_wait(spec: JobSpec, state: str) -> None:
 
 
 def without_past_deadline(spec: JobSpec, now: float) -> JobSpec:
-    """What runs again is not to expire at once."""
+    """The policy without a deadline that has passed: a job that runs again must not expire at once."""
     deadline = spec.policy.deadline
     if deadline is None or deadline > now:
         return spec
@@ -89,7 +89,7 @@ PROMPT_URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES)
 
 
 def describe(order: JobOrder, now: float) -> JobSpec:
-    """The job that an order asks for, under a new id. Raises: InvalidInput when it cannot be run as it is."""
+    """The spec of an order, with a new id. Raises: InvalidInput if the order cannot run."""
     if not order.models:
         raise InvalidInput("a job needs a model: name one with --model", code="no_model")
     detected = formats.detect(order.dataset)
@@ -145,7 +145,7 @@ def outputs(output: str, form: Form) -> list[str]:
 
 
 def _refuse_inputs(inputs: list[str], written: list[str]) -> None:
-    """An input is never written over, by whatever name it goes."""
+    """Refuse an output that is one of the inputs, under whatever name."""
     for path in written:
         for source in inputs:
             same = os.path.realpath(path) == os.path.realpath(source)
@@ -154,7 +154,7 @@ def _refuse_inputs(inputs: list[str], written: list[str]) -> None:
 
 
 def has_run(record: sa.RowMapping) -> bool:
-    """Whether an outcome of the job was counted that came from a model."""
+    """Whether the ledger counts an outcome that came from a model."""
     return record["rows_ok"] + record["rows_failed"] > record["rows_rejected"]
 
 
@@ -208,7 +208,7 @@ def _id_prefix(job_id: str) -> str:
 
 
 def identity(order: JobOrder, form: Form) -> str:
-    """sha256 of what a job computes and where to; not of its input and code, nor of workers, limits and prices."""
+    """sha256 of what a job computes and where to; without its input, code, workers, limits and prices."""
     shown_form: Form | msgspec.Raw = form
     if isinstance(form, OpenAIForm):
         shown_form = OpenAIForm(together=True) if form.together else msgspec.Raw(APART)
@@ -284,7 +284,7 @@ def refuse_if_taken(spec: JobSpec, records: Sequence[sa.RowMapping], finished: f
 
 
 def refuse_if_there(spec: JobSpec) -> None:
-    """A file that is there is not written over unasked. Raises: InvalidInput."""
+    """Refuse to overwrite an existing file unless requested. Raises: InvalidInput."""
     for path in [] if spec.output is None else outputs(spec.output, spec.form):
         if os.path.exists(path):
             raise InvalidInput(

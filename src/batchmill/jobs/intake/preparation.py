@@ -43,7 +43,7 @@ class PrepareOrder(Struct, frozen=True):
 
 
 class Prepared(Struct, frozen=True):
-    """`plan` is None when the dataset was refused, and no row runs, or while adapters are `wanted`."""
+    """`plan` is None if the dataset was refused, or while `wanted` adapters must be fetched first."""
 
     report: SealReport
     plan: Plan | None
@@ -91,7 +91,7 @@ def _by_model(order: SealOrder, adapters: list[str]) -> dict[int, list[str]]:
 
 
 def choose_routes(asked: PrepareOrder, targets: Sequence[plan.TargetPlan]) -> dict[int, Choice]:
-    """The way of every model that has several, given the rows that each has: number of the model -> choice."""
+    """Choose a route for every model that has several, by its rows: number of the model -> choice."""
     choices = {}
     for number, model in enumerate(asked.spec.models):
         if model.needs_route:
@@ -104,7 +104,7 @@ def choose_routes(asked: PrepareOrder, targets: Sequence[plan.TargetPlan]) -> di
 
 
 def seal_order(spec: JobSpec) -> SealOrder:
-    """What of the dataset this job allows, and which columns its plan needs."""
+    """How to seal the dataset of a job: its limits, and the columns that the plan needs."""
     names: dict[str, tuple[int, int]] = {}
     known = {target: at for at, target in enumerate(targets(spec.models))}
     if len(known) > TARGETS_MAX:
@@ -148,7 +148,7 @@ def seal_order(spec: JobSpec) -> SealOrder:
 
 
 def plan_order(spec: JobSpec, rows: int) -> PlanOrder:
-    """How the rows are to be ordered and cut."""
+    """How to order and cut the rows."""
     return PlanOrder(
         targets=targets(spec.models),
         shard_rows=[plan.shard_rows(model, rows) for model in spec.models],

@@ -1,4 +1,4 @@
-"""What would happen: validate, plan and estimate an order in a folder that is gone afterwards. No row runs."""
+"""Previews: validate, plan and estimate an order in a temporary folder. No row runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def seal_and_plan(order: PrepareOrder, room: DiskQuota | None, offload: Of
 async def _prepared(
     order: JobOrder, data_dir: Path, progress: Progress, room: DiskQuota | None
 ) -> AsyncIterator[tuple[JobSpec, Path, Prepared]]:
-    """The order's dataset, sealed and planned in a folder of its own, which goes with the context."""
+    """The order's dataset, sealed and planned in a temporary folder."""
     spec = orders.describe(msgspec.structs.replace(order, output=None), time.time())
     home = new_home(data_dir)
     try:
@@ -61,12 +61,12 @@ async def _prepared(
 
 
 def new_home(data_dir: Path) -> Path:
-    """A folder that goes with whoever made it: its name tells which process that is."""
+    """A temporary folder whose name holds the id of its process."""
     return Path(tempfile.mkdtemp(prefix=f"{PREVIEWS}{os.getpid()}-", dir=data_dir))
 
 
 def sweep(data_dir: Path, old_s: float) -> None:
-    """Remove the folders of processes that were killed, and those that are older than any preview takes."""
+    """Remove folders of killed processes, and folders older than any preview takes."""
     for home in data_dir.glob(f"{PREVIEWS}*"):
         maker = home.name.removeprefix(PREVIEWS).partition("-")[0]
         is_there = maker.isdigit() and os.path.exists(f"/proc/{maker}")
@@ -118,7 +118,7 @@ async def estimate(
 
 
 def _unfetched(report: SealReport) -> list[str]:
-    """What is said of adapters that only a job has fetched."""
+    """The note about adapters that are fetched only for a real job."""
     if not report.adapters:
         return []
     adapters = "1 adapter" if len(report.adapters) == 1 else f"{len(report.adapters):,} adapters"

@@ -19,7 +19,7 @@ from batchmill.wire.job_spec import JobSpec
 
 
 class RetryOrder(Struct, frozen=True):
-    """What a retry is planned from."""
+    """The input of a retry plan."""
 
     spec: JobSpec
     data_dir: str
@@ -28,7 +28,7 @@ class RetryOrder(Struct, frozen=True):
 
 
 class Opened(Struct, frozen=True):
-    """What a retry would run."""
+    """What the retry will run."""
 
     rows: int
     rows_ok: int  # leaders whose outcome stands
@@ -63,7 +63,7 @@ def outcomes(segments: Path, blocks: list[tuple[int, SegmentRef]], rows: int) ->
 
 
 def plan_failed(spec: JobSpec, files: JobFiles, blocks: list[tuple[int, SegmentRef]], generation: int) -> Opened:
-    """Write the plan of `generation` and say what it holds. With no row to run nothing is written."""
+    """Write the plan of `generation` and return its counts. Nothing is written if no row can run."""
     first = plan.PlanReader(files.plan(0))
     try:
         state = outcomes(files.segments, blocks, first.plan.rows)

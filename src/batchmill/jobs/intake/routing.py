@@ -1,4 +1,4 @@
-"""Which of several ways to a model a job takes: the cheapest that can finish in time, and why. Pure.
+"""Routing: picks the cheapest route of a model that can finish in time, and says why. Pure.
 
 A way is cheap by its price, and in time by what is known of it: a provider's batch API by its window, a service by its
 limits per minute or by how fast earlier jobs went, an engine of our own by earlier jobs alone.
@@ -23,7 +23,7 @@ CHANGED = "it went on from"  # one way to another
 
 
 class Choice(Struct, frozen=True):
-    """The way that is taken, under the model's own name; `routes` of it are those left. `reasons`: sentences."""
+    """The chosen route, under the model's own name; its `routes` are the remaining ones. `reasons`: sentences."""
 
     model: ModelSpec
     reasons: list[str]
@@ -37,14 +37,14 @@ class _Way(Struct, frozen=True):
     seconds: float | None  # for the rows; None: not known
 
     def can(self, left_s: float) -> bool | None:
-        """Whether it finishes in time; None: nobody knows."""
+        """Whether the route finishes in time; None: unknown."""
         return None if self.seconds is None else self.seconds <= left_s
 
 
 def choose(
     model: ModelSpec, rows: int, tokens: int | None, deadline: float | None, now: float, rates: Mapping[str, float]
 ) -> Choice:
-    """The way for `rows` rows of a model with routes.
+    """Choose the route for `rows` rows of a model with several.
 
     Args:
         tokens: input and output of all rows, estimated; None: not known.
@@ -62,26 +62,26 @@ def choose(
 
 
 def taken(model: ModelSpec, route: ModelSpec, others: Sequence[ModelSpec]) -> ModelSpec:
-    """A route under the name that rows know the model by."""
+    """A route under the name that rows use for the model."""
     return replace(route, name=model.name, allowed=model.allowed, routes=list(others))
 
 
 def is_worth(route: ModelSpec, *, after: ModelSpec) -> bool:
-    """Whether rows may be moved there: never into batches, whose shards were cut for something else."""
+    """Whether rows may move to this route: never to batches, because shards were cut for another engine."""
     return not route.is_handed_over or after.is_handed_over
 
 
 def next_way(
     model: ModelSpec, rows: int, deadline: float | None, now: float, rates: Mapping[str, float]
 ) -> ModelSpec | None:
-    """The way to go on with where the one of `model` has failed; None: there is none left."""
+    """The route after that of `model` has failed; None: there is none left."""
     return choose(model, rows, None, deadline, now, rates).model if model.routes else None
 
 
 def late_between(
     model: ModelSpec, rows: int, deadline: float | None, rates: Mapping[str, float]
 ) -> tuple[float, float] | None:
-    """(from, until) when rows that a provider has should go another way to meet the deadline; None: never.
+    """(from, until) when rows at a provider should move to meet the deadline; None: never.
 
     Only a way of which it is known how long it takes is worth giving up what may yet come.
     """
@@ -102,19 +102,19 @@ def measured(finished: Sequence[tuple[JobSpec, int, float]]) -> dict[str, float]
 
 
 def name_of(model: ModelSpec) -> str:
-    """A way as people know it: "openai-batch:gpt-4o", "http:gpt-4o"."""
+    """The name of a route for users: "openai-batch:gpt-4o", "http:gpt-4o"."""
     kind = f"{model.provider or 'openai'}-batch" if model.is_handed_over else model.engine
     return f"{kind}:{model.source}" if model.source else kind
 
 
 def way_of(model: ModelSpec) -> str:
-    """What jobs that went the same way have in common, whatever the model was called."""
+    """The key of a route, equal for all jobs that used it, whatever the model was called."""
     where = model.base_url or ("" if model.connector is None else model.connector.id)
     return f"{name_of(model)}@{where}" if where else name_of(model)
 
 
 def cost_of(route: ModelSpec, tokens: int | None) -> float | None:
-    """USD, reckoned with as many input tokens as output; for a million tokens where they are not known."""
+    """USD, if input and output tokens are equal; per million tokens if they are unknown."""
     if route.price is None:
         return 0.0 if route.traits.is_local else None
     total = 1_000_000 if tokens is None else tokens
@@ -122,7 +122,7 @@ def cost_of(route: ModelSpec, tokens: int | None) -> float | None:
 
 
 def seconds_for(route: ModelSpec, rows: int, tokens: int | None, rates: Mapping[str, float]) -> float | None:
-    """How long a route takes for so many rows; None: not known."""
+    """Seconds that a route takes for these rows; None: unknown."""
     if route.is_handed_over:
         window_s = argument(route, "window_s", PROVIDERS[route.provider or "openai"].window_s)
         jobs = math.ceil(rows / handed_over_rows(route))
@@ -137,7 +137,7 @@ def seconds_for(route: ModelSpec, rows: int, tokens: int | None, rates: Mapping[
 
 
 def with_choices(spec: JobSpec, choices: Mapping[int, Choice]) -> JobSpec:
-    """A job's description once it is known which ways its models go: number of the model -> its way."""
+    """The spec with the chosen routes: number of the model -> choice."""
     if not choices:
         return spec
     models = [choices[number].model if number in choices else model for number, model in enumerate(spec.models)]
@@ -146,7 +146,7 @@ def with_choices(spec: JobSpec, choices: Mapping[int, Choice]) -> JobSpec:
 
 
 def gone_on(spec: JobSpec, ways: Mapping[int, ModelSpec], why: str) -> JobSpec:
-    """The description of a job some of whose models go another way from now on."""
+    """The spec of a job some of whose models change their route."""
     models = [ways.get(number, model) for number, model in enumerate(spec.models)]
     routing = dict(spec.routing)
     for number, way in ways.items():
@@ -157,13 +157,13 @@ def gone_on(spec: JobSpec, ways: Mapping[int, ModelSpec], why: str) -> JobSpec:
 
 
 def warned(spec: JobSpec, numbers: Iterable[int], warnings: Sequence[str]) -> JobSpec:
-    """The description with what the way before may have left behind, for each of these models."""
+    """The spec with a warning about what the previous route may have left, for each of these models."""
     names = [spec.models[number].name for number in sorted(numbers)]
     return replace(spec, routing={**spec.routing, **{name: [*spec.routing[name], *warnings] for name in names}})
 
 
 def kept(spec: JobSpec, earlier: JobSpec) -> JobSpec:
-    """An order that is a known job again: its models go the ways they went, with what is said of these now."""
+    """The new spec of a job that is ordered again: its models keep their routes."""
     before = {model.name: model for model in earlier.models if not model.needs_route}
     models = [_kept(model, before.get(model.name)) for model in spec.models]
     return replace(spec, models=models, routing=earlier.routing)
@@ -178,12 +178,12 @@ def _kept(model: ModelSpec, before: ModelSpec | None) -> ModelSpec:
 
 
 def sentences(spec: JobSpec) -> list[str]:
-    """Why the models of a job go the ways they go."""
+    """Why the models of a job use their routes."""
     return [f"{name}: {sentence}" for name, reasons in spec.routing.items() for sentence in reasons]
 
 
 def _order(way: _Way, left_s: float) -> tuple:
-    """What can finish in time, before what may, before what cannot; then by cost, or by time where that is too long."""
+    """The sort key: routes that finish in time, then unknown ones, then late ones; then cost, or time if late."""
     can = way.can(left_s)
     if math.isinf(left_s) or can:
         rank = 0
@@ -221,7 +221,7 @@ def _estimate(way: _Way, left_s: float, tokens: int | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A length of time in the unit that suits it."""
+    """A duration in a suitable unit."""
     for size, unit in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -32,7 +32,7 @@ LAST = (layout.SUMS, layout.SEAL)
 
 
 def flaws(home: Path) -> list[str]:
-    """What is wrong with a sealed dataset, rows that were copied or converted included; the input is not looked at."""
+    """The damage of a sealed dataset, copied or converted rows included; the input itself is not read."""
     found = soundness.faults(home)
     if found:
         return found
@@ -76,7 +76,7 @@ def remake(order: SealOrder, files: JobFiles, progress: Progress) -> list[str]:
 
 
 def _is_same(home: Path, anew: Path) -> bool:
-    """The input has the digest that was sealed; where that is lost, every block of it the checksum it had."""
+    """Whether the input has the sealed digest, or, if that is lost, every block its checksum."""
     new = load_seal(anew)
     with suppress(InputChanged, InvalidDataset):  # it cannot be read
         old = load_seal(home)
@@ -87,7 +87,7 @@ def _is_same(home: Path, anew: Path) -> bool:
 
 
 def _move_in(home: Path, anew: Path) -> None:
-    """The seal last. What it names lies where it is going to lie."""
+    """Move the new dataset into place, the seal last."""
     seal = (anew / layout.SEAL).read_bytes()
     moved = seal.replace(msgspec.json.encode(str(anew))[1:-1] + b"/", msgspec.json.encode(str(home))[1:-1] + b"/")
     if moved != seal:
@@ -104,7 +104,7 @@ BREACHES_MAX = 1000  # told one by one; of the others there is the number
 
 
 class AuditOrder(Struct, frozen=True):
-    """What an audit or a rebuild works on."""
+    """The input of an audit or a rebuild."""
 
     spec: JobSpec
     data_dir: str
@@ -112,7 +112,7 @@ class AuditOrder(Struct, frozen=True):
 
 
 class BreachList:
-    """Findings, at most `BREACHES_MAX` of them in words."""
+    """Findings; at most `BREACHES_MAX` are kept as text."""
 
     def __init__(self) -> None:
         self._lines: list[str] = []
@@ -134,7 +134,7 @@ def verify_offloaded(order: bytes, progress: Progress) -> bytes:
 
 
 def verify(order: AuditOrder, progress: Progress) -> LedgerReport:
-    """Say everything that does not hold."""
+    """Report everything that does not hold."""
     audit = _Audit(order)
     try:
         audit.check_dataset()

@@ -1,4 +1,4 @@
-"""The one line that commits and notes stand in: drained into the ledger many at a time, in the order they came.
+"""CommitLog: the queue of commits and notes for the ledger, written many at a time in order.
 
 Whoever stands in it is told what became of it, also when the line itself has broken. A note is written down only once
 everything before it has been counted: what could not be counted must not be said to be settled.
@@ -60,7 +60,7 @@ class CommitLog:
 
     @property
     def is_broken(self) -> bool:
-        """Nothing is counted any more."""
+        """Whether the ledger has failed and nothing is counted any more."""
         return self._broken is not None
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -83,7 +83,7 @@ class CommitLog:
         await self._put(_NoteEntry(note, callback))
 
     async def settle(self) -> None:
-        """Wait until everything queued so far has been decided and told. Raises: LedgerBroken when it never will be."""
+        """Wait until everything queued so far is decided. Raises: LedgerBroken if that will never be."""
         done = asyncio.get_running_loop().create_future()
         await self._put(done)
         await done
@@ -109,7 +109,7 @@ class CommitLog:
             self._batch = []
 
     async def _answer(self, entries: Sequence[_Entry]) -> None:
-        """One transaction for all; where that fails, one for each, so that one job's trouble stays its own.
+        """Write all commits in one transaction; if that fails, one by one, so that an error stays with its job.
 
         Each is told before the next transaction begins: what the ledger says is never ahead of what was told.
         """
@@ -130,7 +130,7 @@ class CommitLog:
             self._resolve(entry, verdict)
 
     async def _keep(self, entries: Sequence[_NoteEntry]) -> None:
-        """Write notes down, all in one transaction; none of a lease whose outcomes could not be counted."""
+        """Write notes in one transaction, except those of a lease whose outcomes could not be counted."""
         wanted = [entry for entry in entries if entry.note.lease not in self._refused]
         kept: dict[int, bool | BatchmillError] = {}
         if wanted:
@@ -155,7 +155,7 @@ class CommitLog:
             entry.callback(_bug("what a commit sets off failed", error))
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
-        """Without the drain nothing is ever decided: everyone who waits, or comes later, is told so."""
+        """Fail everyone who waits, or comes later, if the drain task has failed."""
         why = "it was closed" if task.cancelled() else f"{type(task.exception()).__name__}: {task.exception()}"
         self._broken = LedgerBroken(f"commits are counted no more: {why}")
         waiting, self._batch = self._batch, []
@@ -176,7 +176,7 @@ class CommitLog:
             entry.set_exception(error)
 
     def close(self) -> None:
-        """Decide nothing more and close the ledger."""
+        """Stop, and close the ledger."""
         self._draining.cancel()
         self.ledger.close()
 

@@ -22,7 +22,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class PartFile:
-    """Bytes on their way to `path`. Left without `publish`, nothing of it stays.
+    """A file that is written under a temporary name. Without `publish`, it is removed.
 
     Raises: StorageFull from `write` and `publish` when the disk or the quota is full. Any other error of the file
     system is final: the part is not to be published.
@@ -89,7 +89,7 @@ class PartFile:
 
 
 def remove_files(paths: Sequence[Path]) -> None:
-    """Remove those of `paths` that are there, durably. They lie in one folder."""
+    """Remove the existing ones of `paths`, durably. They are all in one folder."""
     gone = 0
     for path in paths:
         with suppress(FileNotFoundError):
@@ -101,7 +101,7 @@ def remove_files(paths: Sequence[Path]) -> None:
 
 @contextmanager
 def full_disk_named(path: Path) -> Iterator[None]:
-    """Raises: StorageFull where the file system says that it is full while `path` is being written."""
+    """Raises: StorageFull naming `path` if the file system is full while it is written."""
     try:
         yield
     except OSError as error:
@@ -122,7 +122,7 @@ class JobFiles:
 
     @property
     def ending(self) -> Path:
-        """The record of a job of which only the results are left."""
+        """The record of a job that keeps only its results."""
         return self.home / "ending.json"
 
     @property
@@ -138,7 +138,7 @@ class JobFiles:
         return self.home / f"plan-{generation}"
 
     def write_spec(self, spec: JobSpec) -> None:
-        """Make the folders and describe the job in them, durably."""
+        """Create the job's folders and write `job.json`, durably."""
         is_first = not self.home.parent.exists()
         for folder in (self.dataset, self.segments, self.plan(0)):
             folder.mkdir(parents=True, exist_ok=True)
@@ -150,21 +150,21 @@ class JobFiles:
             sync_folder(self.data_dir)
 
     def remove(self) -> None:
-        """Leave nothing of a job that was never stored."""
+        """Remove the folder of a job that was never stored."""
         shutil.rmtree(self.home, ignore_errors=True)
 
     def is_untouched(self) -> bool:
-        """Nothing was read or run for this job."""
+        """Whether nothing was read or run for this job."""
         traces = (self.dataset / "seal.json", self.plan(0) / "plan.json")
         return not any(path.exists() for path in traces) and not any(self.segments.glob("*"))
 
     def clear_unsealed(self) -> None:
-        """Remove what was written of a dataset that was never sealed: it is begun again, or not at all."""
+        """Remove an unsealed dataset: sealing starts again, or not at all."""
         if not (self.dataset / "seal.json").exists():
             sealing.clear(self.dataset)
 
     def clear_refused(self) -> None:
-        """Remove the dataset and plan of a job of which no row will run."""
+        """Remove the dataset and the plan of a job that will run no row."""
         sealing.clear(self.dataset)
         for path in self.plan(0).glob("*"):
             path.unlink()
@@ -191,5 +191,5 @@ def sweep_orphans(data_dir: Path, known: Container[str]) -> None:
 
 
 def read_spec(data: bytes) -> JobSpec:
-    """A job's description as it was written."""
+    """Read `job.json`."""
     return msgspec.json.decode(data, type=JobSpec)

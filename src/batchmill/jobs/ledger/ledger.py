@@ -37,7 +37,7 @@ AT_REST = frozenset({"ended", "collected", FORGOTTEN})  # states of remote jobs 
 
 
 class ShardNote(Struct, frozen=True):
-    """A note as it is handed over: empty `data` takes it back."""
+    """A note for a shard; empty `data` deletes it."""
 
     lease: Lease
     key: str
@@ -46,7 +46,7 @@ class ShardNote(Struct, frozen=True):
 
 
 def keep(db: sa.Connection, note: ShardNote) -> bool:
-    """Write a note down where its lease is still the newest of its shard; False where it is not.
+    """Store a note if its lease is the newest of its shard; return whether it is.
 
     That the job has ended meanwhile is no matter: a note may say that all it was about has been seen to.
     """
@@ -82,7 +82,7 @@ def of_shard(db: sa.Connection, job_id: str, generation: int, shard: int) -> dic
 
 
 def remote_jobs(db: sa.Connection, job_id: str, generation: int | None = None) -> list[RemoteJob]:
-    """The jobs at providers that a generation's notes tell of, or those of all, in the order of their making.
+    """The provider batches in the notes of a generation, or of all, by creation.
 
     One whose shard has all its outcomes has been collected, though nobody may have come to note it.
     """
@@ -101,7 +101,7 @@ def _shown(remote: RemoteJob | None, *, is_full: bool) -> RemoteJob | None:
 
 
 def read(data: bytes, shard: int) -> RemoteJob | None:
-    """A note as the job at a provider that it tells of; None for a note of another kind."""
+    """The provider batch of a note; None for a note of another kind."""
     try:
         return msgspec.structs.replace(msgspec.json.decode(data, type=RemoteJob), shard=shard)
     except msgspec.MsgspecError:
@@ -111,7 +111,7 @@ def read(data: bytes, shard: int) -> RemoteJob | None:
 def settle(
     db: sa.Connection, job_id: str, generation: int, *, tag: str, remote_id: str | None, now: float
 ) -> RemoteJob:
-    """Write down what somebody says became of an unknown submission. Raises: UnknownName, InvalidTransition."""
+    """Store a person's decision about an unknown submission. Raises: UnknownName, InvalidTransition."""
     query = sa.select(notes).where(notes.c.job == job_id, notes.c.generation == generation, notes.c.key == tag)
     found = db.execute(query).first()
     if found is None:
@@ -137,7 +137,7 @@ def _settled(remote: RemoteJob, remote_id: str | None, now: float) -> RemoteJob:
 
 
 def uncollected_shards(remotes: Sequence[RemoteJob]) -> frozenset[int]:
-    """Shards of which a provider may have outcomes that nobody has read yet."""
+    """Shards of which a provider may have results that were not collected."""
     settled = {"collected", FORGOTTEN, UNKNOWN}
     return frozenset(remote.shard for remote in remotes if remote.state not in settled)
 
@@ -152,7 +152,7 @@ OTHER_ERRORS = "other"  # the code that all further ones are counted under
 
 
 class LeasedShard(Struct, frozen=True):
-    """A shard under a fresh lease: what is done already."""
+    """A shard with a new lease, and which of its rows are done."""
 
     lease: Lease
     seq: int
@@ -170,7 +170,7 @@ _TIMES = ("started", "finalizing", "cancelling", "finished")
 
 
 def _after_all(at: object) -> sa.ColumnElement[float]:
-    """This time, or the latest that a job has."""
+    """This time, or the latest time of a job if that is later."""
     return sa.func.max(at, jobs.c.created, *(sa.func.coalesce(jobs.c[name], 0.0) for name in _TIMES))
 
 
@@ -209,7 +209,7 @@ class Ledger:
         errors: dict[str, tuple[int, str]] | None = None,
         **fields: object,
     ) -> None:
-        """Take a job to another state, `via` one between, and set fields with it. Raises: InvalidTransition.
+        """Move a job to another state, through `via`, and set fields. Raises: InvalidTransition.
 
         `errors` replaces the error counts: a gathered result knows them exactly, followers included. No time that is
         set lies before one that the job has: the clock may have been set back.
@@ -225,11 +225,11 @@ class Ledger:
                 _replace_errors(db, job_id, errors)
 
     def spent(self, job_id: str, seconds: float) -> None:
-        """Add to the time that a job has spent running."""
+        """Add running time to a job."""
         self.note(job_id, elapsed_s=jobs.c.elapsed_s + seconds)
 
     def note(self, job_id: str, **fields: object) -> None:
-        """Set fields of a job's record that are not its state."""
+        """Set fields of a job's record other than its state."""
         with self._engine.begin() as db:
             db.execute(jobs.update().where(jobs.c.id == job_id).values(**fields))
 
@@ -267,7 +267,7 @@ class Ledger:
     # -- shards -------------------------------------------------------------------------------------------------------
 
     def lease(self, job_id: str, generation: int, shard: Shard) -> LeasedShard:
-        """Raise the shard's epoch: whatever an earlier holder still sends is refused from now on."""
+        """Raise the shard's epoch: commits of earlier holders are refused from now on."""
         (standing,) = self.lease_all(job_id, generation, [(shard, 0)])
         faults.point("after_lease")
         return standing
@@ -285,7 +285,7 @@ class Ledger:
             return [_lease_one(db, Lease(job_id, generation, shard.number, seen), shard) for shard, seen in wanted]
 
     def fence(self, job_id: str, generation: int) -> None:
-        """End every lease of shards that are not done: whoever still holds one can commit nothing any more."""
+        """End every lease of unfinished shards: their holders cannot commit any more."""
         key = (shards.c.job == job_id) & (shards.c.generation == generation)
         with self._engine.begin() as db:
             db.execute(
@@ -321,7 +321,7 @@ class Ledger:
         return verdicts
 
     def keep_notes(self, batch: Sequence[ShardNote]) -> list[bool]:
-        """Write notes down, each where its lease still counts; whether it did. One transaction for all."""
+        """Store notes whose lease is still valid, in one transaction; return which were stored."""
         with self._engine.begin() as db:
             kept = [keep(db, note) for note in batch]
         faults.point("after_note")
@@ -408,12 +408,12 @@ class Ledger:
             return {segment: merged((start, end) for _, start, end in found) for segment, found in by_segment}
 
     def snapshot(self, job_id: str) -> Snapshot:
-        """All that is known of a job."""
+        """Everything that the ledger has of a job."""
         with self._reader.connect() as db:
             return ledger_snapshot.read(db, job_id)
 
     def replace(self, spec: JobSpec, before: Snapshot, after: Rebuilt) -> None:
-        """Put a rebuilt ledger in the place of what `before` says there was, and pause the job.
+        """Replace a job's ledger, which must still be `before`, with a rebuilt one, and pause the job.
 
         Raises: InvalidTransition when the job is no longer as it was.
         """
@@ -478,7 +478,7 @@ def _replace_errors(db: sa.Connection, job_id: str, errors: dict[str, tuple[int,
 
 
 def _count_errors(db: sa.Connection, job_id: str, errors: dict[str, int], samples: dict[str, str]) -> None:
-    """Add to the rows of each code, the most frequent first: they are the ones that find room."""
+    """Add rows of each error code, the most frequent first: only so many codes are kept."""
     for code, rows in sorted(errors.items(), key=lambda counted: -counted[1]):
         if _add_errors(db, job_id, code, rows):
             continue

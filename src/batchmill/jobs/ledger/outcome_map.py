@@ -1,4 +1,4 @@
-"""Which positions of one generation have their outcome, and whether a block may stand for the rows it names."""
+"""Which positions of one generation have an outcome, and whether a block is valid for its rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DIGITS = bytes.maketrans(bytes((OPEN, OK, FAILED)), b"011")
 
 
 def block_fault(block: Block, shard: Shard, plan: PlanReader) -> str | None:
-    """Why a block is not one of this shard as it was planned; None when it is."""
+    """Why a block does not belong to this shard as planned; None if it does."""
     positions = block.positions()
     lo, hi = min(positions), max(positions) + 1
     if lo < shard.lo or hi > shard.hi:
@@ -42,7 +42,7 @@ def block_fault(block: Block, shard: Shard, plan: PlanReader) -> str | None:
 
 
 def line_fault(block: Block, payload: bytes) -> str | None:
-    """Why the payload of a block is not one line for each of its rows; None when it is."""
+    """Why the payload of a block is not one line for each row; None if it is."""
     lines = payload.count(b"\n")
     if lines != block.n or payload[-1] != NEWLINE:
         return f"{lines} lines for {block.n} rows"
@@ -74,7 +74,7 @@ class OutcomeMap:
         self._reader = SegmentReader()
 
     def breach(self, block: Block, shard: int) -> str | None:
-        """Why a block cannot count for a shard; None when it can."""
+        """Why a block cannot count for a shard; None if it can."""
         if block.generation != self.generation or block.shard != shard:
             return f"a block of generation {block.generation}, shard {block.shard}"
         if shard >= len(self.shards):
@@ -143,7 +143,7 @@ ADOPT_SHARDS = 512  # of so many shards at most
 
 
 class _Orphan(Struct, frozen=True, order=True, gc=False):
-    """Where a block lies that no commit names. In order: the newest epoch of a shard first."""
+    """The location of a block that no commit names. Sorted with the newest epoch of a shard first."""
 
     shard: int
     epoch_back: int  # the epoch, negated
@@ -153,7 +153,7 @@ class _Orphan(Struct, frozen=True, order=True, gc=False):
 
 
 class _Find(Struct, frozen=True):
-    """The blocks of one shard that may be counted, and the positions of each."""
+    """The blocks of one shard that may be counted, with their positions."""
 
     shard: Shard
     blocks: list[tuple[Block, bytes]]

@@ -1,4 +1,4 @@
-"""The plan: in which order a job's rows run, which of them share an outcome, and the shards.
+"""The plan: the order in which rows run, which rows share an outcome, and the shards.
 
 `make` is a pure function of the sealed dataset and its order. It writes `order.u32` (position -> row number, absent
 where the order is the file's), `followers.u32` (follower, leader), `shards.u64` (lo, hi, model) and, last, `plan.json`.
@@ -41,7 +41,7 @@ Cut = Callable[["list[TargetPlan]"], list[int]]
 
 
 class PlanOrder(Struct, frozen=True):
-    """What a plan is made from, besides the dataset."""
+    """The input of planning, besides the dataset."""
 
     targets: list[tuple[int, str | None]]  # value of target.u16 -> (model number, adapter)
     shard_rows: list[int]  # per model: rows of a shard, the last one may have fewer
@@ -78,7 +78,7 @@ class Plan(Struct, frozen=True):
 
 
 class Arranged(Struct, frozen=True):
-    """What an ordering decided. The rows of `order` come in the sequence of `targets`."""
+    """The result of ordering. The rows of `order` come in the sequence of `targets`."""
 
     targets: list[TargetPlan]
     permuted: bool
@@ -99,7 +99,7 @@ KEY_ORDER = "batchmill.jobs.ledger.key_order"
 
 
 def ordering(keys: bool) -> Arrange:
-    """The arrangement of a dataset with or without keys; numpy is loaded only where there are some."""
+    """The ordering of a dataset with or without keys; numpy is imported only if there are some."""
     return importlib.import_module(KEY_ORDER).arrange if keys else arrange_in_file_order
 
 
@@ -149,7 +149,7 @@ def arrange_in_file_order(order: PlanOrder, dataset: Path, parts: PlanParts, pro
 
 
 def _write_gaps(parts: PlanParts, progress: Progress) -> None:
-    """Every row number but the refused ones, a step of rows at a time."""
+    """Write every row number except the refused ones, in chunks."""
     rejected, at = parts.rejected, 0
     for start in range(0, parts.rows, STEP_ROWS):
         end = min(start + STEP_ROWS, parts.rows)
@@ -164,7 +164,7 @@ def _write_gaps(parts: PlanParts, progress: Progress) -> None:
 
 
 def make_again(earlier: PlanReader, wanted: Callable[[int], bool], shard_rows: Sequence[int], home: Path) -> Plan:
-    """Plan the rows of an earlier plan once more whose number is `wanted`, in the order they had; nobody follows."""
+    """Plan the `wanted` rows of an earlier plan again, in the same order and without followers."""
     kept: dict[int, int] = {}  # model -> rows
     with PartFile(home / ORDER, 0o600) as positions, PartFile(home / FOLLOWERS, 0o600) as followers:
         for shard in earlier.shards():
@@ -180,7 +180,7 @@ def make_again(earlier: PlanReader, wanted: Callable[[int], bool], shard_rows: S
 def _write(
     home: Path, rows: int, arranged: Arranged, shard_rows: Sequence[int], files: dict[str, str], rejected: int = 0
 ) -> Plan:
-    """Cut the arranged rows into shards and write `plan.json`, last of all."""
+    """Cut the ordered rows into shards and write `plan.json` last."""
     shards = list(_shards(arranged.targets, shard_rows))
     with PartFile(home / SHARDS, 0o600) as file:
         for shard in shards:
@@ -297,7 +297,7 @@ class PlanReader:
 
 
 def explain(plan: Plan, models: Sequence[str], shards: Iterable[Shard]) -> Explanation:
-    """A plan in words and figures for people; `models` are the names by model number."""
+    """A plan in words and figures; `models` are the names by model number."""
     per_model: dict[int, int] = {}
     for shard in shards:
         per_model[shard.model] = per_model.get(shard.model, 0) + 1

@@ -1,4 +1,4 @@
-"""What the database tells of jobs, one and many. Each function runs in its caller's transaction and only reads."""
+"""Queries about jobs. Each function only reads, in its caller's transaction."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def page(db: sa.Connection, query: JobQuery) -> list[tuple[sa.RowMapping, Errors
 
 
 def _of_frontend(query: JobQuery) -> sa.Select:
-    """The jobs that `after` may name: it may have left the state that is asked for since."""
+    """The jobs of a frontend that `after` may name, in any state: the state may have changed since."""
     wanted = sa.select(*_listed)
     if query.project is not None:
         wanted = wanted.where(jobs.c.project == query.project)
@@ -107,7 +107,7 @@ def unfinished(db: sa.Connection) -> Sequence[sa.RowMapping]:
 
 
 def in_use(db: sa.Connection, paths: Collection[str], project: str | None = None) -> set[str]:
-    """Those of `paths` that stand in the dataset of a job that has not ended, of one project or of all."""
+    """Which of `paths` are inputs of a job that has not ended, of one project or of all."""
     query = sa.select(jobs.c.spec).where(jobs.c.state.not_in(tuple(ENDED)))
     if project is not None:
         query = query.where(jobs.c.project == project)
@@ -118,7 +118,7 @@ def in_use(db: sa.Connection, paths: Collection[str], project: str | None = None
 
 
 def refuse_unfinished(db: sa.Connection, project: str, quota: int) -> None:
-    """Raises: OverQuota where a project has as many unfinished jobs as it may."""
+    """Raises: OverQuota if a project has its maximum of unfinished jobs."""
     unfinished_states = [state for state in JobState if state not in ENDED]
     refuse_beyond(
         db, jobs, quota, quota="unfinished_jobs", project=project, way_out="let some end, or cancel them",
@@ -132,7 +132,7 @@ def ids(db: sa.Connection) -> set[str]:
 
 
 def at_home(db: sa.Connection) -> Sequence[sa.RowMapping]:
-    """The jobs that no frontend took, the newest first: only their callers name files for the results."""
+    """The jobs without a frontend, the newest first: only their callers name result files."""
     query = sa.select(*_listed).where(jobs.c.frontend.is_(None)).order_by(jobs.c.created.desc())
     return db.execute(query).mappings().all()
 
@@ -156,7 +156,7 @@ def paused_for(db: sa.Connection, reason: PauseReason) -> Sequence[sa.RowMapping
 
 
 def columns_of(spec: JobSpec) -> dict[str, object]:
-    """What of a description stands in the job's record too."""
+    """The columns of the job's record that come from its spec."""
     return {
         "spec": msgspec.json.encode(spec),
         "priority": spec.policy.priority,
@@ -221,7 +221,7 @@ def is_anew(record: sa.RowMapping, order: JobOrder) -> bool:
 
 
 def enter(db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None) -> None:
-    """Put a job into the ledger, and what its order is known by: both or neither.
+    """Insert a job and the keys of its order, in one transaction.
 
     Args: quota: how many unfinished jobs its project may have; None: whoever runs the machine orders it.
 
@@ -240,10 +240,10 @@ def enter(db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None
 
 
 def answered(db: sa.Connection, key: str, now: float) -> None:
-    """The reply to this order has been delivered."""
+    """Record that the reply to this order was delivered."""
     db.execute(submissions.update().where(submissions.c.key == key).values(answered=now))
 
 
 def forget_old(db: sa.Connection, now: float) -> None:
-    """Drop the orders that stand for nothing any more."""
+    """Delete expired keys of orders."""
     db.execute(submissions.delete().where(submissions.c.created < now - KEPT_S))

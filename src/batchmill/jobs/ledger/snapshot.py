@@ -1,4 +1,4 @@
-"""All that the ledger knows of one job, as plain records: read in one transaction, replaced in one.
+"""Snapshot: everything the ledger knows of one job, read in one transaction, replaced in one.
 
 What audits or repairs a ledger works on a snapshot, in a process of its own, and never on the database.
 """
@@ -76,7 +76,7 @@ class Snapshot(Struct, frozen=True):
 
 
 class Rebuilt(Struct, frozen=True):
-    """What a job's ledger is to be, from the plans and segments of the job; and how that differs from what it was."""
+    """A rebuilt ledger of a job, from its plans and segments, and how it differs from the old one."""
 
     generation: int
     counters: Counters
@@ -112,7 +112,7 @@ def read(db: sa.Connection, job_id: str) -> Snapshot:
 
 
 def insert_job(db: sa.Connection, spec: JobSpec) -> None:
-    """A job of which only its description is known."""
+    """Insert a job of which only the spec is known."""
     spec_bytes = msgspec.json.encode(spec)
     db.execute(
         jobs.insert().values(
@@ -126,7 +126,7 @@ def insert_job(db: sa.Connection, spec: JobSpec) -> None:
 
 
 def note_models(db: sa.Connection, spec: JobSpec) -> None:
-    """Write down which models a job is for, so that it is found by them; a frontend's job knows once it is planned."""
+    """Store the models of a job, for searches; a frontend's job knows them once it is planned."""
     names = spec.used if spec.origin is not None else [model.name for model in spec.models]
     db.execute(job_models.delete().where(job_models.c.job == spec.id))
     if names:
@@ -134,7 +134,7 @@ def note_models(db: sa.Connection, spec: JobSpec) -> None:
 
 
 def replace(db: sa.Connection, spec: JobSpec, before: Snapshot, after: Rebuilt) -> None:
-    """Put `after` in the place of `before`, but for the error counts; the job is paused then.
+    """Replace `before` with `after`, except for the error counts, and pause the job.
 
     When it finished stays known: who has written to its output since then owns that file.
     Raises: InvalidTransition when the job is no longer as it was, or no row of it ever ran.
@@ -166,7 +166,7 @@ def replace(db: sa.Connection, spec: JobSpec, before: Snapshot, after: Rebuilt) 
 
 
 def _check_may_pause(job_id: str, state: JobState) -> None:
-    """An ended job is paused by way of QUEUED, as a retry opens it."""
+    """Check that the job may be paused; an ended one goes through QUEUED, as a retry does."""
     if state is JobState.PAUSED or JobState.PAUSED in NEXT[state]:
         return
     if JobState.QUEUED not in NEXT[state]:
@@ -174,7 +174,7 @@ def _check_may_pause(job_id: str, state: JobState) -> None:
 
 
 def _mark(snapshot: Snapshot) -> tuple[str | None, int, int, int]:
-    """Whatever a job does, one of these changes: it moves, it opens a generation, or it leases and commits."""
+    """Values of which one changes with every change of a job: state, generation, lease or commit."""
     epochs = sum(shard.epoch + shard.seq for shard in snapshot.shards)
     return snapshot.state, snapshot.generation, len(snapshot.shards), epochs
 

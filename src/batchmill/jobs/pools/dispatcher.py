@@ -1,4 +1,4 @@
-"""Brings shards to workers and commits to the ledger. One for all jobs of a data directory."""
+"""Dispatcher: gives shards to workers and their commits to the ledger. One for all jobs of a data directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.jobs.pools.replicas import Load
 from batchmill.jobs.pools.resources import Resources
 from batchmill.jobs.pools.tallies import ModelGauge, Tallies
-from batchmill.models.secrets import NothingProvided
+from batchmill.models.secrets import NoSecrets
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
 from batchmill.types import Commit, Lease, ModelSpec, Shard
@@ -53,7 +53,7 @@ OF_A_SHARD = frozenset({PauseReason.SUBMIT_UNKNOWN, PauseReason.ROUTE_FAILED})  
 
 
 class _Match(Struct, frozen=True, eq=False):
-    """A shard on its way to a worker."""
+    """A shard that is being given to a worker."""
 
     worker: PoolWorker
     claim: Claim
@@ -61,14 +61,14 @@ class _Match(Struct, frozen=True, eq=False):
 
 
 class _Left(Struct, frozen=True):
-    """What was in flight when a job was taken back."""
+    """Rows that were in flight when a job was removed."""
 
     project: str
     shards: dict[int, str]  # -> the worker that has it
 
 
 class Sharing(Struct, frozen=True):
-    """How projects share workers, and models the machine."""
+    """The weights of projects, and the resources that all models share."""
 
     weights: Mapping[str, float] = {}  # of each project beside others; 1 for those that are not named
     machine: Resources | None = None  # what the replicas of all models take from; None: it has no limits
@@ -90,7 +90,7 @@ class Dispatcher:
         *,
         sharing: Sharing = Sharing(),
         linger_s: float = 0.0,
-        provisions: Provisions = NothingProvided(),
+        provisions: Provisions = NoSecrets(),
         quarantine: Quarantine | None = None,
     ) -> None:
         self.quarantine = quarantine = quarantine or Quarantine(clock)
@@ -124,20 +124,20 @@ class Dispatcher:
         self._dispatching.add_done_callback(self._stopped)
 
     def _stopped(self, task: asyncio.Task[None]) -> None:
-        """Without the dispatcher nothing goes on: should it fail, every job says so instead of waiting."""
+        """Pause every job if the dispatcher task has failed, so that none waits forever."""
         if not task.cancelled() and (error := task.exception()) is not None:
             for run in self._runs.values():
                 run.pause(LedgerBroken(f"the dispatcher failed: {type(error).__name__}: {error}"))
 
     @property
     def is_alive(self) -> bool:
-        """It still gives out rows."""
+        """Whether the dispatcher still gives out rows."""
         return not self._dispatching.done()
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
     def reserve(self, job_id: str, models: Sequence[ModelSpec], code: Mapping[str, str] | None = None) -> None:
-        """Start the workers that a job will need, so that they get ready while its rows are read.
+        """Start the workers that a job will need while its rows are read.
 
         Those of a model whose earlier workers are still ending start once these have gone.
         """
@@ -145,11 +145,11 @@ class Dispatcher:
             self._pools.use(job_id, model, self._pools.key_of(model, code))
 
     async def unreserve(self, job_id: str, *, at_once: bool = False) -> None:
-        """A job needs its workers no more; those that nobody needs end, now or when they have lingered."""
+        """Release the workers of a job; unused ones end now or after their idle timeout."""
         await self._pools.release(job_id, at_once=at_once)
 
     def add(self, run: JobRun) -> None:
-        """Let a run's shards go to workers."""
+        """Give a run's shards to workers."""
         job_id, spec = run.spec.id, run.spec
         if not self.is_alive:
             run.pause(LedgerBroken("the dispatcher has ended: no row is given out any more"))
@@ -170,13 +170,13 @@ class Dispatcher:
         self._work.set()
 
     def fail_rows(self, run: JobRun) -> None:
-        """Rows of it that failed and wait are given up, by workers that have some now and those that get some."""
+        """Give up rows of a job that failed and wait, at workers that have some now or get some later."""
         run.fails_rows = True
         for worker in self._workers_with(run):
             worker.handle.send(FailRows(run.spec.id))
 
     def bound(self, run: JobRun) -> None:
-        """Its budget has changed, or it has one now."""
+        """Apply a new or changed budget of a job."""
         is_new = run.job_budget is None
         run.check_budget()
         if is_new and run.job_budget is not None:
@@ -187,7 +187,7 @@ class Dispatcher:
         return [worker for worker in self._pools.workers() if run.spec.id in worker.opened]
 
     async def remove(self, run: JobRun, *, at_once: bool = False, is_over: bool = False) -> None:
-        """Take a run back: no more grants. Rows in flight get `RELEASE_S` seconds to end, and are counted.
+        """Remove a run: no more grants. Rows in flight get `RELEASE_S` seconds to finish, and are counted.
 
         `is_over`, as where it was cancelled: rows that a provider has are not left there for another time.
 
@@ -220,7 +220,7 @@ class Dispatcher:
             self._work.set()  # others may have its place
 
     async def _end_late(self, job_id: str, *, at_once: bool) -> None:
-        """Kill the workers that still run rows of a job and that nobody else needs; count what they had finished."""
+        """Kill the workers that still run rows of a job and that no other job needs; count what they finished."""
         late: set[asyncio.Task[None]] = set()
         for key in self._keys.get(job_id, ()):
             pool = self._pools.get(key)
@@ -234,12 +234,12 @@ class Dispatcher:
             await asyncio.wait(late)
 
     def _is_needed(self, key: str, job_id: str, *, at_once: bool) -> bool:
-        """Whether another job has a claim to these workers; one that is over has none when all ends at once."""
+        """Whether another job uses these workers. A job that is over counts only while it may still release rows."""
         others = [self._runs.get(other) for other in self._pools.users(key) if other != job_id]
         return any(run is None or not at_once or not run.ended.done() for run in others)
 
     async def _leave(self, run: JobRun, *, is_over: bool) -> None:
-        """What is in flight still: refused from now on where the job is over, remembered where it can go on."""
+        """Refuse later outcomes of rows in flight if the job is over; otherwise remember the rows for its return."""
         running = {worker.name for worker in self._pools.workers() if run.spec.id in worker.revoked}
         if is_over:
             for number in run.held:
@@ -250,7 +250,7 @@ class Dispatcher:
             self._left[run.spec.id] = _Left(run.spec.project, left)
 
     async def _wait_released(self, job_id: str, patience_s: float, *, handed_over: bool = False) -> None:
-        """Until no worker runs a job any more, or those at least whose rows a provider has; or time is up."""
+        """Wait until no worker runs the job, or none that holds rows of a provider; or until time is up."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
                 while self._pools.is_running(job_id, handed_over=handed_over):
@@ -265,7 +265,7 @@ class Dispatcher:
         return [worker for pool in pools if pool is not None for worker in pool.workers.values()]
 
     def ahead_of(self, job_id: str) -> int:
-        """How many jobs get workers before this one: none once it has rows at a worker, but for higher priorities."""
+        """How many jobs are served before this one; once it has rows at a worker, only those of higher priority."""
         run = self._runs.get(job_id)
         if run is None:
             return 0
@@ -274,7 +274,7 @@ class Dispatcher:
         return max((scheduler.ahead_of(job_id, run.is_waiting, each) for each in queues), default=0)
 
     def gauges(self) -> list[ModelGauge]:
-        """What the workers of every model do now."""
+        """The current state of the workers of every model."""
         found = []
         for key, pool in self._pools.items():
             runs = self._runs_of(key)
@@ -298,14 +298,14 @@ class Dispatcher:
                     await self._give(pool, matches)
 
     async def _catch_up(self, run: JobRun) -> None:
-        """Rows in flight when a job was taken back may have been counted while nobody listened."""
+        """Count rows in flight that were committed after their job had been removed."""
         try:
             run.catch_up(await self._commit_log.call(self._commit_log.ledger.progress, run.spec.id, run.generation))
         except BatchmillError as error:
             run.pause(error)
 
     async def _take_returned(self) -> None:
-        """Shards that a worker has let go of go out again, once what it had finished of them is counted."""
+        """Make released shards ready again, once the outcomes that their worker finished are counted."""
         returned, self._returned = self._returned, []
         await self._commit_log.settle()
         for run, worker in returned:
@@ -315,7 +315,7 @@ class Dispatcher:
         self._released.set()
 
     def _match(self, key: str, pool: Pool) -> list[_Match]:
-        """Shards for workers that have room: jobs in the order in which they are served, a shard for each worker.
+        """Match shards with workers that have room: jobs in serving order, one shard a worker.
 
         The first grant of a job does not wait until a worker asks: rows of several jobs take turns there.
         """
@@ -339,7 +339,7 @@ class Dispatcher:
         return matches
 
     async def _give(self, pool: Pool, matches: Sequence[_Match]) -> None:
-        """Lease the shards and send them on their way."""
+        """Lease the shards and send their grants."""
         for match, standing in zip(matches, await self._lease(matches), strict=True):
             worker, run, job_id = match.worker, match.claim.run, match.claim.run.spec.id
             is_there = worker.name in pool.workers and not worker.is_leaving
@@ -356,7 +356,7 @@ class Dispatcher:
             worker.handle.send(grant)
 
     async def _lease(self, matches: Sequence[_Match]) -> list[LeasedShard | None]:
-        """In one transaction; where that fails in one for each, so that one job's trouble stays its own."""
+        """Lease in one transaction; if that fails, in one for each shard, so that one job's error stays its own."""
         wanted = [(each.claim.run.spec.id, each.claim.run.generation, each.shard) for each in matches]
         try:
             return list(await self._commit_log.call(self._commit_log.ledger.lease_each, wanted))
@@ -367,7 +367,7 @@ class Dispatcher:
         return [(await self._lease([match]))[0] for match in matches]
 
     def _may_give(self, run: JobRun, worker: PoolWorker) -> bool:
-        """A worker that has yet to let go of a job gets nothing more of it before it has."""
+        """Whether a worker may get shards of a job: not before it has released the job's earlier run."""
         job_id = run.spec.id
         return not (run.ended.done() or job_id in self._leaving or job_id in self._behind or job_id in worker.revoked)
 
@@ -388,7 +388,7 @@ class Dispatcher:
         return found
 
     def _reckon(self, key: str) -> list[Claim]:
-        """What every job of a pool has a claim to now; its workers hear what has changed."""
+        """Recompute the share of every job of a pool, and tell workers what has changed."""
         pool = self._pools.get(key)
         if pool is None:
             return []
@@ -461,7 +461,7 @@ class Dispatcher:
                 self._leave_finished(job_id, pool.key)
 
     def _leave_finished(self, job_id: str, key: str) -> None:
-        """A job of several models holds none of them whose rows have all run: the others may need the room."""
+        """Release the models of a job whose rows have all run: other models may need the resources."""
         run = self._runs[job_id]
         if not any(run.rows_left_of(number) for number, each in enumerate(self._keys[job_id]) if each == key):
             self._pools.leave(key, job_id)
@@ -498,7 +498,7 @@ class Dispatcher:
             self._work.set()
 
     def _leave_less(self, worker: str, job_ids: Sequence[str]) -> None:
-        """This worker runs nothing any more of these jobs that were taken back."""
+        """Note that a worker no longer runs anything of these removed jobs."""
         for job_id in job_ids:
             left = self._left.get(job_id)
             if left is not None:
@@ -541,7 +541,7 @@ class Dispatcher:
             return Death(adopted, by_row)
 
     async def _adopt(self, pool: Pool, worker: PoolWorker, run: JobRun, *, died: bool) -> list[Commit]:
-        """Count what a worker had finished of one job. Where it `died`, its shards were at fault perhaps."""
+        """Count what a worker had finished of one job. `died`: its shards may be the cause."""
         shards = run.held_by(worker.name)
         if died:
             run.note_suspect(worker.home / f"{worker.name}.suspect")
@@ -559,7 +559,7 @@ class Dispatcher:
         return [commit for commit, _ in found]
 
     async def close(self, *, at_once: bool = False) -> None:
-        """End every worker; returns when they have gone."""
+        """End every worker; return when all have ended."""
         self._dispatching.cancel()
         await self._pools.close(at_once=at_once)
         await self.live.close()
@@ -567,7 +567,7 @@ class Dispatcher:
 
 
 def _open_job(run: JobRun, worker: PoolWorker, model: int) -> None:
-    """Tell a worker of the job before it gets rows of it, unless it knows it."""
+    """Send a job to a worker before its rows, unless the worker has it."""
     spec = run.spec
     if spec.id in worker.opened:
         return

@@ -1,4 +1,4 @@
-"""A job while it runs: which shards are ready, held and done. Memory only: the ledger is the truth."""
+"""The shards of a running job: ready, held, done. In memory only; the ledger is the truth."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class JobBudget:
 
     @property
     def free(self) -> float:
-        """USD that nobody has."""
+        """USD that no worker holds."""
         return self.budget - self._spent - sum(self._allowed.values())
 
     @property
     def needs(self) -> float:
-        """USD that the next row may cost, where that is more than is free and no row is in flight; 0: it goes on."""
+        """USD that the next row may cost, if that exceeds what is free and no row is in flight; otherwise 0."""
         wanted = [each.needs for each in self._spending.values() if each.needs]
         is_quiet = self._is_lean and all(name in self._spending for name in self._workers)
         if not wanted or not is_quiet or any(each.reserved for each in self._spending.values()):
@@ -55,12 +55,12 @@ class JobBudget:
 
     @property
     def beyond(self) -> float:
-        """USD by which the rows in flight may pass the budget."""
+        """USD by which the rows in flight may exceed the budget."""
         return sum(each.beyond for each in self._spending.values())
 
     @property
     def notes(self) -> list[str]:
-        """What people should know of it."""
+        """Notes for the user."""
         if not (beyond := self.beyond):
             return []
         return [
@@ -69,7 +69,7 @@ class JobBudget:
         ]
 
     def refusal(self, *, rows: int, rows_left: int) -> str:
-        """Why no further row goes, and how to go on; of `rows` so many are left that were not counted."""
+        """Why no further row runs, and how to continue; `rows`: how many are left."""
         used, needs = max(self._spent, self.budget - self.free), self.needs
         rows_left -= sum(spending.done - self._counted[worker] for worker, spending in self._spending.items())
         row_usd = used / (rows - rows_left) if rows > rows_left else 0.0
@@ -85,7 +85,7 @@ class JobBudget:
         )
 
     def amend(self, budget: float) -> None:
-        """There is more to spend now, or less: then workers give back what no row of theirs has reserved."""
+        """Change the budget. If it is smaller, workers return what none of their rows has reserved."""
         if budget != self.budget:
             self.budget = budget
             if self.free < 0:
@@ -93,20 +93,20 @@ class JobBudget:
             self.share()
 
     def open(self, worker: str, send: Send) -> None:
-        """This worker gets rows of the job, and asks for what they may cost."""
+        """Add a worker that gets rows of the job and requests money for them."""
         self._workers[worker] = send
         self._sent[worker] = 0
         self._send(worker)
 
     def spent(self, worker: str, usd: float, rows: int) -> None:
-        """The ledger has counted rows of this worker, or of one that nobody knows any more."""
+        """Record the cost of rows of this worker, or of a former one, that the ledger counted."""
         self._spent += usd
         if worker in self._workers:
             self._allowed[worker] -= usd
             self._counted[worker] += rows
 
     def report(self, worker: str, spending: Spending) -> None:
-        """A worker says how things stand there."""
+        """Apply a worker's report of its budget."""
         if worker in self._workers:
             # What it said before it heard what it was allowed last says nothing of what it needs.
             is_late = spending.allowances_seen < self._sent[worker]
@@ -117,13 +117,13 @@ class JobBudget:
             self.share()
 
     def gone(self, worker: str) -> None:
-        """This worker has died, and what it had finished is counted."""
+        """Remove a dead worker whose finished rows have been counted."""
         for known in (self._workers, self._spending, self._allowed, self._counted, self._sent):
             known.pop(worker, None)
         self.share()
 
     def share(self) -> None:
-        """Give those that wait what their next row may cost; where it is not there, the others give back theirs."""
+        """Give waiting workers what their next row may cost; if it is not free, ask the others to return theirs."""
         for worker, spending in list(self._spending.items()):
             if not spending.needs:
                 continue
@@ -227,7 +227,7 @@ class JobRun:
 
     @property
     def elapsed_s(self) -> float:
-        """From the first rows handed out to the last one counted; a model that takes long to start does not count."""
+        """Seconds from the first grant to the last commit, without the start of the model."""
         if self._began is None:
             return 0.0
         return (self._clock.monotonic() if self._done_at is None else self._done_at) - self._began
@@ -244,7 +244,7 @@ class JobRun:
 
     @property
     def rows_out(self) -> int:
-        """Rows undone that workers hold."""
+        """Rows without an outcome that workers hold."""
         return self._rows_held.total()
 
     def rows_held(self, model: int) -> int:
@@ -255,21 +255,21 @@ class JobRun:
         return self._rows_left[model]
 
     def shards_left_of(self, model: int) -> int:
-        """Shards of this model with rows undone."""
+        """Shards of this model with open rows."""
         return self._shards_left[model]
 
     def row_cost(self, model: int) -> float | None:
-        """What a row of this model costs lately, in tokens where it has any; None: no row has been counted."""
+        """The recent cost of a row of this model, in tokens if it has any; None before the first."""
         return self._row_costs[model].now()
 
     def pop(self, model: int, worker: str) -> Shard:
-        """The next shard of a model that `has_ready`, now in this worker's hands."""
+        """Take the next ready shard of a model for this worker."""
         shard = self._ready[model].popleft()
         self._hold(shard, worker)
         return shard
 
     def take_over(self, left: dict[int, str]) -> None:
-        """Shards that workers have from before this run began are in their hands: shard -> worker."""
+        """Assign shards that workers held before this run began: shard -> worker."""
         for number, worker in left.items():
             if number in self._shards:
                 self._hold(self._shards[number], worker)
@@ -280,7 +280,7 @@ class JobRun:
         self._rows_held[shard.model] += shard.hi - shard.lo - self._done[shard.number]
 
     def _let_go(self, shard: Shard) -> bool:
-        """Nobody holds the shard any more; whether somebody did."""
+        """Clear the holder of a shard; return whether it had one."""
         held = self._held.pop(shard.number, None)
         if held is None:
             return False
@@ -291,7 +291,7 @@ class JobRun:
         return True
 
     def grant(self, shard: Shard, standing: LeasedShard) -> Grant:
-        """The message that hands over what is undone of a shard."""
+        """The grant message for the open rows of a shard."""
         if self._began is None:
             self._began = self.moved = self._clock.monotonic()
             self.rates.start()
@@ -310,7 +310,7 @@ class JobRun:
         return messages.replace_rows(Grant(n=0, quarantined=given_up, **base), pairs)
 
     def _is_isolated(self, shard: Shard) -> bool:
-        """One row at a time, and no other job's beside it: it takes long, so one death is not enough.
+        """Whether a shard runs one row at a time, alone on its worker. Slow, so one death is not enough.
 
         Rows that are handed to a provider kill no worker, and go there together or not at all.
         """
@@ -322,7 +322,7 @@ class JobRun:
     # -- taking back --------------------------------------------------------------------------------------------------
 
     def counted(self, commit: Commit) -> None:
-        """The ledger has counted these rows."""
+        """Apply a commit of the ledger."""
         number = commit.lease.shard
         rows = commit.rows_ok + commit.rows_failed
         self.rates.add(rows, commit.usage)
@@ -336,7 +336,7 @@ class JobRun:
         self._end_if_complete()
 
     def _advance(self, number: int, rows: int) -> None:
-        """So many rows more of a shard are done."""
+        """Add finished rows of a shard."""
         shard = self._shards[number]
         self.rows_left -= rows
         self._rows_left[shard.model] -= rows
@@ -357,20 +357,20 @@ class JobRun:
 
     @property
     def is_waiting(self) -> bool:
-        """No worker has a row of it."""
+        """Whether no worker has a row of the job."""
         return not self._held
 
     @property
     def held(self) -> dict[int, str]:
-        """Shard -> the worker that has it."""
+        """Shard -> the worker that holds it."""
         return {number: held.worker for number, held in self._held.items()}
 
     def shard(self, number: int) -> Shard:
-        """A shard with rows undone."""
+        """A shard with open rows."""
         return self._shards[number]
 
     def put_back(self, shard: Shard, *, died: bool) -> None:
-        """A shard whose holder has gone goes first again."""
+        """Make the shard of a dead worker ready again, before all others."""
         if not self._let_go(shard):
             return
         if died:
@@ -378,7 +378,7 @@ class JobRun:
         self._ready[shard.model].appendleft(shard)
 
     def left(self, lease: Lease) -> None:
-        """A worker puts no more outcomes of a shard: where the job is over that is its end, else it goes elsewhere."""
+        """A worker puts no more outcomes of a shard: it ends there if the job is over, else it is ready again."""
         held = self._held.get(lease.shard)
         if held is None or held.epoch != lease.epoch:
             return
@@ -405,14 +405,14 @@ class JobRun:
             path.unlink()
 
     def suspect(self, position: int) -> None:
-        """A worker died while this row ran alone."""
+        """Count a death of a worker while this row ran alone."""
         self._row_deaths[position] = self._row_deaths.get(position, 0) + 1
         self.suspects += 1
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def pause(self, error: Exception) -> None:
-        """End the run with the reason; what is in flight may still be counted."""
+        """End the run with a reason; rows in flight may still be counted."""
         if not self.ended.done():
             self.ended.set_exception(error)
             self.ended.exception()  # a run that was never begun has nobody who asks
@@ -433,13 +433,13 @@ class JobRun:
             self.job_budget.spent(worker, cost, rows)
 
     def lost(self, worker: str) -> None:
-        """This worker has gone, and what it had finished is counted."""
+        """Forget a dead worker whose finished rows have been counted."""
         if self.job_budget is not None:
             self.job_budget.gone(worker)
             self.check_budget()
 
     def check_budget(self) -> None:
-        """Pause when what was spent has reached the budget, or the next row may cost more than is left."""
+        """Pause if the budget is spent, or if the next row may cost more than is left."""
         budget = self.spec.policy.budget
         if budget is None or not self.rows_left:
             return

@@ -1,4 +1,4 @@
-"""The short way of a request that somebody waits for: to a worker of its model and back, past every row."""
+"""Live calls: from a caller to a worker of the model and back, ahead of all rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Cancel = Callable[[], None]
 
 
 class CallQueue:
-    """One model's calls: how many are on their way, and whether their pool is held for them."""
+    """The calls of one model that are in flight, and whether its pool is held for them."""
 
     def __init__(self, model: ModelSpec, key: str, user: str) -> None:
         """`user`: who holds the pool."""
@@ -54,14 +54,14 @@ class CallQueue:
 
 
 class LiveAsk:
-    """A call that a worker has, and what its `calls` hold: called with the answer, or with why there is none."""
+    """A call that a worker has, with the callback for its reply or its error."""
 
     __slots__ = ("_again", "_ask", "_on_reply", "_is_second", "_line", "_worker")
 
     def __init__(
         self, line: CallQueue, ask: FunctionRequest, on_reply: ReplyCallback, again: Callable[[LiveAsk], None]
     ) -> None:
-        """`again` gets a call that may be made once more, on another worker."""
+        """Args: again: called with a call that may be repeated, on another worker."""
         self._line, self._ask, self._again = line, ask, again
         self._on_reply: ReplyCallback | None = on_reply  # until it has heard
         self._worker: PoolWorker | None = None
@@ -91,18 +91,18 @@ class LiveAsk:
             self.fail(self._masked(piece))
 
     def fail(self, error: BatchmillError) -> None:
-        """There will be no answer."""
+        """Report that there will be no reply."""
         self._end(FunctionReply(self._ask.id, raised=Raised.of(error)))
 
     def cancel(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Cancel: the caller no longer waits."""
         if self._on_reply is not None:
             self._leave()
             if self._worker is not None:
                 self._worker.abandon(self._ask.id)
 
     def _masked(self, error: BatchmillError) -> BatchmillError:
-        """The end of a worker is this call's own: whether it was the cause, nobody knows."""
+        """The error of a call whose worker died: whether the call was the cause is unknown."""
         if not isinstance(error, Unavailable):
             return error
         return ModelFailed(f"the worker of {self._line.model.name!r} died before it had answered", code=LOST)
@@ -216,7 +216,7 @@ class LivePath:
         return answer
 
     async def load(self, model: ModelSpec) -> None:
-        """Have a worker ready for calls, and keep it so until `unload`. Raises as `ask`."""
+        """Keep a worker ready for calls until `unload`. Raises as `ask`."""
         key = self._line(model).key
         try:
             await self._loaded(_loader(key), model, key)
@@ -230,7 +230,7 @@ class LivePath:
             await self.warm(new)
 
     async def warm(self, model: ModelSpec) -> None:
-        """Have a worker ready as if the model had just been called. Raises as `ask`."""
+        """Start a worker as if the model had just been called. Raises as `ask`."""
         line = self._line(model)
         user = f"live {next(self._numbers)}"
         try:
@@ -241,7 +241,7 @@ class LivePath:
             self._pools.leave(line.key, user)
 
     def unload(self, model: ModelSpec) -> None:
-        """Keep it no more: its workers end when nobody has called them for a while."""
+        """Stop keeping the model ready: its workers end after the idle timeout."""
         key = self._line(model).key
         self._pools.leave(key, _loader(key))
 
@@ -250,7 +250,7 @@ class LivePath:
         return self._free_worker(self._line(model), hold=False) is not None
 
     def stats(self, model: ModelSpec) -> CallStats:
-        """What became of this model's calls, and of its rows in jobs, since this process began."""
+        """Counters of this model's calls, and of its rows in jobs, since this process started."""
         return self._pools.sums(self._line(model).key).total()
 
     def _line(self, model: ModelSpec) -> CallQueue:
@@ -262,7 +262,7 @@ class LivePath:
         return line
 
     def _free_worker(self, line: CallQueue, *, hold: bool = True) -> PoolWorker | None:
-        """A worker that takes one more call at once."""
+        """A worker that can take another call now."""
         pool = self._pools.get(line.key)
         if pool is None or pool.failure is not None or self._pools.is_closed:
             return None
@@ -274,7 +274,7 @@ class LivePath:
         return worker
 
     async def _begin(self, call: LiveAsk) -> None:
-        """Have a worker take a call, once there is one. Raises as `ask`."""
+        """Send a call to a worker, once there is one. Raises as `ask`."""
         line = call.line
         user = f"live {next(self._numbers)}"
         try:
@@ -285,7 +285,7 @@ class LivePath:
             self._pools.leave(line.key, user)
 
     def _ask_again(self, call: LiveAsk) -> None:
-        """Its worker died with it, and it may be made once more."""
+        """Repeat a call whose worker died, if it may be repeated."""
         self._spawn(self._begin_again(call))
 
     async def _begin_again(self, call: LiveAsk) -> None:
@@ -295,7 +295,7 @@ class LivePath:
             call.fail(error)
 
     def _hold(self, line: CallQueue) -> None:
-        """Keep the pool while calls come: to take and leave it with each would cost more than the calls."""
+        """Hold the pool while calls arrive: acquiring it for each call would cost more than the call."""
         self._pools.use(line.user, line.model, line.key)
         line.is_held = True
         self._spawn(self._hold_while_called(line))
@@ -316,7 +316,7 @@ class LivePath:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Hold nothing any more. The pools have been closed, or are about to be."""
+        """Release all pools, which are closed or about to be."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -359,7 +359,7 @@ class LivePath:
                 raise ModelFailed(pool.failure.message)
 
     def _pool(self, user: str, model: ModelSpec, key: str) -> Pool:
-        """The model's pool. One that has just failed fails at once: every start may take its time."""
+        """The model's pool. A pool that has just failed fails at once, because each start may be slow."""
         if self._pools.is_closed:
             raise Unavailable("the server is stopping")
         at, why = self._failed.get(key, (0.0, ""))
@@ -369,7 +369,7 @@ class LivePath:
         return self._pools.use(user, model, key)
 
     async def _answer(self, worker: PoolWorker, asked: AnswerLive) -> AsyncGenerator[LiveHead | bytes]:
-        """What the worker says. Raises: what it raised; Unavailable when it ended before it had answered."""
+        """The reply of the worker. Raises: its error; Unavailable if it ended before it replied."""
         pieces: asyncio.Queue[LiveHead | bytes | Exception | None] = asyncio.Queue()
         worker.calls[asked.id] = pieces.put_nowait
         worker.handle.send(asked)

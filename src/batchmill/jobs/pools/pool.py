@@ -1,4 +1,4 @@
-"""The workers of one model: started, watched, replaced when they die, drained when nobody needs them."""
+"""A pool: the workers of one model, started, watched, replaced when they die, drained when unused."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from batchmill.errors import BatchmillError, ModelFailed, Unavailable, of_system
+from batchmill.errors import BatchmillError, ModelFailed, Unavailable, to_storage_error
 from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.jobs.pools.replicas import EngineLog, Load, ReplicaTarget, last_lines
 from batchmill.jobs.pools.resources import AllocationRequest, Allocations, Capacity, Replica, must_be_there
 from batchmill.jobs.pools.tallies import AdapterSums, CallSums, ModelGauge
 from batchmill.models import redaction
-from batchmill.models.secrets import NothingProvided
+from batchmill.models.secrets import NoSecrets
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
 from batchmill.types import Commit, EngineStats, ModelSpec, Provision
@@ -53,34 +53,34 @@ GIVEN_UP = "worker_crashed"  # the error of a row that killed its workers
 
 
 class Death(Struct, frozen=True):
-    """What the end of a worker left."""
+    """The state that a dead worker left behind."""
 
     adopted: Sequence[Commit] = ()  # outcomes it had not told of
     by_row: bool = False  # it ran one row alone, which is to blame
 
 
 class RowDispatcher(Protocol):
-    """Gives rows to the workers of pools, and takes what they say of rows."""
+    """Gives rows to the workers of pools and handles their messages about rows."""
 
     def load(self, key: str) -> Load:
         """The rows that wait for the workers of this pool key."""
         ...
 
     async def receive(self, pool: Pool, worker: PoolWorker, message: object) -> None:
-        """A message of a worker about itself being ready, or about rows. It waits while the ledger is behind."""
+        """Handle a worker's message about readiness or rows. Waits while the ledger is behind."""
         ...
 
     def failed(self, pool: Pool, failure: Failed) -> None:
-        """The pool has failed, or one job at it."""
+        """Handle the failure of a pool, or of one job in it."""
         ...
 
     async def recover_worker(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
-        """A worker's process has ended: count what it had finished, and give the rest of its shards to others."""
+        """After a worker's process has ended: count what it finished and make the rest of its shards ready."""
         ...
 
 
 class PoolTools(Struct, frozen=True):
-    """What every pool of a data directory works with."""
+    """What all pools of a data directory share."""
 
     executor: Executor
     dispatcher: RowDispatcher
@@ -88,17 +88,17 @@ class PoolTools(Struct, frozen=True):
     allocations: Allocations
     log: EngineLog
     quarantine: Quarantine
-    provisions: Provisions = NothingProvided()
+    provisions: Provisions = NoSecrets()
 
 
 class CrashCounter:
-    """How often the workers of one model have died in a row, and whether the model is to be given up for it."""
+    """Counts consecutive worker deaths of a model, and decides whether to give the model up."""
 
     def __init__(self) -> None:
         self._plain = self._by_row = self._by_call = 0
 
     def count(self, *, by_row: bool, by_call: bool) -> None:
-        """One more, by a row that ran alone, while live requests were being answered, or by nobody known."""
+        """Count a death by cause: a row that ran alone, live requests in flight, or unknown."""
         if by_row:
             self._plain = 0
             self._by_row += 1
@@ -117,15 +117,15 @@ class CrashCounter:
 
     @property
     def are_of_rows(self) -> bool:
-        """So many by rows that it is not the rows."""
+        """Whether so many deaths by rows show that the rows are not the cause."""
         return self._by_row >= ROW_DEATHS_MAX
 
     def answered(self) -> None:
-        """A live request was answered."""
+        """Note a completed live request."""
         self._by_call = 0
 
     def rest(self) -> None:
-        """The replica that died rests while others go on."""
+        """Let the replica that died rest while others continue."""
         self._plain = self._by_call = 0
 
     def got_through(self, commit: Commit) -> bool:
@@ -138,7 +138,7 @@ class CrashCounter:
 
 
 class _Replica:
-    """One of the model's workers, and those that take its place."""
+    """One replica of a model and the workers that run it, one after another."""
 
     def __init__(self, number: int, *, is_extra: bool) -> None:
         self.number, self.is_extra = number, is_extra
@@ -160,7 +160,7 @@ class Pool:
     def __init__(
         self, key: str, model: ModelSpec, home: Path, tools: PoolTools, *, after: asyncio.Task[None] | None = None
     ) -> None:
-        """Start the workers; once `after` is done, where one is given."""
+        """Args: after: wait for this event before the workers start."""
         self._provided: Provision | None = None  # since secrets have changed
         self.key, self.model, self._home = key, model, home
         self._tools, self._dispatcher, self._clock, self._after = tools, tools.dispatcher, tools.clock, after
@@ -179,7 +179,7 @@ class Pool:
     # -- replicas -----------------------------------------------------------------------------------------------------
 
     def scale(self, standing: ReplicaTarget) -> None:
-        """Have as many replicas as are wanted. Those that are too many finish what they have."""
+        """Scale to the wanted number of replicas. Surplus ones finish what they have."""
         if self._stopping or self.failure is not None:
             return
         self.standing = standing
@@ -194,7 +194,7 @@ class Pool:
             self._let_go(replica)
 
     def shed(self, number: int) -> None:
-        """Let a replica go that its model can run without, for another model."""
+        """Release a replica that the model can run without, for another model."""
         self.standing = ReplicaTarget(self.standing.wanted - 1)
         self._let_go(self._replicas[number])
 
@@ -207,7 +207,7 @@ class Pool:
             replica.worker.drain()
 
     def extras(self) -> list[Replica]:
-        """Replicas that the model can run without, those that are missed least first."""
+        """Replicas that the model can run without, the least useful first."""
         staying = sorted(
             (each for each in self._replicas.values() if not each.is_leaving and self._has_room(each)),
             key=lambda each: each.dearness,
@@ -215,7 +215,7 @@ class Pool:
         return [self._place(each) for each in staying[: max(0, len(staying) - must_be_there(self.model))]]
 
     def places(self, *, leaving: bool = False) -> list[Replica]:
-        """The room that it holds; `leaving`: of replicas that are about to end."""
+        """The resources that the pool holds; `leaving`: those of replicas that are about to end."""
         return [
             self._place(each)
             for each in self._replicas.values()
@@ -234,7 +234,7 @@ class Pool:
 
     @property
     def waits(self) -> str:
-        """For what the first of its replicas that has no room waits; empty: none does."""
+        """What the first replica without resources waits for; empty: nothing."""
         reasons = (
             self._tools.allocations.why(self._place(each)) for each in self._replicas.values() if each.is_waiting
         )
@@ -273,7 +273,7 @@ class Pool:
         return room
 
     async def _serve(self, replica: _Replica, room: Capacity) -> None:
-        """Start workers, one after another, until the replica is needed no more or fails."""
+        """Start workers, one after another, until the replica is released or fails."""
         log = self._tools.log
         is_first = True
         while self._goes_on(replica):
@@ -309,7 +309,7 @@ class Pool:
                 return
 
     async def _provision(self) -> Provision | None:
-        """What the workers are given; None where a secret is missing, and the model has failed for that."""
+        """The secrets of the workers; None if one is missing, in which case the model has failed."""
         try:
             return await self._tools.provisions.of(self.model)
         except BatchmillError as error:
@@ -317,7 +317,7 @@ class Pool:
             return None
 
     async def provide(self) -> None:
-        """Secrets have changed: give the workers those of now. Without one that it needs the model has failed."""
+        """Send changed secrets to the workers. If a required one is missing, the model fails."""
         provision = None if self._stopping or self.failure is not None else await self._provision()
         if provision is not None:
             self._provided = provision
@@ -325,7 +325,7 @@ class Pool:
                 worker.provide(provision)
 
     async def _listen(self, replica: _Replica, worker: PoolWorker) -> bool:
-        """Hear a worker out until it has gone; True when it said that it has failed."""
+        """Handle a worker's messages until it has ended; True if it reported a failure."""
         worker.heard_at = self._clock.monotonic()
         self.workers[worker.name] = worker
         if self._provided is not None:
@@ -339,7 +339,7 @@ class Pool:
         return failed
 
     def _lost(self) -> BatchmillError:
-        """What live requests hear that a worker has left without an answer."""
+        """The error for live requests of a worker that ended without a reply."""
         if self.failure is not None:
             return ModelFailed(self.failure.message)
         return Unavailable(f"the worker of {self.model.name!r} ended before it had answered; try again")
@@ -369,7 +369,7 @@ class Pool:
         return True
 
     def _give_up(self, worker: PoolWorker, failure: Failed) -> None:
-        """One replica among others that are ready rests for a while; the only one is the model's failure."""
+        """Let one of several ready replicas rest for a while; the failure of the only one is the model's."""
         others = [each for each in self.ready() if each is not worker]
         if failure.reason not in MENDED_ELSEWHERE or not others or self._deaths.are_of_rows:
             self._fail(failure)
@@ -379,19 +379,19 @@ class Pool:
         self._tools.log.add(self.key, "failed", failure.message, worker.replica)
 
     def _got_through(self, worker: PoolWorker, commit: Commit) -> None:
-        """Rows were finished: the deaths before them were not the model's."""
+        """Note that rows finished: earlier deaths were not the model's fault."""
         if self._deaths.got_through(commit) and worker.replica in self._replicas:
             self._replicas[worker.replica].failures = 0
 
     def _tended(self, replica: _Replica, task: asyncio.Task[None]) -> None:
-        """A worker that nobody tends any more is heard of, not waited for."""
+        """Report a crashed supervisor task instead of waiting for its worker."""
         self._replicas.pop(replica.number, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             text = f"a worker of {self.model.name!r} was lost: {type(error).__name__}: {error}"
             self._fail(Failed("worker_lost", text, PauseReason.ENGINE_FAILED))
 
     async def _receive(self, worker: PoolWorker, message: object) -> bool:
-        """Handle a worker's message, or pass on what is about rows; True when it said that it has failed."""
+        """Handle a worker's message, or pass it on if it is about rows; True if it reports a failure."""
         match message:
             case Answers(answers, stats):
                 worker.answer(answers)
@@ -438,7 +438,7 @@ class Pool:
             self._change()
 
     async def _watch(self) -> None:
-        """End workers that are stopped by a signal: their leases must go on elsewhere."""
+        """End workers that a signal has stopped: their leases must continue elsewhere."""
         while True:
             await self._clock.sleep(FROZEN_S / 10)
             for worker in list(self.workers.values()):
@@ -446,21 +446,21 @@ class Pool:
                     worker.handle.kill()
 
     def is_running(self, job_id: str) -> bool:
-        """Whether a worker was told to let go of this job and has not."""
+        """Whether a worker was told to release this job and has not done so."""
         return any(job_id in worker.revoked for worker in self.workers.values())
 
     def kill(self) -> None:
-        """End the workers now; `stop` tells when they have gone."""
+        """Kill the workers now; `stop` returns when they have ended."""
         self._stopping = True
         for worker in self.workers.values():
             worker.end()
 
     def ready(self) -> list[PoolWorker]:
-        """Workers that may be given something."""
+        """Workers that accept work."""
         return [worker for worker in self.workers.values() if worker.is_ready and not worker.is_ended]
 
     def gauge(self, *, rows_left: Sequence[int], waiting: int) -> ModelGauge:
-        """What it does now; `rows_left` has the rows of each of its jobs, of which `waiting` hold no worker."""
+        """The current state; `rows_left` has the rows of each of its jobs, of which `waiting` hold no worker."""
         workers = list(self.workers.values())
         stats: list[EngineStats] = [worker.stats for worker in workers]
         known = [each.cached_share for each in stats if each.cached_share is not None]
@@ -498,7 +498,7 @@ class Pool:
 
     @property
     def requests(self) -> int:
-        """Live requests that are being answered, or wait."""
+        """Live requests in progress or waiting."""
         return self.waiting + sum(len(worker.calls) for worker in self.workers.values())
 
     @property
@@ -506,7 +506,7 @@ class Pool:
         return len(self._waiters)
 
     async def change(self) -> None:
-        """Return when a worker is ready, or none will ever be."""
+        """Wait until a worker is ready, or none will ever be."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
@@ -522,7 +522,7 @@ class Pool:
     # -- ending -------------------------------------------------------------------------------------------------------
 
     async def stop(self, *, at_once: bool = False) -> None:
-        """Let the workers record what they have and end; `at_once`: end them now. Returns when they have gone.
+        """Have the workers commit what they have and end; `at_once`: kill them. Returns when they have ended.
 
         Concurrency: may be called again, with `at_once`, while it waits.
         """
@@ -550,13 +550,13 @@ class Pool:
 
 
 def rest_s(failures: int) -> float:
-    """How long what has failed so often in a row is left alone."""
+    """Seconds to rest after so many consecutive failures."""
     return min(REST_MAX_S, REST_S * 2 ** min(failures - 1, 10))
 
 
 def _not_started(error: OSError) -> Failed:
-    """A full disk is no fault of the model's: its jobs go on when there is room."""
+    """The error of a worker that did not start. A full disk is not the model's fault: its jobs resume later."""
     text = f"a worker cannot be started: {error}"
-    if (system_error := of_system(error)) is not None:
+    if (system_error := to_storage_error(error)) is not None:
         return Failed(system_error.code, text, system_error.reason)
     return Failed("worker_failed", text, PauseReason.ENGINE_FAILED)

@@ -1,4 +1,4 @@
-"""A worker as its pool sees it: what it holds, and who hears its answers."""
+"""PoolWorker: a worker as its pool sees it: the shards and calls that it holds."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from batchmill.ports import Clock, WorkerHandle
 from batchmill.types import Commit, EngineStats, FunctionRequest, LiveHead, Provision
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.messages import (
-    LIVE_ASKS_BYTES,
+    LIVE_REQUESTS_BYTES,
     Abandon,
     Answered,
-    Asks,
     Drain,
     FunctionReply,
+    FunctionRequests,
     Head,
     Provide,
     ReplyChunk,
@@ -40,7 +40,7 @@ class Weight(Struct, frozen=True):
     row_cost: float = 1.0
 
     def is_like(self, other: Weight | None) -> bool:
-        """There is too little between them to tell anybody."""
+        """Whether the difference is too small to send."""
         if other is None or self.priority != other.priority:
             return False
         pairs = ((self.share, other.share), (self.row_cost, other.row_cost))
@@ -48,7 +48,7 @@ class Weight(Struct, frozen=True):
 
 
 class Claim(Struct, frozen=True, eq=False):
-    """A job with rows left for the pool's model, and how they count."""
+    """A job with open rows for the pool's model, and the weight of its rows."""
 
     run: JobRun
     model: int
@@ -66,7 +66,7 @@ class Claims:
         self._at = 0.0
 
     def charge(self, project: str, commit: Commit) -> None:
-        """The ledger has counted these rows."""
+        """Record rows that the ledger counted."""
         rows = commit.rows_ok + commit.rows_failed
         cost = cost_of(rows, commit.usage)
         self._share.charge(project, cost)
@@ -74,7 +74,7 @@ class Claims:
         self._row_cost.add(rows, commit.usage)
 
     def forget(self) -> None:
-        """A job has come, changed or gone."""
+        """Drop cached shares: a job was added, changed or removed."""
         self._reckoned = None
 
     @property
@@ -82,7 +82,7 @@ class Claims:
         return self._reckoned is not None and self._clock.monotonic() - self._at < FRESH_S
 
     def reckon(self, runs: Sequence[tuple[JobRun, int]]) -> list[Claim]:
-        """The claims of these (job, number of its model), in the order in which they are served."""
+        """The claims of these (job, number of its model), in serving order."""
         costs = [self._cost(run, model) for run, model in runs]
         held: Counter[str] = Counter()
         for (run, model), cost in zip(runs, costs, strict=True):
@@ -101,11 +101,11 @@ class Claims:
 
     @property
     def last(self) -> list[Claim]:
-        """As they were reckoned last."""
+        """The claims as last computed."""
         return self._reckoned or []
 
     def _cost(self, run: JobRun, model: int) -> float:
-        """What a row of this job is reckoned at: as its last ones, or as those of others."""
+        """The cost of a row of this job: of its recent rows, or else of other jobs."""
         return run.row_cost(model) or self._row_cost.now() or 1.0
 
     def _candidate(self, run: JobRun, model: int, cost: float, held: Mapping[str, float]) -> scheduler.Candidate:
@@ -150,24 +150,24 @@ class PoolWorker:
         self._asks: list[FunctionRequest] = []  # of this turn of the loop: they go in one message
 
     def drain(self) -> None:
-        """Let it finish its rows and live requests, and end. It is given nothing more."""
+        """Let the worker finish its rows and live requests, and end. It gets nothing more."""
         self.is_leaving, self.is_ready = True, False
         self._send_asks()
         self.handle.send(Drain())
 
     def end(self) -> None:
-        """Kill it because we want it gone."""
+        """Kill the worker on purpose."""
         self.is_ended = True
         self.handle.kill()
 
     def provide(self, provision: Provision) -> None:
-        """Give it the secrets of now, if it has others."""
+        """Send the current secrets, if the worker has others."""
         if provision != self.provision:
             self.provision = provision
             self.handle.send(Provide(provision))
 
     def has_room(self, job: JobSpec) -> bool:
-        """It asked for more of this job, or has none of it and not too many others."""
+        """Whether the worker wants more of this job, or has none of it and not too many other shards."""
         if job.id in self.wants:
             return True
         if job.id in self.opened or len(self.opened) >= JOBS_OPEN_MAX:
@@ -176,13 +176,13 @@ class PoolWorker:
         return not is_crowded or list(self.opened.values()).count(job.project) < JOBS_OPEN_PROJECT_MAX
 
     def close(self, job_id: str) -> None:
-        """It gets no more of this job."""
+        """Give the worker no more of this job."""
         self.opened.pop(job_id, None)
         self.wants.discard(job_id)
         self.weights.pop(job_id, None)
 
     def deliver(self, message: Head | ReplyChunk | Answered) -> None:
-        """Pass on a piece of an answer; nobody hears one that was abandoned."""
+        """Pass on a piece of a reply; pieces of an abandoned call are dropped."""
         match message:
             case Head(id_, piece) | ReplyChunk(id_, piece):
                 on_reply = self.calls.get(id_)
@@ -192,7 +192,7 @@ class PoolWorker:
             on_reply(piece)
 
     def ask(self, ask: FunctionRequest, on_reply: LiveCallback) -> None:
-        """Have it answer a call, with all the others of this turn of the loop."""
+        """Send a call, together with all others of this turn of the event loop."""
         self.calls[ask.id] = on_reply
         if not self._asks:
             asyncio.get_running_loop().call_soon(self._send_asks)
@@ -203,14 +203,14 @@ class PoolWorker:
         begin = size = 0
         for at, ask in enumerate(asks):
             size += len(ask.body) + len(ask.head)
-            if size > LIVE_ASKS_BYTES and at > begin:
-                self.handle.send(Asks(asks[begin:at]))
+            if size > LIVE_REQUESTS_BYTES and at > begin:
+                self.handle.send(FunctionRequests(asks[begin:at]))
                 begin, size = at, len(ask.body) + len(ask.head)
         if asks:
-            self.handle.send(Asks(asks[begin:]))
+            self.handle.send(FunctionRequests(asks[begin:]))
 
     def abandon(self, ask_id: int) -> None:
-        """Nobody waits for this answer any more."""
+        """Abandon a call: its caller no longer waits."""
         if self.calls.pop(ask_id, None) is not None:
             self._send_asks()
             self.handle.send(Abandon(ask_id))
@@ -222,7 +222,7 @@ class PoolWorker:
                 on_reply(answer)
 
     def end_calls(self, error: BatchmillError) -> None:
-        """It answers nothing any more."""
+        """Fail all calls: the worker replies no more."""
         calls, self.calls = self.calls, {}
         for on_reply in calls.values():
             on_reply(error)

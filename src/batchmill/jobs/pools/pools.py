@@ -1,4 +1,4 @@
-"""The pools of a data directory: started for whoever needs them, kept warm for a while after, ended.
+"""Pools: the worker pools of a data directory, started when used, kept for an idle timeout, then ended.
 
 A user is a job or a live request. Workers of one model, over one state of its code, are one pool.
 """
@@ -21,7 +21,7 @@ from batchmill.jobs.pools.replicas import COOLDOWN_DEFAULT_S, EngineLog, follow,
 from batchmill.jobs.pools.resources import Allocations, Leaver, Resources
 from batchmill.jobs.pools.tallies import AdapterSums, CallSums
 from batchmill.models import functions
-from batchmill.models.secrets import NothingProvided
+from batchmill.models.secrets import NoSecrets
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.types import EngineState, EngineView, ModelSpec
 from batchmill.types.engine_traits import Source
@@ -43,7 +43,7 @@ class CodeDigests:
         self._known: dict[str, tuple[tuple[int, int, int], str]] = {}
 
     def of(self, source: str) -> str:
-        """Empty where there is no such file: the worker that is to load it says so."""
+        """The digest of a file; empty if it does not exist, which the worker then reports."""
         try:
             path = functions.file_of(functions.parse(source))
             stat = os.stat(path)
@@ -73,7 +73,7 @@ class Pools:
         *,
         dispatcher: RowDispatcher,
         linger_s: float,
-        provisions: Provisions = NothingProvided(),
+        provisions: Provisions = NoSecrets(),
         quarantine: Quarantine | None = None,
         machine: Resources | None = None,
     ) -> None:
@@ -121,14 +121,14 @@ class Pools:
         return list(self._pools.items())
 
     def is_current(self, pool: Pool) -> bool:
-        """It is not one that is ending."""
+        """Whether the pool is not ending."""
         return self._pools.get(pool.key) is pool
 
     def users(self, key: str) -> set[str]:
         return self._users.get(key, set())
 
     def sums(self, key: str) -> CallSums:
-        """What the workers of this key have counted; it survives them."""
+        """The counters of all workers of this key, former ones included."""
         found = self._sums.get(key)
         if found is None:
             found = self._sums[key] = CallSums()
@@ -137,26 +137,26 @@ class Pools:
         return found
 
     def workers(self) -> Iterator[PoolWorker]:
-        """Every worker, those that are ending too."""
+        """Every worker, including ending ones."""
         for pool in (*self._pools.values(), *self.dying):
             yield from pool.workers.values()
 
     def _learn(self, source: str, lesson: Learn) -> None:
-        """Every worker of a base model knows what one has learnt, or somebody has cleared."""
+        """Send what one worker of a base model has learned, or what was cleared, to all others."""
         for pool in self._pools.values():
             if pool.model.traits.learns_poison and pool.model.source == source:
                 for worker in pool.workers.values():
                     worker.handle.send(lesson)
 
     def is_running(self, job_id: str, *, handed_over: bool = False) -> bool:
-        """Whether a worker has yet to let go of a job; `handed_over`: of rows that a provider was given."""
+        """Whether a worker has yet to release a job; `handed_over`: rows that a provider holds."""
         pools = [pool for pool in (*self._pools.values(), *self.dying) if pool.is_running(job_id)]
         return any(pool.model.is_handed_over or not handed_over for pool in pools)
 
     # -- using --------------------------------------------------------------------------------------------------------
 
     def use(self, user: str, model: ModelSpec, key: str) -> Pool:
-        """The pool of this key, started if there is none that works, kept until `leave` or `release`.
+        """The pool of this key, started if there is none, and held until `leave` or `release`.
 
         It starts once earlier workers of the same model that are still ending have gone.
         """
@@ -182,7 +182,7 @@ class Pools:
         return pool
 
     def leave(self, key: str, user: str) -> None:
-        """A user needs this pool no more."""
+        """Stop holding this pool for a user."""
         users = self._users.get(key)
         if users is not None:
             users.discard(user)
@@ -191,12 +191,12 @@ class Pools:
                 self._settle(key)
 
     def forget(self, user: str) -> None:
-        """As `leave` for all its pools, which are let go only by a `release`."""
+        """As `leave` for all its pools, which end only after `release`."""
         for users in self._users.values():
             users.discard(user)
 
     async def release(self, user: str, *, at_once: bool = False) -> None:
-        """A user needs its workers no more. Those that are not kept end: returns when they have gone."""
+        """Release the workers of a user. Unheld ones end; returns when they have ended."""
         self.forget(user)
         for key in [key for key, users in self._users.items() if not users]:
             del self._users[key]
@@ -210,7 +210,7 @@ class Pools:
             await asyncio.wait(endings)
 
     def _settle(self, key: str, *, at_once: bool = False) -> None:
-        """Nobody uses this pool: let it linger, or end."""
+        """Start the idle timeout of an unused pool, or end it."""
         pool = self._pools.get(key)
         if pool is None:
             return
@@ -238,7 +238,7 @@ class Pools:
     # -- replicas -----------------------------------------------------------------------------------------------------
 
     def keep(self, model: ModelSpec) -> None:
-        """Hold the least number of replicas that the model is to have, whether anybody uses them or not.
+        """Keep the minimum number of replicas of the model, whether used or not.
 
         Where that is none, nothing is held. Its pool, if there is one, scales from now on as this says.
         """
@@ -253,13 +253,13 @@ class Pools:
             self.leave(key, _controller(key))
 
     def let_go(self, model: ModelSpec) -> None:
-        """Hold it no more: its replicas end when nobody has used them for a while."""
+        """Stop keeping a model: its replicas end after the idle timeout."""
         key = self.key_of(model)
         self.leave(key, _controller(key))
         self._rests.pop(key, None)
 
     def rescale(self, key: str) -> None:
-        """Have as many replicas as there is work for."""
+        """Scale every pool to its load."""
         pool = self._pools.get(key)
         scaling = None if pool is None else pool.model.scaling
         if pool is None or scaling is None:
@@ -273,7 +273,7 @@ class Pools:
             self._log.add(key, "scaled", text)
 
     def _watch_loads(self, pool: Pool) -> None:
-        """Have a pool that scales do so from now on."""
+        """Start the scaling task of a pool that scales."""
         if pool.model.scaling is not None and (self._scaling is None or self._scaling.done()):
             self._scaling = asyncio.create_task(self._follow_loads())
 
@@ -286,7 +286,7 @@ class Pools:
             await self._clock.sleep(SCALE_S)
 
     def _revive(self, key: str, pool: Pool) -> None:
-        """A model that is kept and has failed is tried again, after longer and longer rests."""
+        """Retry a kept model that has failed, with longer and longer pauses."""
         failed, times, due = self._rests.get(key, (None, 0, 0.0))
         if failed is not pool:
             times = 1 if pool.was_ready else times + 1
@@ -296,7 +296,7 @@ class Pools:
             self.use(_controller(key), pool.model, key)
 
     def view(self, model: ModelSpec, code: Mapping[str, str] | None = None) -> EngineView:
-        """The replicas of a model now, and what became of them."""
+        """The replicas of a model, and its recent events."""
         key = self.key_of(model, code)
         pool, events = self._pools.get(key), self._log.of(key)
         if pool is None:
@@ -315,7 +315,7 @@ class Pools:
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def _make_room(self) -> None:
-        """Replicas wait: have pools that nobody uses leave, then what others can run without."""
+        """Free resources for waiting replicas: end unused pools first, then spare replicas."""
         leaving = [place for pool in self.dying for place in pool.places()]
         leaving += [place for pool in self._pools.values() for place in pool.places(leaving=True)]
         idle = [Leaver(self._pools[key].places(), is_idle=True) for key in self._idle]
@@ -328,7 +328,7 @@ class Pools:
                 self._pools[each.places[0].key].shed(each.places[0].replica)
 
     def _use_of(self, key: str) -> str:
-        """What uses a pool, for people."""
+        """What uses a pool, as text."""
         if key not in self._pools:
             return "it is ending"
         users = self._users.get(key, set())
@@ -340,7 +340,7 @@ class Pools:
         return "it is kept ready" if users else "nobody uses it"
 
     def provide(self) -> None:
-        """Secrets have changed: workers are given those of now."""
+        """Send changed secrets to workers."""
         self._is_stale = True
         if self._providing is None and not self.is_closed:
             self._providing = asyncio.create_task(self._provide())
@@ -357,7 +357,7 @@ class Pools:
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def retire(self, key: str, *, at_once: bool = False) -> None:
-        """Let a pool end, whoever waits for it; the next one of its key begins after it."""
+        """End a pool even if it is used; the next one of its key starts after it."""
         pool = self._pools.pop(key)
         lingering = self._idle.pop(key, None)
         if lingering is not None and lingering is not asyncio.current_task():
@@ -375,7 +375,7 @@ class Pools:
             del self.endings[key]
 
     def try_with_more_room(self, pool: Pool) -> bool:
-        """Start a server again that could not start, once those that nobody uses have left the machine to it.
+        """Restart a server that failed to start, after unused ones have freed the machine.
 
         False where that has been tried, or there are none.
         """
@@ -394,7 +394,7 @@ class Pools:
         return True
 
     async def close(self, *, at_once: bool = False) -> None:
-        """End every worker; returns when they have gone."""
+        """End every worker; returns when all have ended."""
         self.is_closed = True
         if self._providing is not None:
             self._providing.cancel()
@@ -421,7 +421,7 @@ def _everybodys(model: ModelSpec) -> ModelSpec:
 
 
 def _controller(key: str) -> str:
-    """Who holds a pool because of `keep`."""
+    """The user that stands for `keep`."""
     return f"kept {key}"
 
 

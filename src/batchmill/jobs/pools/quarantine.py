@@ -1,4 +1,4 @@
-"""Requests that engines died of, and whose deaths they were: kept for a while, and known to every worker of a model."""
+"""Quarantine: requests that crashed engines, and the projects of the crashes; shared by all workers of a model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Quarantine:
         self._forget_old()
 
     def poison(self, model: str) -> Poison:
-        """What engines of a base model are told."""
+        """The quarantined requests that engines of a base model get."""
         self._forget_old()
         return Poison(
             [each for each in self._suspects.values() if each.model == model],
@@ -55,7 +55,7 @@ class Quarantine:
         )
 
     def record(self, model: str, message: Suspected | Charged) -> None:
-        """What a worker of a base model says."""
+        """Record a worker's report about a base model."""
         match message:
             case Suspected(suspect):
                 self.suspect(model, suspect)
@@ -71,7 +71,7 @@ class Quarantine:
             listener(model, Learn(self.poison(model)))
 
     def suspect(self, model: str, suspect: Suspect) -> None:
-        """An engine died with a request alone in flight; without deaths: it outlived that request since."""
+        """Record that an engine died with this request alone in flight; 0 deaths: an engine has since survived it."""
         suspect = replace(suspect, model=model)
         self._suspects.pop(suspect.digest, None)
         gone = [] if suspect.deaths else [suspect.digest]
@@ -85,14 +85,14 @@ class Quarantine:
         self._publish(model)
 
     def charge(self, model: str, charge: Charge, *, is_taken_back: bool = False) -> None:
-        """A death is a project's, or was not."""
+        """Charge a death to a project, or take the charge back."""
         since = self._clock.now() - BUDGET_WINDOW_S
         kept = [each for each in self._charges.get(model, ()) if each.at > since and each != charge]
         self._charges[model] = [*kept, *([] if is_taken_back else [charge])][-CHARGES_MAX:]
         self._publish(model)
 
     def list(self, project: str | None) -> list[Suspect]:
-        """Those of a project, or of all; the oldest first."""
+        """The requests of a project, or of all; the oldest first."""
         self._forget_old()
         return [each for each in self._suspects.values() if project in (None, each.project)]
 
@@ -115,7 +115,7 @@ class Quarantine:
         return found
 
     async def close(self) -> None:
-        """Return once it is written."""
+        """Wait until everything is written."""
         if self._writing:
             await asyncio.wait(self._writing)
 

@@ -1,4 +1,4 @@
-"""How many replicas a model is to have, and what became of them lately."""
+"""How many replicas a model gets, and its recent events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COOLDOWN_DEFAULT_S = 600.0
 
 
 class Load(Struct, frozen=True):
-    """What there is to do for a model."""
+    """The current load of a model."""
 
     requests: int = 0  # live requests that are being answered or wait
     rows: int = 0  # of jobs, without an outcome
@@ -25,7 +25,7 @@ class Load(Struct, frozen=True):
 
 
 class ReplicaTarget(Struct, frozen=True):
-    """How many are wanted, and since when fewer would have done."""
+    """The target number of replicas, and since when fewer would do."""
 
     wanted: int
     spare_since: float | None = None
@@ -33,7 +33,7 @@ class ReplicaTarget(Struct, frozen=True):
 
 
 def needed(scaling: Scaling, load: Load) -> int:
-    """As many as keep each at its number of requests and rows, and no more than could have any."""
+    """The number of replicas for a load: each at its number of requests and rows, and none without work."""
     each = scaling.scale_up_requests or REQUESTS_DEFAULT
     by_load = -(-(load.requests + load.rows) // each)
     least = max(1, scaling.replicas_min)
@@ -41,7 +41,7 @@ def needed(scaling: Scaling, load: Load) -> int:
 
 
 def follow(standing: ReplicaTarget, need: int, *, now: float, cooldown_s: float) -> ReplicaTarget:
-    """More at once; fewer when fewer have done for `cooldown_s`, and then as many as were needed at most meanwhile."""
+    """Scale up at once; scale down after `cooldown_s`, to the most that were needed meanwhile."""
     if need >= standing.wanted:
         return ReplicaTarget(need)
     since = now if standing.spare_since is None else standing.spare_since
@@ -70,7 +70,7 @@ class EngineLog:
         replica: int | None = None,
         in_flight: Mapping[str, int] | None = None,
     ) -> None:
-        """Of the pool as a whole where there is no `replica`. `in_flight`: of each project, when a server died."""
+        """Add an event, of the pool if `replica` is missing. `in_flight`: requests by project when a server died."""
         events = self._events.pop(key, None) or deque(maxlen=EVENTS_MAX)
         events.append(EngineEvent(self._clock.now(), kind, message, replica, by_project=dict(in_flight or {})))
         self._events[key] = events  # the one of which most was heard lately stands last
@@ -84,16 +84,16 @@ class EngineLog:
             self._failures.pop(oldest, None)
 
     def of(self, key: str) -> list[EngineEvent]:
-        """The oldest first."""
+        """The events of a model, the oldest first."""
         return list(self._events.get(key, ()))
 
     def failure(self, key: str) -> str:
-        """Why it failed, where it has not been started since; empty: it has not."""
+        """Why the model failed, if it has not started since; otherwise empty."""
         return self._failures.get(key, "")
 
 
 def last_lines(path: Path) -> str:
-    """The end of a log; empty where there is none."""
+    """The last lines of a log; empty if there are none."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)

@@ -1,4 +1,4 @@
-"""What the machine has room for: replicas of all models take memory and GPUs of it together.
+"""Resources: memory and GPUs of the machine, allocated to replicas of all models.
 
 Whoever waited first gets room first. What comes later may go ahead only where those before it would still find room,
 were all gone that were there before them: a large replica is not starved by small ones.
@@ -32,7 +32,7 @@ class Replica(Struct, frozen=True):
 
 
 class AllocationRequest(Struct, frozen=True):
-    """What a replica asks for."""
+    """A replica's request for resources."""
 
     place: Replica
     name: str  # of its model
@@ -41,13 +41,13 @@ class AllocationRequest(Struct, frozen=True):
 
 
 class Capacity(Struct, frozen=True):
-    """What a replica has got."""
+    """The resources that a replica holds."""
 
     gpus: list[str] | None = None  # its own devices; None: nobody deals them
 
 
 class Leaver(Struct, frozen=True):
-    """Replicas that may leave for others, all or none."""
+    """Replicas that may be evicted, all or none."""
 
     places: Sequence[Replica]
     is_idle: bool  # nobody uses them; otherwise their model has others
@@ -74,7 +74,7 @@ class Resources:
         self._count = 0
 
     def needs_of(self, model: ModelSpec) -> Needs:
-        """What one replica takes. A language model takes as many GPUs as its flags say, where there are any."""
+        """The needs of one replica. A language model needs as many GPUs as its flags say, if there are GPUs."""
         needs = model.needs
         if model.function is not None:
             return Needs(needs.memory_bytes, max(needs.gpus, model.function.gpus))
@@ -83,7 +83,7 @@ class Resources:
         return needs
 
     def never(self, model: ModelSpec) -> str:
-        """Why the replicas that must be there together can never be; empty: they can."""
+        """Why the minimum replicas can never fit together; empty: they can."""
         needs, count = self.needs_of(model), must_be_there(model)
         for what in (MEMORY, GPUS):
             total, one = self._total[what], getattr(needs, what)
@@ -98,17 +98,17 @@ class Resources:
     # -- taking -------------------------------------------------------------------------------------------------------
 
     def ask(self, asked: AllocationRequest) -> None:
-        """Wait in the queue; `allot` says when there is room."""
+        """Enter the queue; `allot` says when there is room."""
         assert asked.place not in self._held and asked.place not in self._waiting, "a replica asks once"
         self._count += 1
         self._waiting[asked.place] = _Waiting(asked, self._count)
 
     def withdraw(self, place: Replica) -> None:
-        """Wait no more."""
+        """Leave the queue."""
         self._waiting.pop(place, None)
 
     def allot(self) -> list[tuple[Replica, Capacity]]:
-        """Give room to those that wait and find it, in the order in which they are served."""
+        """Allocate to waiting replicas that fit, in serving order."""
         return [(each.asked.place, self._take(each.asked)) for each in self._queue() if self._fits(each, self._free())]
 
     def _take(self, asked: AllocationRequest) -> Capacity:
@@ -123,7 +123,7 @@ class Resources:
         return Capacity(own if asked.needs.gpus else None)
 
     def give_back(self, place: Replica) -> None:
-        """The replica has ended."""
+        """Free the resources of a replica that has ended."""
         del self._held[place]
 
     def holds(self, place: Replica) -> bool:
@@ -136,7 +136,7 @@ class Resources:
     # -- reckoning ----------------------------------------------------------------------------------------------------
 
     def _queue(self) -> list[_Waiting]:
-        """Replicas without which a model does not run, then those that come to others."""
+        """Waiting replicas: first those without which a model cannot run, then additional ones."""
         return sorted(self._waiting.values(), key=lambda each: (each.asked.is_extra, each.number))
 
     def _free(self) -> dict[str, int]:
@@ -166,12 +166,12 @@ class Resources:
         return later + need + sum(getattr(each.asked.needs, what) for each in ahead) <= (self._total[what] or 0)
 
     def _ahead(self, waiting: _Waiting) -> list[_Waiting]:
-        """Those that are served before it and wait still."""
+        """Waiting replicas that are served before this one."""
         queue = self._queue()
         return [each for each in queue[: queue.index(waiting)] if not each.asked.is_extra]
 
     def clearances(self, leaving: Collection[Replica], leavers: Sequence[Leaver]) -> list[Leaver]:
-        """Which of these must leave so that those that wait find room: as few as will do, the first of them first.
+        """Which replicas to evict so that waiting ones fit: as few as possible, the first candidates first.
 
         `leaving`: places whose replicas are ending already.
         """
@@ -190,7 +190,7 @@ class Resources:
 
     @staticmethod
     def _may_leave_for(leaver: Leaver, asked: AllocationRequest) -> bool:
-        """Replicas of a model in use leave only for one that a model cannot run without."""
+        """Whether a replica may be evicted: one of a model in use, only for a model that cannot run otherwise."""
         is_own = any(place.key == asked.place.key for place in leaver.places)
         return not is_own and (leaver.is_idle or not asked.is_extra)
 
@@ -215,7 +215,7 @@ class Resources:
     # -- telling ------------------------------------------------------------------------------------------------------
 
     def why(self, place: Replica, use_of: Callable[[str], str]) -> str:
-        """For what a replica waits, in a sentence; empty where it does not. `use_of` says what uses the pool of a key.
+        """What a replica waits for, as a sentence; empty if it does not wait. `use_of`: key -> what uses the pool.
 
         As "'big' needs 12 GiB and 4 of 24 GiB are free: 'other' (a job runs on it) holds 20 GiB".
         """
@@ -259,7 +259,7 @@ class Resources:
 
 
 def veiled(sentence: str, may_know: Callable[[str], bool]) -> str:
-    """What `why` says, for one who may not know of every model: others are "another model"."""
+    """`why` for a caller who may not see every model: the others are "another model"."""
 
     def message(found: re.Match[str]) -> str:
         return found[0] if may_know(found[0][1:-1]) else ANOTHER
@@ -268,12 +268,12 @@ def veiled(sentence: str, may_know: Callable[[str], bool]) -> str:
 
 
 def must_be_there(model: ModelSpec) -> int:
-    """Replicas that a model has at least while it runs."""
+    """The minimum replicas of a running model."""
     return max(1, model.workers if model.scaling is None else model.scaling.replicas_min)
 
 
 def _parallel(engine_args: dict[str, str | int | float | bool | None]) -> int:
-    """GPUs of one server by its flags. One that is no number is the engine's to refuse."""
+    """GPUs of one server by its flags. The engine refuses values that are not numbers."""
     flags = {name.lstrip("-").replace("_", "-"): value for name, value in engine_args.items()}
     count = 1
     for name in PARALLEL:
@@ -310,7 +310,7 @@ def _of_total(what: str, free: int, total: int) -> str:
 
 
 class Allocations:
-    """Has replicas wait for room on the machine, and asks for room to be made while some wait."""
+    """Lets replicas wait for resources, and evicts others while some wait."""
 
     def __init__(self, machine: Resources) -> None:
         self.machine = machine
@@ -319,7 +319,7 @@ class Allocations:
         self._granted: dict[Replica, asyncio.Future[Capacity]] = {}
 
     async def take(self, asked: AllocationRequest, waits: Callable[[str], None]) -> Capacity:
-        """Room for a replica, once there is some. `waits` hears for what, where there is none at once."""
+        """Wait for resources and take them. `waits` is told the reason while there are none."""
         granted = self._granted[asked.place] = asyncio.get_running_loop().create_future()
         self.machine.ask(asked)
         try:
@@ -337,12 +337,12 @@ class Allocations:
             raise
 
     def give_back(self, place: Replica) -> None:
-        """The replica has ended."""
+        """Free the resources of a replica that has ended."""
         self.machine.give_back(place)
         self.review()
 
     def review(self) -> None:
-        """Room has come free, or somebody waits who did not, or a pool is needed no more."""
+        """Allocate again after resources or requests changed, or a pool became unused."""
         for place, room in self.machine.allot():
             granted = self._granted.pop(place)
             if granted.cancelled():  # its replica has not yet noticed that it is to wait no more
@@ -353,12 +353,12 @@ class Allocations:
             self.make_room()
 
     def why(self, place: Replica) -> str:
-        """For what a replica waits; empty where it does not."""
+        """What a replica waits for; empty if it does not wait."""
         return self.machine.why(place, self.use_of)
 
 
 def _nothing() -> None:
-    """Nobody makes room."""
+    """Evict nothing."""
 
 
 def _unknown(key: str) -> str:

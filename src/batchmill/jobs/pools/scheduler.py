@@ -1,4 +1,4 @@
-"""Which job goes first at a model's workers, and the fair share of each project.
+"""Scheduler: which job is served first at a model's workers, and the fair share of each project.
 
 Pure: snapshot in, decision out. Priority comes first, strictly; then jobs that are about to miss their deadline; then
 the project that is furthest behind its share; then the earlier deadline; then age.
@@ -29,7 +29,7 @@ class Rates:
         self._since = clock.monotonic()
 
     def start(self) -> None:
-        """Work begins now: what lies before does not count."""
+        """Start measuring now."""
         self._seen.clear()
         self._rows, self._usage = 0, Usage()
         self._since = self._clock.monotonic()
@@ -42,7 +42,7 @@ class Rates:
         self._usage = self._usage + usage
 
     def _forget(self, now: float) -> None:
-        """Drop what is older than the window, whether or not anybody looks."""
+        """Drop samples that are older than the window."""
         while self._seen and self._seen[0][0] < now - WINDOW_S:
             _, rows, usage = self._seen.popleft()
             self._rows -= rows
@@ -59,12 +59,12 @@ class Rates:
 
 
 def cost_of(rows: int, usage: Usage) -> float:
-    """What rows count as between projects: their tokens, or as many as there are rows where there are none."""
+    """The cost of rows for fair sharing: their tokens, or their number if they have none."""
     return float(usage.input_tokens + usage.output_tokens or rows)
 
 
 class RowCost:
-    """What a row costs, told from the last ones."""
+    """The cost of a row, estimated from recent ones."""
 
     def __init__(self) -> None:
         self._rows = self._cost = 0.0
@@ -81,7 +81,7 @@ class RowCost:
 
 
 class Throughput:
-    """What workers get done a second while they have work: idle time does not count."""
+    """Throughput of workers while they have work; idle time does not count."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -91,7 +91,7 @@ class Throughput:
         self._last: float | None = None  # as it was when work last ended
 
     def work(self, *, is_there: bool) -> None:
-        """Whether there is work now."""
+        """Set whether there is work."""
         if is_there and self._since is None:
             self._since = self._clock.monotonic()
         elif not is_there and self._since is not None:
@@ -110,7 +110,7 @@ class Throughput:
             self._cost -= self._seen.popleft()[1]
 
     def now(self) -> float | None:
-        """Cost per second; None as long as nothing is known."""
+        """Cost per second; None before the first sample."""
         now = self._clock.monotonic()
         self._forget(now)
         if self._since is None or not self._seen or now <= self._since:
@@ -138,19 +138,19 @@ class Candidate(Struct, frozen=True):
 
     @property
     def rank(self) -> int:
-        """Rows of a higher one always go first."""
+        """Rows of a job with a higher rank always go first."""
         return 2 * self.priority + self.is_late
 
 
 def order_of(candidate: Candidate) -> tuple:
-    """Candidates sorted by this are in the order in which they are served."""
+    """The sort key of the serving order."""
     deadline = math.inf if candidate.deadline is None else candidate.deadline
     urgency = deadline if candidate.is_late else 0.0
     return -candidate.rank, urgency, candidate.ahead, deadline, candidate.created, candidate.job
 
 
 def ahead_of(job: str, is_waiting: bool, candidates: Sequence[Candidate]) -> int:
-    """How many are served before this job; once it has rows at a worker only those of higher rank are."""
+    """How many candidates are served before this job; once it has rows at a worker, only those of higher rank."""
     mine = next((each for each in candidates if each.job == job), None)
     if mine is None:
         return 0
@@ -159,7 +159,7 @@ def ahead_of(job: str, is_waiting: bool, candidates: Sequence[Candidate]) -> int
 
 
 def is_late(deadline: float | None, now: float, *, work: float, per_s: float | None) -> bool:
-    """Whether a job with so much work left misses its deadline unless it has the workers to itself.
+    """Whether a job with this much work left misses its deadline unless it gets all workers.
 
     `work` and `per_s`, what the workers get done a second, are in one unit; None: that is not known yet.
     """
@@ -198,7 +198,7 @@ class FairShare:
         return max(self._weights.get(project, 1.0), WEIGHT_MIN)
 
     def set_active(self, projects: Iterable[str]) -> None:
-        """These projects have work now, and no others."""
+        """Set the projects that have work."""
         projects = set(projects)
         staying = [self._served[project] for project in projects & self._active]
         if staying:
@@ -210,9 +210,9 @@ class FairShare:
         self._active = projects
 
     def charge(self, project: str, cost: float) -> None:
-        """Rows of this project were counted that cost so much."""
+        """Charge counted rows to a project."""
         self._served[project] = self._served.get(project, self._now) + cost / self._weight(project)
 
     def ahead(self, project: str, held: float = 0.0) -> float:
-        """The virtual time of a project, what it holds at this moment taken as served."""
+        """The virtual time of a project, with what it holds now counted as served."""
         return self._served.get(project, self._now) + held / self._weight(project)

@@ -1,4 +1,4 @@
-"""What was counted since this process began, and what its workers do now: for those who look, and for nothing else."""
+"""Counters since this process started, and gauges of workers, for metrics only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHER = "other"  # what all further ones are counted under
 
 
 class ModelGauge(Struct, frozen=True):
-    """The workers of one model at this moment."""
+    """Gauges of the workers of one model."""
 
     name: str
     workers: int
@@ -42,7 +42,7 @@ class ModelGauge(Struct, frozen=True):
 
 
 class AdapterSums:
-    """What became of the rows of each adapter, over all workers of a model. Counters only grow."""
+    """Counters of the rows of each adapter, over all workers of a model. They only grow."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], AdapterStats] = {}
@@ -53,7 +53,7 @@ class AdapterSums:
         return self._sums
 
     def add(self, model: str, before: Sequence[AdapterStats], now: Sequence[AdapterStats]) -> None:
-        """What one worker says, and what the same one said the last time."""
+        """Add one worker's counters, given its previous ones."""
         earlier = {each.name: each for each in before}
         for each in now:
             known = earlier.get(each.name)
@@ -79,20 +79,20 @@ class AdapterSums:
 
 
 class CallSums:
-    """What became of the calls of a model's functions, over all its workers, those that have ended too."""
+    """Counters of a model's function calls, over all its workers, former ones included."""
 
     def __init__(self) -> None:
         self._total = CallStats()
         self._unsummed: list[CallStats] = []
 
     def add(self, stats: CallStats) -> None:
-        """What was counted since the last report of the same worker."""
+        """Add what was counted since the last report of the same worker."""
         self._unsummed.append(stats)
         if len(self._unsummed) >= UNSUMMED_MAX:
             self.total()
 
     def total(self) -> CallStats:
-        """Since this process began."""
+        """The total since this process started."""
         if self._unsummed:
             self._total = reduce(add, self._unsummed, self._total)
             self._unsummed.clear()
@@ -111,7 +111,7 @@ class Tallies:
         self._codes: set[str] = set()
 
     def count(self, project: str, model: str, commit: Commit) -> None:
-        """Rows that the ledger counted."""
+        """Count rows that the ledger counted."""
         self.rows[project, model, "ok"] += commit.rows_ok
         self.rows[project, model, "failed"] += commit.rows_failed
         usage = commit.usage
@@ -129,5 +129,5 @@ class Tallies:
         return code
 
     def count_live(self, model: str, head: LiveHead | None) -> None:
-        """A live request whose answer has begun, or that got none."""
+        """Count a live request whose reply has begun, or that got none."""
         self.live[model, 0 if head is None else head.status] += 1

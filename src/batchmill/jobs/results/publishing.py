@@ -1,4 +1,4 @@
-"""How a job's results come to be: copied while it runs where they can be, gathered in a child process otherwise."""
+"""Publishes a job's results: copied while it runs if possible, otherwise gathered in a child process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Committed = list[tuple[int, SegmentRef]]
 
 
 class CountedRun(Protocol):
-    """A pass over a job's rows, as publishing follows it."""
+    """A run of a job's rows, as publishing sees it."""
 
     plan: PlanReader
     counted_hooks: list[Callable[[Commit], None]]
@@ -50,7 +50,7 @@ class Publishing:
             self._copying.add_done_callback(lambda task: self._copied(task, run))
 
     def _copied(self, task: asyncio.Task[Manifest], run: CountedRun) -> None:
-        """Copying that fails early is noticed: a full disk pauses the job, after anything else results are gathered."""
+        """Handle an error of copying: a full disk pauses the job; after any other error, results are gathered."""
         if task.cancelled() or (error := task.exception()) is None:
             return
         if isinstance(error, JobPaused):
@@ -71,7 +71,7 @@ class Publishing:
             gather.discard()
 
     async def abandon(self) -> None:
-        """Drop what was copied: the results will be gathered when the job has ended."""
+        """Discard copied results: they will be gathered when the job ends."""
         if self._copying is not None:
             copying, self._copying = self._copying, None
             copying.cancel()
@@ -80,7 +80,7 @@ class Publishing:
     async def finish(
         self, committed: Committed, progress: Callable[[float], None], *, unrun: RowError | None = None
     ) -> Manifest:
-        """Write what is not written yet, audit it and publish it; `unrun` as in `results.GatherOrder`."""
+        """Write the rest of the results, audit and publish them; `unrun` as in `results.GatherOrder`."""
         if self._copying is not None:
             self._queue.put_nowait(None)
             copying, self._copying = self._copying, None
@@ -90,12 +90,12 @@ class Publishing:
 
 
 def output_of(spec: JobSpec, files: JobFiles) -> Path:
-    """Where the results go: where the caller said, or beside the job's own files."""
+    """The path of the results: the caller's, or in the job's own folder."""
     return files.home / stored_name(spec.output_format) if spec.output is None else Path(spec.output)
 
 
 async def write_partial(spec: JobSpec, files: JobFiles, committed: Committed, offload: Offload) -> str:
-    """Gather what is counted so far into a file of its own; its path."""
+    """Gather the rows counted so far into a new file; return its path."""
     path = files.home / f"partial-{uuid.uuid4().hex}.jsonl"
     if not any(files.home.glob("plan-*/plan.json")):  # no row has run
         await asyncio.to_thread(path.touch, 0o600)
@@ -112,7 +112,7 @@ async def write_partial(spec: JobSpec, files: JobFiles, committed: Committed, of
 def gather_order(
     spec: JobSpec, files: JobFiles, committed: Committed, output: Path, *, unrun: RowError | None = None
 ) -> GatherOrder:
-    """What a gathering of this job's results needs to know."""
+    """The order for gathering this job's results."""
     plans = sorted(files.home.glob("plan-*/plan.json"), key=lambda path: int(path.parent.name.partition("-")[2]))
     if not plans:
         raise BatchmillError(f"the job {spec.id} has no plan yet: no row of it has run", code="no_results")

@@ -36,7 +36,7 @@ class ColumnNames:
         self._added = [OUTPUT, ERROR, *([FOLDED_FROM] if source.folds else [])]
 
     def note(self, names: Iterable[str]) -> None:
-        """Take the columns of a row in. Raises: InvalidInput beyond COLUMNS_MAX of them."""
+        """Add the columns of a row. Raises: InvalidInput beyond COLUMNS_MAX columns."""
         for name in names:
             if name not in self._names and name not in self._added:
                 if len(self._names) >= COLUMNS_MAX:
@@ -77,7 +77,7 @@ class ColumnKinds:
         self._seen: dict[str, set[type | ColumnKind]] = {}
 
     def note(self, name: str, value: Any) -> None:
-        """A decoded value. Whatever is none of JSON's own types, like Raw, stands as its JSON text."""
+        """Add a decoded value. A value that is not one of JSON's own types, such as Raw, counts as JSON text."""
         kind: type | ColumnKind = type(value)
         if kind not in _KIND_OF:
             kind = _kind_of_value(value)
@@ -161,7 +161,7 @@ _decode_many = msgspec.json.Decoder(list[dict[str, Any]]).decode
 
 
 def in_batches(lines: Sequence[bytes]) -> Iterator[list[bytes]]:
-    """Lines in runs of about BATCH_BYTES: as Python objects they take many times that."""
+    """Split lines into batches of about BATCH_BYTES: as Python objects they take many times that."""
     batch: list[bytes] = []
     size = 0
     for line in lines:
@@ -204,7 +204,7 @@ class CsvFile:
         self._file.discard()
 
     def _begin(self) -> list[str]:
-        """The columns, settled and written as the header: every row has been seen."""
+        """Settle the columns and write the header: every row has been seen."""
         if self._columns is None:
             self._columns = self._names.all()
             self._file.write(_text_of([self._columns]), 0)

@@ -55,7 +55,7 @@ class Build:
 
 
 def builder(kind: pa.DataType) -> Build:
-    """What builds arrays of `kind`, one of those that `datasets.parquet_rows` reads."""
+    """The array builder of `kind`, one of those that `datasets.parquet_rows` reads."""
     if isinstance(kind, pa.BaseExtensionType):
         inner = builder(kind.storage_type)
         return Build(lambda values: pa.ExtensionArray.from_storage(kind, inner.make(values)), inner.exact)

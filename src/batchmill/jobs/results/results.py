@@ -1,4 +1,4 @@
-"""What results are called and what is known of them: orders, manifests, and which file may hold which rows.
+"""Names, orders and manifests of results, and which file format can hold which rows.
 
 The rows themselves are written by `streaming_results` while a job runs, and by `gathering` when it has ended.
 """
@@ -23,7 +23,7 @@ STORED = ("jsonl", "csv", "parquet", "jsonl.gz", "jsonl.zst", "csv.gz", "csv.zst
 
 
 class GatherOrder(Struct, frozen=True):
-    """What results are gathered from. Paths are absolute."""
+    """The input of gathering. Paths are absolute."""
 
     dataset: str  # folder of the sealed dataset
     plans: list[str]  # folders, by generation: the first names every row, later ones the rows that ran again

@@ -58,7 +58,7 @@ class RowIndex:
         self._share(order)
 
     def segment_at(self, places: np.ndarray) -> np.ndarray:
-        """The number of the segment that each place is in; see `bases` and `paths`."""
+        """The number of the segment that holds each place; see `bases` and `paths`."""
         return np.searchsorted(self.bases, places, side="right") - 1
 
     def _number_segments(self, folder: Path, refs: list[SegmentRef]) -> None:
@@ -71,7 +71,7 @@ class RowIndex:
         self._base_of = dict(zip(self.paths, self.bases.tolist(), strict=True))
 
     def _add(self, block: Block, generation: int, planned: _Planned) -> np.ndarray:
-        """Note the rows of a block; what an earlier generation said of them is forgotten."""
+        """Record the rows of a block; they replace those of an earlier generation."""
         if block.generation != generation:
             raise LedgerBroken(f"{_where(block)}: generation {block.generation}, committed for {generation}")
         rows, positions = np.asarray(block.rows()), np.asarray(block.positions())
@@ -92,7 +92,7 @@ class RowIndex:
         return rows
 
     def _share(self, order: GatherOrder) -> None:
-        """Give followers the places of their leaders, and mark the rows that were refused."""
+        """Give followers the lines of their leaders, and mark refused rows."""
         plan, home = self._plan.plan, self._plan.home
         pairs = np.fromfile(home / FOLLOWERS, np.uint32).reshape(-1, 2)
         self.followers, self.leaders = pairs[:, 0].copy(), pairs[:, 1].copy()
@@ -113,7 +113,7 @@ class RowIndex:
 
 
 class _Planned:
-    """Which row each position of a generation's plan stands for."""
+    """The row number of each position of a generation's plan."""
 
     def __init__(self, home: Path) -> None:
         reader = PlanReader(home)
@@ -202,7 +202,7 @@ class RowWindows:
         return Window(numbers, lines, failed.tolist())
 
     def _read(self, places: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """The lines at these places, in the same order, as an array of bytes objects."""
+        """Read the lines at these places, in the same order, as an array of bytes objects."""
         starts = places & PLACE
         by_place = np.argsort(starts, kind="stable")
         starts = starts[by_place]
@@ -224,7 +224,7 @@ class RowWindows:
         return lines
 
     def _write_followers(self, first: int, lines: list[bytes], indexes: np.ndarray) -> None:
-        """Turn the leaders' lines that stand for followers into lines of their own."""
+        """Rewrite copies of the leaders' lines as lines of their followers."""
         form = self._form
         leaders = self._index.leaders[np.searchsorted(self._index.followers, indexes + first)].tolist()
         for chunk, ahead in _in_chunks(indexes.tolist(), leaders):
@@ -259,7 +259,7 @@ def _row(number: int, raw: bytes, form: Form) -> Row:
 
 
 def _text(raw: bytes) -> bytes:
-    """A refused row may be no UTF-8; what is written must be."""
+    """Decode a refused row, which may not be UTF-8; the output must be."""
     return raw if raw.isascii() else raw.decode(errors="replace").encode()
 
 

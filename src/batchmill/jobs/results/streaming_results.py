@@ -1,4 +1,4 @@
-"""Results written while the job runs: committed blocks are copied as they are, as far as rows follow without a gap.
+"""Writes results while the job runs: copies committed blocks as long as rows follow without a gap.
 
 For plans in file order (`results.can_stream`); every other job is gathered when it has ended. No numpy: it lives in
 the owner, on a thread of its own.
@@ -70,7 +70,7 @@ class StreamingGather:
         )
 
     def discard(self) -> None:
-        """Leave nothing behind that was not published. Safe to call twice."""
+        """Remove unpublished files. Safe to call twice."""
         with self._lock:
             self._discarded = True
             self._reader.close()
@@ -94,7 +94,7 @@ class StreamingGather:
             self._causes[code] = before + count, sample
 
     def _advance(self) -> None:
-        """Write runs of rows as long as the next row is there."""
+        """Write rows as long as the next one is available."""
         waiting = self._waiting
         while waiting and waiting[0][0] <= self.written:
             row, number, pending = waiting[0]
@@ -110,7 +110,7 @@ class StreamingGather:
 
 
 class _Pending:
-    """A block on its way into the file. Its payload is read when its first row is due."""
+    """A block that waits to be written. Its payload is read when its first row is due."""
 
     def __init__(self, block: Block) -> None:
         self.block = block
@@ -128,7 +128,7 @@ class _Pending:
 
 
 def _runs_of(block: Block, payload: bytes) -> list[Run]:
-    """The rows of a block in row order, those together whose numbers and lines both follow each other."""
+    """The rows of a block in row order, grouped where both numbers and lines are consecutive."""
     lengths = block.line_lengths()
     if lengths is None:
         if (lines := payload.count(b"\n")) != block.n:

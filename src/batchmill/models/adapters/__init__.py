@@ -1,1 +1,1 @@
-"""Adapters of language models: LoRA weights, read and checked without running anything that they bring."""
+"""Adapters of language models: LoRA weights, read and checked without running any of their code."""

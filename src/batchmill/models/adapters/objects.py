@@ -1,5 +1,8 @@
-"""An adapter in an object store, below s3://, gs:// or az://. Needs obstore, which reads credentials and endpoints from
-the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY …)."""
+"""Downloads an adapter from an object store (s3://, gs:// or az://).
+
+Needs obstore, which reads credentials and endpoints from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
+GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY …).
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,15 @@ from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, Unavaila
 from batchmill.models.adapters.fetching import check_size, write_file
 from batchmill.wire.adapter_bundles import FILES, check_names
 
-LISTED_MAX = 1000  # files below the prefix that are looked at
+LISTED_MAX = 1000  # objects below the prefix that are listed
 TIMEOUT_S = 1800  # for one file
 CONNECT_S = 10
 RETRY_S = 60
-NOT_THERE = "404 Not Found"  # of a bucket, for which obstore has no error of its own
+NOT_FOUND = "404 Not Found"  # for a missing bucket, for which obstore has no error class
 
 
-def download(source: str, place: Path) -> None:
-    """The files below `source` into `place`. Raises: InvalidInput, AuthRefused, TooLarge, Unavailable."""
+def download(source: str, folder: Path) -> None:
+    """Download the files below `source` into `folder`. Raises: InvalidInput, AuthRefused, TooLarge, Unavailable."""
     try:
         store = from_url(
             source.rstrip("/"),
@@ -35,24 +38,24 @@ def download(source: str, place: Path) -> None:
             },
             retry_config={"max_retries": 5, "retry_timeout": timedelta(seconds=RETRY_S)},
         )
-        listed = next(iter(obstore.list(store, chunk_size=LISTED_MAX)), [])
-        sizes = {each["path"]: each["size"] for each in listed}
+        objects = next(iter(obstore.list(store, chunk_size=LISTED_MAX)), [])
+        sizes = {each["path"]: each["size"] for each in objects}
         check_names(source, set(sizes))
         for name in FILES:
             check_size(name, sizes[name])
-            write_file(place, name, lambda each, write: _read(store, each, write))
+            write_file(folder, name, lambda each, write: _read(store, each, write))
     except exceptions.BaseError as error:
-        raise _translated(source, error) from None
+        raise _translate(source, error) from None
 
 
 def _read(store: obstore.store.ObjectStore, name: str, write: Callable[[bytes], None]) -> None:
-    for piece in obstore.get(store, name).stream():
-        write(bytes(piece))
+    for chunk in obstore.get(store, name).stream():
+        write(bytes(chunk))
 
 
-def _translated(source: str, error: exceptions.BaseError) -> BatchmillError:
+def _translate(source: str, error: exceptions.BaseError) -> BatchmillError:
     message = str(error).strip().partition("\n")[0]
-    if isinstance(error, exceptions.NotFoundError) or NOT_THERE in message:
+    if isinstance(error, exceptions.NotFoundError) or NOT_FOUND in message:
         return InvalidInput(f"there is nothing at {source}: {message}", code="unknown_adapter")
     if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):
         return AuthRefused(f"the object store refused {source}: {message}", code="store_refused")

@@ -1,1 +1,1 @@
-"""What connectors are and how their calls are made: pure, with no connection and no secret of its own."""
+"""Parses connectors, and renders their calls and replies. Pure: without connections and without secrets of its own."""

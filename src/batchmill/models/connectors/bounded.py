@@ -1,7 +1,6 @@
-"""What callers' connectors and filters make of replies, templates and fields, in a child process: see
-`children.programs`.
+"""Runs callers' templates, filters and connector fields in a child process: see `children.programs`.
 
-A connector of the configuration, and a filter that is a plain path, are worked out in place.
+A connector of the configuration, and a filter that is a plain path, run in this process.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from batchmill.optional import require
 from batchmill.types.connectors import Action, Connector
 from batchmill.wire.json_bytes import encode
 
-INLINE_BYTES_MAX = 256 * 1024  # of a reply that a caller's service sent, and the loop reads itself
+INLINE_BYTES_MAX = 256 * 1024  # of a reply from a caller's service that the event loop itself reads
 LENGTH_BYTES = 8
 MODULE = "batchmill.models.connectors.bounded"
 BOUNDS = ResourceLimits()
@@ -31,7 +30,7 @@ Tensors = processing.Tensors
 
 
 class _Process(Struct, frozen=True):
-    """A reply stands behind it."""
+    """Followed by the bytes of the reply."""
 
     action: Action
     filter: str | None
@@ -39,7 +38,7 @@ class _Process(Struct, frozen=True):
 
 
 class _Read(Struct, frozen=True):
-    """`old` None: a new connector, called `id`."""
+    """`old` is None for a new connector, with the id `id`."""
 
     old: Connector | None
     id: str
@@ -54,7 +53,7 @@ class _Render(Struct, frozen=True):
 
 
 class Processing:
-    """What the replies of one connector come to."""
+    """Post-processes the replies of one connector."""
 
     def __init__(self, connector: Connector, programs: Programs) -> None:
         self._connector, self._programs = connector, programs
@@ -62,30 +61,30 @@ class Processing:
     async def result_json(
         self, action: Action, reply: bytes, parameters: Mapping[str, Any], *, who: str, patience_s: float = PATIENCE_S
     ) -> bytes:
-        """As `postprocessing.result_json`. Raises: TooComplex, RateLimited too."""
-        if self._is_quick(reply, parameters):
-            return processing.result_json(action, reply, self._all(parameters))
+        """As `processing.result_json`. Also raises TooComplex and RateLimited."""
+        if self._is_inline(reply, parameters):
+            return processing.result_json(action, reply, self._merged(parameters))
         return await self._process(action, reply, parameters, who, patience_s, as_row=True)
 
     async def output_json(
         self, action: Action, reply: bytes, parameters: Mapping[str, Any], *, who: str, patience_s: float = PATIENCE_S
     ) -> bytes:
-        """As `postprocessing.output_json`. Raises: TooComplex, RateLimited too."""
-        if self._is_quick(reply, parameters):
-            return encode(processing.tensors(action, reply, self._all(parameters)))
+        """As `processing.output_json`. Also raises TooComplex and RateLimited."""
+        if self._is_inline(reply, parameters):
+            return encode(processing.tensors(action, reply, self._merged(parameters)))
         return await self._process(action, reply, parameters, who, patience_s, as_row=False)
 
-    def _all(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _merged(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**self._connector.parameters, **parameters}
 
-    def _is_quick(self, reply: bytes, parameters: Mapping[str, Any]) -> bool:
-        """No caller can have made it long."""
+    def _is_inline(self, reply: bytes, parameters: Mapping[str, Any]) -> bool:
+        """Whether the reply can be processed here, because no caller can make that slow."""
         trusted = self._connector.is_trusted
         if not trusted and len(reply) > INLINE_BYTES_MAX:
             return False
         if trusted and processing.FILTER not in parameters:
             return True
-        expression = self._all(parameters).get(processing.FILTER)
+        expression = self._merged(parameters).get(processing.FILTER)
         return (
             not isinstance(expression, str)
             or not expression.strip()
@@ -95,7 +94,7 @@ class Processing:
     async def _process(
         self, action: Action, reply: bytes, parameters: Mapping[str, Any], who: str, patience_s: float, *, as_row: bool
     ) -> bytes:
-        filter_text = self._all(parameters).get(processing.FILTER)
+        filter_text = self._merged(parameters).get(processing.FILTER)
         expression = filter_text if isinstance(filter_text, str) else None
         head = encode(_Process(action, expression, as_row))
         work = "the reply of the service" if expression is None else f"the response_filter {expression[:SHOWN_CHARS]!r}"
@@ -109,7 +108,7 @@ class Processing:
 async def read_fields(
     programs: Programs, who: str, fields: Mapping[str, Any], *, old: Connector | None = None, id: str = ""
 ) -> tuple[Connector, dict[str, str]]:
-    """As `reading.read_connector` and `update_connector`, of a caller's. Raises: TooComplex, RateLimited too."""
+    """As `reading.read_connector` or `update_connector`, for a caller. Also raises TooComplex and RateLimited."""
     order = encode(_Read(old, id, Raw(encode(fields))))
     answer = await programs.run(f"{MODULE}:read", order, who=who, work="the connector", bounds=BOUNDS)
     return msgspec.json.decode(answer, type=tuple[Connector, dict[str, str]])
@@ -119,7 +118,7 @@ async def render_call(
     programs: Programs, who: str, connector: Connector, action: Action, parameters: Mapping[str, Any],
     credentials: Mapping[str, str],
 ) -> Rendered:  # fmt: skip
-    """As `Renderer.render`, of a caller's connector. Raises: TooComplex, RateLimited too."""
+    """As `Renderer.render`, for a caller's connector. Also raises TooComplex and RateLimited."""
     order = encode(_Render(connector, action, dict(parameters), dict(credentials)))
     answer = await programs.run(f"{MODULE}:render", order, who=who, work="a template of the connector", bounds=BOUNDS)
     return msgspec.msgpack.decode(answer, type=Rendered)
@@ -130,21 +129,23 @@ async def render_call(
 
 def process(order: bytes, progress: Progress) -> bytes:
     end = LENGTH_BYTES + int.from_bytes(order[:LENGTH_BYTES], "little")
-    asked, reply = msgspec.json.decode(order[LENGTH_BYTES:end], type=_Process), order[end:]
-    parameters = {} if asked.filter is None else {processing.FILTER: asked.filter}
-    if asked.as_row:
-        return processing.result_json(asked.action, reply, parameters)
-    return encode(processing.tensors(asked.action, reply, parameters))
+    request, reply = msgspec.json.decode(order[LENGTH_BYTES:end], type=_Process), order[end:]
+    parameters = {} if request.filter is None else {processing.FILTER: request.filter}
+    if request.as_row:
+        return processing.result_json(request.action, reply, parameters)
+    return encode(processing.tensors(request.action, reply, parameters))
 
 
 def read(order: bytes, progress: Progress) -> bytes:
-    asked = msgspec.json.decode(order, type=_Read)
-    fields = msgspec.json.decode(asked.fields, type=dict[str, Any])
-    if asked.old is None:
-        return encode(reading.read_connector(fields, id=asked.id, is_trusted=False))
-    return encode(reading.update_connector(asked.old, fields))
+    request = msgspec.json.decode(order, type=_Read)
+    fields = msgspec.json.decode(request.fields, type=dict[str, Any])
+    if request.old is None:
+        return encode(reading.read_connector(fields, id=request.id, is_trusted=False))
+    return encode(reading.update_connector(request.old, fields))
 
 
 def render(order: bytes, progress: Progress) -> bytes:
-    asked = msgspec.json.decode(order, type=_Render)
-    return msgspec.msgpack.encode(Renderer(asked.connector, asked.action).render(asked.parameters, asked.credentials))
+    request = msgspec.json.decode(order, type=_Render)
+    return msgspec.msgpack.encode(
+        Renderer(request.connector, request.action).render(request.parameters, request.credentials)
+    )

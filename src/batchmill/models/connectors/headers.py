@@ -1,4 +1,4 @@
-"""The headers of an action: the only place where a credential may stand."""
+"""The headers of an action: the only part of a call that may contain a credential."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from batchmill.errors import InvalidInput
 from batchmill.wire.json_bytes import encode
-from batchmill.wire.json_templates import CREDENTIAL, DEPTH_MAX, Hole, holes, loop_message, split
+from batchmill.wire.json_templates import CREDENTIAL, DEPTH_MAX, Placeholder, find_placeholders, loop_message, split
 
 HEADER_BYTES_MAX = 8192
 HEADERS_BYTES_MAX = 65_536
 HEADERS_MAX = 100
-STEPS_MAX = 1000  # parameters that one header leads to
+STEPS_MAX = 1000  # parameters that one header refers to, directly or not
 
-# Whoever may say these says who calls, for whom, or where to.
+# These headers identify the caller, the client or the target, so callers' parameters may not set them.
 BLOCKED = frozenset(
     {
         "authorization",
@@ -36,8 +36,8 @@ BLOCKED = frozenset(
         "forwarded",
     }
 )
-# Those of the connection itself: whoever sends says them.
-OF_CONNECTION = frozenset(
+# Headers of the connection, which the HTTP client sets.
+CONNECTION_HEADERS = frozenset(
     {"connection", "content-length", "expect", "keep-alive", "proxy-connection", "te", "trailer", "upgrade"}
     | {"transfer-encoding"}
 )
@@ -47,23 +47,23 @@ _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 
 
 def check_headers(headers: Mapping[str, str]) -> None:
-    """Raises: InvalidInput, `invalid_header`, for names and placeholders that no connector may have."""
+    """Raises: InvalidInput, `invalid_header`, for invalid names and forbidden placeholders."""
     if len(headers) > HEADERS_MAX:
         raise InvalidInput(f"an action has more than {HEADERS_MAX} headers", code="invalid_header")
     seen: set[str] = set()
     for name, value in headers.items():
         if not _TOKEN.fullmatch(name):
-            raise InvalidInput(f"{name[:100]!r} is no name of a header", code="invalid_header")
+            raise InvalidInput(f"{name[:100]!r} is not a name of a header", code="invalid_header")
         lower = name.lower()
         if lower in seen:
-            raise InvalidInput(f"the header {name!r} is there twice", code="invalid_header")
+            raise InvalidInput(f"the header {name!r} appears twice", code="invalid_header")
         seen.add(lower)
-        if lower in OF_CONNECTION:
+        if lower in CONNECTION_HEADERS:
             raise InvalidInput(
-                f"the header {name!r} belongs to the connection: leave it out, it is set as it must be",
+                f"the header {name!r} belongs to the connection: leave it out, it is set automatically",
                 code="invalid_header",
             )
-        if lower in BLOCKED and any(hole.scope != CREDENTIAL for hole in holes(value)):
+        if lower in BLOCKED and any(placeholder.scope != CREDENTIAL for placeholder in find_placeholders(value)):
             raise InvalidInput(
                 f"Header '{name}' cannot use ${{parameters.*}} placeholders for security reasons. "
                 "Use ${credential.*} instead.",
@@ -72,46 +72,48 @@ def check_headers(headers: Mapping[str, str]) -> None:
 
 
 class HeaderTemplates:
-    """The headers of one action, and the parameters of its connector."""
+    """The header templates of one action, with the parameters of its connector."""
 
     def __init__(self, headers: Mapping[str, str], own: Mapping[str, str]) -> None:
         self._own = own
-        pieces = {name: split(value) for name, value in headers.items()}
-        self._open = {name: each for name, each in pieces.items() if any(isinstance(piece, Hole) for piece in each)}
-        closed = {name: "".join(map(str, each)) for name, each in pieces.items() if name not in self._open}
-        self._fixed = {name: _checked(name, value) for name, value in closed.items()}
+        parts_by_name = {name: split(value) for name, value in headers.items()}
+        self._templates = {
+            name: each for name, each in parts_by_name.items() if any(isinstance(piece, Placeholder) for piece in each)
+        }
+        fixed = {name: "".join(map(str, each)) for name, each in parts_by_name.items() if name not in self._templates}
+        self._fixed = {name: _check_value(name, value) for name, value in fixed.items()}
         _check_size(self._fixed)
-        found = [hole for value in headers.values() for hole in holes(value)]
-        self._asks_caller = any(hole.scope != CREDENTIAL for hole in found)
-        self._credentials = [hole.name for hole in found if hole.scope == CREDENTIAL]
-        # What these credentials came to, where nothing else counts: the same for every row until one of them changes.
+        all_placeholders = [placeholder for value in headers.values() for placeholder in find_placeholders(value)]
+        self._uses_parameters = any(placeholder.scope != CREDENTIAL for placeholder in all_placeholders)
+        self._credentials = [placeholder.name for placeholder in all_placeholders if placeholder.scope == CREDENTIAL]
+        # Without parameters, the headers are the same for every row until a credential changes: (credentials, headers).
         self._last: tuple[list[str | None], dict[str, str]] | None = None
 
     def names(self) -> set[str]:
-        """In lower case."""
-        return {name.lower() for name in (*self._fixed, *self._open)}
+        """The names of the headers in lower case."""
+        return {name.lower() for name in (*self._fixed, *self._templates)}
 
     def fill(self, values: Mapping[str, Any], credentials: Mapping[str, str]) -> dict[str, str]:
-        """A new dict of the headers of one call.
+        """The headers of one call, as a new dict.
 
         Raises: InvalidInput, `missing_parameter`, `placeholder_loop` or `invalid_header`.
         """
-        if not self._open:
+        if not self._templates:
             return dict(self._fixed)
-        known = [credentials.get(name) for name in self._credentials]
-        if self._last is not None and self._last[0] == known:
+        current = [credentials.get(name) for name in self._credentials]
+        if self._last is not None and self._last[0] == current:
             return dict(self._last[1])
         filled = dict(self._fixed)
-        for name, pieces in self._open.items():
-            filled[name] = _checked(name, _Filling(name, self._own, values, credentials).text(pieces, ()))
+        for name, pieces in self._templates.items():
+            filled[name] = _check_value(name, _HeaderFilling(name, self._own, values, credentials).text(pieces, ()))
         _check_size(filled)
-        if not self._asks_caller:
-            self._last = (known, filled)
+        if not self._uses_parameters:
+            self._last = (current, filled)
         return dict(filled)
 
 
-class _Filling:
-    """One header while it is put together."""
+class _HeaderFilling:
+    """Fills the template of one header."""
 
     def __init__(
         self, name: str, own: Mapping[str, str], values: Mapping[str, Any], credentials: Mapping[str, str]
@@ -122,36 +124,39 @@ class _Filling:
         self._credentials = credentials
         self._steps = 0
 
-    def text(self, pieces: list[str | Hole], path: tuple[str, ...]) -> str:
+    def text(self, pieces: list[str | Placeholder], path: tuple[str, ...]) -> str:
         self._steps += 1
         if len(path) > DEPTH_MAX or self._steps > STEPS_MAX:
             raise InvalidInput("the parameters of a header refer to too many others", code="template_too_large")
         return "".join(piece if isinstance(piece, str) else self._value(piece, path) for piece in pieces)
 
-    def _value(self, hole: Hole, path: tuple[str, ...]) -> str:
-        if hole.scope == CREDENTIAL:
-            value, written = self._credentials.get(hole.name), hole.default
+    def _value(self, placeholder: Placeholder, path: tuple[str, ...]) -> str:
+        if placeholder.scope == CREDENTIAL:
+            value, text = self._credentials.get(placeholder.name), placeholder.default
         else:
-            value, written = self._values.get(hole.name), self._own.get(hole.name, hole.default)
+            value, text = self._values.get(placeholder.name), self._own.get(placeholder.name, placeholder.default)
         if value is not None:
             return value if isinstance(value, str) else encode(value).decode()
-        if written is None:
+        if text is None:
             raise InvalidInput(
-                f"Header '{self._name}' contains unresolved placeholder. Required parameter is missing. ({hole.text})",
+                f"Header '{self._name}' contains unresolved placeholder. Required parameter is missing. "
+                f"({placeholder.text})",
                 code="missing_parameter",
             )
-        if hole.scope != CREDENTIAL and hole.name in path:
-            raise InvalidInput(loop_message((*path[path.index(hole.name) :], hole.name)), code="placeholder_loop")
-        return self.text(split(written), path if hole.scope == CREDENTIAL else (*path, hole.name))
+        if placeholder.scope != CREDENTIAL and placeholder.name in path:
+            raise InvalidInput(
+                loop_message((*path[path.index(placeholder.name) :], placeholder.name)), code="placeholder_loop"
+            )
+        return self.text(split(text), path if placeholder.scope == CREDENTIAL else (*path, placeholder.name))
 
 
-def _checked(name: str, value: str) -> str:
+def _check_value(name: str, value: str) -> str:
     if _CONTROL.search(value):
         raise InvalidInput(f"Header value contains invalid control character ({name})", code="invalid_header")
     try:
         size = len(value.encode())
     except UnicodeEncodeError:
-        raise InvalidInput(f"the header {name!r} holds what is no text", code="invalid_header") from None
+        raise InvalidInput(f"the header {name!r} has characters that are not text", code="invalid_header") from None
     if size > HEADER_BYTES_MAX:
         raise InvalidInput(f"the header {name!r} has more than {HEADER_BYTES_MAX} bytes", code="invalid_header")
     return value

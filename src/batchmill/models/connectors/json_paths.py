@@ -1,4 +1,4 @@
-"""`response_filter`: JSONPath expressions, compiled once. Knows nothing of replies beyond their JSON."""
+"""`response_filter`: JSONPath expressions, compiled once. Works on any JSON."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from batchmill.errors import InvalidInput
 
 PATH_CHARS_MAX = 1000
 WILDCARDS_MAX = 8  # of a plain path
-DESCENTS_MAX = 1  # each visits everything below it: more of them multiply
-SEARCHED_BYTES_MAX = 4 * 1024 * 1024  # of a reply that is searched by descent or condition, in the middle of a loop
+DESCENTS_MAX = 1  # each visits everything below it, so several multiply
+SEARCHED_BYTES_MAX = 4 * 1024 * 1024  # of a reply that is searched by descent or condition, on an event loop
 
 
 _NAME = r"\.([A-Za-z_][A-Za-z0-9_]*)|\['([^'\\\x00-\x1f]+)'\]|\[\"([^\"\\\x00-\x1f]+)\"\]"
@@ -25,22 +25,23 @@ _PLAIN = re.compile(rf"\$(?:{_STEP.pattern})+")
 
 class _Environment(JSONPathEnvironment):
     def setup_function_extensions(self) -> None:
-        """No functions: the patterns of `match` and `search` could run for ever."""
+        """Define no functions, because the patterns of `match` and `search` could run without end."""
 
 
 _environment = _Environment()
 
 
 def find(expression: str, document: Any, size_bytes: int) -> tuple[bool, Any]:
-    """Whether there is what an expression selects, and what: one value where it can be one alone, else a list.
+    """Find what an expression selects. Returns whether it exists, and the value, or a list if there may be several.
 
-    `size_bytes`: of the JSON that the document was.
+    Args:
+        size_bytes: of the document's JSON.
 
     Raises: InvalidInput, `invalid_response_filter`.
     """
     if is_plain(expression):
         return find_plain(expression, document)
-    path, steps = _compiled(expression)
+    path, steps = _compile(expression)
     if steps is not None:
         return _walk(document, steps)
     if size_bytes > SEARCHED_BYTES_MAX and (".." in expression or "?" in expression):
@@ -52,12 +53,12 @@ def find(expression: str, document: Any, size_bytes: int) -> tuple[bool, Any]:
 
 
 def is_plain(expression: str) -> bool:
-    """It is names, indexes and a few wildcards, one after another: it takes no longer than to read the reply."""
+    """Whether an expression has only names, indexes and a few wildcards: it is as fast as parsing the reply."""
     return len(expression) <= PATH_CHARS_MAX and _plain_steps(expression) is not None
 
 
 def find_plain(expression: str, document: Any) -> tuple[bool, Any]:
-    """As `find`, for an expression that is plain."""
+    """As `find`, for a plain expression."""
     steps = _plain_steps(expression)
     assert steps is not None, "it is plain"
     if None not in steps:
@@ -67,7 +68,7 @@ def find_plain(expression: str, document: Any) -> tuple[bool, Any]:
         if step is None:
             level = [inner for each in level for inner in _members(each)]
         else:
-            level = [found for is_there, found in (_walk(each, [step]) for each in level) if is_there]
+            level = [value for exists, value in (_walk(each, [step]) for each in level) if exists]
     return True, level
 
 
@@ -77,33 +78,33 @@ def _members(value: Any) -> list[Any]:
 
 @lru_cache(maxsize=256)
 def _plain_steps(expression: str) -> tuple[str | int | None, ...] | None:
-    """Names, indexes, and None for each wildcard; None where it is not plain."""
+    """The names and indexes of an expression, with None for each wildcard; None if it is not plain."""
     text = expression.strip()
     if _PLAIN.fullmatch(text) is None:
         return None
     steps: list[str | int | None] = []
-    for found in _STEP.finditer(text, 1):
-        name = found[1] or found[2] or found[3]
-        steps.append(name if name is not None else None if found[4] is None else int(found[4]))
+    for match in _STEP.finditer(text, 1):
+        name = match[1] or match[2] or match[3]
+        steps.append(name if name is not None else None if match[4] is None else int(match[4]))
     return tuple(steps) if steps.count(None) <= WILDCARDS_MAX else None
 
 
 def check(expression: str) -> None:
-    """Raises: InvalidInput, `invalid_response_filter`, for what is no expression."""
-    _compiled(expression)
+    """Raises: InvalidInput, `invalid_response_filter`, for an invalid expression."""
+    _compile(expression)
 
 
 @lru_cache(maxsize=256)
-def _compiled(expression: str) -> tuple[Any, list[str | int] | None]:
-    """The expression, and its names and indexes where it can select one value alone."""
+def _compile(expression: str) -> tuple[Any, list[str | int] | None]:
+    """Compile an expression. Also returns its names and indexes if it selects at most one value."""
     if len(expression) > PATH_CHARS_MAX:
         raise _invalid(expression, f"it is longer than {PATH_CHARS_MAX} characters")
     if expression.count("..") > DESCENTS_MAX:
         raise _invalid(expression, f"it has more than {DESCENTS_MAX} recursive descent (..)")
     if "=~" in expression:
-        raise _invalid(expression, "it holds a pattern (=~), which could run for ever")
+        raise _invalid(expression, "it has a pattern (=~), which could run without end")
     if "$" in expression[1:] or "^" in expression:
-        raise _invalid(expression, "it goes back to the root from within, which could take for ever")
+        raise _invalid(expression, "it refers back to the root ($ or ^), which could take very long")
     try:
         path = _environment.compile(expression)
     except (JSONPathError, RecursionError, ValueError, ArithmeticError) as error:
@@ -132,6 +133,6 @@ def _walk(document: Any, steps: list[str | int]) -> tuple[bool, Any]:
 
 def _invalid(expression: str, why: str) -> InvalidInput:
     return InvalidInput(
-        f"response_filter {expression[:100]!r} cannot be read as a JSONPath: {why[:200]}",
+        f"response_filter {expression[:100]!r} is not a valid JSONPath: {why[:200]}",
         code="invalid_response_filter",
     )

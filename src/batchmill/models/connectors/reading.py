@@ -1,7 +1,7 @@
-"""Connectors read from what somebody wrote: over the API, or into a file of the operator's.
+"""Parses and checks connectors from the API or from a file of the operator.
 
-The messages are ML Commons' own where it has some. No credential leaves here within a connector: it holds references,
-and what they stand for is handed over beside it.
+Messages are those of ML Commons where it has one. A parsed connector contains only references to credentials; the
+credentials themselves are returned separately.
 """
 
 from __future__ import annotations
@@ -30,48 +30,48 @@ from batchmill.types.connectors import (
     Connector,
 )
 from batchmill.wire.json_bytes import encode, shallow
-from batchmill.wire.json_templates import CREDENTIAL, Hole, JsonTemplate, holes, split
+from batchmill.wire.json_templates import CREDENTIAL, JsonTemplate, Placeholder, find_placeholders, split
 
 
 def invalid(message: str) -> InvalidInput:
-    """What is wrong with a connector as a whole."""
+    """An error in a connector."""
     return InvalidInput(message, code="invalid_connector")
 
 
 def text_of(value: Any) -> str:
-    """A JSON value as a parameter: text as it is, everything else as its JSON."""
+    """A JSON value as a parameter: text unchanged, everything else as its JSON."""
     return value if isinstance(value, str) else encode(value).decode()
 
 
 def read_text(fields: Mapping[str, Any], name: str) -> str | None:
-    """Raises: InvalidInput for an object or a list."""
+    """A field as text; None if it is missing. Raises: InvalidInput for an object or a list."""
     value = fields.get(name)
     if value is None:
         return None
     if isinstance(value, Mapping | list):
-        raise invalid(f"`{name}` is text")
-    return _whole(name, text_of(value))
+        raise invalid(f"`{name}` must be text")
+    return _valid_text(name, text_of(value))
 
 
 def read_flag(fields: Mapping[str, Any], name: str) -> bool:
-    """True or false, as itself or as text; false where it is missing. Raises: InvalidInput."""
+    """A boolean field, as a boolean or as text; false if it is missing. Raises: InvalidInput."""
     value = fields.get(name)
     if value is None or isinstance(value, bool):
         return bool(value)
     if value in ("true", "false"):
         return value == "true"
-    raise invalid(f"`{name}` is true or false")
+    raise invalid(f"`{name}` must be true or false")
 
 
 def read_texts(fields: Mapping[str, Any], name: str) -> dict[str, str]:
-    """An object whose members are text; empty where it is missing. Raises: InvalidInput."""
+    """An object with text values; empty if it is missing. Raises: InvalidInput."""
     value = fields.get(name)
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise invalid(f"`{name}` is an object")
-    found = {key: read_text(value, key) for key in value}
-    return {key: text for key, text in found.items() if text is not None}
+        raise invalid(f"`{name}` must be an object")
+    texts = {key: read_text(value, key) for key in value}
+    return {key: text for key, text in texts.items() if text is not None}
 
 
 def read_parameters(fields: Mapping[str, Any], name: str = "parameters") -> dict[str, str]:
@@ -80,15 +80,15 @@ def read_parameters(fields: Mapping[str, Any], name: str = "parameters") -> dict
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise invalid(f"`{name}` is an object")
-    return {key: _whole(key, text_of(each)) for key, each in value.items()}
+        raise invalid(f"`{name}` must be an object")
+    return {key: _valid_text(key, text_of(each)) for key, each in value.items()}
 
 
-def _whole(name: str, text: str) -> str:
+def _valid_text(name: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise invalid(f"`{name}` holds half of a surrogate pair") from None
+        raise invalid(f"`{name}` has half of a surrogate pair") from None
     return text
 
 
@@ -102,13 +102,13 @@ FIELDS = Action.__struct_fields__
 
 
 def read_actions(value: Any) -> list[Action]:
-    """The actions of a connector, still to be checked. Raises: InvalidInput."""
+    """Parse the actions of a connector, without `check_action`. Raises: InvalidInput."""
     if not value:
         raise invalid("No actions configured for this connector")
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
-        raise invalid("`actions` is a list of objects")
+        raise invalid("`actions` must be a list of objects")
     if len(value) > ACTIONS_MAX:
-        raise invalid(f"a connector has at most {ACTIONS_MAX} actions; these are {len(value)}")
+        raise invalid(f"a connector may have {ACTIONS_MAX} actions, not {len(value)}")
     return [_read_action(each) for each in value]
 
 
@@ -141,7 +141,7 @@ def _read_action(fields: Mapping[str, Any]) -> Action:
 
 
 def unknown_fields(fields: Mapping[str, Any]) -> Iterable[str]:
-    """The members of an action that mean nothing."""
+    """The unknown fields of an action."""
     return [name for name in fields if name not in FIELDS]
 
 
@@ -162,7 +162,7 @@ def _check_name(name: str | None) -> None:
 
 
 def check_action(action: Action, parameters: Mapping[str, str]) -> None:
-    """Whatever can be known of an action before it is called. Raises: InvalidInput."""
+    """Check everything about an action that can be checked before a call. Raises: InvalidInput."""
     kind = action.action_type
     _refuse_credentials(action.url, f"the url of the action {kind}")
     _refuse_credentials(action.request_body or "", f"the request_body of the action {kind}")
@@ -170,43 +170,43 @@ def check_action(action: Action, parameters: Mapping[str, str]) -> None:
     url = own_url(action.url, parameters)
     if has_open_host(url):
         raise InvalidInput(
-            f"the url of the action {kind} does not say where it leads: {url[:200]}; "
-            "its host is filled from the connector's own parameters alone",
+            f"the url of the action {kind} needs a fixed scheme, host and port: {url[:200]}; "
+            "only the connector's own parameters can fill them",
             code="invalid_url",
         )
-    # With each placeholder that is left in it filled, it must be a URL.
-    UrlTemplate("".join("x" if isinstance(piece, Hole) else piece for piece in split(url)), {})
+    # With its remaining placeholders filled, it must be a URL.
+    UrlTemplate("".join("x" if isinstance(part, Placeholder) else part for part in split(url)), {})
     HeaderTemplates(action.headers, parameters)
     JsonTemplate(action.request_body or "", parameters)
     _check_function(action.pre_process_function, PRE_PROCESS, f"the pre_process_function of the action {kind}")
     _check_function(action.post_process_function, POST_PROCESS, f"the post_process_function of the action {kind}")
 
 
-def _refuse_credentials(text: str, place: str) -> None:
-    found = next((hole for hole in holes(text) if hole.scope == CREDENTIAL), None)
-    if found is not None:
+def _refuse_credentials(text: str, subject: str) -> None:
+    misplaced = next((placeholder for placeholder in find_placeholders(text) if placeholder.scope == CREDENTIAL), None)
+    if misplaced is not None:
         raise InvalidInput(
-            f"{place} holds {found.text}: credentials stand in headers only, where nobody logs them",
+            f"{subject} has {misplaced.text}: only headers, which are not logged, may have credentials",
             code="misplaced_credential",
         )
 
 
-def _check_function(name: str | None, known: Iterable[str], place: str) -> None:
-    if name is None or name in known:
+def _check_function(name: str | None, builtin_names: Iterable[str], subject: str) -> None:
+    if name is None or name in builtin_names:
         return
     if not re.fullmatch(r"[A-Za-z0-9_.]{1,100}", name):
         raise InvalidInput(
-            f"{place} is a Painless script, and scripts are not run here: use one of the built-in functions "
-            f"({', '.join(known)}), `response_filter`, or a template that needs none",
+            f"{subject} is a Painless script, and scripts are not run here: use one of the built-in functions "
+            f"({', '.join(builtin_names)}), `response_filter`, or a template without a function",
             code="painless_not_supported",
         )
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
-    raise InvalidInput(f"{place} is {name!r}, which is no built-in function{hint}", code="painless_not_supported")
+    close_names = difflib.get_close_matches(name, builtin_names, n=1)
+    hint = f"; did you mean {close_names[0]!r}?" if close_names else f"; choose one of {', '.join(builtin_names)}"
+    raise InvalidInput(f"{subject} is {name!r}, which is not a built-in function{hint}", code="painless_not_supported")
 
 
 POLICIES = ("constant", "exponential_equal_jitter", "exponential_full_jitter")
-# Of each number: the least and the most it may be.
+# Field -> its minimum and maximum.
 _BOUNDS = {
     "max_connection": (1, 10_000),
     "connection_timeout": (1, 86_400),
@@ -219,14 +219,14 @@ CLIENT_FIELDS = (*ClientConfig.__struct_fields__, "mutual_tls_enabled", "keystor
 
 
 def read_client_config(value: Any) -> ClientConfig | None:
-    """The settings, those that are missing filled in; None where there are none. Raises: InvalidInput."""
+    """Parse the settings, with defaults for missing ones; None if there are no settings. Raises: InvalidInput."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise invalid("`client_config` is an object")
+        raise invalid("`client_config` must be an object")
     if read_flag(value, "mutual_tls_enabled"):
         raise InvalidInput(
-            "`client_config.mutual_tls_enabled` is not supported: connectors present no certificates of their own",
+            "`client_config.mutual_tls_enabled` is not supported: connectors cannot send client certificates",
             code="unsupported_field",
         )
     policy = (read_text(value, "retry_backoff_policy") or "constant").lower()
@@ -245,13 +245,13 @@ def unknown_client_fields(value: Mapping[str, Any]) -> list[str]:
 
 
 def _number(value: Any, name: str) -> int:
-    least, most = _BOUNDS[name]
+    low, high = _BOUNDS[name]
     try:
         number = int(value)
     except (TypeError, ValueError):
-        number = least - 1
-    if isinstance(value, bool) or not least <= number <= most or (isinstance(value, float) and value != number):
-        raise invalid(f"`client_config.{name}` is {str(value)[:80]!r}; it is a whole number from {least} to {most}")
+        number = low - 1
+    if isinstance(value, bool) or not low <= number <= high or (isinstance(value, float) and value != number):
+        raise invalid(f"`client_config.{name}` must be a whole number from {low} to {high}, not {str(value)[:80]!r}")
     return number
 
 
@@ -266,7 +266,7 @@ _CREDENTIAL_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,100}")
 _ID = re.compile(r"[A-Za-z0-9_-]{1,100}")
 _REFERENCE = re.compile(r"(env|file|secret):.+", re.DOTALL)
 _ACCESS = ("backend_roles", "add_all_backend_roles", "access_mode")
-# What ML Commons writes into its documents: an exported connector can be read again.
+# Fields of ML Commons' documents, so that an exported connector can be imported.
 _WITHOUT_EFFECT = frozenset(
     {"connector_id", "created_time", "last_updated_time", "owner", "access", "tenant_id", "provisioned_by", "dry_run"}
 )
@@ -274,10 +274,10 @@ _FIELDS = ("name", "version", "protocol", "description", "parameters", "credenti
 
 
 def read_connector(fields: Mapping[str, Any], *, id: str, is_trusted: bool) -> tuple[Connector, dict[str, str]]:
-    """A new connector, and its credentials by their secrets' names in it (key -> the credential itself).
+    """Parse a new connector. Also returns its credentials: key -> value.
 
-    In a trusted one a value "env:…", "file:…" or "secret:…" is a reference, and stays one. Unknown fields are ignored,
-    as ML Commons ignores them.
+    In a trusted connector, a value "env:…", "file:…" or "secret:…" is a reference and stays one. Unknown fields are
+    ignored, as in ML Commons.
 
     Raises: InvalidInput.
     """
@@ -295,9 +295,9 @@ def read_connector(fields: Mapping[str, Any], *, id: str, is_trusted: bool) -> t
 
 
 def update_connector(old: Connector, fields: Mapping[str, Any]) -> tuple[Connector, dict[str, str]]:
-    """A connector as it is after an update, and the credentials that are new in it.
+    """Apply an update to a connector. Also returns the new credentials: key -> value.
 
-    Parameters and credentials are merged key by key; actions and `client_config` replace what was there.
+    Parameters and credentials are merged key by key; actions and `client_config` are replaced.
 
     Raises: InvalidInput.
     """
@@ -307,12 +307,12 @@ def update_connector(old: Connector, fields: Mapping[str, Any]) -> tuple[Connect
             "control is disabled on your cluster."
         )
     texts = {name: read_text(fields, name) for name in ("name", "version", "protocol", "description")}
-    given = {name: text for name, text in texts.items() if text is not None}
+    changes = {name: text for name, text in texts.items() if text is not None}
     parameters = old.parameters | read_parameters(fields)
     references, secrets = _read_credential(fields, old)
     connector = replace(
         old,
-        **given,
+        **changes,
         parameters=parameters,
         credential=old.credential | references,
         actions=old.actions if fields.get("actions") is None else read_actions(fields["actions"]),
@@ -323,7 +323,7 @@ def update_connector(old: Connector, fields: Mapping[str, Any]) -> tuple[Connect
 
 
 def read_file(path: Path) -> Connector:
-    """A trusted connector from a JSON file, called after the file. Its credentials are references.
+    """Read a trusted connector from a JSON file. The file's name is its id, and its credentials are references.
 
     Raises: InvalidInput.
     """
@@ -334,17 +334,17 @@ def read_file(path: Path) -> Connector:
     except OSError as error:
         raise invalid(f"the connector {path} cannot be read: {error.strerror}") from None
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise invalid(f"the connector {path} is no JSON object: {error}") from None
+        raise invalid(f"the connector {path} is not a JSON object: {error}") from None
     if fields is None:
         raise invalid(f"the connector {path} is larger than {FILE_BYTES_MAX} bytes")
     if not _ID.fullmatch(path.stem):
-        raise invalid(f"the connector {path} is called after its file: letters, digits, - and _, then .json")
+        raise invalid(f"the name of the connector file {path} must be letters, digits, - and _, then .json")
     refuse_unknown(fields)
     connector, secrets = read_connector(fields, id=path.stem, is_trusted=True)
     if secrets:
         raise InvalidInput(
-            f"the connector {path} holds the credential {next(iter(secrets))!r} itself: "
-            'name it as "env:NAME", "file:PATH" or "secret:NAME"',
+            f"the connector {path} has the value of the credential {next(iter(secrets))!r}: "
+            'give it as "env:NAME", "file:PATH" or "secret:NAME"',
             code="invalid_secret",
         )
     return connector
@@ -360,7 +360,7 @@ def _check_protocol(protocol: str) -> None:
 
 
 def _check(connector: Connector) -> None:
-    """What must be true of every connector, however it came to be. Raises: InvalidInput."""
+    """Check a connector after it was created or updated. Raises: InvalidInput."""
     _check_protocol(connector.protocol)
     flaws = [
         f"Model connector {name} can only contain letters, numbers, spaces, and basic punctuation (.,!?():@-_'/\")"
@@ -368,18 +368,18 @@ def _check(connector: Connector) -> None:
         if not _SAFE.fullmatch(text)
     ]
     if flaws:
-        listed = "".join(f" {number}: {flaw};" for number, flaw in enumerate(flaws, start=1))
-        raise InvalidInput(f"Validation Failed:{listed}", code="unsafe_text")
+        problems = "".join(f" {number}: {flaw};" for number, flaw in enumerate(flaws, start=1))
+        raise InvalidInput(f"Validation Failed:{problems}", code="unsafe_text")
     if max(len(connector.parameters), len(connector.credential)) > NAMES_MAX:
-        raise invalid(f"a connector has at most {NAMES_MAX} parameters and {NAMES_MAX} credentials")
+        raise invalid(f"a connector may have {NAMES_MAX} parameters and {NAMES_MAX} credentials at most")
     if len(msgspec.json.encode(connector)) > CONNECTOR_BYTES_MAX:
-        raise InvalidInput(f"a connector has at most {CONNECTOR_BYTES_MAX} bytes", code="too_large")
+        raise InvalidInput(f"a connector may have {CONNECTOR_BYTES_MAX} bytes at most", code="too_large")
     if connector.protocol == "aws_sigv4":
         _check_aws(connector)
     for name, value in connector.parameters.items():
-        if any(hole.scope == CREDENTIAL for hole in holes(value)):
+        if any(placeholder.scope == CREDENTIAL for placeholder in find_placeholders(value)):
             raise InvalidInput(
-                f"the parameter {name!r} holds a credential: credentials stand in headers only",
+                f"the parameter {name!r} has a credential: only headers may have credentials",
                 code="misplaced_credential",
             )
     refuse_processors(connector.parameters)
@@ -390,45 +390,47 @@ def _check(connector: Connector) -> None:
 
 
 def _check_aws(connector: Connector) -> None:
-    either = connector.parameters | connector.credential
+    settings = connector.parameters | connector.credential
     if not {"access_key", "secret_key"} <= set(connector.credential):
         raise invalid("Missing credential")
-    if "service_name" not in either:
+    if "service_name" not in settings:
         raise invalid("Missing service name")
-    if "region" not in either:
+    if "region" not in settings:
         raise invalid("Missing region")
 
 
 def _read_credential(fields: Mapping[str, Any], old: Connector) -> tuple[dict[str, str], dict[str, str]]:
-    """The references that a connector holds, and the credentials that were given as themselves."""
+    """Parse the field `credential` into references for the connector, and credentials that were given as values."""
     references, secrets = {}, {}
-    own = f"secret:connector/{old.id}/"
+    prefix = f"secret:connector/{old.id}/"
     for key, value in read_texts(fields, "credential").items():
         if not _CREDENTIAL_NAME.fullmatch(key):
-            raise invalid(f"{key[:100]!r} is no name of a credential: it has letters, digits and _ . : - (100 at most)")
+            raise invalid(
+                f"{key[:100]!r} is not a name of a credential: it has letters, digits and _ . : - (100 at most)"
+            )
         if old.is_trusted and is_reference(value):
             references[key] = value
         else:
-            before = old.credential.get(key, "")
-            references[key] = before if before.startswith(own) else own + key
+            old_reference = old.credential.get(key, "")
+            references[key] = old_reference if old_reference.startswith(prefix) else prefix + key
             secrets[key] = value
     return references, secrets
 
 
 def is_reference(value: str) -> bool:
-    """It says where a credential lies, in a connector that may."""
+    """Whether a value of a trusted connector is a reference to a credential."""
     return _REFERENCE.fullmatch(value) is not None
 
 
 def refuse_unknown(fields: Mapping[str, Any]) -> None:
-    """A misspelt member of a file is an error: nobody but its author will ever look for it. Raises: InvalidInput."""
-    found = [name for name in fields if name not in (*_FIELDS, *_WITHOUT_EFFECT, *_ACCESS)]
+    """Refuse unknown fields of a file, which are most often misspelt. Raises: InvalidInput."""
+    unknown = [name for name in fields if name not in (*_FIELDS, *_WITHOUT_EFFECT, *_ACCESS)]
     settings = fields.get("client_config")
-    found += unknown_client_fields(settings) if isinstance(settings, Mapping) else []
+    unknown += unknown_client_fields(settings) if isinstance(settings, Mapping) else []
     for action in fields.get("actions") or []:
-        found += unknown_fields(action) if isinstance(action, Mapping) else []
-    if found:
-        known = (*_FIELDS, *FIELDS, *CLIENT_FIELDS)
-        near = difflib.get_close_matches(found[0], known, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise InvalidInput(f"a connector has no field {found[0]!r}{hint}", code="unknown_field")
+        unknown += unknown_fields(action) if isinstance(action, Mapping) else []
+    if unknown:
+        known_names = (*_FIELDS, *FIELDS, *CLIENT_FIELDS)
+        close_names = difflib.get_close_matches(unknown[0], known_names, n=1)
+        hint = f"; did you mean {close_names[0]!r}?" if close_names else ""
+        raise InvalidInput(f"a connector has no field {unknown[0]!r}{hint}", code="unknown_field")

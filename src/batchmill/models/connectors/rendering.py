@@ -1,6 +1,6 @@
-"""One call of an action: its templates filled with the parameters of a row, a request or a remote job.
+"""Renders one call of an action: fills its templates with the parameters of a row, a request or a remote job.
 
-Compiled once for each action. Nothing is sent from here.
+Templates are compiled once for each action. This module sends nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STRUCTURES = ("response_format", "generationConfig", "toolConfig")  # of OpenAI,
 
 
 class Rendered(Struct, frozen=True):
-    """A call, ready to be made. Its URL is encoded as it must be sent: no client may encode or normalise it again."""
+    """A call that is ready to send. Its URL is already encoded: a client may not encode or normalise it again."""
 
     method: str
     url: str
@@ -40,12 +40,13 @@ class Rendered(Struct, frozen=True):
 class Renderer:
     """Renders the calls of one action of one connector.
 
-    `is_typed`: parameters are values as they are meant (rows of JSON): a str is a JSON string wherever it stands.
-    Otherwise, as ML Commons has it, text outside of quotes must be the text of a JSON value.
+    Args:
+        is_typed: parameters are typed values (rows of JSON), so that a str always becomes a JSON string. Otherwise, as
+            in ML Commons, text outside of quotes must be the text of a JSON value.
     """
 
     def __init__(self, connector: Connector, action: Action, *, is_typed: bool = False) -> None:
-        """Raises: InvalidInput for templates that can never be filled; InvalidConfig where botocore is missing."""
+        """Raises: InvalidInput for templates that can never be filled; InvalidConfig if botocore is missing."""
         own = connector.parameters
         self._connector = connector
         self._action = action
@@ -62,14 +63,14 @@ class Renderer:
     def render(
         self, parameters: Mapping[str, Any], credentials: Mapping[str, str], at: datetime | None = None
     ) -> Rendered:
-        """The call that these parameters make, signed where the protocol signs; `at`: when, if not now.
+        """Render a call, and sign it if the protocol requires that. `at` is the time of the signature, by default now.
 
-        Raises: InvalidInput that says what is missing or wrong; its message may hold values of `parameters`.
+        Raises: InvalidInput for a missing or wrong parameter. Its message may contain values of `parameters`.
         """
         return self.sign(self.compose(parameters, credentials), credentials, at)
 
     def compose(self, parameters: Mapping[str, Any], credentials: Mapping[str, str]) -> Rendered:
-        """The same call, not signed yet: it can be signed anew for each attempt."""
+        """Render a call without a signature, so that `sign` can sign each attempt."""
         body = self._render_body(parameters)
         if not body and self._action.method == "POST" and self._action.action_type != CANCEL_BATCH_PREDICT:
             raise InvalidInput("Content length is 0. Aborting request to remote model", code="empty_payload")
@@ -79,16 +80,16 @@ class Renderer:
         return Rendered(self._action.method, self._url.fill(parameters), headers, body)
 
     def sign(self, rendered: Rendered, credentials: Mapping[str, str], at: datetime | None = None) -> Rendered:
-        """The call with a signature of now (or `at`), where the protocol signs; else as it is.
+        """Sign a call with the time `at`, by default now; unchanged if the protocol has no signatures.
 
-        Raises: InvalidInput when the keys are missing.
+        Raises: InvalidInput if the keys are missing.
         """
         if self._sign is None:
             return rendered
         return self._sign(rendered, self._own, credentials, at)
 
     def parameter(self, parameters: Mapping[str, Any], name: str) -> str | None:
-        """What a call says of one parameter: the caller's word, else the connector's."""
+        """The value of a parameter as text: the caller's, or else the connector's."""
         value = parameters.get(name)
         if value is None:
             return self._own.get(name)
@@ -98,8 +99,8 @@ class Renderer:
         if self._body is None:
             text = self.parameter(parameters, "http_body")
             return None if text is None else self._with_charset(text.encode(errors="replace"), parameters)
-        listed = self.parameter(parameters, "no_escape_params")
-        raw = frozenset(map(str.strip, listed.split(","))) if listed else ()
+        unescaped = self.parameter(parameters, "no_escape_params")
+        raw = frozenset(map(str.strip, unescaped.split(","))) if unescaped else ()
         filling = Filling(raw, self._is_typed)
         body = self._body.fill(parameters, filling)
         if filling.is_broken or not is_payload(body):
@@ -115,17 +116,17 @@ class Renderer:
         return self._with_charset(body, parameters)
 
     def _with_structure(self, body: bytes, parameters: Mapping[str, Any]) -> bytes:
-        """A body that says how the answer is to be formed, where `_X_json` or `_X_additions_json` do."""
-        given = {
+        """The body with the structured-output settings of the parameters `_X_json` and `_X_additions_json`."""
+        structures = {
             (name, suffix): text
             for name in STRUCTURES
             for suffix in ("json", "additions_json")
             if (text := self.parameter(parameters, f"_{name}_{suffix}")) is not None
         }
-        if not given:
+        if not structures:
             return body
         members: dict[str, Any] = _members(body, "the request_body")
-        for (name, suffix), text in given.items():
+        for (name, suffix), text in structures.items():
             value = _members(text.encode(), f"the parameter _{name}_{suffix}")
             if suffix == "additions_json" and name in members:
                 value = {**_members(encode(members[name]), f"`{name}` of the request_body"), **value}
@@ -143,7 +144,7 @@ class Renderer:
             return body.decode().encode(charset)
         except (LookupError, ValueError):
             raise InvalidInput(
-                f"the body cannot be written in the charset {charset[:50]!r}", code="invalid_charset"
+                f"the body cannot be encoded in the charset {charset[:50]!r}", code="invalid_charset"
             ) from None
 
 
@@ -155,22 +156,22 @@ def _invalid_payload(body: bytes, missing: list[str]) -> InvalidInput:
     return InvalidInput(f"Invalid payload: {text}", code="invalid_payload")
 
 
-def _members(data: bytes, place: str) -> dict[str, Raw]:
+def _members(data: bytes, subject: str) -> dict[str, Raw]:
     try:
         return split_object(data)
     except (msgspec.MsgspecError, RecursionError):
-        raise InvalidInput(f"{place} is no JSON object", code="invalid_payload") from None
+        raise InvalidInput(f"{subject} is not a JSON object", code="invalid_payload") from None
 
 
 def _for_interface(body: bytes, stream: str | None, interface: str) -> bytes:
-    """A body that asks for a stream, where its parameters do."""
+    """The body with `stream`, if the parameters ask for a stream."""
     if stream is None or stream.lower() == "false" or interface != OPENAI_CHAT or body.lstrip()[:1] != b"{":
         return body
     return encode({**split_object(body), "stream": True})
 
 
 def _without_absent(body: bytes) -> bytes:
-    """A request of Nova's embeddings without the kinds of input that were not given."""
+    """A request for Nova's embeddings without the kinds of input that are null."""
     try:
         request = msgspec.json.decode(body)
     except msgspec.MsgspecError:
@@ -180,8 +181,8 @@ def _without_absent(body: bytes) -> bytes:
         return body
     for kind in ("text", "image", "video", "audio"):
         part = params.get(kind)
-        holder = part if kind == "text" else (part or {}).get("source") if isinstance(part, dict) else None
+        content = part if kind == "text" else (part or {}).get("source") if isinstance(part, dict) else None
         member = "value" if kind == "text" else "bytes"
-        if isinstance(holder, dict) and member in holder and holder[member] is None:
+        if isinstance(content, dict) and member in content and content[member] is None:
             del params[kind]
     return encode(request)

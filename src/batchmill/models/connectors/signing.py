@@ -1,6 +1,6 @@
-"""AWS Signature Version 4, by botocore's own signers: what is signed is what any AWS client would sign.
+"""AWS Signature Version 4 with botocore's own signers, so that signatures equal those of any AWS client.
 
-For every service but S3 the canonical path is the encoded one encoded once more; botocore knows.
+For every service but S3, the canonical path is encoded twice. botocore does that.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ CONTENT_SHA256 = "x-amz-content-sha256"
 PLAIN_PATHS = frozenset({"s3", "s3-outposts", "s3-object-lambda"})
 
 
-class _At:
-    """A signer of botocore's that takes the time, and the digest of a body it does not see, from its caller."""
+class _SignerWithTime:
+    """A botocore signer that takes the time, and the digest of a body that it does not see, from its caller."""
 
     digest: str | None = None
 
@@ -30,18 +30,18 @@ class _At:
         return self.digest or super().payload(request)  # type: ignore[misc]
 
     def add_auth_at(self: Any, request: AWSRequest, at: datetime) -> None:
-        """What `add_auth` does, at a given time."""
+        """As `add_auth`, for a given time."""
         request.context["timestamp"] = at.strftime(SIGV4_TIMESTAMP)
         self._modify_request_before_signing(request)
         to_sign = self.string_to_sign(request, self.canonical_request(request))
         self._inject_signature_to_request(request, self.signature(to_sign, request))
 
 
-class _Signer(_At, SigV4Auth):
+class _Signer(_SignerWithTime, SigV4Auth):
     pass
 
 
-class _S3Signer(_At, S3SigV4Auth):
+class _S3Signer(_SignerWithTime, S3SigV4Auth):
     pass
 
 
@@ -56,25 +56,26 @@ def sign(
     at: datetime | None = None,
     body_sha256: str | None = None,
 ) -> Rendered:
-    """A call with the headers of its signature.
+    """Add the headers of the signature to a call.
 
-    Args: `at` is when (aware; None: now); `body_sha256` the hex digest of a body that is sent from elsewhere, or
-    UNSIGNED-PAYLOAD.
+    Args:
+        at: the time, aware; None: now.
+        body_sha256: the hex digest of a body that `rendered` does not contain, or UNSIGNED-PAYLOAD.
     """
-    is_plain = service in PLAIN_PATHS
+    is_s3 = service in PLAIN_PATHS
     headers = {
         name: value
         for name, value in rendered.headers.items()
         if name.lower() not in (CONTENT_SHA256, "authorization", "x-amz-date", "x-amz-security-token")
     }
-    asks = any(name.lower() == CONTENT_SHA256 for name in rendered.headers)
+    has_sha256_header = any(name.lower() == CONTENT_SHA256 for name in rendered.headers)
     request = AWSRequest(rendered.method, rendered.url, headers, rendered.body or b"")
-    # Over TLS a body of S3's may go unsigned; ours is at hand, and signed.
+    # S3 allows unsigned bodies over TLS. This body is available, so it is signed.
     request.context["payload_signing_enabled"] = True
     keys = Credentials(access_key, secret_key, session_token or None)
-    signer = (_S3Signer if is_plain else _Signer)(keys, service, region)
+    signer = (_S3Signer if is_s3 else _Signer)(keys, service, region)
     signer.digest = body_sha256
-    if (asks or body_sha256) and not is_plain:
+    if (has_sha256_header or body_sha256) and not is_s3:
         request.headers[CONTENT_SHA256] = signer.payload(request)
     signer.add_auth_at(request, at or datetime.now(UTC))
     return replace(rendered, headers=dict(request.headers.items()))
@@ -83,11 +84,11 @@ def sign(
 def sign_connector(
     rendered: Rendered, parameters: Mapping[str, str], credentials: Mapping[str, str], at: datetime | None
 ) -> Rendered:
-    """Sign a call with what its connector says: service and region from its parameters, else its credentials.
+    """Sign a call of a connector. Service and region come from its parameters, or else from its credentials.
 
-    Raises: InvalidInput, `missing_credential`, for keys that are not there.
+    Raises: InvalidInput, `missing_credential`, for missing keys.
     """
-    found = {}
+    settings = {}
     for name, message in (
         ("access_key", "Missing credential"),
         ("secret_key", "Missing credential"),
@@ -98,13 +99,13 @@ def sign_connector(
         value = next((source[name] for source in sources if source.get(name)), None)
         if value is None:
             raise InvalidInput(message, code="missing_credential")
-        found[name] = value
+        settings[name] = value
     return sign(
         rendered,
-        service=found["service_name"],
-        region=found["region"],
-        access_key=found["access_key"],
-        secret_key=found["secret_key"],
+        service=settings["service_name"],
+        region=settings["region"],
+        access_key=settings["access_key"],
+        secret_key=settings["secret_key"],
         session_token=credentials.get("session_token"),
         at=at,
     )

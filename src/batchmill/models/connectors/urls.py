@@ -1,8 +1,8 @@
-"""The URL of an action, with its placeholders.
+"""Fills the placeholders in the URL of an action, and derives actions for batches.
 
-What a connector says of itself stands as it was written. What a caller or a remote job says is percent-encoded, so
-that it can add no segment and no query, and it never has a word in where the URL leads: up to the end of the host and
-port, only the connector's own parameters count.
+The connector's own parameters are inserted unchanged. Values of callers and remote jobs are percent-encoded, so that
+they cannot add a path segment or a query. Up to the end of the host and port, only the connector's own parameters are
+used.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from batchmill.types.connectors import (
     Connector,
 )
 from batchmill.wire.json_bytes import encode
-from batchmill.wire.json_templates import DEPTH_MAX, PARAMETERS, Hole, loop_message, split
+from batchmill.wire.json_templates import DEPTH_MAX, PARAMETERS, Placeholder, loop_message, split
 
 URL_CHARS_MAX = 8192
 VALUE_CHARS_MAX = 2048
 SHOWN_CHARS = 100
-STEPS_MAX = 1000  # parameters that one URL leads to
-# Bedrock's ARN as ML Commons hands it on: its slashes are encoded already.
+STEPS_MAX = 1000  # parameters that one URL refers to, directly or not
+# Bedrock's ARN as ML Commons passes it on: its slashes are already encoded.
 ENCODED = frozenset({"processedJobArn"})
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -44,28 +44,28 @@ _URL = re.compile(
 
 
 class UrlTemplate:
-    """The URL of one action, and the parameters of its connector."""
+    """The URL template of one action, with the parameters of its connector."""
 
     def __init__(self, url: str, own: Mapping[str, str]) -> None:
         self._url = url
         self._own = own
         pieces = split(url)
         texts = [piece for piece in pieces if isinstance(piece, str)]
-        self._fixed = _checked("".join(texts)) if len(texts) == len(pieces) else None
-        self._own_url: str | None = None  # as it was for a call that said nothing of `_names`
+        self._fixed = _check_url("".join(texts)) if len(texts) == len(pieces) else None
+        self._own_url: str | None = None  # the URL of a call without any of `_names`
         self._names: frozenset[str] = frozenset()
 
     def fill(self, values: Mapping[str, Any]) -> str:
         """The URL of one call.
 
         Raises: InvalidInput, `missing_parameter`, `placeholder_loop`, `invalid_url`, or `invalid_parameter` for a
-        value that would lead elsewhere.
+        value that would change the path.
         """
         if self._fixed is not None:
             return self._fixed
         if self._own_url is not None and self._names.isdisjoint(values):
             return self._own_url
-        filling = _Filling(self._own, values)
+        filling = _UrlFilling(self._own, values)
         filling.write(self._url, ())
         if filling.missing:
             names = ", ".join(dict.fromkeys(filling.missing))
@@ -77,29 +77,29 @@ class UrlTemplate:
 
 
 def own_url(url: str, own: Mapping[str, str]) -> str:
-    """A URL with the connector's own parameters in it; what nobody has filled stays as it is written."""
-    filling = _Filling(own, {})
+    """A URL with the connector's own parameters filled in. Other placeholders stay."""
+    filling = _UrlFilling(own, {})
     filling.write(url, ())
     return "".join(filling.out)
 
 
 def has_open_host(url: str) -> bool:
-    """Whether a URL, as `own_url` returns it, does not say where it leads."""
-    found = _AUTHORITY.match(url)
-    return any(isinstance(piece, Hole) for piece in split(found[0] if found else url.partition("?")[0]))
+    """Whether a URL from `own_url` has a placeholder in its host or port."""
+    match = _AUTHORITY.match(url)
+    return any(isinstance(piece, Placeholder) for piece in split(match[0] if match else url.partition("?")[0]))
 
 
-class _Filling:
-    """One URL while it is put together."""
+class _UrlFilling:
+    """Fills the template of one URL."""
 
     def __init__(self, own: Mapping[str, str], values: Mapping[str, Any]) -> None:
         self._own = own
         self._values = values
         self._is_past_host = False
         self.out: list[str] = []
-        self._shape: list[str] = []  # the same, with a letter for each value of a caller
+        self._shape: list[str] = []  # as `out`, with "x" for each value of a caller
         self.missing: list[str] = []
-        self.names: set[str] = set()  # of parameters that were looked for
+        self.names: set[str] = set()  # of the parameters in the template
         self._steps = 0
         self._length = 0
 
@@ -111,28 +111,30 @@ class _Filling:
             elif piece.scope != PARAMETERS:
                 self._add(piece.text, piece.text)
             else:
-                self._write_hole(piece, path)
+                self._write_placeholder(piece, path)
 
     def _count(self, path: tuple[str, ...]) -> None:
         self._steps += 1
         if len(path) > DEPTH_MAX or self._steps > STEPS_MAX:
             raise InvalidInput("the parameters of a URL refer to too many others", code="template_too_large")
 
-    def _write_hole(self, hole: Hole, path: tuple[str, ...]) -> None:
+    def _write_placeholder(self, placeholder: Placeholder, path: tuple[str, ...]) -> None:
         self._count(path)
-        self.names.add(hole.name)
-        value = self._values.get(hole.name)
+        self.names.add(placeholder.name)
+        value = self._values.get(placeholder.name)
         if value is not None and self._is_past_host:
-            self._add(_encoded(hole.name, value), "x")
+            self._add(_encode_value(placeholder.name, value), "x")
             return
-        if hole.name in path:
-            raise InvalidInput(loop_message((*path[path.index(hole.name) :], hole.name)), code="placeholder_loop")
-        written = self._own.get(hole.name, hole.default)
-        if written is None:
-            self.missing.append(hole.name)
-            self._add(hole.text, "x")
+        if placeholder.name in path:
+            raise InvalidInput(
+                loop_message((*path[path.index(placeholder.name) :], placeholder.name)), code="placeholder_loop"
+            )
+        template = self._own.get(placeholder.name, placeholder.default)
+        if template is None:
+            self.missing.append(placeholder.name)
+            self._add(placeholder.text, "x")
         else:
-            self.write(written, (*path, hole.name))
+            self.write(template, (*path, placeholder.name))
 
     def _add(self, text: str, shape: str) -> None:
         self.out.append(text)
@@ -144,20 +146,23 @@ class _Filling:
             self._is_past_host = _AUTHORITY.match("".join(self.out)) is not None
 
     def result(self) -> str:
-        """Raises: InvalidInput."""
+        """The filled URL. Raises: InvalidInput."""
         url = "".join(self.out)
         segments = url.partition("?")[0].split("/")
         for segment, shape in zip(segments, "".join(self._shape).partition("?")[0].split("/"), strict=True):
-            if segment != shape and _leads_elsewhere(segment):
+            if segment != shape and _changes_path(segment):
                 raise InvalidInput(
                     f"a parameter that is {unquote(segment)[:SHOWN_CHARS]!r} cannot be a part of the URL's path",
                     code="invalid_parameter",
                 )
-        return _checked(url)
+        return _check_url(url)
 
 
-def _leads_elsewhere(segment: str) -> bool:
-    """Whether a server could read a segment with a caller's value as another path, however often it decodes it."""
+def _changes_path(segment: str) -> bool:
+    """Whether a server could read a segment with a caller's value as another path, however often it decodes it.
+
+    Examples are "..", and a value that is still percent-encoded after one decoding.
+    """
     text = unquote(segment)
     if not text or unquote(text) != text or _CONTROL.search(text):
         return True
@@ -165,20 +170,20 @@ def _leads_elsewhere(segment: str) -> bool:
     return any(step.partition(";")[0].strip() in (".", "..") for step in steps)
 
 
-def _encoded(name: str, value: Any) -> str:
+def _encode_value(name: str, value: Any) -> str:
     text = value if isinstance(value, str) else encode(value).decode()
     if len(text) > VALUE_CHARS_MAX:
         raise InvalidInput(
-            f"the parameter {name!r} has {len(text)} characters; in a URL there may be {VALUE_CHARS_MAX}",
+            f"the parameter {name!r} has {len(text)} characters; the maximum in a URL is {VALUE_CHARS_MAX}",
             code="invalid_parameter",
         )
     try:
         return quote(unquote(text) if name in ENCODED else text, safe="")
     except UnicodeEncodeError:
-        raise InvalidInput(f"the parameter {name!r} is no text", code="invalid_parameter") from None
+        raise InvalidInput(f"the parameter {name!r} is not text", code="invalid_parameter") from None
 
 
-def _checked(url: str) -> str:
+def _check_url(url: str) -> str:
     if _URL.fullmatch(url) is None or len(url) > URL_CHARS_MAX:
         raise InvalidInput(
             "Encountered error when trying to create uri from endpoint in ml connector. "
@@ -189,14 +194,14 @@ def _checked(url: str) -> str:
 
 
 _PROVIDERS = ("sagemaker", "openai", "bedrock", "cohere")  # the first whose name is in the URL
-_BY_OPENAI = {"azure": "openai"}  # who speaks as another does
+_COMPATIBLE = {"azure": "openai"}  # provider -> the one with the same API
 _TRANSFORM_JOB = '{ "TransformJobName" : "${parameters.TransformJobName}"}'
 
 
 def find_action(connector: Connector, kind: str) -> Action:
-    """The action of a type or name, with the headers of `predict` where it has none of its own.
+    """The action of a type or name. Without headers of its own, it gets those of `predict`.
 
-    Raises: InvalidInput, `unknown_action`: there is none, and none follows from the others.
+    Raises: InvalidInput, `unknown_action`, if it does not exist and cannot be derived from other actions.
     """
     action = connector.action(kind)
     if action is None and kind in (BATCH_PREDICT_STATUS, CANCEL_BATCH_PREDICT):
@@ -210,29 +215,29 @@ def find_action(connector: Connector, kind: str) -> Action:
 
 
 def provider_of(connector: Connector) -> str | None:
-    """Whose batch API a connector calls, as `parameters.provider` or else its URL says; None: nobody knows."""
+    """The provider of a connector's batch API, from `parameters.provider` or else its URL; None if it is unknown."""
     batch = connector.action(BATCH_PREDICT)
     if batch is None:
         return None
-    said = connector.parameters.get("provider", "").lower()
-    said = _BY_OPENAI.get(said, said)
+    provider = connector.parameters.get("provider", "").lower()
+    provider = _COMPATIBLE.get(provider, provider)
     url = own_url(batch.url, connector.parameters)
-    return said if said in _PROVIDERS else next((each for each in _PROVIDERS if each in url), None)
+    return provider if provider in _PROVIDERS else next((each for each in _PROVIDERS if each in url), None)
 
 
 def remote_parameters(remote_job: Mapping[str, Any]) -> dict[str, str]:
-    """What a remote job says of itself, as parameters of the calls about it: its members that are text.
+    """The parameters of calls about a remote job: its members that are text.
 
-    Beside them `TransformJobName`, `processedJobArn` and `id` where another member says the same.
+    `TransformJobName`, `processedJobArn` and `id` are derived from other members if they are missing.
     """
-    found = {name: value for name, value in remote_job.items() if isinstance(value, str)}
-    if "TransformJobArn" in found:
-        found.setdefault("TransformJobName", found["TransformJobArn"].rpartition("/")[2])
-    if "jobArn" in found:
-        found.setdefault("processedJobArn", found["jobArn"].replace("/", "%2F"))
-    if "job_id" in found:
-        found.setdefault("id", found["job_id"])  # Cohere's name for it
-    return found
+    parameters = {name: value for name, value in remote_job.items() if isinstance(value, str)}
+    if "TransformJobArn" in parameters:
+        parameters.setdefault("TransformJobName", parameters["TransformJobArn"].rpartition("/")[2])
+    if "jobArn" in parameters:
+        parameters.setdefault("processedJobArn", parameters["jobArn"].replace("/", "%2F"))
+    if "job_id" in parameters:
+        parameters.setdefault("id", parameters["job_id"])  # Cohere's name for it
+    return parameters
 
 
 def _derive(connector: Connector, kind: str) -> Action:
@@ -244,15 +249,15 @@ def _derive(connector: Connector, kind: str) -> Action:
     match provider_of(connector):
         case "sagemaker":
             verb = "StopTransformJob" if is_cancel else "DescribeTransformJob"
-            there = url.replace("CreateTransformJob", verb)
-            return Action(kind, "POST", there, headers=batch.headers, request_body=_TRANSFORM_JOB)
+            action_url = url.replace("CreateTransformJob", verb)
+            return Action(kind, "POST", action_url, headers=batch.headers, request_body=_TRANSFORM_JOB)
         case "openai" | "cohere":
             path = "/${parameters.id}" + ("/cancel" if is_cancel else "")
         case "bedrock":
             path = "/${parameters.processedJobArn}" + ("/stop" if is_cancel else "")
         case _:
-            what = "to cancel the batch job" if is_cancel else "to get the batch job details"
-            raise InvalidInput(f"Please configure the action type {what} in the connector", code="unknown_action")
+            purpose = "to cancel the batch job" if is_cancel else "to get the batch job details"
+            raise InvalidInput(f"Please configure the action type {purpose} in the connector", code="unknown_action")
     head, mark, query = url.partition("?")
-    there = f"{head.rstrip('/')}{path}{mark}{query}"
-    return Action(kind, "POST" if is_cancel else "GET", there, headers=batch.headers)
+    action_url = f"{head.rstrip('/')}{path}{mark}{query}"
+    return Action(kind, "POST" if is_cancel else "GET", action_url, headers=batch.headers)

@@ -1,1 +1,1 @@
-"""Adapters that callers register: named, numbered, fetched once, and kept for as long as a job uses them."""
+"""Adapters that callers register: named, versioned, fetched once, and kept while a job uses them."""

@@ -1,4 +1,4 @@
-"""Adapters: their names, their records in the table `adapters`, and how people see them."""
+"""Adapters: their names, their records in the table `adapters`, and how callers see them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
 
 def check_name(name: str) -> str:
-    """The name, if an adapter may be called so. Raises: InvalidInput (`invalid_name`)."""
+    """Return the name, if it is valid for an adapter. Raises: InvalidInput (`invalid_name`)."""
     is_version = _VERSION.fullmatch(name.rpartition("/")[2]) is not None and "/" in name
     if not _NAME.fullmatch(name) or len(name) > NAME_CHARS_MAX or is_version:
         raise InvalidInput(
-            f"{name[:SHOWN_CHARS]!r} is no name of an adapter: it is NAME or ORG/NAME, of letters, digits and . _ -, "
-            f"{NAME_CHARS_MAX} characters at most, and its last part is no number: that is a version's",
+            f"{name[:SHOWN_CHARS]!r} is not a valid adapter name: use NAME or ORG/NAME, of letters, digits and . _ -, "
+            f"{NAME_CHARS_MAX} characters at most; its last part must not be a number, because that is a version",
             code="invalid_name",
         )
     return name
 
 
 def read_reference(text: str) -> tuple[str, int | None]:
-    """The name and version that "NAME" or "NAME/VERSION" says; None: the newest."""
+    """Split "NAME" or "NAME/VERSION" into the name and version. None: the newest version."""
     name, slash, version = text.rpartition("/")
     if slash and _VERSION.fullmatch(version):
         return name, int(version)
@@ -56,8 +56,8 @@ class AdapterRecord(Struct, frozen=True):
     project: str
     name: str
     version: int
-    base: str  # the model it is for, by its name
-    source: str  # where it came from
+    base: str  # the name of its base model
+    source: str  # a folder, a hub id, a URL, or "upload"
     state: str = FETCHING
     message: str = ""  # why it failed
     digest: str = ""  # sha256 of its files
@@ -66,12 +66,12 @@ class AdapterRecord(Struct, frozen=True):
     folder: str = ""
     created: float = 0.0  # seconds since the epoch
     changed: float = 0.0
-    trained_for: str = ""  # the base model, as its maker called it
-    token: str | None = None  # what a model hub is shown: "secret:NAME", "env:NAME" or "file:PATH"
+    trained_for: str = ""  # the base model that its own configuration names
+    token: str | None = None  # for a model hub: "secret:NAME", "env:NAME" or "file:PATH"
 
     @property
     def own_name(self) -> str:
-        """What engines and results call it."""
+        """Return its name in engines and results."""
         return f"{self.name}/{self.version}"
 
 
@@ -99,53 +99,55 @@ def _record(row: sa.RowMapping) -> AdapterRecord:
 
 
 def begin(db: sa.Connection, record: AdapterRecord, quota: int) -> AdapterRecord:
-    """The record with the next number of its name, written down. Raises: OverQuota."""
-    mine = adapters.c.project == record.project
+    """Store the record with the next version number of its name, and return it. Raises: OverQuota."""
+    in_project = adapters.c.project == record.project
     refuse_beyond(
         db, adapters, quota, quota="adapters", project=record.project, way_out="remove some",
         where=adapters.c.state != REMOVED,
     )  # fmt: skip
-    last = db.execute(sa.select(sa.func.max(adapters.c.version)).where(mine, adapters.c.name == record.name)).scalar()
+    last = db.execute(
+        sa.select(sa.func.max(adapters.c.version)).where(in_project, adapters.c.name == record.name)
+    ).scalar()
     record = msgspec.structs.replace(record, version=(last or 0) + 1)
     db.execute(adapters.insert().values(**_values(record)))
     return record
 
 
 def update(db: sa.Connection, records: Sequence[AdapterRecord]) -> None:
-    """One that was removed stays so, whatever is written of it after that."""
+    """Update records. A removed record stays removed."""
     for record in records:
-        is_kept = sa.and_(adapters.c.id == record.id, adapters.c.state != REMOVED)
-        db.execute(adapters.update().where(is_kept).values(**_values(record)))
+        is_live = sa.and_(adapters.c.id == record.id, adapters.c.state != REMOVED)
+        db.execute(adapters.update().where(is_live).values(**_values(record)))
 
 
 def read_all(db: sa.Connection) -> list[AdapterRecord]:
-    """All that are not removed, by project, name and version."""
+    """Return all adapters that are not removed, by project, name and version."""
     columns = adapters.c
     query = sa.select(adapters).where(columns.state != REMOVED)
-    found = db.execute(query.order_by(columns.project, columns.name, columns.version)).mappings()
-    return [_record(row) for row in found]
+    rows = db.execute(query.order_by(columns.project, columns.name, columns.version)).mappings()
+    return [_record(row) for row in rows]
 
 
 def removed_after(db: sa.Connection, ids: Sequence[str], moment: float) -> set[str]:
-    """Those of these adapters that were removed later than that."""
+    """Return those of these adapters that were removed after `moment` (seconds since the epoch)."""
     columns = adapters.c
     query = sa.select(columns.id).where(columns.id.in_(ids), columns.state == REMOVED, columns.changed > moment)
     return set(db.execute(query).scalars())
 
 
 def used_folders(db: sa.Connection) -> set[str]:
-    """The folders of adapters that jobs name which have not ended."""
+    """Return the folders of adapters that unfinished jobs use."""
     specs = [read_spec(record["spec"]) for record in job_records.unfinished(db)]
-    return {place for spec in specs for model in spec.models for place in model.adapters.values()}
+    return {folder for spec in specs for model in spec.models for folder in model.adapters.values()}
 
 
 def adapter_info(record: AdapterRecord) -> AdapterInfo:
-    """For whoever works on this machine."""
+    """Return an adapter as the operator sees it."""
     return msgspec.convert(record, AdapterInfo, from_attributes=True)
 
 
 def shown_info(record: AdapterRecord) -> AdapterInfo:
-    """For callers of a server: where folders lie on it is nobody's business."""
+    """Return an adapter as callers of the server see it: without paths of the server."""
     info = adapter_info(record)
     if not os.path.isabs(record.source):
         return info

@@ -1,4 +1,4 @@
-"""Searches as OpenSearch clients send them, over documents in memory: which, in what order, how much of each. Pure."""
+"""Runs OpenSearch searches over documents in memory: query, sort order and source filtering. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHOWN_CHARS = 80
 
 
 def compile_query(query: Any, depth: int = 0) -> Score:
-    """The function that a query is. Raises: InvalidInput (`parsing_exception`) for one that nobody knows."""
+    """Compile a query to a scoring function. Raises: InvalidInput (`parsing_exception`) for an unsupported query."""
     if depth > DEPTH_MAX:
         raise parse_error(f"The nested depth of the query exceeds the maximum nested depth for queries [{DEPTH_MAX}]")
     if depth == 0:
@@ -49,21 +49,21 @@ def compile_query(query: Any, depth: int = 0) -> Score:
 
 
 def _count_clauses(query: Any) -> None:
-    """All of them together count: lists within lists make more than any one has. Raises: InvalidInput."""
-    count, open_ = 0, [query]
-    while open_:
-        at = open_.pop()
-        if isinstance(at, Mapping):
-            open_ += at.values()
-        elif isinstance(at, list):
-            within = [each for each in at if isinstance(each, Mapping)]
-            count += len(within)
-            open_ += within
+    """Check the total number of clauses, in nested lists too. Raises: InvalidInput."""
+    count, pending = 0, [query]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, Mapping):
+            pending += node.values()
+        elif isinstance(node, list):
+            nested = [each for each in node if isinstance(each, Mapping)]
+            count += len(nested)
+            pending += nested
         if count > CLAUSES_MAX:
             raise parse_error(f"too many clauses: more than {CLAUSES_MAX} in all")
 
 
-# -- the queries of one field -----------------------------------------------------------------------------------------
+# -- queries of one field ---------------------------------------------------------------------------------------------
 
 
 def _match_all(body: Any) -> Score:
@@ -78,23 +78,23 @@ def _match_none(body: Any) -> Score:
 
 def _term(body: Any) -> Score:
     field, options = _field(body, "term", "value", {"boost", "case_insensitive"})
-    wanted, whole = options["value"], field.endswith(KEYWORD)
+    term, whole = options["value"], field.endswith(KEYWORD)
     if options.get("case_insensitive"):
-        lower = text_of(wanted).lower()
+        lower = text_of(term).lower()
         return having(field, lambda value: text_of(value).lower() == lower)
-    return having(field, lambda value: is_same(value, wanted, whole=whole))
+    return having(field, lambda value: is_same(value, term, whole=whole))
 
 
 def _terms(body: Any) -> Score:
     boost_of(_object(body, "terms"), "terms")
     fields = {name: value for name, value in body.items() if name != "boost"}
-    field, wanted = _single(fields, "terms")
-    if not isinstance(wanted, list) or len(wanted) > CLAUSES_MAX:
-        raise parse_error(f"[terms] query wants a list of at most {CLAUSES_MAX} values for [{field[:SHOWN_CHARS]}]")
-    if any(isinstance(each, (list, Mapping)) for each in wanted):
-        raise parse_error(f"[terms] query wants single values for [{field[:SHOWN_CHARS]}]")
+    field, terms = _single(fields, "terms")
+    if not isinstance(terms, list) or len(terms) > CLAUSES_MAX:
+        raise parse_error(f"[terms] query requires a list of at most {CLAUSES_MAX} values for [{field[:SHOWN_CHARS]}]")
+    if any(isinstance(each, (list, Mapping)) for each in terms):
+        raise parse_error(f"[terms] query requires single values for [{field[:SHOWN_CHARS]}]")
     whole = field.endswith(KEYWORD)
-    return having(field, lambda value: any(is_same(value, each, whole=whole) for each in wanted))
+    return having(field, lambda value: any(is_same(value, each, whole=whole) for each in terms))
 
 
 def _match(body: Any) -> Score:
@@ -117,11 +117,11 @@ def _multi_match(body: Any) -> Score:
     options = _options(body, "multi_match", {"query", "fields", "operator", "type", "boost"})
     fields = options.get("fields")
     if "query" not in options or not isinstance(fields, list) or not fields or len(fields) > CLAUSES_MAX:
-        raise parse_error("[multi_match] query wants [query] and a list of [fields]")
+        raise parse_error("[multi_match] query requires [query] and a list of [fields]")
     if options["query"] is None or isinstance(options["query"], (list, Mapping)):
-        raise parse_error("[multi_match] query wants one value for [query]")
+        raise parse_error("[multi_match] query requires one value for [query]")
     if not all(isinstance(each, str) for each in fields):
-        raise parse_error("[multi_match] query wants a list of names as [fields]")
+        raise parse_error("[multi_match] query requires a list of names as [fields]")
     make = phrase if options.get("type") == "phrase" else match_words
     if options.get("type", "best_fields") not in ("best_fields", "most_fields", "phrase"):
         raise parse_error(f"[multi_match] query does not support type [{shown(options['type'])}] here")
@@ -130,26 +130,26 @@ def _multi_match(body: Any) -> Score:
 
 def _prefix(body: Any) -> Score:
     field, options = _field(body, "prefix", "value", {"boost", "case_insensitive"})
-    return having(field, _folded(field, options, lambda text, wanted: text.startswith(wanted)))
+    return having(field, _text_test(field, options, lambda text, target: text.startswith(target)))
 
 
 def _wildcard(body: Any) -> Score:
     field, options = _field(body, "wildcard", "value", {"boost", "case_insensitive", "wildcard"})
-    return having(field, _folded(field, options, lambda text, wanted: fits(wanted, text)))
+    return having(field, _text_test(field, options, lambda text, target: fits(target, text)))
 
 
-def _folded(field: str, options: Mapping[str, Any], test: Callable[[str, str], bool]) -> Callable[[Any], bool]:
-    """A test of the whole value, of a bare field of its words too."""
-    wanted, folds = text_of(options["value"]), bool(options.get("case_insensitive"))
-    wanted = wanted.lower() if folds else wanted
+def _text_test(field: str, options: Mapping[str, Any], test: Callable[[str, str], bool]) -> Callable[[Any], bool]:
+    """Return a test of the whole value, and for a field that is not a keyword field also of its words."""
+    target, ignores_case = text_of(options["value"]), bool(options.get("case_insensitive"))
+    target = target.lower() if ignores_case else target
 
-    def holds(value: Any) -> bool:
+    def matches(value: Any) -> bool:
         text = text_of(value)
-        if test(text.lower() if folds else text, wanted):
+        if test(text.lower() if ignores_case else text, target):
             return True
-        return not field.endswith(KEYWORD) and any(test(word, wanted) for word in words(value))
+        return not field.endswith(KEYWORD) and any(test(word, target) for word in words(value))
 
-    return holds
+    return matches
 
 
 def _exists(body: Any) -> Score:
@@ -160,12 +160,12 @@ def _exists(body: Any) -> Score:
 
 
 def _ids(body: Any) -> Score:
-    wanted = _options(body, "ids", {"values", "boost"}).get("values")
-    wanted = [wanted] if isinstance(wanted, str) else wanted
-    if not isinstance(wanted, list) or any(isinstance(each, (list, Mapping)) for each in wanted):
+    values = _options(body, "ids", {"values", "boost"}).get("values")
+    values = [values] if isinstance(values, str) else values
+    if not isinstance(values, list) or any(isinstance(each, (list, Mapping)) for each in values):
         raise parse_error("[ids] requires providing a [values] array")
-    known = {text_of(each) for each in wanted}
-    return lambda document: 1.0 if document.id in known else None
+    ids = {text_of(each) for each in values}
+    return lambda document: 1.0 if document.id in ids else None
 
 
 _BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
@@ -179,22 +179,22 @@ _BOUNDS: dict[str, Callable[[Any, Any], bool]] = {
 def _range(body: Any) -> Score:
     field, options = _single(body, "range")
     options = _options(options, "range", {*_BOUNDS, "boost", "format", "time_zone", "relation"})
-    if strangers := set(options) & {"format", "time_zone", "relation"}:
-        raise parse_error(f"[range] query does not support [{min(strangers)}] here: times are milliseconds")
+    if unknown := set(options) & {"format", "time_zone", "relation"}:
+        raise parse_error(f"[range] query does not support [{min(unknown)}] here: times are milliseconds")
     if any(isinstance(options.get(name), (list, Mapping)) for name in _BOUNDS):
-        raise parse_error(f"[range] query wants single values as bounds of [{field[:SHOWN_CHARS]}]")
+        raise parse_error(f"[range] query requires single values as bounds of [{field[:SHOWN_CHARS]}]")
     bounds = [(_BOUNDS[name], options[name]) for name in _BOUNDS if options.get(name) is not None]
 
-    def holds(value: Any) -> bool:
+    def matches(value: Any) -> bool:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             limits = [(test, number_of(bound)) for test, bound in bounds]
             return all(bound is not None and test(value, bound) for test, bound in limits)
         return all(test(text_of(value), text_of(bound)) for test, bound in bounds)
 
-    return having(field, holds)
+    return having(field, matches)
 
 
-# -- those of several -------------------------------------------------------------------------------------------------
+# -- compound queries -------------------------------------------------------------------------------------------------
 
 
 def _constant(body: Any, depth: int) -> Score:
@@ -205,21 +205,23 @@ def _constant(body: Any, depth: int) -> Score:
 
 def _bool(body: Any, depth: int) -> Score:
     options = _options(body, "bool", {"must", "should", "filter", "must_not", "minimum_should_match", "boost"})
-    must, should, kept, without = (
+    must, should, filters, must_not = (
         [compile_query(each, depth + 1) for each in _list(options.get(name))]
         for name in ("must", "should", "filter", "must_not")
     )
-    return combined(must, should, kept, without, least=_least(options, should, bool(must or kept)))
+    return combined(
+        must, should, filters, must_not, least=_minimum_should_match(options, should, bool(must or filters))
+    )
 
 
-def _least(options: Mapping[str, Any], should: list[Score], has_others: bool) -> int:
-    asked = options.get("minimum_should_match")
-    if asked is None:
+def _minimum_should_match(options: Mapping[str, Any], should: list[Score], has_others: bool) -> int:
+    minimum = options.get("minimum_should_match")
+    if minimum is None:
         return 0 if has_others or not should else 1
-    return least_of(asked, len(should))
+    return least_of(minimum, len(should))
 
 
-# -- forms ------------------------------------------------------------------------------------------------------------
+# -- parsing ----------------------------------------------------------------------------------------------------------
 
 
 def _object(body: Any, name: str) -> Mapping[str, Any]:
@@ -236,33 +238,33 @@ def _single(body: Any, name: str) -> tuple[str, Any]:
     return next(iter(fields.items()))
 
 
-def _options(body: Any, name: str, known: set[str]) -> Mapping[str, Any]:
+def _options(body: Any, name: str, supported: set[str]) -> Mapping[str, Any]:
     options = _object(body, name)
     for each in options:
-        if each not in known and each != "_name":
+        if each not in supported and each != "_name":
             raise parse_error(f"[{name}] query does not support [{each[:SHOWN_CHARS]}]")
     boost_of(options, name)
     return options
 
 
 def _field(body: Any, name: str, main: str, options: set[str]) -> tuple[str, Mapping[str, Any]]:
-    """The field of a query and what it says: `{"field": value}`, or `{"field": {"value": value, …}}`."""
-    field, given = _single(body, name)
-    if not isinstance(given, Mapping):
-        given = {main: given}
-    given = _options(given, name, {main, *options})
-    if main not in given and "wildcard" in given:  # the older name of its value
-        given = {**given, main: given["wildcard"]}
-    if given.get(main) is None or isinstance(given[main], (list, Mapping)):
-        raise parse_error(f"[{name}] query wants one value for [{field[:SHOWN_CHARS]}]")
-    return field, given
+    """Return the field of a query and its options: `{"field": value}`, or `{"field": {"value": value, …}}`."""
+    field, body_of_field = _single(body, name)
+    if not isinstance(body_of_field, Mapping):
+        body_of_field = {main: body_of_field}
+    body_of_field = _options(body_of_field, name, {main, *options})
+    if main not in body_of_field and "wildcard" in body_of_field:  # the older name of `value`
+        body_of_field = {**body_of_field, main: body_of_field["wildcard"]}
+    if body_of_field.get(main) is None or isinstance(body_of_field[main], (list, Mapping)):
+        raise parse_error(f"[{name}] query requires one value for [{field[:SHOWN_CHARS]}]")
+    return field, body_of_field
 
 
 def _list(value: Any) -> list[Any]:
-    found = [] if value is None else value if isinstance(value, list) else [value]
-    if len(found) > CLAUSES_MAX:
-        raise parse_error(f"too many clauses: {len(found)}, and there may be {CLAUSES_MAX}")
-    return found
+    items = [] if value is None else value if isinstance(value, list) else [value]
+    if len(items) > CLAUSES_MAX:
+        raise parse_error(f"too many clauses: {len(items)}, at most {CLAUSES_MAX} are allowed")
+    return items
 
 
 _QUERIES: dict[str, Callable[[Any], Score]] = {
@@ -277,55 +279,57 @@ __all__ = ["Document", "search"]
 SIZE = 10
 WINDOW_MAX = 10_000
 SORTS_MAX = 16
-TOTAL_MAX = 10_000  # counted exactly unless track_total_hits says otherwise
+TOTAL_MAX = 10_000  # counted exactly, unless track_total_hits sets another limit
 SCORE, DOC = "_score", "_doc"
-# What changes nothing here: there is one shard, and it answers at once.
+# Options without effect: there is one shard, which answers at once.
 _NO_EFFECT = frozenset({"timeout", "terminate_after", "version", "seq_no_primary_term", "preference", "track_scores"})
-_KNOWN = frozenset({"query", "from", "size", "sort", "_source", "track_total_hits", "min_score"}) | _NO_EFFECT
+_OPTIONS = frozenset({"query", "from", "size", "sort", "_source", "track_total_hits", "min_score"}) | _NO_EFFECT
 
-Found = tuple[Document, float]
+Hit = tuple[Document, float]
 
 
 def search(documents: Sequence[Document], body: Mapping[str, Any] | None, *, index: str) -> dict[str, Any]:
-    """The reply to a search. Every hit has its version and sequence number.
+    """Run a search and return the reply. Every hit has its version and sequence number.
 
     Args:
-        documents: in the order in which equal hits stand.
-        body: as OpenSearch has it; empty or None: everything.
+        documents: the documents, in the order of hits that sort equal.
+        body: the search in OpenSearch's form; empty or None: match everything.
 
-    Raises: InvalidInput (`parsing_exception`, `illegal_argument_exception`) for what cannot be read.
+    Raises: InvalidInput (`parsing_exception`, `illegal_argument_exception`) for an invalid search.
     """
-    asked = {} if body is None else body
-    if not isinstance(asked, Mapping):
+    request = {} if body is None else body
+    if not isinstance(request, Mapping):
         raise parse_error("a search is an object")
-    for name in asked:
-        if name not in _KNOWN:
+    for name in request:
+        if name not in _OPTIONS:
             raise parse_error(f"Unknown key for a search: [{name[:SHOWN_CHARS]}] is not supported here")
-    first, size = _window(asked)
-    orders = _orders(asked.get("sort"))
-    shape = _Shape(asked.get("_source"))
-    query = asked.get("query")
-    found = _found(documents, compile_query({"match_all": {}} if query is None else query), asked.get("min_score"))
+    first, size = _window(request)
+    orders = _orders(request.get("sort"))
+    source_filter = _SourceFilter(request.get("_source"))
+    query = request.get("query")
+    hits_found = _matching(
+        documents, compile_query({"match_all": {}} if query is None else query), request.get("min_score")
+    )
     for field, descends, missing in reversed(orders or [(SCORE, True, "_last")]):
-        _sort(found, field, descends, missing)
-    hits = [_hit(each, shape, orders, index) for each in found[first : first + size]]
-    scored = [score for _, score in found] if orders is None else []
+        _sort(hits_found, field, descends, missing)
+    hits = [_hit(each, source_filter, orders, index) for each in hits_found[first : first + size]]
+    scored = [score for _, score in hits_found] if orders is None else []
     reply: dict[str, Any] = {"max_score": max(scored, default=None), "hits": hits}
-    if (total := _total(len(found), asked.get("track_total_hits", TOTAL_MAX))) is not None:
+    if (total := _total(len(hits_found), request.get("track_total_hits", TOTAL_MAX))) is not None:
         reply = {"total": total, **reply}
     shards = {"total": 1, "successful": 1, "skipped": 0, "failed": 0}
     return {"took": 0, "timed_out": False, "_shards": shards, "hits": reply}
 
 
-def _found(documents: Sequence[Document], score: Score, least: Any) -> list[Found]:
-    if least is not None and (isinstance(least, bool) or not isinstance(least, (int, float))):
-        raise parse_error(f"[min_score] is a number, not [{shown(least)}]")
-    found = [(each, reached) for each in documents if (reached := score(each)) is not None]
-    return found if least is None else [each for each in found if each[1] >= least]
+def _matching(documents: Sequence[Document], score: Score, score_min: Any) -> list[Hit]:
+    if score_min is not None and (isinstance(score_min, bool) or not isinstance(score_min, (int, float))):
+        raise parse_error(f"[min_score] is a number, not [{shown(score_min)}]")
+    matching = [(each, value) for each in documents if (value := score(each)) is not None]
+    return matching if score_min is None else [each for each in matching if each[1] >= score_min]
 
 
-def _window(asked: Mapping[str, Any]) -> tuple[int, int]:
-    first, size = (_count(name, asked.get(name), default) for name, default in (("from", 0), ("size", SIZE)))
+def _window(request: Mapping[str, Any]) -> tuple[int, int]:
+    first, size = (_count(name, request.get(name), default) for name, default in (("from", 0), ("size", SIZE)))
     if first + size > WINDOW_MAX:
         raise InvalidInput(
             f"Result window is too large, from + size must be less than or equal to: [{WINDOW_MAX}] but was "
@@ -344,62 +348,62 @@ def _count(name: str, value: Any, default: int) -> int:
     return count
 
 
-def _total(count: int, asked: Any) -> dict[str, Any] | None:
-    if asked is False:
+def _total(count: int, tracked: Any) -> dict[str, Any] | None:
+    if tracked is False:
         return None
-    if asked is True:
+    if tracked is True:
         return {"value": count, "relation": "eq"}
-    most = _count("track_total_hits", asked, TOTAL_MAX)
-    return {"value": min(count, most), "relation": "eq" if count <= most else "gte"}
+    limit = _count("track_total_hits", tracked, TOTAL_MAX)
+    return {"value": min(count, limit), "relation": "eq" if count <= limit else "gte"}
 
 
 # -- order ------------------------------------------------------------------------------------------------------------
 
 
-def _orders(asked: Any) -> list[tuple[str, bool, Any]] | None:
-    """Field, whether it descends, and what stands for a value that is not there; None: by score."""
-    listed = asked if isinstance(asked, list) else [] if asked is None else [asked]
-    if len(listed) > SORTS_MAX:
+def _orders(sort: Any) -> list[tuple[str, bool, Any]] | None:
+    """Return field, whether it descends, and the value for missing ones; None: sort by score."""
+    items = sort if isinstance(sort, list) else [] if sort is None else [sort]
+    if len(items) > SORTS_MAX:
         raise parse_error(f"a search sorts by {SORTS_MAX} fields at most")
-    orders = [order for each in listed for order in _order(each)]
+    orders = [order for each in items for order in _order(each)]
     return orders or None
 
 
-def _order(asked: Any) -> list[tuple[str, bool, Any]]:
-    if isinstance(asked, str):
-        field, _, way = asked.partition(":")
-        asked = {field: way} if way else {field: "desc" if field == SCORE else "asc"}
-    if not isinstance(asked, Mapping):
-        raise parse_error(f"malformed sort: [{shown(asked)}]")
+def _order(sort: Any) -> list[tuple[str, bool, Any]]:
+    if isinstance(sort, str):
+        field, _, direction_name = sort.partition(":")
+        sort = {field: direction_name} if direction_name else {field: "desc" if field == SCORE else "asc"}
+    if not isinstance(sort, Mapping):
+        raise parse_error(f"malformed sort: [{shown(sort)}]")
     orders = []
-    for field, direction in asked.items():
+    for field, direction in sort.items():
         options = direction if isinstance(direction, Mapping) else {"order": direction}
-        way = shown(options.get("order", "desc" if field == SCORE else "asc")).lower()
+        direction_name = shown(options.get("order", "desc" if field == SCORE else "asc")).lower()
         if isinstance(options.get("missing"), (list, Mapping)):
-            raise parse_error("[sort] wants one value for [missing]")
-        if way not in ("asc", "desc"):
-            raise parse_error(f"Unknown SortOrder [{way[:SHOWN_CHARS]}]")
-        if strangers := set(options) - {"order", "missing", "unmapped_type", "mode"}:
-            raise parse_error(f"[sort] does not support [{min(strangers)[:SHOWN_CHARS]}]")
-        orders.append((field, way == "desc", options.get("missing", "_last")))
+            raise parse_error("[sort] requires one value for [missing]")
+        if direction_name not in ("asc", "desc"):
+            raise parse_error(f"Unknown SortOrder [{direction_name[:SHOWN_CHARS]}]")
+        if unknown := set(options) - {"order", "missing", "unmapped_type", "mode"}:
+            raise parse_error(f"[sort] does not support [{min(unknown)[:SHOWN_CHARS]}]")
+        orders.append((field, direction_name == "desc", options.get("missing", "_last")))
     return orders
 
 
-def _sort(found: list[Found], field: str, descends: bool, missing: Any) -> None:
-    """One order over another: equal ones keep their places."""
+def _sort(hits: list[Hit], field: str, descends: bool, missing: Any) -> None:
+    """Sort by one field. The sort is stable, so that it can follow a sort by a minor field."""
     if field == DOC:
         return
 
-    def key(hit: Found) -> tuple[int, int, Any]:
+    def key(hit: Hit) -> tuple[int, int, Any]:
         value = _sort_value(hit, field, descends, missing)
         if value is None:
             return (0 if (missing == "_first") != descends else 2, 0, 0)
         return (1, *_comparable(value))
 
-    found.sort(key=key, reverse=descends)
+    hits.sort(key=key, reverse=descends)
 
 
-def _sort_value(hit: Found, field: str, descends: bool, missing: Any) -> Any:
+def _sort_value(hit: Hit, field: str, descends: bool, missing: Any) -> Any:
     if field == SCORE:
         return hit[1]
     values = [each for each in values_of(hit[0], field) if not isinstance(each, (dict, list))]
@@ -409,67 +413,74 @@ def _sort_value(hit: Found, field: str, descends: bool, missing: Any) -> Any:
 
 
 def _comparable(value: Any) -> tuple[int, Any]:
-    """Numbers before texts."""
+    """Return a sort key that puts numbers before texts."""
     return (0, value) if isinstance(value, (int, float)) else (1, str(value))
 
 
-# -- what a hit shows -------------------------------------------------------------------------------------------------
+# -- hits -------------------------------------------------------------------------------------------------------------
 
 
-def _hit(found: Found, shape: _Shape, orders: list[tuple[str, bool, Any]] | None, index: str) -> dict[str, Any]:
-    document, score = found
+def _hit(
+    match: Hit, source_filter: _SourceFilter, orders: list[tuple[str, bool, Any]] | None, index: str
+) -> dict[str, Any]:
+    document, score = match
     hit: dict[str, Any] = {
         "_index": index, "_id": document.id, "_version": document.version, "_seq_no": document.seq_no,
         "_primary_term": 1, "_score": score if orders is None else None,
     }  # fmt: skip
-    if shape.is_shown:
-        hit["_source"] = shape.of(document.source)
+    if source_filter.is_shown:
+        hit["_source"] = source_filter.of(document.source)
     if orders is not None:
-        hit["sort"] = [None if field == DOC else _sort_value(found, field, down, gap) for field, down, gap in orders]
+        hit["sort"] = [
+            None if field == DOC else _sort_value(match, field, descends, missing)
+            for field, descends, missing in orders
+        ]
     return hit
 
 
-class _Shape:
-    """Which members of a document are shown: `_source` as a search has it."""
+class _SourceFilter:
+    """Filters the members of a document by the `_source` option of a search."""
 
-    def __init__(self, asked: Any) -> None:
+    def __init__(self, option: Any) -> None:
         """Raises: InvalidInput."""
-        self.is_shown = asked is not False
-        options = asked if isinstance(asked, Mapping) else {"includes": asked if isinstance(asked, (str, list)) else []}
-        if asked is not None and not isinstance(asked, (bool, str, list, Mapping)):
-            raise parse_error(f"[_source] is true, false, names or an object, not [{shown(asked)}]")
-        if strangers := set(options) - {"includes", "excludes", "include", "exclude"}:
-            raise parse_error(f"[_source] does not support [{min(strangers)[:SHOWN_CHARS]}]")
-        self._wanted = _patterns(options.get("includes", options.get("include")))
-        self._unwanted = _patterns(options.get("excludes", options.get("exclude")))
+        self.is_shown = option is not False
+        options = (
+            option if isinstance(option, Mapping) else {"includes": option if isinstance(option, (str, list)) else []}
+        )
+        if option is not None and not isinstance(option, (bool, str, list, Mapping)):
+            raise parse_error(f"[_source] is true, false, names or an object, not [{shown(option)}]")
+        if unknown := set(options) - {"includes", "excludes", "include", "exclude"}:
+            raise parse_error(f"[_source] does not support [{min(unknown)[:SHOWN_CHARS]}]")
+        self._includes = _patterns(options.get("includes", options.get("include")))
+        self._excludes = _patterns(options.get("excludes", options.get("exclude")))
 
-    def of(self, source: dict[str, Any], place: str = "") -> dict[str, Any]:
-        if not self._wanted and not self._unwanted:
+    def of(self, source: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+        if not self._includes and not self._excludes:
             return source
-        shown: dict[str, Any] = {}
+        filtered: dict[str, Any] = {}
         for name, value in source.items():
-            path = f"{place}{name}"
-            if any(_covers(each, path) for each in self._unwanted):
+            path = f"{prefix}{name}"
+            if any(_covers(each, path) for each in self._excludes):
                 continue
             if isinstance(value, dict):
                 inner = self.of(value, f"{path}.")
-                if inner or self._is_wanted(path):
-                    shown[name] = inner
-            elif self._is_wanted(path):
-                shown[name] = value
-        return shown
+                if inner or self._is_included(path):
+                    filtered[name] = inner
+            elif self._is_included(path):
+                filtered[name] = value
+        return filtered
 
-    def _is_wanted(self, path: str) -> bool:
-        return not self._wanted or any(_covers(each, path) for each in self._wanted)
+    def _is_included(self, path: str) -> bool:
+        return not self._includes or any(_covers(each, path) for each in self._includes)
 
 
 def _patterns(value: Any) -> list[str]:
     names = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
-        raise parse_error("[_source] wants names")
+        raise parse_error("[_source] requires names")
     return names
 
 
 def _covers(pattern: str, path: str) -> bool:
-    """A pattern names a member, or an object that holds it."""
+    """Tell whether a pattern names a member or an object that contains it."""
     return fits(pattern, path) or any(fits(pattern, path[:at]) for at, letter in enumerate(path) if letter == ".")

@@ -1,6 +1,7 @@
-"""Calls of deployed functions: which version is meant, whether the caller may, who gets a copy, and how it went.
+"""Calls of deployed functions: version lookup, permission, mirrors, statistics and logs.
 
-Knows no dialect and reads no bodies: they go to the worker as they came, and its answers come back ready to be sent.
+This module knows no dialect and does not parse bodies. It passes them to the worker unchanged, and the worker's
+replies are ready to send.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from batchmill.wire.native_models import LogEntry, LogPage, LogQuery
 
 log = logging.getLogger("batchmill.server")
 
-COPIES_MAX = 256  # of calls that mirrors have and have not answered; further ones get none
+COPIES_MAX = 256  # calls that mirrors have not answered yet; above it, calls are not copied
 ANSWERED = 200
 OK, FAILED, DROPPED = "ok", "failed", "dropped"
 
@@ -44,24 +45,25 @@ class FunctionCalls:
         self._live, self._directory, self._clock = live, directory, clock
         self._listeners: list[Callable[[LiveCall], None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unloaded: set[tuple[str, str, int]] = set()  # versions that are not called until somebody loads them
-        self.copied: Counter[tuple[str, str]] = Counter()  # (name of a mirror, what became of a copy)
+        self._unloaded: set[tuple[str, str, int]] = set()  # versions that refuse calls until `load`
+        self.copied: Counter[tuple[str, str]] = Counter()  # (mirror name, OK, FAILED or DROPPED)
 
     def listen(self, listener: Callable[[LiveCall], None]) -> None:
-        """Tell `listener` of every call that ends; it must be quick and must not raise."""
+        """Call `listener` for every call that ends. It must be quick and must not raise."""
         self._listeners.append(listener)
 
-    # -- which ---------------------------------------------------------------------------------------------------------
+    # -- lookup --------------------------------------------------------------------------------------------------------
 
     def find(self, caller: Caller, name: str, branch: str | None = None, version: str = "latest") -> VersionTarget:
-        """The version that a call means now: of an alias with weights, each time another.
+        """The version that a call goes to now. An alias with weights is drawn anew for each call.
 
-        Raises: UnknownName (`model_not_found`), in the same words for what is unknown and for what is not the caller's.
+        Raises: UnknownName (`model_not_found`), with the same message for a missing version and for one that the
+        caller may not use.
         """
         return self._directory.choose(caller, name, branch, version)
 
     def targets(self, caller: Caller) -> list[VersionTarget]:
-        """Every version that is ready and that the caller may use."""
+        """Every ready version that the caller may use."""
         return [target for function in self._directory.functions(caller) for target in function.ready_targets()]
 
     # -- calling -------------------------------------------------------------------------------------------------------
@@ -70,25 +72,25 @@ class FunctionCalls:
         self, caller: Caller, target: VersionTarget, form: str, body: bytes, *, head: bytes = b"",
         timeout_s: float | None = None,
     ) -> FunctionReply:  # fmt: skip
-        """The answer to a body, in the body's form. Cancelling it ends the call.
+        """Call the function and return its reply, in the form of the body. Cancelling ends the call.
 
-        Raises: what the form says is wrong with the body (InvalidInput), ModelFailed for what the function raised or
-        did, Unavailable, and what `ports.Live.ask` raises.
+        Raises: InvalidInput for a body that the form refuses; ModelFailed when the function raises or its process
+        fails; Unavailable; and what `ports.Live.ask` raises.
         """
         self._require_loaded(target)
-        began = self._clock.monotonic()
+        started_at = self._clock.monotonic()
         code: str | None = "abandoned"
         origin = caller.project, request_id.get()
-        self._copy(target, form, body, head, origin)
+        self._mirror_call(target, form, body, head, origin)
         try:
-            answer = await self._live.ask(target.model, form, body, head=head, timeout_s=timeout_s, origin=origin)
+            reply = await self._live.ask(target.model, form, body, head=head, timeout_s=timeout_s, origin=origin)
             code = None
         except BatchmillError as error:
             code = error.code
             raise
         finally:
-            self._publish(caller, target, form, code, began)
-        return answer
+            self._publish(caller, target, form, code, started_at)
+        return reply
 
     def ask_now(
         self,
@@ -99,93 +101,94 @@ class FunctionCalls:
         head: bytes,
         on_reply: Callable[[FunctionReply], None],
     ) -> Cancel | None:
-        """Begin a call without waiting; what is returned ends it early. None: it would have to wait, so `ask`.
+        """Start a call without waiting and return a function that ends it early.
 
-        `on_reply` gets the answer, its `raised` included: once, later, and never once the call was ended early.
+        Returns None if the call would have to wait: use `ask` then. `on_reply` gets the reply, or the error in its
+        `raised`, once and later. It is not called after the call was ended early.
         """
         if self._unloaded and not self.is_ready(target):
             return None
-        began = self._clock.monotonic()
+        started_at = self._clock.monotonic()
 
-        def replied(answer: FunctionReply) -> None:
-            self._publish(caller, target, form, None if answer.raised is None else answer.raised.code, began)
+        def finish(reply: FunctionReply) -> None:
+            self._publish(caller, target, form, None if reply.raised is None else reply.raised.code, started_at)
             try:
-                on_reply(answer)
-            except Exception as error:  # the edge: a frontend's own bug must not end the worker that answered
-                log.error("an answer of %s could not be handed on", target.name, exc_info=error)
+                on_reply(reply)
+            except Exception as error:  # a bug of a frontend must not end the worker that replied
+                log.error("a reply of %s could not be passed on", target.name, exc_info=error)
                 on_reply(
-                    FunctionReply(
-                        answer.id, raised=Raised.of(BatchmillError("the server failed to hand the answer on"))
-                    )
+                    FunctionReply(reply.id, raised=Raised.of(BatchmillError("the server failed to pass the reply on")))
                 )
 
         origin = caller.project, request_id.get()
-        cancel = self._live.ask_now(target.model, form, body, head=head, origin=origin, on_reply=replied)
+        cancel = self._live.ask_now(target.model, form, body, head=head, origin=origin, on_reply=finish)
         if cancel is None:
             return None
         if target.mirrors:
-            self._copy(target, form, body, head, origin)
-        return lambda: self._give_up(cancel, (caller, target, form, "abandoned", began))
+            self._mirror_call(target, form, body, head, origin)
+        return lambda: self._abandon(cancel, (caller, target, form, "abandoned", started_at))
 
-    def _give_up(self, cancel: Cancel, request: tuple[Caller, VersionTarget, str, str, float]) -> None:
+    def _abandon(self, cancel: Cancel, request: tuple[Caller, VersionTarget, str, str, float]) -> None:
         cancel()
         self._publish(*request)
 
     async def stream(
         self, caller: Caller, target: VersionTarget, form: str, body: bytes, head: bytes = b""
     ) -> tuple[LiveHead, AsyncGenerator[bytes]]:
-        """An answer event by event, as server-sent events. Close the iterator to end it early. Raises as `ask`."""
+        """Stream a reply as server-sent events. Close the iterator to end the call early. Raises as `ask`."""
         self._require_loaded(target)
-        began = self._clock.monotonic()
+        started_at = self._clock.monotonic()
         request = LiveRequest(
             f"/{form}", body, stream=True, form=form, head=head, project=caller.project, request=request_id.get()
         )
         for mirror in target.mirrors:
-            self._spawn_copy(mirror, self._drain(mirror, request))
-        pieces = self._live.predict(target.model, request)
+            self._start_copy(mirror, self._stream_mirror(mirror, request))
+        chunks = self._live.predict(target.model, request)
         try:
-            first = await anext(pieces, None)
+            first = await anext(chunks, None)
             if not isinstance(first, LiveHead):
-                raise LedgerBroken(f"an answer of {target.name!r} began without its head", code="internal_error")
+                raise LedgerBroken(f"a reply of {target.name!r} started without its head", code="internal_error")
         except BaseException as error:
-            await pieces.aclose()
+            await chunks.aclose()
             code = error.code if isinstance(error, BatchmillError) else "abandoned"
-            self._publish(caller, target, form, code, began)
+            self._publish(caller, target, form, code, started_at)
             raise
-        return first, self._body(pieces, (caller, target, form), began)
+        return first, self._body(chunks, (caller, target, form), started_at)
 
     async def _body(
-        self, pieces: AsyncGenerator[LiveHead | bytes], request: tuple[Caller, VersionTarget, str], began: float
+        self, chunks: AsyncGenerator[LiveHead | bytes], request: tuple[Caller, VersionTarget, str], started_at: float
     ) -> AsyncGenerator[bytes]:
         code: str | None = "abandoned"
         try:
-            async for piece in pieces:
-                assert isinstance(piece, bytes), "an answer has one head"
-                yield piece
+            async for chunk in chunks:
+                assert isinstance(chunk, bytes), "a reply has one head"
+                yield chunk
             code = None
         except BatchmillError as error:
             code = error.code
             raise
         finally:
-            await pieces.aclose()
-            self._publish(*request, code, began)
+            await chunks.aclose()
+            self._publish(*request, code, started_at)
 
-    def _publish(self, caller: Caller, target: VersionTarget, form: str, code: str | None, began: float) -> None:
+    def _publish(self, caller: Caller, target: VersionTarget, form: str, code: str | None, started_at: float) -> None:
         if not self._listeners:
             return
         status = ANSWERED if code is None else 0
-        call = LiveCall(target.name, f"/{form}", status, self._clock.monotonic() - began, caller.project, error=code)
+        call = LiveCall(
+            target.name, f"/{form}", status, self._clock.monotonic() - started_at, caller.project, error=code
+        )
         for listener in self._listeners:
             listener(call)
 
-    # -- copies --------------------------------------------------------------------------------------------------------
+    # -- mirrors -------------------------------------------------------------------------------------------------------
 
-    def _copy(self, target: VersionTarget, form: str, body: bytes, head: bytes, origin: tuple[str, str]) -> None:
-        """Whatever becomes of it, the call itself hears nothing of it."""
+    def _mirror_call(self, target: VersionTarget, form: str, body: bytes, head: bytes, origin: tuple[str, str]) -> None:
+        """Send a copy of a call to each mirror. The result of a copy has no effect on the call."""
         for mirror in target.mirrors:
-            self._spawn_copy(mirror, self._ask_copy(mirror, form, body, head, origin))
+            self._start_copy(mirror, self._call_mirror(mirror, form, body, head, origin))
 
-    def _spawn_copy(self, mirror: ModelSpec, work: Coroutine[Any, Any, None]) -> None:
+    def _start_copy(self, mirror: ModelSpec, work: Coroutine[Any, Any, None]) -> None:
         if len(self._tasks) >= COPIES_MAX:
             self.copied[mirror.name, DROPPED] += 1
             work.close()
@@ -194,7 +197,9 @@ class FunctionCalls:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _ask_copy(self, mirror: ModelSpec, form: str, body: bytes, head: bytes, origin: tuple[str, str]) -> None:
+    async def _call_mirror(
+        self, mirror: ModelSpec, form: str, body: bytes, head: bytes, origin: tuple[str, str]
+    ) -> None:
         try:
             await self._live.ask(mirror, form, body, head=head, origin=origin)
         except BatchmillError:
@@ -202,10 +207,10 @@ class FunctionCalls:
         else:
             self.copied[mirror.name, OK] += 1
 
-    async def _drain(self, mirror: ModelSpec, request: LiveRequest) -> None:
+    async def _stream_mirror(self, mirror: ModelSpec, request: LiveRequest) -> None:
         try:
-            async with contextlib.aclosing(self._live.predict(mirror, request)) as pieces:
-                async for _ in pieces:
+            async with contextlib.aclosing(self._live.predict(mirror, request)) as chunks:
+                async for _ in chunks:
                     pass
         except BatchmillError:
             self.copied[mirror.name, FAILED] += 1
@@ -213,7 +218,7 @@ class FunctionCalls:
             self.copied[mirror.name, OK] += 1
 
     async def close(self) -> None:
-        """Nobody waits for copies that are still on their way."""
+        """Cancel the copies that mirrors have not answered."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -222,13 +227,13 @@ class FunctionCalls:
     # -- workers -------------------------------------------------------------------------------------------------------
 
     def stats(self, name: str, version: str, branch: str = "main") -> CallStats:
-        """What became of the calls of a version, and of its rows in jobs, since the server began."""
+        """Counts of a version's calls, and of its rows in jobs, since the server started."""
         function = self._directory.snapshot.functions.get(name)
-        found = None if function is None else function.ready_target(branch, version)
-        return CallStats() if found is None else self._live.stats(found.model)
+        target = None if function is None else function.ready_target(branch, version)
+        return CallStats() if target is None else self._live.stats(target.model)
 
     def is_ready(self, target: VersionTarget) -> bool:
-        """It may be called: nobody has unloaded it. Its first call may wait for a worker to start."""
+        """Whether the version accepts calls: it was not unloaded. The first call may wait for a worker to start."""
         return (target.name, target.branch, target.number) not in self._unloaded
 
     def _require_loaded(self, target: VersionTarget) -> None:
@@ -239,80 +244,82 @@ class FunctionCalls:
             )
 
     async def load(self, target: VersionTarget) -> None:
-        """Have a worker ready, and keep it so until `unload`. Raises: ModelFailed, Unavailable."""
+        """Start a worker, and keep one ready until `unload`. Raises: ModelFailed, Unavailable."""
         await self._live.load(target.model)
         self._unloaded.discard((target.name, target.branch, target.number))
 
     async def unload(self, target: VersionTarget) -> None:
-        """Call it no more until it is loaded: its workers end once they have answered. Rows of jobs still run."""
+        """Refuse calls until `load`. Workers end after their last reply. Rows of jobs still run."""
         self._unloaded.add((target.name, target.branch, target.number))
         self._live.unload(target.model)
 
 
-PIECE_BYTES_MAX = 8 * 1024 * 1024  # looked at for one page that goes on from a cursor
+PAGE_BYTES_MAX = 8 * 1024 * 1024  # bytes of log read for one page that starts at a cursor
 START = "start"
 _CURSOR = re.compile(r"([0-9]{1,9})-([0-9]{1,12})")
-_entry = msgspec.json.Decoder(Entry).decode
+_decode_entry = msgspec.json.Decoder(Entry).decode
 
 
 def read(folder: Path, query: LogQuery, project: str | None) -> LogPage:
-    """A page of what is kept in a version's folder. Blocks.
+    """Read a page of the call log in a version's folder. Blocks.
 
     Args:
-        project: whose calls are shown, with what was printed before any call; None: everybody's.
+        project: show only the calls of this project, and output from before the first call. None: all calls.
     Raises: InvalidInput (`invalid_cursor`).
     """
     generation = generation_of(folder / OLDER)
     if query.after is None:
-        return _last(folder, query, project, generation)
+        return _read_newest(folder, query, project, generation)
     match = _CURSOR.fullmatch(query.after)
     if match is None:
-        raise InvalidInput(f"{query.after[:40]!r} is no cursor: give `next` of the page before", code="invalid_cursor")
-    at, offset = int(match[1]), int(match[2])
-    is_lost = at < generation - 1  # what stood there was kept, and kept no longer
-    if at < generation:
-        at, offset = generation - 1, 0 if is_lost else offset
-        page, offset, is_whole = _from(folder / OLDER, query, project, offset)
+        raise InvalidInput(
+            f"{query.after[:40]!r} is not a cursor: pass `next` of the previous page", code="invalid_cursor"
+        )
+    file_number, offset = int(match[1]), int(match[2])
+    is_lost = file_number < generation - 1  # rotation has deleted the file of the cursor
+    if file_number < generation:
+        file_number, offset = generation - 1, 0 if is_lost else offset
+        page, offset, is_whole = _read_from(folder / OLDER, query, project, offset)
         if not is_whole:
-            return LogPage(page, f"{at}-{offset}", is_lost)
-        more, offset, _ = _from(folder / FILE, query, project, 0, len(page))
+            return LogPage(page, f"{file_number}-{offset}", is_lost)
+        more, offset, _ = _read_from(folder / FILE, query, project, 0, len(page))
         return LogPage(page + more, f"{generation}-{offset}", is_lost)
-    page, offset, _ = _from(folder / FILE, query, project, offset)
+    page, offset, _ = _read_from(folder / FILE, query, project, offset)
     return LogPage(page, f"{generation}-{offset}", is_lost)
 
 
-def _last(folder: Path, query: LogQuery, project: str | None, generation: int) -> LogPage:
-    kept: deque[LogEntry] = deque(maxlen=query.limit)
+def _read_newest(folder: Path, query: LogQuery, project: str | None, generation: int) -> LogPage:
+    entries: deque[LogEntry] = deque(maxlen=query.limit)
     offset = 0
     for name in (OLDER, FILE):
         offset = 0
         for line in _lines(folder / name, 0):
             offset += len(line)
-            if (entry := _seen(line, query, project)) is not None:
-                kept.append(entry)
-    return LogPage(list(kept), f"{generation}-{offset}")
+            if (entry := _visible_entry(line, query, project)) is not None:
+                entries.append(entry)
+    return LogPage(list(entries), f"{generation}-{offset}")
 
 
-def _from(
-    path: Path, query: LogQuery, project: str | None, offset: int, had: int = 0
+def _read_from(
+    path: Path, query: LogQuery, project: str | None, offset: int, entries_before: int = 0
 ) -> tuple[list[LogEntry], int, bool]:
-    """Entries from an offset on, the offset behind them, and whether the file was read to its end.
+    """Read entries from an offset on. Returns them, the offset after them, and whether this is the end of the file.
 
-    Offsets in the older file do not count its first line: they are those that the file had before.
+    Offsets in the older file do not count its first line, so that they stay the same through the rotation.
     """
-    found: list[LogEntry] = []
-    begun = offset
+    entries: list[LogEntry] = []
+    start = offset
     for line in _lines(path, offset):
-        if had + len(found) >= query.limit or offset - begun >= PIECE_BYTES_MAX:
-            return found, offset, False
+        if entries_before + len(entries) >= query.limit or offset - start >= PAGE_BYTES_MAX:
+            return entries, offset, False
         offset += len(line)
-        if (entry := _seen(line, query, project)) is not None:
-            found.append(entry)
-    return found, offset, True
+        if (entry := _visible_entry(line, query, project)) is not None:
+            entries.append(entry)
+    return entries, offset, True
 
 
 def _lines(path: Path, offset: int) -> Iterator[bytes]:
-    """Whole lines from an offset on; one that is being written comes the next time."""
+    """Complete lines from an offset on. A line that is still being written is left for the next call."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -327,16 +334,18 @@ def _lines(path: Path, offset: int) -> Iterator[bytes]:
             yield line
 
 
-def _seen(line: bytes, query: LogQuery, project: str | None) -> LogEntry | None:
-    """The entry of a line, if it was asked for and is the caller's to see."""
-    wanted = query.request
-    if wanted is not None and wanted.encode() not in line:
+def _visible_entry(line: bytes, query: LogQuery, project: str | None) -> LogEntry | None:
+    """The entry of a line if it matches the query and the project may see it; None otherwise."""
+    request_id = query.request
+    if request_id is not None and request_id.encode() not in line:
         return None
     try:
-        entry = _entry(line)
+        entry = _decode_entry(line)
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None  # torn, when the disk was full
-    if wanted is not None and not any(each == wanted or each.startswith(f"{wanted} ") for each in entry.requests):
+        return None  # incomplete, because the disk was full
+    if request_id is not None and not any(
+        each == request_id or each.startswith(f"{request_id} ") for each in entry.requests
+    ):
         return None
     if project is not None and entry.project != project and not (entry.stage == START and not entry.requests):
         return None

@@ -1,7 +1,7 @@
-"""Where versions of functions are made: a staging folder, an environment, a trial, and the folder that keeps them.
+"""Builds versions of functions: staging folder, environment, trial calls, version folder.
 
-Everything lies below `DATA_DIR/models`: `versions/NAME/BRANCH/NUMBER` has the code and what was printed while it was
-made. A staging folder is of no use after the process that made it.
+All files are below `DATA_DIR/models`. `versions/NAME/BRANCH/NUMBER` has the code and the output of the build. A staging
+folder is useless after the process that created it has ended.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ from batchmill.wire import bundles
 from batchmill.wire.bundles import EXAMPLES_MAX, REQUIREMENTS_CHARS_MAX, DeployOrder, ModelVersion
 from batchmill.wire.calls import NAMED, POSITIONAL
 
-SENT = "deploy-"  # how the archives begin that commands leave for the owner of the data directory
+SENT_PREFIX = "deploy-"  # of archives that commands leave for the owner of the data directory
 LOG, ORDER, LOCK, TRIAL = "deploy.log", "deploy.json", "requirements.lock", "trial"
-LOG_BYTES_MAX = 256 * 1024  # of what is shown
+LOG_BYTES_MAX = 256 * 1024  # bytes of the log that are shown
 BATCH_WINDOW_S_MAX = 60.0
 GPUS_MAX = 64
 VARIABLES_MAX = 1000
-PEOPLES = {"source", "name", "branch", "examples", "has_samples"}  # fields that do not change what is called, or how
+# Fields that do not change how the function runs: the digest leaves them out.
+DISPLAY_FIELDS = {"source", "name", "branch", "examples", "has_samples"}
 
 
 class Staged(Struct, frozen=True):
-    """An archive that was unpacked. Nothing refers to it yet."""
+    """An unpacked archive. Nothing refers to it yet."""
 
     folder: Path
     order: DeployOrder
@@ -61,17 +62,17 @@ class Staged(Struct, frozen=True):
 
 
 class Trial(Protocol):
-    """Starts a version in a process of its own, calls it with its examples, and ends it."""
+    """Starts a version in its own process, calls it with its examples, and ends it."""
 
     async def __call__(self, spec: ModelSpec, home: Path, order: DeployOrder) -> Interface:
-        """What the function takes and returns. Raises: ModelFailed, with its traceback."""
+        """Returns the function's inputs and outputs. Raises: ModelFailed, with the function's traceback."""
 
 
 class VersionBuilder:
     def __init__(
         self, data_dir: Path, trial: Trial, entry: FunctionsEntry = FunctionsEntry(), isolation: Isolation | None = None
     ) -> None:
-        """Args: isolation: what `entry` asks for, in which packages are installed."""
+        """Args: isolation: the sandbox in which packages are installed, as `entry` configures it."""
         self._data_dir, self._entry = data_dir, entry
         self._folder = data_dir / "models" / "versions"
         self._staging = data_dir / "models" / "staging"
@@ -82,14 +83,14 @@ class VersionBuilder:
         return self._folder / version.name / folder_of(version.branch) / str(version.number)
 
     def incoming(self) -> Path:
-        """An empty file, in the folder that a start of ours empties."""
+        """Create an empty file in the staging folder, which `sweep` empties at the next start."""
         self._staging.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, path = tempfile.mkstemp(dir=self._staging, suffix=".tar.gz")
         os.close(handle)
         return Path(path)
 
     async def stage(self, bundle: Path) -> Staged:
-        """Unpack an archive. Raises: InvalidInput for its content."""
+        """Unpack an archive. Raises: InvalidInput for invalid content."""
         self._staging.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder = Path(tempfile.mkdtemp(dir=self._staging))
         try:
@@ -99,42 +100,43 @@ class VersionBuilder:
             raise
 
     async def resolve(self, staged: Staged) -> Staged:
-        """Resolve the requirements, so that newer packages of the same requirements make a new version.
+        """Resolve the requirements to a lock, so that newer packages for the same requirements make a new version.
 
-        A failure belongs to the version: `build` raises it. Raises: InvalidInput for requirements and interpreters.
+        `build` raises the error of a failed resolution, so that the version records it. Raises: InvalidInput for
+        invalid requirements and interpreters.
         """
         order = staged.order
         try:
             lock = await self._environments.lock(order.python, order.requirements, staged.folder / LOG)
-        except ModelFailed as error:
-            return replace(staged, error=error)
+        except ModelFailed as failure:
+            return replace(staged, error=failure)
         digest = hashlib.sha256(f"{staged.digest}\n{lock}".encode()).hexdigest()
         return staged if lock is None else replace(staged, lock=lock, digest=digest)
 
-    def check_asked(self, order: DeployOrder) -> None:
-        """Refuse what a key may not ask for where functions are isolated: it would lead out. Raises: Forbidden."""
-        entry = self._entry
-        if not entry.is_isolated:
+    def check_allowed(self, order: DeployOrder) -> None:
+        """Refuse settings of a keyed caller that would break out of the isolation. Raises: Forbidden."""
+        policy = self._entry
+        if not policy.is_isolated:
             return
-        if order.python is not None and "/" in order.python and order.python not in entry.pythons:
+        if order.python is not None and "/" in order.python and order.python not in policy.pythons:
             raise Forbidden(
-                f"the interpreter {order.python[:80]} is not for keys to name: functions are isolated; say a version "
-                "such as 3.11, or have it added to functions.pythons"
+                f"a key may not choose the interpreter {order.python[:80]}, because functions are isolated; give a "
+                "version such as 3.11, or have the path added to functions.pythons"
             )
         for name, reference in order.secrets.items():
-            if not any(fnmatchcase(reference, pattern) for pattern in entry.secrets):
+            if not any(fnmatchcase(reference, pattern) for pattern in policy.secrets):
                 raise Forbidden(
-                    f"the secret {name[:80]} refers to what keys may not name: functions are isolated; have "
-                    f"{reference[:80]!r} added to functions.secrets"
+                    f"the secret {name[:80]} has a reference that keys may not use, because functions are isolated; "
+                    f"have {reference[:80]!r} added to functions.secrets"
                 )
 
     async def build(self, staged: Staged, version: ModelVersion) -> ModelSpec:
-        """The version's folder, environment and interface, the function having been called with its examples.
+        """Create the version's folder and environment, and call the function with its examples to find its interface.
 
         Raises: ModelFailed (`deploy_failed`), with the traceback or the installer's output.
         """
         home = self.folder(version)
-        await asyncio.to_thread(_settle, staged, home)
+        await asyncio.to_thread(_move_into_place, staged, home)
         order = staged.order
         try:
             if staged.error is not None:
@@ -150,17 +152,17 @@ class VersionBuilder:
         packages = [] if staged.lock is None else packages_of(staged.lock)
         return replace(spec, function=replace(spec.function, interface=interface, packages=packages))
 
-    async def copy(self, found: ModelVersion, version: ModelVersion) -> ModelSpec:
-        """The same code and packages under another number, without a trial. A missing environment is built again.
+    async def copy(self, source: ModelVersion, version: ModelVersion) -> ModelSpec:
+        """Copy a version's code and packages to another number, without a trial. A missing environment is rebuilt.
 
         Raises: ModelFailed (`deploy_failed`).
         """
         home = self.folder(version)
-        await asyncio.to_thread(shutil.copytree, self.folder(found), home)
-        assert found.spec is not None and found.spec.function is not None, "only what is ready is copied"
-        shown_version = f"{version.branch}/{version.number}"
-        function = replace(found.spec.function, version=shown_version, folder=str(home / bundles.CODE))
-        spec = replace(found.spec, function=function)
+        await asyncio.to_thread(shutil.copytree, self.folder(source), home)
+        assert source.spec is not None and source.spec.function is not None, "only ready versions are copied"
+        version_label = f"{version.branch}/{version.number}"
+        function = replace(source.spec.function, version=version_label, folder=str(home / bundles.CODE))
+        spec = replace(source.spec, function=function)
         order, lock = await asyncio.to_thread(_read_order, home)
         try:
             return replace(spec, python=await self._environments.python(order.python, lock, home / LOG))
@@ -168,7 +170,7 @@ class VersionBuilder:
             raise ModelFailed(error.message, code="deploy_failed") from None
 
     def log(self, version: ModelVersion) -> str:
-        """The end of what was printed while a version was made, and why it failed."""
+        """The end of the output of a version's build, followed by the error if it failed."""
         error_line = f"{version.error}\n" if version.error else ""
         try:
             with (self.folder(version) / LOG).open("rb") as file:
@@ -178,36 +180,37 @@ class VersionBuilder:
             return error_line
 
     def discard_code(self, version: ModelVersion) -> None:
-        """A version that failed keeps only what was printed."""
+        """Delete the code of a failed version. Its log stays."""
         shutil.rmtree(self.folder(version) / bundles.CODE, ignore_errors=True)
 
     def discard(self, version: ModelVersion) -> None:
         shutil.rmtree(self.folder(version), ignore_errors=True)
 
     def sweep(self, keep: Collection[ModelVersion]) -> None:
-        """Remove what an owner that died left behind. No other process writes here."""
+        """Remove what a crashed owner left behind. No other process writes here."""
         shutil.rmtree(self._staging, ignore_errors=True)
-        for sent in self._data_dir.glob(f"{SENT}*"):
-            _remove_unlocked(sent)
+        for archive in self._data_dir.glob(f"{SENT_PREFIX}*"):
+            _remove_unlocked(archive)
         self._environments.sweep({each.spec.python for each in keep if each.spec is not None and each.spec.python})
-        known = {self.folder(version): version for version in keep}
+        folders = {self.folder(version): version for version in keep}
         for folder in self._folder.glob("*/*/*"):
-            if folder not in known:
+            if folder not in folders:
                 shutil.rmtree(folder, ignore_errors=True)
-            elif known[folder].state == FAILED:
+            elif folders[folder].state == FAILED:
                 _gather_log(folder)
-                self.discard_code(known[folder])
+                self.discard_code(folders[folder])
 
 
 @contextlib.contextmanager
 def sent_archive(data_dir: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """A file for an archive that the owner of the data directory reads, locked for as long as its command lives."""
+    """Create a file for an archive that the owner of the data directory reads. It stays locked while the command
+    runs."""
     while True:
-        handle, name = tempfile.mkstemp(prefix=SENT, suffix=".tar.gz", dir=data_dir)
+        handle, name = tempfile.mkstemp(prefix=SENT_PREFIX, suffix=".tar.gz", dir=data_dir)
         with open(handle, "wb") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if os.fstat(file.fileno()).st_nlink == 0:
-                continue  # an owner that opened meanwhile removed it before it was locked
+                continue  # a starting owner removed the file before this lock
             try:
                 yield Path(name), file
             finally:
@@ -215,11 +218,11 @@ def sent_archive(data_dir: Path) -> Iterator[tuple[Path, BinaryIO]]:
         return
 
 
-def _remove_unlocked(sent: Path) -> None:
-    """Remove an archive whose command was killed: a command that lives holds its lock."""
-    with contextlib.suppress(FileNotFoundError, BlockingIOError), sent.open("rb") as file:
+def _remove_unlocked(archive: Path) -> None:
+    """Remove an archive whose command was killed. A running command holds the lock of its archive."""
+    with contextlib.suppress(FileNotFoundError, BlockingIOError), archive.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        sent.unlink()
+        archive.unlink()
 
 
 def _stage(bundle: Path, folder: Path) -> Staged:
@@ -231,15 +234,15 @@ def _stage(bundle: Path, folder: Path) -> Staged:
     except OSError as error:
         raise InvalidInput(f"the bundle cannot be unpacked: {error.strerror}", code="invalid_bundle") from None
     check(order, code)
-    settings = {name: value for name, value in msgspec.to_builtins(order).items() if name not in PEOPLES}
+    settings = {name: value for name, value in msgspec.to_builtins(order).items() if name not in DISPLAY_FIELDS}
     data = msgspec.json.encode([bundles.digest(code), settings], order="deterministic")
     return Staged(folder, order, hashlib.sha256(data).hexdigest())
 
 
-def _settle(staged: Staged, home: Path) -> None:
-    """Give the code the folder in which it stays."""
+def _move_into_place(staged: Staged, home: Path) -> None:
+    """Move the code, the log and the lock from the staging folder to the version's folder."""
     home.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    shutil.rmtree(home, ignore_errors=True)  # of a number that was taken and never written down
+    shutil.rmtree(home, ignore_errors=True)  # of a number whose version was not committed
     home.mkdir(mode=0o700)
     (home / ORDER).write_bytes(msgspec.json.encode(staged.order))
     if staged.lock is not None:
@@ -250,7 +253,7 @@ def _settle(staged: Staged, home: Path) -> None:
 
 
 def _read_order(home: Path) -> tuple[DeployOrder, str | None]:
-    """The order of a version and its lock; None if it has no requirements."""
+    """The deploy order of a version, and its lock, which is None without requirements."""
     order = msgspec.json.decode((home / ORDER).read_bytes(), type=DeployOrder)
     return order, (home / LOCK).read_text() if order.requirements is not None else None
 
@@ -264,7 +267,7 @@ def _gather_log(home: Path) -> None:
 
 
 def spec_of(order: DeployOrder, version: ModelVersion, *, folder: Path, digest: str, python: str | None) -> ModelSpec:
-    """The model that an order describes, its interface not known yet."""
+    """The model spec for a deploy order, still without the interface."""
     limits = Limits(memory_bytes=order.memory_bytes)
     if order.timeout_s is not None:
         limits = replace(limits, attempt_timeout_s=order.timeout_s)
@@ -288,10 +291,10 @@ def spec_of(order: DeployOrder, version: ModelVersion, *, folder: Path, digest: 
 
 
 def check(order: DeployOrder, code: Path) -> None:
-    """Raises: InvalidInput for an order that no function could be called by."""
-    file, colon, attribute = order.target.partition(":")
-    if not colon or not attribute or not (code / bundles.check_place(file)).is_file():
-        raise InvalidInput(f"{order.target!r} is not in the code: it is given as FILE.py:NAME", code="unknown_function")
+    """Check the settings of a deploy order and that its target file exists. Raises: InvalidInput."""
+    path, colon, attribute = order.target.partition(":")
+    if not colon or not attribute or not (code / bundles.check_path(path)).is_file():
+        raise InvalidInput(f"{order.target!r} is not in the code: give it as FILE.py:NAME", code="unknown_function")
     ranges = (
         ("workers", order.workers, 1, WORKERS_MAX),
         ("gpus", order.gpus, 0, GPUS_MAX),
@@ -303,52 +306,54 @@ def check(order: DeployOrder, code: Path) -> None:
         ("variables", len(order.environment) + len(order.secrets), 0, VARIABLES_MAX),
         ("requirements", len(order.requirements or ""), 0, REQUIREMENTS_CHARS_MAX),
     )
-    for name, value, least, most in ranges:
-        if value is not None and not least <= value <= most:
-            raise InvalidInput(f"{name} must be {least:g} to {most:,}, not {value}", code="invalid_order")
+    for name, value, low, high in ranges:
+        if value is not None and not low <= value <= high:
+            raise InvalidInput(f"{name} must be {low:g} to {high:,}, not {value}", code="invalid_order")
     _check_variables(order)
 
 
 def _check_variables(order: DeployOrder) -> None:
     for name, value in (*order.environment.items(), *order.secrets.items()):
         if not name.isidentifier() or not name.isascii() or "\0" in value:
-            raise InvalidInput(f"{name[:80]!r} is no name of an environment variable", code="invalid_variable")
+            raise InvalidInput(f"{name[:80]!r} is not a name of an environment variable", code="invalid_variable")
     for name, reference in order.secrets.items():
-        kind, _, place = reference.partition(":")
-        is_kept = kind == "secret" and NAME.fullmatch(place)  # those of connectors are theirs alone
-        if not is_kept and (kind not in ("env", "file") or not place):
-            raise InvalidInput(  # the text may be the secret itself: it is not repeated
-                f'the secret {name} is "env:NAME", "file:PATH" or "secret:NAME", never itself', code="invalid_secret"
+        kind, _, location = reference.partition(":")
+        is_stored = kind == "secret" and NAME.fullmatch(location)  # not the secrets of connectors
+        if not is_stored and (kind not in ("env", "file") or not location):
+            raise InvalidInput(  # without the reference, which may be the secret itself
+                f'give the secret {name} as "env:NAME", "file:PATH" or "secret:NAME", never as its value',
+                code="invalid_secret",
             )
         if name in order.environment:
-            raise InvalidInput(f"{name} is a variable and a secret: leave one out", code="invalid_variable")
+            raise InvalidInput(f"{name} is both a variable and a secret: leave one out", code="invalid_variable")
 
 
 class Trials:
-    """A `deploying.Trial` whose functions are given the secrets that they name."""
+    """A `Trial` that passes functions the secrets that they refer to."""
 
     def __init__(self, provisions: Provisions) -> None:
         self._provisions = provisions
 
     async def __call__(self, spec: ModelSpec, home: Path, order: DeployOrder) -> Interface:
-        provision = await self._provisions.of(spec)
-        return await try_version(spec, home, order, given=provision.secrets, isolation=provision.isolation)
+        grants = await self._provisions.of(spec)
+        return await try_version(spec, home, order, secrets=grants.secrets, isolation=grants.isolation)
 
 
 async def try_version(
-    spec: ModelSpec, home: Path, order: DeployOrder, *, given: Mapping[str, str] = MappingProxyType({}),
+    spec: ModelSpec, home: Path, order: DeployOrder, *, secrets: Mapping[str, str] = MappingProxyType({}),
     isolation: Isolation | None = None,
 ) -> Interface:  # fmt: skip
-    """What the function takes and returns. Raises: ModelFailed, with the traceback of what does not work.
+    """Start the function, call it with its examples, and return its inputs and outputs.
 
     Args:
-        given: what each "secret:NAME" that it names stands for.
-        isolation: in which it is tried, as it will run.
+        secrets: the value of each "secret:NAME" that the function refers to.
+        isolation: the same sandbox as in production.
+    Raises: ModelFailed, with the traceback.
     """
     home.mkdir(parents=True, exist_ok=True)
     try:
         child = FunctionChild(
-            spec, home, resolve=lambda name: Secret(given[name]) if name in given else resolve(name),
+            spec, home, resolve=lambda name: Secret(secrets[name]) if name in secrets else resolve(name),
             isolation=isolation,
         )  # fmt: skip
         return await _try(child, spec, order)
@@ -360,15 +365,15 @@ async def _try(child: FunctionChild, spec: ModelSpec, order: DeployOrder) -> Int
     try:
         interface = await child.start()
         _check_batches(interface, spec)
-        for number, example in enumerate([*order.examples, *_sample(interface, spec, order)], 1):
-            await _call(child, number, example, spec)
+        for id_, example in enumerate([*order.examples, *_sample_calls(interface, spec, order)], 1):
+            await _call(child, id_, example, spec)
         return interface
     finally:
         await child.stop()
 
 
 def _check_batches(interface: Interface, spec: ModelSpec) -> None:
-    """Raises: ModelFailed for settings that would have no effect."""
+    """Raises: ModelFailed for batch settings that would have no effect."""
     function = spec.function
     assert function is not None, "it is being deployed"
     if interface.calls == "row" and (function.batch_size > 1 or function.batch_window_s):
@@ -378,58 +383,58 @@ def _check_batches(interface: Interface, spec: ModelSpec) -> None:
         )
     if function.batch_size and function.batch_size != interface.batch_size:
         raise ModelFailed(
-            f"the batch size is {function.batch_size:,}, and {spec.source} can be given {interface.batch_size:,} rows "
-            "at most"
+            f"the batch size is {function.batch_size:,}, and {spec.source} takes {interface.batch_size:,} rows at most"
         )
 
 
-async def _call(child: FunctionChild, number: int, example: Any, spec: ModelSpec) -> None:
-    answer: asyncio.Future[tuple[dict[str, Any], list[bytes]]] = asyncio.get_running_loop().create_future()
+async def _call(child: FunctionChild, id_: int, example: Any, spec: ModelSpec) -> None:
+    result: asyncio.Future[tuple[dict[str, Any], list[bytes]]] = asyncio.get_running_loop().create_future()
 
-    def on_frames(come: list[Any]) -> None:
-        for meta, buffers in come:
-            if meta["kind"] == "results" and meta["id"] == number and not answer.done():
-                answer.set_result((meta, buffers))
+    def on_frames(frames: list[Any]) -> None:
+        for meta, buffers in frames:
+            if meta["kind"] == "results" and meta["id"] == id_ and not result.done():
+                result.set_result((meta, buffers))
 
     def end() -> None:
-        if not answer.done():
-            answer.set_exception(ModelFailed(f"the example ended the process: {child.last_words()}"))
+        if not result.done():
+            result.set_exception(ModelFailed(f"the example ended the process: {child.exit_report()}"))
 
     child.on_frames, child.ended = on_frames, end
     layout = POSITIONAL if isinstance(example, list) else NAMED
-    asked = {"kind": "ask", "id": number, "rows": 1, "layout": layout, "train": False, "exact": False}
-    child.send(asked, [msgspec.json.encode([example])])
+    request = {"kind": "ask", "id": id_, "rows": 1, "layout": layout, "train": False, "exact": False}
+    child.send(request, [msgspec.json.encode([example])])
     limit_s = spec.limits.attempt_timeout_s
     try:
         async with asyncio.timeout(limit_s):
-            meta, _ = await answer
+            meta, _ = await result
     except TimeoutError:
-        raise ModelFailed(f"the example {_shown(example)} had no answer after {limit_s:g} s") from None
+        raise ModelFailed(f"the example {_preview(example)} returned nothing within {limit_s:g} s") from None
     if meta["errors"]:
         code, message, trace = next(iter(meta["errors"].values()))
         failure = trace.rstrip() or f"{code}: {message}"
-        raise ModelFailed(f"the example {_shown(example)} was refused:\n{failure}")
+        raise ModelFailed(f"the example {_preview(example)} failed:\n{failure}")
 
 
-def _sample(interface: Interface, spec: ModelSpec, order: DeployOrder) -> list[Any]:
-    """The call that the deprecated sample input shows; none where there is none. The process checks what comes back."""
+def _sample_calls(interface: Interface, spec: ModelSpec, order: DeployOrder) -> list[Any]:
+    """The call that the deprecated `input.json` describes, or nothing without that file. The process checks the
+    result."""
     assert spec.function is not None
     if order.has_samples and interface.takes != "dict":
         raise ModelFailed(
-            f"{spec.source} is no InferlessPythonModel: input.json and output.json describe only such a class; leave "
-            "them out, or give --example"
+            f"{spec.source} is not an InferlessPythonModel: input.json and output.json describe only such a class; "
+            "leave them out, or give --example"
         )
-    place = Path(spec.function.folder, spec.source.partition(":")[0]).parent
-    if interface.takes != "dict" or not (place / "input.json").is_file():
+    folder = Path(spec.function.folder, spec.source.partition(":")[0]).parent
+    if interface.takes != "dict" or not (folder / "input.json").is_file():
         return []
-    return [{tensor.name: _value(tensor) for tensor in interface.inputs if tensor.example is not None}]
+    return [{tensor.name: _example_value(tensor) for tensor in interface.inputs if tensor.example is not None}]
 
 
-def _value(tensor: Tensor) -> Any:
+def _example_value(tensor: Tensor) -> Any:
     is_single = tensor.shape == [1] and isinstance(tensor.example, list) and len(tensor.example) == 1
     return tensor.example[0] if is_single else tensor.example
 
 
-def _shown(value: Any) -> str:
+def _preview(value: Any) -> str:
     text = msgspec.json.encode(value).decode(errors="replace")
     return text if len(text) <= 200 else f"{text[:199]}…"

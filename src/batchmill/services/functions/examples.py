@@ -1,4 +1,4 @@
-"""How a deployed function is called, said for each public API: a command line, and an OpenAPI document of its own."""
+"""Shows how to call a deployed function through each public API: curl commands, and an OpenAPI document."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from batchmill.types import Interface, Tensor
 MODELBIT, INFERENCE, OPENAI = "modelbit", "open_inference", "openai"
 KEY = "$BATCHMILL_API_KEY"
 TEXT = "text"
-ROWS = 2  # of an example of a batch
+ROWS = 2  # rows in the example of a batch
 _EXAMPLES: dict[str, Any] = {"BYTES": TEXT, "STRING": TEXT, "BOOL": True}
 _RANGES = {f"{sign}INT{bits}": (bits, sign) for bits in (8, 16, 32, 64) for sign in ("", "U")}
 
 
 def curl_examples(name: str, branch: str, interface: Interface, url: str) -> dict[str, str]:
-    """API -> a command that calls the function once, or with a batch where that is what the API is for."""
-    place = f"/v1/{name}/{LATEST}" if branch == MAIN else f"/v1/{name}/{folder_of(branch)}/{LATEST}"
+    """API -> a curl command that calls the function: with one batch for Modelbit, once for the others."""
+    path = f"/v1/{name}/{LATEST}" if branch == MAIN else f"/v1/{name}/{folder_of(branch)}/{LATEST}"
     values = [example_of(tensor) for tensor in interface.inputs if tensor.required]
     rows = [[number + 1, *_row(interface, values)] for number in range(ROWS)]
     model = f"/v2/models/{name}" if branch == MAIN else f"/v2/models/{name}/versions/{folder_of(branch)}~{LATEST}"
     inputs = [_tensor(tensor) for tensor in interface.inputs if tensor.required]
-    found = {MODELBIT: _curl(url + place, {"data": rows}, f"Authorization: {KEY}")}
+    commands = {MODELBIT: _curl(url + path, {"data": rows}, f"Authorization: {KEY}")}
     if branch == MAIN:
-        found[INFERENCE] = _curl(f"{url}{model}/infer", {"inputs": inputs}, f"Authorization: Bearer {KEY}")
-    return found
+        commands[INFERENCE] = _curl(f"{url}{model}/infer", {"inputs": inputs}, f"Authorization: Bearer {KEY}")
+    return commands
 
 
 def _row(interface: Interface, values: list[Any]) -> list[Any]:
-    """The arguments of one row, as Modelbit's bodies have them."""
+    """The arguments of one row in a Modelbit body."""
     if interface.takes in ("dict", "rows") or interface.calls == "frame":
         return [dict(zip((each.name for each in interface.inputs if each.required), values, strict=True))]
     return values
@@ -42,7 +42,7 @@ def _curl(url: str, body: Any, header: str) -> str:
 
 
 def example_of(tensor: Tensor) -> Any:
-    """A value that the input takes: its own example, or one of its type."""
+    """A value that the input accepts: its own example, or a value of its type."""
     if tensor.example is not None:
         is_single = tensor.shape == [1] and isinstance(tensor.example, list) and len(tensor.example) == 1
         return tensor.example[0] if is_single else tensor.example
@@ -73,9 +73,9 @@ def _flat(values: list[Any]) -> list[Any]:
 
 def openapi(name: str, branch: str, interface: Interface) -> dict[str, Any]:
     """The OpenAPI document of one function: its arguments and results in each API."""
-    place = f"/v1/{name}/{LATEST}" if branch == MAIN else f"/v1/{name}/{folder_of(branch)}/{LATEST}"
+    path = f"/v1/{name}/{LATEST}" if branch == MAIN else f"/v1/{name}/{folder_of(branch)}/{LATEST}"
     paths = {
-        place: {"post": _operation(f"call_{name}", interface.summary, _rows_schema(interface), _rows_reply(interface))}
+        path: {"post": _operation(f"call_{name}", interface.summary, _rows_schema(interface), _rows_reply(interface))}
     }
     if branch == MAIN:
         paths[f"/v2/models/{name}/infer"] = {
@@ -91,14 +91,14 @@ def openapi(name: str, branch: str, interface: Interface) -> dict[str, Any]:
     }
 
 
-def _operation(name: str, summary: str, asked: dict[str, Any], answered: dict[str, Any]) -> dict[str, Any]:
+def _operation(name: str, summary: str, request: dict[str, Any], response: dict[str, Any]) -> dict[str, Any]:
     error = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}
     return {
         "operationId": name,
         "summary": summary,
-        "requestBody": {"required": True, "content": {"application/json": {"schema": asked}}},
+        "requestBody": {"required": True, "content": {"application/json": {"schema": request}}},
         "responses": {
-            "200": {"description": "What it returned", "content": {"application/json": {"schema": answered}}},
+            "200": {"description": "What it returned", "content": {"application/json": {"schema": response}}},
             "default": {"description": "Why it did not", "content": {"application/json": {"schema": error}}},
         },
     }
@@ -133,7 +133,7 @@ def _rows_reply(interface: Interface) -> dict[str, Any]:
 
 
 def _schema(tensor: Tensor) -> dict[str, Any]:
-    """JSON schema of one value. Type hints are told, and never enforced on rows."""
+    """JSON schema of one value. It shows the type hints, which are not enforced on rows."""
     fields: dict[str, Any] = {}
     match tensor.datatype:
         case "BOOL":
@@ -154,7 +154,7 @@ def _schema(tensor: Tensor) -> dict[str, Any]:
 
 
 def _tensors_schema(tensors: list[Tensor], key: str) -> dict[str, Any]:
-    """The tensors of a V2 body, each by its name."""
+    """JSON schema of a V2 body, with each tensor by its name."""
     schemas = []
     for tensor in tensors:
         datatype = "BYTES" if tensor.datatype == "STRING" else tensor.datatype

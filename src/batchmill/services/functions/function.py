@@ -1,5 +1,7 @@
-"""A deployed function as it is now: its versions, what `latest` of each branch and each alias stand for. It never
-changes: a change makes another one, which its service publishes."""
+"""A deployed function: its versions, and the targets of its aliases and of each branch's `latest`.
+
+Immutable: a change makes a new `Function`, which its service publishes.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ from batchmill.services.functions.records import BUILDING, READY
 from batchmill.types import Interface, ModelSpec
 from batchmill.wire.bundles import Backend, ModelVersion, Route
 
-VERSIONS_MAX = 10  # the newest, which rows of a job may name
-SHOWN_MAX = 5  # versions that an error names
-Place = tuple[str, int]  # branch and number of a version
+VERSIONS_MAX = 10  # newest versions that rows of a job may name
+SHOWN_MAX = 5  # versions that an error message lists
+VersionKey = tuple[str, int]  # branch and number
 
 
 class VersionTarget(Struct, frozen=True):
@@ -39,24 +41,28 @@ class VersionTarget(Struct, frozen=True):
 
 
 class _Split(Struct, frozen=True):
-    """What an alias stands for: one of these, drawn by weight at each call."""
+    """The targets of an alias. Each call goes to one of them, drawn by weight."""
 
     targets: list[VersionTarget]
     weights: list[float]
 
 
 class Function:
-    """Args: `versions`, in every state, by branch and number; `routes`, by label."""
+    """
+    Args:
+        versions: in every state, by branch and number.
+        routes: by label.
+    """
 
     __slots__ = ("_aliases", "_named", "all", "is_shared", "name", "project", "routes", "versions")
 
-    def __init__(self, name: str, versions: dict[Place, ModelVersion], routes: dict[str, Route]) -> None:
+    def __init__(self, name: str, versions: dict[VersionKey, ModelVersion], routes: dict[str, Route]) -> None:
         self.name, self.routes = name, dict(sorted(routes.items()))
         self.versions = versions
         self.all = [each for _, each in sorted(versions.items())]  # failed and removed ones too
         live = [each for each in self.all if each.state in (BUILDING, READY)]
         newest = max(live, key=lambda each: (each.state == READY, each.created, each.number), default=None)
-        self.project = None if newest is None else newest.project  # None: the name is free, whoever had it before
+        self.project = None if newest is None else newest.project  # None: the name is free
         self.is_shared = newest is not None and newest.is_shared  # other projects may call it
         self._named: dict[tuple[str, str], _Split] = {
             (each.branch, str(each.number)): _Split([_target(each)], [1.0]) for each in self.all if each.state == READY
@@ -71,103 +77,104 @@ class Function:
                 self._named[label, LATEST] = split
 
     def _split(self, route: Route) -> _Split | None:
-        """None: nothing is ready that the route stands for."""
+        """The ready targets of a route; None if none of them is ready."""
         backends = [each for each in route.backends if self._is_ready(each)]
-        mirrors = tuple([_spec(self.versions[_place(each)]) for each in route.mirrors if self._is_ready(each)])
-        targets = [_target(self.versions[_place(each)], mirrors) for each in backends]
+        mirrors = tuple([_spec(self.versions[_key(each)]) for each in route.mirrors if self._is_ready(each)])
+        targets = [_target(self.versions[_key(each)], mirrors) for each in backends]
         return _Split(targets, [each.weight for each in backends]) if targets else None
 
     def _is_ready(self, backend: Backend) -> bool:
-        found = self.versions.get(_place(backend))
-        return found is not None and found.state == READY
+        version = self.versions.get(_key(backend))
+        return version is not None and version.state == READY
 
     def changed(
         self, versions: Iterable[ModelVersion] = (), routes: Iterable[Route] = (), dropped: Iterable[Route] = ()
     ) -> Function:
-        """The function with these versions and routes, and without those that are dropped."""
-        gone = {each.label for each in dropped}
-        kept = {label: route for label, route in self.routes.items() if label not in gone}
+        """A copy of the function with these versions and routes, and without the routes in `dropped`."""
+        dropped_labels = {each.label for each in dropped}
+        routes_left = {label: route for label, route in self.routes.items() if label not in dropped_labels}
         return Function(
             self.name,
             self.versions | {(each.branch, each.number): each for each in versions},
-            kept | {each.label: each for each in routes},
+            routes_left | {each.label: each for each in routes},
         )
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- lookup -------------------------------------------------------------------------------------------------------
 
     @property
     def is_ready(self) -> bool:
-        """Some version of it can be called."""
+        """Whether any version can be called."""
         return bool(self._named)
 
     @property
     def claims_everybody(self) -> bool:
-        """Its name is nobody else's: a version that may become the newest again is shared."""
+        """Whether the name is reserved in every project, because a version that may become the newest is shared."""
         return any(each.is_shared for each in self.all if each.state in (BUILDING, READY))
 
-    def choose(self, branch: str | None, version: str, chance: random.Random) -> VersionTarget:
-        """The version that a number, `latest` or an alias means. Raises: UnknownName (`model_not_found`)."""
+    def choose(self, branch: str | None, version: str, rng: random.Random) -> VersionTarget:
+        """The version for a number, `latest` or an alias. Raises: UnknownName (`model_not_found`)."""
         split = self._named.get((branch or MAIN, version)) or self._aliases.get(version)
         if split is None:
             raise self.unknown(branch, version)
         if len(split.targets) == 1:
             return split.targets[0]
-        return chance.choices(split.targets, split.weights)[0]
+        return rng.choices(split.targets, split.weights)[0]
 
     def ready_targets(self) -> list[VersionTarget]:
-        """Every version that is ready, by branch and number."""
+        """Every ready version, sorted by branch and number."""
         return [_target(each) for each in self.all if each.state == READY]
 
     def ready_target(self, branch: str, version: str) -> VersionTarget | None:
-        found = self._named.get((branch, version))
-        return None if found is None else found.targets[0]
+        split = self._named.get((branch, version))
+        return None if split is None else split.targets[0]
 
     def ready(self, branch: str, number: int) -> ModelVersion:
-        """Raises: UnknownName for a version that is not there, is being built, failed or was removed."""
-        found = self.versions.get((branch, number))
-        if found is None or found.state != READY:
+        """The version, if it is ready. Raises: UnknownName for one that does not exist or is in another state."""
+        version = self.versions.get((branch, number))
+        if version is None or version.state != READY:
             raise self.unknown(branch, str(number))
-        return found
+        return version
 
     def latest(self, branch: str) -> ModelVersion | None:
         route = self.routes.get(branch)
-        return None if route is None else self.ready(*_place(route.backends[0]))
+        return None if route is None else self.ready(*_key(route.backends[0]))
 
     def names(self) -> list[str]:
-        """The function's own, and its aliases'."""
-        own = [self.name] if (MAIN, LATEST) in self._named else []
-        return own + [f"{self.name}@{alias}" for alias in self._aliases]
+        """The name of the function, if main's latest is ready, and `NAME@ALIAS` for each alias."""
+        base_names = [self.name] if (MAIN, LATEST) in self._named else []
+        return base_names + [f"{self.name}@{alias}" for alias in self._aliases]
 
-    def targets(self, chance: random.Random) -> dict[str, VersionTarget]:
-        """What rows may call it, and which version that means now: an alias with weights is drawn."""
-        found: dict[str, VersionTarget] = {}
+    def targets(self, rng: random.Random) -> dict[str, VersionTarget]:
+        """Each name that rows may use -> the version for it now. An alias with weights is drawn."""
+        targets_by_name: dict[str, VersionTarget] = {}
         for alias in self._aliases:
-            found[f"{self.name}@{alias}"] = self.choose(None, alias, chance)
+            targets_by_name[f"{self.name}@{alias}"] = self.choose(None, alias, rng)
         for label in self.routes:
             if (label, LATEST) in self._named:
-                found[f"{self.name}@{label}/{LATEST}"] = target = self.choose(label, LATEST, chance)
+                targets_by_name[f"{self.name}@{label}/{LATEST}"] = target = self.choose(label, LATEST, rng)
                 if label == MAIN:
-                    found |= {self.name: target, f"{self.name}@{LATEST}": target}
+                    targets_by_name |= {self.name: target, f"{self.name}@{LATEST}": target}
         ready = [each for each in self.all if each.state == READY]
         for version in sorted(ready, key=lambda each: -each.created)[:VERSIONS_MAX]:
-            found[version.reference] = target = _target(version)
+            targets_by_name[version.reference] = target = _target(version)
             if version.branch == MAIN:
-                found[f"{self.name}@{version.number}"] = target
-        return found
+                targets_by_name[f"{self.name}@{version.number}"] = target
+        return targets_by_name
 
     def unknown(self, branch: str | None, version: str) -> UnknownName:
-        """Why a text means no version, with those that there are."""
-        found = self.versions.get((branch or MAIN, int(version))) if version.isdecimal() else None
-        place = f"{self.name}@{(branch or MAIN)[:SHOWN_CHARS]}/{version[:SHOWN_CHARS]}"
-        what = f"is {found.state}" if found is not None else "does not exist"
-        known = [f"{each.branch}/{each.number}" for each in self.all if each.state == READY][-SHOWN_MAX:]
-        known += [label for label in self.routes if label.startswith("@")]
+        """The error for a version that does not exist or is not ready. Its message lists the ready ones."""
+        record = self.versions.get((branch or MAIN, int(version))) if version.isdecimal() else None
+        reference = f"{self.name}@{(branch or MAIN)[:SHOWN_CHARS]}/{version[:SHOWN_CHARS]}"
+        problem = f"is {record.state}" if record is not None else "does not exist"
+        choices = [f"{each.branch}/{each.number}" for each in self.all if each.state == READY][-SHOWN_MAX:]
+        choices += [label for label in self.routes if label.startswith("@")]
         return UnknownName(
-            f"the version {place} {what}; of {self.name} there are {', '.join(known) or 'none'}", code="model_not_found"
+            f"the version {reference} {problem}; ready versions of {self.name}: {', '.join(choices) or 'none'}",
+            code="model_not_found",
         )
 
 
-def _place(backend: Backend) -> Place:
+def _key(backend: Backend) -> VersionKey:
     return backend.branch, backend.number
 
 

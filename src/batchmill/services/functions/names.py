@@ -1,6 +1,7 @@
-"""What a deployed function, its branches and its aliases may be called, and how one text names a version of it.
+"""Valid names of deployed functions, branches and aliases, and references to versions.
 
-`NAME`, `NAME@3`, `NAME@prod` (an alias), `NAME@feat/x/3`, `NAME@feat/x/latest`: the last part is the version.
+A reference is `NAME`, `NAME@3`, `NAME@prod` (an alias), `NAME@feat/x/3` or `NAME@feat/x/latest`: the last part is the
+version.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _BRANCH = re.compile(r"[a-zA-Z0-9_][a-zA-Z0-9_.+=-]*(/[a-zA-Z0-9_][a-zA-Z0-9_.+=
 _ALIAS = re.compile(r"[a-zA-Z_][a-zA-Z0-9_-]*")
 _VERSION = re.compile(r"[1-9][0-9]{0,8}")
 
-# First segments below /v1 (and /v2) that mean something else in one of the public APIs.
+# First segments below /v1 (and /v2) that are paths of one of the public APIs.
 RESERVED_NAMES = frozenset({
     "agents", "assistants", "audio", "batch", "batches", "chat", "chatkit", "classify", "completions",
     "containers", "content_provenance_checks", "conversations", "datasets", "decisions", "deployments",
@@ -35,7 +36,7 @@ RESERVED_NAMES = frozenset({
 
 
 def check_name(name: str) -> str:
-    """The name, if a function may be deployed under it. Raises: InvalidInput."""
+    """Check and return the name of a function. Raises: InvalidInput."""
     if not _NAME.fullmatch(name) or len(name) > NAME_CHARS_MAX:
         raise InvalidInput(
             f"Names should be alphanumeric with underscores. {name[:SHOWN_CHARS]!r} is not, or is longer than "
@@ -44,42 +45,42 @@ def check_name(name: str) -> str:
         )
     if name in RESERVED_NAMES:
         raise InvalidInput(
-            f"{name!r} is a reserved name: /v1/{name} means something else in another API; choose another name",
+            f"{name!r} is a reserved name: /v1/{name} is a path of another API; choose another name",
             code="reserved_name",
         )
     return name
 
 
 def check_branch(branch: str) -> str:
-    """The branch's name. `~` stands for `/` in URLs, and so is part of none. Raises: InvalidInput."""
+    """Check and return the name of a branch. It has no `~`, which replaces `/` in URLs. Raises: InvalidInput."""
     is_version = _VERSION.fullmatch(branch) or branch == LATEST
     if not _BRANCH.fullmatch(branch) or len(branch) > NAME_CHARS_MAX or is_version:
         raise InvalidInput(
-            f"a branch is called by letters, digits and _ . + = - /, {NAME_CHARS_MAX} at most, and not as a version; "
-            f"{branch[:SHOWN_CHARS]!r} is not",
+            f"the name of a branch has letters, digits and _ . + = - /, {NAME_CHARS_MAX} characters at most, and is "
+            f"not a version; {branch[:SHOWN_CHARS]!r} is not such a name",
             code="invalid_branch",
         )
     return branch
 
 
 def check_alias(alias: str) -> str:
-    """Raises: InvalidInput."""
+    """Check and return the name of an alias. Raises: InvalidInput."""
     if not _ALIAS.fullmatch(alias) or len(alias) > NAME_CHARS_MAX or alias == LATEST:
         raise InvalidInput(
-            f"an alias is made of letters, digits, _ and -, begins with no digit and is not {LATEST!r}; "
-            f"{alias[:SHOWN_CHARS]!r} is none",
+            f"an alias has letters, digits, _ and -, does not start with a digit and is not {LATEST!r}; "
+            f"{alias[:SHOWN_CHARS]!r} is not an alias",
             code="invalid_alias",
         )
     return alias
 
 
 def read_version(version: str) -> int | None:
-    """The number that a text is; None: it is `latest` or an alias."""
+    """Parse a version number; None for `latest` or an alias."""
     return int(version) if _VERSION.fullmatch(version) else None
 
 
 def read_reference(text: str) -> tuple[str, str | None, str]:
-    """Name, branch (None: not said) and version of what a text like `NAME@feat/x/3` means."""
+    """Split a reference such as `NAME@feat/x/3` into name, branch (None if omitted) and version."""
     name, at, rest = text.partition("@")
     if not at:
         return name, None, LATEST
@@ -88,7 +89,7 @@ def read_reference(text: str) -> tuple[str, str | None, str]:
 
 
 def folder_of(branch: str) -> str:
-    """A branch as one part of a path or URL."""
+    """The name of a branch as one segment of a path or URL."""
     return branch.replace("/", "~")
 
 
@@ -96,9 +97,12 @@ LATEST_SEGMENT = "latest"
 
 
 def locate(functions: FunctionCalls, caller: Caller, model: str, version: str | None = None) -> VersionTarget:
-    """The function that `model` means. A label is an alias, a version, or a branch whose "/" is written "~".
+    """The version that `model`, `NAME` or `NAME@LABEL`, refers to.
 
-    Raises: UnknownName (`model_not_found`), in the same words for what is unknown and for what is not the caller's.
+    A label is an alias, a version, or a branch with "~" for each "/".
+
+    Raises: UnknownName (`model_not_found`), with the same message for a missing version and for one that the caller
+    may not use.
     """
     name, _, label = model.partition("@")
     if not label:

@@ -1,4 +1,4 @@
-"""The database's rows of deployed functions. Each function runs in its caller's transaction."""
+"""Database rows of deployed functions. Each function here runs in its caller's transaction."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import AliasInfo, BackendInfo, DeployReply, FunctionDetail, VersionInfo
 
 BUILDING, READY, FAILED, REMOVED = "building", "ready", "failed", "removed"
-WAY_OUT = "remove versions that nobody calls"
-INTERRUPTED = "it was interrupted while it was being deployed: deploy it again"
+WAY_OUT = "remove unused versions"
+INTERRUPTED = "the deployment was interrupted: deploy it again"
 
 
-def begin(db: sa.Connection, new: ModelVersion, most: int | None = None) -> ModelVersion:
-    """`new` as a version of its branch, with a number that none ever had.
+def begin(db: sa.Connection, new: ModelVersion, version_quota: int | None = None) -> ModelVersion:
+    """Insert `new` with the next number of its branch. Numbers are never used again.
 
     Args:
-        most: versions that its project may have; None: whoever runs the machine asks.
+        version_quota: versions that the project may have. None: no limit, for the operator of the machine.
 
     Raises: OverQuota.
     """
-    if most is not None:
+    if version_quota is not None:
         refuse_beyond(
-            db, model_versions, most, quota="functions", project=new.project, way_out=WAY_OUT,
+            db, model_versions, version_quota, quota="functions", project=new.project, way_out=WAY_OUT,
             where=model_versions.c.state != REMOVED,
         )  # fmt: skip
     of_branch = (model_versions.c.name == new.name) & (model_versions.c.branch == new.branch)
     last = db.execute(sa.select(sa.func.max(model_versions.c.number)).where(of_branch)).scalar() or 0
     version = replace(new, number=last + 1, state=BUILDING)
-    kept = ("name", "branch", "number", "state", "created", "source", "project", "key")
-    values = {name: getattr(version, name) for name in kept}
+    columns = ("name", "branch", "number", "state", "created", "source", "project", "key")
+    values = {name: getattr(version, name) for name in columns}
     db.execute(model_versions.insert().values(values | {"shared": version.is_shared}))
     return version
 
 
 def fail(db: sa.Connection, version: ModelVersion) -> None:
-    """Write down why a version did not come to be."""
+    """Record that the build of a version failed, and its error."""
     values = {"state": version.state, "finished": version.finished, "error": version.error}
     db.execute(model_versions.update().where(_is(version)).values(values))
 
 
 def publish(db: sa.Connection, version: ModelVersion, route: Route) -> None:
-    """The version is ready and its branch's latest: both or neither."""
+    """Make the version ready and its branch's latest, in one transaction."""
     spec = msgspec.json.encode(version.spec)
     values = {"state": version.state, "finished": version.finished, "spec": spec}
     db.execute(model_versions.update().where(_is(version)).values(values))
@@ -61,26 +61,26 @@ def publish(db: sa.Connection, version: ModelVersion, route: Route) -> None:
 
 
 def set_route(db: sa.Connection, route: Route) -> None:
-    place = (model_routes.c.name == route.name) & (model_routes.c.label == route.label)
-    db.execute(model_routes.delete().where(place))
+    is_route = (model_routes.c.name == route.name) & (model_routes.c.label == route.label)
+    db.execute(model_routes.delete().where(is_route))
     values: dict[str, Any] = {"name": route.name, "label": route.label, "changed": route.changed}
     values |= {"backends": msgspec.json.encode(route.backends), "mirrors": msgspec.json.encode(route.mirrors)}
     db.execute(model_routes.insert().values(values))
 
 
-def remove(db: sa.Connection, gone: list[ModelVersion], routes: list[Route], dropped: list[Route]) -> None:
-    """Versions are no more; what stood for them stands for others now, or for nothing."""
-    for version in gone:
+def remove(db: sa.Connection, versions: list[ModelVersion], routes: list[Route], dropped: list[Route]) -> None:
+    """Mark versions as removed, replace `routes`, and delete the routes in `dropped`."""
+    for version in versions:
         db.execute(model_versions.update().where(_is(version)).values(state=REMOVED))
     for route in routes:
         set_route(db, route)
     for route in dropped:
-        place = (model_routes.c.name == route.name) & (model_routes.c.label == route.label)
-        db.execute(model_routes.delete().where(place))
+        is_route = (model_routes.c.name == route.name) & (model_routes.c.label == route.label)
+        db.execute(model_routes.delete().where(is_route))
 
 
 def end_interrupted(db: sa.Connection, now: float) -> None:
-    """What was being built when an earlier owner died has failed."""
+    """Mark the versions that a crashed owner was building as failed."""
     values = {"state": FAILED, "finished": now, "error": INTERRUPTED}
     db.execute(model_versions.update().where(model_versions.c.state == BUILDING).values(values))
 
@@ -93,14 +93,14 @@ def read_all(db: sa.Connection) -> tuple[list[ModelVersion], list[Route]]:
 
 
 def folders_in_use(db: sa.Connection) -> set[str]:
-    """Where the code of versions lies that jobs which have not ended run on."""
+    """The code folders of the versions that unfinished jobs use."""
     ended = [state.value for state in ENDED]
-    found: set[str] = set()
+    folders: set[str] = set()
     for data in db.execute(sa.select(jobs.c.spec).where(jobs.c.state.not_in(ended))).scalars():
         spec = msgspec.json.decode(data, type=JobSpec)
         used = [model for model in spec.models if not spec.used or model.name in spec.used]
-        found |= {model.function.folder for model in used if model.function is not None}
-    return found
+        folders |= {model.function.folder for model in used if model.function is not None}
+    return folders
 
 
 def _is(version: ModelVersion) -> sa.ColumnElement[bool]:
@@ -110,8 +110,8 @@ def _is(version: ModelVersion) -> sa.ColumnElement[bool]:
 
 def _version(row: sa.RowMapping) -> ModelVersion:
     spec = None if row["spec"] is None else msgspec.json.decode(row["spec"], type=ModelSpec)
-    own = ("name", "branch", "number", "state", "created", "finished", "source", "error", "project", "key")
-    return ModelVersion(**{name: row[name] for name in own}, spec=spec, is_shared=row["shared"])
+    columns = ("name", "branch", "number", "state", "created", "finished", "source", "error", "project", "key")
+    return ModelVersion(**{name: row[name] for name in columns}, spec=spec, is_shared=row["shared"])
 
 
 def _route(row: sa.RowMapping) -> Route:
@@ -154,7 +154,7 @@ def _backends(backends: Sequence[Backend]) -> list[BackendInfo]:
 
 
 def detail(name: str, versions: list[ModelVersion], routes: list[Route], url: str) -> FunctionDetail:
-    """A function whole. `url`: the address of the server that its examples are to go to."""
+    """All details of a function. `url` is the address of the server in its examples."""
     latest = {each.label: each.backends[0].number for each in routes if not each.label.startswith("@")}
     branch = MAIN if MAIN in latest or not latest else next(iter(latest))
     shown = [each for each in versions if (each.branch, each.number) == (branch, latest.get(branch))]

@@ -1,6 +1,6 @@
-"""Versions of deployed functions: made, checked, published, moved between and removed, by the process that owns them.
+"""Deploys, publishes, rolls back and removes versions of functions, in the process that owns the data directory.
 
-A version never changes once it is ready. What a name means now the directory tells.
+A ready version never changes. `ModelDirectory` resolves names to versions.
 """
 
 from __future__ import annotations
@@ -44,36 +44,38 @@ log = logging.getLogger("batchmill.models")
 
 BACKENDS_MAX = 100
 WEIGHT_MAX = 1e6
-MACHINES = "default"  # the project of what whoever runs the machine deploys
+OPERATOR_PROJECT = "default"  # of functions that the operator of the machine deploys
 
 Warm = Callable[[ModelSpec, ModelSpec], Awaitable[None]]
 
 
-async def _stays_cold(old: ModelSpec, new: ModelSpec) -> None:
-    """Where nothing runs, nothing has to be running before the newest version counts."""
+async def _no_warm_up(old: ModelSpec, new: ModelSpec) -> None:
+    """Do nothing: without running workers, a new version needs no warm-up."""
 
 
 class ModelVersions:
-    """A function is the project's that brought it. `by` is who asks; None: whoever runs the machine, who may do all.
+    """The versions of all functions. A function belongs to the project that deployed it first.
+
+    In each method, `by` is the caller. None is the operator of the machine, who may do everything.
 
     Args:
-        quotas: how many versions each project may have; whoever runs the machine is not held to them.
-        warm: called with the version that was `latest` and the one that is to be; it returns once workers of the new
-            one are up, if the old one has some. Raises: ModelFailed, and then the old one stays.
+        quotas: how many versions each project may have. They do not limit the operator.
+        warm: called with the old and the new `latest`. It returns once workers of the new version are up, if the old
+            one has workers. Raises: ModelFailed; the old version stays the latest then.
     """
 
     def __init__(
         self, database: Database, clock: Clock, directory: ModelDirectory, *, builder: VersionBuilder,
-        quotas: ProjectQuotas = ProjectQuotas(), warm: Warm = _stays_cold,
+        quotas: ProjectQuotas = ProjectQuotas(), warm: Warm = _no_warm_up,
     ) -> None:  # fmt: skip
         self._database, self._clock, self._directory, self._builder = database, clock, directory, builder
         self._quotas = quotas
         self._functions: dict[str, Function] = {}
-        self._locks: dict[str, asyncio.Lock] = {}  # of names that are being deployed
+        self._locks: dict[str, asyncio.Lock] = {}  # by function name
         self._warm = warm
 
     async def load(self) -> None:
-        """Read what there is. What an earlier owner left half made goes, and its version has failed."""
+        """Read all versions. The ones that a crashed owner left half built fail, and their files are deleted."""
         await self._database.write(records.end_interrupted, self._clock.now())
         versions, routes = await self._database.read(records.read_all)
         by_name: dict[str, tuple[list[ModelVersion], list[Route]]] = {}
@@ -81,73 +83,73 @@ class ModelVersions:
             by_name.setdefault(version.name, ([], []))[0].append(version)
         for route in routes:
             by_name.setdefault(route.name, ([], []))[1].append(route)
-        self._put_all([Function(name, {}, {}).changed(*found) for name, found in by_name.items()])
+        self._put_all([Function(name, {}, {}).changed(*parts) for name, parts in by_name.items()])
         keep = [each for each in versions if each.state in (READY, FAILED)]
         await asyncio.to_thread(self._builder.sweep, keep)
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- lookup -------------------------------------------------------------------------------------------------------
 
     def get(self, name: str) -> list[ModelVersion]:
-        """Every version of a function, by branch and number; failed and removed ones too."""
+        """Every version of a function, sorted by branch and number, failed and removed ones included."""
         return self._function(name).all
 
     def all(self) -> list[ModelVersion]:
-        """Every version that is ready."""
+        """Every ready version."""
         return [each for name in sorted(self._functions) for each in self.get(name) if each.state == READY]
 
     def names(self) -> list[str]:
-        """Functions of which a version is ready."""
+        """Names of functions with a ready version."""
         return sorted(self._directory.snapshot.functions)
 
     def show(self, name: str) -> tuple[list[ModelVersion], list[Route]]:
-        """Its versions and routes. Raises: UnknownName for a function of which nothing is left."""
-        found = self._function(name)
-        if all(each.state == REMOVED for each in found.all):
+        """The versions and routes of a function. Raises: UnknownName if all versions were removed."""
+        function = self._function(name)
+        if all(each.state == REMOVED for each in function.all):
             raise self._unknown(name, None, LATEST)
-        return found.all, list(found.routes.values())
+        return function.all, list(function.routes.values())
 
     def for_job(self, reference: str) -> ModelSpec | None:
-        """The version that a text means now, as the model of a job; None: no function is called so.
+        """The model of a job for a reference such as `NAME@3`; None if no function has this name.
 
         Raises: UnknownName for a version that the function does not have.
         """
         name, branch, version = read_reference(reference)
-        found = self._directory.snapshot.functions.get(name)
-        if found is None:
+        function = self._directory.snapshot.functions.get(name)
+        if function is None:
             return None
-        target = self._directory.draw(found, branch, version)
-        named = f"{name}@{target.branch}/{target.number}"
-        return replace(target.model, allowed=list(dict.fromkeys((reference, name, named))))
+        target = self._directory.draw(function, branch, version)
+        full_name = f"{name}@{target.branch}/{target.number}"
+        return replace(target.model, allowed=list(dict.fromkeys((reference, name, full_name))))
 
     def is_hidden(self, name: str, project: str) -> bool:
-        """It is another project's, which does not share it: to this one there is no such function."""
-        found = self._function(name)
-        return found.project is not None and not found.is_shared and found.project != project
+        """Whether the function belongs to another project and is not shared. `project` may not learn that it exists."""
+        function = self._function(name)
+        return function.project is not None and not function.is_shared and function.project != project
 
     def own(self, name: str, by: Caller | None) -> list[ModelVersion]:
-        """As `get`, of those versions that are the caller's business.
+        """As `get`, but only the versions that the caller may change.
 
-        Raises: UnknownName where none is; Forbidden for a function of another project that shares it.
+        Raises: UnknownName if there are none; Forbidden for a shared function of another project.
         """
         function = self._function(name)
-        found = [each for each in function.all if by is None or each.project == by.project]
-        if not found or (by is not None and function.project not in (None, by.project)):
+        versions = [each for each in function.all if by is None or each.project == by.project]
+        if not versions or (by is not None and function.project not in (None, by.project)):
             if by is not None and function.is_shared:
-                raise Forbidden(f"the function {name!r} is another project's: it may be called, and not changed")
+                raise Forbidden(f"the function {name!r} belongs to another project: you may call it, but not change it")
             raise self._unknown(name, None, LATEST)
-        return found
+        return versions
 
     def _function(self, name: str) -> Function:
-        """One without versions where there is none."""
+        """The function, or an empty one if there is none."""
         return self._functions.get(name) or Function(name, {}, {})
 
     def _unknown(self, name: str, branch: str | None, version: str) -> UnknownName:
-        """Why a name means nothing, with the nearest that does."""
-        found = self._function(name)
-        if found.is_ready:
-            return found.unknown(branch, version)
-        near = difflib.get_close_matches(name[:SHOWN_CHARS], self.names(), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        """The error for an unknown function or version, with the closest name."""
+        function = self._function(name)
+        if function.is_ready:
+            return function.unknown(branch, version)
+        close_names = difflib.get_close_matches(name[:SHOWN_CHARS], self.names(), n=1)
+        hint = f"; did you mean {close_names[0]!r}?" if close_names else ""
         return UnknownName(f"no model is called {name[:SHOWN_CHARS]!r}{hint}", code="model_not_found")
 
     def _put(
@@ -157,55 +159,56 @@ class ModelVersions:
         routes: Iterable[Route] = (),
         dropped: Iterable[Route] = (),
     ) -> None:
-        """Publish a change that was written down."""
+        """Publish a change that was committed."""
         self._put_all([self._function(name).changed(versions, routes, dropped)])
 
     def _put_all(self, functions: Iterable[Function]) -> None:
-        put = {each.name: each for each in functions}
-        self._functions |= put
-        self._directory.publish({(ModelKind.FUNCTION, name): _rows(each) for name, each in put.items()})
+        changed = {each.name: each for each in functions}
+        self._functions |= changed
+        self._directory.publish({(ModelKind.FUNCTION, name): _rows(each) for name, each in changed.items()})
 
     async def log(
         self, name: str, branch: str | None = None, version: str = LATEST, *, by: Caller | None = None
     ) -> str:
         """What was printed while a version was made and checked: the newest that was tried, where it says `latest`."""
-        return await asyncio.to_thread(self._builder.log, self._tried(name, branch, version, by))
+        return await asyncio.to_thread(self._builder.log, self._logged_version(name, branch, version, by))
 
     async def calls(self, name: str, query: LogQuery, *, by: Caller | None = None) -> LogPage:
-        """What calls of a version printed and raised; of the caller's project alone."""
-        found = self._tried(name, query.branch, query.version or LATEST, by)
+        """A page of a version's call log: what its calls printed and raised, of the caller's project only."""
+        logged = self._logged_version(name, query.branch, query.version or LATEST, by)
         project = None if by is None else by.project
-        return await asyncio.to_thread(call_logs.read, self._builder.folder(found), query, project)
+        return await asyncio.to_thread(call_logs.read, self._builder.folder(logged), query, project)
 
-    def _tried(self, name: str, branch: str | None, version: str, by: Caller | None) -> ModelVersion:
-        """The version whose log is meant. Raises as `own`, and UnknownName for a version that there is not."""
-        tried = [each for each in self.own(name, by) if each.branch == (branch or MAIN)]
-        if version == LATEST and tried:
-            return tried[-1]
+    def _logged_version(self, name: str, branch: str | None, version: str, by: Caller | None) -> ModelVersion:
+        """The version whose log is requested. Raises as `own`, and UnknownName for a version that does not exist."""
+        versions = [each for each in self.own(name, by) if each.branch == (branch or MAIN)]
+        if version == LATEST and versions:
+            return versions[-1]
         if version.isdigit():
-            match = [each for each in tried if each.number == int(version)]
-            if not match:
+            matches = [each for each in versions if each.number == int(version)]
+            if not matches:
                 raise self._unknown(name, branch, version)
-            return match[0]
+            return matches[0]
         target = self._directory.draw(self._function(name), branch, version)
         return self._function(name).ready(target.branch, target.number)
 
     # -- deploying ----------------------------------------------------------------------------------------------------
 
     def incoming(self) -> Path:
-        """An empty file for an archive that is on its way here; whoever asked for it removes it."""
+        """Create an empty file for an uploaded archive. The caller removes it."""
         return self._builder.incoming()
 
     async def deploy(
         self, bundle: Path, *, check: Callable[[str], None] | None = None, by: Caller | None = None
     ) -> Deployed:
-        """Make a version of what lies in an archive of `wire.bundles`, check it, and let it be its branch's latest.
+        """Build a version from an archive of `wire.bundles`, test it, and make it its branch's latest.
 
-        `check` raises where whoever sent it may not use the name.
+        Args:
+            check: raises if the sender may not use the function's name.
 
-        Raises: Conflict (`name_taken`) for the name of another project's function; InvalidInput for an order or archive
-        that is wrong; ModelFailed (`deploy_failed`) with the traceback where the code does not work: the version is
-        then written down as failed, and the one before stays; OverQuota.
+        Raises: Conflict (`name_taken`) for the name of another project's function; InvalidInput for an invalid order
+        or archive; ModelFailed (`deploy_failed`) with the traceback if the code fails: the version is then stored as
+        failed, and the latest version does not change; OverQuota.
         """
         staged = await self._builder.stage(bundle)
         try:
@@ -215,10 +218,10 @@ class ModelVersions:
             if check is not None:
                 check(order.name)
             if by is not None and by.key is not None:
-                self._builder.check_asked(order)
+                self._builder.check_allowed(order)
             staged = await self._builder.resolve(staged)
-            async with self._alone(order.name):
-                new = self._new(order, by)
+            async with self._lock(order.name):
+                new = self._draft(order, by)
                 latest = self._latest(order.name, order.branch)
                 if latest is not None and _digest(latest) == staged.digest:
                     return Deployed(latest, is_new=False)
@@ -227,36 +230,37 @@ class ModelVersions:
                     spec = await self._builder.build(staged, version)
                     return Deployed(await self._publish(version, spec, latest), is_new=True)
                 except BaseException as error:
-                    await asyncio.shield(self._failed(version, error))
+                    await asyncio.shield(self._record_failure(version, error))
                     raise
         finally:
             await asyncio.to_thread(shutil.rmtree, staged.folder, ignore_errors=True)
 
-    def _new(self, order: DeployOrder, by: Caller | None) -> ModelVersion:
-        """What an order makes, its number still to be given. Raises: Conflict."""
-        known = self._function(order.name)
-        owner = known.project
+    def _draft(self, order: DeployOrder, by: Caller | None) -> ModelVersion:
+        """The version for a deploy order, still without a number. Raises: Conflict."""
+        function = self._function(order.name)
+        owner = function.project
         if by is not None and owner not in (None, by.project):
             raise Conflict(f"the name {order.name!r} is taken: choose another", code="name_taken")
-        project = owner if owner is not None else MACHINES if by is None else by.project
+        project = owner if owner is not None else OPERATOR_PROJECT if by is None else by.project
         key, is_shared = None if by is None else by.key, order.is_shared
         if is_shared is None:
-            is_shared = key is None if owner is None else known.is_shared
+            is_shared = key is None if owner is None else function.is_shared
         return ModelVersion(
             order.name, order.branch, 0, BUILDING, self._clock.now(), source=order.source, project=project, key=key,
             is_shared=is_shared,
         )  # fmt: skip
 
     async def _begin(self, new: ModelVersion, by: Caller | None) -> ModelVersion:
-        """A version with its number, that is being built. Raises: Conflict for a name that is taken; OverQuota."""
-        most = None if by is None else self._quotas.of(new.project).functions
+        """Store the version as being built, and give it a number. Raises: Conflict for a name that is taken;
+        OverQuota."""
+        version_quota = None if by is None else self._quotas.of(new.project).functions
         with self._directory.claim(new.project, new.name, ModelKind.FUNCTION, is_shared=new.is_shared):
-            version = await self._database.write(records.begin, new, most)
+            version = await self._database.write(records.begin, new, version_quota)
             self._put(version.name, [version])
         return version
 
     async def _publish(self, version: ModelVersion, spec: ModelSpec, old: ModelVersion | None) -> ModelVersion:
-        """Where the old version has workers, the new one's are up before the first call goes there."""
+        """Make the version its branch's latest. If the old one has workers, wait until the new one has some too."""
         if old is not None and old.spec is not None:
             await self._warm(old.spec, spec)
         now = max(self._clock.now(), version.created)
@@ -266,7 +270,7 @@ class ModelVersions:
         self._put(ready.name, [ready], [route])
         return ready
 
-    async def _failed(self, version: ModelVersion, error: BaseException) -> None:
+    async def _record_failure(self, version: ModelVersion, error: BaseException) -> None:
         message = error.message if isinstance(error, BatchmillError) else f"{type(error).__name__}: {error}"
         failed = replace(version, state=FAILED, finished=max(self._clock.now(), version.created), error=message)
         await self._database.write(records.fail, failed)
@@ -274,81 +278,82 @@ class ModelVersions:
         await asyncio.to_thread(self._builder.discard_code, version)
 
     @contextlib.asynccontextmanager
-    async def _alone(self, name: str) -> AsyncIterator[None]:
-        """One change of a function after another."""
+    async def _lock(self, name: str) -> AsyncIterator[None]:
+        """Allow one change of a function at a time."""
         async with self._locks.setdefault(name, asyncio.Lock()):
             yield
 
     @contextlib.asynccontextmanager
-    async def _known(self, name: str, by: Caller | None) -> AsyncIterator[None]:
-        """As `_alone`, for a function that there is and that is the caller's. Raises as `own`."""
+    async def _lock_owned(self, name: str, by: Caller | None) -> AsyncIterator[None]:
+        """As `_lock`, for an existing function of the caller. Raises as `own`."""
         if not self.get(name):
             raise self._unknown(name, None, LATEST)
-        async with self._alone(name):
+        async with self._lock(name):
             self.own(name, by)
             yield
 
     def _latest(self, name: str, branch: str) -> ModelVersion | None:
         return self._function(name).latest(branch)
 
-    # -- what names stand for -----------------------------------------------------------------------------------------
+    # -- routes -------------------------------------------------------------------------------------------------------
 
     async def rollback(
         self, name: str, branch: str | None = None, number: int | None = None, *, by: Caller | None = None
     ) -> ModelVersion:
-        """Let an earlier version be its branch's latest; without a number, the ready one before the present one.
+        """Make an earlier version its branch's latest; without a number, the last ready one before the current one.
 
-        Raises: UnknownName; InvalidInput where there is none before.
+        Raises: UnknownName; InvalidInput if there is no earlier one.
         """
         branch = branch or MAIN
-        async with self._known(name, by):
-            present = self._latest(name, branch)
-            if present is None:
+        async with self._lock_owned(name, by):
+            current = self._latest(name, branch)
+            if current is None:
                 raise self._unknown(name, branch, LATEST)
             if number is None:
-                before = [
+                earlier = [
                     each.number for each in self.get(name)
-                    if each.branch == branch and each.state == READY and each.number < present.number
+                    if each.branch == branch and each.state == READY and each.number < current.number
                 ]  # fmt: skip
-                if not before:
+                if not earlier:
                     raise InvalidInput(
-                        f"{present.reference} is the first that is there: nothing to go back to", code="no_version"
+                        f"{current.reference} is the first ready version: there is none to roll back to",
+                        code="no_version",
                     )
-                number = before[-1]
-            wanted = self._function(name).ready(branch, number)
-            await self._move(wanted, present, Backend(branch, number))
-            return wanted
+                number = earlier[-1]
+            target = self._function(name).ready(branch, number)
+            await self._switch(target, current, Backend(branch, number))
+            return target
 
     async def merge(self, name: str, source: str, into: str = MAIN, *, by: Caller | None = None) -> ModelVersion:
-        """Make the latest of one branch a new version of another: the same code and environment under a new number."""
-        return await self._again(name, source, check_branch(into), "merged", by=by)
+        """Copy the latest of one branch to a new version of another, with the same code and environment."""
+        return await self._redeploy(name, source, check_branch(into), "merged", by=by)
 
     async def restart(self, name: str, branch: str | None = None, *, by: Caller | None = None) -> ModelVersion:
-        """Make the latest again under a new number: its workers begin afresh before the first call goes there."""
-        return await self._again(name, branch or MAIN, branch or MAIN, "restarted", by=by)
+        """Copy the latest to a new number. Its new workers start before the first call goes there."""
+        return await self._redeploy(name, branch or MAIN, branch or MAIN, "restarted", by=by)
 
-    async def _again(self, name: str, source: str, into: str, how: str, *, by: Caller | None) -> ModelVersion:
-        async with self._known(name, by):
-            found, latest = self._latest(name, source), self._latest(name, into)
-            if found is None:
+    async def _redeploy(self, name: str, source: str, into: str, action: str, *, by: Caller | None) -> ModelVersion:
+        async with self._lock_owned(name, by):
+            original, latest = self._latest(name, source), self._latest(name, into)
+            if original is None:
                 raise self._unknown(name, source, LATEST)
-            source_text = f"{found.source.partition(' (')[0]} ({how} from {found.branch}/{found.number})"
+            source_text = f"{original.source.partition(' (')[0]} ({action} from {original.branch}/{original.number})"
             key = None if by is None else by.key
             new = replace(
-                found, branch=into, created=self._clock.now(), finished=None, source=source_text, spec=None, key=key
+                original, branch=into, created=self._clock.now(), finished=None, source=source_text, spec=None, key=key
             )
             version = await self._begin(new, by)
             try:
-                return await self._publish(version, await self._builder.copy(found, version), latest)
+                return await self._publish(version, await self._builder.copy(original, version), latest)
             except BaseException as error:
-                await asyncio.shield(self._failed(version, error))
+                await asyncio.shield(self._record_failure(version, error))
                 raise
 
-    async def _move(self, wanted: ModelVersion, present: ModelVersion, backend: Backend) -> None:
-        assert wanted.spec is not None and present.spec is not None, "both are ready"
-        if wanted != present:
-            await self._warm(present.spec, wanted.spec)
-        await self._route(Route(wanted.name, wanted.branch, [backend], [], self._clock.now()))
+    async def _switch(self, target: ModelVersion, current: ModelVersion, backend: Backend) -> None:
+        assert target.spec is not None and current.spec is not None, "both are ready"
+        if target != current:
+            await self._warm(current.spec, target.spec)
+        await self._route(Route(target.name, target.branch, [backend], [], self._clock.now()))
 
     async def _route(self, route: Route) -> Route:
         await self._database.write(records.set_route, route)
@@ -359,18 +364,20 @@ class ModelVersions:
         self, name: str, alias: str, backends: list[Backend], mirrors: list[Backend] | None = None, *,
         by: Caller | None = None,
     ) -> Route:  # fmt: skip
-        """Let an alias stand for versions, by weight; `mirrors` get copies of its calls. Raises: UnknownName."""
+        """Point an alias at versions, by weight. `mirrors` get copies of its calls. Raises: UnknownName."""
         check_alias(alias)
         mirrors = mirrors or []
         if not 0 < len(backends) <= BACKENDS_MAX or len(mirrors) > BACKENDS_MAX:
-            raise InvalidInput(f"an alias stands for 1 to {BACKENDS_MAX} versions", code="invalid_alias")
+            raise InvalidInput(
+                f"an alias has 1 to {BACKENDS_MAX} versions and at most {BACKENDS_MAX} mirrors", code="invalid_alias"
+            )
         for backend in (*backends, *mirrors):
             if not 0 < backend.weight <= WEIGHT_MAX:
                 raise InvalidInput(
                     f"a weight is more than 0 and at most {WEIGHT_MAX:,.0f}, not {backend.weight}",
                     code="invalid_weight",
                 )
-        async with self._known(name, by):
+        async with self._lock_owned(name, by):
             for backend in (*backends, *mirrors):
                 self._function(name).ready(backend.branch, backend.number)
             return await self._route(Route(name, f"@{alias}", backends, mirrors, self._clock.now()))
@@ -380,61 +387,67 @@ class ModelVersions:
     async def remove(
         self, name: str, branch: str | None = None, version: str | None = None, *, by: Caller | None = None
     ) -> list[ModelVersion]:
-        """Remove a version, a branch, or with neither said all of a function; returns the versions removed.
+        """Remove a version, a branch, or with neither the whole function. Returns the removed versions.
 
         Raises: UnknownName; Conflict for a version that an alias or an unfinished job uses, or a branch's latest.
         """
-        async with self._known(name, by):
-            gone, dropped = self._doomed(name, branch, version, by)
-            used = await self._database.read(records.folders_in_use)
-            for each in gone:
-                if each.spec is not None and each.spec.function is not None and each.spec.function.folder in used:
+        async with self._lock_owned(name, by):
+            versions, dropped = self._select_removals(name, branch, version, by)
+            folders_in_use = await self._database.read(records.folders_in_use)
+            for each in versions:
+                if (
+                    each.spec is not None
+                    and each.spec.function is not None
+                    and each.spec.function.folder in folders_in_use
+                ):
                     raise Conflict(
-                        f"{each.reference} is used by a job that has not ended: cancel it, or wait",
+                        f"an unfinished job uses {each.reference}: cancel the job, or wait for it",
                         code="version_in_use",
                     )
-            await self._database.write(records.remove, gone, [], dropped)
-            removed = [replace(each, state=REMOVED) for each in gone]
+            await self._database.write(records.remove, versions, [], dropped)
+            removed = [replace(each, state=REMOVED) for each in versions]
             self._put(name, removed, dropped=dropped)
             for each in removed:
                 await asyncio.to_thread(self._builder.discard, each)
             return removed
 
     async def remove_alias(self, name: str, alias: str, *, by: Caller | None = None) -> None:
-        """Raises: UnknownName."""
-        async with self._known(name, by):
+        """Remove an alias. Raises: UnknownName."""
+        async with self._lock_owned(name, by):
             route = self._function(name).routes.get(f"@{alias}")
             if route is None:
                 raise self._unknown(name, None, alias)
             await self._database.write(records.remove, [], [], [route])
             self._put(name, dropped=[route])
 
-    def _doomed(
+    def _select_removals(
         self, name: str, branch: str | None, version: str | None, by: Caller | None
     ) -> tuple[list[ModelVersion], list[Route]]:
-        """What goes, and the routes that go with it."""
-        found = [each for each in self.own(name, by) if each.state in (READY, FAILED)]
+        """The versions to remove, and the routes that only they serve. Raises: UnknownName, Conflict."""
+        versions = [each for each in self.own(name, by) if each.state in (READY, FAILED)]
         if version is not None:
-            place = (branch or MAIN, version)
-            found = [each for each in found if (each.branch, str(each.number)) == place]
+            key = (branch or MAIN, version)
+            versions = [each for each in versions if (each.branch, str(each.number)) == key]
         elif branch is not None:
-            found = [each for each in found if each.branch == branch]
-        if not found:
+            versions = [each for each in versions if each.branch == branch]
+        if not versions:
             raise self._unknown(name, branch, version or LATEST)
-        places = {(each.branch, each.number) for each in found}
-        rest = [each for each in self.get(name) if each.state == READY and (each.branch, each.number) not in places]
+        keys = {(each.branch, each.number) for each in versions}
+        remaining = [each for each in self.get(name) if each.state == READY and (each.branch, each.number) not in keys]
         dropped = []
         for route in self._function(name).routes.values():
-            if not any((each.branch, each.number) in places for each in (*route.backends, *route.mirrors)):
+            if not any((each.branch, each.number) in keys for each in (*route.backends, *route.mirrors)):
                 continue
-            stays = any(each.branch == route.label for each in rest) or (route.label.startswith("@") and rest)
-            if stays:
-                what = f"the alias {route.label[1:]!r}" if route.label.startswith("@") else f"latest of {route.label}"
+            is_needed = any(each.branch == route.label for each in remaining) or (
+                route.label.startswith("@") and remaining
+            )
+            if is_needed:
+                role = f"the alias {route.label[1:]!r}" if route.label.startswith("@") else f"latest of {route.label}"
                 raise Conflict(
-                    f"{name}: {what} stands for it: let it stand for another version first", code="version_in_use"
+                    f"{name}: {role} points at this version: point it at another one first", code="version_in_use"
                 )
             dropped.append(route)
-        return found, dropped
+        return versions, dropped
 
 
 def _digest(version: ModelVersion) -> str:
@@ -443,7 +456,7 @@ def _digest(version: ModelVersion) -> str:
 
 
 def _rows(function: Function) -> list[ModelRow]:
-    """A function has its name as long as a version of it is ready or being made."""
+    """The directory rows of a function. It has its name while a version is ready or being built."""
     if function.project is None:
         return []
     name = function.name

@@ -1,1 +1,1 @@
-"""Language models that batchmill serves itself, as callers deploy them and jobs ask for them."""
+"""Language models that batchmill serves itself: deployments of callers, and models that jobs define."""

@@ -1,6 +1,6 @@
-"""The engine arguments that callers may set, each with its type and its bounds. Pure.
+"""The engine arguments that callers may set, each with its type and bounds. Pure.
 
-Whatever names files, code, hosts or trust is not among them: it is for whoever runs the machine, in batchmill.toml.
+Arguments that name files, code, hosts or trust are not allowed: only the operator can set them, in batchmill.toml.
 
 Source: vLLM's AsyncEngineArgs, 0.32.
 """
@@ -22,7 +22,7 @@ SPECULATED_MAX = 32  # tokens ahead
 
 
 class Rule(Struct, frozen=True):
-    """What one argument may be."""
+    """The type and bounds of one argument."""
 
     kind: type  # int, float, bool or str
     low: float = 0
@@ -31,7 +31,7 @@ class Rule(Struct, frozen=True):
 
 
 class _Speculation(Struct, frozen=True, forbid_unknown_fields=True):
-    """Of `speculative-config`: guessing from the prompt itself, which needs no other model."""
+    """`speculative-config` with n-gram speculation from the prompt, which needs no other model."""
 
     method: str
     num_speculative_tokens: int
@@ -45,7 +45,7 @@ QUANTIZATIONS = (
     "mxfp8", "moe_wna16", "quark", "torchao", "experts_int8", "int8_per_channel_weight_only",
 )  # fmt: skip
 _SWITCH = Rule(bool)
-GPU_COUNTS = ("tensor-parallel-size", "pipeline-parallel-size")  # their product is GPUs of one replica
+GPU_COUNTS = ("tensor-parallel-size", "pipeline-parallel-size")  # their product is the number of GPUs of one replica
 SPECULATION = "speculative-config"
 ALLOWED: dict[str, Rule] = {
     "quantization": Rule(str, choices=QUANTIZATIONS),
@@ -73,13 +73,13 @@ ALLOWED: dict[str, Rule] = {
     ),
     SPECULATION: Rule(str),  # JSON, see _Speculation
 }
-# What other versions of vLLM call one of them.
+# Names of arguments in other versions of vLLM.
 OTHER_NAMES = {"guided-decoding-backend": "structured-outputs-config.backend"}
 _CODE = "it makes the engine run code; only the operator can set it, in batchmill.toml"
 _FILES = "it names files of this machine; only the operator can set it, in batchmill.toml"
 _HOSTS = "it connects to other machines; only the operator can set it, in batchmill.toml"
 _OURS = "batchmill sets it itself"
-_ADAPTERS = "adapters are registered with batchmill, which says how many and how large ones the engine has room for"
+_ADAPTERS = "register adapters with batchmill, which sets their number and rank itself"
 REFUSED = {
     "trust-remote-code": _CODE, "worker-cls": _CODE, "worker-extension-cls": _CODE, "logits-processors": _CODE,
     "io-processor-plugin": _CODE, "tool-parser-plugin": _CODE, "reasoning-parser-plugin": _CODE,
@@ -92,40 +92,40 @@ REFUSED = {
     "ec-transfer-config": _HOSTS, "weight-transfer-config": _HOSTS, "otlp-traces-endpoint": _HOSTS,
     "master-addr": _HOSTS, "data-parallel-address": _HOSTS, "host": _OURS, "port": _OURS, "uds": _OURS,
     "api-key": _OURS, "model": _OURS, "served-model-name": _OURS, "scheduling-policy": _OURS, "root-path": _OURS,
-    "hf-token": "a token for the model hub is given as hf_token, where it is kept encrypted",
+    "hf-token": "set the token for the model hub as hf_token, which is stored encrypted",
     "enable-lora": _ADAPTERS, "max-loras": _ADAPTERS, "max-cpu-loras": _ADAPTERS, "max-lora-rank": _ADAPTERS,
-    "lora-modules": _ADAPTERS, "data-parallel-size": "a deployment has replicas in its place: say how many",
+    "lora-modules": _ADAPTERS, "data-parallel-size": "set the number of replicas of the deployment instead",
 }  # fmt: skip
 
 
 def checked(args: Mapping[str, Value | None], *, gpus_max: int | None = None) -> dict[str, Value]:
-    """The arguments under vLLM's own names, each of its type; None is a flag without a value.
+    """Return the arguments with vLLM's own names, each converted to its type. None is a flag without a value.
 
     Args:
-        gpus_max: what one replica may have at most; None: no matter.
+        gpus_max: the GPUs that one replica may have at most; None: no limit.
 
-    Raises: InvalidInput (`engine_arg_not_allowed`, `invalid_engine_arg`), naming the argument and the way out.
+    Raises: InvalidInput (`engine_arg_not_allowed`, `invalid_engine_arg`), with the argument and the way out.
     """
-    found: dict[str, Value] = {}
+    arguments: dict[str, Value] = {}
     for flag, value in args.items():
         name = flag.lstrip("-").replace("_", "-")
         name = OTHER_NAMES.get(name, name)
         if name not in ALLOWED:
-            why = REFUSED.get(name, f"callers may set {', '.join(ALLOWED)}")
+            reason = REFUSED.get(name, f"callers may set {', '.join(ALLOWED)}")
             raise InvalidInput(
-                f"the engine argument {flag[:SHOWN_CHARS]!r} is not yours to set: {why}", code="engine_arg_not_allowed"
+                f"the engine argument {flag[:SHOWN_CHARS]!r} cannot be set: {reason}", code="engine_arg_not_allowed"
             )
-        if name in found:
-            raise _invalid(flag, value, "once: it was given twice")
-        found[name] = _read(flag, name, value)
-    needed = math.prod(int(found.get(name, 1)) for name in GPU_COUNTS)
+        if name in arguments:
+            raise _invalid(flag, value, "set only once")
+        arguments[name] = _read(flag, name, value)
+    needed = math.prod(int(arguments.get(name, 1)) for name in GPU_COUNTS)
     if gpus_max is not None and needed > max(1, gpus_max):
-        flag = " × ".join(name for name in GPU_COUNTS if name in found)
+        flag = " × ".join(name for name in GPU_COUNTS if name in arguments)
         raise InvalidInput(
-            f"{flag} = {needed} GPUs for a replica, and this machine has {gpus_max}: ask for fewer",
+            f"{flag} = {needed} GPUs for a replica, but this machine has {gpus_max}: use fewer",
             code="invalid_engine_arg",
         )
-    return found
+    return arguments
 
 
 def _read(text: str, name: str, value: Value | None) -> Value:
@@ -163,31 +163,31 @@ def _switch(text: str, value: Value | None) -> bool:
     words = {"true": True, "false": False, "1": True, "0": False}
     if value is None or isinstance(value, bool):
         return value is not False
-    if (found := words.get(str(value).lower())) is None:
+    if (switch := words.get(str(value).lower())) is None:
         raise _invalid(text, value, "true or false")
-    return found
+    return switch
 
 
 def _speculation(text: str, value: Value | None) -> str:
-    """The same JSON in one form. Raises: InvalidInput for a method that loads another model."""
+    """Return the same JSON, normalized. Raises: InvalidInput for a method that loads another model."""
     try:
-        read = msgspec.json.decode(str(value), type=_Speculation)
+        config = msgspec.json.decode(str(value), type=_Speculation)
     except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:
         raise _invalid(text, value, f"a JSON object with method and num_speculative_tokens ({error})") from None
-    if read.method != "ngram":
-        raise _invalid(text, read.method, 'of the method "ngram": others load a further model or code')
-    counts = (read.num_speculative_tokens, read.prompt_lookup_max, read.prompt_lookup_min)
+    if config.method != "ngram":
+        raise _invalid(text, config.method, 'of the method "ngram": other methods load another model or code')
+    counts = (config.num_speculative_tokens, config.prompt_lookup_max, config.prompt_lookup_min)
     if any(count is not None and not 1 <= count <= SPECULATED_MAX for count in counts):
         raise _invalid(text, value, f"of numbers from 1 to {SPECULATED_MAX}")
-    least, most = read.prompt_lookup_min, read.prompt_lookup_max
-    if least is not None and most is not None and least > most:
+    lookup_min, lookup_max = config.prompt_lookup_min, config.prompt_lookup_max
+    if lookup_min is not None and lookup_max is not None and lookup_min > lookup_max:
         raise _invalid(text, value, "of a prompt_lookup_min that is at most prompt_lookup_max")
-    members = {name: count for name, count in msgspec.structs.asdict(read).items() if count is not None}
+    members = {name: count for name, count in msgspec.structs.asdict(config).items() if count is not None}
     return msgspec.json.encode(members, order="deterministic").decode()
 
 
-def _invalid(text: str, value: object, wanted: str) -> InvalidInput:
+def _invalid(text: str, value: object, expected: str) -> InvalidInput:
     return InvalidInput(
-        f"the engine argument {text[:SHOWN_CHARS]!r} must be {wanted}, not {str(value)[:SHOWN_CHARS]!r}",
+        f"the engine argument {text[:SHOWN_CHARS]!r} must be {expected}, not {str(value)[:SHOWN_CHARS]!r}",
         code="invalid_engine_arg",
     )

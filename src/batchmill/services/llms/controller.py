@@ -1,6 +1,6 @@
-"""Engines of deployments: held while they are to stay, exchanged without a gap, given adapters before anybody asks.
+"""Controls the engines of deployments: keeps replicas, replaces engines without downtime, preloads adapters.
 
-Knows models and their engines, nothing of records: who it is told by keeps those.
+Knows models and their engines, but no records: its owner stores those.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from batchmill.wire.forms import COMPLETIONS
 
 log = logging.getLogger("batchmill.llms")
 
-LOOK_S = 1.0
-EVENTS_MAX = 50  # of a deployment, besides its engine's own
+POLL_S = 1.0
+EVENTS_MAX = 50  # of a deployment, besides the events of its engine
 UPDATING, UPDATED, UPDATE_FAILED = "updating", "updated", "update_failed"  # kinds of events
 PRELOADED, PRELOAD_FAILED = "preloaded", "preload_failed"
 READY = "ready"
 
 
 class Engines(Protocol):
-    """What `jobs.dispatcher.Dispatcher` knows of the replicas of models."""
+    """What `jobs.dispatcher.Dispatcher` does for the replicas of models."""
 
     def engine_of(self, model: ModelSpec) -> EngineView: ...
 
     def keep(self, model: ModelSpec) -> None:
-        """Have as many replicas as its scaling says at least, whether they are used or not; those there scale so."""
+        """Keep at least the minimum replicas of its scaling, even if idle. Running replicas get its scaling."""
 
     def let_go(self, model: ModelSpec) -> None:
         """The end of `keep`."""
@@ -51,46 +51,46 @@ class Calls(Protocol):
     def predict(self, model: ModelSpec, request: LiveRequest) -> AsyncIterator[LiveHead | bytes]: ...
 
 
-class _Kept:
-    """The engine of one deployment."""
+class _Deployed:
+    """The engine of one deployment, and its desired state."""
 
     def __init__(self, model: ModelSpec) -> None:
-        self.model = model  # what calls and jobs get
+        self.model = model  # the model that calls and jobs get
         self.is_on = False  # it may have an engine
-        self.held: ModelSpec | None = None  # what `keep` was told
-        self.wanted: ModelSpec | None = None  # while an exchange is under way
-        self.exchange: asyncio.Task[None] | None = None
-        self.failed: ModelSpec | None = None  # what could not be started in its place
+        self.kept_model: ModelSpec | None = None  # the model of the last `Engines.keep`
+        self.next_model: ModelSpec | None = None  # during a replacement
+        self.replacement: asyncio.Task[None] | None = None
+        self.failed_model: ModelSpec | None = None  # the model whose engine could not be started
         self.preloaded: list[str] = []
-        self.warmed_at = 0.0  # the last start of an engine that was given its adapters
+        self.preloaded_at = 0.0  # the start of the engine that last got its adapters
         self.events: list[EngineEvent] = []
 
 
-Moved = Callable[[str, str], Awaitable[None]]
+ReplacedCallback = Callable[[str, str], Awaitable[None]]
 
 
 class EngineController:
     def __init__(
         self, engines: Engines, calls: Calls, clock: Clock, *,
-        moved: Moved, served: Callable[[str], None], look: Callable[[], None],
+        on_replaced: ReplacedCallback, on_served: Callable[[str], None], on_poll: Callable[[], None],
     ) -> None:  # fmt: skip
         """Args:
-        moved: called with a key and why, or "", once an exchange has failed, or come about.
-        served: called with a key once another model has taken the place of one that ran.
-        look: called again and again, to say what is to be served otherwise.
+        on_replaced: is called with a key and an error when a replacement ends. "": it succeeded.
+        on_served: is called with a key when another model is served for it.
+        on_poll: is called regularly, to change the desired models.
         """
-        self._engines, self._calls, self._clock, self._moved, self._look = engines, calls, clock, moved, look
-        self._served = served
-        self._kept: dict[str, _Kept] = {}
+        self._engines, self._calls, self._clock = engines, calls, clock
+        self._on_replaced, self._on_served, self._on_poll = on_replaced, on_served, on_poll
+        self._deployed: dict[str, _Deployed] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.is_open = False
 
     def open(self) -> None:
-        """From now on engines are held and exchanged; before, models are only remembered."""
+        """Start to keep and replace engines. Before this call, models are only recorded."""
         self.is_open = True
-        for kept in self._kept.values():
-            self._hold(kept)
-        self._spawn(self._look_after())
+        for deployed in self._deployed.values():
+            self._update_kept(deployed)
+        self._spawn(self._supervise())
 
     async def close(self) -> None:
         self.is_open = False
@@ -99,147 +99,151 @@ class EngineController:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- views --------------------------------------------------------------------------------------------------------
 
     def model(self, key: str) -> ModelSpec:
-        return self._kept[key].model
+        return self._deployed[key].model
 
     def view(self, key: str) -> EngineView:
-        """The engine, and what became of the deployment besides; of one that was deleted a moment ago, none."""
-        kept = self._kept.get(key)
-        if kept is None:
+        """Return the engine with the events of the deployment; an empty view if it has just been deleted."""
+        deployed = self._deployed.get(key)
+        if deployed is None:
             return EngineView()
-        view = self._engines.engine_of(kept.model)
-        if not kept.events:
+        view = self._engines.engine_of(deployed.model)
+        if not deployed.events:
             return view
-        return replace(view, events=sorted([*view.events, *kept.events], key=lambda event: event.at))
+        return replace(view, events=sorted([*view.events, *deployed.events], key=lambda event: event.at))
 
     def view_of(self, model: ModelSpec) -> EngineView:
-        """The engine of a model that nobody deployed."""
+        """Return the engine of a model without a deployment."""
         return self._engines.engine_of(model)
 
-    # -- telling ------------------------------------------------------------------------------------------------------
+    # -- control ------------------------------------------------------------------------------------------------------
 
-    def want(self, key: str, model: ModelSpec, *, is_on: bool = True, preloaded: Sequence[str] = ()) -> bool:
-        """Serve this model from now on; one that runs in its place goes on until the new one is ready.
+    def set_desired(self, key: str, model: ModelSpec, *, is_on: bool = True, preloaded: Sequence[str] = ()) -> bool:
+        """Serve this model from now on. The engine that runs serves until the new one is ready.
 
         Args:
-            is_on: False lets its engine go.
-            preloaded: names of adapters of the model that an engine is given when it has started.
+            is_on: False releases its engine.
+            preloaded: names of adapters of the model that an engine loads after its start.
 
-        Returns: whether it is served already; if not, `moved` tells how it went.
+        Returns: whether the model is served now; if not, `on_replaced` reports the result.
         """
-        kept = self._kept.setdefault(key, _Kept(model))
-        if kept.preloaded != list(preloaded):
-            kept.preloaded, kept.warmed_at = list(preloaded), 0.0
-        kept.is_on, kept.failed = is_on, None
-        is_served = self._want(key, kept, model)
-        self._hold(kept)
+        deployed = self._deployed.setdefault(key, _Deployed(model))
+        if deployed.preloaded != list(preloaded):
+            deployed.preloaded, deployed.preloaded_at = list(preloaded), 0.0
+        deployed.is_on, deployed.failed_model = is_on, None
+        is_served = self._set_model(key, deployed, model)
+        self._update_kept(deployed)
         return is_served
 
-    def _want(self, key: str, kept: _Kept, model: ModelSpec) -> bool:
-        if kept.wanted is not None and _is_one_engine(kept.wanted, model):
-            kept.wanted = model
+    def _set_model(self, key: str, deployed: _Deployed, model: ModelSpec) -> bool:
+        if deployed.next_model is not None and _is_same_engine(deployed.next_model, model):
+            deployed.next_model = model
             return False
-        self._stop_exchange(kept)
-        if not _is_one_engine(kept.model, model) and self._engines.engine_of(kept.model).ready and self.is_open:
-            kept.wanted = model
-            kept.exchange = self._spawn(self._exchange(key, kept, model))
+        self._stop_replacement(deployed)
+        if (
+            not _is_same_engine(deployed.model, model)
+            and self._engines.engine_of(deployed.model).ready
+            and self.is_open
+        ):
+            deployed.next_model = model
+            deployed.replacement = self._spawn(self._replace(key, deployed, model))
             return False
-        if not _is_one_engine(kept.model, model):
-            kept.warmed_at = 0.0
-        kept.model = model
+        if not _is_same_engine(deployed.model, model):
+            deployed.preloaded_at = 0.0
+        deployed.model = model
         return True
 
     def refresh(self, key: str, model: ModelSpec) -> bool:
-        """Serve the same with other adapters; with another engine, where they need one.
+        """Serve the same model with other adapters, with another engine if they need one.
 
-        Returns: whether it was taken in: it is not while an exchange is under way.
+        Returns: whether the model was accepted. It is not accepted during a replacement.
         """
-        kept = self._kept[key]
-        if kept.wanted is not None:
+        deployed = self._deployed[key]
+        if deployed.next_model is not None:
             return False
-        is_refused = kept.failed is not None and _is_one_engine(kept.failed, model)
-        if kept.model != model and not is_refused:
-            self._want(key, kept, model)
-            self._hold(kept)
+        is_refused = deployed.failed_model is not None and _is_same_engine(deployed.failed_model, model)
+        if deployed.model != model and not is_refused:
+            self._set_model(key, deployed, model)
+            self._update_kept(deployed)
         return True
 
     def start(self, key: str) -> None:
-        """Have an engine ready, which stays as if it had just been called."""
-        kept = self._kept.get(key)
-        if self.is_open and kept is not None:  # nobody deleted it meanwhile
-            self._spawn(self._start(kept.model))
+        """Start an engine. It stays as long as after a call."""
+        deployed = self._deployed.get(key)
+        if self.is_open and deployed is not None:  # else it was deleted meanwhile
+            self._spawn(self._start(deployed.model))
 
-    def drop(self, key: str) -> None:
-        """Let go of it: its engine ends when nobody uses it."""
-        kept = self._kept.pop(key)
-        self._stop_exchange(kept)
-        kept.is_on = False
-        self._hold(kept)
+    def remove(self, key: str) -> None:
+        """Remove a deployment. Its engine ends when it is no longer used."""
+        deployed = self._deployed.pop(key)
+        self._stop_replacement(deployed)
+        deployed.is_on = False
+        self._update_kept(deployed)
 
-    def note(self, key: str, kind: str, message: str = "") -> None:
-        """Remember what became of a deployment."""
-        events = self._kept[key].events
+    def add_event(self, key: str, kind: str, message: str = "") -> None:
+        """Record an event of a deployment."""
+        events = self._deployed[key].events
         events.append(EngineEvent(self._clock.now(), kind, message))
         del events[:-EVENTS_MAX]
 
-    # -- holding ------------------------------------------------------------------------------------------------------
+    # -- replicas -----------------------------------------------------------------------------------------------------
 
-    def _hold(self, kept: _Kept) -> None:
-        wanted, held = kept.model if kept.is_on and self.is_open else None, kept.held
-        is_one = wanted is not None and held is not None and _is_one_engine(held, wanted)
-        if held is not None and not is_one:
-            self._engines.let_go(held)
-        if wanted is not None and not (is_one and held is not None and held.scaling == wanted.scaling):
-            self._engines.keep(wanted)
-        kept.held = wanted
+    def _update_kept(self, deployed: _Deployed) -> None:
+        desired, kept_model = deployed.model if deployed.is_on and self.is_open else None, deployed.kept_model
+        is_same = desired is not None and kept_model is not None and _is_same_engine(kept_model, desired)
+        if kept_model is not None and not is_same:
+            self._engines.let_go(kept_model)
+        if desired is not None and not (is_same and kept_model is not None and kept_model.scaling == desired.scaling):
+            self._engines.keep(desired)
+        deployed.kept_model = desired
 
     async def _start(self, model: ModelSpec) -> None:
         try:
             await self._calls.warm(model)
-        except BatchmillError as error:  # its view says so too
+        except BatchmillError as error:  # its view shows the error too
             log.warning("%s was not started: %s", model.name, error.message)
 
-    # -- exchanging ---------------------------------------------------------------------------------------------------
+    # -- replacement --------------------------------------------------------------------------------------------------
 
-    def _stop_exchange(self, kept: _Kept) -> None:
-        if kept.exchange is not None:
-            kept.exchange.cancel()
-            kept.exchange, kept.wanted = None, None
+    def _stop_replacement(self, deployed: _Deployed) -> None:
+        if deployed.replacement is not None:
+            deployed.replacement.cancel()
+            deployed.replacement, deployed.next_model = None, None
 
-    async def _exchange(self, key: str, kept: _Kept, model: ModelSpec) -> None:
-        """Put another engine in the place of one that runs; where the machine has no room for both, that one goes
-        first."""
-        before = kept.model
-        self.note(key, UPDATING)
+    async def _replace(self, key: str, deployed: _Deployed, model: ModelSpec) -> None:
+        """Replace the engine that runs. If the machine has no room for both, the old engine is released first."""
+        old_model = deployed.model
+        self.add_event(key, UPDATING)
         try:
-            why = await self._loaded(key, kept, model)
-            kept.model = before if why else kept.wanted or model
-            kept.failed = model if why else None
-            kept.exchange, kept.wanted = None, None
-            kept.warmed_at = kept.warmed_at if why else 0.0
-            self._hold(kept)
-            self._served(key)
+            error_text = await self._load(key, deployed, model)
+            deployed.model = old_model if error_text else deployed.next_model or model
+            deployed.failed_model = model if error_text else None
+            deployed.replacement, deployed.next_model = None, None
+            deployed.preloaded_at = deployed.preloaded_at if error_text else 0.0
+            self._update_kept(deployed)
+            self._on_served(key)
         finally:
             self._calls.unload(model)
-            if kept.exchange is asyncio.current_task():  # it was cancelled: nobody else has begun one
-                kept.exchange, kept.wanted = None, None
-        await self._moved(key, why)  # before the event: a client that sees the event reads a deployment that is settled
-        if key in self._kept:  # else it was deleted meanwhile
-            self.note(key, UPDATE_FAILED if why else UPDATED, why)
+            if deployed.replacement is asyncio.current_task():  # cancelled, and no other replacement has started
+                deployed.replacement, deployed.next_model = None, None
+        # Before the event, so that a client that sees the event reads the final deployment.
+        await self._on_replaced(key, error_text)
+        if key in self._deployed:  # else it was deleted meanwhile
+            self.add_event(key, UPDATE_FAILED if error_text else UPDATED, error_text)
 
-    async def _loaded(self, key: str, kept: _Kept, model: ModelSpec) -> str:
-        """Why the engine of a model could not be started; empty: it is ready."""
+    async def _load(self, key: str, deployed: _Deployed, model: ModelSpec) -> str:
+        """Load the engine of a model. Returns the error if it could not be started; empty: it is ready."""
         while True:
             loading = asyncio.ensure_future(self._calls.load(model))
             try:
                 while not loading.done():
-                    await self._either(loading)
-                    if self._engines.engine_of(model).state == EngineState.WAITING and kept.model is not model:
-                        kept.model = model
-                        self._hold(kept)
-                        self._served(key)
+                    await self._wait_for_load(loading)
+                    if self._engines.engine_of(model).state == EngineState.WAITING and deployed.model is not model:
+                        deployed.model = model
+                        self._update_kept(deployed)
+                        self._on_served(key)
                 await loading
                 return ""
             except Unavailable as error:
@@ -250,47 +254,51 @@ class EngineController:
             finally:
                 loading.cancel()
 
-    async def _either(self, loading: asyncio.Future[None]) -> None:
-        """Return when it is loaded, or it is time to look."""
-        look = asyncio.ensure_future(self._clock.sleep(LOOK_S))
+    async def _wait_for_load(self, loading: asyncio.Future[None]) -> None:
+        """Wait until the engine is loaded or the next poll is due."""
+        poll = asyncio.ensure_future(self._clock.sleep(POLL_S))
         try:
-            await asyncio.wait({loading, look}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({loading, poll}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            look.cancel()
+            poll.cancel()
 
     # -- adapters -----------------------------------------------------------------------------------------------------
 
-    async def _look_after(self) -> None:
+    async def _supervise(self) -> None:
         while True:
-            self._look()
-            for key, kept in list(self._kept.items()):
-                if kept.preloaded:
-                    self._look_at(key, kept)
-            await self._clock.sleep(LOOK_S)
+            self._on_poll()
+            for key, deployed in list(self._deployed.items()):
+                if deployed.preloaded:
+                    self._preload_if_started(key, deployed)
+            await self._clock.sleep(POLL_S)
 
-    def _look_at(self, key: str, kept: _Kept) -> None:
-        """An engine that has started since is given the adapters that are to be in it."""
-        view = self._engines.engine_of(kept.model)
+    def _preload_if_started(self, key: str, deployed: _Deployed) -> None:
+        """Preload the adapters into an engine that has started since the last preload."""
+        view = self._engines.engine_of(deployed.model)
         started = max((event.at for event in view.events if event.kind == READY), default=0.0)
-        if view.ready and started > kept.warmed_at:
-            kept.warmed_at = started
-            self._spawn(self._preload(key, kept.model, kept.preloaded, view.ready))
+        if view.ready and started > deployed.preloaded_at:
+            deployed.preloaded_at = started
+            self._spawn(self._preload(key, deployed.model, deployed.preloaded, view.ready))
 
     async def _preload(self, key: str, model: ModelSpec, names: list[str], replicas: int) -> None:
-        """Ask each adapter for one token: that has the engine load it. As many requests as there are replicas."""
+        """Generate one token with each adapter, which makes the engine load it. Sends one request per replica."""
         for name in names:
-            own = model.adapter_names.get(name, name)
-            body = msgspec.json.encode({"model": own, "prompt": "a", "max_tokens": 1})
-            request = LiveRequest(COMPLETIONS, body, adapter=own, adapter_place=model.adapters.get(own, ""))
-            whys = await asyncio.gather(*(self._asked(model, request) for _ in range(replicas)))
-            why = next((each for each in whys if each), "")
-            if key in self._kept:
-                self.note(key, PRELOAD_FAILED if why else PRELOADED, f"{own}: {why}" if why else own)
-            if why:
-                log.warning("the adapter %s was not loaded into %s: %s", own, model.name, why)
+            adapter_name = model.adapter_names.get(name, name)
+            body = msgspec.json.encode({"model": adapter_name, "prompt": "a", "max_tokens": 1})
+            request = LiveRequest(
+                COMPLETIONS, body, adapter=adapter_name, adapter_place=model.adapters.get(adapter_name, "")
+            )
+            errors = await asyncio.gather(*(self._send(model, request) for _ in range(replicas)))
+            error = next((each for each in errors if each), "")
+            if key in self._deployed:
+                self.add_event(
+                    key, PRELOAD_FAILED if error else PRELOADED, f"{adapter_name}: {error}" if error else adapter_name
+                )
+            if error:
+                log.warning("the adapter %s was not loaded into %s: %s", adapter_name, model.name, error)
 
-    async def _asked(self, model: ModelSpec, request: LiveRequest) -> str:
-        """Why a request got no answer; empty: it got one."""
+    async def _send(self, model: ModelSpec, request: LiveRequest) -> str:
+        """Send a request. Returns the error if it failed; empty: it succeeded."""
         status, body = 0, b""
         try:
             async for piece in self._calls.predict(model, request):
@@ -309,10 +317,10 @@ class EngineController:
         return task
 
 
-def _is_one_engine(mine: ModelSpec, other: ModelSpec) -> bool:
-    """The same engine serves both, however many replicas of it there are to be.
+def _is_same_engine(mine: ModelSpec, other: ModelSpec) -> bool:
+    """Tell whether the same engine can serve both, with any number of replicas.
 
-    Which adapters there are does not matter to one that has room for them.
+    The set of adapters does not matter to an engine with room for adapters.
     """
     return _engine(mine) == _engine(other)
 

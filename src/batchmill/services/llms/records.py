@@ -1,4 +1,4 @@
-"""The database's rows of deployments of language models. Each function runs in its caller's transaction."""
+"""Database rows of language model deployments. Each function runs in its caller's transaction."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from batchmill.store.tables import jobs, llm_deployments, secrets
 from batchmill.types import LlmSettings, ModelSpec
 from batchmill.wire.job_spec import JobSpec
 
-DEPLOYMENTS_MAX = 1_000  # of one server: they are all in memory
+DEPLOYMENTS_MAX = 1_000  # of one server, because all are in memory
 
 
 class LlmDeployment(Struct, frozen=True):
-    """A language model that batchmill serves under a name, with an engine of its own."""
+    """A language model that batchmill serves under a name, with its own engine."""
 
     id: str
     project: str
     name: str
-    settings: LlmSettings  # as they are wanted; a token in them is a reference
+    settings: LlmSettings  # the desired settings; a token in them is a reference
     description: str | None
-    details: dict[str, Any]  # what a dialect keeps of it and nothing here reads
+    details: dict[str, Any]  # stored for a dialect; not read here
     created: float
     changed: float
-    model: ModelSpec  # what jobs and calls get; of the settings before, while an update is on its way or has failed
-    is_configured: bool = False  # by batchmill.toml: nobody changes it here
-    is_stopped: bool = False  # it answers nothing until it is started
-    serving: LlmSettings | None = None  # what is served in place of `settings`; None: those
-    problem: str = ""  # why the last update did not come about, or it cannot be served
-    is_broken: bool = False  # its base model is no more: it answers nothing
+    model: ModelSpec  # what jobs and calls get; of the old settings while an update runs or has failed
+    is_configured: bool = False  # in batchmill.toml: it cannot be changed over an API
+    is_stopped: bool = False  # it does not serve until it is started
+    serving: LlmSettings | None = None  # the settings that are served instead of `settings`; None: `settings`
+    problem: str = ""  # why the last update failed, or why it cannot be served
+    is_broken: bool = False  # its base model no longer exists, so it cannot serve
 
     @property
     def is_updating(self) -> bool:
@@ -56,7 +56,7 @@ class _Details(Struct, frozen=True, omit_defaults=True):
 
 
 class Stored(Struct, frozen=True):
-    """A deployment as it lies in the database: without its model, which the configuration of now makes."""
+    """A deployment as stored: without its model, which is made from the current configuration."""
 
     id: str
     project: str
@@ -75,15 +75,15 @@ class Stored(Struct, frozen=True):
 
 
 def insert(db: sa.Connection, deployment: LlmDeployment, quota: int) -> None:
-    """Raises: Conflict for a name that the project has; OverQuota, InvalidInput where there are too many."""
+    """Raises: Conflict for a name that the project already uses; OverQuota, InvalidInput if there are too many."""
     columns = llm_deployments.c
-    same = sa.and_(columns.project == deployment.project, columns.name == deployment.name)
-    if db.execute(sa.select(columns.id).where(same)).first() is not None:
-        raise Conflict(f"there is a deployment {deployment.name!r} already: update it, or choose another name")
+    has_name = sa.and_(columns.project == deployment.project, columns.name == deployment.name)
+    if db.execute(sa.select(columns.id).where(has_name)).first() is not None:
+        raise Conflict(f"there is already a deployment {deployment.name!r}: update it, or choose another name")
     refuse_beyond(db, llm_deployments, quota, quota="llm_deployments", project=deployment.project, way_out="delete one")
     if (db.execute(sa.select(sa.func.count()).select_from(llm_deployments)).scalar() or 0) >= DEPLOYMENTS_MAX:
         raise InvalidInput(
-            f"there are {DEPLOYMENTS_MAX:,} deployments, the most that there can be: delete one",
+            f"there are {DEPLOYMENTS_MAX:,} deployments, which is the maximum: delete one",
             code="too_many_deployments",
         )
     db.execute(llm_deployments.insert().values(_values(deployment)))
@@ -100,25 +100,25 @@ def delete(db: sa.Connection, deployment_id: str) -> None:
 
 
 def read_all(db: sa.Connection) -> list[Stored]:
-    """All of them, in the order of their making."""
+    """Return all deployments, oldest first."""
     order = (llm_deployments.c.created, llm_deployments.c.id)
     return [_stored(row) for row in db.execute(sa.select(llm_deployments).order_by(*order)).mappings()]
 
 
 def used_secrets(db: sa.Connection) -> set[str]:
-    """The references that jobs which have not ended have in their models."""
-    found: set[str] = set()
+    """Return the secret references in the models of unfinished jobs."""
+    references: set[str] = set()
     for data in db.execute(sa.select(jobs.c.spec).where(jobs.c.state.not_in([each.value for each in ENDED]))).scalars():
         for model in msgspec.json.decode(data, type=JobSpec).models:
-            found.update(model.secrets.values())
-    return found
+            references.update(model.secrets.values())
+    return references
 
 
 def secrets_before(db: sa.Connection, prefix: str, before: float) -> list[str]:
-    """The names of secrets that begin so and were put in before a moment."""
+    """Return the names of secrets with this prefix that were stored before this time."""
     columns = secrets.c
-    found = db.execute(sa.select(columns.name).where(columns.name.startswith(prefix), columns.changed < before))
-    return list(found.scalars())
+    names = db.execute(sa.select(columns.name).where(columns.name.startswith(prefix), columns.changed < before))
+    return list(names.scalars())
 
 
 def _values(deployment: LlmDeployment) -> dict[str, Any]:

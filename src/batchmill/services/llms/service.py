@@ -1,6 +1,6 @@
-"""Deployments of language models: made, changed and deleted by those who may; what jobs bring as settings of their own.
+"""Deployments of language models: creates, changes and deletes them, and makes the models that jobs define.
 
-The process that owns the data directory holds the one LlmService, and all deployments in memory.
+The process that owns the data directory has the only LlmService, with all deployments in memory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
 from batchmill.types import Caller, EngineState, EngineView, LlmSettings, ModelSpec, Scaling
 from batchmill.types.engine_traits import LLM
-from batchmill.types.models import Suspect, seen
+from batchmill.types.models import Suspect, visible_event
 
 __all__ = ["LlmDeployment", "LlmService"]
 
@@ -43,7 +43,7 @@ STARTED = (EngineState.READY, EngineState.STARTING)
 
 
 class LlmService:
-    """Raises, everywhere: UnknownName (`llm_not_found`) for a deployment of another project, or of none."""
+    """Raises, everywhere: UnknownName (`llm_not_found`) for a deployment that the project does not have."""
 
     def __init__(
         self,
@@ -58,142 +58,148 @@ class LlmService:
         gpus: int | None = None,
     ) -> None:
         """Args:
-        quarantine: of whoever runs the engines.
-        gpus: what the machine has; None: nobody knows.
+        quarantine: the quarantine of the engines.
+        gpus: the number of GPUs of the machine; None: unknown.
         """
         self._database, self._vault, self._clock, self._gpus = database, vault, clock, gpus
         self._tokens = HubTokens(database, vault, clock)
         self._directory, self._configuration = directory, directory.configured
         self.quarantine = quarantine
         self._controller = EngineController(
-            engines, calls, clock, moved=self._moved, served=self._served, look=self._look
+            engines,
+            calls,
+            clock,
+            on_replaced=self._on_replaced,
+            on_served=self._on_served,
+            on_poll=self._update_adapters,
         )
         self._records: dict[str, dict[str, LlmDeployment]] = {}  # project -> name -> deployment
         self._changes = Changes()
-        self._shown: list[LlmDeployment] | None = None  # those of the configuration
-        self._is_stale = False  # engines that stay are to get adapters which were registered since
-        self._opened = clock.now()
-        directory.listen(self._adapters_changed)
+        self._configured_deployments: list[LlmDeployment] | None = None  # of the configuration
+        self._is_stale = False  # adapters have changed since the engines got theirs
+        self._started_at = clock.now()
+        directory.listen(self._on_adapters_changed)
 
     async def load(self) -> None:
-        """Read what there is. One whose base is no more is kept, and says so when it is used."""
+        """Read all deployments. One whose base model no longer exists is kept, and its use raises an error."""
         for stored in await self._database.read(records.read_all):
-            if (
-                stored.details.serving is not None and not stored.details.problem
-            ):  # nothing runs that could be exchanged
+            # No engine runs that the update could replace, so that it is complete.
+            if stored.details.serving is not None and not stored.details.problem:
                 stored = replace(stored, details=replace(stored.details, serving=None))
-            deployment = self._loaded(stored)
+            deployment = self._deployment_of(stored)
             self._records.setdefault(deployment.project, {})[deployment.name] = deployment
-            self._want(deployment)
+            self._apply(deployment)
         self._publish(self._all())
 
-    def _loaded(self, stored: Stored) -> LlmDeployment:
+    def _deployment_of(self, stored: Stored) -> LlmDeployment:
         settings = stored.details.serving or stored.settings
         try:
             base = self._configuration.get(settings.base_model)
         except BatchmillError as error:
             log.warning("the deployment %s cannot be served: %s", stored.name, error.message)
-            broken = stored.deployment(ModelSpec(stored.name, LLM, settings.base_model))
-            return replace(broken, is_broken=True, problem=error.message)
+            deployment = stored.deployment(ModelSpec(stored.name, LLM, settings.base_model))
+            return replace(deployment, is_broken=True, problem=error.message)
         return stored.deployment(model_of(base, settings, name=stored.name))
 
     def open(self) -> None:
-        """Hold the engines that are to stay."""
-        for deployment in self._all():  # what has names is known now
-            self._want(deployment)
+        """Start to keep the engines that have a minimum of replicas."""
+        for deployment in self._all():  # all names are known now
+            self._apply(deployment)
         for deployment in self._configured():
-            self._controller.want(deployment.id, self._adapted("", deployment.name, deployment.model))
+            self._controller.set_desired(deployment.id, self._adapted("", deployment.name, deployment.model))
         self._controller.open()
 
     async def close(self) -> None:
         await self._controller.close()
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- read ---------------------------------------------------------------------------------------------------------
 
     def get(self, caller: Caller, name: str) -> LlmDeployment:
-        found = self.find(caller, name)
-        if found is None:
-            found = next((each for each in self._configured() if each.name == name and self._may(caller, each)), None)
-        if found is None:
+        deployment = self.find(caller, name)
+        if deployment is None:
+            deployment = next(
+                (each for each in self._configured() if each.name == name and self._may(caller, each)), None
+            )
+        if deployment is None:
             raise _unknown(name)
-        return found if not found.is_configured else replace(found, project=caller.project)
+        return deployment if not deployment.is_configured else replace(deployment, project=caller.project)
 
     def list(self, caller: Caller) -> list[LlmDeployment]:
-        """Those of the configuration, then those of the caller's project in the order of their making."""
-        own = [replace(each, project=caller.project) for each in self._configured() if self._may(caller, each)]
-        return own + self.deployed(caller)
+        """Return the deployments of the configuration, then those of the caller's project, oldest first."""
+        configured = [replace(each, project=caller.project) for each in self._configured() if self._may(caller, each)]
+        return configured + self.deployed(caller)
 
     def deployed(self, caller: Caller) -> list[LlmDeployment]:
-        """Those that were deployed over an API, with the adapters of now."""
-        return [self._fresh(each) for each in self._of(caller.project).values() if self._may(caller, each)]
+        """Return the deployments that were created over an API, with their current adapters."""
+        return [self._with_served_model(each) for each in self._of(caller.project).values() if self._may(caller, each)]
 
     def find(self, caller: Caller, name: str) -> LlmDeployment | None:
-        """One that was deployed over an API; None: there is none that this caller may use."""
-        found = self._of(caller.project).get(name)
-        return self._fresh(found) if found is not None and self._may(caller, found) else None
+        """Return a deployment that was created over an API; None if there is none that this caller may use."""
+        deployment = self._of(caller.project).get(name)
+        return self._with_served_model(deployment) if deployment is not None and self._may(caller, deployment) else None
 
     def view(self, deployment: LlmDeployment) -> EngineView:
-        """Its engine, and what became of it lately."""
+        """Return the state of its engine, with recent events."""
         if deployment.is_configured:
             return self._controller.view_of(self._adapted(deployment.project, deployment.name, deployment.model))
         view = self._controller.view(deployment.id)
         if deployment.is_broken:
             return replace(view, state=EngineState.FAILED, message=deployment.problem)
         if deployment.problem:
-            problem = f"the update failed, and what was there before it is served: {deployment.problem}"
+            problem = f"the update failed, and the settings before it are still served: {deployment.problem}"
             return replace(view, message=" / ".join(filter(None, (problem, view.message))))
         return view
 
     def shown(self, caller: Caller, deployment: LlmDeployment) -> EngineView:
-        """As `view`, without the names of models that the caller may not know of."""
+        """As `view`, without the names of models that the caller may not see."""
         view = self.view(deployment)
 
         def message(text: str) -> str:
             return veiled(text, lambda name: self._directory.sees(caller, name))
 
-        events = [seen(each, caller.project, message(each.message)) for each in view.events]
+        events = [visible_event(each, caller.project, message(each.message)) for each in view.events]
         return replace(view, message=message(view.message), events=events)
 
     def quarantined(self, project: str | None, digest: str | None = None, *, clear: bool = False) -> list[Suspect]:
-        """Requests of a project, or of all, that engines died of; `clear`: let them go, or the one of this digest."""
+        """Return the quarantined requests of a project, or of all: they crashed engines. `clear`: release them."""
         return self.quarantine.clear(project, digest) if clear else self.quarantine.list(project)
 
     def bases(self, caller: Caller) -> list[str]:
-        """The names of what may be deployed; ids of a model hub have none."""
+        """Return the names of models that can be deployed. Ids of a model hub are not listed."""
         return self._configuration.bases(caller)
 
     def base_models(self, caller: Caller) -> list[ModelSpec]:
-        """What has a name among what may be deployed."""
+        """Return the named models that can be deployed."""
         return [self._configuration.get(name) for name in self.bases(caller)]
 
     def spec(self, caller: Caller, settings: LlmSettings, *, name: str | None = None) -> ModelSpec:
-        """The model for a job that brings its own settings. A deployment that runs with the same serves it too.
+        """Return the model for a job with its own settings. A running deployment with the same settings serves it too.
 
-        Raises: UnknownName (`unknown_base_model`), InvalidInput for what callers may not set; a token is to be kept
+        Raises: UnknownName (`unknown_base_model`), InvalidInput for settings that callers may not use. Store a token
         before (`keep_token`).
         """
         settings = self._read(settings)
-        _refuse_plain(settings)
+        _check_token_stored(settings)
         base = self._configuration.base(caller, settings.base_model)
         for deployment in self._of(caller.project).values() if name is None else ():
-            is_ours = self._may(caller, deployment) and not deployment.is_stopped
-            if is_ours and self._serves(deployment, settings):
-                return self._for_rows(caller, self._fresh(deployment).model, settings)
-        made = self._with_adapters(caller.project, settings, model_of(base, settings, name=name))
-        return self._for_rows(caller, made, settings)
+            is_usable = self._may(caller, deployment) and not deployment.is_stopped
+            if is_usable and self._serves(deployment, settings):
+                return self._for_rows(caller, self._with_served_model(deployment).model, settings)
+        model = self._with_adapters(caller.project, settings, model_of(base, settings, name=name))
+        return self._for_rows(caller, model, settings)
 
     def _for_rows(self, caller: Caller, model: ModelSpec, settings: LlmSettings) -> ModelSpec:
-        """A model that rows call by its base's name, or none, and whose adapters are those that the caller may use."""
+        """Return a model that rows name by its base or not at all, with the adapters that the caller may use."""
         return self._directory.limited(caller, model, list(dict.fromkeys([model.name, settings.base_model])))
 
     def _serves(self, deployment: LlmDeployment, settings: LlmSettings) -> bool:
-        """Its engine runs, with just these settings. One that was given a token serves jobs that bring none."""
+        """Tell whether its engine runs with these settings. One with a token also serves jobs without a token."""
         served = deployment.serving or deployment.settings
         if settings.hf_token is None:
             settings = replace(settings, hf_token=served.hf_token)
         return is_same_engine(served, settings) and self._controller.view(deployment.id).state in STARTED
 
-    # -- changing -----------------------------------------------------------------------------------------------------
+    # -- change -------------------------------------------------------------------------------------------------------
 
     async def create(
         self,
@@ -205,13 +211,13 @@ class LlmService:
         details: Mapping[str, Any] | None = None,
         is_trusted: bool = False,
     ) -> LlmDeployment:
-        """Deploy a language model; its engine starts when it is called, or at once where replicas are to stay.
+        """Deploy a language model. Its engine starts at the first call, or now if it has a minimum of replicas.
 
         Args:
-            settings: `hf_token` is the token itself; a reference only of one who runs the machine (`is_trusted`).
-            details: what a dialect keeps of it.
+            settings: `hf_token` is the token itself. Only the operator (`is_trusted`) may give a reference.
+            details: what a dialect stores with it.
 
-        Raises: InvalidInput; UnknownName for the base model or an adapter; Conflict for a name that is taken.
+        Raises: InvalidInput; UnknownName for the base model or an adapter; Conflict for a name in use.
         """
         return await self._changes.make(
             self._create(caller, name, settings, description, dict(details or {}), is_trusted)
@@ -229,18 +235,20 @@ class LlmService:
         self._check_name(caller, name)
         _check_description(description)
         deployment_id = new_id()
-        settings, plain = self._tokens.split(deployment_id, self._read(settings), is_trusted=is_trusted)
+        settings, tokens = self._tokens.split(deployment_id, self._read(settings), is_trusted=is_trusted)
         base = self._configuration.base(caller, settings.base_model)
         now = self._clock.now()
         model = model_of(base, settings, name=name)
-        made = LlmDeployment(
+        deployment = LlmDeployment(
             deployment_id, caller.project, name, settings, description, details, now, now, model
         )  # fmt: skip
-        self._check_preloaded(made)
+        self._check_preloaded(deployment)
         quota = self._vault.quotas.of(caller.project).llm_deployments
         with self._directory.claim(caller.project, name, ModelKind.LLM):
-            await self._vault.change(plain, also=lambda db: records.insert(db, made, quota), project=caller.project)
-            return await self._settle(made)
+            await self._vault.change(
+                tokens, also=lambda db: records.insert(db, deployment, quota), project=caller.project
+            )
+            return await self._settle(deployment)
 
     async def update(
         self,
@@ -252,13 +260,14 @@ class LlmService:
         *,
         is_trusted: bool = False,
     ) -> LlmDeployment:
-        """Change what is said, and keep the rest. What runs goes on until an engine with the new settings is ready;
-        where that cannot be started it stays, and the deployment's `problem` says so.
+        """Change the given fields; others are unchanged. The running engine serves until the new one is ready.
+
+        If the new engine cannot start, the old one stays and the deployment's `problem` has the error.
 
         Args:
-            settings: all of them. `hf_token` may be the reference that the deployment has: the token stays.
+            settings: the complete settings. `hf_token` may be the current reference, which keeps the token.
 
-        Raises: as `create`; Conflict for one of the configuration.
+        Raises: as `create`; Conflict for a deployment of the configuration.
         """
         return await self._changes.make(self._update(caller, name, settings, description, details, is_trusted))
 
@@ -271,52 +280,54 @@ class LlmService:
         details: Mapping[str, Any] | None,
         is_trusted: bool,
     ) -> LlmDeployment:
-        old = self._own(caller, name)
+        old = self._find_changeable(caller, name)
         new = replace(old, changed=max(self._clock.now(), old.changed))
         if description is not UNSET:
             _check_description(description)
             new = replace(new, description=description)
         if details is not None:
             new = replace(new, details=dict(details))
-        plain: dict[str, str] = {}
+        tokens: dict[str, str] = {}
         if settings is not None:
             is_kept = settings.hf_token is not None and settings.hf_token == old.settings.hf_token
-            settings, plain = self._tokens.split(old.id, self._read(settings), is_trusted=is_trusted or is_kept)
+            settings, tokens = self._tokens.split(old.id, self._read(settings), is_trusted=is_trusted or is_kept)
             self._configuration.base(caller, settings.base_model)
             serving = (old.serving or old.settings) if settings != (old.serving or old.settings) else None
             new = replace(new, settings=settings, serving=serving, problem="")
             self._check_preloaded(new)
-        gone = await self._tokens.unused(tokens_of(old) - tokens_of(new))
-        await self._vault.change(plain, remove=gone, also=lambda db: records.update(db, new), project=new.project)
+        unused_tokens = await self._tokens.unused(tokens_of(old) - tokens_of(new))
+        await self._vault.change(
+            tokens, remove=unused_tokens, also=lambda db: records.update(db, new), project=new.project
+        )
         return await self._settle(new)
 
     async def delete(self, caller: Caller, name: str) -> LlmDeployment:
-        """It answers no more, at once. Jobs that have begun go on with what they were given; its token goes too."""
+        """Delete a deployment and its token. Calls are refused at once. Running jobs keep their model."""
         return await self._changes.make(self._delete(caller, name))
 
     async def _delete(self, caller: Caller, name: str) -> LlmDeployment:
-        gone = self._own(caller, name)
-        unused = await self._tokens.unused(tokens_of(gone))
-        await self._vault.change({}, remove=unused, also=lambda db: records.delete(db, gone.id))
-        del self._records[gone.project][gone.name]
-        self._controller.drop(gone.id)
-        self._directory.publish({_key(gone): ()})
-        return gone
+        deployment = self._find_changeable(caller, name)
+        unused = await self._tokens.unused(tokens_of(deployment))
+        await self._vault.change({}, remove=unused, also=lambda db: records.delete(db, deployment.id))
+        del self._records[deployment.project][deployment.name]
+        self._controller.remove(deployment.id)
+        self._directory.publish({_key(deployment): ()})
+        return deployment
 
     async def start(self, caller: Caller, name: str) -> LlmDeployment:
-        """Let it answer, and have an engine ready now. Returns at once: its view tells how that goes."""
-        found = self.get(caller, name)
-        if not found.is_configured:
-            found = await self._changes.make(self._stopped(caller, name, is_stopped=False))
-        self._controller.start(found.id)
-        return found
+        """Start a deployment and its engine. Returns at once; the view shows the progress."""
+        deployment = self.get(caller, name)
+        if not deployment.is_configured:
+            deployment = await self._changes.make(self._set_stopped(caller, name, is_stopped=False))
+        self._controller.start(deployment.id)
+        return deployment
 
     async def stop(self, caller: Caller, name: str) -> LlmDeployment:
-        """Let it answer nothing until it is started; its engine ends when nobody uses it any more."""
-        return await self._changes.make(self._stopped(caller, name, is_stopped=True))
+        """Stop a deployment until it is started. Its engine ends when it is no longer used."""
+        return await self._changes.make(self._set_stopped(caller, name, is_stopped=True))
 
-    async def _stopped(self, caller: Caller, name: str, *, is_stopped: bool) -> LlmDeployment:
-        old = self._own(caller, name)
+    async def _set_stopped(self, caller: Caller, name: str, *, is_stopped: bool) -> LlmDeployment:
+        old = self._find_changeable(caller, name)
         if not is_stopped:
             self._configuration.get((old.serving or old.settings).base_model)
         new = replace(old, is_stopped=is_stopped, changed=max(self._clock.now(), old.changed))
@@ -324,19 +335,19 @@ class LlmService:
         return await self._settle(new)
 
     async def _settle(self, deployment: LlmDeployment) -> LlmDeployment:
-        """Have an engine run as it is wanted; an update that replaces nothing that runs has come about at once."""
+        """Apply the desired state to the engine. An update without a running engine completes at once."""
         self._records.setdefault(deployment.project, {})[deployment.name] = deployment
-        if self._want(deployment) and deployment.is_updating:
-            deployment = await self._updated(deployment, "")
+        if self._apply(deployment) and deployment.is_updating:
+            deployment = await self._store_update(deployment, "")
         else:
             self._publish([deployment])
-        return self._fresh(deployment)
+        return self._with_served_model(deployment)
 
-    async def _updated(self, deployment: LlmDeployment, why: str) -> LlmDeployment:
-        """Write down what became of an update."""
+    async def _store_update(self, deployment: LlmDeployment, error: str) -> LlmDeployment:
+        """Store the result of an update."""
         settings = deployment.settings
-        if why:
-            new = replace(deployment, problem=why)
+        if error:
+            new = replace(deployment, problem=error)
         else:
             model = model_of(self._configuration.get(settings.base_model), settings, name=deployment.name)
             new = replace(deployment, serving=None, model=model)
@@ -345,39 +356,39 @@ class LlmService:
         self._publish([new])
         return new
 
-    async def _moved(self, deployment_id: str, why: str) -> None:
-        """What the keeper says of an exchange."""
-        await self._changes.make(self._note_move(deployment_id, why))
+    async def _on_replaced(self, deployment_id: str, error: str) -> None:
+        """Handle the end of an engine replacement."""
+        await self._changes.make(self._finish_update(deployment_id, error))
 
-    async def _note_move(self, deployment_id: str, why: str) -> None:
-        found = next((each for each in self._all() if each.id == deployment_id), None)
-        if found is not None and found.is_updating:
-            await self._updated(found, why)
+    async def _finish_update(self, deployment_id: str, error: str) -> None:
+        deployment = next((each for each in self._all() if each.id == deployment_id), None)
+        if deployment is not None and deployment.is_updating:
+            await self._store_update(deployment, error)
 
     # -- tokens -------------------------------------------------------------------------------------------------------
 
     async def keep_token(self, caller: Caller, settings: LlmSettings) -> LlmSettings:
-        """The settings of a job with a reference in the place of their token, which is kept; others as they are.
+        """Store the token of a job's settings. Returns the settings with a reference instead of it.
 
-        The same token of a project has one name, so that jobs with it share an engine. See `sweep` for its end.
+        The same token of a project has one name, so that jobs with it share an engine. `sweep` removes it.
         """
         return await self._tokens.keep(caller.project, settings)
 
     async def sweep(self) -> None:
-        """Remove tokens that no deployment and no unfinished job needs; those of jobs only after a while."""
+        """Remove tokens that no deployment and no unfinished job needs. Tokens of jobs stay for some days."""
         await self._tokens.sweep({name for each in self._all() for name in tokens_of(each)})
 
-    # -- the rest -----------------------------------------------------------------------------------------------------
+    # -- private ------------------------------------------------------------------------------------------------------
 
     def _read(self, settings: LlmSettings) -> LlmSettings:
         return read(settings, gpus_max=self._gpus)
 
-    def _want(self, deployment: LlmDeployment) -> bool:
+    def _apply(self, deployment: LlmDeployment) -> bool:
         settings = deployment.serving if deployment.serving is not None and deployment.problem else deployment.settings
         if deployment.is_broken:
-            return self._controller.want(deployment.id, deployment.model, is_on=False)
+            return self._controller.set_desired(deployment.id, deployment.model, is_on=False)
         model = model_of(self._configuration.get(settings.base_model), settings, name=deployment.name)
-        return self._controller.want(
+        return self._controller.set_desired(
             deployment.id,
             self._with_adapters(deployment.project, settings, model),
             is_on=not deployment.is_stopped,
@@ -391,79 +402,79 @@ class LlmService:
         is_own = model.name != base and model.name in self._of(project)
         return self._directory.adapted(project, model, base, is_own=is_own)
 
-    def _fresh(self, deployment: LlmDeployment) -> LlmDeployment:
-        """With the model that is served."""
+    def _with_served_model(self, deployment: LlmDeployment) -> LlmDeployment:
+        """Return the deployment with the model that is served now."""
         return replace(deployment, model=self._controller.model(deployment.id))
 
     def _publish(self, deployments: Iterable[LlmDeployment]) -> None:
-        self._directory.publish({_key(each): [_row(self._fresh(each))] for each in deployments})
+        self._directory.publish({_key(each): [_row(self._with_served_model(each))] for each in deployments})
 
-    def _served(self, deployment_id: str) -> None:
-        """What the keeper says of a model that took the place of another."""
+    def _on_served(self, deployment_id: str) -> None:
+        """Publish a deployment for which another model is served now."""
         self._publish([each for each in self._all() if each.id == deployment_id])
 
-    def _adapters_changed(self) -> None:
+    def _on_adapters_changed(self) -> None:
         self._is_stale = True
-        self._look()
+        self._update_adapters()
 
-    def _look(self) -> None:
-        """Engines get adapters that were registered since, those that stay also room for them."""
+    def _update_adapters(self) -> None:
+        """Give engines the adapters that were registered since, with a larger rank where they need it."""
         if not self._is_stale:
             return
-        taken = [self._refresh(each) for each in self._all()]
-        for each in self._staying():
+        accepted = [self._refresh(each) for each in self._all()]
+        for each in self._kept_of_configuration():
             adapted = self._adapted("", each.name, each.model)
-            taken.append(self._controller.refresh(each.id, adapted))
+            accepted.append(self._controller.refresh(each.id, adapted))
         self._publish(self._all())
-        self._is_stale = not all(taken)  # an exchange may be under way: look again
+        self._is_stale = not all(accepted)  # retry after a replacement that runs now
 
-    def _staying(self) -> list[LlmDeployment]:
-        """Those of the configuration whose engines stay, once they are held."""
-        known = self._configured() if self._controller.is_open else []
-        return [each for each in known if each.settings.scaling.replicas_min]
+    def _kept_of_configuration(self) -> list[LlmDeployment]:
+        """Return the deployments of the configuration with a minimum of replicas, once engines are kept."""
+        configured = self._configured() if self._controller.is_open else []
+        return [each for each in configured if each.settings.scaling.replicas_min]
 
     def _refresh(self, deployment: LlmDeployment) -> bool:
         settings = deployment.serving or deployment.settings
-        merged = self._with_adapters(deployment.project, settings, deployment.model)
-        return self._controller.refresh(deployment.id, merged)
+        model = self._with_adapters(deployment.project, settings, deployment.model)
+        return self._controller.refresh(deployment.id, model)
 
     def _of(self, project: str) -> dict[str, LlmDeployment]:
         return self._records.get(project, {})
 
     def _all(self) -> list[LlmDeployment]:
-        return [each for own in self._records.values() for each in own.values()]
+        return [each for by_name in self._records.values() for each in by_name.values()]
 
     def _configured(self) -> list[LlmDeployment]:
-        """Every language model of the configuration, of no project."""
-        if self._shown is None:
-            self._shown = [self._as_deployment(name) for name in self._configuration.language_models()]
-        return self._shown
+        """Return every language model of the configuration, without a project."""
+        if self._configured_deployments is None:
+            self._configured_deployments = [self._as_deployment(name) for name in self._configuration.language_models()]
+        return self._configured_deployments
 
     def _as_deployment(self, name: str) -> LlmDeployment:
         model = self._configuration.get(name)
         args = {flag: True if value is None else value for flag, value in model.engine_args.items()}
         scaling = model.scaling or Scaling(replicas_max=model.workers)
         settings = LlmSettings(name, args, scaling=scaling, needs=model.needs)
-        at = self._opened
-        return LlmDeployment(f"models.{name}", "", name, settings, None, {}, at, at, model, is_configured=True)
+        opened = self._started_at
+        return LlmDeployment(f"models.{name}", "", name, settings, None, {}, opened, opened, model, is_configured=True)
 
     @staticmethod
-    def _is_theirs(caller: Caller, deployment: LlmDeployment) -> bool:
+    def _allows_name(caller: Caller, deployment: LlmDeployment) -> bool:
         return caller.models is None or deployment.name in caller.models
 
     def _may(self, caller: Caller, deployment: LlmDeployment) -> bool:
         if deployment.is_configured:
             return self._configuration.allows(caller, deployment.name)
-        return deployment.project == caller.project and self._is_theirs(caller, deployment)
+        return deployment.project == caller.project and self._allows_name(caller, deployment)
 
-    def _own(self, caller: Caller, name: str) -> LlmDeployment:
-        """One that may be changed. Raises: Conflict for one of the configuration."""
-        found = self._of(caller.project).get(name)
-        if found is not None and self._may(caller, found):
-            return found
+    def _find_changeable(self, caller: Caller, name: str) -> LlmDeployment:
+        """Return a deployment that may be changed. Raises: Conflict for one of the configuration."""
+        deployment = self._of(caller.project).get(name)
+        if deployment is not None and self._may(caller, deployment):
+            return deployment
         if self.get(caller, name).is_configured:
             raise Conflict(
-                f"{name!r} is of the configuration: change models.{name} there, and start the server again",
+                f"{name!r} is defined in the configuration: change models.{name} there, and restart the server",
                 code="llm_configured",
             )
         raise _unknown(name)
@@ -471,24 +482,24 @@ class LlmService:
     def _check_name(self, caller: Caller, name: str) -> None:
         if not NAME.fullmatch(name):
             raise InvalidInput(
-                f"a deployment is called by letters, digits and . _ -, 100 at most, the first a letter or digit; "
-                f"{name[:SHOWN_CHARS]!r} is not",
+                f"a deployment's name has at most 100 letters, digits and . _ -, the first a letter or digit: "
+                f"{name[:SHOWN_CHARS]!r} is not valid",
                 code="invalid_name",
             )
         if name in RESERVED_NAMES:
             raise InvalidInput(f"{name!r} is a reserved name: choose another", code="reserved_name")
         if caller.models is not None and name not in caller.models:
-            raise Forbidden(f"this key may not use the model {name!r}, and so not deploy it")
+            raise Forbidden(f"this key may not use the model {name!r}, so it cannot deploy it")
         self._directory.refuse_taken(caller.project, name, ModelKind.LLM)
 
     def _check_preloaded(self, deployment: LlmDeployment) -> None:
         settings = deployment.settings
         model = model_of(self._configuration.get(settings.base_model), settings, name=deployment.name)
-        known = self._with_adapters(deployment.project, settings, model)
+        adapted = self._with_adapters(deployment.project, settings, model)
         for name in settings.preloaded_adapters:
-            if name not in known.adapters and name not in known.adapter_names:
+            if name not in adapted.adapters and name not in adapted.adapter_names:
                 raise UnknownName(
-                    f"there is no adapter {name[:SHOWN_CHARS]!r} of {settings.base_model!r} that is ready: register it "
+                    f"there is no ready adapter {name[:SHOWN_CHARS]!r} of {settings.base_model!r}: register it "
                     "first, or leave it out of preloaded_adapters",
                     code="unknown_adapter",
                 )
@@ -502,9 +513,9 @@ def _check_description(description: str | None) -> None:
         )
 
 
-def _refuse_plain(settings: LlmSettings) -> None:
+def _check_token_stored(settings: LlmSettings) -> None:
     if settings.hf_token is not None and not is_reference(settings.hf_token):
-        raise InvalidInput("the hf_token of a job is kept before its model is made", code="invalid_secret")
+        raise InvalidInput("the hf_token of a job must be stored before its model is made", code="invalid_secret")
 
 
 def _unknown(name: str) -> UnknownName:
@@ -519,8 +530,8 @@ def _row(deployment: LlmDeployment) -> ModelRow:
     name = deployment.name
     refuse = None
     if not deployment.answers:
-        why = deployment.problem if deployment.is_broken else "it was stopped: start it"
-        refuse = partial(Unavailable, f"the deployment {name!r} answers nothing: {why}", code="llm_stopped")
+        reason = deployment.problem if deployment.is_broken else "it is stopped, so start it first"
+        refuse = partial(Unavailable, f"the deployment {name!r} cannot be called: {reason}", code="llm_stopped")
     return ModelRow(
         name, ModelKind.LLM, deployment.project, deployment.model, base=deployment.settings.base_model,
         listed=(name,), created=deployment.created,

@@ -1,4 +1,4 @@
-"""Deployments of language models as batchmill's own API and command line have them. Pure."""
+"""Deployments of language models as batchmill's own API and command line show them. Pure."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ from batchmill.wire.native_models import LlmChange, LlmInfo, NewLlm
 
 SCALING = ("replicas_min", "replicas_max", "cooldown_s", "scale_up_requests")
 NEEDS = ("memory_bytes", "gpus")
-OWN = ("base_model", "engine_args", "hf_token", "takes_adapters", "preloaded_adapters")
+SETTINGS = ("base_model", "engine_args", "hf_token", "takes_adapters", "preloaded_adapters")
 
 
-def settings_of(asked: NewLlm) -> LlmSettings:
-    fields = asdict(asked)
+def settings_of(request: NewLlm) -> LlmSettings:
+    fields = asdict(request)
     return LlmSettings(
-        **{name: fields[name] for name in OWN}, scaling=_scaling(Scaling(), fields), needs=_needs(Needs(), fields)
+        **{name: fields[name] for name in SETTINGS}, scaling=_scaling(Scaling(), fields), needs=_needs(Needs(), fields)
     )
 
 
-def changed(settings: LlmSettings, asked: LlmChange) -> LlmSettings | None:
-    """The settings with what is said of them; None: nothing is."""
-    fields = {name: value for name, value in asdict(asked).items() if value is not UNSET and name != "description"}
+def changed_settings(settings: LlmSettings, request: LlmChange) -> LlmSettings | None:
+    """Return the settings with the given changes; None if there are none."""
+    fields = {name: value for name, value in asdict(request).items() if value is not UNSET and name != "description"}
     if not fields:
         return None
     return replace(
         settings,
-        **{name: fields[name] for name in OWN if name in fields},
+        **{name: fields[name] for name in SETTINGS if name in fields},
         scaling=_scaling(settings.scaling, fields),
         needs=_needs(settings.needs, fields),
     )
 
 
 def _scaling(before: Scaling, fields: dict[str, Any]) -> Scaling:
-    """A least number above the most that was not said raises that."""
-    blank = Scaling()
-    said = {name: fields[name] for name in SCALING if name in fields}
-    found = replace(before, **{name: getattr(blank, name) if said[name] is None else said[name] for name in said})
-    if said.get("replicas_max") is None and found.replicas_min > found.replicas_max:
-        return replace(found, replicas_max=found.replicas_min)
-    return found
+    """Apply changes of the scaling. A replicas_min above an omitted replicas_max raises it too."""
+    default = Scaling()
+    changes = {name: fields[name] for name in SCALING if name in fields}
+    scaling = replace(
+        before, **{name: getattr(default, name) if changes[name] is None else changes[name] for name in changes}
+    )
+    if changes.get("replicas_max") is None and scaling.replicas_min > scaling.replicas_max:
+        return replace(scaling, replicas_max=scaling.replicas_min)
+    return scaling
 
 
 def _needs(before: Needs, fields: dict[str, Any]) -> Needs:
@@ -83,11 +85,11 @@ def info(deployment: LlmDeployment, view: EngineView) -> LlmInfo:
 
 
 async def change(
-    llms: LlmService, caller: Caller, name: str, asked: LlmChange, *, is_trusted: bool = False
+    llms: LlmService, caller: Caller, name: str, request: LlmChange, *, is_trusted: bool = False
 ) -> LlmDeployment:
-    """Change what `asked` says, and keep the rest."""
-    settings = changed(llms.get(caller, name).settings, asked)
-    description = asked.description
+    """Change the fields that `request` sets. Omitted fields are unchanged."""
+    settings = changed_settings(llms.get(caller, name).settings, request)
+    description = request.description
     return await llms.update(
         caller, name, settings, description=UNSET if description is UNSET else description, is_trusted=is_trusted
     )

@@ -1,7 +1,7 @@
-"""Single calls through a connector, made by the owner itself: to begin a batch at a provider, look at it, cancel it.
+"""Single calls through a connector by the owner process: to start, poll or cancel a batch at a provider.
 
-The secrets of the connector are read for the call and kept by nobody. What a service replied is a value, whatever its
-status; only a call that was never made raises.
+The connector's secrets are read for each call and not kept. A reply of any status is a return value. Only a call that
+was never made raises.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from batchmill.services.secrets.vault import Vault
 from batchmill.types import Connector, Limits
 from batchmill.types.connectors import BATCH_PREDICT, Action, ClientConfig
 
-CALLS_MAX = 128  # at once, of one owner; half of them of one project
-CONNECTOR_CALLS_MAX = 16  # of these, through one connector: a service that hangs holds up no other
-TIME_MAX_S = 300  # for connecting, and for reading: whatever a connector says
+CALLS_MAX = 128  # concurrent calls of one owner; a project gets half of them at most
+CONNECTOR_CALLS_MAX = 16  # concurrent calls through one connector, so that a hanging service delays no other
+TIME_MAX_S = 300  # upper bound of a connector's connect and read timeouts
 RETRY_TIME_MAX_S = 300.0  # for all calls of one action
 BACKOFF_MAX_S = 30.0
-POOLS_MAX = 64  # sets of connections with settings of their own
+POOLS_MAX = 64  # connection pools with different settings
 BACKOFF_MIN_S = 0.01
-UNCERTAIN = (408, 409)  # refusals of a request that may have been taken all the same
+UNCERTAIN = (408, 409)  # statuses after which the service may have accepted the request all the same
 THROTTLED = "throttlingexception"
-EMPTY = "Remote service returned empty response body"
+EMPTY_REPLY = "Remote service returned empty response body"
 _decode = msgspec.json.Decoder().decode
 Render = Callable[[Mapping[str, Any], Mapping[str, str]], Awaitable[Rendered]]
 
 
 class RemoteReply(Struct, frozen=True):
-    """What became of a call. `error` is empty where the service did as it was asked."""
+    """The result of a call. `error` is empty after success."""
 
-    status: int  # the service's; where none came, what ML Commons says instead
+    status: int  # of the service; without a reply, the status that ML Commons returns
     body: bytes = b""
-    data: dict[str, Any] | None = None  # the reply as the action's post-processing leaves it, where it is an object
-    error: str = ""  # without secrets, and bounded
+    data: dict[str, Any] | None = None  # the reply after the action's post-processing, if it is an object
+    error: str = ""  # without secrets, and truncated
     code: str = ""  # ours: remote_error, throttled, connection_failed, timeout, empty_reply …
-    may_have_acted: bool = True  # False: the service has certainly not taken it
+    may_have_acted: bool = True  # False: the service has certainly not accepted the request
 
     @property
     def is_ok(self) -> bool:
@@ -64,7 +64,7 @@ class RemoteReply(Struct, frozen=True):
 
 
 class _Pool(Struct):
-    """Connections of one kind, and how many calls are made on them now."""
+    """Connections with the same settings, and how many calls use them now."""
 
     connections: Connections
     calls: int = 0
@@ -73,9 +73,9 @@ class _Pool(Struct):
 class RemoteCalls:
     """
     Args:
-        private: where connectors of callers may go besides the public internet.
-        endpoints: what their URLs must look like.
-        programs: where their templates are filled, and their replies are read.
+        private: private addresses that callers' connectors may use besides the public internet.
+        endpoints: checks their URLs.
+        programs: child processes that render their templates and read their replies.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class RemoteCalls:
         self._programs = programs
         self._vault, self._clock, self._private, self._endpoints = vault, clock, private, endpoints
         self._chance = chance or random.Random()
-        self._places = FairSemaphore(CALLS_MAX)
-        self._lanes: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # of connectors in use
+        self._call_slots = FairSemaphore(CALLS_MAX)
+        self._connector_slots: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # by connector id
         self._pools: dict[tuple[bool, bool, float, float], _Pool] = {}
 
     async def act(
@@ -96,39 +96,39 @@ class RemoteCalls:
 
         Args:
             kind: an action type, or an action's name.
-            parameters: laid over the connector's own, for this call alone.
-            project: whose call it is.
+            parameters: override the connector's own for this call.
+            project: the caller's project.
 
-        Raises: InvalidInput for an action that there is not, a placeholder that nothing fills, or a place that may not
-        be called; TooComplex or RateLimited for templates that take too long; ModelFailed for a missing credential.
+        Raises: InvalidInput for a missing action, a placeholder without a value, or a URL that may not be called;
+        TooComplex or RateLimited for templates that take too long; ModelFailed for a missing credential.
         """
         action = find_action(connector, kind)
         credentials = await self._credentials(connector)
-        async with contextlib.AsyncExitStack() as entered:
-            await self._enter(entered, connector, project)
-            reply = await self._tried(
+        async with contextlib.AsyncExitStack() as stack:
+            await self._acquire_slot(stack, connector, project)
+            reply = await self._call_with_retries(
                 connector, action, self._renderer(project, connector, action), parameters, credentials
             )
-        return await self._processed(project, connector, action, reply, parameters)
+        return await self._postprocess(project, connector, action, reply, parameters)
 
-    async def _enter(self, entered: contextlib.AsyncExitStack, connector: Connector, project: str) -> None:
-        """A place among the calls that are made. Raises: RateLimited where none is free for too long."""
-        lane = self._lanes.setdefault(connector.id, asyncio.Semaphore(CONNECTOR_CALLS_MAX))
+    async def _acquire_slot(self, stack: contextlib.AsyncExitStack, connector: Connector, project: str) -> None:
+        """Wait for a slot among the concurrent calls. Raises: RateLimited if none is free in time."""
+        slots = self._connector_slots.setdefault(connector.id, asyncio.Semaphore(CONNECTOR_CALLS_MAX))
         wait_s = min((connector.client_config or ClientConfig()).connection_timeout, TIME_MAX_S)
         try:
             async with asyncio.timeout(wait_s):
-                await entered.enter_async_context(lane)
-                await entered.enter_async_context(self._places.place(project))
+                await stack.enter_async_context(slots)
+                await stack.enter_async_context(self._call_slots.place(project))
         except TimeoutError:
             raise RateLimited(
                 f"Error communicating with remote model: Acquire operation took longer than {wait_s:g} s: "
-                f"{CONNECTOR_CALLS_MAX} calls through {connector.id} are under way, or {CALLS_MAX} in all",
+                f"{CONNECTOR_CALLS_MAX} calls through {connector.id} are running, or {CALLS_MAX} in all",
                 code="connection_pool_exhausted",
                 retry_after_s=1.0,
             ) from None
 
     def _renderer(self, project: str, connector: Connector, action: Action) -> Render:
-        """What fills the templates of an action: in a child, where a caller wrote them."""
+        """The function that renders an action's templates. Templates of callers are rendered in a child process."""
         if not connector.is_trusted:
             return partial(render_call, self._programs, project, connector, action)
         renderer = Renderer(connector, action)
@@ -139,36 +139,36 @@ class RemoteCalls:
         return render
 
     async def _credentials(self, connector: Connector) -> dict[str, str]:
-        kept = {key: text for key, text in connector.credential.items() if text.startswith("secret:")}
-        revealed = await self._vault.reveal_all(text.removeprefix("secret:") for text in kept.values())
-        found = {key: revealed[text.removeprefix("secret:")] for key, text in kept.items()}
+        references = {key: text for key, text in connector.credential.items() if text.startswith("secret:")}
+        revealed = await self._vault.reveal_all(text.removeprefix("secret:") for text in references.values())
+        values = {key: revealed[text.removeprefix("secret:")] for key, text in references.items()}
         for key, text in connector.credential.items():
-            if key not in kept:
+            if key not in references:
                 if not connector.is_trusted:
-                    raise ModelFailed(f"the credential {key} of {connector.name!r} is no secret of its own")
-                found[key] = (await asyncio.to_thread(secrets.resolve, text, key=key)).reveal()
-        return found
+                    raise ModelFailed(f"the credential {key} of {connector.name!r} is not a secret of this connector")
+                values[key] = (await asyncio.to_thread(secrets.resolve, text, key=key)).reveal()
+        return values
 
-    async def _tried(
+    async def _call_with_retries(
         self, connector: Connector, action: Action, render: Render, parameters: Mapping[str, Any],
         credentials: Mapping[str, str],
     ) -> RemoteReply:  # fmt: skip
-        """Call as often as the connector's client_config says, and as may be without asking for the same twice."""
+        """Call with the retries of the connector's client_config, but never submit a batch twice."""
         config = connector.client_config or ClientConfig()
-        until = self._clock.monotonic() + min(config.retry_timeout_seconds, RETRY_TIME_MAX_S)
-        hidden = [value for key, value in credentials.items() if key not in redaction.OPEN]
+        deadline = self._clock.monotonic() + min(config.retry_timeout_seconds, RETRY_TIME_MAX_S)
+        secret_values = [value for key, value in credentials.items() if key not in redaction.OPEN]
         calls = 0
         while True:
-            rendered = await render(parameters, credentials)  # anew: a signature has its moment
+            rendered = await render(parameters, credentials)  # for each call, because a signature has a time
             if not connector.is_trusted:
                 self._endpoints.check_url(rendered.url)
-            reply = await self._call(connector, config, rendered, hidden)
+            reply = await self._call(connector, config, rendered, secret_values)
             calls += 1
             is_last = config.max_retry_times != -1 and calls > config.max_retry_times
             if reply.is_ok or is_last or not _may_repeat(action, reply):
                 return reply
             wait_s = self._backoff_s(config, calls)
-            if self._clock.monotonic() + wait_s > until:
+            if self._clock.monotonic() + wait_s > deadline:
                 return reply
             await self._clock.sleep(wait_s)
 
@@ -183,7 +183,7 @@ class RemoteCalls:
         return ceiling / 2 + self._chance.uniform(0, ceiling / 2)
 
     async def _call(
-        self, connector: Connector, config: ClientConfig, rendered: Rendered, hidden: Sequence[str]
+        self, connector: Connector, config: ClientConfig, rendered: Rendered, secret_values: Sequence[str]
     ) -> RemoteReply:
         pool = await self._pool(connector.is_trusted, config)
         pool.calls += 1
@@ -191,39 +191,41 @@ class RemoteCalls:
             response, body = await pool.connections.exchange(
                 rendered.method, rendered.url, rendered.body, headers=rendered.headers
             )
-        except NoReply as failed:
-            return _unanswered(failed)
+        except NoReply as failure:
+            return _failure_reply(failure)
         finally:
             pool.calls -= 1
         if body is None:
             return RemoteReply(502, error="the reply of the remote service is too large", code="reply_too_large")
-        body = redaction.without(body, hidden)  # replies are kept and shown, whatever a service repeats in them
+        body = redaction.without(
+            body, secret_values
+        )  # replies are stored and shown, and a service may repeat the secret
         is_throttled = THROTTLED in response.headers.get("x-amzn-errortype", "").lower()
-        return _answered(response.status, body, is_throttled, says_when="retry-after" in response.headers)
+        return _read_reply(response.status, body, is_throttled, has_retry_after="retry-after" in response.headers)
 
-    async def _processed(
+    async def _postprocess(
         self, project: str, connector: Connector, action: Action, reply: RemoteReply, parameters: Mapping[str, Any]
     ) -> RemoteReply:
-        """The reply with what its action makes of it."""
+        """Add the result of the action's post-processing to the reply."""
         if not reply.is_ok:
             return reply
         if not reply.body.strip():
             if action.action_type == "CANCEL_BATCH_PREDICT":
                 return reply
-            return msgspec.structs.replace(reply, status=502, error=EMPTY, code="empty_reply")
+            return msgspec.structs.replace(reply, status=502, error=EMPTY_REPLY, code="empty_reply")
         processing = Processing(connector, self._programs)
         try:
-            answer = await processing.output_json(action, reply.body, parameters, who=project)
-        except (InvalidInput, RateLimited):  # no such reply as the action waits for: who asked decides what that means
+            result = await processing.output_json(action, reply.body, parameters, who=project)
+        except (InvalidInput, RateLimited):  # not the reply that the action expects: the caller decides what that means
             return reply
-        output = _decode(answer)
+        output = _decode(result)
         data = output[0].get("dataAsMap") if output else None
         return msgspec.structs.replace(reply, data=data if isinstance(data, dict) else None)
 
     async def _pool(self, is_trusted: bool, config: ClientConfig) -> _Pool:
-        """Connections with the settings of a connector; others share them that have the same."""
+        """The connection pool for a connector's settings, shared by connectors with the same settings."""
         read_s, connect_s = (
-            float(max(1, min(each, TIME_MAX_S))) for each in (config.read_timeout, config.connection_timeout)
+            float(max(1, min(seconds, TIME_MAX_S))) for seconds in (config.read_timeout, config.connection_timeout)
         )
         key = (is_trusted, not config.skip_ssl_verification, read_s, connect_s)
         pool = self._pools.pop(key, None)
@@ -233,59 +235,59 @@ class RemoteCalls:
             agent = {"User-Agent": f"batchmill/{batchmill.__version__}"}
             pool = _Pool(Connections(limits, headers=agent, private=private, verify_tls=key[1], read_timeout_s=read_s))
             await pool.connections.start()
-        self._pools[key] = pool  # the one that was used last stands last
-        idle = [each for each, other in self._pools.items() if not other.calls and other is not pool]
-        for each in idle[: max(0, len(self._pools) - POOLS_MAX)]:
-            await self._pools.pop(each).connections.stop()
+        self._pools[key] = pool  # the most recently used is the last
+        idle = [seconds for seconds, other in self._pools.items() if not other.calls and other is not pool]
+        for seconds in idle[: max(0, len(self._pools) - POOLS_MAX)]:
+            await self._pools.pop(seconds).connections.stop()
         return pool
 
     async def close(self) -> None:
-        """End every connection."""
+        """Close every connection."""
         while self._pools:
             await self._pools.popitem()[1].connections.stop()
 
 
 def _may_repeat(action: Action, reply: RemoteReply) -> bool:
-    """A batch is begun again only where it certainly has not been."""
+    """Whether a retry is safe. A batch is submitted again only if the service certainly did not accept it."""
     if reply.status != 429 and reply.status < 500:
         return False
     return action.action_type != BATCH_PREDICT or not reply.may_have_acted
 
 
-def _unanswered(failed: NoReply) -> RemoteReply:
-    """Raises: InvalidInput where the place may not be called at all."""
-    fault = failed.fault
+def _failure_reply(failure: NoReply) -> RemoteReply:
+    """The result of a call without a reply. Raises: InvalidInput if the URL may not be called."""
+    fault = failure.fault
     if fault.error.code in ("url_not_allowed", "invalid_url"):
         raise InvalidInput(redaction.mask(fault.error.message), code=fault.error.code)
     return RemoteReply(
         500,
-        error=f"Error communicating with remote model: {_shown(fault.error.message)}",
+        error=f"Error communicating with remote model: {_display_text(fault.error.message)}",
         code=fault.error.code,
         may_have_acted=fault.kind is not FaultKind.UNREACHABLE,
     )
 
 
-def _answered(status: int, body: bytes, is_throttled: bool, *, says_when: bool) -> RemoteReply:
-    """Source: ML Commons' handler of replies. Beyond it: 300 is a redirect, and none is followed.
+def _read_reply(status: int, body: bytes, is_throttled: bool, *, has_retry_after: bool) -> RemoteReply:
+    """Read a reply as ML Commons does, except that 300 counts as a redirect. Redirects are not followed.
 
     Args:
-        says_when: it says when to come again. A 503 that does not may be a proxy's, whose service went away half-way.
+        has_retry_after: a 503 without `Retry-After` may come from a proxy whose service failed during the request.
     """
     if 200 <= status < 300 and not is_throttled:
         return RemoteReply(status, body)
     if 300 <= status < 400:
         error = f"Error from remote service: it answered {status}, and redirects are not followed"
         return RemoteReply(502, body, error=error, code="remote_error", may_have_acted=False)
-    error = f"Error from remote service: {_shown(body.decode(errors='replace'))}"
+    error = f"Error from remote service: {_display_text(body.decode(errors='replace'))}"
     if is_throttled:
         return RemoteReply(429, body, error=error, code="throttled", may_have_acted=False)
-    is_sure = status == 503 and says_when
-    may_have_acted = status in UNCERTAIN or (status >= 500 and not is_sure)
+    is_refused = status == 503 and has_retry_after
+    may_have_acted = status in UNCERTAIN or (status >= 500 and not is_refused)
     return RemoteReply(status, body, error=error, code="remote_error", may_have_acted=may_have_acted)
 
 
-def _shown(text: str) -> str:
-    """A text of others that may be told: without secrets, and bounded."""
+def _display_text(text: str) -> str:
+    """Text of a service that may be shown: without secrets, and truncated."""
     text = redaction.mask(text)
     data = text.encode(errors="replace")
     return text if len(data) <= MESSAGE_BYTES_MAX else data[: MESSAGE_BYTES_MAX - 3].decode(errors="ignore") + "…"

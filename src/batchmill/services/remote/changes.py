@@ -1,4 +1,4 @@
-"""Changes of what callers make: one after another, each to its end, under ids of ours."""
+"""Serializes changes of connectors, models and groups, and creates their ids."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ T = TypeVar("T")
 
 
 class Changes:
-    """What is changed through one of these is changed by nobody else meanwhile."""
+    """Runs one change at a time."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
-        self._running: set[asyncio.Task[Any]] = set()  # the event loop alone would forget them
+        self._running: set[asyncio.Task[Any]] = set()  # references: the event loop keeps only weak ones
 
     async def make(self, change: Coroutine[Any, Any, T]) -> T:
-        """Run a change when those before it are done. Cancelling the caller does not end it."""
-        task = asyncio.ensure_future(self._alone(change))
+        """Run a change after the earlier ones. Cancelling the caller does not cancel it."""
+        task = asyncio.ensure_future(self._run_locked(change))
         self._running.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._discard)
         return await asyncio.shield(task)
 
-    async def _alone(self, change: Coroutine[Any, Any, T]) -> T:
+    async def _run_locked(self, change: Coroutine[Any, Any, T]) -> T:
         async with self._lock:
             return await change
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _discard(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever asked has been told, or has gone
+            task.exception()  # retrieved: the caller got the error, or was cancelled
 
 
 ID_BYTES = 15
 
 
 def new_id() -> str:
-    """An id that nobody can guess. It never looks like a flag of a command line, nor like a route (`_search`)."""
+    """An unguessable id. It never looks like a command-line option or like a route (`_search`)."""
     while True:
-        found = base64.urlsafe_b64encode(secrets.token_bytes(ID_BYTES)).decode()
-        if found[0].isalnum():
-            return found
+        id_ = base64.urlsafe_b64encode(secrets.token_bytes(ID_BYTES)).decode()
+        if id_[0].isalnum():
+            return id_

@@ -1,5 +1,7 @@
-"""Model groups: a name for the versions of one model. Of the access control that OpenSearch has, there is none here:
-what belongs to a project is seen by that project."""
+"""Model groups: a group has the versions of one model.
+
+OpenSearch's access control does not exist here: a project sees all of its own groups.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,11 @@ __all__ = ["ModelGroup", "ModelGroups"]
 NAME_CHARS_MAX = 256
 TEXT_CHARS_MAX = 10_000
 SHOWN_CHARS = 80
-ACCESS_MODES = ("public", "private")  # without roles both mean the same: the project's own
+ACCESS_MODES = ("public", "private")  # without roles, both mean the group's project
 
 
 class ModelGroups:
-    """Raises, everywhere: UnknownName (`group_not_found`) for a group of another project, or of none."""
+    """All methods raise UnknownName (`group_not_found`) for a group that is unknown or of another project."""
 
     def __init__(
         self, database: Database, clock: Clock, changes: Changes, quotas: ProjectQuotas = ProjectQuotas()
@@ -34,55 +36,55 @@ class ModelGroups:
         self._groups: dict[str, ModelGroup] = {}
 
     async def load(self) -> None:
-        """Read what there is."""
+        """Read all groups."""
         self._groups = {each.id: each for each in await self._database.read(records.read_groups)}
 
     def get(self, caller: Caller, group_id: str) -> ModelGroup:
-        found = self._groups.get(group_id)
-        if found is None or found.project != caller.project:
+        group = self._groups.get(group_id)
+        if group is None or group.project != caller.project:
             raise UnknownName(f"Failed to find model group with ID: {group_id[:SHOWN_CHARS]}", code="group_not_found")
-        return found
+        return group
 
-    def named(self, caller: Caller, name: str) -> ModelGroup | None:
-        """The group of this name, if the caller's project has one."""
+    def by_name(self, caller: Caller, name: str) -> ModelGroup | None:
+        """The group of the caller's project with this name, or None."""
         return next((each for each in self.all(caller) if each.name == name), None)
 
     def all(self, caller: Caller) -> list[ModelGroup]:
-        """Those of the caller's project, in the order of their making."""
+        """The groups of the caller's project, the oldest first."""
         return [each for each in self._groups.values() if each.project == caller.project]
 
     async def register(self, caller: Caller, fields: Mapping[str, Any]) -> ModelGroup:
-        """Raises: InvalidInput for a name that is taken, or for what has no meaning here."""
+        """Create a group. Raises: InvalidInput for a name that is taken and for unsupported fields."""
         name, details = _name(fields), _details(fields, {})
         if name is None:
             raise InvalidInput("Model group name is null", code="missing_name")
         return await self._changes.make(self._register(caller, name, details))
 
     async def _register(self, caller: Caller, name: str, details: dict[str, Any]) -> ModelGroup:
-        self._refuse_taken(caller, name)
+        self._refuse_duplicate(caller, name)
         group = self.new(caller, name, details)
         await self._database.write(records.insert_group, group, self._quotas.of(caller.project).model_groups)
         self.put(group)
         return group
 
     def new(self, caller: Caller, name: str, details: Mapping[str, Any] | None = None) -> ModelGroup:
-        """A group that is not kept yet."""
+        """Make a group without storing it."""
         now = self._clock.now()
         return ModelGroup(new_id(), caller.project, name, 0, {"access": "public", **(details or {})}, 1, now, now)
 
     def put(self, group: ModelGroup) -> None:
-        """Know a group as it was written down."""
+        """Replace a group in memory after it was stored."""
         self._groups[group.id] = group
 
     async def update(self, caller: Caller, group_id: str, fields: Mapping[str, Any]) -> ModelGroup:
-        """Change what is said and keep the rest."""
+        """Change the given fields."""
         name, details = _name(fields), _details(fields, self.get(caller, group_id).details)
         return await self._changes.make(self._update(caller, group_id, name, details))
 
     async def _update(self, caller: Caller, group_id: str, name: str | None, details: dict[str, Any]) -> ModelGroup:
         old = self.get(caller, group_id)
         if name is not None and name != old.name:
-            self._refuse_taken(caller, name)
+            self._refuse_duplicate(caller, name)
         changed = {
             "details": details,
             "revision": old.revision + 1,
@@ -94,7 +96,7 @@ class ModelGroups:
         return group
 
     async def delete(self, caller: Caller, group_id: str) -> ModelGroup:
-        """Raises: Conflict while it holds models."""
+        """Delete a group. Raises: Conflict while it has models."""
         group = self.get(caller, group_id)
         return await self._changes.make(self._delete(group))
 
@@ -104,10 +106,10 @@ class ModelGroups:
         self._groups.pop(group.id, None)
         return group
 
-    def _refuse_taken(self, caller: Caller, name: str) -> None:
-        if (taken := self.named(caller, name)) is not None:
+    def _refuse_duplicate(self, caller: Caller, name: str) -> None:
+        if (existing := self.by_name(caller, name)) is not None:
             raise InvalidInput(
-                f"The name you provided is already being used by a model group with ID: {taken.id}.",
+                f"The name you provided is already being used by a model group with ID: {existing.id}.",
                 code="group_name_taken",
             )
 
@@ -122,7 +124,7 @@ def _name(fields: Mapping[str, Any]) -> str | None:
 
 
 def _details(fields: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a group besides its name. Raises: InvalidInput for what has no meaning here."""
+    """The stored fields of a group besides its name. Raises: InvalidInput for unsupported fields."""
     mode = fields.get("access_mode", fields.get("model_access_mode"))
     if fields.get("backend_roles") or fields.get("add_all_backend_roles") is True:
         raise InvalidInput(
@@ -132,12 +134,12 @@ def _details(fields: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any
         )
     if mode is not None and mode not in ACCESS_MODES:
         raise InvalidInput(
-            f"access_mode must be one of {', '.join(ACCESS_MODES)}: a group belongs to its project, and there are no "
-            f"roles; {str(mode)[:SHOWN_CHARS]!r} is not",
+            f"access_mode must be one of {', '.join(ACCESS_MODES)}, not {str(mode)[:SHOWN_CHARS]!r}: a group belongs "
+            "to its project, and there are no roles",
             code="no_access_control",
         )
     description = fields.get("description")
     if description is not None and (not isinstance(description, str) or len(description) > TEXT_CHARS_MAX):
         raise InvalidInput(f"a description is a text of at most {TEXT_CHARS_MAX:,} characters", code="invalid_text")
-    said = {"access": mode, "description": description}
-    return {**old, **{name: value for name, value in said.items() if value is not None}}
+    values = {"access": mode, "description": description}
+    return {**old, **{name: value for name, value in values.items() if value is not None}}

@@ -1,5 +1,6 @@
-"""The fields of ML Commons' remote models: which are read, which are refused by name, and what they may be. Of them
-`rate_limiter` says how many calls are answered: `ModelRates` counts, a bucket of tokens for each model.
+"""Reads and checks the fields of ML Commons' remote models: interface schemas, details and rate limits.
+
+`ModelRates` enforces the field `rate_limiter`, with a token bucket for each model.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ MODULE = "batchmill.services.remote.model_fields"
 SIDES = ("input", "output")
 SCHEMA_BYTES_MAX = 64 * 1024  # of each side
 DEPTH_MAX = 32
-INLINE_MAX = 4 * 1024 * 1024  # bytes of a schema times bytes of a value that are checked in place
+INLINE_MAX = 4 * 1024 * 1024  # schema bytes times value bytes; a larger check runs in a child process
 STEPS_MAX = 2_000_000  # of one check
 SCHEMA_SHOWN_CHARS = 200
-# What would need another document, or what a validator remembers; nobody's interface is known to hold it.
-REFUSED = (
+# Keywords that need other documents or state between steps. No known interface uses them.
+REFUSED_KEYWORDS = (
     "$ref", "$dynamicRef", "$recursiveRef", "$dynamicAnchor", "unevaluatedProperties", "unevaluatedItems",
     "dependentSchemas", "dependencies",
 )  # fmt: skip
-_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # of schemas
-_LISTED = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SINGLE = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions")  # objects with schemas as values
+_SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SUBSCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _TYPES: dict[str, Callable[[Any], bool]] = {
     "object": lambda value: isinstance(value, dict),
     "array": lambda value: isinstance(value, list),
@@ -76,12 +77,12 @@ _BOUNDS: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], bool]]] = {
 
 
 def read_interface(value: Any) -> dict[str, str] | None:
-    """The schemas as ML Commons keeps them, each a text; empty: none. Raises: InvalidInput."""
+    """Read the field `interface`: a JSON schema for each side, as text; None if it is empty. Raises: InvalidInput."""
     if value in (None, {}):
         return None
     if not isinstance(value, Mapping) or set(value) - set(SIDES):
         raise InvalidInput('interface is an object of schemas: {"input": {…}, "output": {…}}', code="invalid_interface")
-    found = {}
+    schemas = {}
     for side in SIDES:
         if (schema := value.get(side)) is None:
             continue
@@ -91,29 +92,33 @@ def read_interface(value: Any) -> dict[str, str] | None:
         try:
             schema = msgspec.json.decode(text)
         except (msgspec.MsgspecError, RecursionError, UnicodeEncodeError) as error:
-            raise InvalidInput(f"interface.{side} is no JSON: {error}", code="invalid_interface") from None
+            raise InvalidInput(f"interface.{side} is not JSON: {error}", code="invalid_interface") from None
         _check_schema(schema, f"interface.{side}", 0)
-        found[side] = text
-    return found or None
+        schemas[side] = text
+    return schemas or None
 
 
-def _check_schema(schema: Any, place: str, depth: int) -> None:
+def _check_schema(schema: Any, path: str, depth: int) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict) or depth > DEPTH_MAX:
-        message = f"nests deeper than {DEPTH_MAX}" if depth > DEPTH_MAX else "is no schema: an object, true or false"
-        raise InvalidInput(f"{place[:SCHEMA_SHOWN_CHARS]} {message}", code="invalid_interface")
+        message = (
+            f"nests deeper than {DEPTH_MAX}" if depth > DEPTH_MAX else "is not a schema: write an object, true or false"
+        )
+        raise InvalidInput(f"{path[:SCHEMA_SHOWN_CHARS]} {message}", code="invalid_interface")
     for name, value in schema.items():
-        here, is_wrong = f"{place}.{name}", False
-        if name in REFUSED:
-            raise InvalidInput(f"{here[:SCHEMA_SHOWN_CHARS]} is not supported: write it out", code="invalid_interface")
-        if name in _NAMED or name in _LISTED:
-            kind, parts = (dict, dict.items) if name in _NAMED else (list, enumerate)
+        child_path, is_wrong = f"{path}.{name}", False
+        if name in REFUSED_KEYWORDS:
+            raise InvalidInput(
+                f"{child_path[:SCHEMA_SHOWN_CHARS]} is not supported: write it out", code="invalid_interface"
+            )
+        if name in _SCHEMA_MAPS or name in _SCHEMA_LISTS:
+            kind, parts = (dict, dict.items) if name in _SCHEMA_MAPS else (list, enumerate)
             is_wrong = not isinstance(value, kind)
             for key, each in () if is_wrong else parts(value):
-                _check_schema(each, f"{here}.{key}", depth + 1)
-        elif name in _SINGLE:
-            _check_schema(value, here, depth + 1)
+                _check_schema(each, f"{child_path}.{key}", depth + 1)
+        elif name in _SUBSCHEMAS:
+            _check_schema(value, child_path, depth + 1)
         elif name == "type":
             kinds = value if isinstance(value, list) else [value]
             is_wrong = not all(isinstance(each, str) and each in _TYPES for each in kinds)
@@ -124,39 +129,39 @@ def _check_schema(schema: Any, place: str, depth: int) -> None:
         elif name in ("enum", "dependentRequired"):
             is_wrong = not isinstance(value, list if name == "enum" else dict)
         if name in ("pattern", "patternProperties"):
-            _check_patterns([value] if name == "pattern" else list(value), here)
+            _check_patterns([value] if name == "pattern" else list(value), child_path)
         if is_wrong:
             shown = str(value)[:SCHEMA_SHOWN_CHARS]
-            raise InvalidInput(f"{here[:SCHEMA_SHOWN_CHARS]} cannot be {shown}", code="invalid_interface")
+            raise InvalidInput(f"{child_path[:SCHEMA_SHOWN_CHARS]} cannot be {shown}", code="invalid_interface")
 
 
-def _check_patterns(patterns: list[Any], place: str) -> None:
-    for each in patterns:
+def _check_patterns(patterns: list[Any], path: str) -> None:
+    for pattern in patterns:
         try:
-            re.compile(each)
+            re.compile(pattern)
         except (re.error, TypeError, RecursionError, OverflowError) as error:
-            message = f"{place[:SCHEMA_SHOWN_CHARS]} is no regular expression: {error}"
+            message = f"{path[:SCHEMA_SHOWN_CHARS]} is not a regular expression: {error}"
             raise InvalidInput(message, code="invalid_interface") from None
 
 
 async def check(side: str, schema: str, value: bytes, programs: Programs, project: str) -> None:
-    """Refuse a value that does not fit. Raises: InvalidInput, TooComplex, RateLimited."""
+    """Check a value against a schema. Raises: InvalidInput, TooComplex, RateLimited."""
     if "attern" not in schema and len(schema) * len(value) <= INLINE_MAX:
         try:
             decoded = decode(value)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise InvalidInput(f"the {side} is no JSON: {error}", code="invalid_json") from None
-        wrong = violation(msgspec.json.decode(schema), decoded)
+            raise InvalidInput(f"the {side} is not JSON: {error}", code="invalid_json") from None
+        mismatch = violation(msgspec.json.decode(schema), decoded)
     else:
         order = msgspec.json.encode([schema, Raw(value)])
-        wrong = (
+        mismatch = (
             await programs.run(f"{MODULE}:check_apart", order, who=project, work="the interface's schema",
                                program=schema.encode())
         ).decode()  # fmt: skip
-    if wrong:
+    if mismatch:
         hint = "" if side == "input" else ", if you think this is expected, please update your 'output' field in the "
         more = "" if side == "input" else "'interface' field for this model"
-        raise InvalidInput(f"Error validating {side} schema{hint}{more}: {wrong}", code=f"{side}_schema_mismatch")
+        raise InvalidInput(f"Error validating {side} schema{hint}{more}: {mismatch}", code=f"{side}_schema_mismatch")
 
 
 def check_apart(order: bytes, progress: Callable[[float], None]) -> bytes:
@@ -165,7 +170,7 @@ def check_apart(order: bytes, progress: Callable[[float], None]) -> bytes:
 
 
 def violation(schema: Any, value: Any) -> str:
-    """What is wrong with a value, in a sentence; empty: it fits. Raises: TooComplex for too many steps."""
+    """The first mismatch of a value with a schema, as a sentence; empty if it matches. Raises: TooComplex."""
     return _Walk().check(schema, value, "$")
 
 
@@ -173,94 +178,94 @@ class _Walk:
     def __init__(self) -> None:
         self._steps = 0
 
-    def check(self, schema: Any, value: Any, place: str) -> str:
+    def check(self, schema: Any, value: Any, path: str) -> str:
         self._steps += 1
         if self._steps > STEPS_MAX:
             raise TooComplex(f"the interface's schema takes more than {STEPS_MAX:,} steps: make it simpler")
         if isinstance(schema, bool):
-            return "" if schema else f"{place}: nothing may be there"
+            return "" if schema else f"{path}: the schema allows no value here"
         return (
-            _scalar(schema, value, place)
-            or self._object(schema, value, place)
-            or self._array(schema, value, place)
-            or self._combined(schema, value, place)
+            _scalar(schema, value, path)
+            or self._object(schema, value, path)
+            or self._array(schema, value, path)
+            or self._combined(schema, value, path)
         )
 
-    def _object(self, schema: dict[str, Any], value: Any, place: str) -> str:
+    def _object(self, schema: dict[str, Any], value: Any, path: str) -> str:
         if not isinstance(value, dict):
             return ""
         for name in schema.get("required", ()):
             if name not in value:
-                return f"{place}: required property '{_short(name)}' not found"
+                return f"{path}: required property '{_short(name)}' not found"
         for name, needed in schema.get("dependentRequired", {}).items():
             if name in value and (missing := [each for each in needed if each not in value]):
-                return f"{place}: property '{_short(missing[0])}' is needed beside '{_short(name)}'"
-        known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
-        rest, names = schema.get("additionalProperties", True), schema.get("propertyNames", True)
+                return f"{path}: property '{_short(missing[0])}' is required with '{_short(name)}'"
+        properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+        additional, names = schema.get("additionalProperties", True), schema.get("propertyNames", True)
         for name, each in value.items():
-            here = f"{place}.{_short(name)}"
-            wrong = "" if names is True else self.check(names, name, here)
-            fitting = [known[name]] if name in known else []
-            fitting += [inner for pattern, inner in patterns.items() if re.search(pattern, name)]
-            for inner in fitting:
-                wrong = wrong or self.check(inner, each, here)
-            if not fitting and rest is not True:
-                message = f"{place}: property '{_short(name)}' is not defined in the schema"
-                wrong = wrong or (message if rest is False else self.check(rest, each, here))
-            if wrong:
-                return wrong
+            child_path = f"{path}.{_short(name)}"
+            mismatch = "" if names is True else self.check(names, name, child_path)
+            schemas = [properties[name]] if name in properties else []
+            schemas += [inner for pattern, inner in patterns.items() if re.search(pattern, name)]
+            for inner in schemas:
+                mismatch = mismatch or self.check(inner, each, child_path)
+            if not schemas and additional is not True:
+                message = f"{path}: property '{_short(name)}' is not defined in the schema"
+                mismatch = mismatch or (message if additional is False else self.check(additional, each, child_path))
+            if mismatch:
+                return mismatch
         return ""
 
-    def _array(self, schema: dict[str, Any], value: Any, place: str) -> str:
+    def _array(self, schema: dict[str, Any], value: Any, path: str) -> str:
         if not isinstance(value, list):
             return ""
-        first, rest = schema.get("prefixItems", []), schema.get("items", True)
-        for at, each in enumerate(value):
-            inner = first[at] if at < len(first) else rest
-            if inner is not True and (wrong := self.check(inner, each, f"{place}[{at}]")):
-                return wrong
-        if "contains" in schema and all(self.check(schema["contains"], each, place) for each in value):
-            return f"{place}: no element is as `contains` says"
+        first, items = schema.get("prefixItems", []), schema.get("items", True)
+        for index, each in enumerate(value):
+            inner = first[index] if index < len(first) else items
+            if inner is not True and (mismatch := self.check(inner, each, f"{path}[{index}]")):
+                return mismatch
+        if "contains" in schema and all(self.check(schema["contains"], each, path) for each in value):
+            return f"{path}: no element matches `contains`"
         if schema.get("uniqueItems") is True:
             seen = {msgspec.json.encode(each, order="sorted") for each in value}
             if len(seen) < len(value):
-                return f"{place}: elements are not unique"
+                return f"{path}: elements are not unique"
         return ""
 
-    def _combined(self, schema: dict[str, Any], value: Any, place: str) -> str:
+    def _combined(self, schema: dict[str, Any], value: Any, path: str) -> str:
         for each in schema.get("allOf", ()):
-            if wrong := self.check(each, value, place):
-                return wrong
-        if "anyOf" in schema and all(self.check(each, value, place) for each in schema["anyOf"]):
-            return f"{place}: fits none of anyOf"
+            if mismatch := self.check(each, value, path):
+                return mismatch
+        if "anyOf" in schema and all(self.check(each, value, path) for each in schema["anyOf"]):
+            return f"{path}: matches no schema of anyOf"
         if "oneOf" in schema:
-            fitting = sum(not self.check(each, value, place) for each in schema["oneOf"])
-            if fitting != 1:
-                return f"{place}: fits {fitting} of oneOf, and must fit one"
-        if "not" in schema and not self.check(schema["not"], value, place):
-            return f"{place}: is what `not` excludes"
+            matches = sum(not self.check(each, value, path) for each in schema["oneOf"])
+            if matches != 1:
+                return f"{path}: matches {matches} schemas of oneOf and must match one"
+        if "not" in schema and not self.check(schema["not"], value, path):
+            return f"{path}: matches the schema of `not`"
         if "if" in schema:
-            branch = "else" if self.check(schema["if"], value, place) else "then"
-            return self.check(schema.get(branch, True), value, place)
+            branch = "else" if self.check(schema["if"], value, path) else "then"
+            return self.check(schema.get(branch, True), value, path)
         return ""
 
 
-def _scalar(schema: dict[str, Any], value: Any, place: str) -> str:
+def _scalar(schema: dict[str, Any], value: Any, path: str) -> str:
     kinds = schema.get("type", ())
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if kinds and not any(_TYPES[each](value) for each in kinds):
-        return f"{place}: {_kind(value)} found, {' or '.join(kinds)} expected"
+        return f"{path}: {_kind(value)} found, {' or '.join(kinds)} expected"
     if "const" in schema and not _same(schema["const"], value):
-        return f"{place}: must be the constant value {_shown(schema['const'])}"
+        return f"{path}: must be the constant value {_preview(schema['const'])}"
     if "enum" in schema and not any(_same(each, value) for each in schema["enum"]):
-        return f"{place}: does not have a value in the enumeration {_shown(schema['enum'])}"
+        return f"{path}: does not have a value in the enumeration {_preview(schema['enum'])}"
     for name, (measure, holds) in _BOUNDS.items():
         if name in schema and (measured := measure(value)) is not None and not holds(measured, schema[name]):
-            return f"{place}: {name} is {schema[name]}, and it is {measured}"
+            return f"{path}: {name} is {schema[name]}, not {measured}"
     if "multipleOf" in schema and _is_number(value) and value % schema["multipleOf"]:
-        return f"{place}: must be a multiple of {schema['multipleOf']}"
+        return f"{path}: must be a multiple of {schema['multipleOf']}"
     if "pattern" in schema and isinstance(value, str) and not re.search(schema["pattern"], value):
-        return f"{place}: does not match the pattern {_short(schema['pattern'])}"
+        return f"{path}: does not match the pattern {_short(schema['pattern'])}"
     return ""
 
 
@@ -269,7 +274,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal, where true is not 1."""
+    """Whether two values are equal. true is not 1."""
     return one == other and isinstance(one, bool) == isinstance(other, bool)
 
 
@@ -281,7 +286,7 @@ def _short(text: str) -> str:
     return text[:SCHEMA_SHOWN_CHARS]
 
 
-def _shown(value: Any) -> str:
+def _preview(value: Any) -> str:
     return msgspec.json.encode(value).decode()[:SCHEMA_SHOWN_CHARS]
 
 
@@ -295,15 +300,15 @@ UNITS = {
     "NANOSECONDS": 1e-9, "MICROSECONDS": 1e-6, "MILLISECONDS": 1e-3, "SECONDS": 1.0, "MINUTES": 60.0,
     "HOURS": 3600.0, "DAYS": 86_400.0,
 }  # fmt: skip
-# What nobody here would act on, and why; a client that never hears of it would count on it.
-_STRANGERS = {
+# Fields without an effect here -> the reason. They are refused, because a client would rely on them.
+_UNSUPPORTED = {
     "guardrails": "nothing checks what goes into a model or comes out of it",
 }
 _ACCESS_FIELDS = ("backend_roles", "add_all_backend_roles")
 
 
 def name_of(fields: Mapping[str, Any]) -> str:
-    """Raises: InvalidInput."""
+    """The name of a model. Raises: InvalidInput."""
     name = fields.get("name")
     if name is None:
         raise InvalidInput("model name is null", code="missing_name")
@@ -312,16 +317,16 @@ def name_of(fields: Mapping[str, Any]) -> str:
     return name
 
 
-def refuse_strangers(fields: Mapping[str, Any]) -> None:
-    """Raises: InvalidInput for a field that would be promised something here."""
+def refuse_unsupported(fields: Mapping[str, Any]) -> None:
+    """Raises: InvalidInput for a field that is not supported."""
     kind = fields.get("function_name")
     if kind is not None and str(kind).upper() != REMOTE:
         raise InvalidInput(
-            f"function_name must be remote: models that are loaded from files, such as {str(kind)[:SHOWN_CHARS]!r}, "
-            "are `batchmill deploy`ed",
+            f"function_name must be remote, not {str(kind)[:SHOWN_CHARS]!r}: use `batchmill deploy` for models that "
+            "are loaded from files",
             code="not_remote",
         )
-    for name, why in _STRANGERS.items():
+    for name, why in _UNSUPPORTED.items():
         if fields.get(name) not in (None, {}):
             raise InvalidInput(f"{name} is not supported here: {why}; leave it out", code="unsupported_field")
     if any(fields.get(name) not in (None, False, []) for name in _ACCESS_FIELDS):
@@ -333,17 +338,16 @@ def refuse_strangers(fields: Mapping[str, Any]) -> None:
 
 
 def require_remote(fields: Mapping[str, Any]) -> None:
-    """Raises: InvalidInput where the kind is not said: ML Commons takes that for a model loaded from files."""
+    """Raises: InvalidInput without a function_name, which means a model loaded from files to ML Commons."""
     if fields.get("function_name") is None:
         raise InvalidInput(
-            "model format is null: a model without function_name is one that is loaded from files; write "
-            '"function_name": "remote"',
+            'model format is null: a model without function_name is loaded from files; write "function_name": "remote"',
             code="not_remote",
         )
 
 
 def details_of(fields: Mapping[str, Any], old: ModelDetails) -> ModelDetails:
-    """What fields say of a model besides its name and connector. Raises: InvalidInput."""
+    """Read the fields of a model other than its name and connector. Raises: InvalidInput."""
     changed: dict[str, Any] = {}
     if (description := fields.get("description")) is not None:
         if not isinstance(description, str) or len(description) > TEXT_CHARS_MAX:
@@ -371,7 +375,7 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def read_limiter(value: Any) -> RateLimiter | None:
-    """The field `rate_limiter`: {"limit": "4", "unit": "MINUTES"}; empty: none. Raises: InvalidInput."""
+    """Read the field `rate_limiter`: {"limit": "4", "unit": "MINUTES"}; None if it is empty. Raises: InvalidInput."""
     if value in (None, {}):
         return None
     if not isinstance(value, Mapping):
@@ -396,12 +400,12 @@ def read_limiter(value: Any) -> RateLimiter | None:
 
 
 def per_minute(limiter: RateLimiter | None) -> int | None:
-    """As `types.Limits` has it; None: there is no limit."""
+    """The limit as `requests_per_minute` of `types.Limits`; None for no limit."""
     return None if limiter is None else max(1, min(round(limiter.limit * 60 / UNITS[limiter.unit]), 10**9))
 
 
 class ModelRates:
-    """Rate limits of remote models. A bucket holds what may be answered in one unit of time."""
+    """Rate limits of remote models. A bucket holds the calls of one unit of time."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -417,5 +421,5 @@ class ModelRates:
             raise RateLimited("Request is throttled at model level.", retry_after_s=wait_s)
 
     def forget(self, model_id: str) -> None:
-        """The model is gone, or has another limit."""
+        """Drop the bucket of a model that was deleted or has another limit."""
         self._buckets.forget(model_id)

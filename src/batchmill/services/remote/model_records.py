@@ -1,5 +1,4 @@
-"""The database's rows of models that are a connector, and of their groups. Each function runs in its caller's
-transaction."""
+"""Database rows of remote models and their groups. Each function here runs in its caller's transaction."""
 
 from __future__ import annotations
 
@@ -16,17 +15,17 @@ from batchmill.store.quotas import refuse_beyond
 from batchmill.store.tables import model_groups, remote_models
 from batchmill.types import Connector, Quotas
 
-MODELS_MAX = 10_000  # of one server, as of groups: they are all in memory
+MODELS_MAX = 10_000  # of one server, which holds them all in memory; the same for groups
 REGISTERED, DEPLOYED, UNDEPLOYED = "REGISTERED", "DEPLOYED", "UNDEPLOYED"
 
 
 class ModelGroup(Struct, frozen=True):
-    """A name for the versions of one model."""
+    """The versions of one model under a name."""
 
     id: str
     project: str
     name: str
-    latest: int  # the newest version within it
+    latest: int  # its newest version
     details: dict[str, Any]  # access, description
     revision: int
     created: float
@@ -34,33 +33,33 @@ class ModelGroup(Struct, frozen=True):
 
 
 class RateLimiter(Struct, frozen=True):
-    """How many calls of a model are answered."""
+    """How many calls of a model are allowed in a unit of time."""
 
     limit: float
-    unit: str  # of TimeUnit in Java: SECONDS, MINUTES, HOURS, DAYS …
+    unit: str  # of Java's TimeUnit: SECONDS, MINUTES, HOURS, DAYS …
 
 
 class ModelDetails(Struct, frozen=True, omit_defaults=True):
-    """What a model's record says besides its columns."""
+    """The fields of a model that have no column of their own."""
 
     description: str | None = None
     is_enabled: bool = True
-    is_auto_deploy: bool | None = None  # None: as the server's configuration says
+    is_auto_deploy: bool | None = None  # None: the server's configuration decides
     rate_limiter: RateLimiter | None = None
-    interface: dict[str, str] | None = None  # schemas, as texts: `interfaces`
-    deployed: float | None = None  # when it was last
+    interface: dict[str, str] | None = None  # JSON schemas as text: `model_fields`
+    deployed: float | None = None  # time of the last deployment
     undeployed: float | None = None
 
 
 class RemoteModel(Struct, frozen=True):
-    """A model that is a connector."""
+    """A model whose calls go through a connector."""
 
     id: str
     project: str
     name: str
     group: str
     version: int  # within its group
-    connector: str | None  # None: its own
+    connector: str | None  # the id of a shared connector; None: `own`
     own: Connector | None
     state: str  # REGISTERED, DEPLOYED, UNDEPLOYED
     details: ModelDetails
@@ -74,9 +73,9 @@ class RemoteModel(Struct, frozen=True):
 
 
 def insert_group(db: sa.Connection, group: ModelGroup, quota: int) -> None:
-    """Raises: OverQuota, InvalidInput where there are too many."""
+    """Insert a group. Raises: OverQuota, InvalidInput for too many."""
     refuse_beyond(db, model_groups, quota, quota="model_groups", project=group.project, way_out="delete some")
-    _refuse_more(db, model_groups, "model groups")
+    _refuse_above_max(db, model_groups, "model groups")
     db.execute(model_groups.insert().values(_group_values(group)))
 
 
@@ -85,7 +84,7 @@ def update_group(db: sa.Connection, group: ModelGroup) -> None:
 
 
 def delete_group(db: sa.Connection, group_id: str) -> bool:
-    """Whether it is gone: one that holds models stays."""
+    """Delete a group unless it has models. Returns whether it was deleted."""
     if db.execute(sa.select(remote_models.c.id).where(remote_models.c.group == group_id).limit(1)).first() is not None:
         return False
     db.execute(model_groups.delete().where(model_groups.c.id == group_id))
@@ -99,28 +98,27 @@ def read_groups(db: sa.Connection) -> list[ModelGroup]:
 
 
 def insert(db: sa.Connection, model: RemoteModel, group: ModelGroup, quotas: Quotas) -> None:
-    """A new version within its group, which may be new itself. Raises: OverQuota, InvalidInput where there are too
-    many."""
-    most, project = quotas.remote_models, model.project
-    refuse_beyond(db, remote_models, most, quota="remote_models", project=project, way_out="delete some")
-    _refuse_more(db, remote_models, "remote models")
+    """Insert a model and update or insert its group. Raises: OverQuota, InvalidInput for too many."""
+    model_quota, project = quotas.remote_models, model.project
+    refuse_beyond(db, remote_models, model_quota, quota="remote_models", project=project, way_out="delete some")
+    _refuse_above_max(db, remote_models, "remote models")
     if not _update_group(db, group):
         insert_group(db, group, quotas.model_groups)
     db.execute(remote_models.insert().values(_values(model)))
 
 
 def update(db: sa.Connection, model: RemoteModel, group: ModelGroup | None = None) -> None:
-    """Write down what changed; `group`: the one that it moved to."""
+    """Update a model, and `group` if the model moved there."""
     if group is not None:
         _update_group(db, group)
     db.execute(remote_models.update().where(remote_models.c.id == model.id).values(_values(model)))
 
 
 def delete(db: sa.Connection, model: RemoteModel) -> None:
-    """Raises: Conflict while a job that has not ended needs the connector that only this model has."""
+    """Delete a model. Raises: Conflict while an unfinished job uses the model's own connector."""
     if model.own is not None and model.own.id in used_by_jobs(db):
         raise Conflict(
-            f"the model {model.id} is used by a job that has not ended: cancel it, or wait", code="model_in_use"
+            f"an unfinished job uses the model {model.id}: cancel the job, or wait for it", code="model_in_use"
         )
     db.execute(remote_models.delete().where(remote_models.c.id == model.id))
 
@@ -132,20 +130,20 @@ def read_all(db: sa.Connection) -> list[RemoteModel]:
 
 
 def next_version(group: ModelGroup, now: float) -> ModelGroup:
-    """The group once one more model is in it."""
+    """The group after another model was added."""
     return replace(group, latest=group.latest + 1, revision=group.revision + 1, changed=max(now, group.changed))
 
 
 def _update_group(db: sa.Connection, group: ModelGroup) -> bool:
-    """Whether it is there."""
+    """Update a group. Returns whether it exists."""
     changed = db.execute(model_groups.update().where(model_groups.c.id == group.id).values(_group_values(group)))
     return bool(changed.rowcount)
 
 
-def _refuse_more(db: sa.Connection, table: sa.Table, what: str) -> None:
+def _refuse_above_max(db: sa.Connection, table: sa.Table, items: str) -> None:
     if (db.execute(sa.select(sa.func.count()).select_from(table)).scalar() or 0) >= MODELS_MAX:
         raise InvalidInput(
-            f"there are {MODELS_MAX:,} {what}, the most that there can be: delete one", code="too_many_models"
+            f"the server has {MODELS_MAX:,} {items}, which is the maximum: delete one", code="too_many_models"
         )
 
 

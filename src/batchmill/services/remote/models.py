@@ -1,4 +1,4 @@
-"""Models that are a connector: registered in groups, deployed, undeployed and deleted by the process that owns them."""
+"""Registers, deploys, undeploys and deletes remote models, in the process that owns the data directory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from batchmill.services.remote.model_fields import (
     details_of,
     name_of,
     per_minute,
-    refuse_strangers,
+    refuse_unsupported,
     require_remote,
 )
 from batchmill.services.remote.model_records import (
@@ -45,7 +45,7 @@ from batchmill.types.connectors import BATCH_PREDICT, PREDICT
 from batchmill.types.engine_traits import CONNECTOR, PROVIDER_BATCH, ROUTES
 
 AUTO, BATCH, ONLINE = "auto", "batch", "online"
-PROVIDER = "provider"  # the parameter of a connector that says whose batch API it speaks
+PROVIDER = "provider"  # the connector parameter that names the provider of its batch API
 _HOSTS = {
     "api.openai.com": "openai",
     "api.anthropic.com": "anthropic",
@@ -58,21 +58,22 @@ _AWS_SERVICES = {"api.sagemaker": "sagemaker", "bedrock": "bedrock"}
 
 
 def provider_of(connector: Connector) -> str | None:
-    """Whose batch API the `batch_predict` action calls; None: there is no such action, or nobody knows the API.
+    """The provider of the batch API that the `batch_predict` action calls; None without the action or if unknown.
 
-    Raises: InvalidInput where the connector names a provider that nobody knows.
+    Raises: InvalidInput if the connector names an unknown provider.
     """
     action = connector.action(BATCH_PREDICT)
     if action is None:
         return None
-    named = connector.parameters.get(PROVIDER)
-    if named is not None:
-        if named not in PROVIDERS:
+    provider = connector.parameters.get(PROVIDER)
+    if provider is not None:
+        if provider not in PROVIDERS:
             raise InvalidInput(
-                f"the connector {connector.name!r} names the provider {named[:40]!r}: known are {', '.join(PROVIDERS)}",
+                f"the connector {connector.name!r} names the provider {provider[:40]!r}, which is not one of "
+                f"{', '.join(PROVIDERS)}",
                 code="unknown_provider",
             )
-        return named
+        return provider
     host = (urlsplit(own_url(action.url, connector.parameters)).hostname or "").lower()
     if host in _HOSTS:
         return _HOSTS[host]
@@ -87,38 +88,38 @@ def provider_of(connector: Connector) -> str | None:
 def spec_of(
     name: str, connector: Connector, *, alias: str | None = None, limits: Limits = Limits(), route: str = AUTO
 ) -> ModelSpec:
-    """The model that `name` is, with the connector in it: what changes later changes no job that has begun.
+    """The spec of a remote model. It contains the connector, so that later changes do not affect running jobs.
 
     Args:
-        alias: what else its rows may call it.
-        route: "batch" or "online" for one way alone; "auto" for whichever there are.
+        alias: another name that rows may use.
+        route: "batch" or "online" for one route only; "auto" for all that exist.
 
-    Raises: InvalidInput where that way, or any, does not exist.
+    Raises: InvalidInput if no such route exists.
     """
     provider = provider_of(connector)
     source = connector.parameters.get("model") or connector.name
     online = ModelSpec(name, CONNECTOR, source, connector=connector, alias=alias, limits=limits)
-    ways = []
+    specs = []
     if provider is not None and route != ONLINE:
-        ways.append(replace(online, engine=PROVIDER_BATCH, provider=provider))
+        specs.append(replace(online, engine=PROVIDER_BATCH, provider=provider))
     if connector.action(PREDICT) is not None and route != BATCH:
-        ways.append(online)
-    if not ways:
-        raise InvalidInput(_no_way(connector, route), code="no_route")
-    return ways[0] if len(ways) == 1 else ModelSpec(name, ROUTES, source, alias=alias, routes=ways, limits=limits)
+        specs.append(online)
+    if not specs:
+        raise InvalidInput(_no_route_message(connector, route), code="no_route")
+    return specs[0] if len(specs) == 1 else ModelSpec(name, ROUTES, source, alias=alias, routes=specs, limits=limits)
 
 
-def _no_way(connector: Connector, route: str) -> str:
-    place = f"the connector {connector.name!r}"
+def _no_route_message(connector: Connector, route: str) -> str:
+    subject = f"the connector {connector.name!r}"
     if connector.action(BATCH_PREDICT) is not None and route != ONLINE:
         return (
-            f"{place} hands batches to a service whose batch API is unknown: where it speaks OpenAI's, say so "
-            f'with the parameter "{PROVIDER}": "openai"' + ("" if route == BATCH else "; or give it a predict action")
+            f"{subject} submits batches to a service with an unknown batch API: if it is compatible with OpenAI's, set "
+            f'the parameter "{PROVIDER}": "openai"' + ("" if route == BATCH else "; or add a predict action")
         )
     missing = {BATCH: "batch_predict action", ONLINE: "predict action"}.get(
         route, "predict action and no batch_predict"
     )
-    return f"{place} has no {missing}: no row of a job can go through it"
+    return f"{subject} has no {missing}: a job cannot send rows through it"
 
 
 __all__ = ["ModelDetails", "RemoteModel", "RemoteModels"]
@@ -128,10 +129,10 @@ NOT_UNDEPLOYED = "the model {} is not undeployed"
 
 
 class RemoteModels:
-    """Raises, everywhere: UnknownName (`model_not_found`) for a model of another project, or of none.
+    """All methods raise UnknownName (`model_not_found`) for a model that is unknown or of another project.
 
     Args:
-        auto_deploy: a call of a model deploys it, unless the model says otherwise.
+        auto_deploy: whether a call of a model deploys it, for models without a setting of their own.
     """
 
     def __init__(
@@ -146,119 +147,125 @@ class RemoteModels:
         connectors.listen(self._connector_changed)
 
     async def load(self) -> None:
-        """Read what there is; connectors and groups have been."""
+        """Read all models. Connectors and groups must be loaded before."""
         self._models = {each.id: each for each in await self._database.read(records.read_all)}
         self._publish(self._models.values())
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- lookup -------------------------------------------------------------------------------------------------------
 
     def get(self, caller: Caller, model_id: str) -> RemoteModel:
-        found = self._models.get(model_id)
-        if found is None or found.project != caller.project:
+        model = self._models.get(model_id)
+        if model is None or model.project != caller.project:
             raise UnknownName(
                 f"Failed to find model with the provided model id: {model_id[:SHOWN_CHARS]}", code="model_not_found"
             )
-        return found
+        return model
 
     def all(self, caller: Caller) -> list[RemoteModel]:
-        """Those of the caller's project, in the order of their making."""
+        """The models of the caller's project, the oldest first."""
         return [each for each in self._models.values() if each.project == caller.project]
 
     def every(self) -> list[RemoteModel]:
-        """Those of all projects, for whoever runs the machine."""
+        """The models of all projects, for the operator of the machine."""
         return list(self._models.values())
 
     def connector(self, model: RemoteModel) -> Connector:
-        """What a model calls through. Raises: UnknownName where that is gone."""
+        """The connector of a model. Raises: UnknownName if it was deleted."""
         if model.own is not None:
             return model.own
         assert model.connector is not None, "it has one or the other"
-        return self._connectors.get(_owner(model), model.connector).connector
+        return self._connectors.get(_project_reader(model), model.connector).connector
 
     def spec(self, model_id: str, *, route: str = AUTO) -> ModelSpec:
-        """The model as a job has it, with its connector as it is now.
+        """The model as part of a job spec, with the current connector.
 
         Args:
-            route: "batch" or "online" for one way alone; "auto" for whichever there are.
+            route: "batch" or "online" for one route only; "auto" for all that exist.
 
-        Raises: InvalidInput (`no_route`) where that way does not exist.
+        Raises: InvalidInput (`no_route`) if no such route exists.
         """
-        found = self._models.get(model_id)
-        if found is None:
+        model = self._models.get(model_id)
+        if model is None:
             raise UnknownName(
                 f"Failed to find model with the provided model id: {model_id[:SHOWN_CHARS]}", code="model_not_found"
             )
-        limits = Limits(requests_per_minute=per_minute(found.details.rate_limiter))
-        alias = found.name if MODEL_NAME.fullmatch(found.name) else None
-        return spec_of(model_id, self.connector(found), alias=alias, limits=limits, route=route)
+        limits = Limits(requests_per_minute=per_minute(model.details.rate_limiter))
+        alias = model.name if MODEL_NAME.fullmatch(model.name) else None
+        return spec_of(model_id, self.connector(model), alias=alias, limits=limits, route=route)
 
     def find(self, name: str, project: str | None = None) -> RemoteModel | None:
-        """The model with this id, or the newest version of the one group whose models are called so. Callable ones.
+        """The callable model with this id, or the newest version in the only group whose models have this name.
 
         Args:
-            project: whose; None: anybody's.
+            project: of the model; None: any.
         """
-        found = self._models.get(name)
-        if found is None:
-            named = [each for each in self._models.values() if each.name == name and project in (None, each.project)]
-            found = self._meant(named)
-        is_theirs = found is not None and project in (None, found.project)
-        return found if found is not None and is_theirs and self.is_callable(found) else None
+        model = self._models.get(name)
+        if model is None:
+            models = [each for each in self._models.values() if each.name == name and project in (None, each.project)]
+            model = self._newest_callable(models)
+        is_of_project = model is not None and project in (None, model.project)
+        return model if model is not None and is_of_project and self.is_callable(model) else None
 
-    def _meant(self, named: Iterable[RemoteModel]) -> RemoteModel | None:
-        """Which of the models of a name it means: the newest version; nothing where two groups have such models."""
-        found = [each for each in named if MODEL_NAME.fullmatch(each.name) and self.is_callable(each)]
-        return max(found, key=lambda each: each.version) if len({each.group for each in found}) == 1 else None
+    def _newest_callable(self, models: Iterable[RemoteModel]) -> RemoteModel | None:
+        """The newest callable version among models of one name; None if two groups have such models."""
+        callable_models = [each for each in models if MODEL_NAME.fullmatch(each.name) and self.is_callable(each)]
+        return (
+            max(callable_models, key=lambda each: each.version)
+            if len({each.group for each in callable_models}) == 1
+            else None
+        )
 
     def for_job(self, model: RemoteModel) -> ModelSpec:
-        """The model as a job has it whose rows may name it by its id, and by its name where that means it."""
+        """The spec for a job. Rows may use the model's id, and its name if that resolves to this model."""
         names = [model.id]
         if self.find(model.name, model.project) == model:
             names.append(model.name)
         return replace(self.spec(model.id), allowed=names)
 
     def is_callable(self, model: RemoteModel) -> bool:
-        """It is enabled, and deployed or will be when it is called."""
+        """Whether the model is enabled, and is deployed or will be at its first call."""
         is_auto_deploy = model.details.is_auto_deploy
         may_deploy = self._auto_deploy if is_auto_deploy is None else is_auto_deploy
         return model.details.is_enabled and (model.is_deployed or may_deploy)
 
     def admit(self, model_id: str) -> None:
-        """Count a call of a model. Raises: RateLimited where its `rate_limiter` says that it is one too many."""
+        """Count a call of a model. Raises: RateLimited if its `rate_limiter` does not allow another call now."""
         self._rates.admit(model_id, self._models[model_id].details.rate_limiter)
 
     # -- publishing ---------------------------------------------------------------------------------------------------
 
     def _publish(self, changed: Iterable[RemoteModel]) -> None:
-        """Publish what was written down: the models that share a name with it may mean something else now."""
+        """Publish stored changes, together with the models of the same names, which may resolve differently now."""
         names = {(each.project, each.name) for each in changed}
-        named: dict[tuple[str, str], list[RemoteModel]] = {each: [] for each in names}
+        models_by_name: dict[tuple[str, str], list[RemoteModel]] = {each: [] for each in names}
         for model in self._models.values():
-            if (same := named.get((model.project, model.name))) is not None:
-                same.append(model)
-        self._directory.publish({(ModelKind.REMOTE, *name): self._rows(name[1], same) for name, same in named.items()})
+            if (models := models_by_name.get((model.project, model.name))) is not None:
+                models.append(model)
+        self._directory.publish(
+            {(ModelKind.REMOTE, *name): self._rows(name[1], models) for name, models in models_by_name.items()}
+        )
 
     def _rows(self, name: str, models: list[RemoteModel]) -> list[ModelRow]:
-        """Each model by its id, and the one that their name means by that. Others hold the name."""
-        meant, rows = self._meant(models), []
+        """A row for each model's id, and one for the name: of the model it resolves to, or to reserve it."""
+        newest, rows = self._newest_callable(models), []
         for model in models:
             blank = ModelRow(
                 model.id, ModelKind.REMOTE, model.project, base=model.id, listed=(model.id, name), created=model.created
             )
-            rows.append(found := self._answering(blank, model, [name] if model is meant else []))
-            if model is meant:
-                rows.append(replace(found, name=name))
-        if models and meant is None and MODEL_NAME.fullmatch(name):
+            rows.append(row := self._with_spec(blank, model, [name] if model is newest else []))
+            if model is newest:
+                rows.append(replace(row, name=name))
+        if models and newest is None and MODEL_NAME.fullmatch(name):
             rows.append(ModelRow(name, ModelKind.REMOTE, models[0].project))
         return rows
 
-    def _answering(self, row: ModelRow, model: RemoteModel, names: list[str]) -> ModelRow:
-        """The row of a model with what it answers with, if it may be called."""
+    def _with_spec(self, row: ModelRow, model: RemoteModel, names: list[str]) -> ModelRow:
+        """The row of a model with its spec, if it is callable."""
         if not self.is_callable(model):
             return row
         try:
             return replace(row, spec=replace(self.spec(model.id), allowed=[model.id, *names]))
-        except BatchmillError as error:  # told to whoever calls it
+        except BatchmillError as error:  # raised again for each caller
             return replace(row, refuse=partial(type(error), error.message, code=error.code))
 
     def _connector_changed(self, connector_id: str) -> None:
@@ -269,12 +276,12 @@ class RemoteModels:
     async def register(
         self, caller: Caller, fields: Mapping[str, Any], *, deploy: bool = False, is_trusted: bool = False
     ) -> RemoteModel:
-        """Make a model of the fields that ML Commons has for a remote one: a connector's id, or a connector.
+        """Create a model from ML Commons' fields of a remote model, with a connector or the id of one.
 
-        Raises: InvalidInput with ML Commons' words; UnknownName for the connector, or the group.
+        Raises: InvalidInput with ML Commons' message; UnknownName for the connector or the group.
         """
         name = name_of(fields)
-        refuse_strangers(fields)
+        refuse_unsupported(fields)
         require_remote(fields)
         details = details_of(fields, ModelDetails())
         model_id = new_id()
@@ -291,7 +298,7 @@ class RemoteModels:
     async def _connector_of(
         self, caller: Caller, fields: Mapping[str, Any], model_id: str, *, is_trusted: bool
     ) -> tuple[Connector | None, dict[str, str]]:
-        """The connector that only this model is to have; None: it names one that there is."""
+        """The model's own connector and its credentials; None if the fields have the id of an existing one."""
         if (connector_id := fields.get("connector_id")) is not None:
             self._connectors.get(caller, str(connector_id))
             return None, {}
@@ -326,7 +333,7 @@ class RemoteModels:
 
     @contextlib.contextmanager
     def _claim(self, model: RemoteModel) -> Iterator[None]:
-        """Hold the name of a model, if calls may name it so. Raises: Conflict (`name_taken`)."""
+        """Reserve the name of a model, if calls can use it. Raises: Conflict (`name_taken`)."""
         if not MODEL_NAME.fullmatch(model.name):
             yield
             return
@@ -334,31 +341,31 @@ class RemoteModels:
             yield
 
     def _group_for(self, caller: Caller, name: str, group_id: Any) -> ModelGroup:
-        """The group that a model joins, with one version more: the one that is named, of its name, or a new one."""
+        """The group for a model, with one more version: the given one, the one with the model's name, or a new one."""
         if group_id is None:
-            found = self._groups.named(caller, name) or self._groups.new(caller, name)
+            group = self._groups.by_name(caller, name) or self._groups.new(caller, name)
         else:
             try:
-                found = self._groups.get(caller, str(group_id))
+                group = self._groups.get(caller, str(group_id))
             except UnknownName:
                 raise UnknownName("Model group not found", code="group_not_found") from None
-        return records.next_version(found, self._clock.now())
+        return records.next_version(group, self._clock.now())
 
     async def update(self, caller: Caller, model_id: str, fields: Mapping[str, Any]) -> RemoteModel:
-        """Change what is said and keep the rest. Raises: InvalidInput; UnknownName for the connector, or the group."""
+        """Change the given fields. Raises: InvalidInput; UnknownName for the connector or the group."""
         old = self.get(caller, model_id)
-        refuse_strangers(fields)
-        own = await self._own_changed(old, fields["connector"]) if "connector" in fields else None
+        refuse_unsupported(fields)
+        own = await self._update_own_connector(old, fields["connector"]) if "connector" in fields else None
         return await self._connectors.changes.make(self._update(caller, old, dict(fields), own))
 
     async def _update(
         self,
         caller: Caller,
-        read: RemoteModel,
+        base: RemoteModel,
         fields: dict[str, Any],
         changed: tuple[Connector, dict[str, str]] | None,
     ) -> RemoteModel:
-        old, model_id = self.get(caller, read.id), read.id
+        old, model_id = self.get(caller, base.id), base.id
         new = replace(
             old,
             name=name_of(fields) if "name" in fields else old.name,
@@ -368,17 +375,17 @@ class RemoteModels:
         )
         plain: dict[str, str] = {}
         if "connector_id" in fields:
-            new = replace(new, connector=self._other_connector(caller, old, str(fields["connector_id"])))
+            new = replace(new, connector=self._switch_connector(caller, old, str(fields["connector_id"])))
         if changed is not None:
-            if old.own != read.own:
-                raise Conflict("the model was changed by somebody else meanwhile: send the change again")
+            if old.own != base.own:
+                raise Conflict("another request changed the model meanwhile: send the change again")
             own, plain = changed
             new = replace(new, own=own)
         group = None
         if fields.get("model_group_id") not in (None, old.group):
             group = self._group_for(caller, new.name, fields["model_group_id"])
             new = replace(new, group=group.id, version=group.latest)
-        is_elsewhere = new.connector != old.connector or bool(_parts(fields.get("connector")) - {"credential"})
+        is_elsewhere = new.connector != old.connector or bool(_keys(fields.get("connector")) - {"credential"})
 
         def write(db: sa.Connection) -> None:
             if is_elsewhere:
@@ -392,7 +399,7 @@ class RemoteModels:
             self._rates.forget(model_id)
             return self._put(new)
 
-    def _other_connector(self, caller: Caller, model: RemoteModel, connector_id: str) -> str:
+    def _switch_connector(self, caller: Caller, model: RemoteModel, connector_id: str) -> str:
         if model.own is not None:
             raise InvalidInput(
                 "This remote does not have a connector_id field, maybe it uses an internal connector.",
@@ -400,49 +407,49 @@ class RemoteModels:
             )
         return self._connectors.get(caller, connector_id).id
 
-    async def _own_changed(self, model: RemoteModel, content: Any) -> tuple[Connector, dict[str, str]]:
+    async def _update_own_connector(self, model: RemoteModel, content: Any) -> tuple[Connector, dict[str, str]]:
         if model.own is None or not isinstance(content, Mapping):
             raise InvalidInput(
-                "This remote does not have an internal connector to update: change the connector itself, or name "
+                "This remote does not have an internal connector to update: change the connector itself, or choose "
                 "another with connector_id",
                 code="no_own_connector",
             )
-        return await self._connectors.reread(model.project, model.own, content)
+        return await self._connectors.read_update(model.project, model.own, content)
 
     async def deploy(self, caller: Caller, model_id: str) -> RemoteModel:
-        """Let it be called. Raises: Forbidden where it is disabled."""
+        """Make a model callable. Raises: Forbidden if it is disabled."""
         _refuse_disabled(self.get(caller, model_id))
-        return await self._connectors.changes.make(self._move(caller, model_id, DEPLOYED))
+        return await self._connectors.changes.make(self._set_state(caller, model_id, DEPLOYED))
 
     async def undeploy(self, caller: Caller, model_id: str) -> RemoteModel:
-        """Let it be called no more, unless a call deploys it again. Jobs that have begun go on.
+        """Stop calls of a model, until a call or a user deploys it again. Running jobs continue.
 
-        Raises: Conflict while a batch of it runs at its provider.
+        Raises: Conflict while a provider runs a batch of it.
         """
         self.get(caller, model_id)
-        return await self._connectors.changes.make(self._move(caller, model_id, UNDEPLOYED))
+        return await self._connectors.changes.make(self._set_state(caller, model_id, UNDEPLOYED))
 
     async def check_idle(self, ids: Collection[str]) -> None:
-        """Raises: Conflict while a batch of one of them runs at its provider."""
+        """Raises: Conflict while a provider runs a batch of one of the models."""
         await self._database.read(refuse_running, ids, NOT_UNDEPLOYED)
 
-    async def _move(self, caller: Caller, model_id: str, state: str) -> RemoteModel:
+    async def _set_state(self, caller: Caller, model_id: str, state: str) -> RemoteModel:
         model = self.get(caller, model_id)
         if model.state == state:
             return model
         self.connector(model)
         now = self._clock.now()
-        seen = {"deployed": now} if state == DEPLOYED else {"undeployed": now}
+        timestamps = {"deployed": now} if state == DEPLOYED else {"undeployed": now}
         new = replace(
-            model, state=state, details=replace(model.details, **seen), revision=model.revision + 1, changed=now
+            model, state=state, details=replace(model.details, **timestamps), revision=model.revision + 1, changed=now
         )
-        await self._database.write(_moved, new)
+        await self._database.write(_write_state, new)
         return self._put(new)
 
     async def ready(self, caller: Caller, model_id: str) -> RemoteModel:
-        """The model, deployed where it was not and may be by a call.
+        """The model, which is deployed first if a call may do that.
 
-        Raises: Forbidden where it is disabled; InvalidInput (`not_deployed`) where somebody must deploy it first.
+        Raises: Forbidden if it is disabled; InvalidInput (`not_deployed`) if a user must deploy it first.
         """
         model = self.get(caller, model_id)
         _refuse_disabled(model)
@@ -461,8 +468,8 @@ class RemoteModels:
         return await self.deploy(caller, model_id)
 
     async def delete(self, caller: Caller, model_id: str) -> RemoteModel:
-        """Raises: InvalidInput while it is deployed; Conflict while a job needs the connector that only it has, or a
-        batch of it runs at its provider."""
+        """Delete a model. Raises: InvalidInput while it is deployed; Conflict while an unfinished job uses its own
+        connector, or a provider runs a batch of it."""
         self.get(caller, model_id)
         return await self._connectors.changes.make(self._delete(caller, model_id))
 
@@ -474,31 +481,31 @@ class RemoteModels:
                 code="model_deployed",
             )
 
-        def forget(db: sa.Connection) -> None:
+        def delete_record(db: sa.Connection) -> None:
             refuse_running(db, [model.id], "the model {} is not deleted")
             records.delete(db, model)
 
-        await self._connectors.store(forget, model.project, old=model.own)
+        await self._connectors.store(delete_record, model.project, old=model.own)
         del self._models[model_id]
         self._publish([model])
         self._rates.forget(model_id)
         return model
 
     def _put(self, model: RemoteModel) -> RemoteModel:
-        before = self._models.get(model.id, model)
+        old = self._models.get(model.id, model)
         self._models[model.id] = model
-        self._publish([before, model])  # it may have had another name
+        self._publish([old, model])  # the name may have changed
         return model
 
 
-def _moved(db: sa.Connection, model: RemoteModel) -> None:
-    """Raises: Conflict for one that is to be undeployed while a batch of it runs."""
+def _write_state(db: sa.Connection, model: RemoteModel) -> None:
+    """Store the state of a model. Raises: Conflict when undeploying a model while a provider runs a batch of it."""
     if model.state == UNDEPLOYED:
         refuse_running(db, [model.id], NOT_UNDEPLOYED)
     records.update(db, model)
 
 
-def _parts(fields: Any) -> set[str]:
+def _keys(fields: Any) -> set[str]:
     return set(fields) if isinstance(fields, Mapping) else set()
 
 
@@ -507,6 +514,6 @@ def _refuse_disabled(model: RemoteModel) -> None:
         raise Forbidden("Model is disabled.")
 
 
-def _owner(model: RemoteModel) -> Caller:
-    """Whoever looks for what belongs to the model's own project."""
+def _project_reader(model: RemoteModel) -> Caller:
+    """A caller of the model's own project."""
     return Caller(model.project, Scope.READ)

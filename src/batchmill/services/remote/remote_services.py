@@ -1,4 +1,4 @@
-"""Connectors, the models made of them, their groups and their calls: what belongs together, opened in one place."""
+"""Opens the services for connectors, remote models, model groups and their calls."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
 from batchmill.types.connectors import CANCEL_BATCH_PREDICT
 
-FORCED = "the model was deleted by force; the provider was asked to cancel the batch, and took that"
-LOST = "the model was deleted by force, and the provider could not be asked: look there for the batch"
+FORCED = "the model was deleted by force; the provider accepted the request to cancel the batch"
+LOST = "the model was deleted by force, and the provider could not be reached: look for the batch there"
 
 
-class ForcedEndings:
+class ForcedCancellation:
     def __init__(self, database: Database, models: RemoteModels, calls: RemoteCalls, clock: Clock) -> None:
         self._database, self._models, self._calls, self._clock = database, models, calls, clock
 
     async def cancel_all(self, model: RemoteModel) -> None:
-        """Have a provider cancel what it has of a model; its tasks say so.
+        """Ask the provider to cancel all batches of a model, and record that in the tasks.
 
-        Raises: Conflict, naming the task, where the provider does not: unless nobody has reached it for long.
+        Raises: Conflict, with the id of the task, if the provider refuses and the task is not UNREACHABLE.
         """
         for task in await self._database.read(records.running_of, [model.id]):
             error = FORCED
             try:
                 await self._cancel(model, task)
-            except BatchmillError as refused:
+            except BatchmillError as refusal:
                 if task.state != UNREACHABLE:
                     raise Conflict(
                         f"the task {task.id} of the model {model.id} could not be cancelled, and nothing is deleted: "
-                        f"{refused.message}",
+                        f"{refusal.message}",
                         code="task_running",
                     ) from None
                 error = LOST
             now = self._clock.now()
-            seen = replace(task, state=CANCELLED, error=error, due=None, changed=now)
-            await self._database.write(records.update, seen)
+            cancelled = replace(task, state=CANCELLED, error=error, due=None, changed=now)
+            await self._database.write(records.update, cancelled)
 
     async def _cancel(self, model: RemoteModel, task: TaskRecord) -> None:
         if task.remote_job is None:
-            raise Conflict("it is being handed over: try again", code="task_running")
+            raise Conflict("it is being submitted: try again", code="task_running")
         parameters = remote_parameters(task.remote_job)
         connector = self._models.connector(model)
         reply = await self._calls.act(connector, CANCEL_BATCH_PREDICT, parameters, project=task.project)
@@ -66,11 +66,11 @@ class RemoteServices(Struct, frozen=True):
     groups: ModelGroups
     models: RemoteModels
     calls: RemoteCalls
-    forced: ForcedEndings
-    programs: Programs  # of callers
+    forced: ForcedCancellation
+    programs: Programs  # child processes that run callers' templates
 
     async def load(self) -> None:
-        """Read what there is."""
+        """Read all connectors, groups and models."""
         await self.connectors.load()
         await self.groups.load()
         await self.models.load()
@@ -83,7 +83,7 @@ class RemoteServices(Struct, frozen=True):
 def make_remote(
     config: Config, database: Database, vault: Vault, clock: Clock, directory: ModelDirectory
 ) -> RemoteServices:
-    """Those of a data directory that this process owns; `load` comes next. Raises: InvalidConfig."""
+    """The services for a data directory that this process owns. Call `load` next. Raises: InvalidConfig."""
     entry, programs = config.ml_commons, Programs(clock)
     private = read_private(config.server.private_hosts)
     endpoints = Endpoints(private, entry.trusted_connector_endpoints)
@@ -91,5 +91,5 @@ def make_remote(
     groups = ModelGroups(database, clock, connectors.changes, config.project_quotas)
     models = RemoteModels(database, connectors, groups, clock, directory, auto_deploy=entry.model_auto_deploy)
     calls = RemoteCalls(vault, clock, private=private, endpoints=endpoints, programs=programs)
-    forced = ForcedEndings(database, models, calls, clock)
+    forced = ForcedCancellation(database, models, calls, clock)
     return RemoteServices(connectors, groups, models, calls, forced, programs)

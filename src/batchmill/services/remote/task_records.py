@@ -1,4 +1,4 @@
-"""The records of tasks: what the table `remote_tasks` says. No two of one order, no more batches than there may be."""
+"""Database rows of tasks, in the table `remote_tasks`. An order has one task, and a project has a limit of batches."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ RETRY_AFTER_S = 60.0
 
 
 class TooManyTasks(RateLimited):
-    """As many batches of a project are under way as there may be."""
+    """The project has the maximum of batches under way."""
 
     code = "too_many_batch_tasks"
 
 
 class TaskRecord(Struct, frozen=True):
-    """Something that was asked of a remote model and takes its time."""
+    """A long-running operation on a remote model."""
 
     id: str
     project: str
@@ -38,15 +38,15 @@ class TaskRecord(Struct, frozen=True):
     state: str
     created: float  # seconds since the epoch
     changed: float
-    job: str | None = None  # of batchmill, where its rows came from a dataset
+    job: str | None = None  # the batchmill job that runs it, if its rows come from a dataset
     once: str | None = None
-    remote_job: dict[str, Any] | None = None  # what the provider last said of it
+    remote_job: dict[str, Any] | None = None  # the provider's last reply about it
     error: str = ""
-    fingerprint: str = ""  # of the order, where its caller gave it a key
-    is_unknown: bool = False  # nobody can say whether the provider took it
-    has_dataset: bool = False  # its rows are batchmill's to hand over: `job`
-    failures: int = 0  # looks in a row that failed
-    due: float | None = None  # when to look again
+    fingerprint: str = ""  # of the order, if its caller gave an idempotency key
+    is_unknown: bool = False  # it is unknown whether the provider accepted it
+    has_dataset: bool = False  # a batchmill job runs its rows: `job`
+    failures: int = 0  # failed polls in a row
+    due: float | None = None  # time of the next poll
 
     @property
     def has_ended(self) -> bool:
@@ -81,15 +81,15 @@ def _record(row: sa.RowMapping) -> TaskRecord:
 
 
 def insert(db: sa.Connection, task: TaskRecord, quota: int) -> None:
-    """A task that is new. Of a project with as many as it may have, the oldest that have ended go.
+    """Insert a task. If the project has its maximum, the oldest ended tasks are deleted.
 
-    Raises: OverQuota where none has.
+    Raises: OverQuota if no task has ended.
     """
     columns = remote_tasks.c
-    kept = db.execute(sa.select(sa.func.count()).where(columns.project == task.project)).scalar_one()
-    if kept >= quota:
+    task_count = db.execute(sa.select(sa.func.count()).where(columns.project == task.project)).scalar_one()
+    if task_count >= quota:
         oldest = sa.select(columns.id).where(columns.project == task.project, columns.state.in_(ENDED))
-        oldest = oldest.order_by(columns.created).limit(kept - quota + 1)
+        oldest = oldest.order_by(columns.created).limit(task_count - quota + 1)
         db.execute(remote_tasks.delete().where(columns.id.in_(oldest)))
         way_out = "cancel or delete some"
         refuse_beyond(db, remote_tasks, quota, quota="remote_tasks", project=task.project, way_out=way_out)
@@ -97,69 +97,71 @@ def insert(db: sa.Connection, task: TaskRecord, quota: int) -> None:
 
 
 def ensure(db: sa.Connection, task: TaskRecord, quota: int) -> None:
-    """A task that may be there already."""
-    if _first(db, remote_tasks.c.id == task.id) is None:
+    """Insert a task unless it exists."""
+    if _find_first(db, remote_tasks.c.id == task.id) is None:
         insert(db, task, quota)
 
 
 def insert_batch(db: sa.Connection, task: TaskRecord, tasks_max: int, quota: int) -> TaskRecord | None:
-    """A batch that is new; the task itself where its order is one already, and None where it was inserted.
+    """Insert the task of a batch. Returns the existing task if the same order was submitted before, else None.
 
-    Raises: RateLimited where the project has so many under way; OverQuota.
+    Raises: RateLimited if the project has too many batches under way; OverQuota.
     """
-    known = None if task.once is None else by_once(db, task.once)
-    if known is not None:
-        return known
+    existing = None if task.once is None else by_once(db, task.once)
+    if existing is not None:
+        return existing
     columns = remote_tasks.c
-    mine = (columns.project == task.project, columns.type == BATCH_PREDICTION, columns.state.in_(UNDER_WAY))
-    if db.execute(sa.select(sa.func.count()).where(*mine)).scalar_one() >= tasks_max:
+    is_under_way = (columns.project == task.project, columns.type == BATCH_PREDICTION, columns.state.in_(UNDER_WAY))
+    if db.execute(sa.select(sa.func.count()).where(*is_under_way)).scalar_one() >= tasks_max:
         raise TooManyTasks(
             "Exceeded maximum limit for BATCH_PREDICTION tasks. To increase the limit, update the "
             "plugins.ml_commons.max_batch_inference_tasks setting.",
             retry_after_s=RETRY_AFTER_S,
         )
-    known_model = db.execute(sa.select(remote_models.c.id).where(remote_models.c.id == task.model)).first()
-    if known_model is None and not task.has_dataset:
-        raise UnknownName(f"the model {task.model} has just been deleted", code="model_not_found")
+    model = db.execute(sa.select(remote_models.c.id).where(remote_models.c.id == task.model)).first()
+    if model is None and not task.has_dataset:
+        raise UnknownName(f"the model {task.model} was deleted", code="model_not_found")
     insert(db, task, quota)
     return None
 
 
 def running_of(db: sa.Connection, models: Collection[str]) -> list[TaskRecord]:
-    """The batches of some models that a provider has, or may have: those of which nobody knows that they have ended.
+    """The batches of some models that a provider has or may have, because they are not known to have ended.
 
-    What runs as a job is not among them: it has its connector with it.
+    Tasks that run as a job are left out: a job contains its connector.
     """
     columns = remote_tasks.c
     where = (columns.type == BATCH_PREDICTION, columns.state.not_in(ENDED), columns.job.is_(None))
     query = sa.select(remote_tasks).where(*where, columns.model.in_(models)).order_by(columns.created, columns.id)
-    found = [_record(row) for row in db.execute(query).mappings()]
-    return [task for task in found if not task.has_dataset]
+    tasks = [_record(row) for row in db.execute(query).mappings()]
+    return [task for task in tasks if not task.has_dataset]
 
 
-def refuse_running(db: sa.Connection, models: Collection[str], what: str) -> None:
-    """Raises: Conflict, naming a task of these models that runs: nobody could look at it or cancel it any more.
+def refuse_running(db: sa.Connection, models: Collection[str], action: str) -> None:
+    """Refuse an action after which running tasks of these models could not be polled or cancelled.
 
-    Args: what: is not done: "the model {} is not deleted".
+    Args:
+        action: the refusal: "the model {} is not deleted".
+    Raises: Conflict, with the id of a task.
     """
-    found = running_of(db, models)
-    if not found:
+    tasks = running_of(db, models)
+    if not tasks:
         return
-    task, more = found[0], f" and {len(found) - 1} more" if len(found) > 1 else ""
+    task, more = tasks[0], f" and {len(tasks) - 1} more" if len(tasks) > 1 else ""
     way_out = f"cancel it (POST /_plugins/_ml/tasks/{task.id}/_cancel) and wait until it has ended"
     if task.state == UNREACHABLE:
-        way_out = "its provider could not be asked: look there, then delete the task"
-    message = f"the task {task.id}{more} of it is {task.state} at the provider"
-    raise Conflict(f"{what.format(task.model)}: {message}; {way_out}", code="task_running")
+        way_out = "its provider could not be reached: look there, then delete the task"
+    message = f"its task {task.id}{more} is {task.state} at the provider"
+    raise Conflict(f"{action.format(task.model)}: {message}; {way_out}", code="task_running")
 
 
 def update(db: sa.Connection, task: TaskRecord) -> None:
-    """Write what has become of a task; one that was deleted meanwhile stays so, and a forgotten order forgotten."""
+    """Update a task. A task that was deleted meanwhile stays deleted, and a forgotten order stays forgotten."""
     db.execute(remote_tasks.update().where(remote_tasks.c.id == task.id).values(**_changes(task)))
 
 
 def update_unchanged(db: sa.Connection, task: TaskRecord, changed: float) -> None:
-    """As `update`, unless somebody else has written it since."""
+    """As `update`, unless the task was written since `changed`."""
     columns = remote_tasks.c
     where = (columns.id == task.id, columns.changed == changed)
     db.execute(remote_tasks.update().where(*where).values(**_changes(task)))
@@ -170,28 +172,28 @@ def _changes(task: TaskRecord) -> dict[str, Any]:
 
 
 def by_once(db: sa.Connection, once: str) -> TaskRecord | None:
-    return _first(db, remote_tasks.c.once == once)
+    return _find_first(db, remote_tasks.c.once == once)
 
 
 def by_job(db: sa.Connection, job: str) -> TaskRecord | None:
-    return _first(db, remote_tasks.c.job == job)
+    return _find_first(db, remote_tasks.c.job == job)
 
 
 def find(db: sa.Connection, project: str, task_id: str) -> TaskRecord:
-    """Raises: UnknownName, also for another project's."""
-    found = _first(db, remote_tasks.c.id == task_id, remote_tasks.c.project == project)
-    if found is None:
+    """A task of the project. Raises: UnknownName."""
+    task = _find_first(db, remote_tasks.c.id == task_id, remote_tasks.c.project == project)
+    if task is None:
         raise UnknownName("Failed to find task", code="unknown_task")
-    return found
+    return task
 
 
-def _first(db: sa.Connection, *where: sa.ColumnElement[bool]) -> TaskRecord | None:
+def _find_first(db: sa.Connection, *where: sa.ColumnElement[bool]) -> TaskRecord | None:
     row = db.execute(sa.select(remote_tasks).where(*where)).mappings().first()
     return None if row is None else _record(row)
 
 
 def forget_order(db: sa.Connection, once: str) -> None:
-    """From now on the same order is another one; but not while nobody knows what became of the first."""
+    """Let the same order make a new task from now on, unless the result of the first one is unknown."""
     task = by_once(db, once)
     if task is not None and not task.is_unknown:
         db.execute(remote_tasks.update().where(remote_tasks.c.id == task.id).values(once=None))
@@ -208,25 +210,25 @@ def all_of(db: sa.Connection, project: str) -> Sequence[TaskRecord]:
     return [_record(row) for row in db.execute(query.order_by(columns.created.desc(), columns.id)).mappings()]
 
 
-def due(db: sa.Connection, now: float, limit: int, leave_out: Collection[str] = ()) -> list[tuple[str, str, str]]:
-    """Tasks that want to be looked at, the longest overdue first: project, id and model of each.
+def due(db: sa.Connection, now: float, limit: int, excluded_ids: Collection[str] = ()) -> list[tuple[str, str, str]]:
+    """Tasks that are due for a poll, the longest overdue first: project, id and model of each.
 
     Args:
-        leave_out: ids of tasks that are being looked at already.
+        excluded_ids: tasks that are being polled already.
     """
     columns = remote_tasks.c
     query = sa.select(columns.project, columns.id, columns.model).where(columns.due <= now).order_by(columns.due)
-    found = db.execute(query.limit(limit + len(leave_out))).all()
-    return [(project, name, model) for project, name, model in found if name not in leave_out][:limit]
+    rows = db.execute(query.limit(limit + len(excluded_ids))).all()
+    return [(project, task_id, model) for project, task_id, model in rows if task_id not in excluded_ids][:limit]
 
 
-def unsaid(db: sa.Connection) -> Sequence[TaskRecord]:
-    """Batches that were about to be handed over when their server died."""
+def unsubmitted(db: sa.Connection) -> Sequence[TaskRecord]:
+    """Batches that the server was about to submit when it crashed."""
     columns = remote_tasks.c
     query = sa.select(remote_tasks).where(columns.type == BATCH_PREDICTION, columns.state == CREATED)
     return [_record(row) for row in db.execute(query).mappings()]
 
 
-def hasten(db: sa.Connection, task_id: str, due_at: float) -> None:
-    """Look at a task sooner."""
+def set_due(db: sa.Connection, task_id: str, due_at: float) -> None:
+    """Set the time of a task's next poll."""
     db.execute(remote_tasks.update().where(remote_tasks.c.id == task_id).values(due=due_at))

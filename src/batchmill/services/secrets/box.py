@@ -1,7 +1,7 @@
-"""Secrets at rest: envelopes. Each has a data key of its own; a key of the key file wraps that.
+"""Encrypts secrets at rest with envelope encryption: each secret has its own data key, wrapped by a key of a key file.
 
-AES-256-GCM; what a secret belongs to is authenticated with it, so that one cannot be put in another's place. The key
-file lies outside the database, and may lie outside the data directory. See `key_ring` for its form.
+It uses AES-256-GCM. The owner of a secret is authenticated with it, so that one secret cannot replace another. The key
+file is outside the database and can be outside the data directory. It has a first line, then one hex key per line.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from batchmill.errors import InvalidConfig
 
 KEY_BYTES = 32
 KEY_ID_BYTES = 8
-KEYS_MAX = 16  # the current one, and those of rotations that did not come to their end
+KEYS_MAX = 16  # the current key, and those of unfinished rotations
 FIRST_LINE = "batchmill keys 1"
 FILE_BYTES_MAX = 4096
 
 
 class Key(Struct, frozen=True):
-    """A key and its id, which stands in what it seals and says nothing of the key."""
+    """A key and its id. The id is part of sealed values and does not reveal the key."""
 
     key: bytes
     id: bytes
@@ -56,26 +56,26 @@ def _key(key: bytes) -> Key:
 
 
 def read(path: Path) -> Ring:
-    """Raises: InvalidConfig for a file that is not there, not its owner's alone, or no key file."""
+    """Read a key file. Raises: InvalidConfig if it is missing, invalid, or accessible to other users."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         raise InvalidConfig(
-            f"the key file {path} is not there: put it back where it was, or say where it is with secrets.key_file",
+            f"the key file {path} is missing: restore it, or set its path with secrets.key_file",
             code="secret_unreadable",
         ) from None
     except OSError as error:
         raise InvalidConfig(f"the key file {path} cannot be read: {error.strerror}") from None
     try:
-        found = os.fstat(file)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise InvalidConfig(f"the key file {path} must belong to you alone: chmod 600 {path}")
+        info = os.fstat(file)
+        if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
+            raise InvalidConfig(f"the key file {path} must be accessible to you alone: chmod 600 {path}")
         data = os.read(file, FILE_BYTES_MAX + 1)
     finally:
         os.close(file)
     ring = _parse(data)
     if ring is None:
-        raise InvalidConfig(f"the key file {path} is damaged: put back a copy of it")
+        raise InvalidConfig(f"the key file {path} is damaged: restore a copy of it")
     return ring
 
 
@@ -83,7 +83,7 @@ def _parse(data: bytes) -> Ring | None:
     try:
         first, *lines = data.decode("ascii").splitlines()
         keys = tuple(_key(bytes.fromhex(line)) for line in lines)
-    except ValueError:  # no ASCII, no line, no hex
+    except ValueError:  # not ASCII, no line, or not hex
         return None
     if first != FIRST_LINE or not 1 <= len(keys) <= KEYS_MAX or any(len(each.key) != KEY_BYTES for each in keys):
         return None
@@ -91,31 +91,30 @@ def _parse(data: bytes) -> Ring | None:
 
 
 def write(path: Path, ring: Ring) -> None:
-    """Put this ring in the file's place; durable on return. Raises: InvalidConfig."""
+    """Replace the key file by this ring. It is durable on return. Raises: InvalidConfig."""
     if len(ring.keys) > KEYS_MAX:
         raise InvalidConfig(
-            f"the key file {path} holds {KEYS_MAX} keys of rotations that did not come to their end: mend what kept "
-            "them from it first"
+            f"the key file {path} has {KEYS_MAX} keys of unfinished rotations: fix the cause of their failure first"
         )
     text = "".join(f"{line}\n" for line in (FIRST_LINE, *(each.key.hex() for each in ring.keys)))
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    new_path = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        _write_fresh(fresh, text.encode())
+        _write_new(new_path, text.encode())
         faults.point("after_key_file")
-        os.rename(fresh, path)
+        os.rename(new_path, path)
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
-        for leftover in path.parent.glob(f".{path.name}.*"):  # of a process that was killed here: it holds a key
+        for leftover in path.parent.glob(f".{path.name}.*"):  # left by a killed process: it contains a key
             leftover.unlink()
     except OSError as error:
-        fresh.unlink(missing_ok=True)
+        new_path.unlink(missing_ok=True)
         raise InvalidConfig(f"the key file {path} cannot be written: {error.strerror}") from None
 
 
-def _write_fresh(path: Path, data: bytes) -> None:
+def _write_new(path: Path, data: bytes) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.write(file, data)
@@ -131,7 +130,7 @@ _WRAPPED_BYTES = KEY_BYTES + TAG_BYTES
 
 
 class _Envelope(Struct, frozen=True):
-    """A sealed secret taken apart: version, id of the key, nonce and data key, nonce and text."""
+    """The parts of a sealed secret: version, key id, nonce and data key, nonce and text."""
 
     key_id: bytes
     wrap_nonce: bytes
@@ -140,41 +139,41 @@ class _Envelope(Struct, frozen=True):
 
     @classmethod
     def read(cls, sealed: bytes) -> _Envelope:
-        """Raises: InvalidTag for what is too short."""
-        at = 1 + KEY_ID_BYTES
-        middle = at + NONCE_BYTES
-        end = middle + _WRAPPED_BYTES
+        """Raises: InvalidTag for a value that is too short."""
+        nonce_at = 1 + KEY_ID_BYTES
+        key_at = nonce_at + NONCE_BYTES
+        end = key_at + _WRAPPED_BYTES
         if sealed[:1] != _ENVELOPE or len(sealed) < end + NONCE_BYTES + TAG_BYTES:
             raise InvalidTag
-        return cls(sealed[1:at], sealed[at:middle], sealed[middle:end], sealed[end:])
+        return cls(sealed[1:nonce_at], sealed[nonce_at:key_at], sealed[key_at:end], sealed[end:])
 
     def write(self) -> bytes:
         return _ENVELOPE + self.key_id + self.wrap_nonce + self.wrapped + self.rest
 
 
 class SecretBox:
-    """Raises, everywhere: InvalidConfig when the key file cannot be used.
+    """Raises, everywhere: InvalidConfig if the key file cannot be used.
 
-    There is one for each process that owns a data directory: a key that `begin_rotation` makes is known to all who
-    seal. Whoever seals hands the bytes to the database in the same step, so that a rotation misses none.
+    The process that owns a data directory has the only one, so that every `seal` uses the key of `begin_rotation`.
+    Store a sealed value in the transaction that seals it, so that a rotation does not miss it.
 
     Concurrency: `seal`, `open` and `rewrap` from any thread.
     """
 
     def __init__(self, path: Path) -> None:
-        """`path`: of the key file; it is made with the first secret."""
+        """Args: `path`: the key file, which is created with the first secret."""
         self.path = path
         self._ring: Ring | None = None
 
     def seal(self, plain: bytes, owner: str) -> bytes:
-        """Encrypt what belongs to `owner`."""
-        ring = self._load(makes=True)
+        """Encrypt a secret of `owner`."""
+        ring = self._load(creates=True)
         data_key, nonce = secrets.token_bytes(KEY_BYTES), secrets.token_bytes(NONCE_BYTES)
         text = AESGCM(data_key).encrypt(nonce, plain, _ENVELOPE + owner.encode())
         return _wrap(ring, data_key, owner, nonce + text)
 
     def open(self, sealed: bytes, owner: str) -> bytes:
-        """What was sealed for `owner`. Raises: InvalidConfig (`secret_unreadable`): the key or the owner is another."""
+        """Decrypt a secret of `owner`. Raises: InvalidConfig (`secret_unreadable`) if the key or owner is wrong."""
         ring = self._load()
         try:
             envelope = _Envelope.read(sealed)
@@ -183,18 +182,18 @@ class SecretBox:
             return AESGCM(data_key).decrypt(nonce, text, _ENVELOPE + owner.encode())
         except InvalidTag:
             raise InvalidConfig(
-                f"the secret of {owner} cannot be read with {self.path}: put back the file that it was written with, "
-                "or give it a new secret",
+                f"the secret of {owner} cannot be read with {self.path}: restore the key file that encrypted it, "
+                "or set a new secret",
                 code="secret_unreadable",
             ) from None
 
     def is_current(self, sealed: bytes) -> bool:
-        """It needs none of the older keys."""
+        """Tell whether a value is sealed with the current key."""
         return sealed[:1] == _ENVELOPE and sealed[1 : 1 + KEY_ID_BYTES] == self._load().current.id
 
     def rewrap(self, sealed: bytes, owner: str) -> bytes:
-        """The same secret under the current key. The text itself is not encrypted anew. Raises: as `open`."""
-        self.open(sealed, owner)  # proves that the secret is this owner's, and whole
+        """Wrap a secret with the current key. The text itself is not encrypted again. Raises: as `open`."""
+        self.open(sealed, owner)  # verifies the owner and the integrity
         envelope, ring = _Envelope.read(sealed), self._load()
         return _wrap(ring, _unwrap(ring, envelope, owner), owner, envelope.rest)
 
@@ -202,27 +201,27 @@ class SecretBox:
 
     @property
     def exists(self) -> bool:
-        """There is a key file."""
+        """Tell whether there is a key file."""
         return self._ring is not None or self.path.exists()
 
     def begin_rotation(self) -> None:
-        """Have a new current key, written durably first; what older ones sealed can still be opened."""
-        ring = self._load(makes=True)
-        fresh = Ring((new_key(), *ring.keys))
-        write(self.path, fresh)
-        self._ring = fresh
+        """Create a new current key, durably. Values of older keys can still be opened."""
+        ring = self._load(creates=True)
+        new_ring = Ring((new_key(), *ring.keys))
+        write(self.path, new_ring)
+        self._ring = new_ring
 
     def end_rotation(self) -> int:
-        """Forget all keys but the current one; how many. Whatever counts has been rewrapped, and that is durable."""
+        """Remove all keys except the current one. Returns how many. Call it once all values are durably rewrapped."""
         ring = self._load()
-        kept = Ring(ring.keys[:1])
-        write(self.path, kept)
-        self._ring = kept
+        new_ring = Ring(ring.keys[:1])
+        write(self.path, new_ring)
+        self._ring = new_ring
         return len(ring.keys) - 1
 
-    def _load(self, *, makes: bool = False) -> Ring:
+    def _load(self, *, creates: bool = False) -> Ring:
         if self._ring is None:
-            if makes and not self.path.exists():
+            if creates and not self.path.exists():
                 write(self.path, Ring((new_key(),)))
             self._ring = read(self.path)
         return self._ring
@@ -235,7 +234,7 @@ def _wrap(ring: Ring, data_key: bytes, owner: str, rest: bytes) -> bytes:
 
 
 def _unwrap(ring: Ring, envelope: _Envelope, owner: str) -> bytes:
-    """The data key. Raises: InvalidTag."""
+    """Return the data key. Raises: InvalidTag."""
     key = ring.find(envelope.key_id)
     if key is None:
         raise InvalidTag

@@ -1,1 +1,1 @@
-"""The Open Inference Protocol over gRPC. Needs what `batchmill[grpc]` installs, so only a name table imports it."""
+"""The Open Inference Protocol over gRPC. It needs the packages of `batchmill[grpc]`, so it is imported by name only."""

@@ -1,8 +1,8 @@
-"""Messages of the gRPC service, and their translation to the bodies of the HTTP side, so that one parser checks both.
+"""Messages of the gRPC service, translated to and from the bodies of the HTTP API, so that one parser checks both.
 
-Messages are made from the descriptor beside this file. Protobuf's generated code runs with few versions of the
-library, a descriptor with all of them. The pool is our own, so that a client's copy of the protocol in this process is
-undisturbed. A request becomes a JSON head with its tensors' bytes behind it, as the binary extension has it.
+Messages are made from the descriptor beside this file, because it works with all versions of protobuf, and generated
+code with few. The descriptor pool is separate, so that it does not conflict with a client's copy of the protocol in
+this process. A request becomes a JSON head followed by its tensors' bytes, as in the binary extension.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Method(Struct, frozen=True):
     name: str
     request: type[Message]
     response: type[Message]
-    streams: bool  # both ways
+    streams: bool  # in both directions
 
 
 def _pool() -> DescriptorPool:
@@ -50,7 +50,7 @@ _POOL = _pool()
 
 
 def message(name: str) -> Any:
-    """The class of a message: "ModelInferRequest", "ModelInferRequest.InferInputTensor"."""
+    """Return the class of a message, such as "ModelInferRequest" or "ModelInferRequest.InferInputTensor"."""
     return GetMessageClass(_POOL.FindMessageTypeByName(f"{PACKAGE}.{name}"))
 
 
@@ -63,11 +63,11 @@ METHODS = {
 
 
 InferResponse = message("ModelInferResponse")
-STREAMS_LAST = "triton_final_response"
-WANTS_LAST = "triton_enable_empty_final_response"
-RAW_FIELD = b"\x32"  # raw_output_contents of ModelInferResponse: number 6, its length first
+IS_LAST = "triton_final_response"
+SENDS_EMPTY_LAST = "triton_enable_empty_final_response"
+RAW_FIELD = b"\x32"  # tag of raw_output_contents in ModelInferResponse: field 6, length-delimited
 
-# datatype -> the field of InferTensorContents, and its elements as `struct` and `array` have them
+# datatype -> the field of InferTensorContents, and the type code of its elements for `struct` and `array`
 CONTENTS: dict[str, tuple[str, str]] = {
     "BOOL": ("bool_contents", "?"),
     "INT8": ("int_contents", "b"),
@@ -82,9 +82,9 @@ CONTENTS: dict[str, tuple[str, str]] = {
     "FP64": ("fp64_contents", "d"),
     "BYTES": ("bytes_contents", ""),
 }
-ELEMENTS_MAX = 1_000_000  # of a tensor that comes as a list, each of which is read on the loop
-# What only travels between a request and its body, whatever a client says of it.
-OWN = frozenset({"binary_data", "binary_data_size", "binary_data_output", WANTS_LAST})
+ELEMENTS_MAX = 1_000_000  # of a tensor sent as a list, which is read on the event loop
+# Parameters that the translation sets itself. A client's values are ignored.
+INTERNAL_PARAMETERS = frozenset({"binary_data", "binary_data_size", "binary_data_output", SENDS_EMPTY_LAST})
 
 
 class _Tensor(Struct):
@@ -110,15 +110,15 @@ _reply = msgspec.json.Decoder(Reply, strict=True).decode
 
 
 def is_raw(request: Any) -> bool:
-    """The tensors come as bytes, or there are none: the reply's do too."""
+    """True if the tensors are raw bytes or there are none. The reply then also uses raw bytes."""
     return bool(request.raw_input_contents) or not any(each.HasField("contents") for each in request.inputs)
 
 
 def body_of(request: Any, bytes_max: int) -> tuple[bytes, bytes]:
-    """A ModelInferRequest as the body of an infer request, and the length of its JSON as the header has it.
+    """Return a ModelInferRequest as the body of an infer request, and the length of its JSON for the header.
 
-    Raises: InvalidInput where a tensor's elements do not stand where they should (what they are the parser checks);
-    TooLarge where few bytes of a message would be more than `bytes_max` of a body.
+    Raises: InvalidInput if a tensor's elements are in the wrong field (the parser checks their values); TooLarge if
+    the body would have more than `bytes_max` bytes.
     """
     inputs, buffers = _inputs(request, bytes_max)
     fields: dict[str, Any] = {
@@ -139,7 +139,9 @@ def body_of(request: Any, bytes_max: int) -> tuple[bytes, bytes]:
 def _inputs(request: Any, bytes_max: int) -> tuple[list[dict[str, Any]], list[bytes]]:
     raws = request.raw_input_contents
     if raws and len(raws) != len(request.inputs):
-        raise InvalidInput(f"raw_input_contents has {len(raws)} items for {len(request.inputs)} inputs; each has one")
+        raise InvalidInput(
+            f"raw_input_contents has {len(raws)} items for {len(request.inputs)} inputs: send one for each input"
+        )
     inputs, buffers = [], []
     for number, each in enumerate(request.inputs):
         parameters = _parameters(each.parameters)
@@ -165,27 +167,29 @@ def _inputs(request: Any, bytes_max: int) -> tuple[list[dict[str, Any]], list[by
 
 
 def _elements(tensor: Any, bytes_max: int) -> bytes | list[int]:
-    """A tensor's `contents` as raw bytes, or integers that do not fit its datatype as they are: the parser says so."""
+    """Return a tensor's `contents` as raw bytes. Integers too large for the datatype are returned for the parser."""
     name, kind = CONTENTS.get(tensor.datatype, ("", ""))
     others = [field.name for field, _ in tensor.contents.ListFields() if field.name != name]
     if others:
-        wanted = f"has its elements in {name}" if name else "comes in raw_input_contents"
-        raise InvalidInput(f"input '{tensor.name}': {tensor.datatype} {wanted}, not in {others[0]}")
+        expected = name or "raw_input_contents"
+        raise InvalidInput(
+            f"input '{tensor.name}': {tensor.datatype} elements must be in {expected}, not in {others[0]}"
+        )
     if not name:
-        return b""  # the parser knows whether there is such a datatype, and how many bytes are missing
+        return b""  # the parser checks the datatype and the number of bytes
     values = getattr(tensor.contents, name)
     if len(values) > ELEMENTS_MAX:
         raise TooLarge(
-            f"input '{tensor.name}': {len(values):,} elements in {name}, and there may be {ELEMENTS_MAX:,}: send the "
-            "tensor's bytes in raw_input_contents"
+            f"input '{tensor.name}': {len(values):,} elements in {name}, more than {ELEMENTS_MAX:,}: send the tensor's "
+            "bytes in raw_input_contents"
         )
     size = struct.calcsize(kind) * len(values) if kind else sum(4 + len(each) for each in values)
     if size > bytes_max:
         raise TooLarge(
-            f"input '{tensor.name}': {len(values):,} elements are {size:,} bytes, which is more than is taken"
+            f"input '{tensor.name}': {len(values):,} elements are {size:,} bytes, more than the limit of the request"
         )
     if not kind:
-        return _lengths_first(values)
+        return _with_lengths(values)
     if kind == "?":
         return bytes(values)
     try:
@@ -197,27 +201,27 @@ def _elements(tensor: Any, bytes_max: int) -> bytes | list[int]:
     return packed.tobytes()
 
 
-def _lengths_first(values: Sequence[bytes]) -> bytes:
+def _with_lengths(values: Sequence[bytes]) -> bytes:
     return b"".join(part for each in values for part in (len(each).to_bytes(4, "little"), each))
 
 
-def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as JSON has them."""
-    found = {}
-    for name, value in given.items():
+def _parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters in their JSON form."""
+    values = {}
+    for name, value in parameters.items():
         choice = value.WhichOneof("parameter_choice")
         if choice is None:
             raise InvalidInput(f"parameter '{name}' has no value")
-        if name not in OWN:
-            found[name] = getattr(value, choice)
-    return found
+        if name not in INTERNAL_PARAMETERS:
+            values[name] = getattr(value, choice)
+    return values
 
 
 # -- replies ---------------------------------------------------------------------------------------------------------
 
 
 def read_reply(body: bytes, head: bytes = b"") -> tuple[Reply, list[bytes | memoryview | list[Any]]]:
-    """A reply's body, and the elements of each output: bytes, or a flat list where they stand in the JSON."""
+    """Parse a reply's body. The elements of each output are bytes, or a flat list if they are in the JSON."""
     length = int(head) if head else len(body)
     view = memoryview(body)
     reply = _reply(view[:length])
@@ -231,29 +235,29 @@ def read_reply(body: bytes, head: bytes = b"") -> tuple[Reply, list[bytes | memo
             elements.append(view[at : at + size])
             at += size
     if at != len(body):
-        raise LedgerBroken(f"a reply of {len(body)} bytes, of which {at} belong to its outputs", code="internal_error")
+        raise LedgerBroken(f"only {at} of the reply's {len(body)} bytes belong to its outputs", code="internal_error")
     return reply, elements
 
 
 def response_of(body: bytes, head: bytes, *, raw: bool, is_last: bool | None = None) -> bytes:
-    """A reply's body as a ModelInferResponse that is written already. Copies each tensor once if `raw`.
+    """Encode a reply's body as a ModelInferResponse. Copies each tensor once if `raw`.
 
-    Args: is_last: of a stream, whether it is the request's last answer; None: it is none of a stream.
+    Args: is_last: whether it is the last answer of a streamed request; None: the request is not streamed.
     """
     reply, elements = read_reply(body, head)
     response = _response(reply)
     if is_last is not None:
-        response.parameters[STREAMS_LAST].bool_param = is_last
+        response.parameters[IS_LAST].bool_param = is_last
     if not (raw or all(each.datatype in CONTENTS for each in reply.outputs)):
-        raw = True  # nothing but raw bytes can hold an FP16; and it is all of them or none
+        raw = True  # FP16 needs raw bytes, and all outputs must use the same form
     if not raw:
         for output, each, data in zip(response.outputs, reply.outputs, elements, strict=True):
             _fill(output.contents, each, data)
         return response.SerializeToString()
     parts: list[bytes | memoryview] = [response.SerializeToString()]
     for each, data in zip(reply.outputs, elements, strict=True):
-        written = _packed(each, data) if isinstance(data, list) else data
-        parts += (RAW_FIELD, varint(len(written)), written)
+        raw_data = _packed(each, data) if isinstance(data, list) else data
+        parts += (RAW_FIELD, varint(len(raw_data)), raw_data)
     return b"".join(parts)
 
 
@@ -290,10 +294,10 @@ def _fill(contents: Any, tensor: _Tensor, data: bytes | memoryview | list[Any]) 
 
 
 def _packed(tensor: _Tensor, data: list[Any]) -> bytes:
-    """Elements that stood in the JSON, as raw bytes."""
+    """Return elements of the JSON as raw bytes."""
     values = _as_elements(tensor, data)
     if tensor.datatype == "BYTES":
-        return _lengths_first(values)
+        return _with_lengths(values)
     if tensor.datatype == "BF16":
         return b"".join(struct.pack("<f", each)[2:] for each in values)
     kind = "e" if tensor.datatype == "FP16" else CONTENTS[tensor.datatype][1]
@@ -301,7 +305,7 @@ def _packed(tensor: _Tensor, data: list[Any]) -> bytes:
 
 
 def _as_elements(tensor: _Tensor, data: list[Any]) -> list[Any]:
-    """What JSON writes otherwise: texts are bytes, and a float that it lacks is null."""
+    """Convert elements from their JSON form: texts become bytes, and null becomes NaN."""
     if tensor.datatype == "BYTES":
         return [each.encode() for each in data]
     return [float("nan") if each is None else each for each in data]
@@ -317,9 +321,10 @@ def _split(data: bytes | memoryview) -> list[bytes]:
 
 
 def varint(number: int) -> bytes:
-    written = bytearray()
+    """Encode a number as protobuf's varint."""
+    encoded = bytearray()
     while number > 0x7F:
-        written.append(number & 0x7F | 0x80)
+        encoded.append(number & 0x7F | 0x80)
         number >>= 7
-    written.append(number)
-    return bytes(written)
+    encoded.append(number)
+    return bytes(encoded)

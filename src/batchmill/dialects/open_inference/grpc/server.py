@@ -1,7 +1,7 @@
-"""The gRPC service: each request becomes the call that it would have been over HTTP, so that one handler answers both.
+"""The gRPC service. Each request becomes the equivalent HTTP call, so that one handler answers both.
 
-A stream carries many requests at once. Functions with one answer are answered in the order of their requests, the
-others as their answers come. Source: Triton's gRPC streaming and its decoupled responses.
+A stream carries many requests at once. Replies of functions with one answer keep the order of their requests; answers
+of streaming functions are sent as they come. Source: Triton's gRPC streaming and its decoupled responses.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from starlette.responses import Response
 
 from batchmill.dialects.open_inference.dialect import FORM
 from batchmill.dialects.open_inference.grpc.bodies import (
+    IS_LAST,
     METHODS,
+    SENDS_EMPTY_LAST,
     SERVICE,
-    STREAMS_LAST,
-    WANTS_LAST,
     InferResponse,
     Message,
     body_of,
@@ -44,20 +44,20 @@ from batchmill.dialects.open_inference.models import (
     UnloadParameters,
 )
 from batchmill.errors import BatchmillError, InvalidConfig, InvalidInput, UnknownName
-from batchmill.server.access_log import Served
+from batchmill.server.access_log import RequestRecord
 from batchmill.server.admission_control import Admission
 from batchmill.server.auth import Gate
 from batchmill.server.operations import Call
 from batchmill.services.functions.calls import FunctionCalls, VersionTarget
 from batchmill.services.functions.names import locate
-from batchmill.services.path_redaction import Places
+from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.services import Services
 from batchmill.types import Caller, Scope
 
 
-def call_of(caller: Caller, *, body: Struct | None = None, sent: Any = None, **path: str) -> Call:
-    """Args: body: of an operation with a struct; sent: of one that reads JSON itself; path: its parameters."""
-    raw = b"" if sent is None else msgspec.json.encode(sent)
+def call_of(caller: Caller, *, body: Struct | None = None, json: Any = None, **path: str) -> Call:
+    """Make an HTTP call. Args: body: a parsed body; json: a body that the handler parses; path: path parameters."""
+    raw = b"" if json is None else msgspec.json.encode(json)
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": raw, "more_body": False}
@@ -66,14 +66,14 @@ def call_of(caller: Caller, *, body: Struct | None = None, sent: Any = None, **p
     return Call(Request(scope, receive), caller, "", body=body, raw=raw)
 
 
-AHEAD_MAX = 64  # requests of one stream that are read and not yet answered
-INFER_RESPONSE = b"\x12"  # of ModelStreamInferResponse: field 2, its length first
+UNANSWERED_MAX = 64  # limit of requests of one stream that are read and not yet answered
+INFER_RESPONSE = b"\x12"  # tag of infer_response in ModelStreamInferResponse: field 2, length-delimited
 EVENT_END, DATA = b"\n\n", b"data: "
-_Streamed = message("ModelStreamInferResponse")
+_StreamResponse = message("ModelStreamInferResponse")
 
 
 class Conversation:
-    """One stream of one caller. `spend` counts a request; `told` is an error's message, fit for the client."""
+    """One stream of one caller. `spend` counts a request; `describe` returns an error's message for the client."""
 
     def __init__(
         self,
@@ -90,29 +90,28 @@ class Conversation:
         self._form, self._bytes_max, self._spend, self._describe = form, bytes_max, spend, describe
         self._writing = asyncio.Lock()
 
-    async def hold(self, requests: AsyncIterator[tuple[Any, Callable[[], None]]]) -> None:
-        """Returns when the client has ended its side and everything is answered. Each request comes with what is called
-        once it is.
+    async def run(self, requests: AsyncIterator[tuple[Any, Callable[[], None]]]) -> None:
+        """Answer all requests until the client closes its side. Each request comes with a callback for its end.
 
-        Raises: InvalidInput for what is no request.
+        Raises: InvalidInput for a message that is not a request.
         """
         try:
             async with asyncio.TaskGroup() as group:
                 await self._read(requests, group)
-        except BaseExceptionGroup as failed:  # it is told as what it is
-            raise failed.exceptions[0] from None
+        except BaseExceptionGroup as group_error:  # the caller handles the error itself, not the group
+            raise group_error.exceptions[0] from None
 
     async def _read(self, requests: AsyncIterator[tuple[Any, Callable[[], None]]], group: asyncio.TaskGroup) -> None:
-        room = asyncio.Semaphore(AHEAD_MAX)
-        before: asyncio.Task[None] | None = None
+        slots = asyncio.Semaphore(UNANSWERED_MAX)
+        previous: asyncio.Task[None] | None = None
         async for request, done in requests:
-            await room.acquire()
-            target, refused = self._find(request)
+            await slots.acquire()
+            target, error = self._find(request)
             if target is not None and target.interface.streams:
-                task = group.create_task(self._many(request, target))
+                task = group.create_task(self._answer_many(request, target))
             else:
-                task = before = group.create_task(self._one(request, target, refused, before))
-            task.add_done_callback(partial(_over, room, done))
+                task = previous = group.create_task(self._answer_one(request, target, error, previous))
+            task.add_done_callback(partial(_end_request, slots, done))
 
     def _find(self, request: Any) -> tuple[VersionTarget | None, BatchmillError | None]:
         try:
@@ -121,55 +120,55 @@ class Conversation:
         except BatchmillError as error:
             return None, error
 
-    async def _one(
+    async def _answer_one(
         self,
         request: Any,
         target: VersionTarget | None,
-        refused: BatchmillError | None,
-        before: asyncio.Task[None] | None,
+        error: BatchmillError | None,
+        previous: asyncio.Task[None] | None,
     ) -> None:
-        """One answer, sent once that of the request before it has been."""
+        """Send one answer, after the answer to the previous request."""
         if target is None:
-            assert refused is not None, "a request has a target, or was refused"
-            written = self._error(request, refused)
+            assert error is not None, "a request has a target or an error"
+            reply = self._error(request, error)
         else:
-            written = await self._answered(request, target)
-        if before is not None:
-            await asyncio.wait({before})
-        await self._send(written)
+            reply = await self._call(request, target)
+        if previous is not None:
+            await asyncio.wait({previous})
+        await self._send(reply)
 
-    async def _answered(self, request: Any, target: VersionTarget) -> bytes:
+    async def _call(self, request: Any, target: VersionTarget) -> bytes:
         try:
             body, head = body_of(request, self._bytes_max)
             answer = await self._functions.ask(self._caller, target, self._form, body, head=head)
-            return _streamed(response_of(answer.body, answer.head, raw=is_raw(request), is_last=True))
+            return _stream_response(response_of(answer.body, answer.head, raw=is_raw(request), is_last=True))
         except BatchmillError as error:
             return self._error(request, error)
 
-    async def _many(self, request: Any, target: VersionTarget) -> None:
-        """An answer for each value that the function yields; behind them an empty one, where the client wants it."""
+    async def _answer_many(self, request: Any, target: VersionTarget) -> None:
+        """Send an answer for each value that the function yields, then an empty one if the client asked for it."""
         try:
             body, head = body_of(request, self._bytes_max)
             _, pieces = await self._functions.stream(self._caller, target, self._form, body, head)
             try:
                 async for event in _events(pieces):
-                    await self._send(_streamed(response_of(event, b"", raw=is_raw(request), is_last=False)))
+                    await self._send(_stream_response(response_of(event, b"", raw=is_raw(request), is_last=False)))
             finally:
                 await pieces.aclose()
         except BatchmillError as error:
             await self._send(self._error(request, error))
             return
-        if request.parameters[WANTS_LAST].bool_param if WANTS_LAST in request.parameters else False:
+        if request.parameters[SENDS_EMPTY_LAST].bool_param if SENDS_EMPTY_LAST in request.parameters else False:
             last = InferResponse(model_name=target.name, model_version=target.version, id=request.id)
-            last.parameters[STREAMS_LAST].bool_param = True
-            await self._send(_streamed(last.SerializeToString()))
+            last.parameters[IS_LAST].bool_param = True
+            await self._send(_stream_response(last.SerializeToString()))
 
     def _error(self, request: Any, error: BatchmillError) -> bytes:
-        """An error ends its own request; the stream goes on."""
-        reply = _Streamed(error_message=self._describe(error) or error.code)
+        """Return an error reply. It ends its request, and the stream continues."""
+        reply = _StreamResponse(error_message=self._describe(error) or error.code)
         reply.infer_response.id = request.id
         reply.infer_response.model_name = request.model_name
-        reply.infer_response.parameters[STREAMS_LAST].bool_param = True
+        reply.infer_response.parameters[IS_LAST].bool_param = True
         return reply.SerializeToString()
 
     async def _send(self, data: bytes) -> None:
@@ -177,25 +176,25 @@ class Conversation:
             await self._write(data)
 
 
-def _over(room: asyncio.Semaphore, done: Callable[[], None], _: asyncio.Task[None]) -> None:
-    room.release()
+def _end_request(slots: asyncio.Semaphore, done: Callable[[], None], _: asyncio.Task[None]) -> None:
+    slots.release()
     done()
 
 
-def _streamed(response: bytes) -> bytes:
+def _stream_response(response: bytes) -> bytes:
     return b"".join([INFER_RESPONSE, varint(len(response)), response])
 
 
 async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The JSON of each server-sent event."""
-    rest = b""
+    """Yield the JSON of each server-sent event."""
+    buffer = b""
     async for piece in pieces:
-        *whole, rest = (rest + piece).split(EVENT_END)
+        *whole, buffer = (buffer + piece).split(EVENT_END)
         for event in whole:
             yield event.removeprefix(DATA)
 
 
-LISTS = frozenset({"trace_level"})  # the settings whose values are many
+LISTS = frozenset({"trace_level"})  # settings with several values
 
 
 class SettingCalls:
@@ -203,22 +202,22 @@ class SettingCalls:
         self._settings = SettingsHandlers(services)
 
     def actions(self) -> dict[str, tuple[Scope, Action]]:
-        """Every method, with what it needs where nothing is to be changed."""
-        found: dict[str, tuple[Scope, Action]] = {
+        """Return the methods with the scope that each needs. They only show settings, so READ is enough."""
+        actions: dict[str, tuple[Scope, Action]] = {
             "LogSettings": (Scope.READ, self.log),
             "TraceSetting": (Scope.READ, self.trace),
         }
         for kind in ("System", "Cuda"):
-            found |= {
+            actions |= {
                 f"{kind}SharedMemoryStatus": (Scope.READ, self._no_regions(kind)),
                 f"{kind}SharedMemoryRegister": (Scope.SUBMIT, self.register),
-                f"{kind}SharedMemoryUnregister": (Scope.SUBMIT, self._let_go(kind)),
+                f"{kind}SharedMemoryUnregister": (Scope.SUBMIT, self._unregister(kind)),
             }
-        return found
+        return actions
 
     async def log(self, caller: Caller, request: Any) -> Message:
-        asked = {name: _single(value) for name, value in request.settings.items()}
-        reply = await self._settings.change_logging(call_of(caller, sent=asked))
+        settings = {name: _single(value) for name, value in request.settings.items()}
+        reply = await self._settings.change_logging(call_of(caller, json=settings))
         response = METHODS["LogSettings"].response()
         for name, value in msgspec.json.decode(reply.body).items():
             match value:
@@ -231,9 +230,9 @@ class SettingCalls:
         return response
 
     async def trace(self, caller: Caller, request: Any) -> Message:
-        asked = {name: _values(name, value.value) for name, value in request.settings.items()}
+        settings = {name: _values(name, value.value) for name, value in request.settings.items()}
         path = {"model": request.model_name} if request.model_name else {}
-        reply = await self._settings.change_trace(call_of(caller, sent=asked, **path))
+        reply = await self._settings.change_trace(call_of(caller, json=settings, **path))
         response = METHODS["TraceSetting"].response()
         fields: Mapping[str, Any] = msgspec.json.decode(reply.body)
         for name, value in fields.items():
@@ -249,20 +248,20 @@ class SettingCalls:
         return status
 
     async def register(self, caller: Caller, request: Any) -> bytes:
-        """Always refused."""
+        """Refuse to register a region."""
         reply = await self._settings.no_region(call_of(caller, region=request.name))
         return bytes(reply.body)
 
-    def _let_go(self, kind: str) -> Action:
+    def _unregister(self, kind: str) -> Action:
         async def unregister(caller: Caller, request: Any) -> Message:
-            await self._settings.nothing(call_of(caller))
+            await self._settings.unregister(call_of(caller))
             return METHODS[f"{kind}SharedMemoryUnregister"].response()
 
         return unregister
 
 
 def _single(value: Any) -> Any:
-    """None: what the setting is without being set."""
+    """Return a setting's value; None for its default."""
     choice = value.WhichOneof("parameter_choice")
     return None if choice is None else getattr(value, choice)
 
@@ -284,7 +283,7 @@ class Service:
         self._repository, self._settings = Repository(services), SettingCalls(services)
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        """Every method of the service by its name."""
+        """Return a handler for each method of the service."""
         unary: dict[str, tuple[Scope | None, Action]] = {
             "ModelInfer": (Scope.SUBMIT, self.infer),
             "ServerLive": (None, self.live),
@@ -299,9 +298,11 @@ class Service:
             "RepositoryModelUnload": (Scope.ADMIN, self.unload),
             **self._settings.actions(),
         }
-        found = {name: self._call_gate.unary(METHODS[name], scope, action) for name, (scope, action) in unary.items()}
-        streamed = METHODS["ModelStreamInfer"]
-        return found | {streamed.name: self._call_gate.stream(streamed, Scope.SUBMIT, self.converse)}
+        handlers = {
+            name: self._call_gate.unary(METHODS[name], scope, action) for name, (scope, action) in unary.items()
+        }
+        stream = METHODS["ModelStreamInfer"]
+        return handlers | {stream.name: self._call_gate.stream(stream, Scope.SUBMIT, self.converse)}
 
     # -- calls --------------------------------------------------------------------------------------------------------
 
@@ -314,8 +315,8 @@ class Service:
                 code="streams_only",
             )
         body, head = body_of(request, self._bytes_max)
-        # The client's deadline is grpc's to keep: it cancels this call, rows that have not begun never run, and a
-        # function that is at work goes on for those who are more patient.
+        # grpc cancels this call at the client's deadline. Rows that have not begun never run, and a running function
+        # continues for the other rows of its batch.
         answer = await self._functions.ask(caller, target, FORM, body, head=head)
         return response_of(answer.body, answer.head, raw=is_raw(request))
 
@@ -324,9 +325,9 @@ class Service:
             self._functions, caller, write,
             form=FORM, bytes_max=self._bytes_max, spend=self._call_gate.spend, describe=self._call_gate.message_of,
         )  # fmt: skip
-        await conversation.hold(requests)
+        await conversation.run(requests)
 
-    # -- what there is ------------------------------------------------------------------------------------------------
+    # -- metadata -----------------------------------------------------------------------------------------------------
 
     async def live(self, caller: Caller, request: Any) -> Message:
         return METHODS["ServerLive"].response(live=True)
@@ -339,7 +340,7 @@ class Service:
         return await _reply("ServerMetadata", self._metadata.server, call_of(caller))
 
     async def model_ready(self, caller: Caller, request: Any) -> Message:
-        """False for a model that there is not, too: it is what a client waits for that polls until it is deployed."""
+        """Report readiness; also False for an unknown model, because clients poll until it is deployed."""
         try:
             reply = await self._metadata.model_ready(_call_of_model(caller, request))
         except UnknownName:
@@ -368,7 +369,7 @@ class Service:
 
     async def load(self, caller: Caller, request: Any) -> Message:
         _only_repository(request.repository_name)
-        body = Load(parameters=dict.fromkeys(request.parameters, ""))  # what they hold is refused by its name
+        body = Load(parameters=dict.fromkeys(request.parameters, ""))  # every parameter is refused by its name
         await self._repository.load(call_of(caller, body=body, model=request.model_name))
         return METHODS["RepositoryModelLoad"].response()
 
@@ -386,13 +387,14 @@ class Service:
 def _only_repository(name: str) -> None:
     if name:
         raise InvalidInput(
-            f"there is one repository, which has no name; {name[:80]!r} is none", code="unknown_repository"
+            f"the repository {name[:80]!r} does not exist: there is one repository, without a name; leave the name out",
+            code="unknown_repository",
         )
 
 
 def _call_of_model(caller: Caller, request: Any) -> Call:
-    named = {"model": request.name, "version": request.version}
-    return call_of(caller, **{key: value for key, value in named.items() if value})
+    path = {"model": request.name, "version": request.version}
+    return call_of(caller, **{key: value for key, value in path.items() if value})
 
 
 async def _reply(method: str, handler: Handler, call: Call) -> Message:
@@ -400,36 +402,36 @@ async def _reply(method: str, handler: Handler, call: Call) -> Message:
 
 
 def _message(method: str, decoded: Any) -> Message:
-    """JSON as the message of the same fields; what only HTTP has room for is left out."""
+    """Convert decoded JSON to the message with the same fields; fields that only HTTP has are left out."""
     return ParseDict(decoded, METHODS[method].response(), ignore_unknown_fields=True)
 
 
-STREAMS_MAX = 1000  # calls of one connection that are under way; its client keeps the others waiting
+STREAMS_MAX = 1000  # limit of calls under way on one connection; its client queues the others
 HANDSHAKE_S = 15  # from a connection to HTTP/2
-IDLE_S = 300  # a connection without a call is closed after so long; its client opens another when it has one
-ROOM_BYTES = 64 * 1024  # a message is so much larger than a body of the same tensors
+IDLE_S = 300  # a connection without calls is closed after this time; the client reconnects for its next call
+OVERHEAD_BYTES = 64 * 1024  # how much larger a message may be than an HTTP body of the same tensors
 
 
 class GrpcServer:
-    """Listens as soon as it is opened. `watchers` hear of every call that has ended."""
+    """The gRPC server. It calls `watchers` at the end of every call."""
 
     def __init__(
-        self, services: Services, gate: Gate, admission: Admission, watchers: Sequence[Callable[[Served], None]]
+        self, services: Services, gate: Gate, admission: Admission, watchers: Sequence[Callable[[RequestRecord], None]]
     ) -> None:
         config = services.config.server
-        limit = config.body_bytes_max + ROOM_BYTES
-        self._host, self._asked = config.host, config.grpc_port or 0
+        limit = config.body_bytes_max + OVERHEAD_BYTES
+        self._host, self._configured_port = config.host, config.grpc_port or 0
         options = [
             ("grpc.max_receive_message_length", limit),
-            ("grpc.max_send_message_length", -1),  # what a function returns has its limit elsewhere
+            ("grpc.max_send_message_length", -1),  # another limit applies to the value that a function returns
             ("grpc.max_concurrent_streams", STREAMS_MAX),
             ("grpc.max_allowed_incoming_connections", max(1, admission.connections_max // 4)),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
             ("grpc.max_connection_idle_ms", IDLE_S * 1000),
-            ("grpc.so_reuseport", 0),  # a port that somebody else has is taken, as it is for HTTP
+            ("grpc.so_reuseport", 0),  # an address in use is an error, as for HTTP
         ]
         self._server = grpc.aio.server(options=options)
-        hide = Places(services.config.data_dir).hide
+        hide = PathRedactor(services.config.data_dir).hide
         call_gate = CallGate(gate, services.clock, hide=hide, watchers=watchers, admission=admission, bytes_max=limit)
         handlers = Service(services, call_gate).handlers()
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -437,21 +439,22 @@ class GrpcServer:
 
     @property
     def address(self) -> str:
-        """Where a client on this machine finds it."""
+        """The address for a client on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     async def open(self) -> None:
-        """Raises: InvalidConfig when the address is taken."""
+        """Start to listen. Raises: InvalidConfig if the address is in use."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
-            self.port = self._server.add_insecure_port(f"{host}:{self._asked}")
+            self.port = self._server.add_insecure_port(f"{host}:{self._configured_port}")
         except RuntimeError:
             raise InvalidConfig(
-                f"cannot listen on {host}:{self._asked} for gRPC: end what listens there, or choose another --grpc-port"
+                f"cannot listen on {host}:{self._configured_port} for gRPC: stop the program that listens there, "
+                "or choose another --grpc-port"
             ) from None
         await self._server.start()
 
     async def close(self, *, drain_s: float) -> None:
-        """Take no further call and let those under way end, within the bound."""
+        """Refuse new calls, and let calls under way end within `drain_s`."""
         await self._server.stop(drain_s)

@@ -1,4 +1,4 @@
-"""The way of one process to the owner in another: HTTP over the control socket. Needs httpx2."""
+"""The client of the control socket: HTTP to the owner in another process. It needs httpx2."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from batchmill.control.app import Pieces
 from batchmill.errors import InvalidConfig
 from batchmill.wire.error_statuses import Raised
 
-ANSWER_S = 15.0
+REPLY_S = 15.0
 PING = HttpRequest(own.PING.method, own.PING.path)
 
 
-class Guest:
-    """Asks whoever listens on the socket at `path`. Raises: OwnerGone when nobody does any more."""
+class ControlClient:
+    """Sends requests to the owner that listens at `path`. Raises: OwnerGone when the owner has ended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # The kernel takes at most 107 bytes of a socket's name: the folder goes by its descriptor.
+        # The kernel accepts at most 107 bytes in a socket's name, so the name uses the folder's descriptor.
         self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         transport = httpx2.AsyncHTTPTransport(uds=f"/proc/self/fd/{self._folder}/{path.name}", verify=False)
         self._http = httpx2.AsyncClient(
@@ -39,25 +39,25 @@ class Guest:
         os.close(self._folder)
 
     async def check(self) -> None:
-        """Raises: InvalidConfig when the owner is there and does not answer."""
+        """Check that the owner answers. Raises: InvalidConfig if it has the socket open and does not answer."""
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(REPLY_S):
                 await self.send(PING)
         except TimeoutError:
             raise InvalidConfig(
-                f"the process that owns {self._path.parent} has not answered for {ANSWER_S:.0f} s: it may be stopped "
-                "(its id is in owner.lock); continue or end it"
+                f"the process that owns {self._path.parent} has not answered for {REPLY_S:.0f} s: it may be stopped "
+                "(its id is in owner.lock); resume it or end it"
             ) from None
 
     async def send(self, request: HttpRequest) -> HttpReply:
-        """Raises: the error that the owner raised."""
+        """Send a request and return the whole reply. Raises: the error that the owner raised."""
         async with self.stream(request) as reply:
             body = b"".join([piece async for piece in reply.pieces])
         return HttpReply(200, {"content-type": reply.media}, body)
 
     @contextlib.asynccontextmanager
     async def stream(self, request: HttpRequest) -> AsyncIterator[Pieces]:
-        """As `send`, for a reply that is read as it comes."""
+        """Send a request and stream the reply. Raises: the error that the owner raised."""
         try:
             async with self._http.stream(
                 request.method, request.path, params=request.query, headers=request.headers, content=request.body
@@ -79,7 +79,6 @@ class Guest:
 
     def _gone(self, *, was_sent: bool = True) -> OwnerGone:
         return OwnerGone(
-            f"the process that owned {self._path.parent} ended before it replied: the request may have been carried "
-            "out",
+            f"the process that owned {self._path.parent} ended before it replied: it may have carried out the request",
             was_sent=was_sent,
         )
