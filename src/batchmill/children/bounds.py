@@ -1,4 +1,4 @@
-"""What work in a child process may take, and what is said when it takes more."""
+"""Limits of work in a child process, and the errors when it exceeds them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MIB = 1024 * 1024
 
 
 class ResourceLimits(Struct, frozen=True):
-    """Of one piece of work. It is killed at the first that it reaches."""
+    """The limits of one piece of work, which is killed at the first that it reaches."""
 
     cpu_s: float = 2.0  # of processor time
     wall_s: float = 10.0  # from its beginning, however busy the machine is

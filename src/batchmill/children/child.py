@@ -1,4 +1,4 @@
-"""What a child of `children.offload` runs: `python -P -m batchmill.children.child PARENT`.
+"""The program of a child process: `python -P -m batchmill.children.child PARENT`.
 
 It is asked for one MODULE:FUNCTION after another, and bound to its parent before anything that takes time is imported.
 """

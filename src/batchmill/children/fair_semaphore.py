@@ -1,4 +1,4 @@
-"""A semaphore that projects share: none of them holds all places, and none waits behind another's queue."""
+"""A semaphore shared by projects: none can hold all slots or block another with its queue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FairSemaphore:
 
     @contextlib.asynccontextmanager
     async def place(self, project: str) -> AsyncIterator[None]:
-        """Hold one place. Raises: Unavailable (`busy`) when too many of the project wait already."""
+        """Hold a slot. Raises: Unavailable (`busy`) if too many of the project are waiting."""
         await self._acquire(project)
         try:
             yield
@@ -60,7 +60,7 @@ class FairSemaphore:
         self._hand_on()
 
     def _hand_on(self) -> None:
-        """A free place goes to the project that holds fewest; of several, to the one that waits longest."""
+        """Give a free slot to the project that holds the fewest; of several, to the longest waiting."""
         while able := [project for project in self._waiting if self._may_run(project)]:
             project = min(able, key=self._running.__getitem__)
             turn = self._waiting[project][0]

@@ -1,4 +1,4 @@
-"""Work that would hold up a process's loop runs in its children, see `children.child`.
+"""Offload: runs work that would block an event loop in child processes, see `children.child`.
 
 The function takes (order: bytes, progress: Callable[[float], None]) and returns bytes. Starting a child costs more than
 most work of small jobs: `Children` keeps a few of them for what comes next. `Programs` does so for work of callers.
@@ -68,7 +68,7 @@ async def offload(target: str, order: bytes, progress: Callable[[float], None]) 
 
 
 async def _opened(ours: contextlib.ExitStack, its: contextlib.ExitStack) -> tuple[Stream, socket.socket]:
-    """Both ends of a socket pair, closed with the stacks that they belong to."""
+    """Both ends of a socket pair, each closed by its stack."""
     own, other = socket.socketpair()
     its.enter_context(other)
     with contextlib.ExitStack() as unless_opened:
@@ -125,14 +125,14 @@ class Child:
         return code
 
     async def _exit_code(self) -> int:
-        """Of a child that has closed its socket: it is of no use, and must be gone soon."""
+        """The exit code of a child that has closed its socket; it is killed if it does not end."""
         await asyncio.wait([self._gone], timeout=END_S)
         if not self._gone.done():
             kill_group(self._process.pid)
         return await asyncio.shield(self._gone)
 
     async def run(self, target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
-        """As `offload`; the child can do more after it, unless this was cancelled or the child died."""
+        """As `offload`; the child can be used again, unless this was cancelled or the child died."""
         await self._ask(target, b"", order)
         while (message := await self._read()) is not None:
             kind, length = message
@@ -148,7 +148,7 @@ class Child:
         raise await self._died(target)
 
     async def run_within(self, target: str, order: bytes, bounds: ResourceLimits, work: str) -> bytes:
-        """The same, of a program of a caller. The time counts from when the child has its order.
+        """As `run`, for a caller's program with limits. The time counts from when the child has the order.
 
         Args:
             work: what it is, for whoever asked.
@@ -197,7 +197,7 @@ class Child:
             await self._writer.drain()
 
     async def _read(self) -> tuple[bytes, int] | None:
-        """The kind of a message, and how many bytes follow; None when the child has gone."""
+        """The kind and length of a message; None if the child has ended."""
         try:
             head = await self._reader.readexactly(1 + LENGTH_BYTES)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -205,7 +205,7 @@ class Child:
         return head[:1], int.from_bytes(head[1:], "little")
 
     async def _read_data(self, length: int) -> bytes | None:
-        """None when the child has gone in the midst of it."""
+        """The data of a message; None if the child ended in the middle of it."""
         pieces = []
         while length > 0:
             try:
@@ -225,7 +225,7 @@ class Child:
         return BatchmillError(f"{target} ended with exit code {code} and no answer: {last}", code=CHILD_DIED)
 
     def holds_at_most(self, size_bytes: int) -> bool:
-        """It can do more work, and does not hold on to more memory than this."""
+        """Whether the child can be used again and holds no more memory than this."""
         if self._process.returncode is not None:
             return False
         try:
@@ -236,7 +236,7 @@ class Child:
         return pages * os.sysconf("SC_PAGESIZE") <= size_bytes
 
     async def end(self) -> None:
-        """End it, whatever it does; its own children too. Returns when it has gone."""
+        """Kill the child with its own children. Returns when they have ended."""
         if not self._gone.done():
             kill_group(self._process.pid)
         self._writer.transport.abort()
@@ -245,7 +245,7 @@ class Child:
 
 
 class Warm:
-    """Children that wait for their next work. Owned by who closes it."""
+    """Idle children that wait for work. Its owner closes it."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class Warm:
         self._is_closed = False
 
     async def take(self, grown_bytes: int) -> Child:
-        """One that waits and holds no more memory than this, or a fresh one."""
+        """An idle child that holds no more memory than this, or a new one."""
         while self._idle:
             child = self._idle.pop()
             assert child.kept is not None
@@ -275,7 +275,7 @@ class Warm:
         return await Child.start(self._environ())
 
     def keep(self, child: Child, grown_bytes: int) -> None:
-        """For what comes next, unless it holds more memory than this."""
+        """Keep a child for more work, unless it holds more memory than this."""
         if self._is_closed or not child.holds_at_most(grown_bytes):
             self.end(child)
             return
@@ -285,7 +285,7 @@ class Warm:
             self._drop(self._idle[0])
 
     def _drop(self, child: Child) -> None:
-        """It has waited long enough."""
+        """End a child that has been idle for too long."""
         self._idle.remove(child)
         if child.kept is not None:
             child.kept.cancel()
@@ -297,7 +297,7 @@ class Warm:
         task.add_done_callback(self._ending.discard)
 
     async def close(self) -> None:
-        """End those that wait for work; returns when they have gone. Those at work end with it."""
+        """End idle children; return when they have ended. Busy ones end with their work."""
         self._is_closed = True
         for child in list(self._idle):
             self._drop(child)
@@ -306,7 +306,7 @@ class Warm:
 
 
 class Children:
-    """Children that are kept for the next piece of work. Owned by who closes it.
+    """Runs work in children that are reused. Its owner closes it.
 
     Args: more: names of variables that their work needs besides those that any child gets: `models.worker_environment`.
     """
@@ -319,7 +319,7 @@ class Children:
     async def offload(
         self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = ""
     ) -> bytes:
-        """As the function `offload`, in a child that may have worked before; `project`: whose work it is.
+        """As the function `offload`, in a child that may be reused; `project`: whose work it is.
 
         Where it dies the work is begun anew, once, in a fresh one: it was killed from outside, perhaps.
         """
@@ -332,7 +332,7 @@ class Children:
             return await self._run_in(await self._warm.start(), target, order, progress)
 
     async def _run_in(self, child: Child, target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
-        """The answer of a child, which is kept afterwards if it is sound."""
+        """Run work in a child, and keep the child if it is intact."""
         is_sound = False
         try:
             answer = await child.run(target, order, progress)
@@ -356,7 +356,7 @@ class Children:
 
 
 def serve(load: Callable[[str], Work]) -> None:
-    """Do what is asked for on stdin, with what `load` finds under its name, until there is no more."""
+    """Serve requests on stdin with the functions that `load` finds, until end of file."""
     stdin = sys.stdin.buffer
     while (target := _read_part(stdin)) is not None:
         bounds, order = _read_part(stdin), _read_part(stdin)
@@ -375,7 +375,7 @@ def _read_part(stream: BinaryIO) -> bytes | None:
 
 
 def _answer(target: str, order: bytes, load: Callable[[str], Work], bounds: ResourceLimits | None) -> None:
-    """Tell the parent what became of one piece of work."""
+    """Send the result of one piece of work to the parent."""
     sent = 0.0
 
     def progress(share: float) -> None:
@@ -408,7 +408,7 @@ def _answer(target: str, order: bytes, load: Callable[[str], Work], bounds: Reso
 
 
 def _bind(bounds: ResourceLimits) -> None:
-    """Have the kernel hold what comes to its bounds, and tell the parent that it begins."""
+    """Set the kernel's resource limits, and tell the parent that the work begins."""
     gc.disable()  # it takes most of the time of reading long JSON; a child that has grown is not kept
     os.setpriority(os.PRIO_PROCESS, 0, NICE)
     resource.setrlimit(resource.RLIMIT_DATA, (bounds.memory_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))

@@ -1,4 +1,4 @@
-"""The end of a process that we started, told by the process itself and not by its socket or pipe.
+"""Detects the end of a process from the process itself, not from its socket or pipe.
 
 Whatever the process forked holds these open too: an end of file may come long after the process has gone, or never.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def kill_group(pid: int) -> None:
-    """End the process group that `pid` leads or has led: a process started in a session of its own, and what it forked.
+    """Kill the process group of `pid`, which was started in its own session, with everything that it forked.
 
     The number of a group is not used again while one of its members lives.
     """
@@ -22,13 +22,13 @@ def kill_group(pid: int) -> None:
 
 
 def end_reading(sock: socket.socket) -> None:
-    """What lies in the socket is still read, and then its end, whoever holds the other side."""
+    """Read what is in the socket, then end of file, even if another process holds the other end."""
     with contextlib.suppress(OSError):  # it is closed already
         sock.shutdown(socket.SHUT_RD)
 
 
 def started(pid: int) -> str:
-    """When a process began, in clock ticks since boot: with the pid it names the process for good. "" if it is gone."""
+    """The start of a process in clock ticks since boot; with the pid it identifies the process. "" if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -36,7 +36,7 @@ def started(pid: int) -> str:
 
 
 def boot_id() -> str:
-    """What this boot of the machine is called, and where process ids are counted; empty where nothing tells."""
+    """The id of this boot and pid namespace; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"  # containers share the boot, not the ids

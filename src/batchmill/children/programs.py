@@ -38,7 +38,7 @@ ENVIRON = ("PATH", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "LD_LIBRARY_PATH",
 
 
 class _Account(Struct, eq=False):
-    """What is known of one who asks."""
+    """The recent use of one caller."""
 
     at: float = 0.0  # when the sums were last brought up to date
     spent_s: float = 0.0
@@ -48,7 +48,7 @@ class _Account(Struct, eq=False):
 
 
 class Programs:
-    """Owned by who closes it."""
+    """Runs programs of callers. Its owner closes it."""
 
     def __init__(self, clock: Clock, *, places: int = PLACES, environ: Mapping[str, str] = os.environ) -> None:
         assert places > 1, "one place is left to those who take little"
@@ -64,7 +64,7 @@ class Programs:
         bounds: ResourceLimits | None = None,
         patience_s: float = PATIENCE_S,
     ) -> bytes:  # fmt: skip
-        """The answer of `target`, which takes and returns bytes as for `offload`.
+        """Run `target`, which takes and returns bytes as for `offload`.
 
         Args:
             who: whose it is: a project.
@@ -144,7 +144,7 @@ class Programs:
             raise
 
     def _may_run(self, account: _Account) -> bool:
-        """One place stays with those who take little."""
+        """Whether a caller may run now: one slot is reserved for callers with little use."""
         if self._running >= self._places or account.running >= self._places - 1:
             return False
         heavy = sum(each.running for each in self._accounts.values() if each.running and self._is_heavy(each))
@@ -163,7 +163,7 @@ class Programs:
         self._hand_on()
 
     def _hand_on(self) -> None:
-        """Places go to those who took least."""
+        """Give slots to the callers with the least use."""
         waiting = [each for each in self._accounts.values() if each.waiting]
         for account in sorted(waiting, key=self._spent):
             while account.waiting and self._may_run(account):
@@ -197,7 +197,7 @@ class Programs:
         return self._spent(account) > HEAVY_S
 
     def _bounds(self, account: _Account, bounds: ResourceLimits) -> ResourceLimits:
-        """Less time for one whose programs were stopped again and again: the next ones will be, too."""
+        """The limits; shorter for a caller whose programs were stopped again and again."""
         if account.wasted_s <= WASTED_MAX_S:
             return bounds
         return msgspec.structs.replace(bounds, cpu_s=bounds.cpu_s * CUT, wall_s=bounds.wall_s * CUT)
@@ -223,5 +223,5 @@ class Programs:
         )
 
     async def close(self) -> None:
-        """End the children that wait; those at work end with their work."""
+        """End idle children; busy ones end with their work."""
         await self._warm.close()

@@ -1,4 +1,4 @@
-"""One frozen Config: what the configuration file, the environment and the flags say."""
+"""Configuration: file, environment and flags as one frozen Config."""
 
 from batchmill.config.checks import LIMITS_MAX, MODEL_NAME, PROJECT_NAME, SERVER_MAX, WORKERS_MAX, limit_flaw, load
 from batchmill.config.entries import (

@@ -1,4 +1,4 @@
-"""Whether what a configuration file says can be: its keys are known, and its values lie within bounds."""
+"""Checks a configuration file: known keys, and values within bounds."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]{0,199}")
 
 
 def check_keys(table: dict[str, Any]) -> None:
-    """Refuse every key nobody knows, with the nearest one that is known."""
+    """Refuse unknown keys, and suggest the nearest known one."""
     _only_known(table, File, "")
     _only_known(table.get("limits"), InputLimits, "limits.")
     _only_known(table.get("server"), ServerEntry, "server.")
@@ -250,7 +250,7 @@ def _check_limits(limits: Struct, place: str) -> None:
 
 
 def limit_flaw(name: str, value: float | None) -> str:
-    """What is wrong with the value of a limit; empty: nothing. None is no limit."""
+    """Why the value of a limit is invalid; empty: it is valid. None means no limit."""
     if value is None or 0 < value <= LIMITS_MAX[name]:
         return ""
     return f"{name} must be more than 0 and at most {LIMITS_MAX[name]:,.0f}, not {str(value)[:SHOWN_CHARS]}"

@@ -10,7 +10,7 @@ from batchmill.types import ModelSpec
 
 
 def load_engine(model: ModelSpec, home: Path) -> Engine:
-    """The engine of a model, not started yet. `home` is a folder for its logs. Raises: UnknownName."""
+    """Construct the engine of a model, not started. `home` is a folder for its logs. Raises: UnknownName."""
     assert model.traits.class_path, "a job chooses a route before a worker starts"
     module, _, name = model.traits.class_path.partition(":")
     return getattr(import_module(module), name)(model, home)

@@ -1,4 +1,4 @@
-"""The real time, as `ports.Clock` wants it."""
+"""The system clock: `ports.Clock`."""
 
 from __future__ import annotations
 

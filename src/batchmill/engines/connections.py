@@ -1,4 +1,4 @@
-"""The connections of engines that call services: kept alive, bounded in time and size, and their failures told alike.
+"""Connections of engines that call services: kept alive, bounded in time and size, with uniform errors.
 
 Knows nothing of rows, pacing or retries. aiohttp's errors do not leave it: a call without a whole reply is a NoReply.
 """
@@ -57,7 +57,7 @@ class Deadlines:
             self._late.discard(task)
 
     def is_late(self, task: asyncio.Task[Any]) -> bool:
-        """Whether the cancellation that has just arrived was for the time alone: then it is over and done with."""
+        """Whether the deadline alone caused this cancellation; the task is then forgotten."""
         return task in self._late and task.uncancel() == 0
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -88,7 +88,7 @@ class NoReply(Exception):
 
 
 class FileRange(Struct, frozen=True):
-    """A stretch of a file, to be sent."""
+    """A range of a file to send."""
 
     path: Path
     size: int  # bytes
@@ -151,7 +151,7 @@ class Connections:
             self._guard.close()
 
     def set_headers(self, headers: Mapping[str, str]) -> None:
-        """Send these with every call from now on, instead of those before."""
+        """Replace the headers of all later calls."""
         self._headers = dict(headers)
         if self._session is not None:
             self._session.headers.clear()
@@ -160,7 +160,7 @@ class Connections:
     async def exchange(
         self, method: str, url: URL | str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> tuple[aiohttp.ClientResponse, bytes | None]:
-        """Make a call and read its whole reply, decoded; None for one that is larger than REPLY_BYTES_MAX.
+        """Make a call and read its whole reply, decoded; None if it exceeds REPLY_BYTES_MAX.
 
         A URL that is text is percent-encoded already and is sent as it is. Raises: NoReply.
         """
@@ -183,7 +183,7 @@ class Connections:
     async def begin(
         self, method: str, url: URL | str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> aiohttp.ClientResponse:
-        """Make a call; its reply's head. The rest is taken with `read`, and the caller closes it. Raises: NoReply."""
+        """Make a call and return the head of the reply. The caller reads the rest, and closes it. Raises: NoReply."""
         target = _read_url(url) if isinstance(url, str) else url
         try:
             async with asyncio.timeout(self._limits.attempt_timeout_s):
@@ -192,7 +192,7 @@ class Connections:
             raise NoReply(self._translate(error, target)) from None
 
     async def read(self, response: aiohttp.ClientResponse) -> bytes:
-        """The next piece of a reply that has begun, of any length; empty at its end. Raises: NoReply."""
+        """The next piece of a reply, of any length; empty at its end. Raises: NoReply."""
         try:
             async with asyncio.timeout(self._idle_timeout_s):
                 return await response.content.readany()
@@ -206,7 +206,7 @@ class Connections:
         parts: Sequence[bytes | FileRange],
         headers: Mapping[str, str] | None = None,
     ) -> tuple[aiohttp.ClientResponse, bytes | None]:
-        """Send the parts as one body, of which never more than a piece is in memory; the reply as from `exchange`.
+        """Send the parts as one body, one piece in memory at a time; the reply as from `exchange`.
 
         It may take as long as it goes on; a service that takes nothing for `idle_timeout_s` has failed. Raises:
         NoReply.
@@ -251,7 +251,7 @@ class Connections:
         _extend(patience, self._limits.attempt_timeout_s)
 
     def _open(self, target: URL) -> aiohttp.ClientSession:
-        """The session, for a call of this place. Raises: NoReply where its text is not allowed already."""
+        """The session, for a call to this address. Raises: NoReply if the address is not allowed."""
         assert self._session is not None, "start() comes first"
         if self._guard is not None:
             try:
@@ -295,7 +295,7 @@ class Connections:
         return b"".join(pieces)
 
     def _translate(self, error: aiohttp.ClientError | OSError, url: URL) -> Fault:
-        """What aiohttp says, in our words."""
+        """Translate an error of aiohttp."""
         where = f"{url.scheme}://{url.raw_authority}"
         if self._guard is not None and (reason := refusal_of(error)):
             text = f"{where} is not called: {reason}"
@@ -323,7 +323,7 @@ class Connections:
 
 
 def _read_url(text: str) -> URL:
-    """Raises: NoReply for what is no URL."""
+    """Parse a URL. Raises: NoReply if it is not one."""
     try:
         if not (text.isascii() and text.isprintable()) or " " in text:
             raise ValueError("it holds characters that must be percent-encoded")
@@ -342,7 +342,7 @@ def _extend(patience: asyncio.Timeout, wait_s: float) -> None:
 
 
 def allow_files(wanted: int) -> int:
-    """How many connections this process may hold, once it has asked the kernel for as many as are wanted."""
+    """How many connections this process may hold, after raising its limit of open files as far as possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
     needed = wanted + FILES_SPARE
@@ -360,6 +360,6 @@ def _open_part(part: FileRange) -> BinaryIO:
 
 
 def check_header(name: str, value: str) -> None:
-    """Raises: ModelFailed for a name or value that would not be one header."""
+    """Raises: ModelFailed for a name or value that is not a valid header."""
     if not _TOKEN.fullmatch(name) or not value.isascii() or not value.isprintable():
         raise ModelFailed(f"{name!r} with its value is no HTTP header: both must be plain text", code="invalid_header")

@@ -1,4 +1,4 @@
-"""Replies of services, read once, and what may be tried again, and when."""
+"""Reads replies of services, and decides what may be tried again, and when."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class Reply(Struct, frozen=True, gc=False):
-    """A reply that was received in full."""
+    """A complete reply."""
 
     status: int
     body: bytes | None = None  # one JSON object on one line; None: the bytes were no such thing
@@ -37,11 +37,11 @@ class Reply(Struct, frozen=True, gc=False):
     is_half_text: bool = False  # it would be one, but for an escape of half a character
 
     def ok(self, row: Row, request_id: str | None = None) -> Outcome:
-        """The outcome of a row that was answered."""
+        """The outcome of a row with a result."""
         return Outcome(row, self.body, None, self.status, self.usage, request_id)
 
     def refused(self, row: Row, request_id: str | None = None) -> Outcome:
-        """The outcome of a row that the service will not answer however often it is asked."""
+        """The error of a row that the service will never answer."""
         return Outcome(row, self.body, self.row_error(), self.status, self.usage, request_id)
 
     def row_error(self) -> RowError:
@@ -95,7 +95,7 @@ def read_reply(status: int, data: bytes) -> Reply:
 
 
 def _kept(status: int, data: bytes, usage: Usage | None, error: RowError | None) -> Reply:
-    """What of a reply may stand in a result: nothing that its readers would choke on, or read otherwise."""
+    """The part of a reply that may be in a result: JSON that every reader reads the same way."""
     odd = oddity(data)
     if odd is not None:
         return Reply(status, None, usage, error, flaw=f"the reply cannot be kept: {odd}")
@@ -103,14 +103,14 @@ def _kept(status: int, data: bytes, usage: Usage | None, error: RowError | None)
 
 
 def redact(message: str) -> str:
-    """A message that may be kept: without keys and what looks like one, and no longer than 2 KiB."""
+    """A message without keys or what looks like one, of at most 2 KiB."""
     message = mask(message)
     data = message.encode(errors="replace")
     return message if len(data) <= MESSAGE_BYTES_MAX else data[: MESSAGE_BYTES_MAX - 3].decode(errors="ignore") + "…"
 
 
 def _read_odd(status: int, data: bytes) -> Reply:
-    """A reply that is no object, or whose usage has an unexpected shape."""
+    """Read a reply that is not an object, or whose usage has an unexpected shape."""
     try:
         reply = _object.decode(data)
     except (msgspec.MsgspecError, RecursionError):
@@ -157,7 +157,7 @@ def _error_of(reply: dict[str, Any]) -> RowError:
 
 
 def status_named(body: bytes) -> int | None:
-    """The HTTP status that an error names in its body, as proxies do in a reply of status 200."""
+    """The HTTP status in an error's body, which proxies send with status 200."""
     return decode_error(body).status
 
 
@@ -173,7 +173,7 @@ OVERLOADED = 529  # Anthropic's; others use it too
 
 
 class FaultKind(Enum):
-    """What a further call can do about a failure."""
+    """What another attempt can do about a failure."""
 
     THROTTLED = "throttled"  # the service wants fewer calls: wait, however often; costs no attempt
     UNREACHABLE = "unreachable"  # no connection: the row was never seen
@@ -185,7 +185,7 @@ class FaultKind(Enum):
 
 
 class Fault(Struct, frozen=True):
-    """A call that brought no result."""
+    """A failed call."""
 
     kind: FaultKind
     error: RowError  # what the row's outcome says if no further call is made
@@ -194,7 +194,7 @@ class Fault(Struct, frozen=True):
     request_id: str | None = None
 
     def outcome(self, row: Row, calls: int) -> Outcome:
-        """The row's outcome when no further call is made after `calls`."""
+        """The row's error if no further attempt is made after `calls`."""
         error = self.error
         if calls > 1:
             error = RowError(error.code, f"{error.message} (after {calls} calls)")
@@ -214,12 +214,12 @@ class Stretch(Struct, eq=False):
     balance: int = 0  # rows answered when they were called again, less those that failed again
 
     def answered(self) -> None:
-        """A row of it was called again, and answered."""
+        """Note that one of its rows was tried again and got an answer."""
         self.balance += 1
         self.was_down = self.was_down or (self.is_outage and self.balance > 0)
 
     def failed(self) -> None:
-        """A row of it was called again, and failed."""
+        """Note that one of its rows was tried again and failed."""
         self.balance -= 1
 
 
@@ -244,12 +244,12 @@ _RETRIED = frozenset({408, 409, 425})
 
 
 def is_result(reply: Reply) -> bool:
-    """Whether a reply is what the row asked for."""
+    """Whether a reply is the requested result."""
     return reply.status == 200 and reply.body is not None and reply.error is None
 
 
 def judge(reply: Reply, headers: Mapping[str, str], now: float, *, request_id: str | None = None) -> Fault:
-    """Sort a reply that was received in full and is no result: see `is_result`.
+    """Classify a complete reply that is not a result: see `is_result`.
 
     Args: `headers`, looked up by names in lower case; `now` in seconds since the epoch, for a header's date.
     """
@@ -272,7 +272,7 @@ def judge(reply: Reply, headers: Mapping[str, str], now: float, *, request_id: s
 
 
 def rest_asked(headers: Mapping[str, str], now: float) -> float | None:
-    """Seconds for which a reply's headers ask to be left alone; None: they do not say, or nothing believable."""
+    """The delay in seconds that a reply's headers request; None: none, or an implausible one."""
     return (
         _seconds(headers.get("retry-after-ms"), 0.001)
         or _retry_after(headers.get("retry-after"), now)
@@ -286,7 +286,7 @@ def backoff_s(attempts: int, jitter: Callable[[], float]) -> float:
 
 
 class Retries(Struct, frozen=True):
-    """How often and when a call that failed is made again. Calls that were throttled do not count."""
+    """How often and when a failed call is repeated. Throttled calls do not count."""
 
     attempts_max: int  # calls for one row, the first included
     delay_s: Callable[[int], float] | None = None  # after so many failed (>= 1); None: `backoff_s`, within a budget
@@ -294,7 +294,7 @@ class Retries(Struct, frozen=True):
 
 
 class RetryBudget:
-    """Keeps retries under a tenth of recent successes and a constant, so that they never are the load."""
+    """Limits retries to a tenth of recent successes plus a constant, so that they never become the load."""
 
     def __init__(self) -> None:
         self._left = RETRIES_SPARE
@@ -305,7 +305,7 @@ class RetryBudget:
             self._left += RETRY_SHARE
 
     def spend(self) -> bool:
-        """Whether a retry may be made at its normal time; if not, it is to wait as long as any would."""
+        """Whether a retry may run at its normal time; otherwise it waits for the maximum delay."""
         if self._left < 1:
             return False
         self._left -= 1
@@ -338,7 +338,7 @@ def _implied_status(body: bytes, code: str) -> int:
 
 
 def _stable_code(kind: FaultKind, status: int, code: str) -> str:
-    """Errors that a retry may help have few, stable codes; the others keep the service's own."""
+    """The error's code: one of a few stable ones if a retry may help, otherwise the service's own."""
     if kind is FaultKind.THROTTLED:
         return "rate_limited"
     if kind is FaultKind.TRANSIENT:
@@ -382,7 +382,7 @@ def _retry_after(text: str | None, now: float) -> float | None:
 
 
 def _reset_of_what_ran_out(headers: Mapping[str, str]) -> float | None:
-    """OpenAI's `x-ratelimit-*`: when what has run out is there again."""
+    """Seconds until the exhausted one of OpenAI's `x-ratelimit-*` limits resets."""
     for what in ("requests", "tokens"):
         if headers.get(f"x-ratelimit-remaining-{what}") == "0":
             rest = _duration(headers.get(f"x-ratelimit-reset-{what}", ""))
@@ -396,7 +396,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 
 
 def _duration(text: str) -> float | None:
-    """Go's way to write a duration: "6m0s", "20ms", "1.5s"."""
+    """Parse a duration of Go: "6m0s", "20ms", "1.5s"."""
     parts = _DURATION.findall(text)
     if "".join(number + unit for number, unit in parts) != text:
         return None

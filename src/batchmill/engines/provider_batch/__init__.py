@@ -1,4 +1,4 @@
-"""The engine that hands whole shards to a provider's own batch API, and the providers by name."""
+"""The engine for providers' batch APIs, which submits whole shards, and the providers by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROVIDER_APIS = {
 
 
 def load_provider(model: ModelSpec, connections: Connections) -> ProviderApi:
-    """The batch API of a model's provider.
+    """Construct the batch API of a model's provider.
 
     Raises: ModelFailed for a provider nobody knows, or one whose extra is not installed.
     """

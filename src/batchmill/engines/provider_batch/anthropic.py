@@ -90,7 +90,7 @@ class _Batch(Struct):
 
     @property
     def created(self) -> float:
-        """Seconds since the epoch; one that does not say so may be as new as any."""
+        """Seconds since the epoch; infinity if unknown, so that the batch counts as new."""
         try:
             return datetime.fromisoformat(self.created_at).timestamp()
         except ValueError:
@@ -197,7 +197,7 @@ class AnthropicBatches:
             raise _gone(refusal, job) from None
 
     async def clean_up(self, job: RemoteJob) -> None:
-        """Nothing is kept there but the batch itself, and its results with it."""
+        """Nothing to delete: the provider keeps only the batch with its results."""
 
     async def _ask(self, job: RemoteJob, method: str, path: str) -> RemoteJob:
         try:
@@ -209,7 +209,7 @@ class AnthropicBatches:
         return _updated(job, answer.read(_Batch))
 
     async def _since(self, ours: float) -> AsyncIterator[_Batch]:
-        """Batches that are not older than this time of our clock, the newest first."""
+        """Batches created at or after this time of our clock, the newest first."""
         after = ""
         for _ in range(PAGES_MAX):
             answer = await self._calls.call("GET", f"{self._url}?limit={PAGE}{after}")
@@ -225,7 +225,7 @@ class AnthropicBatches:
         raise SubmitUnknown(f"Anthropic lists more than {PAGE * PAGES_MAX} batches since; look for ours in its console")
 
     async def _is_marked(self, id: str, mark: str) -> bool:
-        """Whether the rows of an ended batch are those of this submission."""
+        """Whether an ended batch holds the rows of this submission."""
         lines = self._calls.lines(f"{self._url}/{id}/results")
         try:
             async for some in lines:
@@ -236,12 +236,12 @@ class AnthropicBatches:
 
 
 def mark_of(tag: str) -> str:
-    """What the ids of a submission's rows begin with. An id has at most 64 characters: a tag may be longer."""
+    """The prefix of the ids of a submission's rows. Ids have at most 64 characters; a tag may be longer."""
     return "b" + hashlib.sha256(tag.encode()).hexdigest()[:MARK_CHARS]
 
 
 def _ahead_s(headers: Mapping[str, str]) -> float:
-    """By how much our clock is ahead of that of a reply; 0 where it does not say."""
+    """How far our clock is ahead of a reply's; 0 if it does not say."""
     try:
         return time.time() - parsedate_to_datetime(headers.get("date", "")).timestamp()
     except ValueError:
@@ -255,7 +255,7 @@ def _batches_url(base: str) -> str:
 
 
 def _write_marked(source: Path, target: Path, mark: str) -> int:
-    """Copy an upload, each row's id with the mark in its place; the copy's size in bytes."""
+    """Copy an upload with the mark in each row's id; return the copy's size in bytes."""
     old, new = ROW + NO_MARK.encode(), ROW + mark.encode()
     with source.open("rb") as read, target.open("wb") as write:
         head = read.read(len(HEAD))
@@ -267,7 +267,7 @@ def _write_marked(source: Path, target: Path, mark: str) -> int:
 
 
 def _updated(job: RemoteJob, batch: _Batch) -> RemoteJob:
-    """A job with what is said of its batch."""
+    """A job updated from its batch."""
     counts = batch.request_counts
     return replace(
         job,

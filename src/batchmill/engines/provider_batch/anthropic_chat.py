@@ -1,4 +1,4 @@
-"""Chat completions as Anthropic's Messages, there and back. Pure: it knows JSON values and nothing of calls.
+"""Translates chat completions to Anthropic's Messages and back. Pure.
 
 What has no counterpart is refused by its name; fields whose value asks for nothing (null, n=1) are taken.
 """
@@ -23,7 +23,7 @@ Block = dict[str, Any]
 
 
 def refuse(what: str, why: str, *, code: str = "unsupported_parameter") -> InvalidRow:
-    """The error of a row that cannot be written for Messages."""
+    """The error of a row that cannot be translated."""
     detail = (
         f"{what} is wrong: {why}" if code == "invalid_row" else f"{what} cannot be asked of Anthropic's models: {why}"
     )
@@ -31,7 +31,7 @@ def refuse(what: str, why: str, *, code: str = "unsupported_parameter") -> Inval
 
 
 def blocks_of(message: dict[str, Any], place: str) -> tuple[str, list[Block]]:
-    """Whose turn a message is, and its content. Raises: InvalidRow, naming what has no counterpart."""
+    """The role and the content of a message. Raises: InvalidRow for what has no counterpart."""
     match message.get("role"):
         case "user":
             _refuse_further(message, ("role", "content"), place)
@@ -50,7 +50,7 @@ def blocks_of(message: dict[str, Any], place: str) -> tuple[str, list[Block]]:
 
 
 def text_blocks_of(message: dict[str, Any], place: str) -> list[Block]:
-    """The content of a message that may hold nothing but text: a system prompt."""
+    """The content of a message that may only hold text, such as a system prompt."""
     _refuse_further(message, ("role", "content"), place)
     return _parts(message.get("content"), place, _text_part)
 
@@ -77,7 +77,7 @@ def _tool_use(call: Any, place: str) -> Block:
 
 
 def _parts(content: Any, place: str, read: Any) -> list[Block]:
-    """Blocks of a content that is a text or a list of parts. Empty texts are left out: they are refused there."""
+    """The content blocks of a text or a list of parts. Empty texts are dropped: Anthropic refuses them."""
     if content is None or content == "":
         return []
     if isinstance(content, str):
@@ -185,7 +185,7 @@ _FINISHES = {
 
 
 def to_messages(body: Mapping[str, Any], *, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
-    """The body of a Messages call that asks for what a chat completion's body asks for; `model` as it is.
+    """The Messages body for a chat completion's body; `model` is unchanged.
 
     Raises: InvalidRow, code `unsupported_parameter`, naming what cannot be asked for; `invalid_row` for a wrong shape.
     """
@@ -212,7 +212,7 @@ def to_messages(body: Mapping[str, Any], *, max_tokens: int = MAX_TOKENS) -> dic
 
 
 def to_completion(message: Mapping[str, Any], *, created: int) -> dict[str, Any]:
-    """A chat completion that says what a reply of Messages says. `created` in seconds since the epoch."""
+    """The chat completion for a Messages reply. `created` in seconds since the epoch."""
     texts, calls, thoughts = [], [], []
     content = message.get("content")
     for block in content if isinstance(content, list) else []:
@@ -248,7 +248,7 @@ def to_completion(message: Mapping[str, Any], *, created: int) -> dict[str, Any]
 
 
 def usage_of(message: Mapping[str, Any]) -> Usage | None:
-    """The tokens of a reply of Messages, whose `input_tokens` leave out what was read from or written to a cache."""
+    """The tokens of a Messages reply; its `input_tokens` exclude tokens read from or written to a cache."""
     usage = message.get("usage")
     if not isinstance(usage, Mapping):
         return None
@@ -271,7 +271,7 @@ def _completion_usage(usage: Usage | None) -> dict[str, Any] | None:
 
 
 def _conversation(messages: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The blocks of the system prompt, and turns whose roles alternate: what follows itself is one turn."""
+    """The system blocks, and turns with alternating roles: consecutive messages of one role are joined."""
     if not isinstance(messages, list) or not messages:
         raise refuse("`messages`", "it must be a list with at least one message", code="invalid_row")
     system: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Calls of AWS: where a service lies, whose keys sign them, and files in S3."""
+"""AWS: endpoints, credentials, signed calls, and files in S3."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ QUEUE_FULL = frozenset({"ServiceQuotaExceededException", "ResourceLimitExceeded"
 
 
 class AwsCredentials(Struct, frozen=True):
-    """What a call is signed with."""
+    """The keys that sign a call."""
 
     access: str
     secret: str
@@ -85,10 +85,10 @@ class AwsCredentials(Struct, frozen=True):
 
 
 class Account:
-    """The keys and the region of a model."""
+    """The credentials and the region of a model."""
 
     def __init__(self, model: ModelSpec) -> None:
-        """Raises: ModelFailed where no region is known."""
+        """Raises: ModelFailed if the region is unknown."""
         self._model = model
         self._may_look = model.connector is None or model.connector.is_trusted
         self._session: Session | None = None
@@ -96,7 +96,7 @@ class Account:
         self.queue_rest_s = argument(model, "queue_rest_s", QUEUE_REST_S, least=0)
 
     def argument(self, *names: str) -> str | None:
-        """What the engine's arguments, or else the connector's parameters, call by one of these names."""
+        """The engine argument or connector parameter with one of these names."""
         for name in names:
             value = self._model.engine_args.get(name)
             if value is None and self._model.connector is not None:
@@ -106,7 +106,7 @@ class Account:
         return None
 
     def needed(self, *names: str, what: str) -> str:
-        """As `argument`. Raises: ModelFailed, saying what is missing."""
+        """As `argument`. Raises: ModelFailed if it is missing."""
         value = self.argument(*names)
         if not value:
             provider = self._model.provider
@@ -114,7 +114,7 @@ class Account:
         return value
 
     async def keys(self) -> AwsCredentials:
-        """The keys of a call made now. Raises: ModelFailed where there are none."""
+        """The current keys. Raises: ModelFailed if there are none."""
         references = self._references()
         if references:
             credentials = {name: secrets.resolve(reference).reveal() for name, reference in references.items()}
@@ -137,7 +137,7 @@ class Account:
         return references
 
     def _look(self) -> AwsCredentials:
-        """Where AWS's own tools look: variables, profiles, the machine's role. It may call and wait."""
+        """Look up keys as AWS's tools do: variables, profiles, the machine's role. May call and block."""
         try:
             if self._session is None:
                 self._session = Session()
@@ -168,7 +168,7 @@ class Account:
         return region
 
     def refused(self, refusal: ProviderRefusal) -> JobRefused:
-        """What it means for a job that it was not taken."""
+        """What a refusal of the keys means for the job."""
         is_full = refusal.reason in QUEUE_FULL
         return JobRefused(refusal.message, rest_s=self.queue_rest_s if is_full else None)
 
@@ -177,7 +177,7 @@ class Account:
         return "amazonaws.com.cn" if self.region.startswith("cn-") else "amazonaws.com"
 
     def endpoint(self, host: str, *, path: str) -> str:
-        """Where a service lies, without a slash at its end. `path` ends the URL of a connector's action."""
+        """The URL of a service without a trailing slash. `path` ends the URL of a connector's action."""
         if self._model.connector is None:
             return (self._model.base_url or f"https://{host}.{self.region}.{self.domain}").rstrip("/")
         action = self._model.connector.action(BATCH_PREDICT)
@@ -189,7 +189,7 @@ class Account:
 
 
 class Signed:
-    """Calls of one service, each signed as it goes out."""
+    """Calls of one service, each signed when it is sent."""
 
     def __init__(self, account: Account, service: str, connections: Connections) -> None:
         self._account = account
@@ -216,7 +216,7 @@ class Signed:
 
 
 class JsonService:
-    """A service that takes JSON and names what it does in a header: `SageMaker.CreateTransformJob`."""
+    """A JSON service that names its operation in a header: `SageMaker.CreateTransformJob`."""
 
     def __init__(self, signed: Signed, url: str, prefix: str) -> None:
         self._signed = signed
@@ -231,7 +231,7 @@ class JsonService:
 
 
 def sort(status: int, headers: Mapping[str, str], data: bytes) -> BatchmillError | None:
-    """What an answer of AWS means that is no success. None: it is not one of AWS's."""
+    """Classify an unsuccessful reply of AWS. None: it is not one of AWS's."""
     code, message = error_of(headers, data)
     if status == 301 or code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
         place = headers.get("x-amz-bucket-region", "another region")
@@ -249,7 +249,7 @@ def sort(status: int, headers: Mapping[str, str], data: bytes) -> BatchmillError
 
 
 def error_of(headers: Mapping[str, str], data: bytes) -> tuple[str, str]:
-    """An error's code and message, in JSON or XML; empty where there is none."""
+    """The code and message of an error in JSON or XML; empty if there is none."""
     code = headers.get("x-amzn-errortype", "").partition(":")[0].rpartition("#")[2]
     if data.lstrip()[:1] == b"<":
         try:
@@ -262,7 +262,7 @@ def error_of(headers: Mapping[str, str], data: bytes) -> tuple[str, str]:
 
 
 def is_host(url: str) -> bool:
-    """Whether a text is an address to call."""
+    """Whether a text is a host name."""
     parts = urlsplit(url)
     return parts.scheme in ("http", "https") and bool(parts.hostname)
 
@@ -275,7 +275,7 @@ _NAMESPACE = re.compile(r"\{[^}]*\}")
 
 
 class S3Object(Struct, frozen=True):
-    """A bucket and a name in it."""
+    """An object in S3: bucket and key."""
 
     bucket: str
     key: str
@@ -289,7 +289,7 @@ class S3Object(Struct, frozen=True):
 
 
 def read_uri(uri: str) -> S3Object:
-    """Raises: ModelFailed for what is no s3://BUCKET/PREFIX of plain characters."""
+    """Parse s3://BUCKET/PREFIX. Raises: ModelFailed for anything else."""
     found = _URI.fullmatch(uri)
     if found is None:
         raise ModelFailed(f"{uri[:200]!r} is no place in S3: write s3://BUCKET/PREFIX", code="invalid_argument")
@@ -297,7 +297,7 @@ def read_uri(uri: str) -> S3Object:
 
 
 class S3:
-    """The files of one account. Every method raises what `Calls.call` raises."""
+    """The files of one account. Every method raises as `Calls.call`."""
 
     def __init__(self, account: Account, connections: Connections) -> None:
         """The engine argument `s3_endpoint` is another server that speaks S3. Raises: ModelFailed."""
@@ -308,7 +308,7 @@ class S3:
         self._calls = Signed(account, "s3", connections).calls
 
     async def put(self, place: S3Object, file: Path, size: int) -> None:
-        """Bring a file there; what is there already is replaced. Raises: JobRefused where it is not taken."""
+        """Upload a file, replacing an existing one. Raises: JobRefused if it is refused."""
         if size > PUT_BYTES_MAX:
             raise JobRefused(f"S3 takes no {size:,} bytes in one piece: set bytes_max to {PUT_BYTES_MAX} at most")
         digest = await asyncio.to_thread(_digest, file)
@@ -320,11 +320,11 @@ class S3:
             raise JobRefused(f"{place.uri} cannot be written: {refusal.message}") from None
 
     async def has(self, place: S3Object) -> bool:
-        """Whether a file is there. Asked by a listing: the answer to a HEAD would not say why it was refused."""
+        """Whether a file exists. Uses a listing: a HEAD reply would not say why it was refused."""
         return place.key in [each.key async for each in self.list(place)]
 
     async def list(self, place: S3Object) -> AsyncIterator[S3Object]:
-        """The files whose names begin as `place` does."""
+        """The files whose keys begin with `place`."""
         query = {"list-type": "2", "prefix": place.key}
         for _ in range(PAGES_MAX):
             answer = await self._calls.call("GET", self._url(S3Object(place.bucket, ""), query))
@@ -337,11 +337,11 @@ class S3:
         raise JobRefused(f"there are more than {PAGES_MAX},000 files below {place.uri}")
 
     def lines(self, place: S3Object) -> AsyncIterator[list[bytes]]:
-        """The lines of a file, some hundreds at a time; empty ones are left out."""
+        """The lines of a file in groups of some hundreds; empty ones are skipped."""
         return self._calls.lines(self._url(place))
 
     async def delete(self, place: S3Object) -> None:
-        """Delete a file; one that is not there is no error."""
+        """Delete a file; a missing one is not an error."""
         try:
             await self._calls.call("DELETE", self._url(place))
         except ProviderRefusal as refusal:
@@ -349,7 +349,7 @@ class S3:
                 raise
 
     async def delete_below(self, place: S3Object) -> None:
-        """Delete every file of a folder."""
+        """Delete every file below a prefix."""
         for each in [each async for each in self.list(S3Object(place.bucket, f"{place.key}/"))]:
             await self.delete(each)
 
@@ -370,7 +370,7 @@ def _digest(file: Path) -> str:
 
 
 def _listing(data: bytes) -> tuple[list[str], str]:
-    """The names in a reply to ListObjectsV2, and what asks for the next of them."""
+    """The keys in a ListObjectsV2 reply, and the token for the next page."""
     try:
         root = ElementTree.fromstring(data)
     except ElementTree.ParseError:

@@ -205,7 +205,7 @@ class BedrockBatches:
             raise
 
     async def _named(self, name: str) -> AsyncIterator[_Job]:
-        """The jobs whose names hold this one."""
+        """The jobs whose names contain this one."""
         query = {"nameContains": name, "maxResults": str(PAGE)}
         for _ in range(PAGES_MAX):
             answer = await self._calls.call("GET", f"{self._url}{JOBS}?{urlencode(query, quote_via=quote)}")
@@ -218,7 +218,7 @@ class BedrockBatches:
 
 
 def _short(job: RemoteJob) -> str:
-    """The id at the end of a job's ARN: calls take both, and this one needs no encoding in a path."""
+    """The id at the end of a job's ARN: calls accept both, and the id needs no encoding in a path."""
     return quote(short_name(job.id), safe="")
 
 
@@ -266,7 +266,7 @@ def _answered(output: bytes, is_chat: bool, created: int) -> RowReply:
 
 
 def usage_of(reply: Mapping[str, Any]) -> Usage | None:
-    """The tokens of a reply: every family of models counts them in fields of its own."""
+    """The tokens of a reply: each model family has its own fields."""
     if reply.get("type") == "message":
         return anthropic_chat.usage_of(reply)
     usage = reply.get("usage")

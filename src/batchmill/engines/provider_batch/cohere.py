@@ -52,7 +52,7 @@ Records = Iterator[dict[str, Any]]
 
 
 async def records(pieces: AsyncIterator[bytes]) -> AsyncIterator[list[dict[str, Any]]]:
-    """The records of a part, some hundreds at a time. The part lies on disk meanwhile, not in memory.
+    """The records of a part, some hundreds at a time. The part is on disk, not in memory.
 
     Raises: TryAgain for a part that cannot be read; RouteFailed where it is Avro and fastavro is not installed.
     """
@@ -292,7 +292,7 @@ class CohereBatches:
         return None  # at worst a dataset is left there that nobody is charged for
 
     async def _check_valid(self, job: RemoteJob) -> None:
-        """Raises: TryAgain while Cohere is looking through the texts, JobRefused where it does not like them."""
+        """Raises: TryAgain while Cohere validates the texts, JobRefused if they are invalid."""
         dataset = await self._dataset(job.input)
         status = dataset.validation_status
         if status == "failed":

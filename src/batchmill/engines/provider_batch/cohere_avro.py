@@ -1,4 +1,4 @@
-"""Avro as Cohere writes it. The only file that knows fastavro."""
+"""Reads Cohere's Avro files. The only module that imports fastavro."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from fastavro import reader
 
 
 def read(file: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """The records of a file, one after the other."""
+    """Iterate over the records of a file."""
     yield from reader(file)  # type: ignore[misc]  # records of a dataset are objects

@@ -1,4 +1,4 @@
-"""The engine of a provider's batch API: it takes whole leases, and hands each over as one job there or a few."""
+"""The provider batch engine: takes whole leases, and submits each as one or a few batches."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class ProviderBatchEngine:
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     async def _take(self, feed: Feed) -> list[Row]:
-        """The next rows; while a shard waits for room at the provider, only those that need none."""
+        """The next rows; while a shard waits for room at the provider, only rows that need none."""
         while True:
             is_full = self._is_full()
             if not is_full:
@@ -118,7 +118,7 @@ class ProviderBatchEngine:
                 await self._wait_for_shards()  # what the feed still holds needs room
 
     async def _race(self, take: Coroutine[None, None, list[Row]], is_full: bool) -> list[Row] | None:
-        """What a take brings; None where it has not, and there is room now or none any more."""
+        """The result of a take; None if it has not finished and the room at the provider has changed."""
         taking = asyncio.create_task(take)
         try:
             while not taking.done() and is_full == self._is_full():
@@ -134,7 +134,7 @@ class ProviderBatchEngine:
         return any(shard.waits for shard in self._shards.values())
 
     def _sort(self, rows: list[Row], tools: Tools) -> None:
-        """Rows to the shard of their lease."""
+        """Give rows to the shard of their lease."""
         lease = rows[0].lease
         shard = next((each for each in self._shards.values() if each.lease is lease), None)
         if shard is None:
@@ -145,7 +145,7 @@ class ProviderBatchEngine:
         shard.add(rows)
 
     async def _wait_for_shards(self) -> None:
-        """Until one has ended. Raises: what one raises that concerns all."""
+        """Wait until a shard has ended. Raises: an error that concerns all shards."""
         await self._moved.wait()
         self._reap()
 
@@ -156,7 +156,7 @@ class ProviderBatchEngine:
             task.result()
 
     async def _leave(self, seconds: float = 0.0) -> None:
-        """Have every shard stop where it is, its steps in flight after so long; what was handed over stays there."""
+        """Stop every shard where it is, after a grace period for calls in flight; submitted batches stay."""
         for shard in self._shards.values():
             shard.course.end()
         if self._shards and seconds:
@@ -185,7 +185,7 @@ def _connect(model: ModelSpec) -> Connections:
 
 
 def sweep(home: Path) -> None:
-    """Remove what workers that were killed have left."""
+    """Remove folders of killed workers."""
     for folder in home.glob(f"{FOLDER}*"):
         pid = folder.name.removeprefix(FOLDER).partition("-")[0]
         if pid.isdecimal() and not _is_alive(int(pid)):

@@ -1,4 +1,4 @@
-"""One job at a provider: handed over, watched to its end, and found again. Every step is noted before the next."""
+"""One provider batch: submitted, polled to its end, and recovered. Every step is noted before the next."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 
 class LeaseAbandoned(Exception):
-    """The work stops here: the lease ends, or other work for it has failed. What is noted says how it goes on."""
+    """Work on the lease stops: it ends, or other work for it has failed. The notes say how to continue."""
 
 
 class Course:
-    """Of one lease. `ending` is empty, "pause": leave everything as it is, or "over": end what runs, collect it."""
+    """The course of one lease. `ending`: empty, "pause" (leave everything), or "over" (cancel and collect)."""
 
     def __init__(
         self, lease: LeaseHandle, settings: ProviderSettings, clock: Clock, jitter: Callable[[], float]
@@ -39,27 +39,27 @@ class Course:
         self._turned = asyncio.Event()
 
     async def watch(self) -> None:
-        """Follow what the lease says, until cancelled: it has the last word."""
+        """Follow the state of the lease until cancelled."""
         self._turn(await self._lease.until_ending())
 
     def fail(self, error: BatchmillError) -> None:
-        """The lease's rows cannot go on. Its other jobs end where the rows are to go elsewhere; else they stay."""
+        """Fail the lease. Its other batches are cancelled if the rows go elsewhere; otherwise they stay."""
         if self.failure is None:
             self.failure = error
         if not self.ending:
             self._turn(OVER if isinstance(error, RouteFailed) else PAUSE)
 
     def end(self) -> None:
-        """Stop as soon as may be, whatever the lease says."""
+        """Stop as soon as possible, whatever the state of the lease."""
         self._turn(PAUSE)
 
     def check(self) -> None:
-        """Raises: Left when no step may be begun any more."""
+        """Raises: Left if no new step may begin."""
         if self.ending:
             raise LeaseAbandoned
 
     async def sleep(self, seconds: float) -> None:
-        """Wait so long, or until `ending` changes."""
+        """Sleep, or return early when `ending` changes."""
         turned = self._turned
         sleeping = asyncio.ensure_future(self._clock.sleep(seconds))
         turning = asyncio.ensure_future(turned.wait())
@@ -70,7 +70,7 @@ class Course:
             turning.cancel()
 
     async def persist(self, call: Callable[[], Awaitable[T]]) -> T:
-        """What a call brings that may be made any number of times; it is, until the provider answers.
+        """Make a call that may be repeated until the provider replies.
 
         Raises: Left when the lease is paused meanwhile; RouteFailed when the provider has not answered for so long
         that it counts as stuck, or refuses.
@@ -86,11 +86,11 @@ class Course:
                 return found
 
     def limit_s(self, over_s: float = math.inf) -> float:
-        """How long a provider may be without an answer; `over_s`: at most, when the work is to end."""
+        """How long a provider may not reply; `over_s`: the maximum when the work is to end."""
         return min(self._settings.cancel_wait_s, over_s) if self.ending == OVER else self._settings.stuck_after_s
 
     def pause_s(self, tries: int) -> float:
-        """Seconds before the next try, after so many: they double from `poll_s` to `poll_max_s`."""
+        """Seconds before the next attempt: doubles from `poll_s` to `poll_max_s`."""
         longest = min(self._settings.poll_max_s, self._settings.poll_s * 2 ** min(tries - 1, 16))
         return longest * (0.5 + self._jitter() / 2)
 
@@ -104,7 +104,7 @@ class Course:
 
 
 class Patience:
-    """With a provider that does not answer one call."""
+    """Patience with a provider that does not reply to a call."""
 
     def __init__(self, course: Course, over_s: float = math.inf) -> None:
         self._course, self._over_s = course, over_s
@@ -112,7 +112,7 @@ class Patience:
         self._tries = 0
 
     async def rest(self, error: TryAgain) -> None:
-        """Wait before the next try. Raises: Left, RouteFailed as `Course.persist` says."""
+        """Wait before the next attempt. Raises: Left, RouteFailed as `Course.persist`."""
         course = self._course
         course.trouble = error.message
         now = course.monotonic()
@@ -129,7 +129,7 @@ class Patience:
 
 
 def is_fatal(error: BatchmillError) -> bool:
-    """Whether no job of the engine can go on: its key or its quota."""
+    """Whether no batch of the engine can continue: its key or its quota is refused."""
     return isinstance(error, AuthRefused | QuotaExhausted)
 
 
@@ -138,11 +138,11 @@ TIDY_TRIES, TIDY_REST_S = 4, 60.0  # to delete a file, and at most so long betwe
 
 
 class Stuck(RouteFailed):
-    """A job that says nothing new for too long."""
+    """A batch without progress for too long."""
 
 
 class ProviderJob:
-    """`job` is what is known of it; whatever changes it is noted with the lease."""
+    """A provider batch. `job` is its known state; changes are noted with the lease."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class ProviderJob:
         self._noted_at = 0.0
 
     async def note(self, **changes: object) -> None:
-        """Make durable what is known, with these changes."""
+        """Store the known state with these changes, durably."""
         self.job = replace(self.job, **changes)
         self._noted_at = self._clock.monotonic()
         await self._lease.note(self.job.tag, msgspec.json.encode(self.job))
@@ -168,7 +168,7 @@ class ProviderJob:
     # -- the way there ------------------------------------------------------------------------------------------------
 
     async def hand_over(self, upload: Upload) -> None:
-        """Bring the rows there; the intent is noted already. Raises: Left, JobRefused, SubmitUnknown, RouteFailed."""
+        """Submit the rows; the intent is noted. Raises: Left, JobRefused, SubmitUnknown, RouteFailed."""
         faults.point("before_submit")
         if not self.job.input:
             await self._insist(lambda: self._api.upload(self.job, upload), lambda job: bool(job.input or job.id))
@@ -176,7 +176,7 @@ class ProviderJob:
             await self._insist(lambda: self._api.create(self.job, upload), lambda job: bool(job.id))
 
     async def find_again(self) -> bool:
-        """Whether the provider has the job, of which only the intent is noted. Raises: SubmitUnknown, Left."""
+        """Whether the provider has a batch of which only the intent is noted. Raises: SubmitUnknown, Left."""
         self.job = replace(self.job, is_doubtful=True)  # what its maker sent may still be on its way
         found = await self._find_twice(lambda job: bool(job.id))
         if found is not None and (found.id or found.input):
@@ -184,12 +184,12 @@ class ProviderJob:
         return bool(self.job.id)
 
     async def forget(self, message: str) -> None:
-        """Note that the job never came to be; what was uploaded for it goes."""
+        """Note that the batch never existed, and delete its uploads."""
         message = " ".join(filter(None, [message, await self._clean_up()]))
         await self.note(state="forgotten", message=message, changed=self._clock.now())
 
     async def _insist(self, call: Callable[[], Awaitable[RemoteJob]], is_there: Callable[[RemoteJob], bool]) -> None:
-        """Make a call that may be heard once only; after a lost reply, look what became of it first."""
+        """Make a call that must happen once; after a lost reply, check what became of it first."""
         patience = Patience(self._course)
         while True:
             self._course.check()
@@ -209,7 +209,7 @@ class ProviderJob:
             return
 
     async def _learned(self, job: RemoteJob) -> None:
-        """Note what a step has brought about."""
+        """Note the result of a step."""
         if job == self.job:
             return
         if job.id and not self.job.id:
@@ -226,7 +226,7 @@ class ProviderJob:
             await self.note()
 
     async def _find_twice(self, is_there: Callable[[RemoteJob], bool]) -> RemoteJob | None:
-        """What the provider has; asked again where that is not it, since its lists may be a moment behind."""
+        """Look for the batch, and once more if it is not found: lists may lag behind."""
         found = await self._find()
         if found is not None and is_there(found):
             return found
@@ -234,7 +234,7 @@ class ProviderJob:
         return await self._find()
 
     async def _find(self) -> RemoteJob | None:
-        """Raises: SubmitUnknown, once that is noted."""
+        """Look for the batch. Raises: SubmitUnknown, once that is noted."""
         try:
             return await self._course.persist(lambda: self._api.find(self.job))
         except SubmitUnknown as error:
@@ -247,7 +247,7 @@ class ProviderJob:
     # -- the wait -----------------------------------------------------------------------------------------------------
 
     async def until_ended(self) -> None:
-        """Look until the provider says that it has ended. Raises: Left, Stuck, SubmitUnknown, RouteFailed."""
+        """Poll until the batch has ended. Raises: Left, Stuck, SubmitUnknown, RouteFailed."""
         delay = self._settings.poll_s
         while self.job.state not in ("ended", "collected"):
             self._course.check()
@@ -270,7 +270,7 @@ class ProviderJob:
             delay = self._settings.poll_s if moved else min(delay * GROWTH, self._settings.poll_max_s)
 
     async def wind_up(self) -> None:
-        """Have the job end at the provider, and wait for that for a while. Raises: Left when there is a pause."""
+        """Cancel the batch and wait for its end for a while. Raises: Left when there is a pause."""
         if self.job.state in ("intent", "unknown") and not await self.find_again():
             await self.forget("the job ended before it was handed over")
             return
@@ -284,7 +284,7 @@ class ProviderJob:
             await self._look()
 
     async def settle(self) -> str:
-        """Have the provider end what it has of an ended job twice; what to say of it.
+        """Cancel batches of a job that was submitted twice; return a warning.
 
         Before the job's rows have outcomes: once they have, no lease may come that looks after it.
         """
@@ -298,7 +298,7 @@ class ProviderJob:
         return f"{found.id} is the same job once more" if is_twice else ""
 
     async def collected(self, *text: str) -> None:
-        """Note that the rows of an ended job have been read; what was uploaded for it goes."""
+        """Note that the results of an ended batch were read, and delete its uploads."""
         left = await self._clean_up()
         await self.note(state="collected", is_doubtful=False, message="; ".join(filter(None, [*text, left])))
         # Only now do the rows count that were put before: see `ports.LeaseHandle.note`.
@@ -309,7 +309,7 @@ class ProviderJob:
         await self._learn(await self._insured(lambda: self._api.look(self.job)))
 
     async def _insured(self, call: Callable[[], Awaitable[RemoteJob]]) -> RemoteJob:
-        """A call about a job whose id is known; one that the provider denies is in doubt. Raises: SubmitUnknown."""
+        """Make a call about a batch with a known id. Raises: SubmitUnknown if the provider denies the batch."""
         try:
             return await self._course.persist(call)
         except JobGone as error:
@@ -317,7 +317,7 @@ class ProviderJob:
             raise SubmitUnknown(doubt(self.job, error.message)) from None
 
     async def _learn(self, seen: RemoteJob) -> None:
-        """Take over what a look says. What only says how far it has come is noted now and then."""
+        """Apply a poll. Pure progress is noted only now and then."""
         job = self.job
         if job.state == "cancelling" and seen.state == "submitted":
             seen = replace(seen, state="cancelling")  # the provider has not got round to it
@@ -329,20 +329,20 @@ class ProviderJob:
             await self.note()
 
     async def _clean_up(self) -> str:
-        """Delete what was uploaded; what to say where that failed."""
+        """Delete uploads; return a warning if that failed."""
         if self._settings.keep_files or not (self.job.input or self.job.id):
             return ""
         return await self._tidy(lambda: self._api.clean_up(self.job), f"its input {self.job.input} is")
 
     async def _clean_results(self) -> str:
-        """Delete what has been read, where the provider lets us; what to say where that failed."""
+        """Delete results that were read, if the provider allows it; return a warning if that failed."""
         api = self._api
         if self._settings.keep_files or not isinstance(api, CleansResults):
             return ""
         return await self._tidy(lambda: api.clean_results(self.job), "its results are")
 
     async def _tidy(self, call: Callable[[], Awaitable[None]], what: str) -> str:
-        """Make a call a few times; that it fails is not worth a job's rows."""
+        """Try a cleanup call a few times; its failure does not matter to the rows."""
         for tries in range(1, TIDY_TRIES + 1):
             try:
                 await call()
@@ -359,7 +359,7 @@ class ProviderJob:
 
 
 def doubt(job: RemoteJob, message: str) -> str:
-    """What a person is told of a job in doubt."""
+    """The message for a person about a batch in doubt."""
     return (
         f"{message.rstrip('.')}. Look at the provider for {job.id or 'a job'} of {job.rows:,} rows ({job.tag}), then "
         f"say `batchmill remote adopt JOB {job.tag} ID` or, where there is none, `batchmill remote forget JOB "

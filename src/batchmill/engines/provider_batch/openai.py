@@ -1,4 +1,4 @@
-"""OpenAI's Files and Batches, and every server that has them.
+"""OpenAI's Files and Batches, and every server that implements them.
 
 Source: OpenAI's API reference, "Files" and "Batches"; the types of the openai package.
 """
@@ -66,7 +66,7 @@ _named = re.compile(rb'"custom_id"\s*:\s*"(r\d{1,11})"')
 
 
 def read_line(line: bytes) -> tuple[int, RowReply]:
-    """(the row's number, its reply); -1 for a line that names none of ours."""
+    """(the row's number, its reply); -1 for a line without one of our numbers."""
     try:
         found = _line.decode(shallow(line))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -98,7 +98,7 @@ def _answered(response: _Response) -> RowReply:
 
 
 def _unusable(reply: Reply, request_id: str | None) -> RowReply:
-    """A reply that says it is a result and is none."""
+    """The error of a reply that claims to be a result and is not."""
     if reply.error is not None and reply.body is not None:
         return RowReply(500, reply.body, reply.row_error(), reply.usage, request_id)
     error = RowError("bad_response", f"the provider's reply is not one JSON object: it begins {reply.text[:100]!r}")
@@ -144,7 +144,7 @@ _inputs = msgspec.json.Decoder(list[Raw])
 
 
 class OpenAIBatches:
-    """Rows of one URL and one model are one batch; it is found again by its metadata, its file by its name."""
+    """Rows of one URL and one model are one batch, found by its metadata; its file is found by its name."""
 
     arguments = frozenset({"completion_window", "inputs_max", "output_expires_after_s", "queue_rest_s"})
 
@@ -193,7 +193,7 @@ class OpenAIBatches:
         return frame
 
     def _endpoint(self, url: str) -> str:
-        """A row's URL as the lines of the upload and the batch have it."""
+        """A row's URL as the upload's lines and the batch name it."""
         return url
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ class OpenAIBatches:
 
     @staticmethod
     async def _ask(call: Awaitable[ProviderReply]) -> ProviderReply:
-        """The answer to a call that hands something over."""
+        """The reply to a call that submits something."""
         try:
             return await call
         except ProviderRefusal as refusal:
@@ -324,7 +324,7 @@ class OpenAIBatches:
             raise
 
     async def _find_batches(self, job: RemoteJob) -> list[RemoteJob]:
-        """The batches that carry the job's tag, among those that are no older than it."""
+        """The batches with the job's tag that are not older than the job."""
         found: list[RemoteJob] = []
         after: dict[str, str] = {}
         for _ in range(PAGES_MAX):
@@ -367,7 +367,7 @@ def _file_name(job: RemoteJob) -> str:
 
 
 def _seen(job: RemoteJob, batch: dict[str, Any]) -> RemoteJob:
-    """The job as the provider's batch object says it is."""
+    """The job, updated from the provider's batch object."""
     counts = batch.get("request_counts")
     counts = counts if isinstance(counts, dict) else {}
     status = str(batch.get("status") or "")
@@ -385,7 +385,7 @@ def _number(value: Any) -> int:
 
 
 def _created(item: dict[str, Any]) -> float:
-    """When a batch or file was made; one that does not say so may be as new as any."""
+    """When a batch or file was created; infinity if unknown, so that it counts as new."""
     value = item.get("created_at")
     return float(value) if isinstance(value, int | float) else float("inf")
 
@@ -408,7 +408,7 @@ def _addressed(body: bytes, model: str) -> bytes:
 
 
 def _count_inputs(value: Raw) -> int:
-    """How many texts a row of embeddings holds: a list of numbers is one, of tokens."""
+    """How many texts a row of embeddings holds: a list of token numbers is one text."""
     if not bytes(value).startswith(b"["):
         return 1
     items = _inputs.decode(value)
@@ -422,7 +422,7 @@ def _errors_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _rows_named(job: RemoteJob, errors: list[dict[str, Any]]) -> list[tuple[int, RowReply]]:
-    """The rows that a refused batch is refused for: its errors count the upload's lines from 1."""
+    """The rows that a refused batch blames: its errors count the upload's lines from 1."""
     named: dict[int, RowReply] = {}
     for each in errors:
         line = each.get("line")
@@ -444,7 +444,7 @@ def _nth(runs: list[tuple[int, int]], n: int) -> int | None:
 
 
 def _errors_text(errors: list[dict[str, Any]]) -> str:
-    """The provider's own words, as far as one can read them."""
+    """The provider's error messages, shortened."""
     words = [error.message or error.name for error in map(error_in, errors[:3])]
     return f": {'; '.join(word for word in words if word)}"[:1000] if any(words) else ""
 
@@ -478,7 +478,7 @@ class AzureBatches(OpenAIBatches):
         return url.removeprefix("/v1") if self._version else url
 
     async def create(self, job: RemoteJob, upload: Upload) -> RemoteJob:
-        """As OpenAI's, once the file has been read there: a batch of one that has not is refused."""
+        """As OpenAI's, but only once the file is processed: Azure refuses a batch before."""
         file = await self._get(self._url(f"/files/{quote(job.input, safe='')}"))
         status = file.get("status")
         if status in _READING:

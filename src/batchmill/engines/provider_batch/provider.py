@@ -1,4 +1,4 @@
-"""What the batch API of each provider must be able to do, in its own way, and calls of it."""
+"""The interface of each provider's batch API, and its calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from batchmill.wire.json_bytes import shallow
 
 
 class BatchLimits(Struct, frozen=True):
-    """What one job at the provider may hold, and how its rows are joined in an upload."""
+    """The limits of one batch, and how its rows are joined in an upload."""
 
     rows_max: int
     bytes_max: int  # of the upload
@@ -33,7 +33,7 @@ class BatchLimits(Struct, frozen=True):
 
 
 class ProviderRow(Struct, frozen=True, gc=False):
-    """One row as the provider takes it."""
+    """One row in the provider's form."""
 
     data: bytes  # without `BatchLimits.between`
     group: str = ""  # rows of different groups go in different jobs: another URL, another model
@@ -41,7 +41,7 @@ class ProviderRow(Struct, frozen=True, gc=False):
 
 
 class Upload(Struct, frozen=True):
-    """A file that holds the lines of one job, in the order of `RemoteJob.runs`. All are of one group."""
+    """A file with the lines of one batch, in the order of `RemoteJob.runs`. All are of one group."""
 
     path: Path
     group: str
@@ -50,7 +50,7 @@ class Upload(Struct, frozen=True):
 
 
 class RowReply(Struct, frozen=True, gc=False):
-    """What became of one row at the provider."""
+    """The provider's reply to one row."""
 
     status: int = 200
     body: bytes | None = None  # the JSON of the reply, on one line
@@ -62,7 +62,7 @@ class RowReply(Struct, frozen=True, gc=False):
 
 
 class TryAgain(BatchmillError):
-    """The call may succeed later. What it was to bring about may have happened, unless `is_unseen`."""
+    """The call may succeed later. Its effect may have happened, unless `is_unseen`."""
 
     code = "try_again"
     retryable = True
@@ -74,7 +74,7 @@ class TryAgain(BatchmillError):
 
 
 class JobRefused(BatchmillError):
-    """The provider will not run this job, or ended it without having run its rows. The message is the provider's."""
+    """The provider will not run this batch, or ended it without running rows. The message is the provider's."""
 
     code = "job_refused"
 
@@ -84,7 +84,7 @@ class JobRefused(BatchmillError):
 
 
 class JobGone(BatchmillError):
-    """The provider knows no job of this id."""
+    """The provider has no batch with this id."""
 
     code = "job_gone"
 
@@ -101,10 +101,10 @@ class ProviderApi(Protocol):
     arguments: frozenset[str]  # engine arguments that it reads itself; others than these and the engine's are refused
 
     def encode(self, number: int, request: Request) -> ProviderRow:
-        """A row as a line of the upload. Raises: InvalidRow for one that this provider cannot take."""
+        """Encode a row as a line of the upload. Raises: InvalidRow for one that this provider cannot take."""
 
     async def find(self, job: RemoteJob) -> RemoteJob | None:
-        """Whether the provider has a job with this `tag`: then with its `id`, and its `input` where it has one.
+        """Look for a batch with this `tag`; return it with its `id`, and its `input` if it has one.
 
         A job that only has been uploaded comes back with its `input` and no `id`; None: provably neither is there.
         Where the provider has several jobs of this tag, all but the one that is furthest are cancelled.
@@ -112,35 +112,35 @@ class ProviderApi(Protocol):
         """
 
     async def upload(self, job: RemoteJob, upload: Upload) -> RemoteJob:
-        """Bring the file there; the job with its `input`. A provider that takes rows in `create` returns it as it is.
+        """Upload the file; return the job with its `input`, or unchanged if `create` sends the rows.
 
         Raises: JobRefused.
         """
 
     async def create(self, job: RemoteJob, upload: Upload) -> RemoteJob:
-        """Start the job; with its `id`, and state "submitted". Called once for a tag, unless it raises TryAgain.
+        """Create the batch; return the job with its `id`, and state "submitted".
 
         Raises: JobRefused; SubmitUnknown where a lost reply leaves open what happened and `find` could not tell.
         """
 
     async def look(self, job: RemoteJob) -> RemoteJob:
-        """How the job is now: state "submitted", "cancelling" or "ended", `remote_state`, `completed`, `failed`.
+        """Poll the batch: state "submitted", "cancelling" or "ended", `remote_state`, `completed`, `failed`.
 
         Raises: JobGone.
         """
 
     async def cancel(self, job: RemoteJob) -> RemoteJob:
-        """Ask it to end; state "cancelling", or "ended" where it has ended before. Raises: JobGone."""
+        """Cancel the batch; state "cancelling", or "ended" if it had ended. Raises: JobGone."""
 
     def results(self, job: RemoteJob) -> AsyncIterator[list[tuple[int, RowReply]]]:
-        """What the provider has of the rows of an ended job, in any order, some hundreds at a time.
+        """The provider's replies to the rows of an ended batch, in any order, some hundreds at a time.
 
         A row that the provider says nothing of is left out. One whose number cannot be read comes as number -1.
         Raises: JobRefused, after the rows it could still tell of, where the job was ended without running the others.
         """
 
     async def clean_up(self, job: RemoteJob) -> None:
-        """Delete what was uploaded for an ended job, where the API can; never its results."""
+        """Delete the uploads of an ended batch, if the API can; never its results."""
 
 
 @runtime_checkable
@@ -152,12 +152,12 @@ class CleansResults(Protocol):
 
 
 def row_id(number: int) -> str:
-    """A row's name at the provider, where it takes one."""
+    """The id of a row at the provider."""
     return f"r{number}"
 
 
 def row_number(name: str) -> int:
-    """The row of such a name; -1: it is no such name."""
+    """The row number in such an id; -1 if it is not one."""
     digits = name[1:]
     return int(digits) if name[:1] == "r" and digits.isascii() and digits.isdecimal() and len(digits) < 12 else -1
 
@@ -178,7 +178,7 @@ def remote_name(model: ModelSpec, named: str | None) -> str:
 
 
 def addressed(body: bytes, model: ModelSpec) -> bytes:
-    """The body as it is, but for the model's name. Raises: InvalidRow for a row that wants a stream."""
+    """The body with the provider's model name. Raises: InvalidRow for a row that wants a stream."""
     head = _head.decode(body)
     _refuse_stream(head.stream)
     name = remote_name(model, head.model)
@@ -206,7 +206,7 @@ LINES_MAX = 500  # handed on at a time
 
 
 class Out(Struct, frozen=True):
-    """A call as it goes out."""
+    """An outgoing call."""
 
     method: str
     url: str
@@ -223,7 +223,7 @@ class ProviderReply(Struct, frozen=True):
     data: bytes
 
     def json(self) -> dict[str, Any]:
-        """Raises: TryAgain for what is no JSON object: a proxy's page, or half of a reply."""
+        """The reply's object. Raises: TryAgain if it is not a JSON object: a proxy's page, or half of a reply."""
         try:
             return msgspec.json.decode(shallow(self.data), type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -231,7 +231,7 @@ class ProviderReply(Struct, frozen=True):
             raise TryAgain(f"the provider's reply is no JSON object: it begins {start!r}") from None
 
     def read(self, kind: type[T]) -> T:
-        """The reply as `kind`. Raises: TryAgain for one of another shape."""
+        """The reply as `kind`. Raises: TryAgain if it has another shape."""
         try:
             return msgspec.convert(self.json(), kind)
         except msgspec.ValidationError as error:
@@ -239,7 +239,7 @@ class ProviderReply(Struct, frozen=True):
 
 
 class ProviderRefusal(BatchmillError):
-    """The provider said no, and will say it again."""
+    """The provider refused, and a repeated call would be refused too."""
 
     code = "refused_by_provider"
     blame = "caller"
@@ -251,7 +251,7 @@ class ProviderRefusal(BatchmillError):
 
 
 class Closed(Struct, frozen=True):
-    """A call as it may be sent, and what no message may repeat of it."""
+    """A call ready to be sent, and the secrets that no message may repeat."""
 
     out: Out
     secrets: Sequence[bytes] = ()
@@ -360,7 +360,7 @@ class ProviderClient:
 
 
 def fault_error(fault: Fault) -> BatchmillError:
-    """What a call that brought nothing means for the engine."""
+    """The error that a failed call means for the engine."""
     message = fault.error.message
     match fault.kind:
         case FaultKind.AUTH:
@@ -376,7 +376,7 @@ def fault_error(fault: Fault) -> BatchmillError:
 
 
 def row_error(code: str, message: str) -> RowError:
-    """An error of a row in a provider's words, as they may be kept."""
+    """A row's error in the provider's words, without secrets."""
     return RowError(code[:100], redact(message))
 
 

@@ -1,4 +1,4 @@
-"""SageMaker's batch transform: the rows' bodies as lines of one file in S3, the answers as lines of another.
+"""SageMaker's batch transform: rows' bodies as lines of one file in S3, replies as lines of another.
 
 Answers carry no names: they come in the order of the rows, and count for nothing unless there are as many. Source:
 SageMaker's API reference, CreateTransformJob; "Use batch transform".
@@ -189,7 +189,7 @@ class SageMakerBatches:
         return place or (str(output) if output else self._account.needed("s3", what="a place for files"))
 
     def _order(self) -> dict[str, Any]:
-        """What is the same for every job: from the engine's arguments, else the connector's parameters."""
+        """The part of the order that all jobs share, from the engine's arguments or the connector's parameters."""
         account = self._account
         resources = self._parameter("TransformResources")
         kind = account.argument("instance_type") or resources.get("InstanceType")
@@ -214,7 +214,7 @@ class SageMakerBatches:
         return order | {name: value for name in _PARTS if (value := self._parameter(name))}
 
     def _parameter(self, name: str) -> dict[str, Any]:
-        """A part of an order that the connector's parameters hold as JSON."""
+        """A connector parameter that holds JSON."""
         connector = self._model.connector
         if connector is None or name not in connector.parameters:
             return {}
@@ -225,12 +225,12 @@ class SageMakerBatches:
 
 
 def name_of(tag: str) -> str:
-    """A tag as the name of a job at AWS: as it is where it may be one, else a digest of it."""
+    """The name of a job at AWS for a tag: the tag itself if AWS allows it, else its digest."""
     return tag if _NAME.fullmatch(tag) else "batchmill-" + hashlib.sha256(tag.encode()).hexdigest()[:40]
 
 
 def short_name(id: str) -> str:
-    """The name at the end of an ARN; a name alone is one."""
+    """The name at the end of an ARN; a plain name is unchanged."""
     return id.rpartition("/")[2]
 
 

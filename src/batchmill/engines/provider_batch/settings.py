@@ -1,4 +1,4 @@
-"""The arguments of the provider_batch engine, read once: `engine_args` of the model."""
+"""Reads the arguments of the provider_batch engine: `engine_args` of the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GRACE_S = 3600.0  # a provider has so long after its window before its job count
 
 
 class ProviderSettings(Struct, frozen=True):
-    """When the engine does what. Every number can be set as an engine argument of the same name."""
+    """The times and limits of the engine. Every number is an engine argument of the same name."""
 
     poll_s: float = 5.0  # between two looks at a job, at first
     poll_max_s: float = 60.0
@@ -74,7 +74,7 @@ _LEAST = {
 
 
 def provider_of(model: ModelSpec) -> Provider:
-    """What is known of the model's provider. Raises: ModelFailed for one that nobody knows."""
+    """The provider of a model. Raises: ModelFailed for an unknown one."""
     name = model.provider or "openai"
     if name not in PROVIDERS:
         raise ModelFailed(f"no provider is called {name!r}; there are {', '.join(PROVIDERS)}", code="unknown_provider")
@@ -89,7 +89,7 @@ def read_limits(
     between: bytes = b"\n",
     tail: bytes = b"\n",
 ) -> BatchLimits:
-    """The limits of the model's provider, as far as the model's arguments do not set others. Raises: ModelFailed."""
+    """The provider's limits, changed by the model's arguments. Raises: ModelFailed."""
     known = provider_of(model)
     return BatchLimits(
         rows_max=count(model, "rows_max", known.rows_max, least=1),
@@ -103,7 +103,7 @@ def read_limits(
 
 
 def argument(model: ModelSpec, name: str, default: float, *, least: float) -> float:
-    """A number among the engine's arguments. Raises: ModelFailed for what is none, or less than `least`."""
+    """A numeric engine argument. Raises: ModelFailed if it is not a number, or less than `least`."""
     value = model.engine_args.get(name)
     if value is None:
         return default
@@ -117,7 +117,7 @@ def argument(model: ModelSpec, name: str, default: float, *, least: float) -> fl
 
 
 def count(model: ModelSpec, name: str, default: int, *, least: int) -> int:
-    """As `argument`, of what comes whole."""
+    """As `argument`, for a whole number."""
     number = argument(model, name, default, least=least)
     if number != int(number):
         raise ModelFailed(f"{name} must be a whole number, not {model.engine_args[name]!r}", code="invalid_argument")
@@ -125,7 +125,7 @@ def count(model: ModelSpec, name: str, default: int, *, least: int) -> int:
 
 
 def flag(model: ModelSpec, name: str, *, default: bool = False) -> bool:
-    """Yes or no among the engine's arguments. Raises: ModelFailed for anything else."""
+    """A boolean engine argument. Raises: ModelFailed for anything else."""
     value = model.engine_args.get(name, default)
     if value in (True, "true"):
         return True
@@ -135,7 +135,7 @@ def flag(model: ModelSpec, name: str, *, default: bool = False) -> bool:
 
 
 def text(model: ModelSpec, name: str, default: str) -> str:
-    """A text among the engine's arguments."""
+    """A text engine argument."""
     value = model.engine_args.get(name)
     return default if value is None else str(value)
 
@@ -144,7 +144,7 @@ REFERENCES = ("env:", "file:", "secret:")
 
 
 class Access:
-    """Of a model: its base URL without a slash at its end, what every call asks after a `?`, and its headers."""
+    """Access to a model's provider: its base URL without a trailing slash, query, and headers."""
 
     def __init__(self, model: ModelSpec, *, header: str = "Authorization", prefix: str = "Bearer ") -> None:
         """`header` carries the model's key after `prefix`, unless the model calls through a connector.
@@ -159,13 +159,13 @@ class Access:
         self.base_url, self.query = _base_url(model)
 
     def headers(self) -> Mapping[str, str]:
-        """The headers of a call made now. Raises: ModelFailed, naming the secret that is missing."""
+        """The headers of a call. Raises: ModelFailed, naming a missing secret."""
         if self._version != provisions.version():
             self.renew()
         return self._found
 
     def renew(self) -> bool:
-        """Read the secrets again; whether one has changed. Raises: ModelFailed."""
+        """Read the secrets again; return whether one has changed. Raises: ModelFailed."""
         before = self._found
         self._version = provisions.version()
         self.secrets = []

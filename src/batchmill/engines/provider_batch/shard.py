@@ -37,7 +37,7 @@ WINDOW = 1024  # rows handled between two turns of the loop
 
 
 class Gathered(Struct):
-    """What the results of one job were, beside its outcomes."""
+    """Statistics of the results of one batch."""
 
     answered: int = 0
     repeated: int = 0  # answers to rows that had one
@@ -47,19 +47,19 @@ class Gathered(Struct):
     refused: JobRefused | None = None  # the provider ended the job without running what is left over
 
     def summary(self) -> str:
-        """What was odd about it, for people; empty: nothing."""
+        """What was unusual, for users; empty: nothing."""
         odd = ((self.repeated, "rows twice"), (self.strange, "unknown rows"), (self.unread, "unreadable lines"))
         return ", ".join(f"{count} {what}" for count, what in odd if count)
 
 
 class Collector:
-    """Of one lease."""
+    """Collects the results of one lease."""
 
     def __init__(self, api: ProviderApi, spool: Spool, sink: Sink, course: Course) -> None:
         self._api, self._spool, self._sink, self._course = api, spool, sink, course
 
     async def collect(self, job: RemoteJob, mine: set[int]) -> Gathered:
-        """Put the outcomes of an ended job; the rows of `mine` that have none are left in it.
+        """Put the outcomes of an ended batch; rows without one stay in `mine`.
 
         Raises: Left when the lease is paused meanwhile; JobGone; RouteFailed where the results cannot be had.
         """
@@ -111,7 +111,7 @@ class Collector:
             gathered.refused = error
 
     def give_up(self, mine: set[int], gathered: Gathered, lost: RowError) -> None:
-        """Errors for rows that are not sent again: what the provider last said of them, or that they are lost."""
+        """Put errors for rows that are not sent again: the provider's last reply, or that they are lost."""
         numbers = sorted(mine)
         for first in range(0, len(numbers), WINDOW):
             replies = []
@@ -154,7 +154,7 @@ _note = msgspec.json.Decoder(RemoteJob)
 
 
 class Tools(Struct, frozen=True):
-    """What every shard of an engine works with."""
+    """What all shards of an engine share."""
 
     api: ProviderApi
     provider: str
@@ -168,7 +168,7 @@ class Tools(Struct, frozen=True):
 
 
 class ProviderShard:
-    """Made with the first rows of a lease; `run` once."""
+    """The rows of one lease at a provider. `run` is called once."""
 
     def __init__(self, lease: LeaseHandle, tools: Tools) -> None:
         self.lease = lease
@@ -185,7 +185,7 @@ class ProviderShard:
         self._drafts = count()
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Take in further rows of the lease."""
+        """Add rows of the lease."""
         self._spool.add(rows)
         self.rows += len(rows)
         if self.rows >= self.lease.rows:
@@ -193,7 +193,7 @@ class ProviderShard:
 
     @property
     def left(self) -> int:
-        """Rows without an outcome."""
+        """The rows without an outcome."""
         return len(self._spool)
 
     async def run(self) -> None:
@@ -209,7 +209,7 @@ class ProviderShard:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _gather(self) -> None:
-        """Wait until every row of the lease is here; if it ends before, the others will not come."""
+        """Wait until every row of the lease has arrived; if the lease ends before, the others will not come."""
         waiting = asyncio.create_task(self._complete.wait())
         try:
             while not self._complete.is_set():
@@ -221,7 +221,7 @@ class ProviderShard:
             waiting.cancel()
 
     async def _wait_for(self, waiting: asyncio.Task[bool], seconds: float) -> None:
-        """Until it is done, the time is over, or the course turns."""
+        """Wait until it is done, time is up, or the course changes."""
         sleeping = asyncio.create_task(self.course.sleep(seconds))
         await asyncio.wait({waiting, sleeping}, return_when=asyncio.FIRST_COMPLETED)
         sleeping.cancel()
@@ -245,7 +245,7 @@ class ProviderShard:
                 group.create_task(self._watched(work))
 
     async def _watched(self, work: Coroutine[None, None, None]) -> None:
-        """Work for some of the rows; where it fails the rest is brought to its end too."""
+        """Process some of the rows; if that fails, bring the rest to its end too."""
         try:
             await work
         except LeaseAbandoned:
@@ -262,7 +262,7 @@ class ProviderShard:
     # -- what earlier workers began -----------------------------------------------------------------------------------
 
     def _known(self) -> list[Coroutine[None, None, None]]:
-        """The jobs that are noted; a row belongs to the newest that holds it."""
+        """The noted batches; a row belongs to the newest one that holds it."""
         jobs = sorted(map(_note.decode, self.lease.notes.values()), key=lambda job: (_tries(job), job.created))
         self._claimed: set[int] = set()
         works = []
@@ -278,13 +278,13 @@ class ProviderShard:
         return works
 
     async def _end(self, following: ProviderJob) -> None:
-        """A job of which every row has its outcome."""
+        """Finish a batch of which every row has its outcome."""
         await following.wind_up()
         if following.job.state == "ended":
             await following.collected(await following.settle())
 
     async def _go_on(self, following: ProviderJob, mine: set[int]) -> None:
-        """With a job that an earlier worker noted."""
+        """Continue a batch that an earlier worker noted."""
         is_sure = following.job.state not in ("intent", "unknown")
         if is_sure or self.course.ending == OVER or await following.find_again():
             await self._carry(following, mine)
@@ -305,7 +305,7 @@ class ProviderShard:
     # -- what is handed over ------------------------------------------------------------------------------------------
 
     async def _begin_fresh(self) -> None:
-        """The rows that no job holds yet, once there is room at the provider."""
+        """Submit the rows that no batch holds, once there is room at the provider."""
         fresh = [position for position in self._spool.positions() if position not in self._claimed]
         if not fresh or self.course.ending:
             return
@@ -328,13 +328,13 @@ class ProviderShard:
         self._tools.moved.set()
 
     async def _begin(self, positions: list[int], tries: int) -> None:
-        """Hand rows over, for the `tries`-th time."""
+        """Submit rows for the `tries`-th time."""
         self.course.check()
         drafts = await self._draft(positions)
         await self._all([self._submit(draft, tries) for draft in drafts])
 
     async def _draft(self, positions: list[int]) -> list[Draft]:
-        """The files to upload; rows that the provider cannot take have their outcome then."""
+        """Write the files to upload; rows that the provider cannot take get their errors."""
         api = self._tools.api
         drafts = Drafts(self._folder, f"{next(self._drafts)}", api.limits)
         for first in range(0, len(positions), WINDOW):
@@ -351,7 +351,7 @@ class ProviderShard:
         return await asyncio.to_thread(drafts.finish)
 
     async def _submit(self, draft: Draft, tries: int) -> None:
-        """Note that a job is about to be made, and make it."""
+        """Note the intent to create a batch, and create it."""
         self.course.check()
         job = RemoteJob(
             f"batchmill-{uuid4().hex[:24]}-{tries}",
@@ -366,7 +366,7 @@ class ProviderShard:
         await self._carry(following, _numbers(draft.runs), draft)
 
     async def _carry(self, following: ProviderJob, mine: set[int], draft: Draft | None = None) -> None:
-        """One job to its end, and what it leaves over into another."""
+        """Follow one batch to its end, and submit its rows without a reply again."""
         try:
             if draft is not None:
                 await following.hand_over(draft.upload)
@@ -398,7 +398,7 @@ class ProviderShard:
             await self._again(following, mine, gathered)
 
     async def _again(self, following: ProviderJob, mine: set[int], gathered: Gathered) -> None:
-        """What a job has left over."""
+        """Submit the remaining rows of a batch again."""
         refused, tries = gathered.refused, _tries(following.job)
         if refused is not None and refused.rest_s is not None:
             await self._refused(following, mine, refused)
@@ -415,7 +415,7 @@ class ProviderShard:
             self._collector.give_up(mine, gathered, RowError("provider_lost_row", text))
 
     async def _refused(self, following: ProviderJob, mine: set[int], refused: JobRefused) -> None:
-        """The provider does not take these rows, now or at all."""
+        """Handle a refusal of these rows, now or for good."""
         now = self._tools.clock.monotonic()
         since = self._refused_since = now if self._refused_since is None else self._refused_since
         if refused.rest_s is None or now - since > self.course.limit_s():
@@ -432,7 +432,7 @@ class ProviderShard:
         return following
 
     def _fail_rows(self, errors: dict[int, RowError]) -> None:
-        """Errors for rows that no job will answer."""
+        """Put errors for rows that no batch will answer."""
         positions = list(errors)
         for first in range(0, len(positions), WINDOW):
             rows = self._spool.take(positions[first : first + WINDOW])
@@ -440,7 +440,7 @@ class ProviderShard:
 
 
 def _tries(job: RemoteJob) -> int:
-    """The how-manieth job it is for its rows: its tag says so."""
+    """How many times these rows have been submitted: the tag holds the number."""
     tail = job.tag.rpartition("-")[2]
     return int(tail) if tail.isdecimal() and len(tail) < 4 else 1
 

@@ -1,4 +1,4 @@
-"""Rows that wait for a provider: what is small stays in memory, their bytes lie on disk. And the files to upload."""
+"""Spool: rows that wait for a provider, with their bytes on disk; and the files to upload."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPARSE = 4  # rows are read in one piece if it holds at most so many times what 
 
 
 class Spool:
-    """The rows of one lease, by their position. One that is taken is forgotten."""
+    """The rows of one lease by position. A row that is taken is forgotten."""
 
     def __init__(self, folder: Path) -> None:
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # nameless: it goes with the process
@@ -28,7 +28,7 @@ class Spool:
         self._ends = array("Q", [0])  # where the bytes of each row end
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Take rows in: their `raw` is empty from now on."""
+        """Add rows: their `raw` is empty from now on."""
         data = memoryview(b"".join([row.raw for row in rows]))
         end = self._ends[-1]
         for row in rows:
@@ -47,11 +47,11 @@ class Spool:
         return position in self._index
 
     def positions(self) -> list[int]:
-        """Of the rows that are here, ascending."""
+        """The positions of the spooled rows, ascending."""
         return sorted(self._index)
 
     def read(self, positions: Sequence[int]) -> list[Row]:
-        """These rows, with their bytes; `release` lets go of these."""
+        """Read these rows with their bytes; `release` drops the bytes."""
         places = [self._index[position] for position in positions]
         rows, ends = self._rows, self._ends
         found: list[Row] = []
@@ -66,12 +66,12 @@ class Spool:
         return found
 
     def release(self, rows: Iterable[Row]) -> None:
-        """Let go of the bytes of rows that were read and stay here."""
+        """Drop the bytes of rows that were read and stay here."""
         for row in rows:
             row.raw = b""
 
     def take(self, positions: Sequence[int]) -> list[Row]:
-        """These rows, with their bytes, for good."""
+        """Remove these rows, with their bytes."""
         found = self.read(positions)
         for position in positions:
             self._rows[self._index.pop(position)] = None
@@ -91,14 +91,14 @@ class Spool:
 
 
 class Draft(Struct, frozen=True):
-    """What one job at the provider is to hold."""
+    """The planned content of one batch."""
 
     upload: Upload
     runs: list[tuple[int, int]]
 
 
 class _Open(Struct):
-    """A draft that takes further lines."""
+    """A draft that accepts lines."""
 
     group: str
     path: Path
@@ -111,7 +111,7 @@ class _Open(Struct):
 
 
 class Drafts:
-    """Lines in, files out: one for each group, and another where the provider's limits want it."""
+    """Writes lines to files: one for each group, and more if the provider's limits require it."""
 
     def __init__(self, folder: Path, name: str, limits: BatchLimits) -> None:
         self._folder, self._name, self._limits = folder, name, limits
@@ -119,7 +119,7 @@ class Drafts:
         self._done: list[_Open] = []
 
     def add(self, number: int, line: ProviderRow) -> None:
-        """Numbers come ascending. Raises: InvalidRow for a line that no job has room for."""
+        """Add a line; numbers ascend. Raises: InvalidRow for a line that exceeds every batch."""
         limits, size = self._limits, len(line.data) + len(self._limits.between)
         draft = self._open.get(line.group)
         if draft is None or not self._has_room(draft, size, line.inputs):
@@ -141,7 +141,7 @@ class Drafts:
             _write(draft)
 
     def finish(self) -> list[Draft]:
-        """Every draft, its file written, in the order of their first rows."""
+        """Every draft with its file, in the order of their first rows."""
         for draft in list(self._open.values()):
             self._finish(draft)
         done = sorted(self._done, key=lambda draft: draft.runs[0])

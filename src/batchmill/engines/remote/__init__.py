@@ -1,1 +1,1 @@
-"""Engines for services that answer over HTTP: one call a row."""
+"""Engines for HTTP services: one call a row."""

@@ -1,4 +1,4 @@
-"""The engine for a remote HTTP API described as data: a row is one call of the connector's `predict` action.
+"""The connector engine: a remote HTTP API described as data; a row is one call of its `predict` action.
 
 When calls go and which are tried again is decided as for every service, in `pacing` and `retry`; how a call is made of
 parameters and what a reply means is the connector's, in `models.connectors`.
@@ -52,7 +52,7 @@ _AGAIN = (FaultKind.THROTTLED, FaultKind.TRANSIENT, FaultKind.UNREACHABLE)
 
 
 class _Failed(Exception):
-    """One of a request's calls brought no result."""
+    """One of a request's calls failed."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.error.message)
@@ -60,7 +60,7 @@ class _Failed(Exception):
 
 
 class ConnectorLive:
-    """Every call that goes out is told to the pacer once, however it ends."""
+    """Live requests to a connector. The pacer learns the end of every call once."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class ConnectorLive:
         return await self._body(call, await self._call(call), who)
 
     async def _inferred(self, calls: list[ConnectorCall], who: str) -> bytes:
-        """The results of all calls, in their order; the first that fails ends the others."""
+        """The results of all calls in order; the first failure cancels the others."""
         places = asyncio.Semaphore(CALLS_AT_ONCE)
 
         async def infer(call: ConnectorCall) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class ConnectorLive:
         return encode({"inference_results": [task.result() for task in tasks]})
 
     async def _call(self, call: ConnectorCall) -> ConnectorReply:
-        """Raises: _Failed once no further call is to be made."""
+        """Make a call with its retries. Raises: _Failed."""
         began, number = self._clock.monotonic(), 0
         while True:
             result = await self._once(call)
@@ -156,7 +156,7 @@ class ConnectorLive:
             await self._clock.sleep(delay_s)
 
     def _again_in(self, fault: Fault, failed: int, lasted_s: float) -> float | None:
-        """Seconds until the call is made again; None: it is not."""
+        """Seconds until the call is repeated; None: it is not."""
         delay_after = self.retries.delay_s
         if delay_after is None:
             return 0.0 if failed == 1 and fault.kind is FaultKind.UNREACHABLE else None
@@ -177,7 +177,7 @@ class ConnectorLive:
             self._ahead.ended()
 
     def _observe(self, call: ConnectorCall, result: ConnectorReply | Fault | None) -> None:
-        """Tell the pacer how a call ended; None: it was given up."""
+        """Tell the pacer how a call ended; None: it was cancelled."""
         now, pacer = self._clock.monotonic(), self._pacer
         if result is None:
             pacer.window.failed()
@@ -194,7 +194,7 @@ class ConnectorLive:
             pacer.answered(now)
 
     async def _stream(self, call: ConnectorCall, who: str) -> AsyncGenerator[LiveHead | bytes]:
-        """The service's own events as they come; a reply that is none is handed on whole."""
+        """The service's events as they arrive; a reply that is not a stream is passed on whole."""
         call.charged = await self._ahead.go(len(call.body), is_admitted=call.is_admitted)
         call.sent_at = self._clock.monotonic()
         response: aiohttp.ClientResponse | None = None
@@ -227,7 +227,7 @@ class ConnectorLive:
             self._ahead.ended()
 
     async def _whole(self, call: ConnectorCall, result: ConnectorReply | Fault, who: str) -> tuple[int, bytes]:
-        """Status and body of what came in one piece."""
+        """Status and body of a complete reply."""
         return _handed_on(result) if isinstance(result, Fault) else (200, await self._body(call, result, who))
 
     async def _body(self, call: ConnectorCall, answer: ConnectorReply, who: str) -> bytes:
@@ -247,14 +247,14 @@ class ConnectorLive:
 
 
 def _unread(wrong: InvalidInput) -> BatchmillError:
-    """Whose fault it is that a reply came to nothing: a filter that the caller sent is the caller's."""
+    """The error of a reply without a result: the caller's fault if the caller sent the filter."""
     if isinstance(wrong, TooComplex) or wrong.code == BAD_FILTER:
         return wrong
     return ModelFailed(wrong.message, code=wrong.code)
 
 
 def _handed_on(fault: Fault) -> tuple[int, bytes]:
-    """An error of the service for whoever waits: its own words where it has any."""
+    """An error of the service for the caller, in the service's words if it has any."""
     if fault.kind is FaultKind.AUTH:
         raise AuthRefused(f"the service refused the credentials that batchmill has for it: {fault.error.message}")
     reply = fault.reply
@@ -267,7 +267,7 @@ def _handed_on(fault: Fault) -> tuple[int, bytes]:
 
 
 def _worded(fault: Fault) -> tuple[int, bytes]:
-    """The same as ML Commons has it: the service's status, and its whole body in a sentence."""
+    """The same in ML Commons' form: the service's status, and its whole body in a sentence."""
     reply = fault.reply
     if fault.error.code == "bad_response":
         status, message = BAD_GATEWAY, fault.error.message
@@ -280,7 +280,7 @@ def _worded(fault: Fault) -> tuple[int, bytes]:
 
 
 def _unanswered(fault: Fault) -> BatchmillError:
-    """What is raised where there is nothing to hand on."""
+    """The error to raise if there is nothing to pass on."""
     error = fault.error
     if fault.kind in (FaultKind.TRANSIENT, FaultKind.UNREACHABLE):
         return Unavailable(error.message, code=error.code)
@@ -293,7 +293,7 @@ ENDLESS = 1_000_000  # retries, where only their time has an end
 
 
 class ConnectorEngine:
-    """Calls `model.connector` with as many rows in flight as its service bears.
+    """Calls `model.connector` with as many rows in flight as its service sustains.
 
     With a `client_config` its times hold, and `max_connection` bounds the rows in flight; with its `max_retry_times`
     failed calls are made again as it says. Where it says nothing of retries (or 0, which ML Commons writes for
@@ -405,7 +405,7 @@ def _connections(model: ModelSpec, connector: Connector, limits: Limits) -> Conn
 
 
 def _limits(limits: Limits, config: ClientConfig | None) -> Limits:
-    """The stricter of what the model and what the connector allows in flight; the connector's time to connect."""
+    """The limits: the stricter of the model's and the connector's for calls in flight, and its connect timeout."""
     if config is None:
         return limits
     in_flight = min(limits.in_flight_max or config.max_connection, config.max_connection)
@@ -413,7 +413,7 @@ def _limits(limits: Limits, config: ClientConfig | None) -> Limits:
 
 
 def _configured_retries(config: ClientConfig | None, jitter: Callable[[], float]) -> Retries | None:
-    """Retries as a connector tells them; None where it does not."""
+    """The retries that a connector configures; None if it does not."""
     if config is None or config.max_retry_times == 0:
         return None
     base_s = config.retry_backoff_millis / 1000

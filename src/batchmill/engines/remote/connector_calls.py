@@ -1,4 +1,4 @@
-"""Calls of a connector's `predict`: parameters out of rows and requests, one exchange, and what came of it."""
+"""Calls of a connector's `predict`: parameters from rows and requests, one exchange, and its result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ EMPTY = "Remote service returned empty response body"
 
 
 class ConnectorReply(Struct, frozen=True, gc=False):
-    """A call that was answered. `reply.body` is JSON on one line; `data` is the body as it came."""
+    """A completed call. `reply.body` is JSON on one line; `data` is the body as received."""
 
     reply: Reply
     data: bytes
@@ -46,7 +46,7 @@ class ConnectorReply(Struct, frozen=True, gc=False):
 def settle(
     status: int, headers: Mapping[str, str], data: bytes | None, now: float, *, is_predict: bool = False
 ) -> ConnectorReply | Fault:
-    """Sort a reply that was received in full; `data` None: it was larger than may be.
+    """Classify a complete reply; `data` None: it was too large.
 
     Args: `headers`, looked up by names in lower case; `now` in seconds since the epoch, for a header's date;
     `is_predict`: of a predict of ML Commons, which looks at no type: what is no JSON is text, whatever it is called.
@@ -69,7 +69,7 @@ def settle(
 
 
 def _refusal(reply: Reply, headers: Mapping[str, str], now: float, request_id: str | None) -> Fault:
-    """AWS says what went wrong in a header, and that it throttles with status 400 too."""
+    """The error of an AWS reply, which names it in a header and throttles with status 400 too."""
     name = headers.get("x-amzn-errortype", "").partition(":")[0].rpartition("#")[2]
     if name:
         said = reply.row_error()
@@ -81,7 +81,7 @@ def _refusal(reply: Reply, headers: Mapping[str, str], now: float, request_id: s
 
 
 def _read_result(status: int, headers: Mapping[str, str], data: bytes, is_predict: bool) -> Reply | RowError:
-    """A reply of a 2xx status; an error where its bytes are not what it says that they are."""
+    """Read a 2xx reply; an error if its bytes are not what it declares."""
     if not data.strip():
         return RowError("bad_response", EMPTY)
     kind = headers.get("content-type", "").partition(";")[0].strip()
@@ -98,7 +98,7 @@ def _read_result(status: int, headers: Mapping[str, str], data: bytes, is_predic
 
 
 def _read_value(status: int, data: bytes, is_text: bool) -> Reply | RowError:
-    """A reply that is no object. A list is itself; anything else is the one member `response`."""
+    """Read a reply that is not an object. A list stays; anything else becomes the one member `response`."""
     if not is_too_deep(data, DEPTH_MAX):
         try:
             value = msgspec.json.decode(data)
@@ -117,7 +117,7 @@ def _read_value(status: int, data: bytes, is_text: bool) -> Reply | RowError:
 
 
 def _usage_in_headers(headers: Mapping[str, str]) -> Usage | None:
-    """The tokens that Bedrock counts in headers."""
+    """The token counts in Bedrock's headers."""
     names = ("x-amzn-bedrock-input-token-count", "x-amzn-bedrock-output-token-count")
     counts = [headers.get(name, "") for name in names]
     if not any(count.isdecimal() for count in counts):
@@ -151,7 +151,7 @@ _named = msgspec.json.Decoder(_Named).decode
 
 
 def embeddings_of(result: bytes, reply: Reply, model: str) -> bytes:
-    """A result whose tensors are all vectors, in OpenAI's form, digit for digit; any other as it is.
+    """A result whose tensors are all vectors, in OpenAI's form with exact digits; any other unchanged.
 
     Args: model: what the reply names where the service named none.
     """
@@ -179,7 +179,7 @@ def _model(reply: Reply) -> str | None:
 
 
 class Credentials:
-    """`values` by name. `generation` is another number for other values."""
+    """Credentials: `values` by name. `generation` changes with the values."""
 
     def __init__(self, references: Mapping[str, str]) -> None:
         self._references = references
@@ -188,7 +188,7 @@ class Credentials:
         self._provided = -1  # the provision that they were read with
 
     def load(self) -> None:
-        """Read all of them. Raises: ModelFailed for one that is missing."""
+        """Read all credentials. Raises: ModelFailed for a missing one."""
         self._provided = provisions.version()
         found = {name: secrets.resolve(reference, key=name).reveal() for name, reference in self._references.items()}
         if found != self.values:
@@ -196,12 +196,12 @@ class Credentials:
             self.generation += 1
 
     def refresh(self) -> None:
-        """Read them again if the owner has given others meanwhile. Raises: as `load`."""
+        """Read them again if the owner has sent new ones. Raises: as `load`."""
         if provisions.version() != self._provided:
             self.load()
 
     def has_better(self, generation: int) -> bool:
-        """Whether a call that was refused with values of this generation may be made with others.
+        """Whether a call that was refused with this generation may be repeated with a newer one.
 
         Variables and files are read again: a rotated key needs no restart.
         """
@@ -220,7 +220,7 @@ ROW_PATIENCE_S = 3600.0  # a row waits longer than a caller does for what its re
 
 
 class ConnectorCall(Attempts):
-    """One call, over all of its attempts."""
+    """One call with all its attempts."""
 
     __slots__ = (
         "body",
@@ -276,7 +276,7 @@ class ActionCaller:
         call.body = call.rendered.body or b""
 
     async def send(self, call: ConnectorCall) -> ConnectorReply | Fault:
-        """One attempt: signed now, with the secrets of now; again at once where a refused secret has been replaced."""
+        """Make one attempt, signed now with the current secrets; repeat at once if a refused secret was replaced."""
         result = await self._attempt(call)
         refused = isinstance(result, Fault) and result.kind is FaultKind.AUTH
         if refused and self._credentials.has_better(call.generation):
@@ -284,7 +284,7 @@ class ActionCaller:
         return result
 
     async def begin(self, call: ConnectorCall) -> aiohttp.ClientResponse:
-        """The same, but the reply's head only. Raises: NoReply."""
+        """As `send`, but only the reply's head. Raises: NoReply."""
         ready = self._ready(call)
         if isinstance(ready, Fault):
             raise NoReply(ready)
@@ -301,7 +301,7 @@ class ActionCaller:
         return settle(response.status, response.headers, data, self._clock.now(), is_predict=call.is_predict)
 
     def _ready(self, call: ConnectorCall) -> Rendered | Fault:
-        """The call as it is sent now."""
+        """The signed call."""
         try:
             self._credentials.refresh()
             if call.rendered is None or call.generation != self._credentials.generation:
@@ -319,7 +319,7 @@ class ActionCaller:
     async def result(
         self, call: ConnectorCall, answer: ConnectorReply, who: str, patience_s: float = PATIENCE_S
     ) -> bytes:
-        """The body of a result: the reply itself, or what post-processing made of it.
+        """The result: the reply itself, or the output of post-processing.
 
         Raises: InvalidInput for a reply that is not what the post-processing takes, TooComplex for one that it takes
         too long for; RateLimited.
@@ -339,12 +339,12 @@ class ActionCaller:
         return await self._processing.output_json(self._action, answer.data, call.parameters, who=who)
 
     def documents(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The parameters of the calls that a predict body of ML Commons asks for. Raises: InvalidInput."""
+        """The parameters of the calls for an ML Commons predict body. Raises: InvalidInput."""
         return prepare(self._connector, self._action, body)
 
 
 class ConnectorRows:
-    """Rows as calls, and answers as their outcomes."""
+    """Turns rows into calls, and replies into outcomes."""
 
     def __init__(self, model: ModelSpec, caller: ActionCaller) -> None:
         self._names = frozenset(model.targets())
@@ -364,7 +364,7 @@ class ConnectorRows:
         return call
 
     def parameters(self, members: dict[str, Any]) -> dict[str, Any]:
-        """What a request's members say: parameters, or documents that are to become them. Raises: InvalidInput."""
+        """The parameters in a request's members, or documents to make parameters of. Raises: InvalidInput."""
         name = members.get("model")
         if name is None or name == "" or (isinstance(name, str) and name in self._names):
             members = {key: value for key, value in members.items() if key != "model"}
@@ -382,7 +382,7 @@ class ConnectorRows:
         return calls[0]
 
     async def send(self, call: ConnectorCall) -> Outcome | Fault:
-        """One attempt of a row's call, as `dispatch` wants it."""
+        """One attempt of a row's call, for `dispatch`."""
         assert call.row is not None
         answer = await self._caller.send(call)
         if isinstance(answer, Fault):
@@ -401,7 +401,7 @@ class ConnectorRows:
 
 
 def _who(row: Row) -> str:
-    """Who is asked for what a row's reply takes: its job."""
+    """The name that resource limits count a row's reply for: its job."""
     return "rows" if row.lease is None else f"job {row.lease.key}"
 
 

@@ -1,4 +1,4 @@
-"""Keeps as many calls in flight as the pacer allows, tries again what a retry can help, and ends cleanly.
+"""Dispatch: keeps as many calls in flight as the pacer allows, retries, and ends cleanly.
 
 Knows nothing of HTTP: how a call is made is a function it is given.
 """
@@ -107,7 +107,7 @@ class Dispatch:
         self._end_if_done()
 
     def _room(self) -> int:
-        """How many rows more to hold: those in flight, half as many that are ready to go, and some that wait.
+        """How many more rows to hold: those in flight, half as many ready to go, and some that wait.
 
         In an outage more and more: one of them may be answered.
         """
@@ -129,7 +129,7 @@ class Dispatch:
             self._spawn(self._fly(call))
 
     def _next(self) -> RemoteRow | None:
-        """The call that goes now, counted as sent; None when none may."""
+        """The next call, counted as sent; None if none may go now."""
         if self._ahead.is_wanted() or self._stopped is not None:
             return None
         is_down = self._pacer.outage.is_open
@@ -159,7 +159,7 @@ class Dispatch:
     # a service that is down, as against rows that fail
 
     def _test_row(self, now: float) -> RemoteRow | None:
-        """The row that tells whether an outage is over: best one that has not failed in it, and came last.
+        """The row that tests whether an outage is over: ideally the newest one that has not failed in it.
 
         Rows that failed are tested with too where there are no others, but for their last attempt: that waits. A
         refused connection costs none, so any row asks whether there is one.
@@ -185,13 +185,13 @@ class Dispatch:
         self._pump()
 
     def _look_further(self) -> None:
-        """The row that was to tell has failed: more are looked at for the next."""
+        """Hold more rows after a test row has failed, to find a better one."""
         if self._pacer.outage.is_reachable and self._is_idle():
             self._reach = min(HELD_MAX, max(self._pacer.window.limit, 2 * self._reach))
         self._has_room.set()
 
     def _take_back(self) -> None:
-        """The outage is over: its rows go again, while there are others left that tell whether it really is.
+        """Queue the rows of an outage that is over, as long as other rows confirm that it is over.
 
         What it lasted is no time of theirs.
         """
@@ -203,7 +203,7 @@ class Dispatch:
         self._reach = 0
 
     def _has_lasted_too_long(self, now: float) -> bool:
-        """Whether the outage has lasted too long; then the job pauses."""
+        """Stop with a pause if the outage has lasted too long; return whether it has."""
         trouble = self._pacer.outage.trouble(now)
         if trouble is None:
             return False
@@ -215,7 +215,7 @@ class Dispatch:
         return True
 
     def fail_rows(self, job_id: str) -> None:
-        """The rows of a job that have failed are given up with their last error, and those that fail from now on.
+        """Give up the failed rows of a job with their last error, and those that fail from now on.
 
         Outages hold its rows back no more, until one of them is answered; rows of other jobs wait as before. Rows that
         never had a reply go on waiting.
@@ -231,11 +231,11 @@ class Dispatch:
         self._pump()
 
     def forget(self, job_id: str) -> None:
-        """This job has ended, or is paused: what was said of its rows holds no more."""
+        """Forget a job that has ended or paused."""
         self._given_up.discard(job_id)
 
     def _given_up_row(self) -> RemoteRow | None:
-        """A row that no outage holds back, while there is a connection at all."""
+        """A row of a given-up job, which no outage holds back as long as connections work."""
         if not self._given_up or not self._pacer.outage.is_reachable:
             return None
         return next((call for call in self._queue if self._is_given_up(call)), None)
@@ -274,7 +274,7 @@ class Dispatch:
             self._ended.set()
 
     def _is_idle(self) -> bool:
-        """No row is in flight."""
+        """Whether no row is in flight."""
         return self._pacer.window.in_flight == self._ahead.in_flight
 
     # what came back
@@ -301,7 +301,7 @@ class Dispatch:
                 self._retry(call, fault, now)
 
     def _hold(self, call: RemoteRow, fault: Fault, now: float) -> None:
-        """Throttled: the row goes first once the service may be called again."""
+        """Queue a throttled row first."""
         if fault.rest_s is not None and fault.rest_s > REST_MAX_S:
             hours = fault.rest_s / 3600
             self._stop(QuotaExhausted(f"the service asked to be left alone for {hours:.1f} h: {fault.error.message}"))
@@ -327,7 +327,7 @@ class Dispatch:
             self._go_again(call, fault)
 
     def _try_again(self, call: RemoteRow, fault: Fault, now: float, calls_max: int) -> None:
-        """An attempt is spent that says nothing against the service."""
+        """Count a failed attempt that does not suggest an outage."""
         call.attempts += 1
         call.fault = fault
         if self._is_given_up(call) or self._is_spent(call, now, calls_max):
@@ -338,7 +338,7 @@ class Dispatch:
         self._go_again(call, fault)
 
     def _count(self, call: RemoteRow, fault: Fault) -> None:
-        """An attempt is spent. Those of an outage that has turned out to be one are given back."""
+        """Count a failed attempt. Attempts during a confirmed outage are given back."""
         stretch, earlier = self._pacer.outage.stretch, call.stretch
         if earlier is not stretch:
             if earlier is not None:
@@ -351,7 +351,7 @@ class Dispatch:
         call.fault = fault
 
     def _is_spent(self, call: RemoteRow, now: float, calls_max: int) -> bool:
-        """No further attempt is left. An outage is no time of the row's."""
+        """Whether the row has no attempt or time left. The time of an outage does not count."""
         is_late = now - call.since >= self._retries.lasts_s and not self._pacer.outage.is_open
         return call.attempts >= calls_max or is_late
 
@@ -359,7 +359,7 @@ class Dispatch:
         return bool(self._given_up) and _job_of(call.row) in self._given_up
 
     def _go_again(self, call: RemoteRow, fault: Fault) -> None:
-        """A further attempt, at once or after a while."""
+        """Try a row again, at once or after a delay."""
         delay_s = self._retries.delay_s
         if fault.rest_s == 0 and call.attempts == 1:
             self._queue.appendleft(call)
@@ -388,7 +388,7 @@ class Dispatch:
     # results and the end
 
     def _end(self, call: RemoteRow, outcome: Outcome) -> None:
-        """No further call is made. Replies that could not be kept were paid all the same."""
+        """Finish a row. Replies that could not be kept were paid, so their tokens count."""
         if call.wasted is not None:
             outcome = replace(outcome, usage=call.wasted + (outcome.usage or Usage()))
         self._finish(outcome)
@@ -407,7 +407,7 @@ class Dispatch:
             self._has_room.set()
 
     async def _deliver(self, sink: Sink) -> None:
-        """Put what has been finished since the last turn of the loop, in one call."""
+        """Put all finished outcomes of a loop turn in one call."""
         while True:
             await self._has_done.wait()
             self._has_done.clear()
@@ -423,7 +423,7 @@ class Dispatch:
             self._ended.set()
 
     def _stop(self, pause: JobPaused) -> None:
-        """No further call goes out; those in flight have their chance."""
+        """Stop sending; calls in flight may finish."""
         if self._stopped is None:
             self._stopped = pause
             self._feeder.cancel()

@@ -33,7 +33,7 @@ CALLS_MAX = 2  # the second where the first found no connection
 
 
 class HttpLive:
-    """Hands live requests to the service. Every call that goes out is told to the pacer once, however it ends."""
+    """Live requests to the service. The pacer learns the end of every call once."""
 
     def __init__(self, connections: Connections, composer: Composer, pacer: Pacer, ahead: Ahead, clock: Clock) -> None:
         self._connections = connections
@@ -75,7 +75,7 @@ class HttpLive:
             self._ahead.ended()
 
     async def _begin(self, call: RemoteLiveCall) -> aiohttp.ClientResponse:
-        """The reply's head. A call that finds no connection is made once more; nothing else is."""
+        """The reply's head. Only a call that found no connection is repeated, once."""
         for number in range(1, CALLS_MAX + 1):
             call.charged = await self._ahead.go(len(call.body))
             call.sent_at = self._clock.monotonic()
@@ -104,7 +104,7 @@ class HttpLive:
         return b"".join(pieces)
 
     def _settle(self, call: RemoteLiveCall, response: aiohttp.ClientResponse, body: bytes) -> tuple[int, bytes]:
-        """Tell the pacer what came, and say what is handed on: status and body.
+        """Tell the pacer the result, and return the status and body for the caller.
 
         Raises: AuthRefused, since the credentials are not the caller's; ModelFailed for what is no answer.
         """
@@ -128,7 +128,7 @@ class HttpLive:
 
 
 def _handed_on(fault: Fault) -> tuple[int, bytes]:
-    """An error of the service for whoever waits: its own words where it has any."""
+    """An error of the service for the caller, in the service's words if it has any."""
     if fault.kind is FaultKind.AUTH:
         raise AuthRefused(f"the service refused the credentials that batchmill has for it: {fault.error.message}")
     reply: Reply | None = fault.reply
@@ -144,7 +144,7 @@ IDEMPOTENCY_HEADER = "Idempotency-Key"
 
 
 class HttpEngine:
-    """Calls `model.base_url` with as many rows in flight as the service bears.
+    """Calls `model.base_url` with as many rows in flight as the service sustains.
 
     Engine arguments: `header.NAME`, a further header of every call (a value "env:NAME", "file:PATH" or "secret:NAME" is
     read from there); `idempotency_header`, the name of the header that stays the same over a row's attempts, or false
@@ -251,7 +251,7 @@ class HttpEngine:
         return headers
 
     async def _send(self, call: RemoteRow) -> Outcome | Fault:
-        """One call and what became of it."""
+        """Make one call and classify its result."""
         if provisions.version() != self._provided:  # a key was changed while this worker runs
             self._read_headers()
         try:

@@ -1,4 +1,4 @@
-"""How many calls a second a service takes, learned from what it refuses. Pure: told what happened, asked what may go.
+"""LearnedRate: the calls per second that a service allows, learned from its refusals. Pure.
 
 Between two refusals a service takes what its limit allows, and no more: what it answered then, over that time, is its
 rate, or less where it was not asked for so much. Calls go a little below the rate that is known to be good. Now and
@@ -28,7 +28,7 @@ REST_CALLS = 3  # a refusal is followed by the time of so many calls
 
 
 class RefusalCause(Enum):
-    """What a refusal is laid to."""
+    """The presumed cause of a refusal."""
 
     STALE = "stale"  # to what an earlier refusal was laid to
     UNKNOWN = "unknown"  # too little is known
@@ -38,25 +38,25 @@ class RefusalCause(Enum):
 
 
 class Count:
-    """Answers since a moment."""
+    """Counts replies since a moment."""
 
     def __init__(self) -> None:
         self.since: float | None = None
         self.answers = 0
 
     def begin(self, now: float, saved: int = 0) -> None:
-        """Count from now on, but for so many that the service may have saved up."""
+        """Start counting, minus an allowance that the service may have saved up."""
         self.since, self.answers = now, -saved
 
     def rate(self, now: float, answers_min: int = ANSWERS_MIN) -> float | None:
-        """Answers per second; None where there were too few to tell."""
+        """Replies per second; None if there were too few."""
         if self.since is None or self.answers < answers_min or now <= self.since:
             return None
         return self.answers / (now - self.since)
 
 
 class LearnedRate:
-    """None is known until the first refusals; from then on `wait_s` spreads calls out."""
+    """No rate is known before the first refusals; then `wait_s` spreads calls evenly."""
 
     def __init__(self) -> None:
         self.pace: float | None = None  # calls per second, now
@@ -74,7 +74,7 @@ class LearnedRate:
         self._level, self._at = 0.0, 0.0
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the rate lets a further call go."""
+        """Seconds until the rate allows another call."""
         if self.pace is None:
             return 0.0
         if self._was_bound and now >= self._step_at:
@@ -87,26 +87,26 @@ class LearnedRate:
         return (1 - self._level) / self.pace
 
     def held(self, now: float) -> None:
-        """Calls wait for those in flight: that the rate is borne says nothing."""
+        """Note that calls wait for those in flight, so that the rate is not being tested."""
         if self.pace is None:
             return
         self._was_bound, self._was_held = False, True
         self._step_at = max(self._step_at, now + STEP_S)
 
     def sent(self) -> None:
-        """A call goes out."""
+        """Note a sent call."""
         if self.pace is not None:
             self._level -= 1
 
     def answered(self) -> None:
-        """The service took a call."""
+        """Note a call that the service accepted."""
         self._refusal.answers += 1
         self._trial.answers += 1
         if self._blamed is not None:
             self._blamed.answers += 1
 
     def refused(self, sent_at: float, now: float, rest_s: float | None, in_flight: int) -> RefusalCause:
-        """The service refused a call for there being too many.
+        """Note a call that the service refused for its rate.
 
         Args: `rest_s`, how long it wants to be left alone, if it says; `in_flight`, how many calls are out beside it.
         """
@@ -118,11 +118,11 @@ class LearnedRate:
         return self._fall_back(now, rest_s or 0.0, in_flight)
 
     def rest_s(self) -> float:
-        """For how long nothing is to go after a refusal that does not say."""
+        """The pause after a refusal that does not name one."""
         return REST_CALLS / self.pace if self.pace else 0.0
 
     def _begin(self, now: float) -> RefusalCause:
-        """Guess, from whatever was answered so far; what was not asked for is found by trying more at once."""
+        """Start with a guess from the replies so far; trying more later corrects it."""
         found = self._refusal.rate(now, ANSWERS_FIRST)
         if found is None:
             if self._refusal.since is None:
@@ -135,7 +135,7 @@ class LearnedRate:
         return RefusalCause.FOUND
 
     def _fall_back(self, now: float, rest_s: float, in_flight: int) -> RefusalCause:
-        """To what is known to be good, or below it where that was refused."""
+        """Return to the known good rate, or below it if that was refused."""
         assert self.pace is not None
         was, pace = self.good, self.pace
         self._learn(now, rest_s)
@@ -158,7 +158,7 @@ class LearnedRate:
         return RefusalCause.RATE
 
     def _learn(self, now: float, rest_s: float) -> None:
-        """The good rate, from what was answered up to this refusal."""
+        """Update the good rate from the replies before this refusal."""
         assert self.pace is not None
         was, pace, found = self.good, self.pace, self._refusal.rate(now)
         if found is not None or rest_s:
@@ -178,7 +178,7 @@ class LearnedRate:
         self.good = min(max(was, found or 0.0, tried), pace)
 
     def _was_window(self, now: float) -> bool:
-        """Since the calls in flight were blamed they have been what calls waited for, and none was refused."""
+        """Whether the concurrency window, not the rate, has limited calls since it was blamed."""
         return self._was_held and self._blamed is not None and self._blamed.rate(now - STEP_S) is not None
 
     def _try_more(self, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Rows turned into HTTP calls: address, body, headers. Nothing is sent from here."""
+"""Turns rows into HTTP calls: address, body, headers. Sends nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STREAMED = {"Accept": "text/event-stream", "Accept-Encoding": "identity"}
 
 
 class Attempts:
-    """What has become of a call so far; `dispatch` keeps it."""
+    """The attempts of a call so far; `dispatch` updates it."""
 
     __slots__ = ("attempts", "charged", "fault", "sent_at", "since", "stretch", "wasted", "within")
 
@@ -42,7 +42,7 @@ class Attempts:
 
 
 class RemoteRow(Attempts):
-    """One row on its way to a service, over all of its attempts."""
+    """One row with all its attempts at a service."""
 
     __slots__ = ("body", "headers", "row", "url")
 
@@ -55,7 +55,7 @@ class RemoteRow(Attempts):
 
 
 class RemoteLiveCall:
-    """One live request on its way to a service."""
+    """One live request to a service."""
 
     __slots__ = ("body", "charged", "headers", "sent_at", "url")
 
@@ -76,7 +76,7 @@ _head = msgspec.json.Decoder(_Head)
 
 
 class Composer:
-    """Makes the calls of one model."""
+    """Composes the calls of one model."""
 
     def __init__(self, model: ModelSpec, idempotency_header: str | None) -> None:
         self._base = read_base_url(model)
@@ -103,7 +103,7 @@ class Composer:
         return f"{self._base.scheme}://{self._base.netloc}"
 
     def call(self, row: Row) -> RemoteRow:
-        """The call a row asks for.
+        """The call for a row.
 
         Raises: InvalidRow, or what msgspec raises, for a row that cannot be sent.
         """
@@ -120,14 +120,14 @@ class Composer:
         return RemoteRow(row, url, body, {self._key_name: digest})
 
     def live(self, request: LiveRequest) -> RemoteLiveCall:
-        """The call a live request asks for. Raises as `call` does."""
+        """The call for a live request. Raises as `call`."""
         url = self._url_of(request.url)
         request.body.decode()  # the parts that are not looked into must be text too
         body = self._addressed(request.body, _head.decode(request.body))
         return RemoteLiveCall(url, body, dict(_STREAMED) if request.stream else None)
 
     def _addressed(self, body: bytes, fields: _Head) -> bytes:
-        """The body, naming the model as the service does."""
+        """The body with the service's name of the model."""
         if not fields.model or (fields.model == self._own_name and fields.model != self._source):
             return with_model(body, self._source)
         if body.count(b'"model"') != 1 or b"\\u00" in body:  # a name that stands twice is read in more than one way
@@ -135,7 +135,7 @@ class Composer:
         return body
 
     def _url_of(self, path: str) -> URL:
-        """Raises: InvalidRow for a path that is not the model's."""
+        """The URL of a row. Raises: InvalidRow for a path that the model does not have."""
         url = self._urls.get(path)
         if url is None:
             raise InvalidRow(f"`url` is {path[:100]!r}, which this model does not answer", code="invalid_url")
@@ -152,7 +152,7 @@ class Composer:
 
 
 def read_base_url(model: ModelSpec) -> SplitResult:
-    """Raises: ModelFailed for a base URL that is none, or that holds a password."""
+    """Parse a base URL. Raises: ModelFailed for an invalid one, or one with a password."""
     text = model.base_url or OPENAI_URL
     try:
         base = urlsplit(text)

@@ -1,4 +1,4 @@
-"""How fast a service may be called: rows in flight, rates set and learned, rests it asked for, and outages.
+"""Pacing: calls in flight, configured and learned rates, requested delays, and outages of one service.
 
 Owns decisions only: callers tell it what happened and when, and ask whether a further call may go. It never waits.
 """
@@ -31,7 +31,7 @@ OUTAGE_NEW_S, OUTAGE_MAX_S = 30.0, 600.0  # patience with a service that never a
 
 
 class ConcurrencyWindow:
-    """How many calls may be in flight: enough for the throughput the service has, and a few times that at most.
+    """The limit of calls in flight: enough for the service's throughput, and a few times that at most.
 
     It starts as TCP does, one more for every reply, until more in flight bring no more throughput. From then on it
     tries a quarter more now and then and keeps it where it helps. Refusals and timeouts shrink it, once a round trip.
@@ -46,7 +46,7 @@ class ConcurrencyWindow:
         self.restart(now)
 
     def restart(self, now: float) -> None:
-        """Begin anew, after an outage."""
+        """Start again after an outage."""
         self.limit = min(IN_FLIGHT_START, self.ceiling)
         self._starting = True
         self._flat_rounds = 0
@@ -57,7 +57,7 @@ class ConcurrencyWindow:
         self._open_round(now)
 
     def answered(self, now: float) -> None:
-        """A call brought a reply that says nothing against more of them."""
+        """Note a reply that allows more calls."""
         self.in_flight -= 1
         self._replies += 1
         if self._starting and not self._flat_rounds and self.limit < self.ceiling and self.in_flight * 2 >= self.limit:
@@ -66,7 +66,7 @@ class ConcurrencyWindow:
             self._close_round(now)
 
     def failed(self) -> None:
-        """A call ended without a reply, for a reason that is not load."""
+        """Note a call without a reply for a reason other than load."""
         self.in_flight -= 1
 
     def refused(self, sent_at: float, now: float, keep: float = 0.8) -> None:
@@ -81,13 +81,13 @@ class ConcurrencyWindow:
         self._settle(now, 0.0)
 
     def cap(self, now: float) -> None:
-        """As many as are in flight now are what the service bears, for all that is known."""
+        """Take the current number in flight as the service's maximum."""
         self._uncapped = self.limit
         self.limit = max(1, min(self.limit, self.in_flight))
         self._settle(now, 0.0)
 
     def uncap(self, now: float) -> None:
-        """They were not."""
+        """Remove that maximum."""
         if self._uncapped is not None:
             self.limit = max(self.limit, self._uncapped)
             self._settle(now, 0.0)
@@ -141,7 +141,7 @@ class ConcurrencyWindow:
 
 
 class Bucket:
-    """A rate per minute, with at most a second of it saved up. What is larger than that goes on credit."""
+    """A rate per minute with at most one second saved up. A larger amount is taken on credit."""
 
     def __init__(self, per_minute: float, now: float) -> None:
         self._rate = per_minute / 60
@@ -158,12 +158,12 @@ class Bucket:
         return missing / self._rate if missing > 1e-6 else 0.0
 
     def take(self, amount: float) -> None:
-        """Use `amount`; a negative one gives back."""
+        """Take `amount`; a negative one gives back."""
         self._level = min(self._capacity, self._level - amount)
 
 
 class TokenGuess:
-    """What a call will cost in tokens, before it is made: its bytes, and what calls before it were answered with."""
+    """Estimates the tokens of a call from its bytes and earlier replies."""
 
     def __init__(self) -> None:
         self._bytes_per_token = 4.0
@@ -179,7 +179,7 @@ class TokenGuess:
 
 
 class Trouble(Struct, frozen=True):
-    """An outage that has lasted too long to go on."""
+    """An outage that has lasted too long."""
 
     lasted_s: float
     last: str  # what the last failure said
@@ -218,22 +218,22 @@ class Outage:
         self.dismiss()
 
     def dismiss(self) -> None:
-        """The failures so far say nothing against the service."""
+        """Forget the failures so far: they do not indicate an outage."""
         if self.failures:
             self.is_open, self.failures, self._probes, self.stretch = False, 0, 0, Stretch()
             self.probe_at = -math.inf
 
     def probe_in_s(self, jitter: Callable[[], float]) -> float:
-        """Seconds until a call may ask again; called once for each."""
+        """Seconds until a test call; called once for each."""
         self._probes += 1
         return min(max(0.1, backoff_s(self._probes, jitter)), PROBE_MAX_S)
 
     def patience_s(self, now: float) -> float:
-        """Seconds for which it may last still; not more than 0: it has lasted too long."""
+        """Seconds that the outage may still last; 0 or less: it has lasted too long."""
         return self._since + (OUTAGE_MAX_S if self.was_up else OUTAGE_NEW_S) - now
 
     def trouble(self, now: float) -> Trouble | None:
-        """Set once patience has run out."""
+        """The outage, once it has lasted too long."""
         if not self.is_open or self.patience_s(now) > 0:
             return None
         return Trouble(now - self._since, self.last, self.was_up)
@@ -256,7 +256,7 @@ class Pacer:
 
     @property
     def is_full(self) -> bool:
-        """As many calls are in flight as there may be, and the service answers."""
+        """Whether the maximum of calls is in flight and the service replies."""
         return self.window.in_flight >= self.window.limit and not self.outage.is_open
 
     def wait_s(self, size_bytes: int, now: float, *, is_admitted: bool = False, is_no_outage: bool = False) -> float:
@@ -282,7 +282,7 @@ class Pacer:
         return wait
 
     def sent(self, size_bytes: int) -> float:
-        """A call goes out. Returns the tokens it was charged, to be corrected by `answered`."""
+        """Note a sent call. Returns its estimated tokens, which `correct` adjusts."""
         self.window.in_flight += 1
         self._learned.sent()
         if self._requests is not None:
@@ -294,7 +294,7 @@ class Pacer:
         return charged
 
     def answered(self, now: float) -> None:
-        """A call brought a reply, be it a refusal of its row."""
+        """Note a reply, even one that refuses its row."""
         if self.outage.is_open:
             self.window.restart(now)
         self.outage.answered()
@@ -303,13 +303,13 @@ class Pacer:
         self.window.answered(now)
 
     def correct(self, size_bytes: int, charged: float, tokens: tuple[int, int]) -> None:
-        """The reply says how many `tokens`, in and out, the call has really cost."""
+        """Replace an estimate with the actual input and output `tokens`."""
         if self._tokens is not None:
             self._tokens.take(sum(tokens) - charged)
             self.guess.learn(size_bytes, *tokens)
 
     def throttled(self, fault: Fault, sent_at: float, now: float) -> None:
-        """The service wants fewer calls: nothing goes for as long as it asks, or for a while.
+        """Pause all calls for the requested time, or a default.
 
         Where no rate is known, or where nothing is answered at all, the while grows.
         """
@@ -326,7 +326,7 @@ class Pacer:
             self._rest(now + (self._learned.rest_s() if is_known else backoff_s(self._refusals, self._jitter)))
 
     def _lay(self, verdict: RefusalCause, sent_at: float, now: float) -> None:
-        """What a refusal says of the calls in flight."""
+        """Attribute a refusal to the calls in flight or to the rate."""
         window = self.window
         if verdict is RefusalCause.UNKNOWN or (verdict is RefusalCause.STALE and self._learned.pace is None):
             window.refused(sent_at, now)
@@ -340,7 +340,7 @@ class Pacer:
             window.uncap(now)
 
     def failed(self, fault: Fault, sent_at: float, now: float) -> None:
-        """A call brought no reply, or one that says that the service failed."""
+        """Note a call without a reply, or with a reply that reports a failure of the service."""
         status = 0 if fault.reply is None else fault.reply.status
         if status in (503, 504) or fault.error.code == "timeout":
             self.window.refused(sent_at, now, keep=0.7)
@@ -351,15 +351,15 @@ class Pacer:
             self.outage.probe_at = now + self.outage.probe_in_s(self._jitter)
 
     def retry_in_s(self, attempts: int) -> float:
-        """Seconds until a row whose calls have failed `attempts` times is tried again."""
+        """Seconds until the next attempt of a row after `attempts` failures."""
         return backoff_s(attempts, self._jitter)
 
     def idle(self, live: int = 0) -> None:
-        """Whatever was in flight has been given up, but for so many live calls."""
+        """Forget the calls in flight except so many live ones."""
         self.window.in_flight = live
 
     def note(self, now: float) -> str:
-        """Why nothing goes, for people; empty when calls go out."""
+        """Why no call goes, for users; empty if calls go."""
         rest = self._rest_until - now
         if self.outage.is_open:
             return f"the service does not answer: {self.outage.last}"
@@ -373,7 +373,7 @@ WAIT_MAX_S = 30.0  # a live call waits so long for a service that rests or is do
 
 
 class Ahead:
-    """The queue before that of the rows. `resume` is called when rows may go on.
+    """Live calls that wait before rows. `resume` is called when rows may go on.
 
     Args:
         pool_wait_s: how long a live call waits while as many calls are in flight as there may be: then it is refused
@@ -390,7 +390,7 @@ class Ahead:
         self.resume: Callable[[], None] = nothing
 
     def is_wanted(self) -> bool:
-        """Let live calls go as far as the pacer allows; whether one still waits."""
+        """Start waiting live calls as far as the pacer allows; return whether one still waits."""
         if not self._waiting:
             return False
         now = self._clock.monotonic()
@@ -414,7 +414,7 @@ class Ahead:
         return False
 
     async def go(self, size_bytes: int, *, is_admitted: bool = False) -> float:
-        """Return once a call of this size may go: it counts as sent, until `ended`. What it is charged, in tokens.
+        """Wait until a call of this size may go; return its estimated tokens. It counts as sent until `ended`.
 
         Args:
             is_admitted: the rate that is set was kept where the call came in: it waits for none.
@@ -453,7 +453,7 @@ class Ahead:
         return turn.result()
 
     def ended(self) -> None:
-        """A call that went has ended, and the pacer knows how."""
+        """Note the end of a call, which the pacer knows."""
         self.in_flight -= 1
         if not self.is_wanted():
             self.resume()
