@@ -58,10 +58,10 @@ async def test_the_socket_is_its_users_alone_wherever_it_lies(tmp_path):
 async def test_a_long_list_comes_in_pages(tmp_path, monkeypatch):
     """A client gets all jobs that it requested, in the owner's order, in pages of the allowed size."""
     monkeypatch.setattr("batchmill.cli.clients.PAGE_MAX", 3)
-    asked = []
+    requests = []
 
     async def listed(call):
-        asked.append(call.query.limit)
+        requests.append(call.query.limit)
         at = [each.id for each in JOBS].index(call.query.after) + 1 if call.query.after else 0
         page = JOBS[at : at + call.query.limit]
         return JobPage(page, page[-1].id if len(page) == call.query.limit else None)
@@ -70,7 +70,7 @@ async def test_a_long_list_comes_in_pages(tmp_path, monkeypatch):
         jobs = MachineJobs(MachineClient(client))
         for limit, wanted in ((None, 7), (1, 1), (3, 3), (5, 5), (100, 7)):
             assert await jobs.list(JobQuery(limit=limit)) == JOBS[:wanted], limit
-    assert max(asked) == 3
+    assert max(requests) == 3
 
 
 async def test_errors_are_what_they_were(tmp_path):

@@ -86,8 +86,8 @@ def test_a_server_that_is_killed_in_the_midst(place: Path) -> None:
         hub.held.clear()
         server = RunningServer(place, CONFIG, env={**hub.environment(), "HF_HOME": str(place / "hf")}).start()
         try:
-            asked = {"name": "shout", "base": "tiny", "source": "org/one"}
-            reply = httpx2.post(f"{server.url}/batchmill/v1/adapters", json=asked, timeout=WAIT_S, trust_env=False)
+            body = {"name": "shout", "base": "tiny", "source": "org/one"}
+            reply = httpx2.post(f"{server.url}/batchmill/v1/adapters", json=body, timeout=WAIT_S, trust_env=False)
             assert reply.status_code == 202, reply.text
             until = time.monotonic() + WAIT_S
             while not any("GET /org/one/resolve/" in line for line in hub.asked):

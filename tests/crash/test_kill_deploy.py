@@ -47,8 +47,8 @@ def test_a_command_that_is_killed_leaves_nothing_half(tmp_path):
     wait_for(mark)
     process.send_signal(signal.SIGKILL)
     process.wait(60)
-    told = command(tmp_path, "models", "versions", "example_doubler").stdout
-    assert "main/1   latest" in told and "main/2   failed" in told and "interrupted" in told
+    output = command(tmp_path, "models", "versions", "example_doubler").stdout
+    assert "main/1   latest" in output and "main/2   failed" in output and "interrupted" in output
     assert left_of(tmp_path) == ["models/versions/example_doubler/main/1/code"]
 
 

@@ -98,10 +98,10 @@ class Clients:
         order = {"input_file_id": self._file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
         content = json.dumps(order | {"metadata": {"order": str(len(self.seen.orders))}})
         for tries in range(ORDER_TRIES_MAX):
-            told = {"content-type": "application/json"}
+            fields = {"content-type": "application/json"}
             if number % 2:  # the openai package says so, others do not
-                told["x-stainless-retry-count"] = str(tries)
-            reply = self._send("order", partial(http.post, "/v1/batches", content=content, headers=told))
+                fields["x-stainless-retry-count"] = str(tries)
+            reply = self._send("order", partial(http.post, "/v1/batches", content=content, headers=fields))
             if reply is not None:
                 self.seen.orders.append(reply.json()["id"])
                 break

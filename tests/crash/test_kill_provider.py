@@ -82,8 +82,8 @@ class Command:
 
     def run(self, *words: str, fault: str = "") -> tuple[int, str]:
         process = self.start(*words, fault=fault)
-        told = process.communicate(timeout=120)
-        return process.returncode, "".join(told)
+        output = process.communicate(timeout=120)
+        return process.returncode, "".join(output)
 
     def workers(self) -> list[int]:
         """The process ids of the workers there are."""
@@ -116,11 +116,11 @@ def check(command: Command, provider: Provider) -> None:
 @pytest.mark.parametrize("point", PROVIDER_POINTS)
 def test_killed_at_a_point(point, count, command, provider, tmp_path):
     """Whoever dies between two steps of handing rows over, nothing is paid for twice or left behind."""
-    code, told = command.run(fault=f"{point}:{count}:{tmp_path / 'fired'}")
-    assert (tmp_path / "fired").exists(), told
+    code, result = command.run(fault=f"{point}:{count}:{tmp_path / 'fired'}")
+    assert (tmp_path / "fired").exists(), result
     if code:
-        code, told = command.run()
-    assert code == 0, told
+        code, result = command.run()
+    assert code == 0, result
     check(command, provider)
 
 
@@ -134,8 +134,8 @@ def test_killed_at_any_moment(seed, command, provider):
         process.communicate(timeout=120)
         if process.returncode == 0:
             break
-    code, told = command.run()
-    assert code == 0, told
+    code, result = command.run()
+    assert code == 0, result
     check(command, provider)
 
 
@@ -168,9 +168,9 @@ def test_killed_while_it_is_cancelled(command, provider):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
     cancelling.communicate(timeout=120)  # it becomes the owner, and brings the job to its end
-    code, told = command.run("show", job, "--json")
-    view = json.loads(told.splitlines()[-1])["job"]
-    assert (code, view["state"]) == (0, "cancelled"), told
+    code, text = command.run("show", job, "--json")
+    view = json.loads(text.splitlines()[-1])["job"]
+    assert (code, view["state"]) == (0, "cancelled"), text
     state = provider.state()
     assert state["running"] == [] and set(state["billed"].values()) <= {1}
     assert view["rows_ok"] == len(state["billed"])

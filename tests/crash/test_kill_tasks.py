@@ -22,8 +22,8 @@ ENDED_S = 60.0
 def begin(http: httpx2.Client, service: RemoteService) -> tuple[str, str]:
     """A model that is deployed, and a file of one row for it."""
     made = http.post(f"{PREFIX}/connectors/_create", json=service.connector()).json()
-    told = {"name": "m", "function_name": "remote", **made}
-    model = http.post(f"{PREFIX}/models/_register?deploy=true", json=told).json()["model_id"]
+    fields = {"name": "m", "function_name": "remote", **made}
+    model = http.post(f"{PREFIX}/models/_register?deploy=true", json=fields).json()["model_id"]
     row = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"model": model, "input": "text"}}
     sent = {"file": ("rows.jsonl", json.dumps(row) + "\n")}
     return model, http.post("/v1/files", data={"purpose": "batch"}, files=sent).json()["id"]
@@ -31,9 +31,9 @@ def begin(http: httpx2.Client, service: RemoteService) -> tuple[str, str]:
 
 def ended(http: httpx2.Client, task: str) -> dict:
     until = time.monotonic() + ENDED_S
-    while (told := http.get(f"{PREFIX}/tasks/{task}").json())["state"] == "RUNNING":
-        assert time.monotonic() < until, told
-    return told
+    while (reply := http.get(f"{PREFIX}/tasks/{task}").json())["state"] == "RUNNING":
+        assert time.monotonic() < until, reply
+    return reply
 
 
 @pytest.mark.timeout(120)

@@ -21,8 +21,10 @@ KILLS = (1, 4, 8)  # after so many deliveries
 async def test_every_batch_is_told_whatever_is_killed(tmp_path: Path):
     """Each batch has exactly one event, however often it is delivered: none is lost, and repetitions have one id."""
     async with WebhookReceiver() as receiver:
-        told = f'[server]\nprivate_hosts = ["127.0.0.1"]\n[[webhooks]]\nurl = "{receiver.url()}"\nsecret = "env:HOOK"\n'
-        server = RunningServer(tmp_path, write_project(tmp_path, told).read_text(), env={"HOOK": SECRET})
+        result = (
+            f'[server]\nprivate_hosts = ["127.0.0.1"]\n[[webhooks]]\nurl = "{receiver.url()}"\nsecret = "env:HOOK"\n'
+        )
+        server = RunningServer(tmp_path, write_project(tmp_path, result).read_text(), env={"HOOK": SECRET})
         await asyncio.to_thread(server.start)
         try:
             batches = await asyncio.to_thread(_submit, server.url)

@@ -57,7 +57,7 @@ async def open_server(folder: Path, config: str = CONFIG, **drain: float) -> Asy
     """Serves `config` and the functions of CODE from `folder`."""
     (folder / "app.py").write_text(CODE)
     (folder / "batchmill.toml").write_text(config)
-    told = load(environ={}, cwd=folder, data_dir=str(folder / "data"))
-    any_port = replace(told.server, port=0)  # a file may not ask for it, a command line may
-    async with serve(replace(told, server=any_port), **drain) as running:
+    result = load(environ={}, cwd=folder, data_dir=str(folder / "data"))
+    any_port = replace(result.server, port=0)  # a file may not ask for it, a command line may
+    async with serve(replace(result, server=any_port), **drain) as running:
         yield running

@@ -116,8 +116,8 @@ class Session:
     async def _run(self, command: str) -> list[str]:
         """What a command prints; the shell's `$?` is as it left it."""
         assert self._shell.stdin is not None and self._shell.stdout is not None
-        told = f'{{ {command}\n}} </dev/null; code=$?; printf "\\n{MARK}%s\\n" $code; (exit $code)\n'
-        self._shell.stdin.write(told.encode())
+        result = f'{{ {command}\n}} </dev/null; code=$?; printf "\\n{MARK}%s\\n" $code; (exit $code)\n'
+        self._shell.stdin.write(result.encode())
         printed: list[str] = []
         while line := (await self._shell.stdout.readline()).decode():
             if line.startswith(MARK):
@@ -145,8 +145,8 @@ class Session:
             pattern = self._pattern(line)
             while at < len(printed) and not (found := pattern.fullmatch(printed[at])):
                 at += 1
-            told = f"{line!r} is not printed (in this order) by {step.command!r}, but:\n" + "\n".join(printed)
-            assert at < len(printed), told
+            result = f"{line!r} is not printed (in this order) by {step.command!r}, but:\n" + "\n".join(printed)
+            assert at < len(printed), result
             for shown, real in zip(_new_ids(line, self._ids), found.groups(), strict=True):
                 self._ids[shown] = real
             at += 1

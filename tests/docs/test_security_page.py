@@ -45,10 +45,10 @@ OPEN = {"no key": "", "a signed link": ""}  # what the page calls operations wit
 def patterns_by_scope() -> dict[str, set[str]]:
     """What the page's table says of each scope; empty: no key is needed."""
     table = PAGE.partition("<!-- scopes -->")[2].partition("\n\n")[0]
-    told: dict[str, set[str]] = {}
+    fields: dict[str, set[str]] = {}
     for scope, operations in _ROW.findall(table):
-        told.setdefault(OPEN.get(scope, scope), set()).update(re.findall(r"`([^`]+)`", operations))
-    return told
+        fields.setdefault(OPEN.get(scope, scope), set()).update(re.findall(r"`([^`]+)`", operations))
+    return fields
 
 
 def covers(pattern: str, operation: str) -> bool:
@@ -60,9 +60,9 @@ async def test_the_table_of_scopes_is_that_of_the_operations(tmp_path: Path) -> 
     async with open_server(tmp_path) as server, httpx2.AsyncClient() as client:
         paths = (await client.get(f"{server.url}/openapi.json")).json()["paths"]
     scopes = {
-        f"{method.upper()} {path}": told.get("x-batchmill-scope", "")
+        f"{method.upper()} {path}": case.get("x-batchmill-scope", "")
         for path, methods in paths.items()
-        for method, told in methods.items()
+        for method, case in methods.items()
     }
     table = patterns_by_scope()
     for operation, scope in scopes.items():
@@ -115,12 +115,12 @@ def nginx(folder: Path, upstream: str, port: int) -> list[str]:
     """The command that runs the page's nginx, its addresses replaced; both of its servers."""
     cert, key = certificate(folder)
     text = shown("nginx") + shown("nginx-grpc").replace("8443", str(free_port()))
-    for told, used in (
+    for case, used in (
         ("443", str(port)), ("127.0.0.1:8000", upstream), ("/etc/ssl/batchmill.pem", str(cert)),
         ("/etc/ssl/batchmill.key", str(key)),
     ):  # fmt: skip
-        assert told in text
-        text = text.replace(told, used)
+        assert case in text
+        text = text.replace(case, used)
     text = text.replace("listen ", "listen 127.0.0.1:")
     around = f"daemon off; pid {folder}/pid; error_log {folder}/error.log; events {{}}\nhttp {{ access_log off;\n"
     paths = "".join(f"{kind}_temp_path {folder}/{kind};\n" for kind in TEMPORARY)
@@ -188,8 +188,8 @@ async def test_a_proxy_of_the_page_passes_on_what_it_should(proxy, tmp_path: Pat
                 "/batchmill/v1/files?filename=a.jsonl", content=b"{}\n" * LINES, headers=binary, extensions=NAMED
             )
             assert upload.json()["bytes"] == 3 * LINES, upload.text
-            asked = {"model": "halting", "stream": True}
-            async with client.stream("POST", "/v1/halting", json=asked, extensions=NAMED) as reply:
+            body = {"model": "halting", "stream": True}
+            async with client.stream("POST", "/v1/halting", json=body, extensions=NAMED) as reply:
                 pieces = reply.aiter_text()
                 assert "first" in await anext(pieces)  # while the function waits for what follows
                 (tmp_path / "go on").touch()

@@ -115,7 +115,11 @@ if os.path.exists("gone"): raise RuntimeError("no more")
 def f(n): open("gone", "w").close(); os._exit(1)
 """
     async with worker_of(deployed(tmp_path, text), tmp_path) as worker:
-        worker.send(FunctionRequests([FunctionRequest(1, "arguments", b'{"n": 1}'), FunctionRequest(2, "arguments", b'{"n": 1}')]))
+        worker.send(
+            FunctionRequests(
+                [FunctionRequest(1, "arguments", b'{"n": 1}'), FunctionRequest(2, "arguments", b'{"n": 1}')]
+            )
+        )
         codes, failed = {}, None
         async for message in worker.messages():
             if isinstance(message, Answers):

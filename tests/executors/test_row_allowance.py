@@ -72,13 +72,13 @@ def test_most_by_the_path() -> None:
 
 def test_a_row_goes_only_while_its_most_is_there() -> None:
     """Rows go from the first on while there is enough; the next says what it needs, and gives back the rest."""
-    told: list[Spending] = []
+    results: list[Spending] = []
     rows = [chat_row(n, "hello", max_tokens=100) for n in range(5)]
     each = most(rows[0]) * USD
-    made = allowance(2.5 * each, told)
+    made = allowance(2.5 * each, results)
     assert made.reserve(rows) == 2
     assert made.reserve(rows[2:]) == 0
-    assert (told[-1].needs, told[-1].returned, told[-1].reserved) == pytest.approx((each, 0.5 * each, 2))
+    assert (results[-1].needs, results[-1].returned, results[-1].reserved) == pytest.approx((each, 0.5 * each, 2))
     assert made.free == 0
     assert made.settle([Outcome(rows[0], b"{}", usage=Usage(10, 0, 50))]) is False
     assert made.free == pytest.approx(each - 510 * USD)
@@ -87,9 +87,9 @@ def test_a_row_goes_only_while_its_most_is_there() -> None:
 
 def test_what_is_usual_is_learned() -> None:
     """Rows without a bound are reckoned at what nine of ten before them wrote, and the rest is told."""
-    told: list[Spending] = []
+    results: list[Spending] = []
     rows = [chat_row(n, "hello") for n in range(22)]
-    made = allowance(100.0, told)
+    made = allowance(100.0, results)
     assert made.reserve(rows[:20]) == 20
     for n, row in enumerate(rows[:20]):
         tokens = 1000 if n == 19 else 10 * (n + 1)
@@ -98,7 +98,7 @@ def test_what_is_usual_is_learned() -> None:
     assert made.reserve(rows[20:]) == 2
     assert before - made.free == pytest.approx(2 * (body_bytes(rows[20]) + 10 * 190) * USD)
     made.report()
-    assert told[-1].beyond == pytest.approx(2 * 10 * (1000 - 190) * USD)
+    assert results[-1].beyond == pytest.approx(2 * 10 * (1000 - 190) * USD)
 
 
 def test_a_long_prompt_hides_nothing_of_what_is_written() -> None:
@@ -116,14 +116,14 @@ def test_a_long_prompt_hides_nothing_of_what_is_written() -> None:
 def test_less_is_allowed_than_before() -> None:
     """Told a second time that the budget is nearly spent, a worker gives back what no row has reserved; what it had to
     reserve beyond what it had, the owner hears of at once."""
-    told: list[Spending] = []
-    made = allowance(1.0, told)
+    results: list[Spending] = []
+    made = allowance(1.0, results)
     made.add(0.0, is_lean=True)
-    assert told[-1].returned == 1.0
+    assert results[-1].returned == 1.0
     made.add(0.5, is_lean=True)
     assert made.free == 0.5  # for the row that it asked for
     made.add(0.0, is_lean=True)
-    assert (told[-1].returned, made.free) == (0.5, 0.0)
+    assert (results[-1].returned, made.free) == (0.5, 0.0)
     row = chat_row(0, "hello", max_tokens=100)
     assert made.reserve([row], at_any_price=True) == 1
-    assert (told[-1].returned, made.free) == (pytest.approx(-most(row) * USD), 0.0)
+    assert (results[-1].returned, made.free) == (pytest.approx(-most(row) * USD), 0.0)

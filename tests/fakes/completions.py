@@ -78,8 +78,8 @@ def choice(index: int, body: dict[str, Any], say: Say) -> dict[str, Any]:
 async def answer(request: web.Request, body: dict[str, Any], model: str, say: Say) -> web.StreamResponse:
     """The reply to a completion whose body is good."""
     choices = [choice(number, body, say) for number in range(body.get("n") or 1)]
-    told = len(choices[0]["prompt_token_ids"]), sum(len(each["token_ids"]) for each in choices)
-    usage = {"prompt_tokens": told[0], "completion_tokens": told[1], "total_tokens": sum(told)}
+    result = len(choices[0]["prompt_token_ids"]), sum(len(each["token_ids"]) for each in choices)
+    usage = {"prompt_tokens": result[0], "completion_tokens": result[1], "total_tokens": sum(result)}
     if not body.get("stream"):
         return web.json_response({"id": "cmpl-1", "model": model, "choices": choices, "usage": usage})
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})

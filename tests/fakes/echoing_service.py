@@ -41,13 +41,13 @@ class EchoingService:
         except ValueError:
             body = {}
         self.seen.append(dict(request.headers))
-        told = json.dumps(dict(request.headers)) + f" {request.path_qs} " + data.decode(errors="replace")
+        reply = json.dumps(dict(request.headers)) + f" {request.path_qs} " + data.decode(errors="replace")
         key = request.headers.get("Authorization", "")
         extra = {"x-request-id": key, "X-Echo": key, "Set-Cookie": f"k={quote(key)}"}
         way = body.get("way") or (body.get("messages") or [{"content": "answer"}])[-1]["content"].split()[-1]
         if body.get("stream"):
-            return await self._stream(request, told)
-        return self._reply(request, way, told, extra)
+            return await self._stream(request, reply)
+        return self._reply(request, way, reply, extra)
 
     def _reply(self, request: web.Request, way: str, told: str, extra: dict[str, str]) -> web.Response:
         error = json.dumps({"error": {"message": f"bad key: {told}", "type": "x", "code": "bad"}}).encode()

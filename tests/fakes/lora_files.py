@@ -40,8 +40,8 @@ def lora(rank: int = 4, takes: int = 16, gives: int = 16, module: str = MODULE) 
 
 def lora_files(**changes: Any) -> dict[str, bytes]:
     """The two files of an adapter that is sound."""
-    told = config(**changes)
-    return {CONFIG: json.dumps(told).encode(), WEIGHTS: lora(told["r"])}
+    result = config(**changes)
+    return {CONFIG: json.dumps(result).encode(), WEIGHTS: lora(result["r"])}
 
 
 def write_lora(folder: Path, files: dict[str, bytes] | None = None, **changes: Any) -> Path:
@@ -54,8 +54,8 @@ def write_lora(folder: Path, files: dict[str, bytes] | None = None, **changes: A
 def write_base(folder: Path, width: int = 16, layers: int = 2) -> Path:
     """A base model that has q_proj, as far as anybody looks without loading it."""
     folder.mkdir(parents=True)
-    told = {"model_type": "llama", "hidden_size": width, "num_hidden_layers": layers}
-    (folder / "config.json").write_text(json.dumps(told))
+    fields = {"model_type": "llama", "hidden_size": width, "num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(fields))
     shapes = {f"model.layers.{layer}.self_attn.q_proj.weight": [width, width] for layer in range(layers)}
     (folder / "model.safetensors").write_bytes(safetensors(shapes))
     return folder

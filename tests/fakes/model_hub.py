@@ -81,11 +81,11 @@ class ModelHub:
                     return self._say(404, {"X-Error-Code": "RevisionNotFound"}, b"no such revision", sends)
                 if "name" not in found.groupdict():
                     sizes = {name: hub.claimed.get(name, len(data)) for name, data in files.items()}
-                    told = {
+                    fields = {
                         "id": repository, "modelId": repository, "sha": commit, "private": False, "tags": [],
                         "siblings": [{"rfilename": name, "size": size} for name, size in sizes.items()],
                     }  # fmt: skip
-                    return self._say(200, {"Content-Type": "application/json"}, json.dumps(told).encode(), sends)
+                    return self._say(200, {"Content-Type": "application/json"}, json.dumps(fields).encode(), sends)
                 data = files.get(found["name"])
                 if data is None:
                     return self._say(404, {"X-Error-Code": "EntryNotFound"}, b"no such file", sends)

@@ -57,7 +57,7 @@ class RemoteService(ProviderFake):
                 "url": url + "/batches/${parameters.id}/cancel", "headers": headers,
             },
         ]  # fmt: skip
-        told = {
+        values = {
             "name": "OpenAI Embedding model",
             "description": "OpenAI embedding model for testing offline batch",
             "version": "1",
@@ -70,7 +70,7 @@ class RemoteService(ProviderFake):
             "credential": {"openAI_key": self.key},
             "actions": actions,
         }
-        return told | fields
+        return values | fields
 
     def transforms(self) -> dict[str, Any]:
         """A connector to the batch transform jobs of SageMaker, status and cancel left to be derived."""
@@ -109,23 +109,23 @@ class RemoteService(ProviderFake):
     async def _embed(self, request: web.Request) -> web.Response:
         if (refusal := self._refusal(request)) is not None:
             return refusal
-        told = await request.json()
-        self.bodies.append(told)
-        texts = told["input"] if isinstance(told["input"], list) else [told["input"]]
+        reply = await request.json()
+        self.bodies.append(reply)
+        texts = reply["input"] if isinstance(reply["input"], list) else [reply["input"]]
         vectors = [[float(len(text)), 0.5, -1.0] for text in texts]
         data = [{"object": "embedding", "index": at, "embedding": each} for at, each in enumerate(vectors)]
         usage = {"prompt_tokens": len(texts), "total_tokens": len(texts)}
-        return web.json_response({"object": "list", "data": data, "model": told["model"], "usage": usage})
+        return web.json_response({"object": "list", "data": data, "model": reply["model"], "usage": usage})
 
     async def _create(self, request: web.Request) -> web.Response:
         if (refusal := self._refusal(request)) is not None:
             return refusal
-        told = await request.json()
-        self.bodies.append(told)
+        reply = await request.json()
+        self.bodies.append(reply)
         self.asked.set()
         await self.gate.wait()
         job = FakeJob(
-            f"batch_{len(self.jobs) + 1}", told["input_file_id"], [{}, {}, {}], "validating", CREATED, {}, told
+            f"batch_{len(self.jobs) + 1}", reply["input_file_id"], [{}, {}, {}], "validating", CREATED, {}, reply
         )
         self.jobs[job.id] = job
         return web.json_response(self._shown(job))
@@ -144,10 +144,10 @@ class RemoteService(ProviderFake):
         return web.json_response(self._shown(job))
 
     async def _invoke(self, request: web.Request) -> web.Response:
-        told = await request.json()
-        self.bodies.append(told)
-        arn = f"arn:aws:bedrock:eu-1:1:model-invocation-job/{told['jobName']}"
-        self.jobs[arn] = FakeJob(arn, told["jobName"], [], "Submitted")
+        reply = await request.json()
+        self.bodies.append(reply)
+        arn = f"arn:aws:bedrock:eu-1:1:model-invocation-job/{reply['jobName']}"
+        self.jobs[arn] = FakeJob(arn, reply["jobName"], [], "Submitted")
         return web.json_response({"jobArn": arn})
 
     async def _invocation(self, request: web.Request) -> web.Response:
@@ -158,9 +158,9 @@ class RemoteService(ProviderFake):
         return web.json_response({"jobArn": job.id, "status": job.state})
 
     async def _transform(self, request: web.Request) -> web.Response:
-        told = await request.json()
-        self.bodies.append(told)
-        name = told["TransformJobName"]
+        reply = await request.json()
+        self.bodies.append(reply)
+        name = reply["TransformJobName"]
         if request.path == "/CreateTransformJob":
             self.jobs[name] = FakeJob(name, name, [], "InProgress")
             return web.json_response({"TransformJobArn": f"arn:aws:sagemaker:eu-1:1:transform-job/{name}"})

@@ -47,8 +47,8 @@ class RunningServer:
                 text=True, start_new_session=True,
             )  # fmt: skip
         assert self._process.stdout is not None
-        told = select.select([self._process.stdout], [], [], UP_S)[0] and self._process.stdout.readline()
-        message = json.loads(told) if told else {}
+        output = select.select([self._process.stdout], [], [], UP_S)[0] and self._process.stdout.readline()
+        message = json.loads(output) if output else {}
         if message.get("type") != "serving":
             self.kill()
             raise AssertionError(f"the server did not start: {message}\n{self.log.read_text()}")

@@ -70,5 +70,5 @@ class WebhookReceiver:
         if request.path in self.held:
             await self.release.wait()
         answer = self.answers[request.path].pop(0) if self.answers[request.path] else 204
-        status, told = answer if isinstance(answer, tuple) else (answer, {})
-        return web.Response(status=status, headers=told)
+        status, result = answer if isinstance(answer, tuple) else (answer, {})
+        return web.Response(status=status, headers=result)

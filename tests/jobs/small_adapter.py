@@ -10,8 +10,8 @@ from pathlib import Path
 def write_adapter(folder: Path, *, rank: int = 8, layer: int = 0) -> str:
     """A LoRA of one module, in a folder of its own."""
     folder.mkdir()
-    told = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(told))
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
     name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_"
     size = rank * 16 * 4
     head = {

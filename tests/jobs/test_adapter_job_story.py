@@ -48,11 +48,11 @@ async def test_a_bad_adapter_fails_its_own_rows(folder, fake, opened):
         allowed=["tiny", "good", "good/1", "high", "high/2"],
     )  # fmt: skip
     names = [None, "good", "high", "good/1", "tiny"]
-    asked = JobOrder(
+    job_order = JobOrder(
         DatasetSpec([write_rows(folder, names)], format="openai"), [model], origin={"frontend": "x"}, together=True
     )
     service = await opened()
-    job = (await service.submit(asked)).id
+    job = (await service.submit(job_order)).id
     async with asyncio.timeout(100):
         view = [view async for view in service.watch(job, 0.05)][-1]
     assert (view.state, view.message, view.errors_output) == (JobState.COMPLETED, "", None)

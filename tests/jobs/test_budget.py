@@ -105,8 +105,8 @@ async def test_failing_rows_end_when_asked(folder, opened, service, is_paused):
     so."""
     service.every = refusal(500)
     jobs = await opened()
-    asked = order(folder, service, None)
-    job = (await jobs.submit(asked)).id
+    job_order = order(folder, service, None)
+    job = (await jobs.submit(job_order)).id
     async for _ in jobs.watch(job, 0.02):
         if len(service.calls) >= 20:
             break
@@ -121,13 +121,13 @@ async def test_failing_rows_end_when_asked(folder, opened, service, is_paused):
 
 def batch_order(folder, provider: BatchProvider, budget: float) -> JobOrder:
     """Rows that bound their tokens, for a provider of batches that are looked at often."""
-    asked = order(folder, provider, budget, max_tokens=TOKENS)
+    job_order = order(folder, provider, budget, max_tokens=TOKENS)
     quick = {"poll_s": 0.01, "poll_max_s": 0.02, "rows_max": 10}
     model = ModelSpec(
         "m", "provider_batch", "gpt", base_url=provider.base_url, api_key="env:FAR_KEY", provider="openai",
         engine_args=quick, price=Price(0.0, output=PRICE.output),
     )  # fmt: skip
-    return replace(asked, models=[model])
+    return replace(job_order, models=[model])
 
 
 async def test_batches_are_cut_to_the_budget(folder, opened, monkeypatch):

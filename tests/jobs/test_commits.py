@@ -121,28 +121,28 @@ async def test_who_fails_to_hear_is_told(commit_log):
 async def test_a_commit_nobody_can_count_stays_its_own_trouble(commit_log):
     """A commit that makes the ledger fail in any way is told so; its neighbours are counted."""
     lease = commit_log.ledger.lease("job_1", 0, SHARD).lease
-    heard: list[Verdict | BatchmillError] = []
+    events: list[Verdict | BatchmillError] = []
     bad = Commit(lease, 1, SegmentRef("w-0001.seg", 0, 10), None, 1, 0, Usage())  # type: ignore[arg-type]
-    await commit_log.commit(commit(lease, 0, 100), None, heard.append)
-    await commit_log.commit(bad, None, heard.append)
-    await commit_log.commit(commit(lease, 1, 101), None, heard.append)
+    await commit_log.commit(commit(lease, 0, 100), None, events.append)
+    await commit_log.commit(bad, None, events.append)
+    await commit_log.commit(commit(lease, 1, 101), None, events.append)
     await commit_log.settle()
-    assert heard[0] is heard[2] is Verdict.COUNTED and isinstance(heard[1], LedgerBroken)
+    assert events[0] is events[2] is Verdict.COUNTED and isinstance(events[1], LedgerBroken)
 
 
 async def test_a_queue_that_broke_says_so(commit_log):
     """When the queue itself ends, whoever waits in it and whoever comes later is told; nobody waits for ever."""
     asyncio.get_running_loop().set_exception_handler(lambda *_: None)
     lease = commit_log.ledger.lease("job_1", 0, SHARD).lease
-    heard: list[Verdict | BatchmillError] = []
+    events: list[Verdict | BatchmillError] = []
     await commit_log.commit(commit(lease, 0, 100), None, broken)
-    waiting = [asyncio.create_task(commit_log.commit(commit(lease, 1, 101), None, heard.append))]
+    waiting = [asyncio.create_task(commit_log.commit(commit(lease, 1, 101), None, events.append))]
     waiting += [asyncio.create_task(commit_log.settle()) for _ in range(commits.QUEUE_MAX + 5)]
     ends = await asyncio.gather(*waiting, return_exceptions=True)
     assert all(isinstance(end, LedgerBroken) for end in ends[1:])
-    await commit_log.commit(commit(lease, 2, 102), None, heard.append)
+    await commit_log.commit(commit(lease, 2, 102), None, events.append)
     await asyncio.sleep(0)
-    assert [type(each) for each in heard] == [LedgerBroken, LedgerBroken]
+    assert [type(each) for each in events] == [LedgerBroken, LedgerBroken]
     with pytest.raises(LedgerBroken, match="deaf"):
         await commit_log.settle()
     assert await commit_log.call(commit_log.ledger.progress, "job_1", 0) == {0: 1}
@@ -153,19 +153,19 @@ async def test_the_queue_has_a_maximum(commit_log):
     stale = commit(Lease("gone", 0, 0, 1), 0, 100)
     slow = threading.Event()
     busy = asyncio.create_task(commit_log.call(slow.wait))
-    heard: list[Verdict | BatchmillError] = []
-    await commit_log.commit(stale, None, heard.append)
+    events: list[Verdict | BatchmillError] = []
+    await commit_log.commit(stale, None, events.append)
     await asyncio.sleep(0)  # the queue hands over its first
     for _ in range(commits.QUEUE_MAX):
-        await asyncio.wait_for(commit_log.commit(stale, None, heard.append), 5)
-    one_more = asyncio.create_task(commit_log.commit(stale, None, heard.append))
+        await asyncio.wait_for(commit_log.commit(stale, None, events.append), 5)
+    one_more = asyncio.create_task(commit_log.commit(stale, None, events.append))
     await asyncio.sleep(0)
     assert not one_more.done()
     slow.set()
     await one_more
     await commit_log.settle()
     await busy
-    assert heard == [Verdict.STALE] * (commits.QUEUE_MAX + 2)
+    assert events == [Verdict.STALE] * (commits.QUEUE_MAX + 2)
 
 
 async def test_a_closed_ledger_says_so(tmp_path):

@@ -114,12 +114,12 @@ async def test_adapters_are_fetched_and_pinned(folder, opened):
     """What rows name by a pattern is fetched once, and stands in the description under its own name."""
     place = write_adapter(folder / "a")
     hub = Hub({"acme/a": place})
-    asked = order(
+    job_order = order(
         folder, None, "acme/a", "acme/gone", "acme/a",
         model=base(folder, adapter_patterns=["acme/*"], allowed=["base"]), default_model=True,
     )  # fmt: skip
     service = await opened(adapters=hub)
-    view, spec = await prepared(service, asked)
+    view, spec = await prepared(service, job_order)
     assert (hub.asked, hub.tokens) == ([("p", "base", ["acme/a", "acme/gone"])], [None])
     assert (view.state, view.reason) == (JobState.PAUSED, "engine_failed"), view.message
     model = spec.models[0]
@@ -138,13 +138,13 @@ async def test_a_job_says_what_it_waits_for(folder, opened):
     """While adapters are fetched the job's notes and its explanation say which; it can be cancelled."""
     hub = Hub({}, asyncio.Event())
     service = await opened(adapters=hub)
-    asked = order(folder, "acme/a", "acme/b", model=base(folder, adapter_patterns=["acme/*"]))
-    job = (await service.submit(asked)).id
+    job_order = order(folder, "acme/a", "acme/b", model=base(folder, adapter_patterns=["acme/*"]))
+    job = (await service.submit(job_order)).id
     async with asyncio.timeout(60):
         await hub.called.wait()
-    told = "fetching 2 adapters: acme/a, acme/b"
-    assert (await service.show(job)).notes[0] == told
-    assert (await service.explain(job)).reasons[0] == told
+    result = "fetching 2 adapters: acme/a, acme/b"
+    assert (await service.show(job)).notes[0] == result
+    assert (await service.explain(job)).reasons[0] == result
     await service.cancel(job)
     view = [view async for view in service.watch(job, 0.05)][-1]
     assert view.state == JobState.CANCELLED
@@ -171,8 +171,8 @@ async def test_adapters_that_rows_use_are_looked_at(folder, opened):
     )  # fmt: skip
     places = {"good/1": good, "high/2": high, "deep": deep, "gone/1": str(folder / "gone"), "unused/1": "/nowhere"}
     model = base(folder, adapters=places, adapter_names={"good": "good/1", "gone": "gone/1"}, adapter_rank=16)
-    asked = order(folder, "good", "good/1", "high/2", "deep", "gone", model=model)
-    view, spec = await prepared(await opened(adapters=Hub({})), asked)
+    job_order = order(folder, "good", "good/1", "high/2", "deep", "gone", model=model)
+    view, spec = await prepared(await opened(adapters=Hub({})), job_order)
     assert view.rows_folded == 1
     assert sorted(spec.models[0].adapters) == ["deep", "gone/1", "good/1", "high/2"], "what no row uses is left out"
     bad = spec.models[0].bad_adapters
@@ -194,16 +194,16 @@ async def test_a_configured_id_of_a_hub_is_fetched(folder, opened):
 async def test_a_refused_dataset_fetches_nothing(folder, opened):
     """With a bad row nothing runs, so nothing is fetched."""
     hub = Hub({})
-    asked = order(folder, "acme/a", "elsewhere/a", model=base(folder, adapter_patterns=["acme/*"]))
-    view, _ = await prepared(await opened(adapters=hub), asked)
+    job_order = order(folder, "acme/a", "elsewhere/a", model=base(folder, adapter_patterns=["acme/*"]))
+    view, _ = await prepared(await opened(adapters=hub), job_order)
     assert (view.state, view.problems[0].code, hub.asked) == (JobState.FAILED, "unknown_model", [])
 
 
 async def test_without_a_service_the_job_fails(folder, opened):
     """Where nobody fetches adapters the job says so, naming the adapter."""
     service = await opened()
-    asked = order(folder, "acme/a", model=base(folder, adapter_patterns=["acme/*"]))
-    view, _ = await prepared(service, asked)
+    job_order = order(folder, "acme/a", model=base(folder, adapter_patterns=["acme/*"]))
+    view, _ = await prepared(service, job_order)
     assert (view.state, view.reason) == (JobState.FAILED, "no_adapters")
     assert "'acme/a'" in view.message
 
@@ -213,12 +213,12 @@ async def test_a_known_order_keeps_what_was_fetched(folder, opened):
     place, hub = write_adapter(folder / "a"), Hub({})
     hub.folders["acme/a"] = place
     service = await opened(adapters=hub)
-    asked = msgspec.structs.replace(
+    job_order = msgspec.structs.replace(
         order(folder, "acme/a", model=base(folder, adapter_patterns=["acme/*"])),
         origin=None, output=str(folder / "out.jsonl"),
     )  # fmt: skip
-    first, before = await prepared(service, asked)
-    again, after = await prepared(service, asked)
+    first, before = await prepared(service, job_order)
+    again, after = await prepared(service, job_order)
     assert (again.id, len(hub.asked)) == (first.id, 1)
     assert after.models == before.models
 
@@ -234,8 +234,8 @@ def test_rows_of_one_adapter_run_together(folder):
     )  # fmt: skip
     for name in ("dataset", "plan"):
         (folder / name).mkdir()
-    asked = PrepareOrder(spec, str(folder / "dataset"), str(folder / "plan"))
-    found = msgspec.json.decode(prepare(msgspec.json.encode(asked), lambda _: None), type=Prepared)
+    new_order = PrepareOrder(spec, str(folder / "dataset"), str(folder / "plan"))
+    found = msgspec.json.decode(prepare(msgspec.json.encode(new_order), lambda _: None), type=Prepared)
     assert [(each.adapter, each.rows, each.folded) for each in found.plan.targets] == [
         (None, 1, 0), ("a/2", 1, 1), ("b/1", 1, 1),
     ]  # fmt: skip

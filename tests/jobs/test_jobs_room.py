@@ -88,8 +88,8 @@ async def test_a_job_says_for_which_limit_it_waits(stage):
         while not stage.jobs.dispatcher.engine_of(holder).replicas:
             await asyncio.sleep(0.02)
     second = await stage.submit("second", [stage.model("big", 12)])
-    told = await stage.waits(second, "waits for room")
-    assert told == (
+    reply = await stage.waits(second, "waits for room")
+    assert reply == (
         "the model 'big' waits for room: 'big' needs 12 GiB and 4 of 24 GiB are free: "
         "'holder' (a job runs on it) holds 20 GiB"
     )

@@ -69,12 +69,12 @@ async def stage(tmp_path, monkeypatch):
 
 
 async def answer(worker: ScriptedWorker, *pieces: bytes, status: int = 200) -> AnswerLive:
-    asked = await worker.expect(AnswerLive)
-    worker.say(Head(asked.id, LiveHead(status)))
+    request = await worker.expect(AnswerLive)
+    worker.say(Head(request.id, LiveHead(status)))
     for piece in pieces:
-        worker.say(ReplyChunk(asked.id, piece))
-    worker.say(Answered(asked.id))
-    return asked
+        worker.say(ReplyChunk(request.id, piece))
+    worker.say(Answered(request.id))
+    return request
 
 
 async def test_an_answer_comes_in_pieces(stage):
@@ -97,8 +97,8 @@ async def test_the_least_busy_worker_answers(stage):
         await asyncio.sleep(0)
     tasks += [stage.ask()]
     second = await two.expect(AnswerLive)
-    for worker, asked in ((one, first), (two, second)):
-        worker.say(Answered(asked.id))
+    for worker, request in ((one, first), (two, second)):
+        worker.say(Answered(request.id))
     await asyncio.gather(*tasks)
 
 
@@ -107,13 +107,13 @@ async def test_whoever_leaves_is_not_answered_on(stage):
     pieces = stage.dispatcher.live.predict(MODEL, ASKED)
     beginning = asyncio.create_task(anext(pieces))
     worker = await stage.executor.next()
-    asked = await worker.expect(AnswerLive)
-    worker.say(Head(asked.id, LiveHead(200)))
+    request = await worker.expect(AnswerLive)
+    worker.say(Head(request.id, LiveHead(200)))
     assert await beginning == LiveHead(200)
     await pieces.aclose()
-    assert (await worker.expect(Abandon)).id == asked.id
-    worker.say(ReplyChunk(asked.id, b"late"))
-    worker.say(Answered(asked.id))
+    assert (await worker.expect(Abandon)).id == request.id
+    worker.say(ReplyChunk(request.id, b"late"))
+    worker.say(Answered(request.id))
     task = stage.ask()
     await answer(worker, b"x")
     assert await task == [LiveHead(200), b"x"]
@@ -124,15 +124,15 @@ async def test_a_slow_reader_is_waited_for(stage):
     pieces = stage.dispatcher.live.predict(MODEL, ASKED)
     beginning = asyncio.create_task(anext(pieces))
     worker = await stage.executor.next()
-    asked = await worker.expect(AnswerLive)
+    request = await worker.expect(AnswerLive)
     piece = b"x" * (LIVE_AHEAD_BYTES // 4)
-    worker.say(Head(asked.id, LiveHead(200)))
+    worker.say(Head(request.id, LiveHead(200)))
     for _ in range(3):
-        worker.say(ReplyChunk(asked.id, piece))
+        worker.say(ReplyChunk(request.id, piece))
     await beginning
     assert await anext(pieces) == piece and not worker.has_heard(FlowCredit)
     assert await anext(pieces) == piece
-    assert await worker.expect(FlowCredit) == FlowCredit(asked.id, len(piece))
+    assert await worker.expect(FlowCredit) == FlowCredit(request.id, len(piece))
     await pieces.aclose()
 
 
@@ -140,19 +140,19 @@ async def test_what_the_engine_raised_is_raised(stage):
     """Without an answer there is the engine's own error, of its kind and with its code."""
     task = stage.ask()
     worker = await stage.executor.next()
-    asked = await worker.expect(AnswerLive)
-    worker.say(Answered(asked.id, Raised.of(InvalidRow("no such field", code="invalid_field"))))
-    with pytest.raises(InvalidRow, match="no such field") as told:
+    request = await worker.expect(AnswerLive)
+    worker.say(Answered(request.id, Raised.of(InvalidRow("no such field", code="invalid_field"))))
+    with pytest.raises(InvalidRow, match="no such field") as raised:
         await task
-    assert told.value.code == "invalid_field" and stage.dispatcher.tallies.live == {("m", 0): 1}
+    assert raised.value.code == "invalid_field" and stage.dispatcher.tallies.live == {("m", 0): 1}
 
 
 async def test_a_worker_that_dies_leaves_nobody_waiting(stage):
     """A request whose worker died before or within its answer is told at once that it may come again."""
     first, second = stage.ask(), stage.ask()
     worker = await stage.executor.next()
-    asked = await worker.expect(AnswerLive)
-    worker.say(Head(asked.id, LiveHead(200)))
+    request = await worker.expect(AnswerLive)
+    worker.say(Head(request.id, LiveHead(200)))
     await worker.expect(AnswerLive)
     worker.exit(1)
     for task in (first, second):
@@ -188,8 +188,8 @@ async def test_a_model_without_room_says_why(tmp_path):
     made.dispatcher.reserve("job_1", [ModelSpec("other", "http", "o", needs=Needs(20))])
     await made.executor.next()
     try:
-        told = r"'big' needs 12 bytes .*: another model \(a job runs on it\) holds 20 bytes"
-        with pytest.raises(Unavailable, match=told):
+        result = r"'big' needs 12 bytes .*: another model \(a job runs on it\) holds 20 bytes"
+        with pytest.raises(Unavailable, match=result):
             async for _ in made.dispatcher.live.predict(ModelSpec("big", "http", "b", needs=Needs(12)), ASKED):
                 raise AssertionError("nobody answers")
         with pytest.raises(ModelFailed, match="'huge' needs 25 bytes and the machine has 24 bytes"):
@@ -210,10 +210,10 @@ async def test_waiting_has_a_limit(stage, monkeypatch):
     with pytest.raises(Unavailable, match="2 requests wait"):
         await stage.ask()
     worker.say(Ready(1))
-    asked = [await worker.expect(AnswerLive) for _ in waiting]
+    requests = [await worker.expect(AnswerLive) for _ in waiting]
     with pytest.raises(Unavailable, match="being answered"):
         await stage.ask()
-    for each in asked:
+    for each in requests:
         worker.say(Answered(each.id))
     assert await asyncio.gather(*waiting) == [[], []]
 

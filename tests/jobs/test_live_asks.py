@@ -122,23 +122,23 @@ def _ask(number, body):
 
 async def test_a_call_without_waiting(stage):
     """`ask_now` begins where a worker is ready and not before; its answer is heard once, errors included."""
-    spec, heard = model(), []
-    assert stage.live.ask_now(spec, "rows", b"a", on_reply=heard.append) is None and not stage.live.is_ready(spec)
+    spec, events = model(), []
+    assert stage.live.ask_now(spec, "rows", b"a", on_reply=events.append) is None and not stage.live.is_ready(spec)
     worker = await stage.loaded(spec)
     assert stage.live.is_ready(spec)
-    assert stage.live.ask_now(spec, "rows", b"a", on_reply=heard.append) is not None
+    assert stage.live.ask_now(spec, "rows", b"a", on_reply=events.append) is not None
     (ask,) = (await worker.expect(FunctionRequests)).asks
     answer = FunctionReply(ask.id, raised=Raised.of(InvalidRow("no", code="x")))
     reply(worker, answer, answer)
-    await _until(lambda: heard)
-    assert heard == [answer]
+    await _until(lambda: events)
+    assert events == [answer]
 
 
 async def test_whoever_leaves_is_not_answered(stage):
     """A call that is cancelled ends at its worker too, one that has not been sent yet as well; nothing is heard."""
-    spec, heard = model(), []
+    spec, events = model(), []
     worker = await stage.loaded(spec)
-    cancel = stage.live.ask_now(spec, "rows", b"a", on_reply=heard.append)
+    cancel = stage.live.ask_now(spec, "rows", b"a", on_reply=events.append)
     cancel()
     (ask,) = (await worker.expect(FunctionRequests)).asks
     assert (await worker.expect(Abandon)).id == ask.id
@@ -152,7 +152,7 @@ async def test_whoever_leaves_is_not_answered(stage):
     reply(worker, FunctionReply(ask.id))
     await last
     cancel()
-    assert heard == [] and not worker.has_heard(Abandon)
+    assert events == [] and not worker.has_heard(Abandon)
 
 
 async def test_what_was_raised_is_raised(stage):
@@ -162,9 +162,9 @@ async def test_what_was_raised_is_raised(stage):
     task = stage.ask(spec)
     (ask,) = (await worker.expect(FunctionRequests)).asks
     reply(worker, FunctionReply(ask.id, raised=Raised.of(ModelFailed("ValueError: no", code="function_error"))))
-    with pytest.raises(ModelFailed, match="ValueError: no") as told:
+    with pytest.raises(ModelFailed, match="ValueError: no") as raised:
         await task
-    assert told.value.code == "function_error"
+    assert raised.value.code == "function_error"
 
 
 async def test_a_worker_that_dies_is_one_clear_error(stage):
@@ -175,9 +175,9 @@ async def test_a_worker_that_dies_is_one_clear_error(stage):
     await worker.expect(FunctionRequests)
     worker.exit(-9)
     for task in tasks:
-        with pytest.raises(ModelFailed, match="died before it had answered") as told:
+        with pytest.raises(ModelFailed, match="died before it had answered") as raised:
             await task
-        assert told.value.code == "worker_crashed"
+        assert raised.value.code == "worker_crashed"
     again = stage.ask(spec)
     worker = await stage.executor.next()
     (ask,) = (await worker.expect(FunctionRequests)).asks
@@ -199,9 +199,9 @@ async def test_what_may_be_called_twice_is(stage):
     reply(worker, FunctionReply(asks[b"first"], b"done"))
     assert (await first).body == b"done"
     worker.exit(-9)
-    with pytest.raises(ModelFailed, match="died") as told:
+    with pytest.raises(ModelFailed, match="died") as raised:
         await second
-    assert told.value.code == "worker_crashed"
+    assert raised.value.code == "worker_crashed"
 
 
 async def test_the_least_busy_worker_answers(stage):
@@ -279,9 +279,9 @@ async def test_what_was_counted_outlives_the_worker(stage):
     worker = await stage.executor.next()
     reply(worker, stats=CallStats(rows=2, executions=2, failed=2, batches=[BatchTimes(1, 2)], last_at=2.0))
     await _until(lambda: stage.live.stats(spec).rows == 5)
-    told = stage.live.stats(spec)
-    assert (told.executions, told.succeeded, told.failed, told.last_at) == (3, 3, 2, 2.0)
-    assert told.batches == [BatchTimes(1, 2), BatchTimes(3, 1)]
+    result = stage.live.stats(spec)
+    assert (result.executions, result.succeeded, result.failed, result.last_at) == (3, 3, 2, 2.0)
+    assert result.batches == [BatchTimes(1, 2), BatchTimes(3, 1)]
 
 
 async def test_the_next_version_is_warm_before_it_is_called(stage):

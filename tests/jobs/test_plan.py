@@ -130,9 +130,14 @@ def test_too_many_rows_are_refused(tmp_path, monkeypatch):
 def test_explanation_of_file_order(tmp_path):
     """People see how many rows run, in how many shards, and that nothing is known of prefixes without keys."""
     reader = make_plan(write_dataset(tmp_path, [RowKeys(rejected=n == 2) for n in range(9)], keys=False))
-    told = explain(reader.plan, ["m"], reader.shards())
-    assert (told.rows, told.run, told.folded, told.rejected, told.shards) == (9, 8, 0, 1, 2)
-    assert (told.tokens, told.shared_prefix, told.groups[0].model, told.groups[0].shards) == (None, None, "m", 2)
+    result = explain(reader.plan, ["m"], reader.shards())
+    assert (result.rows, result.run, result.folded, result.rejected, result.shards) == (9, 8, 0, 1, 2)
+    assert (result.tokens, result.shared_prefix, result.groups[0].model, result.groups[0].shards) == (
+        None,
+        None,
+        "m",
+        2,
+    )
 
 
 def test_reading_a_plan_loads_no_numpy():

@@ -155,10 +155,10 @@ def test_groups_are_those_that_save_most(tmp_path):
     opening, prompts = 77 << 50, (1, 2, 3)
     rows = [RowKeys(prefix=opening + prompt, bytes=5000, cost=10) for _ in range(10) for prompt in prompts]
     reader = make_plan(write_dataset(tmp_path, rows), ONE)
-    told = explain(reader.plan, ["m"], reader.shards())
-    assert told.groups[0].prefix_groups == 3
-    assert told.shared_prefix == pytest.approx((27 * 4096 + 2 * 2048) / (30 * 5000))
-    assert told.tokens == 300
+    result = explain(reader.plan, ["m"], reader.shards())
+    assert result.groups[0].prefix_groups == 3
+    assert result.shared_prefix == pytest.approx((27 * 4096 + 2 * 2048) / (30 * 5000))
+    assert result.tokens == 300
 
 
 def test_rows_without_a_prompt_share_nothing(tmp_path):

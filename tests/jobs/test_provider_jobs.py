@@ -71,8 +71,8 @@ async def test_an_unknown_submission_waits_for_a_word(folder, opened, provider):
     """A job whose batch has vanished at the provider pauses and says so; once it is forgotten, its rows go again."""
     provider._looks = 10_000
     service = await opened()
-    asked = order(folder, far(provider, rows_max=1000))
-    job = (await service.submit(asked)).id
+    job_order = order(folder, far(provider, rows_max=1000))
+    job = (await service.submit(job_order)).id
     await seen(service, job, lambda: provider.calls["look"] > 1)
     with pytest.raises(InvalidTransition, match="while it is paused"):
         await service.settle_remote(job, "any", None)
@@ -211,11 +211,11 @@ async def test_two_ways_are_chosen_between(folder, opened, provider):
         dear = ModelSpec("dear", "http", "gpt", base_url=online.base_url, price=Price(9.0))
         service = await opened()
         job = (await service.submit(order(folder, ModelSpec("m", "routes", "", routes=[dear, far(provider)])))).id
-        told: list[str] = []
+        all_results: list[str] = []
         async for view in service.watch(job, 0.01):
-            if view.state == "running" and not told:
-                told = (await service.explain(job)).reasons
-        assert any("it goes by openai-batch:gpt: the cheapest way" in each for each in told)
+            if view.state == "running" and not all_results:
+                all_results = (await service.explain(job)).reasons
+        assert any("it goes by openai-batch:gpt: the cheapest way" in each for each in all_results)
         view = await service.show(job)
         assert view.state == "completed" and online.calls == []
         assert view.routing == (await service.explain(job)).reasons

@@ -202,9 +202,9 @@ def test_why_a_replica_waits():
     why = "'big' needs 12 GiB and 4 of 24 GiB are free: 'other' (a job runs on it) holds 20 GiB"
     assert machine.why(Replica("big", 0), uses) == why
     machine.ask(asked("wide", 0.5, 2))
-    told = machine.why(Replica("wide", 0), uses)
-    assert told.startswith("'wide' needs 2 GPUs and 0 of 2 GPUs are free: 'other' (a job runs on it) holds 1 GPU; ")
-    assert told.endswith("'third' (nobody uses it) holds 1 GPU")
+    text = machine.why(Replica("wide", 0), uses)
+    assert text.startswith("'wide' needs 2 GPUs and 0 of 2 GPUs are free: 'other' (a job runs on it) holds 1 GPU; ")
+    assert text.endswith("'third' (nobody uses it) holds 1 GPU")
     machine.ask(asked("late", 4))
     machine.allot()
     machine.ask(asked("later", 0.25))

@@ -234,9 +234,9 @@ def test_progress_ends_at_one(tmp_path):
     """Progress goes from 0 to 1 and never back."""
     job = folded_job(tmp_path)
     job.run_all()
-    told: list[float] = []
-    gather(job.order(tmp_path / "out.jsonl"), told.append)
-    assert told == sorted(told) and told[-1] == 1.0
+    results: list[float] = []
+    gather(job.order(tmp_path / "out.jsonl"), results.append)
+    assert results == sorted(results) and results[-1] == 1.0
 
 
 def test_partial_results_are_the_rows_so_far(tmp_path):

@@ -115,8 +115,8 @@ async def test_a_job_of_all_kinds_of_rows(folder, opened):
     lines = [row(number) for number in range(9)]
     lines[4] = b'{"custom_id":7,"url":"/v1/x","body":{"n":4}}'
     service = await opened()
-    asked = order(folder, "odd", lines, policy=Policy(on_invalid="skip"), output=str(folder / "out.jsonl"))
-    view = await end_of(service, (await service.submit(asked)).id)
+    job_order = order(folder, "odd", lines, policy=Policy(on_invalid="skip"), output=str(folder / "out.jsonl"))
+    view = await end_of(service, (await service.submit(job_order)).id)
     found = told(view)
     assert [each["custom_id"] for each in found] == ["r0", "r1", "r2", "r3", 7, "r5", "r6", "r7", "r8"]
     codes = {at: each["error"]["code"] for at, each in enumerate(found) if each["error"] is not None}
@@ -128,8 +128,8 @@ async def test_a_job_of_all_kinds_of_rows(folder, opened):
 async def test_a_cancelled_job_has_all_its_rows(folder, opened):
     """A job that is cancelled midway leaves one file with every row."""
     service = await opened()
-    asked = order(folder, "slow", [row(number) for number in range(2000)], origin={"frontend": "openai"})
-    job = (await service.submit(asked)).id
+    job_order = order(folder, "slow", [row(number) for number in range(2000)], origin={"frontend": "openai"})
+    job = (await service.submit(job_order)).id
     async with asyncio.timeout(60):
         while not (await service.show(job)).rows_ok:
             await asyncio.sleep(0.02)
@@ -145,8 +145,8 @@ async def test_a_cancelled_job_has_all_its_rows(folder, opened):
 async def test_a_retry_mends_the_one_file(folder, opened):
     """Rows that failed and run again take the place of their errors."""
     service = await opened()
-    asked = order(folder, "odd", [row(number) for number in range(6)], output=str(folder / "out.jsonl"))
-    job = (await service.submit(asked)).id
+    job_order = order(folder, "odd", [row(number) for number in range(6)], output=str(folder / "out.jsonl"))
+    job = (await service.submit(job_order)).id
     assert sum(each["error"] is not None for each in told(await end_of(service, job))) == 2
     (folder / "app.py").write_text(CODE.replace("n % 3 == 0", "n == 3"))
     await service.retry(job)
@@ -169,6 +169,6 @@ def test_it_is_another_job(folder):
 def test_jobs_of_before_are_known():
     """What a command was called before there were results together is what it is called now."""
     models = [ModelSpec("m", "http", "gpt", base_url="http://h/v1")]
-    asked = JobOrder(DatasetSpec(["/d/in.jsonl"], format="openai"), models, output="/d/out.jsonl")
+    job_order = JobOrder(DatasetSpec(["/d/in.jsonl"], format="openai"), models, output="/d/out.jsonl")
     before = "20227e3f84ab67afb99b1e146adfb1d216c53906c0255e234cd4c3ef64f8c9d9"
-    assert orders.identity(asked, OpenAIForm("batch_req_1_")) == before
+    assert orders.identity(job_order, OpenAIForm("batch_req_1_")) == before

@@ -71,8 +71,8 @@ def write(folder, model: str | None, *, rows: int = ROWS, url: str = "/v1/x", na
 def order(folder, *functions: str, path: str | None = None, **more) -> JobOrder:
     """As a frontend orders: every model that the caller may use, of which rows have to name one."""
     models = [ModelSpec(name, "function", f"{folder / 'app.py'}:{name}", allowed=[name]) for name in functions]
-    told = {"origin": FRONTEND, "default_model": False, **more}
-    return JobOrder(DatasetSpec([path or str(folder / "in.jsonl")], format="openai"), models, **told)
+    fields = {"origin": FRONTEND, "default_model": False, **more}
+    return JobOrder(DatasetSpec([path or str(folder / "in.jsonl")], format="openai"), models, **fields)
 
 
 async def end_of(service: JobService, job_id: str) -> JobView:
@@ -98,8 +98,8 @@ async def test_each_order_is_a_job_of_its_own(folder, opened):
     """The same order twice is two jobs, each with its results; they carry what their callers said of them."""
     write(folder, "double", rows=3)
     service = await opened()
-    asked = order(folder, "double", project="north", labels={"of": "mine"}, policy=Policy(priority=7))
-    ids = [(await service.submit(asked)).id for _ in range(2)]
+    job_order = order(folder, "double", project="north", labels={"of": "mine"}, policy=Policy(priority=7))
+    ids = [(await service.submit(job_order)).id for _ in range(2)]
     assert len(set(ids)) == 2
     for job_id in ids:
         view = await end_of(service, job_id)
@@ -124,13 +124,13 @@ async def test_a_model_whose_file_is_gone(folder, opened):
     (folder / "other.py").write_text("def other(n):\n    return n\n")
     service = await opened()
     models = [ModelSpec("other", "function", f"{folder / 'other.py'}:other", allowed=["other"])]
-    asked = order(folder, "slow")
-    job_id = await midway(service, msgspec.structs.replace(asked, models=[*models, *asked.models]))
+    job_order = order(folder, "slow")
+    job_id = await midway(service, msgspec.structs.replace(job_order, models=[*models, *job_order.models]))
     await service.pause(job_id)
     (folder / "other.py").unlink()
     await service.resume(job_id)
     assert (await end_of(service, job_id)).rows_ok == 50
-    again = await service.submit(msgspec.structs.replace(asked, models=[*models, *asked.models]))
+    again = await service.submit(msgspec.structs.replace(job_order, models=[*models, *job_order.models]))
     assert (await end_of(service, again.id)).rows_ok == 50
 
 
@@ -169,11 +169,11 @@ async def test_an_order_that_arrives_twice_at_once(folder, opened):
     """Of two that have one name and arrive together, the second is told of the job of the first."""
     write(folder, "double", rows=3)
     service = await opened()
-    asked = order(folder, "double", once=Once("blind:1", "0" * 64, blind=True))
-    first, second = await asyncio.gather(service.submit(asked), service.submit(asked))
+    job_order = order(folder, "double", once=Once("blind:1", "0" * 64, blind=True))
+    first, second = await asyncio.gather(service.submit(job_order), service.submit(job_order))
     assert first.id == second.id and {first.how, second.how} == {"started", "repeated"}
     await service._ledger.database.write(records.answered, "blind:1", service._clock.now())
-    assert (await service.submit(asked)).how == "started"
+    assert (await service.submit(job_order)).how == "started"
     assert len(await service.list()) == 2
 
 
@@ -334,8 +334,8 @@ async def test_an_engine_that_cannot_start(folder, opened):
     """With no row run, a job whose caller asked for it fails with the engine's words; otherwise it is paused."""
     write(folder, "missing", rows=3)
     service = await opened()
-    asked = order(folder, "missing", policy=Policy(on_engine_failure="fail"))
-    view = await end_of(service, (await service.submit(asked)).id)
+    job_order = order(folder, "missing", policy=Policy(on_engine_failure="fail"))
+    view = await end_of(service, (await service.submit(job_order)).id)
     assert (view.state, view.reason) == ("failed", "engine_failed") and "missing" in view.message
     view = await end_of(service, (await service.submit(order(folder, "missing"))).id)
     assert (view.state, view.reason) == ("paused", "engine_failed")
@@ -366,8 +366,8 @@ async def test_amendments_are_kept(folder, opened):
     write(folder, "slow", rows=50)
     service = await opened()
     models = [ModelSpec("slow", "function", f"{folder / 'app.py'}:slow", price=Price())]
-    asked = JobOrder(DatasetSpec([str(folder / "in.jsonl")]), models, origin=FRONTEND)
-    job_id = await midway(service, asked)
+    job_order = JobOrder(DatasetSpec([str(folder / "in.jsonl")]), models, origin=FRONTEND)
+    job_id = await midway(service, job_order)
     far = time.time() + 1000
     view = await service.amend(job_id, Amendment(priority=5, deadline=far, budget=2.5))
     assert (view.priority, view.deadline) == (5, far)
@@ -487,14 +487,14 @@ async def test_what_was_unpacked_goes_with_the_job(folder, opened):
     refused = DatasetSpec([str(folder / "in.csv")], unpacked_bytes_max=1000)
     endless = folder / "endless.csv.gz"
     endless.write_bytes(gzip.compress(b"n\n" + b"1\n" * 20_000_000, 1))
-    told = msgspec.structs.replace(order(folder, "double"), dataset=refused, default_model=True)
+    result = msgspec.structs.replace(order(folder, "double"), dataset=refused, default_model=True)
     service = await opened()
-    job = (await service.submit(told)).id
+    job = (await service.submit(result)).id
     ended = await end_of(service, job)
     assert (ended.state, ended.reason) == ("failed", "unpacked_too_large")
     assert "limits.unpacked_bytes_max" in ended.message
     assert list((service_home(folder) / job / "dataset").iterdir()) == []
-    cut = msgspec.structs.replace(told, dataset=DatasetSpec([str(endless)], unpacked_ratio_max=10**9))
+    cut = msgspec.structs.replace(result, dataset=DatasetSpec([str(endless)], unpacked_ratio_max=10**9))
     job = (await service.submit(cut)).id
     home = service_home(folder) / job / "dataset"
     while not (home / "rows.jsonl").exists():
@@ -522,9 +522,9 @@ async def test_what_a_job_unpacks_counts_to_its_project(folder, opened):
     service = await opened(quotas=quotas)
     room = service._stalled._room
     (folder / "in.csv").write_text("n\n" + "1\n" * 20_000)
-    told = msgspec.structs.replace(order(folder, "double"), dataset=DatasetSpec([str(folder / "in.csv")]))
-    told = msgspec.structs.replace(told, default_model=True)
-    job = (await service.submit(told)).id
+    result = msgspec.structs.replace(order(folder, "double"), dataset=DatasetSpec([str(folder / "in.csv")]))
+    result = msgspec.structs.replace(result, default_model=True)
+    job = (await service.submit(result)).id
     ended = await end_of(service, job)
     assert (ended.state, ended.reason) == ("failed", "quota_exceeded") and "quotas.disk" in ended.message
     assert (await room.look("default"))[0] < 10_000
@@ -542,7 +542,7 @@ async def test_what_a_job_unpacks_counts_to_its_project(folder, opened):
     service = await opened(quotas=quotas)
     with pytest.raises(OverQuota):
         await service.submit(order(folder, "double"))
-    command = msgspec.structs.replace(told, origin=None, output=str(folder / "out.jsonl"))
+    command = msgspec.structs.replace(result, origin=None, output=str(folder / "out.jsonl"))
     assert (await end_of(service, (await service.submit(command)).id)).state == "completed"
 
 

@@ -146,20 +146,20 @@ class Told(list):
 
 async def test_a_note_waits_for_what_was_put_before_it(job):
     """In the line before the ledger a note comes after the commits before it, and none of a lease that lost one."""
-    commit_log, told = CommitLog(job.ledger), Told()
+    commit_log, result = CommitLog(job.ledger), Told()
     lease = job.ledger.lease("job", 0, job.shard(0)).lease
     other = job.ledger.lease("job", 0, job.shard(1)).lease
     ref, done = SegmentRef("w-0001.seg", 64, 10), pack_positions([0], 0)
     commit = Commit(lease=lease, seq=0, ref=ref, done=done, rows_ok=1, rows_failed=0, usage=Usage())
-    await commit_log.commit(commit, None, told.callback("commit"))
-    await commit_log.note(note(lease, "a", b"1"), told.callback("note"))
-    assert await told.all(2) == [("commit", "counted"), ("note", True)]
+    await commit_log.commit(commit, None, result.callback("commit"))
+    await commit_log.note(note(lease, "a", b"1"), result.callback("note"))
+    assert await result.all(2) == [("commit", "counted"), ("note", True)]
     await commit_log.commit(
-        msgspec.structs.replace(commit, seq=1), None, told.callback("twice")
+        msgspec.structs.replace(commit, seq=1), None, result.callback("twice")
     )  # rows that are counted
-    await commit_log.note(note(lease, "a", b"2"), told.callback("mine"))
-    await commit_log.note(note(other, "a", b"3"), told.callback("other"))
-    twice, *notes = (await told.all(5))[2:]
+    await commit_log.note(note(lease, "a", b"2"), result.callback("mine"))
+    await commit_log.note(note(other, "a", b"3"), result.callback("other"))
+    twice, *notes = (await result.all(5))[2:]
     assert isinstance(twice[1], LedgerBroken) and notes == [("mine", False), ("other", True)]
     assert job.ledger.lease("job", 0, job.shard(0)).notes == {"a": b"1"}
     commit_log.close()

@@ -60,12 +60,12 @@ async def test_a_job_that_stands_still(folder, opened):
     job = (await service.submit(order)).id
     worker = int(await asyncio.to_thread((folder / "turn").read_text))
     os.kill(worker, signal.SIGSTOP)
-    told: list[str] = []
-    while len(told) < 2 or "kill -CONT" not in told[0]:  # signals and messages take a while
+    results: list[str] = []
+    while len(results) < 2 or "kill -CONT" not in results[0]:  # signals and messages take a while
         clock.by_s += 10.0
-        told = (await service.explain(job)).reasons
-    assert f"(process {worker})" in told[0] and f"kill -CONT {worker}" in told[0]
-    assert "no row of it has ended for" in told[1] and "are with its workers" in told[1]
+        results = (await service.explain(job)).reasons
+    assert f"(process {worker})" in results[0] and f"kill -CONT {worker}" in results[0]
+    assert "no row of it has ended for" in results[1] and "are with its workers" in results[1]
     os.kill(worker, signal.SIGCONT)
     clock.by_s = 0.0
     await asyncio.to_thread((folder / "turn").write_text, "go")

@@ -163,9 +163,9 @@ def test_load_shows_the_users_traceback_only(tmp_path):
     file = write(tmp_path, "breaks.py", "def g():\n    raise KeyError('no such key')\ng()")
     with pytest.raises(ModelFailed) as failed:
         functions.load(f"{file}:f")
-    told = failed.value.message
-    assert f'File "{file}", line 3' in told and "KeyError: 'no such key'" in told
-    assert "functions.py" not in told and "importlib" not in told
+    result = failed.value.message
+    assert f'File "{file}", line 3' in result and "KeyError: 'no such key'" in result
+    assert "functions.py" not in result and "importlib" not in result
     assert "breaks" not in sys.modules
 
 

@@ -230,18 +230,18 @@ def test_a_mark_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
 def test_it_is_refused_where_it_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Isolation that is asked for is had or refused: where the program is missing, where it makes no namespaces, and
     where it would show functions the data directory."""
-    asked = FunctionsEntry(isolate="bubblewrap")
+    request = FunctionsEntry(isolate="bubblewrap")
     assert isolation_of_config(FunctionsEntry(), tmp_path) is None
     for shown in (str(tmp_path), str(tmp_path.parent), str(tmp_path / "nowhere")):
         with pytest.raises(InvalidConfig, match="functions.readable"):
             isolation_of_config(FunctionsEntry(isolate="bubblewrap", readable=[shown]), tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(InvalidConfig, match="no bwrap on the PATH: install the package bubblewrap"):
-        isolation_of_config(asked, tmp_path)
+        isolation_of_config(request, tmp_path)
     (tmp_path / "bwrap").write_text("#!/bin/sh\necho no permission to make a namespace >&2\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
     with pytest.raises(InvalidConfig, match="cannot create namespaces here: no permission to make a namespace"):
-        isolation_of_config(asked, tmp_path)
+        isolation_of_config(request, tmp_path)
 
 
 def test_a_home_is_shown_to_no_function(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,9 +35,9 @@ def learnt() -> None:
 )  # fmt: skip
 def test_a_secret_is_found_in_any_form(form: str) -> None:
     """A secret that was learnt is taken out as it is, and as URLs, JSON, Python and base64 write it."""
-    told = redaction.mask(f"it was {form}, they said")
-    assert told.startswith("it was ") and told.endswith(", they said") and "***" in told
-    assert form.strip("\"'") not in told and "4711" not in told
+    text = redaction.mask(f"it was {form}, they said")
+    assert text.startswith("it was ") and text.endswith(", they said") and "***" in text
+    assert form.strip("\"'") not in text and "4711" not in text
 
 
 @pytest.mark.parametrize("user", ["", "a", "ab", "abc", "somebody@example.com"])
@@ -48,9 +48,9 @@ def test_a_secret_within_basic_credentials(user: str, secret: str) -> None:
     for before, after in ((f"{user}:", ""), (f"{user}:", ":realm")):
         for pack in (base64.b64encode, base64.urlsafe_b64encode):
             packed = pack(f"{before}{secret}{after}".encode()).decode()
-            told = redaction.mask_known(f"x {packed} y")
-            assert "***" in told
-            left = told.removeprefix("x ").removesuffix(" y").split("***")
+            result = redaction.mask_known(f"x {packed} y")
+            assert "***" in result
+            left = result.removeprefix("x ").removesuffix(" y").split("***")
             assert all(base64.urlsafe_b64decode(part[: len(part) // 4 * 4].replace("+", "-").replace("/", "_"))
                        .decode(errors="replace").count(secret[2:-2]) == 0 for part in left)  # fmt: skip
 

@@ -60,19 +60,21 @@ def test_every_message_is_one_line():
 
 def test_lines_are_written_together_and_none_is_lost():
     """Lines wait for others for a moment, at most so many; the last are written at the end of the process."""
-    told = subprocess.run([sys.executable, "-c", MANY], capture_output=True, check=True, timeout=60).stderr.split(b"\n")
-    assert [json.loads(line)["request"] for line in told[:1001]] == [f"req_{number}" for number in range(1001)]
-    assert told[1001] == b"all are written"
-    last = json.loads(told[1002])
+    output = subprocess.run([sys.executable, "-c", MANY], capture_output=True, check=True, timeout=60).stderr.split(
+        b"\n"
+    )
+    assert [json.loads(line)["request"] for line in output[:1001]] == [f"req_{number}" for number in range(1001)]
+    assert output[1001] == b"all are written"
+    last = json.loads(output[1002])
     assert (last["request"], last["code"], last["level"]) == ("last", "unknown_url", "info") and "project" not in last
 
 
 @pytest.mark.parametrize(("level", "count"), [("debug", 3), ("warning", 2), ("error", 1)])
 def test_levels(level, count):
     """A higher level leaves out what is below it; only `debug` shows the words of an error."""
-    told = lines(level)
-    assert len(told) == count
-    assert ("what somebody sent" in told[-1]["trace"]) is (level == "debug")
+    result = lines(level)
+    assert len(result) == count
+    assert ("what somebody sent" in result[-1]["trace"]) is (level == "debug")
 
 
 def test_strangers_fill_no_disk(capsys, caplog, monkeypatch):

@@ -47,7 +47,7 @@ class Linking(SmallDialect):
 
 async def test_links_begin_as_a_trusted_proxy_says():
     """X-Forwarded-Proto is believed of a proxy that the configuration names, where it is a scheme of ours."""
-    for trusted, told, scheme in (
+    for trusted, case, scheme in (
         ([], "https", "http"),
         (["127.0.0.1"], "https", "https"),
         (["127.0.0.1"], "HTTP", "http"),
@@ -60,7 +60,7 @@ async def test_links_begin_as_a_trusted_proxy_says():
             small_api(dialect=Linking(), admission=held) as small,
             httpx2.AsyncClient(base_url=small.url) as http,
         ):
-            reply = await http.get("/link", headers={"x-forwarded-proto": told, "host": "my.test"})
+            reply = await http.get("/link", headers={"x-forwarded-proto": case, "host": "my.test"})
         assert reply.json() == f"{scheme}://my.test"
 
 

@@ -212,18 +212,18 @@ async def test_replies_come_in_the_order_of_requests():
 
 async def test_a_client_that_leaves_ends_the_call():
     """Nobody computes for a client that is gone; the log says that it left."""
-    dialect, told = Hot(), []
+    dialect, results = Hot(), []
     async with api(dialect) as small:
-        small.root.watch(told.append)
+        small.root.watch(results.append)
         _, writer = await asyncio.open_connection(*small.address)
         writer.write(post(b"wait"))
         while not dialect.replies:
             await asyncio.sleep(0)
         writer.close()
-        while not told:
+        while not results:
             await asyncio.sleep(0)
         dialect.replies[0](200, [], b"late")
-    assert (dialect.cancelled, told[0].status, small.root.under_way) == (1, 499, 0)
+    assert (dialect.cancelled, results[0].status, small.root.under_way) == (1, 499, 0)
 
 
 class Impatient(Connection):
@@ -287,11 +287,11 @@ async def test_our_own_fault_is_hidden():
 
 async def test_it_is_told_as_the_others_are():
     """Route, status, sizes, project and key of a request on the fast path are those of the normal way."""
-    told = {}
+    fields = {}
     for has_fast_path in (True, False):
         dialect = Hot()
         async with api(dialect, has_fast_path=has_fast_path) as small:
-            served = told[has_fast_path] = []
+            served = fields[has_fast_path] = []
             small.root.watch(served.append)
             await talk_kept(small, post(b"abc"), 1)
             await talk_kept(small, post(b"bad"), 1)
@@ -300,7 +300,7 @@ async def test_it_is_told_as_the_others_are():
             for each in served:
                 assert each.seconds > 0
                 each.seconds = each.started = 0.0
-    assert told[True] == told[False]
+    assert fields[True] == fields[False]
 
 
 async def test_requests_under_way_may_end_when_the_server_stops():

@@ -110,7 +110,7 @@ def test_ranges(asked, span):
 
 def test_an_empty_file_has_no_ranges():
     """No byte of an empty file can be asked for."""
-    assert [parse_range(asked, 0) for asked in ("bytes=0-", "bytes=0-0", "bytes=-1")] == [NOTHING] * 3
+    assert [parse_range(request, 0) for request in ("bytes=0-", "bytes=0-0", "bytes=-1")] == [NOTHING] * 3
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ async def test_keys_and_scopes():
     """Once keys exist, each request but the open ones needs one, with the scope of the operation."""
     async with small_api(keys=HeldKeys(good=READER)) as small:
         key = {"authorization": "Bearer good"}
-        told = [
+        results = [
             (await ask(small, "GET", "/small/open")).status_code,
             (await ask(small, "GET", "/small/things")).status_code,
             (await ask(small, "GET", "/small/things", headers={"authorization": "Bearer bad"})).status_code,
@@ -143,7 +143,7 @@ async def test_keys_and_scopes():
             (await ask(small, "POST", "/small/things", headers=key, json={"name": "a"})).status_code,
             (await ask(small, "GET", "/small/nothing/at/all", headers=key)).status_code,
         ]
-    assert told == [200, 401, 401, 200, 403, 404]
+    assert results == [200, 401, 401, 200, 403, 404]
 
 
 async def test_a_rate_says_when_to_come_again():
@@ -186,11 +186,11 @@ async def test_a_line_for_each_request(capsys, caplog, monkeypatch):
     async with small_api(keys=HeldKeys(good=READER)) as small:
         await ask(small, "GET", "/small/things?after=private", headers={"authorization": "Bearer good"})
     lines.flush()
-    told = json.loads(capsys.readouterr().err)
-    assert {name: told[name] for name in ("method", "route", "status", "project", "key", "bytes_in")} == {
+    output = json.loads(capsys.readouterr().err)
+    assert {name: output[name] for name in ("method", "route", "status", "project", "key", "bytes_in")} == {
         "method": "GET", "route": "/small/things", "status": 200, "project": "one", "key": "k1", "bytes_in": 0,
     }  # fmt: skip
-    assert "private" not in json.dumps(told) and "good" not in json.dumps(told)
+    assert "private" not in json.dumps(output) and "good" not in json.dumps(output)
 
 
 async def test_requests_that_take_too_long_at_the_end(caplog):

@@ -65,8 +65,8 @@ async def test_rows_tokens_and_errors_are_counted(jobs: EndedJobs, metrics: Metr
     assert found["batchmill_rows_total", "m", "p", "ok"] == 4
     assert found["batchmill_rows_total", "m", "p", "failed"] == 2
     assert found["batchmill_rows_total", "m", "other", "ok"] == 1
-    told = {kind: found["batchmill_tokens_total", kind, "m", "p"] for kind in ("input", "cached", "output")}
-    assert told == {"input": 11, "cached": 4, "output": 7}
+    result = {kind: found["batchmill_tokens_total", kind, "m", "p"] for kind in ("input", "cached", "output")}
+    assert result == {"input": 11, "cached": 4, "output": 7}
     assert found["batchmill_row_errors_total", "boom", "m", "p"] == 2
 
 
@@ -146,12 +146,12 @@ async def test_adapters_are_counted(jobs: EndedJobs, metrics: Metrics):
 
 def test_models_are_measured():
     """Every gauge of a model is there; two pools of one name are one model: counts add up, shares are their mean."""
-    told = {
+    fields = {
         "workers": 2, "ready": 1, "in_flight": 30, "limit": 64, "live": 3, "live_waiting": 4, "kv_usage": 0.5,
         "note": "", "failure": "", "jobs": 5, "jobs_waiting": 1, "rows_waiting": 1000, "adapters_loaded": 4,
         "replicas": 2, "wanted": 3, "waits": "memory",
     }  # fmt: skip
-    gauges = [ModelGauge("m", cached_share=0.25, **told), ModelGauge("m", cached_share=None, **told)]
+    gauges = [ModelGauge("m", cached_share=0.25, **fields), ModelGauge("m", cached_share=None, **fields)]
     families = {family.name: family for family in models(gauges)}
     assert len(families) == len(MODEL_GAUGES) + len(MODEL_RATIOS)
     values = {name: family.samples[0].value for name, family in families.items()}
@@ -193,6 +193,6 @@ async def test_the_page_of_the_docs_names_every_metric(metrics: Metrics):
     names = {
         family.name + ("_total" if family.type == "counter" else "") for family in text_string_to_metric_families(page)
     }
-    told = set(re.findall(r"`(batchmill_[a-z_]+)`", DOCS.read_text()))
-    assert told == {name for name in names if name.startswith("batchmill_")}
+    output = set(re.findall(r"`(batchmill_[a-z_]+)`", DOCS.read_text()))
+    assert output == {name for name in names if name.startswith("batchmill_")}
     assert set(re.findall(r"`((?:batch|job)\.[a-z]+)`", DOCS.read_text())) == set(EVENT_TYPES)

@@ -200,13 +200,13 @@ async def test_names_of_rows(room: AdapterRoom, hub: ModelHub) -> None:
 async def test_two_jobs_name_the_same(room: AdapterRoom, hub: ModelHub) -> None:
     """Two that ask at once wait for one fetch; one that gives up does not end it."""
     hub.held.clear()
-    asked = [asyncio.create_task(room.adapters.ensure("default", "tiny", ["org/one"])) for _ in range(3)]
+    request = [asyncio.create_task(room.adapters.ensure("default", "tiny", ["org/one"])) for _ in range(3)]
     async with asyncio.timeout(60):
         while not any("/resolve/" in line for line in hub.asked):
             await asyncio.sleep(0.02)
-    asked[0].cancel()
+    request[0].cancel()
     hub.held.set()
-    first, second = await asyncio.gather(*asked[1:])
+    first, second = await asyncio.gather(*request[1:])
     assert first == second and first["org/one"].state == "ready"
     assert [each.own_name for each in room.adapters.list_all()] == ["org/one/1"]
 

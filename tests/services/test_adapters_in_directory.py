@@ -62,8 +62,8 @@ async def test_versions_for_several_bases(room: AdapterRoom) -> None:
     await add(room, "shout", base="twin", rank=8)
     assert names(room, US) == ["tiny", "shout/1", "twin", "shout", "shout/2", "far", "a"]
     assert (served := room.directory.find(US, "shout")).adapter == "shout/2" and served.model.name == "twin"
-    told = {each.name: each.allowed for each in room.directory.specs(US)}
-    assert told == {"tiny": ["tiny", "shout/1"], "twin": ["twin", "shout", "shout/2"], "far": ["far", "a"]}
+    result = {each.name: each.allowed for each in room.directory.specs(US)}
+    assert result == {"tiny": ["tiny", "shout/1"], "twin": ["twin", "shout", "shout/2"], "far": ["far", "a"]}
     assert room.directory.for_job(US, "tiny").targets()["shout"] == "shout/1"
 
 

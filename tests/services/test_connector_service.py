@@ -233,14 +233,14 @@ async def test_credentials_rotate_while_deployed(room: RemoteRoom) -> None:
     """While a deployed model uses a connector only its credentials may change, and workers are told of that."""
     made = await room.remote.connectors.create(US, connector_fields())
     model = await room.remote.models.register(US, model_of(made.id), deploy=True)
-    heard: list[frozenset[str]] = []
-    room.vault.listen(heard.append)
+    events: list[frozenset[str]] = []
+    room.vault.listen(events.append)
     words = rf"1 models are still using this connector, please undeploy the models first: \[{model.id}\]"
     with pytest.raises(InvalidInput, match=words):
         await room.remote.connectors.update(US, made.id, {"description": "x", "credential": {"openAI_key": "n" * 20}})
-    assert heard == []
+    assert events == []
     await room.remote.connectors.update(US, made.id, {"credential": {"openAI_key": "n" * 20}})
-    assert heard == [frozenset({f"connector/{made.id}/openAI_key"})]
+    assert events == [frozenset({f"connector/{made.id}/openAI_key"})]
     await room.remote.models.undeploy(US, model.id)
     await room.remote.connectors.update(US, made.id, {"description": "x"})
 

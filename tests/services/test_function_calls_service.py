@@ -117,12 +117,16 @@ def test_an_alias_with_weights_is_drawn_each_time(stage):
 def test_what_is_not_the_callers_is_unknown(stage):
     """A name that the key may not use and one that nobody knows are refused in the same words."""
     bound = Caller("default", Scope.SUBMIT, "k", models=frozenset({"f"}))
-    told = []
+    results = []
     for name in ("other", "another"):
         with pytest.raises(UnknownName) as caught:
             stage.calls.find(bound, name)
-        told.append((caught.value.code, caught.value.message.replace(name, "NAME")))
-    assert told[0] == told[1] == ("model_not_found", "the model 'NAME' does not exist or you do not have access to it")
+        results.append((caught.value.code, caught.value.message.replace(name, "NAME")))
+    assert (
+        results[0]
+        == results[1]
+        == ("model_not_found", "the model 'NAME' does not exist or you do not have access to it")
+    )
     assert {target.name for target in stage.calls.targets(bound)} == {"f"}
     with pytest.raises(UnknownName, match="did you mean 'other'"):
         stage.calls.find(CALLER, "othr")
@@ -211,14 +215,14 @@ async def test_a_stream_comes_piece_by_piece(stage):
     target = stage.calls.find(CALLER, "f")
     worker = await stage.loaded(target)
     beginning = asyncio.create_task(stage.calls.stream(CALLER, target, "arguments", b"{}", b"h"))
-    asked = await worker.expect(AnswerLive)
-    assert (asked.request.stream, asked.request.form, asked.request.head) == (True, "arguments", b"h")
-    worker.say(Head(asked.id, LiveHead(200, "text/event-stream")))
-    worker.say(ReplyChunk(asked.id, b"data: 1\n\n"))
+    request = await worker.expect(AnswerLive)
+    assert (request.request.stream, request.request.form, request.request.head) == (True, "arguments", b"h")
+    worker.say(Head(request.id, LiveHead(200, "text/event-stream")))
+    worker.say(ReplyChunk(request.id, b"data: 1\n\n"))
     head, pieces = await beginning
     assert head.content_type == "text/event-stream" and await anext(pieces) == b"data: 1\n\n"
     await pieces.aclose()
-    assert (await worker.expect(Abandon)).id == asked.id
+    assert (await worker.expect(Abandon)).id == request.id
     assert [(call.status, call.error) for call in stage.told] == [(0, "abandoned")]
 
 
@@ -227,8 +231,8 @@ async def test_a_stream_that_cannot_begin(stage):
     target = stage.calls.find(CALLER, "f")
     worker = await stage.loaded(target)
     beginning = asyncio.create_task(stage.calls.stream(CALLER, target, "arguments", b"{}"))
-    asked = await worker.expect(AnswerLive)
-    worker.say(Answered(asked.id, Raised.of(ModelFailed("ValueError: no", code="function_error"))))
+    request = await worker.expect(AnswerLive)
+    worker.say(Answered(request.id, Raised.of(ModelFailed("ValueError: no", code="function_error"))))
     with pytest.raises(ModelFailed, match="ValueError: no"):
         await beginning
     assert [call.error for call in stage.told] == ["function_error"]
@@ -265,9 +269,9 @@ async def test_what_was_unloaded_is_not_called(stage):
     assert not stage.calls.is_ready(target) and stage.calls.is_ready(stage.calls.find(CALLER, "other"))
     assert stage.calls.ask_now(CALLER, target, "rows", b"", b"", lambda _: None) is None
     for call in (stage.calls.ask(CALLER, target, "rows", b""), stage.calls.stream(CALLER, target, "rows", b"")):
-        with pytest.raises(Unavailable) as told:
+        with pytest.raises(Unavailable) as raised:
             await call
-        assert told.value.code == "model_unloaded"
+        assert raised.value.code == "model_unloaded"
     await stage.calls.load(target)
     assert stage.calls.ask_now(CALLER, target, "rows", b"", b"", lambda _: None) is not None
     assert len(await heard(worker)) == 1

@@ -60,10 +60,10 @@ def test_what_cannot_be(args, told):
 @pytest.mark.parametrize("name", [*REFUSED, "no-such-flag", "O3"])
 def test_what_is_not_the_callers(name):
     """Files, code, hosts and trust are refused by name, whatever they are set to; so is what nobody knows."""
-    for told in (name, f"--{name}", name.replace("-", "_")):
+    for case in (name, f"--{name}", name.replace("-", "_")):
         for value in ("x", 1, True, None):
-            with pytest.raises(InvalidInput, match=told) as caught:
-                checked({told: value})
+            with pytest.raises(InvalidInput, match=case) as caught:
+                checked({case: value})
             assert caught.value.code == "engine_arg_not_allowed"
 
 

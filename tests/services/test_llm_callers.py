@@ -101,8 +101,8 @@ async def test_a_job_of_all_models(room):
     names = [name for spec in specs for name in spec.allowed or ()]
     assert sorted(names) == ["house", "one", "own", "own/1", "tiny", "two"]
     chosen = [room.directory.for_job(BIG, name) for name in ("one", "two")]
-    told = [name for spec in room.directory.each_once(BIG, chosen) for name in spec.allowed or ()]
-    assert sorted(told) == ["house", "one", "own", "own/1", "two"]
+    result = [name for spec in room.directory.each_once(BIG, chosen) for name in spec.allowed or ()]
+    assert sorted(result) == ["house", "one", "own", "own/1", "two"]
 
 
 async def test_names_of_others_in_what_is_waited_for(room):

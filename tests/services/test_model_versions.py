@@ -413,9 +413,9 @@ async def test_what_leads_out_of_isolation_is_not_for_keys(place):
     place.close()
     await place.open().load()
     secrets = [{"KEY": reference} for reference in ("file:/data/secrets.key", "env:OWNERS", "secret:openai")]
-    for told in ({"python": "/usr/bin/env"}, *[{"secrets": each} for each in secrets]):
+    for case in ({"python": "/usr/bin/env"}, *[{"secrets": each} for each in secrets]):
         with pytest.raises(Forbidden, match="functions are isolated"):
-            await place.deploy(by=ONE, **told)
+            await place.deploy(by=ONE, **case)
     assert place.tried == []
     await place.deploy(by=ONE, python=sys.executable, secrets={"KEY": "secret:hub-1"})
     await place.deploy(name="other", python=sys.executable, secrets=secrets[0])

@@ -210,12 +210,12 @@ async def test_a_job_of_the_native_api_has_events_of_its_own(jobs: EndedJobs, re
 
 async def test_every_end_is_heard_once(jobs: EndedJobs):
     """Whoever listens in this process hears of each end, told by webhook or not."""
-    heard: list[EndedJob] = []
+    events: list[EndedJob] = []
     await jobs.end(1, frontend=None)
     await jobs.end(2, traceparent="00-1-2-01")
-    async with jobs.running(on_ended=heard.append) as outbox:
+    async with jobs.running(on_ended=events.append) as outbox:
         await outbox.run_once()
-    assert [(each.job[-1], each.traceparent) for each in heard] == [("1", None), ("2", "00-1-2-01")]
+    assert [(each.job[-1], each.traceparent) for each in events] == [("1", None), ("2", "00-1-2-01")]
 
 
 async def test_an_endpoint_of_the_file_is_told(tmp_path: Path, receiver: WebhookReceiver, monkeypatch):
@@ -227,9 +227,9 @@ async def test_an_endpoint_of_the_file_is_told(tmp_path: Path, receiver: Webhook
         await jobs.end(1, project="team")
         async with jobs.running():
             (delivery,) = await receiver.wait_for(1)
-    told = delivery.headers["webhook-signature"].split()
+    result = delivery.headers["webhook-signature"].split()
     sent = datetime.fromtimestamp(int(delivery.headers["webhook-timestamp"]), UTC)
-    assert told == [Webhook(each).sign(delivery.id, sent, delivery.body.decode()) for each in (FILE_SECRET, other)]
+    assert result == [Webhook(each).sign(delivery.id, sent, delivery.body.decode()) for each in (FILE_SECRET, other)]
 
 
 async def test_results_can_be_fetched_when_their_event_arrives(jobs: EndedJobs, receiver: WebhookReceiver):

@@ -42,8 +42,8 @@ async def ended(project_jobs, job_id: str):
 
 async def test_a_job_belongs_to_its_caller(running, project_jobs, tmp_path):
     """Whatever project an order names, the job is the caller's, and nobody else's."""
-    asked = order(running, tmp_path, range(3))
-    job = (await project_jobs.submit(ANN, asked)).id
+    job_order = order(running, tmp_path, range(3))
+    job = (await project_jobs.submit(ANN, job_order)).id
     view, results = await ended(project_jobs, job)
     assert (view.project, view.rows_ok) == ("ann", 3) and results.output and results.errors is None
     record = await running.services.files.get("ann", results.output)

@@ -220,7 +220,7 @@ def test_quotas_are_read(tmp_path: Path) -> None:
     quotas = read('[quotas]\nkeys = 5\n[projects.a.quotas]\nfiles = 0\ndisk = "10%"')
     assert (quotas.of("a").keys, quotas.of("a").files, quotas.of("b").files) == (5, 0, Quotas().files)
     assert quotas.of("a").disk_bytes(1000) == 100
-    for text, told in (
+    for text, case in (
         ("[quotas]\nkey = 1", "did you mean quotas.keys"),
         ("[projects.a.quotas]\nkey = 1", "did you mean projects.a.quotas.keys"),
         ("[quotas]\nkeys = -1", "quotas.keys must be 0 to"),
@@ -228,7 +228,7 @@ def test_quotas_are_read(tmp_path: Path) -> None:
         ('[quotas]\ndisk = "0%"', "quotas.disk must be 1% to 100%"),
         ('[projects.a.quotas]\ndisk = "much"', "projects.a.quotas.disk"),
     ):
-        with pytest.raises(InvalidConfig, match=told):
+        with pytest.raises(InvalidConfig, match=case):
             read(text)
 
 

@@ -76,13 +76,13 @@ def answer(data: Any, status: int = 200, **headers: str) -> web.Response:
 
 
 async def connect(room: RemoteRoom, service: Service, **fields: Any) -> Connector:
-    told = at(service.url, **{"parameters": {"provider": "openai", "endpoint": "/v1/embeddings"}} | fields)
-    return (await room.remote.connectors.create(US, told)).connector
+    result = at(service.url, **{"parameters": {"provider": "openai", "endpoint": "/v1/embeddings"}} | fields)
+    return (await room.remote.connectors.create(US, result)).connector
 
 
 async def act(room: RemoteRoom, connector: Connector, kind: str = BATCH_PREDICT, **parameters: Any) -> RemoteReply:
-    told = {"input_file_id": "file-1"} if kind == BATCH_PREDICT else {"id": "batch_1"}
-    return await room.remote.calls.act(connector, kind, told | parameters)
+    result = {"input_file_id": "file-1"} if kind == BATCH_PREDICT else {"id": "batch_1"}
+    return await room.remote.calls.act(connector, kind, result | parameters)
 
 
 async def test_a_batch_is_begun(room: RemoteRoom, service: Service) -> None:

@@ -34,8 +34,8 @@ async def made(room: RemoteRoom) -> ConnectorRecord:
 
 async def register(room: RemoteRoom, made: ConnectorRecord, name: str = "embed", **fields: Any) -> RemoteModel:
     room.clock.at += 1.0  # so that there is an order in which they were made
-    told = {"name": name, "function_name": "remote", "connector_id": made.id}
-    return await room.remote.models.register(US, told | fields)
+    values = {"name": name, "function_name": "remote", "connector_id": made.id}
+    return await room.remote.models.register(US, values | fields)
 
 
 # -- registering ------------------------------------------------------------------------------------------------------
@@ -90,15 +90,15 @@ async def test_what_is_refused(room: RemoteRoom, made: ConnectorRecord, fields: 
 
 async def test_unknown_connector(room: RemoteRoom, made: ConnectorRecord) -> None:
     """A model names a connector of its own project."""
-    told = {"name": "m", "function_name": "remote", "connector_id": made.id}
+    fields = {"name": "m", "function_name": "remote", "connector_id": made.id}
     with pytest.raises(UnknownName, match="Failed to find connector with the provided connector id"):
-        await room.remote.models.register(THEM, told)
+        await room.remote.models.register(THEM, fields)
 
 
 async def test_a_connector_of_its_own(room: RemoteRoom) -> None:
     """An inline connector is the model's alone: its credentials are kept, change and go with it."""
-    told = {"name": "m", "function_name": "REMOTE", "connector": connector_fields()}
-    model = await room.remote.models.register(US, told)
+    fields = {"name": "m", "function_name": "REMOTE", "connector": connector_fields()}
+    model = await room.remote.models.register(US, fields)
     assert await room.secrets() == [f"connector/{model.id}/openAI_key"]
     assert room.remote.connectors.all(US) == []
     changed = await room.remote.models.update(US, model.id, {"connector": {"parameters": {"model": "other"}}})

@@ -272,9 +272,9 @@ async def test_none_may_be_allowed(tmp_path, service):
 async def test_tasks_are_looked_at_by_themselves(room, service, model):
     """Every minute the provider is asked about what runs; the state changes without anybody's GET."""
     task = await room.tasks.predict(ANN, model, GIVEN, order())
-    asked = len(service.calls)
+    request = len(service.calls)
     await room.tasks.poll_due()
-    assert len(service.calls) == asked, "a minute has not passed"
+    assert len(service.calls) == request, "a minute has not passed"
     service.finish()
     room.clock.at += 60
     await room.tasks.poll_due()

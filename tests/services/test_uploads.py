@@ -52,8 +52,8 @@ async def test_completing_again_is_no_error(room):
     """Who asks again for what is done, at the same time or later, gets the same file; there is one."""
     upload = await room.begin(3)
     part = await room.part(upload, b"abc")
-    asked = [room.uploads.complete("one", upload, part_ids=[part]) for _ in range(5)]
-    done = await asyncio.gather(*asked)
+    request = [room.uploads.complete("one", upload, part_ids=[part]) for _ in range(5)]
+    done = await asyncio.gather(*request)
     room.reopen()
     done.append(await room.uploads.complete("one", upload, part_ids=[part]))
     assert len({(record.id, record.status, file) for record, file in done}) == 1

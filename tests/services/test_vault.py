@@ -87,12 +87,12 @@ async def test_a_secret_is_changed_and_removed(room: Room) -> None:
 
 async def test_whoever_listens_hears_what_has_changed(room: Room) -> None:
     """Names are told once they are durable; nothing is told where nothing has changed."""
-    heard: list[frozenset[str]] = []
-    room.vault.listen(heard.append)
+    events: list[frozenset[str]] = []
+    room.vault.listen(events.append)
     await room.vault.change({"a": "value-of-a", "b": "value-of-b"})
     await room.vault.change({"a": "value-of-a"}, remove=["b", "c"])
     await room.vault.change({}, remove=["b"])
-    assert heard == [{"a", "b"}, {"a", "b"}]
+    assert events == [{"a", "b"}, {"a", "b"}]
 
 
 async def test_secrets_and_what_they_belong_to_are_one_transaction(room: Room) -> None:
@@ -222,20 +222,20 @@ async def test_secrets_are_used_and_changed_while_keys_rotate(room: Room) -> Non
     running = True
 
     async def use(mine: list[str]) -> dict[str, str]:
-        count, told = 0, {}
+        count, reply = 0, {}
         while running or count < 5:
             count += 1
             for name in mine:
-                told[name] = f"value-{count}-of-{name}"
-                await room.vault.put(name, told[name])
-                assert await room.vault.reveal(name) == told[name]
-        return told
+                reply[name] = f"value-{count}-of-{name}"
+                await room.vault.put(name, reply[name])
+                assert await room.vault.reveal(name) == reply[name]
+        return reply
 
     using = [asyncio.create_task(use(names[n::3])) for n in range(3)]
     await asyncio.gather(*(room.vault.rotate() for _ in range(4)))
     running = False
-    told = {name: value for part in await asyncio.gather(*using) for name, value in part.items()}
-    assert await room.again().reveal_all(names) == told
+    reply = {name: value for part in await asyncio.gather(*using) for name, value in part.items()}
+    assert await room.again().reveal_all(names) == reply
 
 
 @pytest.mark.parametrize("point", [f"{point}:{count}" for point in faults.SECRET_POINTS for count in (1, 2)])

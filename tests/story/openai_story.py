@@ -118,8 +118,8 @@ def submit(client: OpenAI, rows: list[dict] | bytes, **fields) -> Batch:
     """Upload rows and make a batch of them."""
     data = rows if isinstance(rows, bytes) else lines(rows)
     file = client.files.create(file=("rows.jsonl", data), purpose="batch")
-    asked = {"endpoint": "/v1/chat/completions", "completion_window": "24h", **fields}
-    return client.batches.create(input_file_id=file.id, **asked)
+    body = {"endpoint": "/v1/chat/completions", "completion_window": "24h", **fields}
+    return client.batches.create(input_file_id=file.id, **body)
 
 
 def ended(client: OpenAI, batch: Batch) -> Batch:

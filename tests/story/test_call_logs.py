@@ -93,7 +93,7 @@ def test_a_command_follows_them(server, keys):
     line = [sys.executable, "-m", "batchmill", *words]
     environment = os.environ | {"BATCHMILL_API_KEY": keys.own}
     with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True) as following:
-        lines = (told["entry"] for told in map(json.loads, following.stdout) if told["type"] == "line")
+        lines = (case["entry"] for case in map(json.loads, following.stdout) if case["type"] == "line")
         try:
             call(server, keys.other, 7)
             own = call(server, keys.own, 5)

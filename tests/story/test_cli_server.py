@@ -97,8 +97,8 @@ def test_jobs_are_looked_at_by_their_first_letters(batchmill: Command, tmp_path)
     assert shown.returncode == 0 and "in.jsonl" in shown.stdout and "failed    1" in shown.stdout
     results = batchmill("results", job)
     assert [json.loads(line)["output"] for line in results.stdout.splitlines()] == ["A", None]
-    told = batchmill("results", job, "--partial", "-o", "so-far.jsonl")
-    assert told.returncode == 0 and len(lines(tmp_path / "so-far.jsonl")) == 2 and "2 of 2 rows" in told.stderr
+    done = batchmill("results", job, "--partial", "-o", "so-far.jsonl")
+    assert done.returncode == 0 and len(lines(tmp_path / "so-far.jsonl")) == 2 and "2 of 2 rows" in done.stderr
     assert batchmill("results", job, "--errors").returncode == 2
     where = json.loads(batchmill("results", job, "--json").stdout)
     assert where["output"].startswith("file-")

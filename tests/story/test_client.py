@@ -177,8 +177,8 @@ def test_a_cancelled_job_keeps_what_was_done(client: Client, folder, tmp_path):
     job.cancel()
     (folder / "gate-2").touch()  # rows in flight may end
     assert job.wait(WAIT_S).state == "cancelled"
-    told = [row["custom_id"] for row in job.results()] + [row["custom_id"] for row in _errors(job)]
-    assert sorted(told) == ["c0", "c1"]
+    result = [row["custom_id"] for row in job.results()] + [row["custom_id"] for row in _errors(job)]
+    assert sorted(result) == ["c0", "c1"]
 
 
 def _errors(job):
@@ -357,8 +357,13 @@ def test_no_reply_tells_where_the_server_keeps_things(server: RunningServer, cli
     job = client.submit(path)
     job.wait(WAIT_S)
     base = f"{server.url}/batchmill/v1"
-    asked = [f"{base}/jobs/{job.id}", f"{base}/jobs", f"{base}/jobs/{job.id}/wait", f"{base}/jobs/{job.id}/events"]
-    texts = [httpx2.get(url).text for url in asked]
+    seen_requests = [
+        f"{base}/jobs/{job.id}",
+        f"{base}/jobs",
+        f"{base}/jobs/{job.id}/wait",
+        f"{base}/jobs/{job.id}/events",
+    ]
+    texts = [httpx2.get(url).text for url in seen_requests]
     empty = client.upload(_empty(tmp_path))
     texts.append(httpx2.post(f"{base}/jobs", json={"files": [empty.id], "models": ["upper"]}).text)
     file = client.upload(path)

@@ -42,11 +42,11 @@ class Embeddings:
         return self._runner.addresses[0][1]
 
     async def _embed(self, request: web.Request) -> web.Response:
-        asked = await request.json()
-        self.seen.append((request.headers["Authorization"].removeprefix("Bearer "), asked["model"]))
-        data = [{"object": "embedding", "index": 0, "embedding": [float(len(str(asked["input"])))]}]
+        request_body = await request.json()
+        self.seen.append((request.headers["Authorization"].removeprefix("Bearer "), request_body["model"]))
+        data = [{"object": "embedding", "index": 0, "embedding": [float(len(str(request_body["input"])))]}]
         usage = {"prompt_tokens": 1, "total_tokens": 1}
-        return web.json_response({"object": "list", "data": data, "model": asked["model"], "usage": usage})
+        return web.json_response({"object": "list", "data": data, "model": request_body["model"], "usage": usage})
 
     def close(self) -> None:
         asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(END_S)
@@ -130,8 +130,8 @@ def test_a_connector_is_a_model_at_once(server, service, client, batchmill, writ
     client.base_url = f"{server.url}/v1"
     assert client.embeddings.create(model="lengths", input="five!", encoding_format="float").data[0].embedding == [5.0]
 
-    told = batchmill("connectors", "delete", connector_id, code=2)[0]
-    assert told["code"] == "connector_in_use"
+    result = batchmill("connectors", "delete", connector_id, code=2)[0]
+    assert result["code"] == "connector_in_use"
     batchmill("connectors", "delete", connector_id, "--models")
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="lengths", input="four")

@@ -20,7 +20,7 @@ def document(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def operations(document):
-    return [told for methods in document["paths"].values() for told in methods.values()]
+    return [case for methods in document["paths"].values() for case in methods.values()]
 
 
 def parts(schema):
@@ -44,9 +44,9 @@ def reachable(document, schema, seen):
 
 def test_operations_have_names_of_their_own(operations):
     """No two operations share a name, and each says what it is for."""
-    names = [told["operationId"] for told in operations]
+    names = [case["operationId"] for case in operations]
     assert len(names) == len(set(names)) > 40
-    assert all(told["summary"] for told in operations)
+    assert all(case["summary"] for case in operations)
 
 
 def test_every_reference_leads_somewhere(document):
@@ -69,20 +69,20 @@ def test_every_reference_leads_somewhere(document):
 
 def test_every_operation_declares_its_scope(operations):
     """An operation has a scope and needs a key, or is one of those that are open on purpose."""
-    for told in operations:
-        is_open = told["operationId"] in OPEN
-        assert ("x-batchmill-scope" in told, bool(told["security"])) == (not is_open, not is_open), told["operationId"]
+    for case in operations:
+        is_open = case["operationId"] in OPEN
+        assert ("x-batchmill-scope" in case, bool(case["security"])) == (not is_open, not is_open), case["operationId"]
 
 
 def test_bodies_refuse_what_they_do_not_know(document, operations):
     """Every struct of a JSON body refuses unknown fields: what is accepted is not ignored."""
     loose = []
-    for told in operations:
-        schema = told.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    for case in operations:
+        schema = case.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
         if schema.get("additionalProperties") is True:
             continue  # a live request: the engine of the model knows its fields
         loose += [
-            (told["operationId"], part.get("title"))
+            (case["operationId"], part.get("title"))
             for part in reachable(document, schema, set())
             if "properties" in part and part.get("additionalProperties") is not False
         ]
@@ -91,9 +91,9 @@ def test_bodies_refuse_what_they_do_not_know(document, operations):
 
 def test_refusals_have_the_envelope_of_their_dialect(document, operations):
     """Every refusal is described, in the form of the dialect that speaks."""
-    for told in operations:
-        envelope = {"$ref": f"#/components/schemas/{told['tags'][0]}Error"}
-        for status, reply in told["responses"].items():
-            if status >= "400" and status != "416" and (told["operationId"], status) != ("getHealth", "503"):
-                assert reply["content"]["application/json"]["schema"] == envelope, (told["operationId"], status)
-        assert {"400", "429", "500", "503"} <= set(told["responses"])
+    for case in operations:
+        envelope = {"$ref": f"#/components/schemas/{case['tags'][0]}Error"}
+        for status, reply in case["responses"].items():
+            if status >= "400" and status != "416" and (case["operationId"], status) != ("getHealth", "503"):
+                assert reply["content"]["application/json"]["schema"] == envelope, (case["operationId"], status)
+        assert {"400", "429", "500", "503"} <= set(case["responses"])

@@ -81,8 +81,8 @@ class Door:
         model = await self.model(url, host)
         if isinstance(model, httpx2.Response):
             return model
-        asked = {"parameters": parameters or {"x": "1"}}
-        return await self.client.post(f"{PLUGIN}/models/{model}/_predict", json=asked)
+        body = {"parameters": parameters or {"x": "1"}}
+        return await self.client.post(f"{PLUGIN}/models/{model}/_predict", json=body)
 
 
 @pytest.fixture
@@ -131,8 +131,8 @@ async def test_a_row_does_not_lead_inside(closed: RunningServer, frontend: Door,
         for n, row in enumerate(rows)
     )
     file = await frontend.client.post("/v1/files", files={"file": ("in.jsonl", data)}, data={"purpose": "batch"})
-    asked = {"input_file_id": file.json()["id"], "endpoint": "/v1/x", "completion_window": "24h"}
-    made = await frontend.client.post("/v1/batches", json=asked)
+    body = {"input_file_id": file.json()["id"], "endpoint": "/v1/x", "completion_window": "24h"}
+    made = await frontend.client.post("/v1/batches", json=body)
     if made.status_code == 200:
         batch = made.json()
         while batch["status"] not in ("completed", "failed", "cancelled", "expired"):

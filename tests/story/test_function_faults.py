@@ -103,9 +103,9 @@ BAD_WAYS = {
 @pytest.mark.parametrize("how", BAD_WAYS)
 def test_a_function_that_does_ill_gives_one_clear_error_and_the_next_call_works(server, how):
     """The reply is an error that a client does not send again, and the function answers at once afterwards."""
-    told = ask(server, {"how": how})
-    assert 400 <= told.status_code < 500 and told.status_code != 429, told.text
-    error = told.json()["error"]
+    reply = ask(server, {"how": how})
+    assert 400 <= reply.status_code < 500 and reply.status_code != 429, reply.text
+    error = reply.json()["error"]
     assert BAD_WAYS[how] in error.rpartition("\n")[2], error
     assert ask(server, {"n": 21}).json() == {"data": 42}
 

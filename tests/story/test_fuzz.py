@@ -73,8 +73,8 @@ def fuzz(operation: schemathesis.schemas.APIOperation, key: str, mode: Generatio
     def ask(case: schemathesis.Case) -> None:
         reply = case.call_and_validate(timeout=30, headers={"Authorization": f"Bearer {key}"}, checks=CHECKS)
 
-        if told := LEAK.search(reply.text):
-            raise AssertionError(f"{operation.label} told {told[0]!r}")
+        if result := LEAK.search(reply.text):
+            raise AssertionError(f"{operation.label} told {result[0]!r}")
 
     try:
         ask()
@@ -98,7 +98,7 @@ def operations(server):
 def test_operations(operations, key, part):
     """Whatever is asked, the answer is no failure of the server, and of the status, type and form that were told."""
     mine = operations[part::PARTS]
-    found = [told for each in mine for mode in GenerationMode if (told := fuzz(each, key, mode))]
+    found = [result for each in mine for mode in GenerationMode if (result := fuzz(each, key, mode))]
     assert not found, "\n\n".join(found)
 
 

@@ -394,8 +394,8 @@ def test_the_strict_address_holds_integers_to_their_width(server):
     ]}  # fmt: skip
     refused = httpx2.post(f"{server.url}/v2/models/seed/infer", json=body)
     assert refused.status_code == 400 and "512" in refused.json()["error"]
-    told = httpx2.get(f"{server.url}/v2/models/seed").json()
-    assert told["inputs"] == [
+    reply = httpx2.get(f"{server.url}/v2/models/seed").json()
+    assert reply["inputs"] == [
         {"name": "prompt", "datatype": "BYTES", "shape": [1]},
         {"name": "shape", "datatype": "INT8", "shape": [2], "optional": True},
     ]
@@ -403,5 +403,5 @@ def test_the_strict_address_holds_integers_to_their_width(server):
 
 def test_the_pages_program_prints_what_the_page_says(server):
     """The program of docs/inferless.md works as it stands there, with the app that the page shows."""
-    printed, told = run_example(client_python("inferless"), "inferless.md", "inferless", server.port)
-    assert printed == told
+    printed, result = run_example(client_python("inferless"), "inferless.md", "inferless", server.port)
+    assert printed == result

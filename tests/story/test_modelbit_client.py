@@ -109,15 +109,15 @@ class Client:
             [self._python, "-W", "ignore", "-c", SCRIPT], input="\n".join(lines), capture_output=True, text=True,
             timeout=SCRIPT_S, env={**os.environ, "MB_JUPYTER_CLUSTER": "127.0.0.1:9"},
         )  # fmt: skip
-        told = [json.loads(line[1:]) for line in done.stdout.splitlines() if line.startswith("@")]
-        assert len(told) == len(cases), done.stdout + done.stderr
-        return told
+        output = [json.loads(line[1:]) for line in done.stdout.splitlines() if line.startswith("@")]
+        assert len(output) == len(cases), done.stdout + done.stderr
+        return output
 
     def answers(self, *cases: dict) -> list[object]:
         """Of calls that all succeed."""
-        told = self.ask(*cases)
-        assert all("result" in each for each in told), told
-        return [each["result"] for each in told]
+        reply = self.ask(*cases)
+        assert all("result" in each for each in reply), reply
+        return [each["result"] for each in reply]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def client(server):
 def test_every_form(client):
     """One call, batches with several arguments and with dictionaries, odd ids: each as the documentation shows it."""
     doubler = {"deployment": "example_doubler"}
-    told = client.answers(
+    result = client.answers(
         {**doubler, "data": [[1, 10], [2, 11], [3, 12]]},
         {**doubler, "data": 10},
         {**doubler, "data": [["b", 1], ["a", 2], [None, 3]]},
@@ -139,7 +139,7 @@ def test_every_form(client):
         {"deployment": "several", "data": [1, "two", 3.0]},
         {"deployment": "several", "data": {"a": 1, "b": "two", "c": 3.0}},
     )
-    assert told == [
+    assert result == [
         {"data": [[1, 20], [2, 22], [3, 24]]},
         {"data": 20},
         {"data": [["b", 2], ["a", 4], [None, 6]]},
@@ -155,8 +155,8 @@ def test_every_form(client):
 def test_many_rows_are_a_few_requests(client, server):
     """M31: 7,000 rows are three requests, whose results come back in the order of the rows."""
     before = server.log.count("/v1/{deployment}/{branch}/{version}")
-    (told,) = client.answers({"deployment": "example_doubler", "data": [[n, n] for n in range(7000)]})
-    assert told == {"data": [[n, 2 * n] for n in range(7000)]}
+    (result,) = client.answers({"deployment": "example_doubler", "data": [[n, n] for n in range(7000)]})
+    assert result == {"data": [[n, 2 * n] for n in range(7000)]}
     requests = client.answers(
         {"deployment": "example_doubler", "data": [[n, n] for n in range(10)], "batch_size": 4, "batch_concurrency": 2}
     )
@@ -171,22 +171,22 @@ def test_data_frames(client, server):
         server.folder, "deploy", "frames.py:frames", "--name", "frames", "--dataframe", "city,rooms", "--python", python
     )
     frame = {"data": {"city": ["Rome", "Oslo"], "rooms": [2, 3]}, "index": [10, 11]}
-    (told,) = client.answers({"deployment": "frames", "frame": frame})
-    assert told == {"data": [[10, "10: Rome 2"], [11, "11: Oslo 3"]]}
+    (result,) = client.answers({"deployment": "frames", "frame": frame})
+    assert result == {"data": [[10, "10: Rome 2"], [11, "11: Oslo 3"]]}
 
 
 def test_branches(client, server):
     """A branch with a slash is reached as the client writes it."""
     batchmill(server.folder, "deploy", "app.py:example_doubler", "--name", "example_doubler", "--branch", "feat/x")
-    (told,) = client.answers({"deployment": "example_doubler", "branch": "feat/x", "data": 4})
-    assert told == {"data": 8}
+    (result,) = client.answers({"deployment": "example_doubler", "branch": "feat/x", "data": 4})
+    assert result == {"data": 8}
 
 
 def test_errors_are_shown_and_not_repeated(client, tmp_path):
     """The client raises the last line of an error, and has called the function once."""
     path, exits = str(tmp_path / "raised"), str(tmp_path / "exited")
     began = time.monotonic()
-    told = client.ask(
+    reply = client.ask(
         {"deployment": "example_doubler", "data": [[1, 1], [2, -7]]},
         {"deployment": "counted", "data": path},
         {"deployment": "exits", "data": [[1, exits]]},
@@ -194,8 +194,8 @@ def test_errors_are_shown_and_not_repeated(client, tmp_path):
         {"deployment": "example_doubler", "version": "99", "data": 1},
         {"deployment": "slow", "data": [[1, 30]], "timeout_seconds": 1},
     )
-    assert [each["kind"] for each in told] == ["ModelbitError"] * len(told)
-    raised, multi, crashed, nobody, version, late = [each["error"] for each in told]
+    assert [each["kind"] for each in reply] == ["ModelbitError"] * len(reply)
+    raised, multi, crashed, nobody, version, late = [each["error"] for each in reply]
     assert raised.endswith("ValueError: -7 is less than nothing")
     assert multi.endswith("RuntimeError: first line second line")
     assert "WorkerCrashed: " in crashed and "nobody" in nobody and "99" in version and "TimeoutError: " in late
@@ -205,16 +205,16 @@ def test_errors_are_shown_and_not_repeated(client, tmp_path):
 
 def test_an_answer_behind_a_link(client):
     """A single call with `response_format` answers with a link."""
-    (told,) = client.answers({"deployment": "example_doubler", "data": 4, "response_format": "links"})
-    assert told["data"].startswith("http://127.0.0.1:") and ".json?" in told["data"]
+    (result,) = client.answers({"deployment": "example_doubler", "data": 4, "response_format": "links"})
+    assert result["data"].startswith("http://127.0.0.1:") and ".json?" in result["data"]
 
 
 async def test_a_webhook_is_refused_where_it_is_no_https(client):
     """The client itself sends an https webhook alone; one that leads nowhere public is refused by the server."""
-    (told,) = client.ask(
+    (result,) = client.ask(
         {"deployment": "example_doubler", "data": 4, "response_webhook": "https://169.254.169.254/hook"}
     )
-    assert "not allowed" in told["error"]
+    assert "not allowed" in result["error"]
 
 
 async def test_webhooks(client):

@@ -45,13 +45,13 @@ def test_metrics_tell_what_was_done(tmp_path: Path):
         server.close()
     assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert (batch.status, batch.request_counts.failed if batch.request_counts else None) == ("completed", 1)
-    told = {"project": "default", "model": "chat"}
-    assert sample(page, "batchmill_rows_total", result="ok", **told) == 1
-    assert sample(page, "batchmill_rows_total", result="failed", **told) == 1
-    assert sample(page, "batchmill_tokens_total", kind="output", **told) == 1
-    assert sample(page, "batchmill_row_errors_total", **told) == 1
+    fields = {"project": "default", "model": "chat"}
+    assert sample(page, "batchmill_rows_total", result="ok", **fields) == 1
+    assert sample(page, "batchmill_rows_total", result="failed", **fields) == 1
+    assert sample(page, "batchmill_tokens_total", kind="output", **fields) == 1
+    assert sample(page, "batchmill_row_errors_total", **fields) == 1
     assert sample(page, "batchmill_live_requests_total", model="chat", status="200") == 1
-    assert sample(page, "batchmill_live_tokens_total", kind="input", **told) == 5
+    assert sample(page, "batchmill_live_tokens_total", kind="input", **fields) == 5
     assert sample(page, "batchmill_model_workers", model="chat") >= 1
     assert sample(page, "batchmill_http_requests_total", method="POST", route="/v1/batches", status="200") == 1
     assert batch.id.removeprefix("batch_") not in page
@@ -69,8 +69,8 @@ async def test_traces_reach_a_collector(tmp_path: Path):
             await asyncio.to_thread(server.close)
         sent = collector.at("/v1/traces")
     spans = {span.name: span for delivery in sent for span in _spans(delivery.body, delivery.headers)}
-    live, asked = spans["live chat"], spans["POST /v1/chat/completions"]
-    assert (asked.trace_id.hex(), live.trace_id, live.parent_span_id) == (TRACE, asked.trace_id, asked.span_id)
+    live, request = spans["live chat"], spans["POST /v1/chat/completions"]
+    assert (request.trace_id.hex(), live.trace_id, live.parent_span_id) == (TRACE, request.trace_id, request.span_id)
     job, submitted = spans["job"], spans["POST /v1/batches"]
     assert [link.span_id for link in job.links] == [submitted.span_id]
     assert job.trace_id != submitted.trace_id
@@ -78,8 +78,8 @@ async def test_traces_reach_a_collector(tmp_path: Path):
 
 def _work(url: str) -> None:
     with OpenAI(api_key="none", base_url=f"{url}/v1", max_retries=0) as client:
-        told = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
-        client.chat.completions.create(model="chat", messages=SAY, extra_headers=told)
+        fields = {"traceparent": f"00-{TRACE}-b7ad6b7169203331-01"}
+        client.chat.completions.create(model="chat", messages=SAY, extra_headers=fields)
         ended(client, submit(client, [row("a", "hello")]))
     until(lambda: "batchmill_jobs_ended_total{" in httpx2.get(f"{url}/metrics").text)
 
@@ -96,8 +96,8 @@ def test_metrics_need_a_key_where_there_are_keys(tmp_path: Path):
     try:
         keys = {scope: _key(server, scope) for scope in ("admin", "submit", "read")}
         assert httpx2.get(f"{server.url}/metrics").status_code == 401
-        told = {"authorization": f"Bearer {keys['read']}"}
-        assert httpx2.get(f"{server.url}/metrics", headers=told).status_code == 200
+        fields = {"authorization": f"Bearer {keys['read']}"}
+        assert httpx2.get(f"{server.url}/metrics", headers=fields).status_code == 200
         with OpenAI(api_key=keys["submit"], base_url=f"{server.url}/v1", max_retries=0) as client:
             with pytest.raises(openai.PermissionDeniedError):
                 client.webhooks.list()

@@ -124,10 +124,10 @@ def test_where_files_lie_is_not_told(client, server):
     """No message of a refused or a failed batch says where its file lies on the server."""
     for data in (b"", b"\n\n", "{}".encode("utf-16"), b"PAR1" + bytes(64) + b"PAR1", b"not json\n"):
         try:
-            told = ended(client, submit(client, data)).to_json()
+            reply = ended(client, submit(client, data)).to_json()
         except openai.APIStatusError as refused:
-            told = refused.response.text
-        assert str(server.folder) not in told
+            reply = refused.response.text
+        assert str(server.folder) not in reply
 
 
 def test_what_validation_refuses_has_line_numbers(client):
@@ -266,17 +266,17 @@ def test_metadata_of_every_allowed_size(client, fields):
 
 def test_wrong_files_are_named(client):
     """A file that is missing, was deleted, or is no batch input makes no batch."""
-    asked = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    body = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
     deleted = client.files.create(file=("a.jsonl", lines([row("a", "x")])), purpose="batch").id
     client.files.delete(deleted)
     for file_id in ("file-nobody", deleted, "../../etc/passwd", "f" * 5000, ""):
         with pytest.raises(openai.NotFoundError) as unknown:
-            client.batches.create(input_file_id=file_id, **asked)
+            client.batches.create(input_file_id=file_id, **body)
         assert (unknown.value.type, unknown.value.param) == ("invalid_request_error", "input_file_id")
         assert "No such File object" in unknown.value.message
     other = client.files.create(file=("a.jsonl", lines([row("a", "x")])), purpose="user_data").id
     with pytest.raises(openai.BadRequestError) as wrong:
-        client.batches.create(input_file_id=other, **asked)
+        client.batches.create(input_file_id=other, **body)
     assert (wrong.value.code, wrong.value.param) == ("wrong_purpose", "input_file_id")
 
 
@@ -331,11 +331,11 @@ def test_projects_see_their_own(tmp_path):
         clients = [OpenAI(api_key=key, base_url=f"{server.url}/v1", max_retries=0) for key in (ann, bob, chat_only)]
         of_ann, of_bob, narrow = clients
         done = ended(of_ann, submit(of_ann, [row("a", "x")]))
-        asked = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        body = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
         said = set()
         for file_id in (done.input_file_id, done.output_file_id, "file-0123456789abcdef01234567"):
             with pytest.raises(openai.NotFoundError) as unknown:
-                of_bob.batches.create(input_file_id=file_id, **asked)
+                of_bob.batches.create(input_file_id=file_id, **body)
             said.add(unknown.value.message.replace(file_id, "ID"))
         assert len(said) == 1
         for ask in (of_bob.batches.retrieve, of_bob.batches.cancel):

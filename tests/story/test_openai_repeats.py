@@ -61,9 +61,9 @@ def leave_unanswered(server: RunningServer, order: dict, *, with_reset: bool) ->
     """Order, and leave between the moment the job is stored and its reply. None: the reply was quicker."""
     database = sqlite3.connect(server.folder / "data" / "batchmill.db")
     with contextlib.closing(database), send(server.url, order) as sock:
-        asked = hashlib.sha256(json.dumps(order).encode()).hexdigest()
+        request = hashlib.sha256(json.dumps(order).encode()).hexdigest()
         query = "SELECT job FROM submissions WHERE fingerprint = ?"
-        while not (found := database.execute(query, (asked,)).fetchone()):
+        while not (found := database.execute(query, (request,)).fetchone()):
             pass
         if with_reset:  # the kernel drops what is unsent or unread, and says so to the other side
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -88,14 +88,14 @@ def test_the_same_order_twice_is_two_batches(client, order):
 
 def test_a_key_makes_one_batch_of_many_orders(client, order):
     """With an Idempotency-Key an order is carried out once, whatever was delivered; another order has no use for it."""
-    told = {"Idempotency-Key": f"key of {order['input_file_id']}"}
-    first = client.batches.create(**order, extra_headers=told)
-    assert client.batches.create(**order, extra_headers=told).id == first.id
+    fields = {"Idempotency-Key": f"key of {order['input_file_id']}"}
+    first = client.batches.create(**order, extra_headers=fields)
+    assert client.batches.create(**order, extra_headers=fields).id == first.id
     ended(client, first)
-    again = client.batches.create(**order, extra_headers=told)
+    again = client.batches.create(**order, extra_headers=fields)
     assert (again.id, again.status) == (first.id, "completed") and again.output_file_id
     with pytest.raises(openai.ConflictError) as reused:
-        client.batches.create(**order, metadata={"another": "order"}, extra_headers=told)
+        client.batches.create(**order, metadata={"another": "order"}, extra_headers=fields)
     assert reused.value.code == "idempotency_key_reused"
     assert reused.value.response.headers["x-should-retry"] == "false"
     with pytest.raises(openai.BadRequestError) as wrong:
@@ -105,10 +105,10 @@ def test_a_key_makes_one_batch_of_many_orders(client, order):
 
 def test_a_key_outlives_its_file(client, order):
     """An order that is known by its key is its batch still when the file that it names is gone."""
-    told = {"Idempotency-Key": "outlives"}
-    first = ended(client, client.batches.create(**order, extra_headers=told))
+    fields = {"Idempotency-Key": "outlives"}
+    first = ended(client, client.batches.create(**order, extra_headers=fields))
     client.files.delete(order["input_file_id"])
-    assert client.batches.create(**order, extra_headers=told).id == first.id
+    assert client.batches.create(**order, extra_headers=fields).id == first.id
     with pytest.raises(openai.NotFoundError):
         client.batches.create(**order)
 

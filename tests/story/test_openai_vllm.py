@@ -86,8 +86,8 @@ def test_a_text_and_a_response(client):
 def test_a_response_that_was_cut_off_says_so(client):
     """A stream of the Responses API ends with the event that its response is, as at OpenAI."""
     for tokens, name in ((2, "incomplete"), (48, "completed")):
-        asked = {"model": "tiny", "input": "Say: hello world", "temperature": 0, "max_output_tokens": tokens}
-        events = list(client.responses.create(stream=True, **asked))
+        body = {"model": "tiny", "input": "Say: hello world", "temperature": 0, "max_output_tokens": tokens}
+        events = list(client.responses.create(stream=True, **body))
         assert events[-1].type == f"response.{name}" and events[-1].response.status == name
         assert not [each for each in events[:-1] if each.type in ("response.completed", "response.incomplete")]
 

@@ -98,13 +98,13 @@ def test_the_client_waits_for_a_task(run, service):
         "found['task'] = client.transport.perform_request('POST', path, body={'parameters': {}})['task_id']\n"
     )
     service.finish()
-    told = run(
+    result = run(
         "found['task'] = ml.get_task_info(task, wait_until_task_done=True)\n"
         "found['deleted'] = ml.delete_task(task)['result']\n",
         task=found["task"],
     )
-    assert told["task"]["state"] == "COMPLETED" and told["task"]["remote_job"]["output_file_id"] == "file-out"
-    assert told["deleted"] == "deleted"
+    assert result["task"]["state"] == "COMPLETED" and result["task"]["remote_job"]["output_file_id"] == "file-out"
+    assert result["deleted"] == "deleted"
 
 
 GROUPS = """

@@ -171,7 +171,7 @@ found["wrong"] = raised(ml.predict_model, model_id=model, body={"parameters": {"
 def test_errors_have_the_clients_own_classes(run):
     """What is wrong comes as the client's exception for it, with ML Commons' words."""
     found = run(ERRORS)
-    kinds = {name: told[:2] for name, told in found.items()}
+    kinds = {name: case[:2] for name, case in found.items()}
     assert kinds == {
         "missing": ["NotFoundError", 404],
         "no_connector": ["NotFoundError", 404],
@@ -185,7 +185,7 @@ def test_errors_have_the_clients_own_classes(run):
         "running": ["RequestError", 400],
         "wrong": ["RequestError", 400],
     }
-    reasons = {name: told[2] for name, told in found.items()}
+    reasons = {name: case[2] for name, case in found.items()}
     assert reasons["missing"] == "Failed to find task" and reasons["nameless"] == "Connector name is null"
     assert reasons["running"] == "Task cannot be deleted in running state. Try after some time."
     assert reasons["wrong"] == "Wrong Action Type of fly"
@@ -259,8 +259,8 @@ def test_no_secret_was_told(server, service, keys):
     """After all that, neither the log nor any file of the server holds a credential of a connector."""
     paths = [path for path in server.folder.rglob("*") if path.is_file()]
     assert len(paths) > 3
-    told = [path.name for path in paths if b"key-of-the-tests" in path.read_bytes()]
-    assert told == []
+    output = [path.name for path in paths if b"key-of-the-tests" in path.read_bytes()]
+    assert output == []
 
 
 def test_the_pages_program(tmp_path):
@@ -268,5 +268,5 @@ def test_the_pages_program(tmp_path):
     page = "opensearch-ml-commons.md"
     (tmp_path / "app.py").write_text(page_file(page, "app.py"))
     with running_server(tmp_path, page_file(page, "batchmill.toml")) as server:
-        printed, told = run_example(client_python("opensearch"), page, "opensearch", server.port)
-    assert printed == told
+        printed, result = run_example(client_python("opensearch"), page, "opensearch", server.port)
+    assert printed == result

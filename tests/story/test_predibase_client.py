@@ -197,9 +197,9 @@ found["nobody"] = failed(pb.beta.batch_inference.create, dataset=dataset, server
     assert found["hidden"] == "***" and "status code 409" in found["early"]
     assert found["cancelled"] == "cancelled" and found["limit"] == [1, 2]
     assert "status code 404" in found["missing"]
-    for name, told in [("lorax_image_tag", "loraxImageTag"), ("quantization", "eetq"), ("backend", "backend"),
+    for name, case in [("lorax_image_tag", "loraxImageTag"), ("quantization", "eetq"), ("backend", "backend"),
                        ("speed", "speed"), ("nobody", "nobody")]:  # fmt: skip
-        assert told in found[name] and "status code 40" in found[name]
+        assert case in found[name] and "status code 40" in found[name]
 
 
 def test_signed_addresses(run):

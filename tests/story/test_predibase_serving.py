@@ -65,15 +65,15 @@ class Package:
             [self._python, "-W", "ignore", "-c", SCRIPT], input="\n".join(map(json.dumps, expressions)),
             capture_output=True, text=True, timeout=SCRIPT_S, env=environ,
         )  # fmt: skip
-        told = [json.loads(line[1:]) for line in done.stdout.splitlines() if line.startswith("@")]
-        assert len(told) == len(expressions), done.stdout + done.stderr
-        return told
+        output = [json.loads(line[1:]) for line in done.stdout.splitlines() if line.startswith("@")]
+        assert len(output) == len(expressions), done.stdout + done.stderr
+        return output
 
     def results(self, *expressions: str) -> list:
         """Of expressions that all succeed."""
-        told = self.ask(*expressions)
-        assert all("result" in each for each in told), told
-        return [each["result"] for each in told]
+        reply = self.ask(*expressions)
+        assert all("result" in each for each in reply), reply
+        return [each["result"] for each in reply]
 
 
 @pytest.fixture(scope="module")
@@ -114,14 +114,14 @@ def test_generate_and_stream(package):
 
 def test_classify(package):
     """A model that classifies; the package sends an empty token and no model."""
-    (told,) = package.results("client('sorter').classify(['A', 'b'])")
-    assert [each["label"] for each in told["data"]] == ["loud", "quiet"]
-    assert told["model"] == "sorter"
+    (result,) = package.results("client('sorter').classify(['A', 'b'])")
+    assert [each["label"] for each in result["data"]] == ["loud", "quiet"]
+    assert result["model"] == "sorter"
 
 
 def test_errors_become_the_packages_exceptions(package):
     """Each by its own class, at once and with the words of what is wrong."""
-    told = package.ask(
+    reply = package.ask(
         "client('tiny').generate('abc', typical_p=0.5)",
         "client('tiny').generate('abc', adapter_id='nobody')",
         "client('tiny').generate('abc', api_token='hf_secret')",
@@ -131,10 +131,10 @@ def test_errors_become_the_packages_exceptions(package):
         "list(client('tiny').generate_stream('abc', adapter_source='local', adapter_id='/etc'))",
     )
     kinds = ["ValidationError", "NotFoundError", "ValidationError", "NotFoundError", "GenerationError"]
-    assert [each["kind"] for each in told] == [*kinds, "NotFoundError", "ValidationError"]
+    assert [each["kind"] for each in reply] == [*kinds, "NotFoundError", "ValidationError"]
     words = ("typical_p", "nobody", "api_token", "nothing", "it always fails", "", "local")
-    assert all(word in each["error"] for word, each in zip(words, told, strict=True)), told
-    assert "hf_secret" not in str(told)
+    assert all(word in each["error"] for word, each in zip(words, reply, strict=True)), reply
+    assert "hf_secret" not in str(reply)
 
 
 def test_openai_base(package):
@@ -149,8 +149,8 @@ def test_openai_base(package):
         "openai('sorter').embeddings.create(model='', input='a', encoding_format='float').data[0].embedding",
     )
     assert (base, loud, whole, streamed, vector) == ("a b", "A B", "cba", ["A", "B"], [0.25, -1.5])
-    told = package.ask(f"openai('tiny').chat.completions.create(model='nobody', messages={chat})")
-    assert told[0]["kind"] == "NotFoundError" and "nobody" in told[0]["error"]
+    reply = package.ask(f"openai('tiny').chat.completions.create(model='nobody', messages={chat})")
+    assert reply[0]["kind"] == "NotFoundError" and "nobody" in reply[0]["error"]
 
 
 def test_deployments(package):
@@ -187,8 +187,8 @@ def test_deployments_in_other_forms(package):
         "pb.deployments.download_request_logs('tiny', dest='/nowhere/logs.zip')",
         "pb.deployments.get_recommended_config('tiny')",
     )
-    told = by_dict["result"]["config"]
-    assert (told["custom_args"], told["scale_up_threshold"]) == (["--seed=7"], 4)
+    result = by_dict["result"]["config"]
+    assert (result["custom_args"], result["scale_up_threshold"]) == (["--seed=7"], 4)
     assert sorts["result"]["data"][0]["label"] == "loud"
     assert "backend" in refused["error"]
     assert "no log" in logs["error"] and best["result"]["baseModel"] == "tiny"
@@ -210,15 +210,15 @@ def test_the_tiny_model(tmp_path):
     """The tiny model's one right answer, its adapters', its tokens and a stream of them, as vLLM has them."""
     (tmp_path / "batchmill.toml").write_text(VLLM_CONFIG)
     with RunningServer(tmp_path, env={"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}) as running:
-        told, loud, streamed, limited, shaped = Package(running).results(
+        result, loud, streamed, limited, shaped = Package(running).results(
             f"client('tiny').generate({PROMPT!r}, decoder_input_details=True, return_k_alternatives=3)",
             f"client('tiny').generate({PROMPT!r}, adapter_id='upper', details=False).generated_text",
             f"list(client('tiny').generate_stream({PROMPT!r}, adapter_id='reverse'))",
             f"client('tiny').generate({PROMPT!r}, stop_sequences=['ed'], do_sample=True, top_k=1, best_of=2)",
             f"client('tiny').generate({PROMPT!r}, max_new_tokens=3, return_full_text=True).generated_text",
         )
-    details = told["details"]
-    assert told["generated_text"] == "red fox" and details["finish_reason"] == "eos_token"
+    details = result["details"]
+    assert result["generated_text"] == "red fox" and details["finish_reason"] == "eos_token"
     assert "".join(each["text"] for each in details["tokens"] if not each["special"]) == "red fox"
     assert len(details["prefill"]) == details["prompt_tokens"] > 10
     assert all(each["logprob"] is not None for each in details["prefill"][1:])

@@ -88,8 +88,8 @@ def test_the_story_with_a_real_model(tmp_path):
         beside = [*add, "--base", "tiny", "--data-dir", str(running.data_dir)]
         subprocess.run(beside, check=True, capture_output=True, timeout=120, cwd=tmp_path)
         models = ["upper", "", "reverse", "tiny", "upper/1"] * 8
-        told = {"gateway": running.url, "folder": str(tmp_path), "models": models}
-        found = run_script(client_python("predibase"), STORY, within_s=500, **told)
+        fields = {"gateway": running.url, "folder": str(tmp_path), "models": models}
+        found = run_script(client_python("predibase"), STORY, within_s=500, **fields)
     assert found["status"] == "completed" and found["listed"]
     assert found["said"] == [[str(n), SAID[model]] for n, model in enumerate(models)]
     assert found["made"] == ["mine", "ready"]

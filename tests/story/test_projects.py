@@ -109,7 +109,7 @@ def asking(server, keys):
 @pytest.fixture
 def operations(server):
     paths = httpx2.get(f"{server.url}/openapi.json").json()["paths"]
-    return {f"{method.upper()} {path}": told for path, methods in paths.items() for method, told in methods.items()}
+    return {f"{method.upper()} {path}": case for path, methods in paths.items() for method, case in methods.items()}
 
 
 def made_by(ask, who):
@@ -121,8 +121,8 @@ def made_by(ask, who):
     batch = ask(who, "POST", "/v1/batches", json=order).json()["id"]
     upload = {"bytes": 1, "filename": "a", "mime_type": "text/plain", "purpose": "batch"}
     connector = ask(who, "POST", "/_plugins/_ml/connectors/_create", json=CONNECTOR).json()["connector_id"]
-    told = {"name": "m", "function_name": "remote", "connector_id": connector}
-    registered = ask(who, "POST", "/_plugins/_ml/models/_register", json=told).json()
+    fields = {"name": "m", "function_name": "remote", "connector_id": connector}
+    registered = ask(who, "POST", "/_plugins/_ml/models/_register", json=fields).json()
     group = ask(who, "GET", f"/_plugins/_ml/models/{registered['model_id']}").json()["model_group_id"]
     begun = ask(who, "POST", "/v2/datasets/upload", json={"fileName": "a.csv", "mimeType": "text/csv"}).json()
     assert httpx2.put(begun["presignedUrl"], content=b"a\n1\n").status_code == 200
@@ -153,10 +153,10 @@ def filled(path, ids):
 
 def test_every_operation_needs_a_key(asking, operations, keys):
     """Without a key nothing is answered but what is open on purpose, and the refusal says nothing of what exists."""
-    told = {each: asking(None, *_PARAMETER.sub("x", each).split()).status_code for each in operations}
-    assert {each for each, status in told.items() if status != 401} == OPEN | SIGNED
-    assert {told[each] for each in SIGNED} == {403}
-    assert all(status == 200 for each, status in told.items() if each in OPEN)
+    result = {each: asking(None, *_PARAMETER.sub("x", each).split()).status_code for each in operations}
+    assert {each for each, status in result.items() if status != 401} == OPEN | SIGNED
+    assert {result[each] for each in SIGNED} == {403}
+    assert all(status == 200 for each, status in result.items() if each in OPEN)
 
 
 def test_every_operation_needs_its_scope(asking, operations):
@@ -164,9 +164,9 @@ def test_every_operation_needs_its_scope(asking, operations):
     held = {"read": {"read"}, "submit": {"read", "submit"}, "admin": {"read", "submit", "admin"}}
     wrong = [
         (who, each)
-        for each, told in operations.items()
+        for each, case in operations.items()
         for who in held
-        if (scope := told.get("x-batchmill-scope")) is not None
+        if (scope := case.get("x-batchmill-scope")) is not None
         if (who, each) != CLEARING
         if (asking(who, *_PARAMETER.sub("x", each).split()).status_code == 403) is (scope in held[who])
     ]
@@ -260,8 +260,8 @@ def test_who_may_bring_code(asking):
     unload = ("POST", "/v2/repository/models/doubler/unload")
     taken = deployed_by(asking, "other", text + "# other\n")
     assert (taken.status_code, taken.json()["error"]["code"]) == (409, "name_taken") and "one" not in taken.text
-    asked = [("GET", one), ("DELETE", one), ("POST", f"{one}/rollback"), unload]
-    assert {asking("other", *each).status_code for each in asked} == {404}
+    requests = [("GET", one), ("DELETE", one), ("POST", f"{one}/rollback"), unload]
+    assert {asking("other", *each).status_code for each in requests} == {404}
     assert asking("other", "POST", "/v1/doubler/latest", json={"data": 2}).status_code == 404
     assert asking("submit", "POST", "/v1/doubler/latest", json={"data": 2}).json() == {"data": 4}
 
@@ -269,6 +269,6 @@ def test_who_may_bring_code(asking):
     assert asking("other", "POST", "/v1/doubler/latest", json={"data": 2}).json() == {"data": 4}
     seen = asking("other", "GET", one)
     assert seen.status_code == 200 and "one-secret.py" not in seen.text and '"one"' not in seen.text
-    asked = [("DELETE", one), ("POST", f"{one}/restart"), ("GET", f"{one}/log"), ("GET", f"{one}/logs"), unload]
-    assert {asking("other", *each).status_code for each in asked} == {403}
+    requests = [("DELETE", one), ("POST", f"{one}/restart"), ("GET", f"{one}/log"), ("GET", f"{one}/logs"), unload]
+    assert {asking("other", *each).status_code for each in requests} == {403}
     assert asking("deploy", "DELETE", one).status_code == 200

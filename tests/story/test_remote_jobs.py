@@ -75,18 +75,18 @@ def test_an_unknown_submission_is_adopted_at_a_server(server, provider):
             job.settle_remote("no-such-tag", "x")
         with pytest.raises(InvalidInput):
             job.settle_remote(remote.tag, "")
-        code, told = command(server, "remote", job.id)
-        assert code == 0 and "unknown" in told and remote.id in told
+        code, text = command(server, "remote", job.id)
+        assert code == 0 and "unknown" in text and remote.id in text
         provider.batches[remote.id] = hidden
         hidden.looks = 1
-        code, told = command(server, "remote", "adopt", job.id, remote.tag, remote.id)
-        assert code == 0 and "batchmill resume" in told
-        code, told = command(server, "remote", "forget", job.id, remote.tag)
-        assert code != 0 and "only one that is unknown" in told
+        code, text = command(server, "remote", "adopt", job.id, remote.tag, remote.id)
+        assert code == 0 and "batchmill resume" in text
+        code, text = command(server, "remote", "forget", job.id, remote.tag)
+        assert code != 0 and "only one that is unknown" in text
         job.resume()
         view = job.wait(60)
         assert (view.state, view.rows_ok) == ("completed", ROWS)
         assert [each.state for each in job.remote()] == ["collected"]
         assert set(provider.billed.values()) == {1} and len(provider.billed) == ROWS
-        code, told = command(server, "remote", job.id, "--json")
-        assert code == 0 and json.loads(told.splitlines()[0])["remote_job"]["id"] == remote.id
+        code, text = command(server, "remote", job.id, "--json")
+        assert code == 0 and json.loads(text.splitlines()[0])["remote_job"]["id"] == remote.id

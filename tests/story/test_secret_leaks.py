@@ -187,8 +187,8 @@ async def run_batch(ears: Ears, bodies: list[dict[str, Any]]) -> None:
     ]
     data = "".join(json.dumps(row) + "\n" for row in rows).encode()
     file = (await ears.call("POST", "/v1/files", files={"file": ("in.jsonl", data)}, data={"purpose": "batch"})).json()
-    asked = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-    made = await ears.call("POST", "/v1/batches", asked)
+    request_body = {"input_file_id": file["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    made = await ears.call("POST", "/v1/batches", request_body)
     batch = await end_of(ears, made.json()["id"])
     assert batch["request_counts"]["completed"] and batch["request_counts"]["failed"], batch
     for file_id in (batch["output_file_id"], batch["error_file_id"]):
@@ -220,9 +220,9 @@ async def test_a_job_that_pauses_for_a_refused_key(ears: Ears, service: EchoingS
             {"custom_id": "r", "method": "POST", "url": "/v1/chat/completions", "body": chat("", "unauthorized")}
         )
     )
-    code, told = await ears.command("run", "in.jsonl", "--model", "kept", "-o", "out.jsonl")
-    assert code == 4 and "***" in told
-    code, told = await ears.command("run", "in.jsonl", "--json", "--model", "filed", "-o", "out2.jsonl")
+    code, result = await ears.command("run", "in.jsonl", "--model", "kept", "-o", "out.jsonl")
+    assert code == 4 and "***" in result
+    code, result = await ears.command("run", "in.jsonl", "--json", "--model", "filed", "-o", "out2.jsonl")
     assert code == 4
     await look_around(ears)
     await asyncio.to_thread(ears.server.kill)
@@ -233,8 +233,8 @@ async def test_a_job_that_pauses_for_a_refused_key(ears: Ears, service: EchoingS
 async def test_a_function_that_gives_its_secret_away(ears: Ears) -> None:
     """What a deployed function raises with its secret in it reaches callers, rows and logs without it."""
     order = ("deploy", "app.py:leaky", "--secret", "TOKEN=secret:token", "--example")
-    code, told = await ears.command(*order, '{"how":"return"}')
-    assert code == 0, told
+    code, result = await ears.command(*order, '{"how":"return"}')
+    assert code == 0, result
     for how in ("raise", "exit", "fine"):  # what it returns to who called it is what its author wrote
         await ears.call("POST", "/v1/leaky/latest", {"data": [[1, how]]})
         await ears.call("POST", "/v2/models/leaky/infer", {"inputs": [
@@ -242,11 +242,11 @@ async def test_a_function_that_gives_its_secret_away(ears: Ears) -> None:
     (ears.server.folder / "in.jsonl").write_text(
         "".join(f'{{"how": "{how}"}}\n' for how in ("raise", "fine", "return"))
     )
-    code, told = await ears.command("run", "in.jsonl", "--model", "leaky", "-o", "out.jsonl")
-    assert code == 3, told
+    code, result = await ears.command("run", "in.jsonl", "--model", "leaky", "-o", "out.jsonl")
+    assert code == 3, result
     (ears.server.folder / "app.py").write_text(FUNCTION.replace("else how", "else 'other'"))
-    code, told = await ears.command(*order, '{"how":"raise"}')
-    assert code == 1 and "the token ***" in told
+    code, result = await ears.command(*order, '{"how":"raise"}')
+    assert code == 1 and "the token ***" in result
     await look_around(ears)
     await asyncio.to_thread(ears.server.close)
     ears.read_files()
@@ -258,11 +258,11 @@ async def test_secrets_that_change(ears: Ears, service: EchoingService, tmp_path
     await ears.call("POST", "/v1/chat/completions", chat("kept", "answer"))
     await ears.command("secrets", "set", "kept", stdin=CHANGED)
     await until(ears, service, f"Bearer {CHANGED}")
-    code, told = await ears.command("secrets", "rotate")
-    assert code == 0 and "3 secrets" in told
+    code, result = await ears.command("secrets", "rotate")
+    assert code == 0 and "3 secrets" in result
     await ears.call("POST", "/v1/chat/completions", chat("kept", "refuse"))
-    _, told = await ears.command("secrets", "list")
-    assert "kept" in told and f"…{CHANGED[-4:]}" in told
+    _, result = await ears.command("secrets", "list")
+    assert "kept" in result and f"…{CHANGED[-4:]}" in result
     await ears.command("--json", "secrets", "list")
     await asyncio.to_thread(ears.server.kill)
     await asyncio.to_thread(ears.server.start)
@@ -275,7 +275,7 @@ async def test_secrets_that_change(ears: Ears, service: EchoingService, tmp_path
         await asyncio.sleep(0.05)
     assert "batchmill secrets set kept" in reply.text
     for words in (("set", "kept", KEPT), ("set", "no/name"), ("set", "kept")):  # never on the command line
-        code, told = await ears.command("secrets", *words, stdin="" if len(words) == 2 else KEPT)
+        code, result = await ears.command("secrets", *words, stdin="" if len(words) == 2 else KEPT)
         assert code == 2
         ears.heard = {place: text for place, text in ears.heard.items() if KEPT not in place}
     await look_around(ears)
@@ -306,10 +306,10 @@ async def test_a_connector_made_over_the_api(ears: Ears, service: EchoingService
     for way in WAYS:
         await ears.call("POST", f"{plugin}/models/{model_id}/_predict", {"parameters": {"way": way}})
     for way in WAYS:
-        told = await ears.call("POST", f"{plugin}/models/{model_id}/_batch_predict", {"parameters": {"way": way}})
-        if told.status_code == 200:
-            await ears.call("GET", f"{plugin}/tasks/{told.json()['task_id']}")
-            await ears.call("POST", f"{plugin}/tasks/{told.json()['task_id']}/_cancel")
+        reply = await ears.call("POST", f"{plugin}/models/{model_id}/_batch_predict", {"parameters": {"way": way}})
+        if reply.status_code == 200:
+            await ears.call("GET", f"{plugin}/tasks/{reply.json()['task_id']}")
+            await ears.call("POST", f"{plugin}/tasks/{reply.json()['task_id']}/_cancel")
     assert any(headers.get("Authorization") == f"Basic {PASSWORD}" for headers in service.seen)
     (ears.server.folder / "in.jsonl").write_text(
         "".join(f'{{"way": "{way}"}}\n' for way in ("answer", "refuse", "html"))
@@ -329,8 +329,8 @@ async def test_a_connector_made_over_the_api(ears: Ears, service: EchoingService
         await ears.call("POST", f"{plugin}/{index}/_search", {"query": {"match_all": {}}})
     await ears.call("POST", f"{plugin}/connectors/_search", {"query": {"match": {"credential.key": CHANGED}}})
     del ears.heard[next(reversed(ears.heard))]  # which repeats what was asked
-    _, told = await ears.command("secrets", "list")
-    assert f"connector/{connector_id}/key" in told
+    _, reply = await ears.command("secrets", "list")
+    assert f"connector/{connector_id}/key" in reply
     await look_around(ears)
     await asyncio.to_thread(ears.server.close)
     ears.read_files()

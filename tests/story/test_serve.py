@@ -196,7 +196,7 @@ def test_keys_without_a_server(folder):
         (["--host", "0.0.0.0"], "", "batchmill keys create"),
         ([], '[models.a]\nengine = "function"\nsource = "none.py:f"\n', "models.a"),
         ([], "[server]\nprot = 1\n", "did you mean server.port?"),
-        (["--host", "no.such.host.invalid"], "", "is not known"),
+        (["--host", "no.such.host.invalid"], "", "cannot be resolved"),
     ],
 )
 def test_what_cannot_be_served_is_said(folder, words, config, told):

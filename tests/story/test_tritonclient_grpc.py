@@ -290,7 +290,7 @@ shared.set_shared_memory("region", 8)
 found["shared"] = refused(client.infer, "double", [shared])
 """
     )
-    status = {name: told[0].removeprefix("StatusCode.") for name, told in found.items()}
+    status = {name: case[0].removeprefix("StatusCode.") for name, case in found.items()}
     assert status == {
         "missing": "INVALID_ARGUMENT", "datatype": "INVALID_ARGUMENT", "unknown": "NOT_FOUND", "raised": "INTERNAL",
         "stream": "UNIMPLEMENTED", "deadline": "DEADLINE_EXCEEDED", "shared": "INVALID_ARGUMENT",
@@ -389,12 +389,12 @@ client.stop_stream()
 found["heard"] = heard
 """
     )
-    heard = found["heard"]
-    assert all(error is None for _, last, _, error in heard if not last)
-    values = {each: [told[2] for told in heard if told[0] == each and not told[1]] for each in ("3", "9", "2")}
+    events = found["heard"]
+    assert all(error is None for _, last, _, error in events if not last)
+    values = {each: [case[2] for case in events if case[0] == each and not case[1]] for each in ("3", "9", "2")}
     assert values == {each: [{"n": [n], "half": [n / 2]} for n in range(min(int(each), 5))] for each in ("3", "9", "2")}
-    last = [told for told in heard if told[1]]
-    assert [told[0] for told in last] == ["3", "", "2", ""]  # of an error the client tells nothing but its message
+    last = [case for case in events if case[1]]
+    assert [case[0] for case in last] == ["3", "", "2", ""]  # of an error the client tells nothing but its message
     assert last[0] == ["3", True, {}, None] and last[2] == ["2", True, {}, None]
     assert last[1][3].strip().splitlines()[-1] == "ValueError: no further than five"
     assert "nobody" in last[3][3]
@@ -452,8 +452,8 @@ found["register"] = refused(client.register_system_shared_memory, "region", "/re
 def test_the_pages_program_prints_what_the_page_says(server):
     """The program of docs/open-inference-grpc.md works as it stands there."""
     port = int(server.grpc.rpartition(":")[2])
-    printed, told = run_example(client_python("tritonclient"), PAGE, "tritonclient", port, "127.0.0.1:8001")
-    assert printed == told
+    printed, result = run_example(client_python("tritonclient"), PAGE, "tritonclient", port, "127.0.0.1:8001")
+    assert printed == result
 
 
 def test_with_keys_every_call_wants_one(server, run):

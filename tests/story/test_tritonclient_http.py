@@ -366,5 +366,5 @@ found["register"] = refused(client.register_system_shared_memory, "region", "/re
 
 def test_the_pages_program_prints_what_the_page_says(server):
     """The program of docs/open-inference.md works as it stands there."""
-    printed, told = run_example(client_python("tritonclient"), "open-inference.md", "tritonclient", server.port)
-    assert printed == told
+    printed, result = run_example(client_python("tritonclient"), "open-inference.md", "tritonclient", server.port)
+    assert printed == result

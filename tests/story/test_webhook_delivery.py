@@ -42,8 +42,8 @@ async def client(server: RunningServer) -> AsyncIterator[AsyncOpenAI]:
 
 async def submit(client: AsyncOpenAI, rows: list[dict], **fields) -> openai.types.Batch:
     file = await client.files.create(file=("rows.jsonl", lines(rows)), purpose="batch")
-    asked = {"endpoint": "/v1/chat/completions", "completion_window": "24h", **fields}
-    return await client.batches.create(input_file_id=file.id, **asked)
+    body = {"endpoint": "/v1/chat/completions", "completion_window": "24h", **fields}
+    return await client.batches.create(input_file_id=file.id, **body)
 
 
 def unwrapped(delivery: Delivery, secret: str):
@@ -125,9 +125,9 @@ async def test_endpoints_are_kept_by_the_openai_package(client: AsyncOpenAI, rec
 )
 async def test_what_cannot_be_told_is_refused(client: AsyncOpenAI, fields: dict, code: str):
     """An address inside, credentials in a URL and an event nobody sends are refused in OpenAI's form."""
-    asked = {"event_types": BATCH_EVENTS, "name": "x", "url": "https://example.com/", **fields}
+    body = {"event_types": BATCH_EVENTS, "name": "x", "url": "https://example.com/", **fields}
     with pytest.raises(openai.BadRequestError) as refused:
-        await client.webhooks.create(**asked)
+        await client.webhooks.create(**body)
     assert (refused.value.code, refused.value.type) == (code, "invalid_request_error")
 
 
@@ -144,8 +144,8 @@ async def test_an_endpoint_that_does_not_answer_is_told_when_it_is_tried(
 
 async def test_an_event_outlives_the_server(tmp_path: Path, receiver: WebhookReceiver):
     """A server that is killed while it delivers sends the event again when it is back, under the same id."""
-    told = f'[[webhooks]]\nurl = "{receiver.url()}"\nsecret = "env:HOOK_SECRET"\nname = "ours"\n'
-    config = write_project(tmp_path, HOSTS + told).read_text()
+    result = f'[[webhooks]]\nurl = "{receiver.url()}"\nsecret = "env:HOOK_SECRET"\nname = "ours"\n'
+    config = write_project(tmp_path, HOSTS + result).read_text()
     server = RunningServer(tmp_path, config, env={"HOOK_SECRET": SECRET}).start()
     try:
         receiver.held.add("/hook")

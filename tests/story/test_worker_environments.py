@@ -93,12 +93,12 @@ async def test_no_child_has_what_is_not_its_own(tmp_path: Path) -> None:
 
                 assert [await ask(name) for name in ("CANARY", "OWN", "OWN_SECRET", "FAR_KEY")] == ["", OWN, "", ""]
                 for model in ("far", "tiny"):
-                    asked = {"model": model, "messages": [{"role": "user", "content": "answer"}]}
-                    assert (await client.post("/v1/chat/completions", json=asked)).status_code == 200
+                    body = {"model": model, "messages": [{"role": "user", "content": "answer"}]}
+                    assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
                 assert service.seen[-1]["Authorization"] == f"Bearer {KEY}"
                 rows = json.dumps({"until": str(tmp_path / "done")}) + "\n" + json.dumps({"until": "/"}) + "\n"
-                told = {"params": {"filename": "in.jsonl"}, "headers": {"content-type": "application/octet-stream"}}
-                sent = await client.post("/batchmill/v1/files", content=rows, **told)
+                fields = {"params": {"filename": "in.jsonl"}, "headers": {"content-type": "application/octet-stream"}}
+                sent = await client.post("/batchmill/v1/files", content=rows, **fields)
                 order = {"files": [sent.json()["id"]], "models": ["held"]}
                 job = (await client.post("/batchmill/v1/jobs", json=order)).json()
                 await until_running(client, job.get("id") or job["job"]["id"])

@@ -76,8 +76,8 @@ def test_a_function_of_any_arguments_takes_them_all():
 )
 def test_arguments_are_the_members_of_the_body(body: bytes, names: list[str], calls: bytes):
     """Values go through as they were written; `model` and `stream` only to a function that takes them."""
-    asked = ARGUMENTS.read(body, b"", Interface([Tensor(name) for name in names]))
-    assert (asked.rows, asked.layout, asked.calls) == (1, NAMED, calls)
+    request = ARGUMENTS.read(body, b"", Interface([Tensor(name) for name in names]))
+    assert (request.rows, request.layout, request.calls) == (1, NAMED, calls)
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"1", b"{", b'{"x":"\xff"}', b'{"x":' + b"[" * 9000])
@@ -89,9 +89,9 @@ def test_a_body_that_is_no_object_is_refused(body: bytes):
 
 def test_the_answer_is_the_result():
     """The result's own bytes are the reply, and an event's its event."""
-    asked = ARGUMENTS.read(b'{"x":1}', b"", ANY)
-    assert ARGUMENTS.write(asked, FunctionResults(b' [ {"a": 1.50} ] '), "m", "1") == (b'{"a": 1.50}', b"")
-    assert ARGUMENTS.event(asked, b"5", []) == b"5"
+    request = ARGUMENTS.read(b'{"x":1}', b"", ANY)
+    assert ARGUMENTS.write(request, FunctionResults(b' [ {"a": 1.50} ] '), "m", "1") == (b'{"a": 1.50}', b"")
+    assert ARGUMENTS.event(request, b"5", []) == b"5"
 
 
 @pytest.mark.parametrize(

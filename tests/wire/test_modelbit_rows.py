@@ -39,10 +39,10 @@ def read(data: bytes, interface: Interface = ONE, more: bytes = b"") -> Any:
 )
 def test_a_batch_gives_ids_and_results(data: bytes, values: bytes, expected: bytes):
     """Any id comes back as it was written, in the request's order, however often it is there."""
-    asked = read(data)
-    assert (asked.layout, asked.rows) == (WITH_IDS, len(json.loads(data)))
-    assert json.loads(asked.calls) == json.loads(data)
-    assert ROWS.write(asked, FunctionResults(values), "m", "1") == (b'{"data":' + expected + b"}", b"")
+    request = read(data)
+    assert (request.layout, request.rows) == (WITH_IDS, len(json.loads(data)))
+    assert json.loads(request.calls) == json.loads(data)
+    assert ROWS.write(request, FunctionResults(values), "m", "1") == (b'{"data":' + expected + b"}", b"")
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_a_batch_gives_ids_and_results(data: bytes, values: bytes, expected: byt
 )
 def test_anything_else_is_one_call(data: bytes, interface: Interface, layout: str, calls: Any):
     """One parameter gets the value as it is; several get a list of them or an object."""
-    asked = read(data, interface)
-    assert (asked.layout, asked.rows, json.loads(asked.calls)) == (layout, 1, calls)
-    assert ROWS.write(asked, FunctionResults(b"[20]"), "m", "1") == (b'{"data":20}', b"")
+    request = read(data, interface)
+    assert (request.layout, request.rows, json.loads(request.calls)) == (layout, 1, calls)
+    assert ROWS.write(request, FunctionResults(b"[20]"), "m", "1") == (b'{"data":20}', b"")
 
 
 @pytest.mark.parametrize(
@@ -80,18 +80,18 @@ def test_anything_else_is_one_call(data: bytes, interface: Interface, layout: st
 )
 def test_a_function_of_one_dict_gets_dicts(data: bytes, interface: Interface, calls: Any):
     """Rows for an app are its inputs by name, or by position."""
-    asked = read(data, interface)
-    assert (asked.layout, json.loads(asked.calls)) == (NAMED, calls)
-    assert ROWS.write(asked, FunctionResults(b"[1,1]"[: 2 * len(calls)] + b"]"), "m", "1")[0].startswith(
+    request = read(data, interface)
+    assert (request.layout, json.loads(request.calls)) == (NAMED, calls)
+    assert ROWS.write(request, FunctionResults(b"[1,1]"[: 2 * len(calls)] + b"]"), "m", "1")[0].startswith(
         b'{"data":[[1,1]'
     )
 
 
 def test_rows_of_a_frame_keep_their_ids():
     """A data-frame function gets the rows with their ids, which become its index (M25)."""
-    asked = read(b'[[10,{"a":1,"b":"x"}],[11,{"a":2,"b":"y"}]]', FRAME)
-    assert asked.layout == WITH_IDS
-    assert [row[0] for row in json.loads(asked.calls)] == [10, 11]
+    request = read(b'[[10,{"a":1,"b":"x"}],[11,{"a":2,"b":"y"}]]', FRAME)
+    assert request.layout == WITH_IDS
+    assert [row[0] for row in json.loads(request.calls)] == [10, 11]
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ def test_one_bad_row_fails_the_request(error: CallError, kind: Any, lines: list[
 
 def test_errors_of_rows_if_they_are_wanted():
     """With row_errors the other rows are answered, and one that failed has null and its error in its place."""
-    asked = read(b"[[1,1],[2,2],[3,3]]", more=b',"row_errors":true')
+    request = read(b"[[1,1],[2,2],[3,3]]", more=b',"row_errors":true')
     errors = {1: CallError("ValueError", "no\nway", TRACE), 2: CallError("missing_argument", "needs b")}
-    body, _ = ROWS.write(asked, FunctionResults(b"[2,null,null]", errors=errors), "m", "1")
+    body, _ = ROWS.write(request, FunctionResults(b"[2,null,null]", errors=errors), "m", "1")
     assert json.loads(body) == {
         "data": [[1, 2], [2, None, {"error": "ValueError: no way"}], [3, None, {"error": "InvalidInput: needs b"}]]
     }
@@ -203,8 +203,8 @@ JSON_VALUES = st.recursive(
 @settings(max_examples=200, deadline=None)
 def test_ids_and_values_of_any_kind_survive(rows: list[Any]):
     """Whatever an id and a value are, they come back as they are."""
-    asked = read(json.dumps(rows).encode())
-    body, _ = ROWS.write(asked, FunctionResults(json.dumps([row[1] for row in rows]).encode()), "m", "1")
+    request = read(json.dumps(rows).encode())
+    body, _ = ROWS.write(request, FunctionResults(json.dumps([row[1] for row in rows]).encode()), "m", "1")
     assert json.dumps(json.loads(body)["data"]) == json.dumps(rows)
 
 
@@ -214,7 +214,7 @@ def test_any_body_is_read_or_refused(body: bytes):
     """Whatever comes, the form raises nothing but an error of ours."""
     for interface in (ONE, THREE, NOTHING, FRAME, APP):
         try:
-            asked = ROWS.read(body, b"", interface)
+            request = ROWS.read(body, b"", interface)
         except BatchmillError:
             continue
-        assert len(json.loads(asked.calls)) == asked.rows
+        assert len(json.loads(request.calls)) == request.rows

@@ -196,12 +196,12 @@ def test_what_goes_in_comes_out(sent: Any, binary_in: bool, binary_out: bool, as
         assert output["datatype"] == datatype
     if binary_out:
         kind = output["datatype"]
-        came = (
+        received = (
             split_texts(body[int(head) :])
             if kind == "BYTES"
             else np.frombuffer(body[int(head) :], NUMPY[kind]).tolist()
         )
-        assert came == ([each.encode() for each in flat] if kind == "BYTES" else flat)
+        assert received == ([each.encode() for each in flat] if kind == "BYTES" else flat)
     else:
         assert output["data"] == flat
 

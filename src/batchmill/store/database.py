@@ -64,7 +64,8 @@ class Database:
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
-            raise to_storage_error(error) or InvalidConfig(f"the database {path} cannot be opened: {error.strerror}") from None
+            failure = InvalidConfig(f"the database {path} cannot be opened: {error.strerror}")
+            raise to_storage_error(error) or failure from None
         self.writer = _open(path, "BEGIN IMMEDIATE")
         try:
             with self.writer.begin() as db:

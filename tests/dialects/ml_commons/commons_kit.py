@@ -34,25 +34,25 @@ class Commons:
 
     async def done(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
         """The body of a reply that must be a success."""
-        status, told = await self.ask(method, path, body, **options)
-        assert status == 200, told
-        return told
+        status, result = await self.ask(method, path, body, **options)
+        assert status == 200, result
+        return result
 
     async def reason(self, method: str, path: str, body: Any = None, **options: Any) -> tuple[int, str, str]:
         """Status, type and reason of a reply that must be an error."""
-        status, told = await self.ask(method, path, body, **options)
-        assert status >= 400 and told["status"] == status, told
-        assert told["error"]["root_cause"] == [{name: told["error"][name] for name in ("type", "reason")}]
-        return status, told["error"]["type"], told["error"]["reason"]
+        status, result = await self.ask(method, path, body, **options)
+        assert status >= 400 and result["status"] == status, result
+        assert result["error"]["root_cause"] == [{name: result["error"][name] for name in ("type", "reason")}]
+        return status, result["error"]["type"], result["error"]["reason"]
 
     async def connector(self, **fields: Any) -> str:
-        told = await self.done("POST", "/connectors/_create", self.service.connector(**fields))
-        return told["connector_id"]
+        reply = await self.done("POST", "/connectors/_create", self.service.connector(**fields))
+        return reply["connector_id"]
 
     async def model(self, connector_id: str | None = None, **fields: Any) -> str:
         body = {"name": "m", "function_name": "remote", "connector_id": connector_id or await self.connector()}
-        told = await self.done("POST", "/models/_register?deploy=true", body | fields)
-        return told["model_id"]
+        reply = await self.done("POST", "/models/_register?deploy=true", body | fields)
+        return reply["model_id"]
 
 
 @contextlib.asynccontextmanager

@@ -31,13 +31,13 @@ async def there(tmp_path):
 
 
 def action(**fields: Any) -> dict[str, Any]:
-    told = {"action_type": "predict", "method": "POST", "url": "https://example.com/v1", "request_body": "{}"}
-    return {name: each for name, each in {**told, **fields}.items() if each is not None}
+    values = {"action_type": "predict", "method": "POST", "url": "https://example.com/v1", "request_body": "{}"}
+    return {name: each for name, each in {**values, **fields}.items() if each is not None}
 
 
 def made(**fields: Any) -> dict[str, Any]:
-    told = {"name": "c", "version": 1, "protocol": "http", "credential": {"key": "k"}, "actions": [action()]}
-    return {name: each for name, each in {**told, **fields}.items() if each is not None}
+    values = {"name": "c", "version": 1, "protocol": "http", "credential": {"key": "k"}, "actions": [action()]}
+    return {name: each for name, each in {**values, **fields}.items() if each is not None}
 
 
 CREATES = [
@@ -65,9 +65,9 @@ CREATES = [
 @pytest.mark.parametrize(("body", "reason"), [each[1:] for each in CREATES], ids=[each[0] for each in CREATES])
 async def test_connectors_that_are_refused(shared, body, reason):
     """A connector that cannot be is refused with ML Commons' words, and nothing of it is kept."""
-    status, kind, told = await shared.reason("POST", "/connectors/_create", body)
+    status, kind, result = await shared.reason("POST", "/connectors/_create", body)
     assert (status, kind) == (400, ARGUMENT)
-    assert re.search(reason, told), told
+    assert re.search(reason, result), result
 
 
 MODELS = [
@@ -139,25 +139,25 @@ async def test_requests_that_are_refused(shared, method, path, body, status, kin
 
 async def test_unknown_fields_of_a_connector_are_left_out(there):
     """33: a connector may hold what nobody knows; it is not kept."""
-    told = await there.done("POST", "/connectors/_create", there.service.connector(novelty={"a": 1}))
-    assert "novelty" not in await there.done("GET", f"/connectors/{told['connector_id']}")
+    reply = await there.done("POST", "/connectors/_create", there.service.connector(novelty={"a": 1}))
+    assert "novelty" not in await there.done("GET", f"/connectors/{reply['connector_id']}")
 
 
 async def test_a_dry_run_keeps_nothing(there):
     """A connector that is only tried gets the id that ML Commons gives it."""
-    told = await there.done("POST", "/connectors/_create", there.service.connector(dry_run=True))
-    assert told == {"connector_id": "dryRunConnector"}
+    reply = await there.done("POST", "/connectors/_create", there.service.connector(dry_run=True))
+    assert reply == {"connector_id": "dryRunConnector"}
     assert (await there.done("GET", "/connectors/_search"))["hits"]["total"]["value"] == 0
 
 
 async def test_what_the_body_says_goes_before_the_path(there):
     """48: `action_type` of the body decides what is done, in either path."""
     model = await there.model()
-    told = await there.done("POST", f"/models/{model}/_predict", {"action_type": "batch_predict", "parameters": {}})
+    reply = await there.done("POST", f"/models/{model}/_predict", {"action_type": "batch_predict", "parameters": {}})
     for kind, why in (("fly", "Wrong Action Type of fly"), ("execute", "Wrong action type in the rest")):
         found = await there.reason("POST", f"/models/{model}/_predict", {"action_type": kind})
         assert found[:2] == (400, ARGUMENT) and why in found[2]
-    assert told["remote_job"]["id"] == "batch_1"
+    assert reply["remote_job"]["id"] == "batch_1"
     body = {"action_type": "predict", "parameters": {"input": ["a"]}}
     assert "inference_results" in await there.done("POST", f"/models/{model}/_batch_predict", body)
 
@@ -207,9 +207,9 @@ async def test_an_invocation_job(there):
     made = await there.done("POST", "/connectors/_create", there.service.invocations())
     model = await there.model(made["connector_id"])
     config = {"s3InputDataConfig": {"s3Uri": "s3://bucket/in"}}
-    told = {"inputDataConfig": config, "jobName": "DataPrepper-batch-job-1", "outputDataConfig": {"a": 1}}
-    begun = await there.done("POST", f"/models/{model}/_batch_predict", {"parameters": told})
-    assert there.service.bodies == [told]
+    fields = {"inputDataConfig": config, "jobName": "DataPrepper-batch-job-1", "outputDataConfig": {"a": 1}}
+    begun = await there.done("POST", f"/models/{model}/_batch_predict", {"parameters": fields})
+    assert there.service.bodies == [fields]
     assert begun["remote_job"]["processedJobArn"] == begun["remote_job"]["jobArn"].replace("/", "%2F")
     place = f"/tasks/{begun['task_id']}"
     assert (await there.done("GET", place))["state"] == "RUNNING"
@@ -222,12 +222,12 @@ async def test_an_invocation_job(there):
 async def test_a_dlq_is_refused(there):
     """A queue for failures is half said, or said: either way it is refused by name, and nothing is begun."""
     model = await there.model()
-    for dlq, told in (
+    for dlq, case in (
         ({"bucket": "b"}, "DLQ bucketName or region cannot be null"),
         ({"bucket": "b", "region": "r"}, "dlq is not"),
     ):
         status, _, reason = await there.reason("POST", f"/models/{model}/_batch_predict", {"dlq": dlq})
-        assert status == 400 and reason.startswith(told)
+        assert status == 400 and reason.startswith(case)
     assert there.service.bodies == []
 
 
@@ -289,9 +289,9 @@ async def test_a_model_may_have_a_connector_of_its_own(there):
             {"name": "own", "function_name": "remote", "connector": there.service.connector()},
         )
     )["model_id"]  # fmt: skip
-    told = await there.done("GET", f"/models/{model}")
-    assert told["connector"]["name"] == "OpenAI Embedding model" and "credential" not in told["connector"]
-    assert there.service.key not in str(told) and "connector_id" not in told
+    reply = await there.done("GET", f"/models/{model}")
+    assert reply["connector"]["name"] == "OpenAI Embedding model" and "credential" not in reply["connector"]
+    assert there.service.key not in str(reply) and "connector_id" not in reply
     body = {"parameters": {"input": ["abcd"]}}
     answer = await there.done("POST", f"/models/{model}/_predict", body)
     assert answer["inference_results"][0]["output"][0]["data"][0] == 4.0
@@ -311,11 +311,11 @@ async def test_no_body_at_all(there, method, path, words):
 
 async def test_an_interface_is_kept_and_used(there):
     """What a model is asked and what it answers must fit the schemas it was registered with, told again as texts."""
-    asked = {"type": "object", "properties": {"parameters": {"type": "object", "required": ["input"]}}}
-    told = {"type": "object", "required": ["inference_results"]}
-    model = await there.model(interface={"input": asked, "output": json.dumps(told)})
+    body = {"type": "object", "properties": {"parameters": {"type": "object", "required": ["input"]}}}
+    fields = {"type": "object", "required": ["inference_results"]}
+    model = await there.model(interface={"input": body, "output": json.dumps(fields)})
     kept = (await there.done("GET", f"/models/{model}"))["interface"]
-    assert json.loads(kept["input"]) == asked and json.loads(kept["output"]) == told
+    assert json.loads(kept["input"]) == body and json.loads(kept["output"]) == fields
     path = f"/models/{model}/_predict"
     await there.done("POST", path, {"parameters": {"input": ["a"]}})
     status, _, reason = await there.reason("POST", path, {"parameters": {"other": 1}})
@@ -329,8 +329,8 @@ async def test_an_interface_is_kept_and_used(there):
 
 async def test_a_dry_run_need_not_say_all(there):
     """What is said is checked, what is missing is not."""
-    for told in ({"dry_run": True}, {"dry_run": "true", "name": "n"}):
-        assert await there.done("POST", "/connectors/_create", told) == {"connector_id": "dryRunConnector"}
+    for case in ({"dry_run": True}, {"dry_run": "true", "name": "n"}):
+        assert await there.done("POST", "/connectors/_create", case) == {"connector_id": "dryRunConnector"}
     assert (await there.reason("POST", "/connectors/_create", {"dry_run": True, "protocol": "smtp"}))[0] == 400
 
 
@@ -356,8 +356,8 @@ async def test_settings_of_the_cluster(there):
     ):
         reply = await there.http.put("/_cluster/settings", json=wrong)
         assert reply.status_code == 400 and words in reply.json()["error"]["reason"], wrong
-    told = (await there.http.get("/_cluster/settings?include_defaults=true&flat_settings=true")).json()
-    assert told["defaults"]["plugins.ml_commons.max_batch_inference_tasks"] == "100"
+    response = (await there.http.get("/_cluster/settings?include_defaults=true&flat_settings=true")).json()
+    assert response["defaults"]["plugins.ml_commons.max_batch_inference_tasks"] == "100"
 
 
 async def test_trusted_endpoints_are_the_configurations(tmp_path):
@@ -367,23 +367,23 @@ trusted_connector_endpoints = ["http://127[.]0[.]0[.]1:.*"]
 """
     async with commons(tmp_path, config) as there:
         name = "plugins.ml_commons.trusted_connector_endpoints_regex"
-        for told, status in ((["http://127[.]0[.]0[.]1:.*"], 200), ([".*"], 400)):
-            reply = await there.http.put("/_cluster/settings", json={"persistent": {name: told}})
+        for case, status in ((["http://127[.]0[.]0[.]1:.*"], 200), ([".*"], 400)):
+            reply = await there.http.put("/_cluster/settings", json={"persistent": {name: case}})
             assert reply.status_code == status, reply.text
 
 
 async def test_health_and_stats(there):
     """The cluster is green, has one node, and counts what a project has and calls."""
-    told = (await there.http.get("/_cluster/health?wait_for_status=yellow&timeout=5s")).json()
-    assert (told["status"], told["number_of_nodes"], told["timed_out"]) == ("green", 1, False)
+    reply = (await there.http.get("/_cluster/health?wait_for_status=yellow&timeout=5s")).json()
+    assert (reply["status"], reply["number_of_nodes"], reply["timed_out"]) == ("green", 1, False)
     late = await there.http.get("/_cluster/health/.plugins-ml-model?wait_for_nodes=%3E%3D2")
     assert late.status_code == 408 and late.json()["timed_out"]
     model = await there.model()
     await there.done("POST", f"/models/{model}/_predict", {"parameters": {"input": ["a"]}})
-    told = await there.done("GET", "/stats")
-    assert (told["ml_connector_count"], told["ml_model_count"], told["ml_model_index_status"]) == (1, 1, "green")
-    (node,) = told["nodes"]
-    assert told["nodes"][node]["ml_deployed_model_count"] == told["nodes"][node]["ml_request_count"] == 1
+    reply = await there.done("GET", "/stats")
+    assert (reply["ml_connector_count"], reply["ml_model_count"], reply["ml_model_index_status"]) == (1, 1, "green")
+    (node,) = reply["nodes"]
+    assert reply["nodes"][node]["ml_deployed_model_count"] == reply["nodes"][node]["ml_request_count"] == 1
     assert await there.done("GET", "/stats/ml_model_count") == {"ml_model_count": 1}
     one = await there.done("GET", f"/{node}/stats/ml_failure_count,ml_request_count")
     assert one == {"nodes": {node: {"ml_request_count": 1, "ml_failure_count": 0}}}
@@ -396,9 +396,9 @@ async def test_the_openai_package_reads_embeddings(there):
     await there.model(name="vectors")
     client = openai.AsyncOpenAI(base_url=f"{there.running.url}/v1", api_key="none", http_client=there.http)
     for encoding in ("float", "base64"):
-        told = await client.embeddings.create(model="vectors", input=["a", "three"], encoding_format=encoding)
-        vectors = [each.embedding for each in told.data]
+        reply = await client.embeddings.create(model="vectors", input=["a", "three"], encoding_format=encoding)
+        vectors = [each.embedding for each in reply.data]
         if encoding == "base64":
             vectors = [list(struct.unpack("<3f", base64.b64decode(each))) for each in vectors]
         assert vectors == [[1.0, 0.5, -1.0], [5.0, 0.5, -1.0]]
-        assert (told.model, told.usage.prompt_tokens) == ("text-embedding-ada-002", 2)
+        assert (reply.model, reply.usage.prompt_tokens) == ("text-embedding-ada-002", 2)

@@ -48,9 +48,9 @@ def to_provider(there, provider) -> dict:
 
 async def ended(there, task: str) -> dict:
     async with asyncio.timeout(ENDED_S):
-        while (told := await there.done("GET", f"/tasks/{task}"))["state"] in ("RUNNING", "CANCELLING"):
+        while (reply := await there.done("GET", f"/tasks/{task}"))["state"] in ("RUNNING", "CANCELLING"):
             await asyncio.sleep(0.05)
-    return told
+    return reply
 
 
 async def results(there, told: dict, which: str = "output_file_id") -> list[dict]:
@@ -66,12 +66,12 @@ async def test_rows_go_through_the_providers_batches(there, provider):
     file = await uploaded(there, rows("text-embedding-ada-002", 20))
     begun = await there.done("POST", f"/models/{model}/_batch_predict", {"dataset": {"file_id": file}})
     assert begun["status"] == "CREATED" and begun["remote_job"]["route"] == "batch"
-    told = await ended(there, begun["task_id"])
-    assert told["state"] == "COMPLETED", told
-    assert told["remote_job"]["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
-    assert {each["custom_id"] for each in await results(there, told)} == {f"row-{at}" for at in range(20)}
+    reply = await ended(there, begun["task_id"])
+    assert reply["state"] == "COMPLETED", reply
+    assert reply["remote_job"]["request_counts"] == {"total": 20, "completed": 20, "failed": 0}
+    assert {each["custom_id"] for each in await results(there, reply)} == {f"row-{at}" for at in range(20)}
     assert len(provider.batches) == 2 and provider.met["loses"] == 1
-    assert {each["provider"] for each in told["remote_job"]["jobs"]} == {"openai"}
+    assert {each["provider"] for each in reply["remote_job"]["jobs"]} == {"openai"}
     listed = await there.done("POST", "/tasks/_search", {"query": {"term": {"state": "COMPLETED"}}})
     assert begun["task_id"] in str(listed["hits"]["hits"])
 
@@ -82,12 +82,12 @@ async def test_rows_go_one_by_one(there):
     file = await uploaded(there, [*rows(model, 5), {**rows(model, 1)[0], "custom_id": "bad", "body": {"model": model}}])
     body = {"dataset": {"file_id": file}, "route": "online", "metadata": {"team": "blue"}}
     begun = await there.done("POST", f"/models/{model}/_batch_predict", body)
-    told = await ended(there, begun["task_id"])
-    assert told["state"] == "COMPLETED_WITH_ERROR", told
-    assert told["remote_job"]["request_counts"] == {"total": 6, "completed": 5, "failed": 1}
-    assert len(await results(there, told)) == 5 and told["remote_job"]["route"] == "online"
-    assert [each["custom_id"] for each in await results(there, told, "error_file_id")] == ["bad"]
-    job = (await there.http.get(f"/batchmill/v1/jobs/{told['remote_job']['id']}")).json()
+    reply = await ended(there, begun["task_id"])
+    assert reply["state"] == "COMPLETED_WITH_ERROR", reply
+    assert reply["remote_job"]["request_counts"] == {"total": 6, "completed": 5, "failed": 1}
+    assert len(await results(there, reply)) == 5 and reply["remote_job"]["route"] == "online"
+    assert [each["custom_id"] for each in await results(there, reply, "error_file_id")] == ["bad"]
+    job = (await there.http.get(f"/batchmill/v1/jobs/{reply['remote_job']['id']}")).json()
     assert job["labels"] == {"team": "blue"}
     assert (await there.done("DELETE", f"/tasks/{begun['task_id']}"))["result"] == "deleted"
 
@@ -103,8 +103,8 @@ async def test_a_dataset_is_cancelled(there, provider):
         while not provider.running:
             await asyncio.sleep(0.02)
     assert await there.done("POST", f"/tasks/{begun['task_id']}/_cancel") == {"status": "OK"}
-    told = await ended(there, begun["task_id"])
-    assert told["state"] == "CANCELLED" and provider.running == []
+    reply = await ended(there, begun["task_id"])
+    assert reply["state"] == "CANCELLED" and provider.running == []
     assert (await there.reason("POST", f"/tasks/{begun['task_id']}/_cancel"))[0] == 409
 
 

@@ -29,12 +29,12 @@ async def search(programs: Programs, documents: list[Document], asked: bytes, **
 async def test_a_search_is_answered_from_a_child(programs):
     """A search finds what it asks for, shaped as the request says; what cannot be read is refused as it is in place."""
     documents = [Document("1", {"name": "one"}), Document("2", {"name": "two"})]
-    told = await search(programs, documents, b'{"query": {"term": {"name": "two"}}}', filter_path="hits.hits._id")
-    assert told == {"hits": {"hits": [{"_id": "2"}]}}
+    reply = await search(programs, documents, b'{"query": {"term": {"name": "two"}}}', filter_path="hits.hits._id")
+    assert reply == {"hits": {"hits": [{"_id": "2"}]}}
     assert (await search(programs, documents, b""))["hits"]["total"]["value"] == 2
-    for asked, code in ((b'{"query": {"odd": {}}}', "parsing_exception"), (b"{", "invalid_json")):
+    for request, code in ((b'{"query": {"odd": {}}}', "parsing_exception"), (b"{", "invalid_json")):
         with pytest.raises(InvalidInput) as raised:
-            await search(programs, documents, asked)
+            await search(programs, documents, request)
         assert raised.value.code == code
 
 

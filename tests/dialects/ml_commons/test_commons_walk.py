@@ -20,9 +20,9 @@ async def test_the_walk_of_the_documentation(there):
     connector = there.service.connector()
     made = await there.done("POST", "/connectors/_create", connector)
     assert list(made) == ["connector_id"] and len(made["connector_id"]) == 20
-    told = await there.done("GET", f"/connectors/{made['connector_id']}")
-    assert "credential" not in told and told["parameters"] == connector["parameters"]
-    assert [each["action_type"] for each in told["actions"]] == [
+    reply = await there.done("GET", f"/connectors/{made['connector_id']}")
+    assert "credential" not in reply and reply["parameters"] == connector["parameters"]
+    assert [each["action_type"] for each in reply["actions"]] == [
         "PREDICT", "BATCH_PREDICT", "BATCH_PREDICT_STATUS", "CANCEL_BATCH_PREDICT",
     ]  # fmt: skip
     body = {"name": "OpenAI model", "function_name": "remote", "description": "d", **made}
@@ -50,18 +50,18 @@ async def test_the_walk_of_the_documentation(there):
 async def test_one_answer(there):
     """A call for one answer comes back as tensors, whether it gives parameters or documents."""
     model = await there.model()
-    told = await there.done("POST", f"/models/{model}/_predict", {"parameters": {"input": ["a", "bcd"]}})
-    (result,) = told["inference_results"]
+    reply = await there.done("POST", f"/models/{model}/_predict", {"parameters": {"input": ["a", "bcd"]}})
+    (result,) = reply["inference_results"]
     assert result["status_code"] == 200
     first = {"name": "sentence_embedding", "data_type": "FLOAT32", "shape": [3], "data": [1.0, 0.5, -1.0]}
     assert result["output"][0] == first and result["output"][1]["data"][0] == 3.0
-    told = await there.done("POST", f"/_predict/text_embedding/{model}", {"text_docs": ["xy"]})
-    assert told["inference_results"][0]["output"][0]["data"][0] == 2.0
+    reply = await there.done("POST", f"/_predict/text_embedding/{model}", {"text_docs": ["xy"]})
+    assert reply["inference_results"][0]["output"][0]["data"][0] == 2.0
     slashed = await there.done("POST", f"/models/{model}/_predict/", {"parameters": {"input": ["a"]}})
     assert slashed["inference_results"][0]["output"][0] == first
     few = "/_predict?filter_path=inference_results.status_code&pretty"
-    told = await there.done("POST", f"/models/{model}{few}", {"parameters": {"input": ["a"]}})
-    assert told == {"inference_results": [{"status_code": 200}]}
+    reply = await there.done("POST", f"/models/{model}{few}", {"parameters": {"input": ["a"]}})
+    assert reply == {"inference_results": [{"status_code": 200}]}
 
 
 async def test_the_services_own_refusal_is_told(there):
@@ -87,8 +87,8 @@ async def test_a_blind_repeat_is_the_same_task(there):
 
 async def test_who_answers_here(there):
     """`GET /` says what a client of OpenSearch asks before anything else."""
-    told = (await there.http.get("/")).json()
-    assert told["version"]["distribution"] == "opensearch" and told["tagline"].startswith("The OpenSearch Project")
+    reply = (await there.http.get("/")).json()
+    assert reply["version"]["distribution"] == "opensearch" and reply["tagline"].startswith("The OpenSearch Project")
     assert (await there.http.head("/")).status_code == 200
 
 
@@ -106,9 +106,9 @@ async def test_everything_is_found_by_search(there):
         kind = "match" if field == "name" else "term"
         query = {"query": {"bool": {"must": [{kind: {field: value}}]}}}
         for method in ("GET", "POST"):
-            told = await there.done(method, path, query)
-            assert told["hits"]["total"]["value"] == 1, (path, told)
-            (hit,) = told["hits"]["hits"]
+            reply = await there.done(method, path, query)
+            assert reply["hits"]["total"]["value"] == 1, (path, reply)
+            (hit,) = reply["hits"]["hits"]
             assert hit["_index"] == index and there.service.key not in str(hit)
         assert (await there.done("GET", path))["hits"]["total"]["value"] >= 1
     status, kind, _ = await there.reason("POST", "/models/_search", {"query": {"more_like_this": {}}})
@@ -159,8 +159,8 @@ async def test_the_profile(there):
     """The node's profile holds deployed models and tasks that run; the ones named in the path or the body."""
     model = await there.model()
     task = (await there.done("POST", f"/models/{model}/_batch_predict", {}))["task_id"]
-    told = await there.done("GET", "/profile")
-    (node,) = told["nodes"].values()
+    reply = await there.done("GET", "/profile")
+    (node,) = reply["nodes"].values()
     assert list(node["models"]) == [model] and list(node["tasks"]) == [task]
     assert list((await there.done("GET", f"/profile/models/{model}"))["nodes"].values())[0].keys() == {"models"}
     named = await there.done("GET", f"/profile/tasks/x,{task}", {"return_all_tasks": True})
@@ -179,25 +179,25 @@ async def test_a_model_may_be_limited(there):
 async def test_a_rate_refuses_and_never_waits(there):
     """As many calls as a unit of time allows are answered at once, at each frontend, and the next one is refused."""
     model = await there.model(name="limited", rate_limiter={"limit": "3", "unit": "DAYS"})
-    asked = {"parameters": {"input": ["a"]}}
+    body = {"parameters": {"input": ["a"]}}
     for _ in range(2):
-        await there.done("POST", f"/models/{model}/_predict", asked)
+        await there.done("POST", f"/models/{model}/_predict", body)
     openai = {"json": {"model": "limited", "input": ["a"]}}
     assert (await there.http.post("/v1/embeddings", **openai)).status_code == 200
     assert (await there.http.post("/v1/embeddings", **openai)).status_code == 429
-    assert (await there.reason("POST", f"/models/{model}/_predict", asked))[0] == 429
+    assert (await there.reason("POST", f"/models/{model}/_predict", body))[0] == 429
 
 
 async def test_a_full_pool_refuses(there):
     """While all connections of a connector are taken, a call waits for `connection_timeout` and is one too many."""
     config = {"max_connection": 1, "connection_timeout": 1}
     model = await there.model(await there.connector(client_config=config))
-    asked = {"parameters": {"input": ["a"]}}
+    body = {"parameters": {"input": ["a"]}}
     there.service.fail("POST", "/v1/embeddings", Wrong(act=HANG))
-    hanging = asyncio.ensure_future(there.ask("POST", f"/models/{model}/_predict", asked))
+    hanging = asyncio.ensure_future(there.ask("POST", f"/models/{model}/_predict", body))
     while not there.service.calls:
         await asyncio.sleep(0)
-    status, _, reason = await there.reason("POST", f"/models/{model}/_predict", asked)
+    status, _, reason = await there.reason("POST", f"/models/{model}/_predict", body)
     assert (status, "Acquire operation took longer" in reason) == (429, True)
     there.service.let_go.set()
     await hanging

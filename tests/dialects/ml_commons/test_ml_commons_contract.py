@@ -48,12 +48,12 @@ class TestMlCommonsDialect(DialectSuite):
     def test_a_remote_error_has_its_own_status(self, dialect):
         """What a remote service answered comes with its status, and in the envelope that clients read."""
         reply = dialect.refusal(RemoteAnswered("Error from remote service: busy", 429))
-        told = msgspec.json.decode(reply.body)
+        response = msgspec.json.decode(reply.body)
         cause = {"type": "status_exception", "reason": "Error from remote service: busy"}
-        assert (reply.status_code, told) == (429, {"error": {"root_cause": [cause], **cause}, "status": 429})
+        assert (reply.status_code, response) == (429, {"error": {"root_cause": [cause], **cause}, "status": 429})
 
     def test_an_unknown_task_reads_as_upstream(self, dialect):
         """The envelope of the reference's section 6."""
-        told = msgspec.json.decode(dialect.refusal(UnknownName("Failed to find task", code="unknown_task")).body)
+        reply = msgspec.json.decode(dialect.refusal(UnknownName("Failed to find task", code="unknown_task")).body)
         cause = {"type": "status_exception", "reason": "Failed to find task"}
-        assert told == {"error": {"root_cause": [cause], **cause}, "status": 404}
+        assert reply == {"error": {"root_cause": [cause], **cause}, "status": 404}

@@ -203,13 +203,13 @@ async def test_a_batch_has_the_events_of_each_row(deployed):
 
 async def test_what_a_deployment_takes(deployed):
     """A GET shows arguments, a call to copy, and an OpenAPI document of the deployment alone."""
-    told = (await deployed.http.get("/v1/echo3/latest")).json()
-    assert [(each["name"], each["type"]) for each in told["arguments"]] == [("a", "int"), ("b", "str"), ("c", "float")]
-    assert (told["deployment"], told["branch"], told["version"]) == ("echo3", "main", 1)
-    assert told["curl"].startswith("curl -s -XPOST http://") and "/v1/echo3/latest -d" in told["curl"]
-    operation = told["openapi"]["paths"]["/v1/echo3/latest"]["post"]
+    reply = (await deployed.http.get("/v1/echo3/latest")).json()
+    assert [(each["name"], each["type"]) for each in reply["arguments"]] == [("a", "int"), ("b", "str"), ("c", "float")]
+    assert (reply["deployment"], reply["branch"], reply["version"]) == ("echo3", "main", 1)
+    assert reply["curl"].startswith("curl -s -XPOST http://") and "/v1/echo3/latest -d" in reply["curl"]
+    operation = reply["openapi"]["paths"]["/v1/echo3/latest"]["post"]
     example = operation["requestBody"]["content"]["application/json"]["example"]
-    assert (await deployed.http.post(told["url"], json=example)).status_code == 200
+    assert (await deployed.http.post(reply["url"], json=example)).status_code == 200
     assert (await deployed.http.get("/v1/nobody/latest")).status_code == 404
 
 

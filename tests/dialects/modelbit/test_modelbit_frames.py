@@ -21,8 +21,8 @@ async def test_one_frame_for_many_rows(tmp_path):
         assert await deployed.answer("frames/latest", DATA[::-1]) == [[11, "11:2y"], [10, "10:1x"]]
         text = await deployed.error("short_frames/latest", DATA, 400)
         assert "1" in text and "2" in text and text.split("\n")[-1].startswith("BadReturn: ")
-        told = (await deployed.http.get("/v1/frames/latest")).json()
-        assert told["dataframe_mode"] and [each["name"] for each in told["arguments"]] == ["a", "b"]
+        reply = (await deployed.http.get("/v1/frames/latest")).json()
+        assert reply["dataframe_mode"] and [each["name"] for each in reply["arguments"]] == ["a", "b"]
 
 
 async def test_two_arguments_are_refused(tmp_path):

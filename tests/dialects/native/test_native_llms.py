@@ -51,9 +51,9 @@ def test_a_change_of_replicas(told, scaling):
 
 async def test_a_token_is_not_in_what_is_shown(room):
     """That there is one is said, and nothing of it."""
-    asked = NewLlm("d", "tiny", hf_token=TOKEN)
-    assert TOKEN not in repr(asked)
-    made = await room.llms.create(US, "d", views.settings_of(asked))
+    request = NewLlm("d", "tiny", hf_token=TOKEN)
+    assert TOKEN not in repr(request)
+    made = await room.llms.create(US, "d", views.settings_of(request))
     info = views.info(made, room.llms.view(made))
     assert info.has_hf_token and b"hf_" + TOKEN[3:].encode() not in msgspec.json.encode(info)
     assert info.engine_args == {} and info.price is not None

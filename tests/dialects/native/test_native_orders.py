@@ -126,10 +126,10 @@ def test_views_name_files_and_no_places(tmp_path):
     """Ids stand for paths in every text of a view, and of the frontend only what clients are meant to see is told."""
     files, shown = tmp_path / "files", Redactor(tmp_path)
     origin = {"frontend": "native", "key": "k1", "files": {"file-1": "a.jsonl"}, "input_file_ids": ["file-1"]}
-    told = f"{files}/file-1 changed; see {tmp_path}/jobs/job_1/results.jsonl"
+    text = f"{files}/file-1 changed; see {tmp_path}/jobs/job_1/results.jsonl"
     view = JobView(
         "job_1", "paused", origin=origin, input=[f"{files}/file-1"], output=f"{tmp_path}/jobs/job_1/results.jsonl",
-        message=told, notes=[told], problems=[Problem("c", told, 1, f"{files}/file-1")], error_samples={"c": told},
+        message=text, notes=[text], problems=[Problem("c", text, 1, f"{files}/file-1")], error_samples={"c": text},
     )  # fmt: skip
     seen = shown.job(view, ResultIds("file-2", None))
     assert str(tmp_path) not in str(seen)
@@ -138,6 +138,6 @@ def test_views_name_files_and_no_places(tmp_path):
     assert seen.origin == {"frontend": "native", "files": {"file-1": "a.jsonl"}}
     assert shown.job(replace(view, origin={"frontend": "openai", "key": "k"})).origin == {"frontend": "openai"}
     assert shown.job(replace(view, origin=None)).origin == {"frontend": "cli"}
-    assert str(tmp_path) not in str(shown.wait(Wait("job_1", "paused", [told])))
-    report = LedgerReport("job_1", 1, 1, 1, 1, 1, damaged=[told], broken=[told])
+    assert str(tmp_path) not in str(shown.wait(Wait("job_1", "paused", [text])))
+    report = LedgerReport("job_1", 1, 1, 1, 1, 1, damaged=[text], broken=[text])
     assert str(tmp_path) not in str(shown.ledger(report))

@@ -41,9 +41,9 @@ def output(name, datatype, shape, **more):
 def test_raw_tensors_stand_behind_the_json_in_order():
     """Bytes of inputs are handed on as they came, each with its length, and outputs are asked for as bytes."""
     made = request(("a", "FP32", [1]), ("b", "BYTES", [2]), raw=[b"abcd", b"12345678"], id="42")
-    told, rest = split(made)
+    result, rest = split(made)
     assert rest == b"abcd12345678"
-    assert told == {
+    assert result == {
         "id": "42",
         "inputs": [
             {"name": "a", "datatype": "FP32", "shape": [1], "parameters": {"binary_data_size": 4}},
@@ -73,9 +73,9 @@ def test_raw_tensors_stand_behind_the_json_in_order():
 def test_every_kind_of_contents_goes_there_and_back(datatype, field, values, packed):
     """Typed elements become the bytes of their datatype, and a reply's bytes become typed elements again."""
     made = request(("x", datatype, [2], field, values))
-    told, rest = split(made)
+    result, rest = split(made)
     assert rest == packed
-    assert told["inputs"][0]["parameters"] == {"binary_data_size": len(packed)}
+    assert result["inputs"][0]["parameters"] == {"binary_data_size": len(packed)}
     assert not is_raw(made)
     sent = reply([output("y", datatype, [2], parameters={"binary_data_size": len(packed)})], [packed])
     answer = InferResponse.FromString(response_of(*sent, raw=False))
@@ -92,8 +92,8 @@ def test_every_kind_of_contents_goes_there_and_back(datatype, field, values, pac
 )
 def test_integers_out_of_range_are_left_to_the_parser(datatype, field, value):
     """What does not fit is sent on as a number, so that it is refused in the words that HTTP has."""
-    told, rest = split(request(("x", datatype, [1], field, [value])))
-    assert (told["inputs"][0]["data"], rest) == ([value], b"")
+    result, rest = split(request(("x", datatype, [1], field, [value])))
+    assert (result["inputs"][0]["data"], rest) == ([value], b"")
 
 
 def test_parameters_keep_their_types():
@@ -109,12 +109,12 @@ def test_parameters_keep_their_types():
     made.inputs[0].parameters["own"].int64_param = 7
     wanted = made.outputs.add(name="y")
     wanted.parameters["classification"].int64_param = 3
-    told, _ = split(made)
-    assert told["parameters"] == {
+    result, _ = split(made)
+    assert result["parameters"] == {
         "s": "a", "b": False, "i": -(2**63), "u": 2**64 - 1, "d": 0.5, "binary_data_output": True,
     }  # fmt: skip
-    assert told["inputs"][0]["parameters"] == {"own": 7, "binary_data_size": 4}
-    assert told["outputs"] == [{"name": "y", "parameters": {"classification": 3, "binary_data": True}}]
+    assert result["inputs"][0]["parameters"] == {"own": 7, "binary_data_size": 4}
+    assert result["outputs"] == [{"name": "y", "parameters": {"classification": 3, "binary_data": True}}]
 
 
 @pytest.mark.parametrize(

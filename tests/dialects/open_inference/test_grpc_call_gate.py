@@ -110,9 +110,9 @@ async def room():
 def call(room, method=INFER, key="submit", metadata=(), timeout=None, **fields):
     ask = room.channel.unary_unary(f"/{SERVICE}/{method.name}")
     sent = fields.pop("sent", None)
-    told = [*metadata, *([("authorization", key)] if key else [])]
+    results = [*metadata, *([("authorization", key)] if key else [])]
     message = method.request(**fields).SerializeToString() if sent is None else sent
-    return ask(message, metadata=told, timeout=timeout)
+    return ask(message, metadata=results, timeout=timeout)
 
 
 async def refusal(calling):

@@ -16,8 +16,8 @@ LEAVERS = 8
 
 @pytest.fixture
 async def channel(tmp_path):
-    told = load(environ={}, cwd=tmp_path, data_dir=str(tmp_path / "data"))
-    async with serve(replace(told, server=replace(told.server, port=0, grpc_port=0))) as running:
+    result = load(environ={}, cwd=tmp_path, data_dir=str(tmp_path / "data"))
+    async with serve(replace(result, server=replace(result.server, port=0, grpc_port=0))) as running:
         await deploy(running, "count")
         async with grpc.aio.insecure_channel(running.grpc) as channel:
             yield channel

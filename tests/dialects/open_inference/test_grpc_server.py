@@ -14,8 +14,8 @@ from batchmill.serving import serve
 
 
 def config_of(folder, grpc_port):
-    told = load(environ={}, cwd=folder, data_dir=str(folder / "data"))
-    return replace(told, server=replace(told.server, port=0, grpc_port=grpc_port))
+    result = load(environ={}, cwd=folder, data_dir=str(folder / "data"))
+    return replace(result, server=replace(result.server, port=0, grpc_port=grpc_port))
 
 
 async def test_it_listens_where_it_says_and_stops_with_the_server(tmp_path):

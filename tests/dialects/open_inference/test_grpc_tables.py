@@ -63,11 +63,11 @@ def test_statuses_are_those_that_clients_know(error, status):
 def test_details_fit_into_a_header(char):
     """However long a traceback is, both of its ends arrive, within what clients take."""
     message = "first " + char * 10_000 + "\nValueError: the last line"
-    told = details_of(message)
-    assert told.startswith("first ")
-    assert told.endswith("\nValueError: the last line")
+    text = details_of(message)
+    assert text.startswith("first ")
+    assert text.endswith("\nValueError: the last line")
     assert (
-        sum(1 if " " <= c <= "~" and c != "%" else 3 * len(c.encode("utf-8", "replace")) for c in told)
+        sum(1 if " " <= c <= "~" and c != "%" else 3 * len(c.encode("utf-8", "replace")) for c in text)
         <= DETAILS_BYTES_MAX
     )
     assert details_of("short\nand whole") == "short\nand whole"

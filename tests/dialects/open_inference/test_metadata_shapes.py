@@ -26,8 +26,8 @@ def target(interface=SCHEMA, **function):
 
 def test_metadata_names_every_tensor():
     """Text is BYTES, -1 stays, an input that may be left out says so, and one without a type says that it has none."""
-    told = msgspec.to_builtins(metadata_of(target(), ["1", "3"]))
-    assert told == {
+    result = msgspec.to_builtins(metadata_of(target(), ["1", "3"]))
+    assert result == {
         "name": "m",
         "versions": ["1", "3"],
         "platform": "batchmill_python",
@@ -48,8 +48,8 @@ def test_a_function_that_declares_no_outputs_has_none():
 
 def test_a_batched_function_has_a_batch_axis():
     """Where calls go in batches, metadata begins each shape with the batch and the configuration does not."""
-    told = metadata_of(target(batch_size=8, batch_window_s=0.005), ["3"])
-    assert [each.shape for each in told.inputs] == [[-1, 1], [-1, 2], [-1, -1], [-1, 1]]
+    result = metadata_of(target(batch_size=8, batch_window_s=0.005), ["3"])
+    assert [each.shape for each in result.inputs] == [[-1, 1], [-1, 2], [-1, -1], [-1, 1]]
     config = config_of(target(batch_size=8, batch_window_s=0.005))
     assert [each["dims"] for each in config["input"]] == [[1], [2], [-1], [1]]
     assert config["max_batch_size"] == 8
@@ -88,8 +88,8 @@ def test_statistics_have_every_member():
         rows=12, executions=3, succeeded=10, succeeded_ns=1000, failed=2, failed_ns=30, queue_ns=500,
         batches=[BatchTimes(2, 1, 1, 2, 3), BatchTimes(5, 2, 10, 20, 30)], last_at=1700000000.5,
     )  # fmt: skip
-    told = msgspec.to_builtins(stats_of("m", "3", stats))
-    assert told == {
+    result = msgspec.to_builtins(stats_of("m", "3", stats))
+    assert result == {
         "name": "m",
         "version": "3",
         "last_inference": 1700000000500,

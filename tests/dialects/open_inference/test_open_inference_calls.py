@@ -45,10 +45,10 @@ def raw(name, datatype, shape, size):
 async def test_an_answer_names_its_version_and_echoes_the_id(client):
     """P1: an id comes back, and where there is none, none is made up."""
     reply = await client.post("/v2/models/simple/infer", json=simple(id="42"))
-    told = reply.json()
+    response = reply.json()
     assert (reply.status_code, reply.headers["content-type"]) == (200, "application/json")
-    assert (told["model_name"], told["model_version"], told["id"]) == ("simple", "1", "42")
-    assert told["outputs"][0] == {"name": "OUTPUT0", "datatype": "INT32", "shape": [1, 16], "data": [3] * 16}
+    assert (response["model_name"], response["model_version"], response["id"]) == ("simple", "1", "42")
+    assert response["outputs"][0] == {"name": "OUTPUT0", "datatype": "INT32", "shape": [1, 16], "data": [3] * 16}
     assert "id" not in (await client.post("/v2/models/simple/infer", json=simple())).json()
 
 
@@ -80,9 +80,9 @@ async def test_json_and_binary_inputs_mix_in_order(client):
     assert reply.status_code == 200, reply.text
     assert reply.headers["content-type"] == "application/octet-stream"
     length = int(reply.headers[LENGTH])
-    told = json.loads(reply.content[:length])
-    assert [each["name"] for each in told["outputs"]] == ["OUTPUT1", "OUTPUT0"]
-    assert told["outputs"][0]["parameters"] == {"binary_data_size": 64} and told["outputs"][1]["data"] == [3] * 16
+    result = json.loads(reply.content[:length])
+    assert [each["name"] for each in result["outputs"]] == ["OUTPUT1", "OUTPUT0"]
+    assert result["outputs"][0]["parameters"] == {"binary_data_size": 64} and result["outputs"][1]["data"] == [3] * 16
     assert np.frombuffer(reply.content[length:], "<i4").tolist() == [-1] * 16
 
 
@@ -201,8 +201,8 @@ async def test_a_model_says_what_it_takes(client):
         "outputs": [],
     }
     assert (await client.get("/v2/models/simple/ready")).json() == {"name": "simple", "ready": True}
-    told = (await client.get("/v2/models/exact")).json()
-    assert told["inputs"][1] == {"name": "bonus", "datatype": "INT64", "shape": [1], "optional": True}
+    reply = (await client.get("/v2/models/exact")).json()
+    assert reply["inputs"][1] == {"name": "bonus", "datatype": "INT64", "shape": [1], "optional": True}
 
 
 @pytest.mark.parametrize(("name", "write"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
@@ -244,10 +244,10 @@ async def test_generate_calls_by_name(client, body, answer):
 
 async def test_generate_echoes_the_id_unless_it_is_an_argument(client):
     """A function that has a parameter `id` gets it; a dict's members are members of the answer."""
-    told = (await client.post("/v2/models/greet/versions/1/generate", json={"id": "7", "text_input": "a"})).json()
-    assert told == {"id": "7", "model_name": "greet", "model_version": "1", "text_output": "a"}
-    told = (await client.post("/v2/models/described/generate", json={"id": "7", "text_input": "a"})).json()
-    assert told == {"model_name": "described", "model_version": "1", "text": "a", "id": "7"}
+    reply = (await client.post("/v2/models/greet/versions/1/generate", json={"id": "7", "text_input": "a"})).json()
+    assert reply == {"id": "7", "model_name": "greet", "model_version": "1", "text_output": "a"}
+    reply = (await client.post("/v2/models/described/generate", json={"id": "7", "text_input": "a"})).json()
+    assert reply == {"model_name": "described", "model_version": "1", "text": "a", "id": "7"}
 
 
 @pytest.mark.parametrize(
@@ -284,17 +284,17 @@ def events(reply):
 
 async def test_a_stream_has_an_event_for_each_value(client):
     """P21: as many events as there are values, each with the model's name; then the end."""
-    told = events(await client.post("/v2/models/count/generate_stream", json={"to": 3, "id": "7"}))
-    assert told == [{"id": "7", "model_name": "count", "model_version": "1", "n": n} for n in range(3)]
+    reply = events(await client.post("/v2/models/count/generate_stream", json={"to": 3, "id": "7"}))
+    assert reply == [{"id": "7", "model_name": "count", "model_version": "1", "n": n} for n in range(3)]
     inputs = {"inputs": [tensor("to", "INT64", [2])]}
-    told = events(await client.post("/v2/models/count/infer_stream", json=inputs))
-    assert [each["outputs"][0]["data"] for each in told] == [[0], [1]]
+    reply = events(await client.post("/v2/models/count/infer_stream", json=inputs))
+    assert [each["outputs"][0]["data"] for each in reply] == [[0], [1]]
 
 
 async def test_an_error_in_a_stream_is_its_last_event(client):
     """The status has been sent: what is raised later comes as an event."""
-    told = events(await client.post("/v2/models/count/generate_stream", json={"to": 1, "bad": True}))
-    assert told[0]["n"] == 0 and told[1]["error"].strip().splitlines()[-1] == "ValueError: no more"
+    response = events(await client.post("/v2/models/count/generate_stream", json={"to": 1, "bad": True}))
+    assert response[0]["n"] == 0 and response[1]["error"].strip().splitlines()[-1] == "ValueError: no more"
     reply = await client.post("/v2/models/count/generate_stream", json={"too": 1})
     assert reply.status_code == 400
 
@@ -308,11 +308,11 @@ async def test_a_new_version_is_the_latest(server, client):
     await deploy(running, "renewed", "def renewed(n: int):\n    return {'n': n}\n")
     await deploy(running, "renewed", "def renewed(n: int):\n    return {'n': -n}\n")
     body = {"inputs": [tensor("n", "INT64", [1])]}
-    told = [
+    reply = [
         outputs(await client.post(f"/v2/models/renewed{path}/infer", json=body))["n"][0]
         for path in ("", "/versions/1", "/versions/2", "@1")
     ]
-    assert told == [-1, 1, -1, 1]
+    assert reply == [-1, 1, -1, 1]
     assert (await client.get("/v2/models/renewed")).json()["versions"] == ["1", "2"]
     index = (await client.post("/v2/repository/index", content=b"")).json()
     assert [each for each in index if each["name"] == "renewed"] == [

@@ -104,8 +104,8 @@ def test_problems_have_lines():
     problems = [Problem("duplicate_custom_id", "twice", 7), Problem("empty_file", "nothing", 0)]
     batch = shown(changed(state=JobState.FAILED, problems=problems, problems_total=5))
     assert batch.errors and batch.errors.object == "list" and batch.errors.data
-    told = [(each.code, each.line) for each in batch.errors.data]
-    assert told == [("duplicate_custom_id", 7), ("empty_file", None), ("more_errors", None)]
+    result = [(each.code, each.line) for each in batch.errors.data]
+    assert result == [("duplicate_custom_id", 7), ("empty_file", None), ("more_errors", None)]
     assert "3 more" in (batch.errors.data[-1].message or "")
 
 
@@ -118,11 +118,11 @@ def test_an_engine_that_did_not_start_is_an_error():
 
 def test_a_paused_batch_says_why():
     """OpenAI has no word for it: the batch is in progress, and `batchmill` tells the rest."""
-    told = {"reason": "budget", "message": "the budget is spent", "cost": 1.5, "prices": {"m": Price.of(0.5)}}
-    batch = shown(changed(state=JobState.PAUSED, **told))
-    told = batch.model_extra["batchmill"]
+    fields = {"reason": "budget", "message": "the budget is spent", "cost": 1.5, "prices": {"m": Price.of(0.5)}}
+    batch = shown(changed(state=JobState.PAUSED, **fields))
+    fields = batch.model_extra["batchmill"]
     assert batch.status == "in_progress"
-    assert told == {
+    assert fields == {
         "job": ID, "state": "paused", "reason": "budget", "message": "the budget is spent",
         "notes": [], "remaining_s": None, "rows_per_s": None, "cost": 1.5,
         "prices": {"m": {"input": 0.5, "cached": None, "output": 0.5}},

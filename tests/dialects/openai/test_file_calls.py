@@ -290,9 +290,9 @@ async def test_heads(http):
 
 async def test_an_upload_in_parts(http):
     """An upload, its parts and the file it becomes are described as OpenAI describes them."""
-    asked = {"bytes": 6, "filename": "rows.jsonl", "mime_type": "text/jsonl", "purpose": "batch"}
-    asked["expires_after"] = {"anchor": "created_at", "seconds": 3600}
-    reply = await http.post("/v1/uploads", json=asked)
+    body = {"bytes": 6, "filename": "rows.jsonl", "mime_type": "text/jsonl", "purpose": "batch"}
+    body["expires_after"] = {"anchor": "created_at", "seconds": 3600}
+    reply = await http.post("/v1/uploads", json=body)
     begun = Upload.model_validate_json(reply.content, strict=True)
     assert (begun.status, begun.bytes, begun.expires_at, begun.file) == ("pending", 6, begun.created_at + 3600, None)
     parts = []
@@ -327,20 +327,20 @@ async def test_an_upload_in_parts(http):
 )
 async def test_uploads_that_cannot_be(http, change, param):
     """Every field that is wrong is refused by its name."""
-    asked = {"bytes": 6, "filename": "rows.jsonl", "mime_type": "text/jsonl", "purpose": "batch", **change}
-    assert error_of(await http.post("/v1/uploads", json=asked), 400)["param"] == param
+    body = {"bytes": 6, "filename": "rows.jsonl", "mime_type": "text/jsonl", "purpose": "batch", **change}
+    assert error_of(await http.post("/v1/uploads", json=body), 400)["param"] == param
 
 
 async def test_an_upload_larger_than_any_file(frontend, http):
     """What could never become a file is refused before its first part."""
-    asked = {"bytes": LIMIT + 1, "filename": "rows.jsonl", "mime_type": "text/jsonl", "purpose": "batch"}
-    assert error_of(await http.post("/v1/uploads", json=asked), 413)["code"] == "file_too_large"
+    body = {"bytes": LIMIT + 1, "filename": "rows.jsonl", "mime_type": "text/jsonl", "purpose": "batch"}
+    assert error_of(await http.post("/v1/uploads", json=body), 413)["code"] == "file_too_large"
 
 
 async def test_parts_that_are_no_parts(frontend, http):
     """A part with another field, without data or for no upload is refused and leaves nothing."""
-    asked = {"bytes": 6, "filename": "rows.jsonl", "mime_type": "text/jsonl", "purpose": "batch"}
-    begun = (await http.post("/v1/uploads", json=asked)).json()["id"]
+    body = {"bytes": 6, "filename": "rows.jsonl", "mime_type": "text/jsonl", "purpose": "batch"}
+    begun = (await http.post("/v1/uploads", json=body)).json()["id"]
     path = f"/v1/uploads/{begun}/parts"
     error_of(await http.post(path, files={"data": b"x"}, data={"more": "y"}), 400)
     error_of(await http.post(path, files={"file": b"x"}), 400)

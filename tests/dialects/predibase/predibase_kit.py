@@ -52,11 +52,11 @@ class Predibase:
 
     async def until_checked(self, name: str) -> dict[str, Any]:
         for _ in range(WAITS):
-            told = (await self.get(name)).json()
-            if told["status"] != "pending":
-                return told
+            reply = (await self.get(name)).json()
+            if reply["status"] != "pending":
+                return reply
             await asyncio.sleep(WAIT_S)
-        raise AssertionError(f"the dataset {name} is still pending: {told}")
+        raise AssertionError(f"the dataset {name} is still pending: {reply}")
 
     async def create(self, dataset: str, **config: Any) -> httpx2.Response:
         body = {"dataset": dataset, "serverConfig": {**EMPTY, **config}}
@@ -64,11 +64,11 @@ class Predibase:
 
     async def until_over(self, job: str) -> dict[str, Any]:
         for _ in range(WAITS):
-            told = (await self.http.get(f"/v2/batch-inference/{job}")).json()
-            if told["status"] not in ("queued", "running"):
-                return told
+            reply = (await self.http.get(f"/v2/batch-inference/{job}")).json()
+            if reply["status"] not in ("queued", "running"):
+                return reply
             await asyncio.sleep(WAIT_S)
-        raise AssertionError(f"the job {job} is not over: {told}")
+        raise AssertionError(f"the job {job} is not over: {reply}")
 
 
 EMPTY = {

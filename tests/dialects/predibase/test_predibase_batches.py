@@ -96,9 +96,9 @@ async def test_a_job_as_the_client_reads_it(predibase):
     dataset = (await predibase.get("shown")).json()["uuid"]
     by_id = (await predibase.create(dataset, baseModel="tiny")).json()
     for job in (created, by_id):
-        told = await predibase.until_over(job["uuid"])
-        assert told["status"] == "completed" and TOKEN not in json.dumps(told)
-        assert {"uuid", "originalRequest", "status", "error", "resultPath"} <= set(told)
+        reply = await predibase.until_over(job["uuid"])
+        assert reply["status"] == "completed" and TOKEN not in json.dumps(reply)
+        assert {"uuid", "originalRequest", "status", "error", "resultPath"} <= set(reply)
     page = (await predibase.http.get("/v2/batch-inference?limit=2")).json()["data"]["jobs"]
     assert [each["uuid"] for each in page] == [by_id["uuid"], created["uuid"]]
 
@@ -107,9 +107,9 @@ async def test_an_order_whose_reply_was_lost(predibase):
     """The client repeats its POST blindly: with a key of its own it is the same job for ever."""
     await predibase.upload(lines(asked(1, "a")), "again")
     body, key = {"dataset": "again", "serverConfig": {**EMPTY, "baseModel": "tiny"}}, {"idempotency-key": "k-1"}
-    told = [await predibase.http.post("/v2/batch-inference", json=body, headers=key) for _ in range(3)]
-    assert [each.status_code for each in told] == [201, 201, 201]
-    assert len({each.json()["uuid"] for each in told}) == 1
+    reply = [await predibase.http.post("/v2/batch-inference", json=body, headers=key) for _ in range(3)]
+    assert [each.status_code for each in reply] == [201, 201, 201]
+    assert len({each.json()["uuid"] for each in reply}) == 1
 
 
 async def test_a_job_that_is_cancelled(predibase):
@@ -120,8 +120,8 @@ async def test_a_job_that_is_cancelled(predibase):
     refused(link, 409, "its results can be downloaded once it is completed")
     for _ in range(2):
         assert (await predibase.http.post(f"/v2/batch-inference/{job}/cancel")).status_code == 204
-    told = await predibase.until_over(job)
-    assert (told["status"], told["error"]) == ("cancelled", None)
+    reply = await predibase.until_over(job)
+    assert (reply["status"], reply["error"]) == ("cancelled", None)
     assert (await predibase.http.post(f"/v2/batch-inference/{job}/cancel")).status_code == 204
 
 
@@ -160,8 +160,8 @@ async def test_what_a_row_asks_for_is_its_own(predibase):
     found = await results(predibase, job["uuid"])
     assert [each["custom_id"] for each in found] == [f"row-{n}" for n in range(1, 10)]
     assert found[0]["error"] is None and found[-1]["error"] is None
-    told = [each["error"]["code"] for each in found[1:-1]]
-    assert told == [code for _, code in wrong]
+    result = [each["error"]["code"] for each in found[1:-1]]
+    assert result == [code for _, code in wrong]
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,9 @@ async def test_datasets_that_cannot_be_run(predibase):
 
 async def test_a_dataset_that_a_job_reads_stays(predibase):
     """It is deleted once the job has ended."""
-    told = await predibase.upload(lines(asked(1, "hangs")), "read")
+    reply = await predibase.upload(lines(asked(1, "hangs")), "read")
     job = (await predibase.create("read", baseModel="tiny")).json()["uuid"]
-    refused(await predibase.http.delete(f"/v2/datasets/{told['uuid']}"), 409, "in use")
+    refused(await predibase.http.delete(f"/v2/datasets/{reply['uuid']}"), 409, "in use")
     await predibase.http.post(f"/v2/batch-inference/{job}/cancel")
     await predibase.until_over(job)
-    assert (await predibase.http.delete(f"/v2/datasets/{told['uuid']}")).status_code == 204
+    assert (await predibase.http.delete(f"/v2/datasets/{reply['uuid']}")).status_code == 204

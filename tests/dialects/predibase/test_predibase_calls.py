@@ -45,8 +45,8 @@ async def test_generate(http):
 
 async def test_details(http):
     """Tokens with their ids and log-probabilities, the prompt's too, and what else each might have been."""
-    (told,) = await generate(http, "ab", decoder_input_details=True, return_k_alternatives=2, seed=4)
-    details = told["details"]
+    (result,) = await generate(http, "ab", decoder_input_details=True, return_k_alternatives=2, seed=4)
+    details = result["details"]
     assert (details["finish_reason"], details["prompt_tokens"], details["generated_tokens"]) == ("eos_token", 3, 3)
     assert details["seed"] == 4
     assert [(each["id"], each["text"], each["logprob"]) for each in details["prefill"]] == [
@@ -57,19 +57,19 @@ async def test_details(http):
     ]  # fmt: skip
     others = details["tokens"][0]["alternative_tokens"]
     assert [(each["id"], each["text"]) for each in others] == [(97, "a"), (65, "A")]
-    (told,) = await generate(http, "ab", details=True, stop=["b"])
-    assert (told["generated_text"], told["details"]["finish_reason"]) == ("ab", "stop_sequence")
-    (told,) = await generate(http, "ab", details=True, best_of=2, do_sample=True)
-    assert len(told["details"]["best_of_sequences"]) == 1
+    (result,) = await generate(http, "ab", details=True, stop=["b"])
+    assert (result["generated_text"], result["details"]["finish_reason"]) == ("ab", "stop_sequence")
+    (result,) = await generate(http, "ab", details=True, best_of=2, do_sample=True)
+    assert len(result["details"]["best_of_sequences"]) == 1
 
 
 async def test_no_limit_means_the_window(opened):
     """Without max_new_tokens an answer may fill the engine's window, not the sixteen tokens of vLLM's default."""
     _, http, fake = opened
-    (told,) = await generate(http, "x" * 40)
-    assert told == {"generated_text": "x" * 40}
-    asked = [each["body"] for each in fake.calls() if each["url"] == "/v1/completions"]
-    assert asked[-1]["max_tokens"] == WINDOW
+    (result,) = await generate(http, "x" * 40)
+    assert result == {"generated_text": "x" * 40}
+    request = [each["body"] for each in fake.calls() if each["url"] == "/v1/completions"]
+    assert request[-1]["max_tokens"] == WINDOW
 
 
 async def test_streams(http):

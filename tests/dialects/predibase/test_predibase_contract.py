@@ -29,5 +29,5 @@ class TestPredibaseDialect(DialectSuite):
 
     def test_who_asks_gets_exactly_200(self, dialect):
         """The client takes any other status of this call for a failure."""
-        [asked] = [each for each in dialect.operations() if each.path == "/users/current"]
-        assert (asked.status, asked.also) == (200, {})
+        [request] = [each for each in dialect.operations() if each.path == "/users/current"]
+        assert (request.status, request.also) == (200, {})

@@ -39,10 +39,10 @@ def refused(reply: httpx2.Response, status: int, *words: str) -> None:
 async def test_who_asks(predibase):
     """Every key that the client wants is there; a base URL that ends with a slash makes no difference."""
     for path in ("/users/current", "//users/current"):
-        told = (await predibase.http.get(f"{predibase.http.base_url}".rstrip("/") + path)).json()
-        assert {"id", "username", "uuid", "tenant"} == set(told)
-        assert told["tenant"]["shortCode"] == told["tenant"]["name"] == "default"
-        assert set(told["tenant"]["subscription"]) == {
+        reply = (await predibase.http.get(f"{predibase.http.base_url}".rstrip("/") + path)).json()
+        assert {"id", "username", "uuid", "tenant"} == set(reply)
+        assert reply["tenant"]["shortCode"] == reply["tenant"]["name"] == "default"
+        assert set(reply["tenant"]["subscription"]) == {
             "id", "tier", "isTrial", "expiration", "daysRemainingInPlan", "active",
         }  # fmt: skip
 
@@ -55,9 +55,9 @@ async def test_an_upload_becomes_a_dataset(predibase):
     refused(await predibase.get("first"), 404, "'first'")
     named = (await predibase.name(begun["uploadToken"], "first")).json()
     assert (named["status"], named["lastError"]) == ("pending", None)
-    told = await predibase.until_checked("first")
-    assert (told["status"], told["lastError"], told["rows"], told["bytes"]) == ("connected", None, 3, len(ROWS))
-    assert (told["connection"], told["uuid"]) == ({"type": "file", "name": "file_uploads"}, named["uuid"])
+    reply = await predibase.until_checked("first")
+    assert (reply["status"], reply["lastError"], reply["rows"], reply["bytes"]) == ("connected", None, 3, len(ROWS))
+    assert (reply["connection"], reply["uuid"]) == ({"type": "file", "name": "file_uploads"}, named["uuid"])
     again = await predibase.name(begun["uploadToken"], "first")  # whose reply was lost
     assert again.status_code == 200 and again.json()["uuid"] == named["uuid"]
     refused(await predibase.name(begun["uploadToken"], "other"), 409, "'first'")
@@ -81,11 +81,11 @@ async def test_an_upload_becomes_a_dataset(predibase):
 )
 async def test_rows_that_cannot_be_run(predibase, content, words):
     """The dataset fails, with what is wrong and in which lines; the client raises it as it stands."""
-    told = await predibase.upload(content, "wrong")
-    assert told["status"] == "failed"
+    reply = await predibase.upload(content, "wrong")
+    assert reply["status"] == "failed"
     for word in words:
-        assert word in told["lastError"]
-    assert "/data/" not in told["lastError"]
+        assert word in reply["lastError"]
+    assert "/data/" not in reply["lastError"]
 
 
 async def test_a_failed_dataset_gives_its_name_away(predibase):
@@ -115,8 +115,8 @@ async def test_the_same_upload_named_twice(predibase):
     first = await predibase.upload(ROWS, "repeated")
     begun = await predibase.begin()
     await predibase.put(begun["presignedUrl"], ROWS)
-    told = [(await predibase.name(begun["uploadToken"], "repeated")).json()["uuid"] for _ in range(2)]
-    assert told == [first["uuid"], first["uuid"]]
+    reply = [(await predibase.name(begun["uploadToken"], "repeated")).json()["uuid"] for _ in range(2)]
+    assert reply == [first["uuid"], first["uuid"]]
 
 
 async def test_an_upload_works_once(predibase):
@@ -165,8 +165,8 @@ async def test_an_upload_that_broke_off_may_come_again(predibase, running):
 )
 async def test_kinds_of_files(predibase, filename, content, form, rows):
     """Packed lines are read; a table is kept as it is, its rows are nobody's requests."""
-    told = await predibase.upload(content, f"kind {filename}", filename)
-    assert (told["status"], told["format"], told["rows"]) == ("connected", form, rows)
+    reply = await predibase.upload(content, f"kind {filename}", filename)
+    assert (reply["status"], reply["format"], reply["rows"]) == ("connected", form, rows)
 
 
 @pytest.mark.parametrize("name", ["", " a", "a ", ".", "..", "a/b", "a?b", "a#b", "a%20b", "a\\b", "a\nb", "n" * 257])
@@ -179,8 +179,8 @@ async def test_names_that_no_url_can_hold(predibase, name):
 
 async def test_names_with_spaces_and_letters_of_any_kind(predibase):
     """They are found again by the name as it was given."""
-    told = await predibase.upload(ROWS, "Ünïcode & more, v1.2")
-    assert told["name"] == "Ünïcode & more, v1.2"
+    reply = await predibase.upload(ROWS, "Ünïcode & more, v1.2")
+    assert reply["name"] == "Ünïcode & more, v1.2"
 
 
 async def test_what_is_not_there(predibase):
@@ -196,8 +196,8 @@ async def test_what_is_not_there(predibase):
 
 async def test_a_download_link_works_once(predibase):
     """A part of the file, or its head, leaves it as it is; the whole file, or its end, uses it up."""
-    told = await predibase.upload(ROWS, "down")
-    place = f"/v2/datasets/{told['uuid']}/download-link"
+    reply = await predibase.upload(ROWS, "down")
+    place = f"/v2/datasets/{reply['uuid']}/download-link"
     link = (await predibase.http.get(place)).json()
     assert link["fileExtension"] == "jsonl"
     assert (await predibase.http.head(link["url"])).headers["content-length"] == str(len(ROWS))
@@ -216,8 +216,8 @@ async def test_of_several_downloads_by_one_link_one_comes_to_its_end(predibase):
     """Whoever began at the same time gets a refusal, or a reply that breaks off where the file is a large one."""
     large = lines(*(row(number, user="u" * 1000) for number in range(8000)))
     for name, content in (("small", ROWS), ("large", large)):
-        told = await predibase.upload(content, f"at once {name}")
-        url = (await predibase.http.get(f"/v2/datasets/{told['uuid']}/download-link")).json()["url"]
+        reply = await predibase.upload(content, f"at once {name}")
+        url = (await predibase.http.get(f"/v2/datasets/{reply['uuid']}/download-link")).json()["url"]
         replies = await asyncio.gather(*(predibase.http.get(url) for _ in range(5)), return_exceptions=True)
         whole = [each for each in replies if isinstance(each, httpx2.Response) and each.status_code == 200]
         assert [each.content == content for each in whole] == [True]

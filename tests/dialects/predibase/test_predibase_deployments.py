@@ -56,18 +56,18 @@ async def until_over(http, name: str) -> dict:
     for _ in range(LOOKS):
         reply = await http.get(f"/llms/{name}/events?detailed=false")
         assert reply.status_code == 200, reply.text
-        told = reply.json()
-        if {"Ready", "Failed"} & {each["eventType"] for each in told["ComputeEvents"]}:
-            return told
+        response = reply.json()
+        if {"Ready", "Failed"} & {each["eventType"] for each in response["ComputeEvents"]}:
+            return response
         await asyncio.sleep(LOOK_S)
-    raise AssertionError(told)
+    raise AssertionError(response)
 
 
 async def test_a_deployment(http):
     """It is made, gets ready, answers, is changed, and is gone once it is deleted."""
     await create(http, "first", description="ours", maxReplicas=1, cooldownTime=60)
-    told = await until_over(http, "first")
-    assert (told["name"], told["deploymentStatus"]) == ("first", "ready")
+    response = await until_over(http, "first")
+    assert (response["name"], response["deploymentStatus"]) == ("first", "ready")
     found = await get(http, "first")
     assert set(found) >= REQUIRED
     assert (found["type"], found["status"], found["description"]) == ("private", "ready", "ours")
@@ -100,9 +100,9 @@ async def test_one_that_cannot_start(opened):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FAKE_START_ERROR", "ValueError: no room for the cache")
         await create(http, "broken", customArgs=["--seed", "99"])
-        told = await until_over(http, "broken")
-    assert told["deploymentStatus"] == "failed"
-    (failure,) = [each for each in told["ComputeEvents"] if each["eventType"] == "Failed"]
+        reply = await until_over(http, "broken")
+    assert reply["deploymentStatus"] == "failed"
+    (failure,) = [each for each in reply["ComputeEvents"] if each["eventType"] == "Failed"]
     assert "no room for the cache" in failure["message"]
     found = await get(http, "broken")
     assert found["status"] == "failed" and "no room for the cache" in found["message"]
@@ -191,8 +191,8 @@ async def test_the_configurations_own(http):
 async def test_a_token_is_never_told(http):
     """No reply has it."""
     made = await create(http, "gated", hfToken="hf_verysecret")
-    told = [made, await get(http, "gated"), (await http.get("/v2/deployments")).json()]
-    assert "verysecret" not in str(told)
+    results = [made, await get(http, "gated"), (await http.get("/v2/deployments")).json()]
+    assert "verysecret" not in str(results)
 
 
 async def test_recommended_config(http):

@@ -121,8 +121,8 @@ def piece(
     """A choice of vLLM's."""
     logprobs = {"tokens": [each for _, each in tokens], "token_logprobs": [-0.5] * len(tokens)}
     ids = [token for token, _ in tokens]
-    told = {"text": text, "token_ids": ids, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
-    return {"index": 0} | told | more
+    fields = {"text": text, "token_ids": ids, "logprobs": logprobs, "finish_reason": finish, "stop_reason": stop}
+    return {"index": 0} | fields | more
 
 
 def choice(*told, **more) -> Choice:
@@ -170,9 +170,9 @@ def test_the_best_of_several():
     likely = piece("yes", (1, "yes"), finish="length") | {"logprobs": {"tokens": ["yes"], "token_logprobs": [-0.1]}}
     answer = msgspec.convert({"choices": [piece("no", (2, "no"), finish="length"), likely]}, Answer)
     found = call(best_of=2, do_sample=True, details=True, return_full_text=True)
-    told = generated(found, check(found), answer)
-    assert told.generated_text == "hiyes" and told.details is not None
-    assert [each.generated_text for each in told.details.best_of_sequences or ()] == ["hino"]
+    result = generated(found, check(found), answer)
+    assert result.generated_text == "hiyes" and result.details is not None
+    assert [each.generated_text for each in result.details.best_of_sequences or ()] == ["hino"]
     plain = call(best_of=2, do_sample=True)
     assert msgspec.json.encode(generated(plain, check(plain), answer)) == b'{"generated_text":"yes"}'
 
@@ -182,8 +182,8 @@ async def stream(events: list[bytes], found: Generate) -> list[dict]:
         for event in events:
             yield event
 
-    told = b"".join([each async for each in events_of(found, check(found), pieces())])
-    lines = told.decode().split("\n\n")
+    text = b"".join([each async for each in events_of(found, check(found), pieces())])
+    lines = text.decode().split("\n\n")
     assert lines.pop() == "" and all(line.startswith("data:{") for line in lines)
     return [json.loads(line.removeprefix("data:")) for line in lines]
 
@@ -202,12 +202,12 @@ STREAM = b"".join([
 async def test_streams(size):
     """Each token is an event, however the engine's bytes are cut; the last has the text and why it ended."""
     cut = [STREAM[at : at + size] for at in range(0, len(STREAM), size)]
-    told = await stream(cut, call(stream=True, details=True, seed=3))
-    assert [each["token"]["text"] for each in told] == ["a", "b", "c", "</s>"]
-    assert [each["token"]["special"] for each in told] == [False, False, False, True]
-    assert [each["generated_text"] for each in told] == [None, None, None, "abc"]
+    reply = await stream(cut, call(stream=True, details=True, seed=3))
+    assert [each["token"]["text"] for each in reply] == ["a", "b", "c", "</s>"]
+    assert [each["token"]["special"] for each in reply] == [False, False, False, True]
+    assert [each["generated_text"] for each in reply] == [None, None, None, "abc"]
     details = {"finish_reason": "eos_token", "prompt_tokens": 3, "generated_tokens": 4, "seed": 3}
-    assert told[-1]["details"] == details and told[0]["details"] is None
+    assert reply[-1]["details"] == details and reply[0]["details"] is None
     assert (await stream(cut, call(stream=True)))[-1]["details"] is None
 
 

@@ -34,8 +34,8 @@ def deployment(had: LlmSettings | None = None, **told) -> LlmSettings:
 
 def test_a_job_that_says_nothing_gets_the_base_model():
     """All six keys with null, as the client sends them, mean the base model as it is."""
-    told = msgspec.json.decode(SENT_BY_CLIENT, type=ServerConfig)
-    assert of_server_config(told) == LlmSettings("qwen")
+    reply = msgspec.json.decode(SENT_BY_CLIENT, type=ServerConfig)
+    assert of_server_config(reply) == LlmSettings("qwen")
 
 
 @pytest.mark.parametrize(
@@ -69,8 +69,8 @@ def test_flags(flags, arguments):
 
 def test_adapters_of_flags():
     """A list has its values behind its flag, or under commas."""
-    told = server(customArgs=["--preloaded-adapter-ids", "a/1", "b", "--seed", "1", "--preloaded-adapter-ids=c,d"])
-    assert (told.preloaded_adapters, told.engine_args) == (["a/1", "b", "c", "d"], {"seed": 1})
+    result = server(customArgs=["--preloaded-adapter-ids", "a/1", "b", "--seed", "1", "--preloaded-adapter-ids=c,d"])
+    assert (result.preloaded_adapters, result.engine_args) == (["a/1", "b", "c", "d"], {"seed": 1})
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,13 @@ def test_fields_without_a_counterpart(field, value):
 
 def test_a_whole_deployment_config():
     """Every field that has a counterpart is applied."""
-    told = deployment(
+    result = deployment(
         customArgs=["--seed", "3"], cooldownTime=60, hfToken="hf_x", minReplicas=1, maxReplicas=3,
         scaleUpRequestThreshold=16, maxTotalTokens=1024, preloadedAdapters=["a/1", "a/1"], prefixCaching=False,
         chunkedPrefill=True, maxNumBatchedTokens=2048, quantization="fp8", speculator="disabled", cacheModel=True,
         disableAdapters=False,
     )  # fmt: skip
-    assert told == LlmSettings(
+    assert result == LlmSettings(
         "m",
         {
             "seed": 3, "max-model-len": 1024, "max-num-batched-tokens": 2048, "enable-prefix-caching": False,
@@ -207,15 +207,17 @@ def test_a_config_comes_back():
     had = deployment(
         maxTotalTokens=1024, prefixCaching=True, quantization="fp8", customArgs=["--dtype", "half"], hfToken="hf_x"
     )
-    told = config_of(had)
-    assert told.hf_token is None
-    again = of_deployment_config(told)
+    result = config_of(had)
+    assert result.hf_token is None
+    again = of_deployment_config(result)
     assert msgspec.structs.replace(again, hf_token="hf_x") == had
-    job = ServerConfig(told.base_model, told.custom_args, None, told.lorax_image_tag, told.quantization, told.backend)
+    job = ServerConfig(
+        result.base_model, result.custom_args, None, result.lorax_image_tag, result.quantization, result.backend
+    )
     assert of_server_config(job).engine_args == had.engine_args
 
 
 def test_what_callers_may_not_set_is_not_shown():
     """Engine arguments of the configuration are the base model's own."""
-    told = config_of(LlmSettings("m", {"allowed-media-domains": "x", "max_model_len": 8}))
-    assert (told.custom_args, told.max_total_tokens) == (["--max-model-len=8"], 8)
+    result = config_of(LlmSettings("m", {"allowed-media-domains": "x", "max_model_len": 8}))
+    assert (result.custom_args, result.max_total_tokens) == (["--max-model-len=8"], 8)

@@ -224,11 +224,11 @@ def moto() -> Iterator[str]:
 @pytest.fixture
 def bucket(moto: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     """botocore's own client, an empty bucket, and an environment whose children go there."""
-    told = {
+    fields = {
         "AWS_ENDPOINT_URL": moto, "AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing",
         "AWS_REGION": "us-east-1", "NO_PROXY": "*",
     }  # fmt: skip
-    for name, value in told.items():
+    for name, value in fields.items():
         monkeypatch.setenv(name, value)
     client = Session().create_client(
         "s3", region_name="us-east-1", endpoint_url=moto, aws_access_key_id="testing", aws_secret_access_key="testing",

@@ -173,6 +173,6 @@ def test_a_base_of_a_hub(trained: str | None, base: str, fits: bool) -> None:
 def test_a_rank_too_high() -> None:
     """An adapter whose rank the engine has no room for does not fit."""
     facts = AdapterFacts(32, None, 1, ["q_proj"])
-    told = find_mismatch(facts, base_source="org/model", rank_max=16)
-    assert told == "its rank is 32, and the maximum of this model's engine is 16"
+    result = find_mismatch(facts, base_source="org/model", rank_max=16)
+    assert result == "its rank is 32, and the maximum of this model's engine is 16"
     assert find_mismatch(facts, base_source="org/model", rank_max=32) == ""

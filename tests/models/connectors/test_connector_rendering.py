@@ -200,8 +200,8 @@ def test_methods_and_headers():
     )
     other = renderer(headers={"content-type": "text/plain"}).render({"input": "a"}, SECRETS)
     assert other.headers == {"content-type": "text/plain"}
-    asked = renderer(method="GET", request_body=None, kind="batch_predict_status").render({}, SECRETS)
-    assert (asked.method, asked.body, asked.headers) == ("GET", None, {"Authorization": "Bearer s3cret"})
+    request = renderer(method="GET", request_body=None, kind="batch_predict_status").render({}, SECRETS)
+    assert (request.method, request.body, request.headers) == ("GET", None, {"Authorization": "Bearer s3cret"})
 
 
 def test_headers_follow_their_credentials():
