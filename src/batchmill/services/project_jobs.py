@@ -1,4 +1,4 @@
-"""Operations on jobs for one caller: the jobs of its project, by their full ids, with results that can be downloaded.
+"""Operations on jobs for one caller: the jobs of its project with results that can be downloaded, and previews.
 
 Knows no dialect. A job of another project gets the same error as a job that does not exist.
 """
@@ -8,17 +8,21 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
+from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.errors import Gone, StorageFull, UnknownName
+from batchmill.jobs.intake import preview
 from batchmill.jobs.pools.resources import veiled
 from batchmill.ports import Jobs
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.files import FileService, Result
 from batchmill.services.trace_context import traceparent
 from batchmill.states import JobState
+from batchmill.store.disk_room import DiskQuota
 from batchmill.types import (
     Amendment,
     Caller,
@@ -30,9 +34,12 @@ from batchmill.types import (
     Submitted,
     Wait,
 )
+from batchmill.wire.native import Estimated, Planned, SealReport
 
 SHOWN_CHARS = 64  # of an unknown id, in a message
 CACHED_RESULTS_MAX = 10_000  # ended jobs whose result ids are cached
+PREVIEWS_AT_ONCE = 2  # each reads its whole dataset in its own processes
+WAITING_MAX = 16  # per project
 _ID = re.compile(r"job_[0-9a-f]{20}")
 
 
@@ -177,3 +184,33 @@ class ProjectJobs:
             if len(self._results) > CACHED_RESULTS_MAX:
                 self._results.popitem(last=False)
         return view, result_ids
+
+
+# -- previews ----------------------------------------------------------------------------------------------------------
+
+
+def _ignore_progress(share: float) -> None:
+    """Nothing shows the progress of a preview."""
+
+
+class PreviewService:
+    """Raises, everywhere: InvalidInput if the order cannot run as it is; Unavailable if too many previews wait."""
+
+    def __init__(self, data_dir: Path, disk: DiskQuota) -> None:
+        self._data_dir, self._disk = data_dir, disk
+        self._semaphore = FairSemaphore(PREVIEWS_AT_ONCE, waiting_max=WAITING_MAX, what="datasets to look at")
+
+    async def validate(self, order: JobOrder) -> SealReport:
+        """Check every row."""
+        async with self._semaphore.place(order.project):
+            return await preview.validate(order, self._data_dir, _ignore_progress, self._disk)
+
+    async def plan(self, order: JobOrder) -> Planned:
+        """Return the order in which the rows would run."""
+        async with self._semaphore.place(order.project):
+            return Planned(*await preview.plan(order, self._data_dir, _ignore_progress, self._disk))
+
+    async def estimate(self, order: JobOrder, rows_per_s: float | None) -> Estimated:
+        """Estimate tokens, cost and, at the given rate, time."""
+        async with self._semaphore.place(order.project):
+            return Estimated(*await preview.estimate(order, self._data_dir, _ignore_progress, rows_per_s, self._disk))

@@ -68,7 +68,7 @@ class NativeKeys:
 SHOWN_CHARS = 64
 
 
-class Quarantine:
+class NativeQuarantine:
     def __init__(self, services: Services) -> None:
         self._llms = services.llms
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from batchmill.dialects.native.admin import NativeKeys, Quarantine
+from batchmill.dialects.native.admin import NativeKeys, NativeQuarantine
 from batchmill.dialects.native.files import Files
 from batchmill.dialects.native.functions import Functions
 from batchmill.dialects.native.jobs import JobStreams, NativeJobs
@@ -54,7 +54,7 @@ class NativeDialect:
             Functions(services, self._redactor),
             Llms(services, self._redactor),
             Adapters(services, self._redactor),
-            Quarantine(services),
+            NativeQuarantine(services),
         )
 
     def operations(self) -> Sequence[Operation]:

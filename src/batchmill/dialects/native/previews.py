@@ -12,7 +12,7 @@ from batchmill.dialects.native.orders import Orders, Redactor
 from batchmill.jobs.pools.tallies import ModelGauge
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.server.replies import run_until_disconnect
-from batchmill.services.previews import PreviewService
+from batchmill.services.project_jobs import PreviewService
 from batchmill.services.services import Services
 from batchmill.states import JobState
 from batchmill.types import Caller, JobOrder, JobQuery, ModelSpec
