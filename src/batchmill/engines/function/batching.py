@@ -1,4 +1,4 @@
-"""Rows of jobs on their way through the process: trains long enough that it never idles, short enough to be paused."""
+"""RowBatcher: groups job rows into batches, long enough to keep the process busy, short enough to pause."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _values = msgspec.json.Decoder(list[Raw])
 
 
 class FormBody(Struct, frozen=True, gc=False):
-    """A row whose body is in one of the forms of live calls."""
+    """The body of a row in a live call's form."""
 
     form: str
     body: bytes
@@ -55,7 +55,7 @@ Read = bytes | FormBody | RowError  # bytes: the JSON object of its arguments
 
 
 class _Line(Struct, gc=False):
-    """A line of an OpenAI file, its parts uncut."""
+    """A line of an OpenAI file with raw members."""
 
     custom_id: Raw
     url: str
@@ -66,7 +66,7 @@ _lines = msgspec.json.Decoder(list[_Line])
 
 
 class RowReader:
-    """Reads rows for one function. Fields that it does not take are left out by its process, as columns often are."""
+    """Reads rows for one function. Its process drops fields that the function does not take."""
 
     def __init__(self, interface: Interface) -> None:
         self._interface = interface
@@ -76,12 +76,12 @@ class RowReader:
         self._cells = CellReader(interface.inputs)
 
     def read(self, rows: Sequence[Row]) -> Sequence[Read]:
-        """What each row calls."""
+        """The call of each row."""
         together = self._read_together(rows)
         return [self._read_one(row) for row in rows] if together is None else together
 
     def _read_together(self, rows: Sequence[Row]) -> Sequence[Read] | None:
-        """All rows by one call of the decoder; None where one of them is not as most are."""
+        """Decode all rows in one call; None if a row is unusual."""
         form, raws = rows[0].form, [row.raw for row in rows]
         text = joined(raws)
         try:
@@ -132,7 +132,7 @@ def outcome_of(row: Row, body: bytes) -> Outcome:
 
 
 def outcomes_of(rows: Sequence[Row], values: bytes, errors: dict[int, CallError]) -> list[Outcome]:
-    """Outcomes of rows that were called one after another; `errors` by their place here."""
+    """The outcomes of consecutive rows; `errors` by index."""
     bodies = _values.decode(values)
     if len(bodies) != len(rows):
         wrong = RowError("bad_return", f"the function's process answered {len(bodies)} of {len(rows)} rows")
@@ -164,7 +164,7 @@ DEATHS_MAX = 3  # of processes that a row may cause
 
 
 class RowBatch(ProcessWork):
-    """Plain rows that go in one frame. `deaths`: of processes that were called with its rows."""
+    """Plain rows in one frame. `deaths`: of processes that were running them."""
 
     __slots__ = ("_came", "_items", "_left", "_rows", "_batcher", "deaths", "sent_at")
     is_train = True
@@ -189,7 +189,7 @@ class RowBatch(ProcessWork):
         return self._left <= 0
 
     def _open(self) -> list[int]:
-        """The places of rows that have no result yet."""
+        """The indexes of rows without a result."""
         came = {place for first, count in self._came for place in range(first, first + count)}
         return [place for place in range(len(self._rows)) if place not in came]
 
@@ -222,11 +222,11 @@ class RowBatch(ProcessWork):
         return again, []
 
     def fail(self, error: BatchmillError) -> None:
-        """Its rows stay undone: `run` ends."""
+        """Leave the rows without an outcome: `run` ends."""
 
 
 class FormRow(ProcessWork):
-    """A row whose body is in one of the forms of live calls: as many calls as that says."""
+    """A row in a live call's form: as many calls as its body has."""
 
     __slots__ = ("_deaths", "_form", "_row", "_stages", "_batcher", "sent_at")
     is_train = True
@@ -255,7 +255,7 @@ class FormRow(ProcessWork):
         return True
 
     def _error(self, error: BatchmillError, errors: dict[int, CallError]) -> RowError:
-        """As rows in other forms have it: what user code raised, by its type, and no traceback."""
+        """The error of user code by its type, without a traceback, as rows in other forms have it."""
         if error.code != FUNCTION_ERROR or not errors:
             return _row_error(error)
         first = min(errors)
@@ -298,7 +298,7 @@ class RowBatcher:
 
     @property
     def most(self) -> int:
-        """Rows that may be held."""
+        """The maximum number of rows to hold."""
         most = 2 * max(ROWS_MAX, self._batch_size())
         return min(self._most or most, most)
 
@@ -336,7 +336,7 @@ class RowBatcher:
             await self._room.wait()
 
     def _unit_size(self) -> int:
-        """Rows of one train: as many as last TRAIN_S, and whole batches."""
+        """The rows of one batch: as many as last TRAIN_S, and whole function batches."""
         together = self.interface.calls != "row" or self.interface.is_async
         batch = self._batch_size()
         unit = max(batch, TOGETHER if together else 1)
@@ -367,7 +367,7 @@ class RowBatcher:
             self.put(refused, time.monotonic(), {})
 
     def _send_form(self, row: Row, read: FormBody) -> list[Outcome]:
-        """Ask a row in a form of its own; its outcome already where it cannot be read."""
+        """Send a row in its own form; put its error if it cannot be read."""
         try:
             form = CALL_FORMS[read.form]
             asked = form.read(read.body, b"", self.interface, received_shapes=self._received_shapes)
@@ -379,7 +379,7 @@ class RowBatcher:
     # -- what comes back ----------------------------------------------------------------------------------------------
 
     def put(self, outcomes: list[Outcome], sent_at: float, errors: dict[int, CallError]) -> None:
-        """Hand outcomes on; tracebacks of `errors` go to the log."""
+        """Put outcomes; tracebacks of `errors` go to the log."""
         if self._sink is None:
             return
         bad = sum(outcome.error is not None for outcome in outcomes)
@@ -406,13 +406,13 @@ class RowBatcher:
             self._process.calls.write(trace, origin[0], f"{origin[1]} row {row.number}")
 
     def give_up(self, row: Row, blame: Blame, deaths: int) -> None:
-        """A row that ends every process it is called in gets its error."""
+        """Put the error of a row that kills every process it runs in."""
         fault = blame.fault
         text = fault.message if deaths == 1 else f"{fault.message} (tried {deaths} times)"
         self.put([failed(row, CallError(fault.code, text))], time.monotonic(), {})
 
     def measure(self, rows: int, sent_at: float) -> None:
-        """Learn how many rows last TRAIN_S from a train that has ended."""
+        """Learn how many rows last TRAIN_S, from a finished batch."""
         now = time.monotonic()
         took_s = now - max(sent_at, self._last_done)
         self._last_done = now
@@ -425,7 +425,7 @@ def _row_error(error: BatchmillError) -> RowError:
 
 
 def _origin(rows: Sequence[Row]) -> Origin:
-    """Whose rows of one lease are: project, job, and the number of the first where the others follow it."""
+    """The origin of one lease's rows: project, job, and the first number if they are consecutive."""
     lease = rows[0].lease
     if lease is None:
         return ()

@@ -1,4 +1,4 @@
-"""The face of the engine: rows, live requests and Asks of one deployed function, in a process of its own."""
+"""The function process engine: rows and live calls of one deployed function."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Watch:
             await asyncio.to_thread(self._process.calls.rotate)
 
     def look(self, now: float) -> None:
-        """Tell those whose time is up; replace the process where a call does not end, or holds too much."""
+        """Time out calls; replace the process if a call does not end or uses too much memory."""
         child = self._process.child
         running = child.blamed() if child is not None and self._process.is_up else []
         self._expire(now, {call[0] for call in running})
@@ -79,7 +79,7 @@ class Watch:
             self._process.replace(stuffed(self._memory_bytes, held))
 
     def _expire(self, now: float, running: set[int]) -> None:
-        """Tell those whose time is up. What of theirs has not begun never does."""
+        """Time out calls; their unstarted work is dropped."""
         for work in [work for work in self._process.works.values() if work.deadline <= now]:
             if work.is_sent:
                 self._leaving[work.id] = work.limit_s + self._grace_s
@@ -87,7 +87,7 @@ class Watch:
             work.expire(was_called=work.id in running)
 
     def _end_hung(self, running: list[Call], now: float) -> None:
-        """Whoever asked may have waited in line: only what one call itself takes says that it hangs.
+        """Replace the process if one call alone takes too long; time in the queue does not count.
 
         To replace the process for less would cost the next callers its setup, and make them late too.
         """
@@ -99,7 +99,7 @@ class Watch:
             self._process.replace(hung(min(self._limit_of(call[0]) for call in late)), frozenset(late))
 
     def _limit_of(self, id_: int) -> float:
-        """How long a call of this work may take: a row of a job may ask for less than the model allows."""
+        """The time limit of a call: a job's row may have a shorter one than the model."""
         work = self._process.works.get(id_)
         asked_s = work.asked.timeout_s if work is not None and work.is_train else None
         own_s = self._limit_s if asked_s is None else min(asked_s, self._limit_s)
@@ -177,7 +177,7 @@ class FunctionProcessEngine:
         )
 
     async def _answer(self, request: LiveRequest) -> FunctionReply:
-        """The answer to a request in one piece. Raises: what the call raised."""
+        """The complete reply to a request. Raises: the error of the call."""
         waiting = _Waiting()
         ask = self._ask(request)
         self._live.ask(ask, waiting)
@@ -209,7 +209,7 @@ class FunctionProcessEngine:
 
 
 class _Waiting:
-    """`ports.Answering` for one answer."""
+    """The sink of one reply."""
 
     def __init__(self) -> None:
         self.answer: asyncio.Future[FunctionReply] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""The function engine: calls user code for each row, in one thread of its own or, where it is async, on the loop.
+"""The in-worker function engine: calls user code in a thread, or on the loop if it is async.
 
 It owns when user code is called; how a row becomes a call and a result an outcome is `function_calls`' business.
 """
@@ -30,7 +30,7 @@ _form = TableForm()  # a body's fields are the arguments, as a table's columns a
 
 
 class _Ended(Struct, frozen=True):
-    """What a generator gives when it has no more."""
+    """The end of a generator."""
 
 
 class InWorkerLive:
@@ -113,7 +113,7 @@ class InWorkerLive:
             raise _raised(self._calls.row_error(error)) from None
 
     async def _close(self, made: Generator[Any] | AsyncGenerator[Any]) -> None:
-        """Let the function's own `finally` run where the rest of it ran; nobody waits for a thread that is busy."""
+        """Run the function's own `finally` in its thread; do not wait for a busy thread."""
         if isinstance(made, Generator):
             self._thread.submit_ahead(lambda: self._close_here(made))
             return
@@ -137,7 +137,7 @@ class InWorkerLive:
 
 
 def _raised(error: RowError) -> BatchmillError:
-    """What a row would have got, for somebody who waits."""
+    """The error that a row would have, for a live call."""
     if error.code in CALLER_CODES:
         return InvalidInput(error.message, code=error.code)
     if error.code in MODEL_CODES:
@@ -153,7 +153,7 @@ PUT_EVERY_S = 0.02  # how long a finished row waits while the thread works on th
 
 
 class FunctionEngine:
-    """Runs rows through a Python function, a list-taking one, an async one, or a class's `predict`.
+    """Runs rows through a Python function: plain, list-taking, async, or a class's `predict`.
 
     A live request is called ahead of rows: between two of them, or between two lists, in the thread; at once on the
     loop. A generator function answers those that ask for a stream.
@@ -192,7 +192,7 @@ class FunctionEngine:
         self._note = ""
 
     async def _set_up(self, loaded: functions.Loaded) -> None:
-        """Call `setup` where the rows will be called: what it makes may belong to a thread or to a loop."""
+        """Call `setup` where the rows will be called: it may create thread-local or loop-bound objects."""
         assert self._thread is not None and loaded.setup is not None
         self._note = f"setting up {self._model.source}"
         try:
@@ -234,7 +234,7 @@ class FunctionEngine:
             size = max(least, min(int(fitting), len(rows) * GROWTH_MAX, ROWS_MAX))
 
     async def _answer_in_thread(self, calls: FunctionCaller, rows: list[Row], sink: Sink) -> None:
-        """Put each row's outcome soon after it is there, while the thread is at the next ones."""
+        """Put outcomes soon after they exist, while the thread runs the next rows."""
         assert self._thread is not None
         self._in_flight = len(rows)
         done: list[Outcome] = []  # the thread appends, the loop reads: no lock, no wake-up for each row

@@ -1,4 +1,4 @@
-"""Rows of a function turned into calls of user code, and what it returns or raises into outcomes."""
+"""Turns rows into calls of user code, and its results or exceptions into outcomes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DISTINCT_ERRORS_MAX = 1000
 
 
 class UserThread:
-    """One daemon thread that runs calls in order: it keeps the loop free, and a stuck call never holds the exit up."""
+    """One daemon thread that runs calls in order, so that a stuck call blocks neither the loop nor the exit."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
@@ -86,11 +86,11 @@ class UserLog:
         self._seen: dict[tuple[str, str, int], int] = {}
 
     def capture_stdout(self) -> None:
-        """Send what is printed from now on to the log: a worker's own standard output is not user code's to use."""
+        """Redirect prints to the log: a worker's own standard output is not for user code."""
         self._stdout, sys.stdout = sys.stdout, self._file
 
     def traceback(self, error: BaseException, about: str) -> None:
-        """Write the traceback down, if this error has not been seen often enough."""
+        """Log a traceback, unless the same error was logged often enough."""
         key = _place(error)
         times = self._seen.get(key, 0)
         if times >= TRACEBACKS_MAX or (times == 0 and len(self._seen) >= DISTINCT_ERRORS_MAX):
@@ -99,7 +99,7 @@ class UserLog:
         self._file.write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} {about}:\n{user_traceback(error)}\n")
 
     def rotate(self) -> None:
-        """Begin a new file when this one is full. Holders of the file object go on with the new one."""
+        """Start a new file when this one is full. Users of the file object write to the new one."""
         self._file.flush()
         if os.fstat(self._file.fileno()).st_size < LOG_BYTES_MAX:
             return
@@ -118,7 +118,7 @@ def _open(path: Path) -> TextIO:
 
 
 def _place(error: BaseException) -> tuple[str, str, int]:
-    """What tells errors apart: the class, and the line that raised it."""
+    """The identity of an error: its class, and the line that raised it."""
     frame = error.__traceback__
     if frame is None:
         return type(error).__name__, "", 0
@@ -164,7 +164,7 @@ class FunctionCaller:
             self._answer_some(some, done, halt)
 
     def answer_one(self, row: Row) -> Outcome:
-        """The outcome of a row that goes ahead of those of `answer_all`, perhaps in the midst of them."""
+        """The outcome of a row that runs ahead of those of `answer_all`, perhaps in the middle of them."""
         [outcome] = self._answer_list([row])
         return outcome
 
@@ -255,7 +255,7 @@ class FunctionCaller:
             return RowError("invalid_json", f"the row cannot be read: {error}")
 
     def _fit(self, fields: dict[str, Any]) -> dict[str, Any] | RowError:
-        """The fields that the function takes."""
+        """Keep the fields that the function takes."""
         if self._required and not fields.keys() >= self._required:
             missing = ", ".join(sorted(self._required - fields.keys()))
             return RowError("missing_argument", f"the function needs {missing}, and the row has: {', '.join(fields)}")
@@ -299,13 +299,13 @@ class FunctionCaller:
         return [Outcome(row, error=failure, status=0) for row in rows]
 
     def row_error(self, error: BaseException, about: str = "a live request") -> RowError:
-        """What user code raised, in a few words; its traceback goes to the log."""
+        """The error of a row from an exception; its traceback goes to the log."""
         self._log.traceback(error, about)
         return RowError(type(error).__name__, _text_of(error))
 
 
 def run_ahead(ahead: deque[Callable[[], object]]) -> None:
-    """Run every call that is to go first. What they raise they keep to themselves."""
+    """Run every call that goes first. They handle their own errors."""
     while ahead:
         ahead.popleft()()
 
@@ -315,7 +315,7 @@ def cut(rows: list[Row], size: int) -> list[list[Row]]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold of a value that is none of its own: numpy and torch values, models of pydantic."""
+    """A JSON value for a value of numpy, torch or pydantic."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if hasattr(value, "model_dump"):
@@ -332,7 +332,7 @@ def _article(value: Any) -> str:
 
 
 def _text_of(error: BaseException) -> str:
-    """An exception's message, capped and fit for UTF-8."""
+    """An exception's message, capped and valid UTF-8."""
     try:
         text = str(error)
     except Exception as broken:  # user code: its __str__

@@ -1,4 +1,4 @@
-"""Calls that somebody waits for: a form reads the body, the process answers, and the form writes the reply.
+"""Live calls: a form parses the body, the process runs it, and the form encodes the reply.
 
 Large bodies and results are read and written in a thread, so that the loop goes on.
 """
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class FunctionLiveCall(ProcessWork):
-    """An Ask between its arrival and its answer."""
+    """A live call between its arrival and its reply."""
 
     __slots__ = ("_calls", "_is_second", "answering", "arrived", "form", "limit_s")
 
@@ -124,7 +124,7 @@ class FunctionLive:
         self.in_flight -= 1
 
     def read(self, ask: FunctionRequest) -> ParsedCalls | Raised:
-        """The body as calls, or what is wrong with it."""
+        """Parse the body into calls, or return its error."""
         try:
             form = self._forms.get(ask.form) or self._load(ask.form)
             return form.read(ask.body, ask.head, self.interface, received_shapes=self._received_shapes)
@@ -146,7 +146,7 @@ class FunctionLive:
             self._process.begin(FunctionLiveCall(ask, asked, self, answering, arrived))
 
     def write(self, call: FunctionLiveCall, results: FunctionResults, size: int) -> None:
-        """Answer a call with its results."""
+        """Reply with the results."""
         if size < LARGE_BYTES:
             self.end(call, self._written(call, results))
         else:
@@ -162,7 +162,7 @@ class FunctionLive:
             return FunctionReply(call.id, raised=_bug(error))
 
     def end(self, call: FunctionLiveCall, answer: FunctionReply) -> None:
-        """Put the answer of a call."""
+        """Put the reply."""
         self._put(call.answering, answer, call.arrived)
 
     def _put(self, answering: AnswerSink, answer: FunctionReply, arrived: float) -> None:
@@ -171,7 +171,7 @@ class FunctionLive:
         answering.put(answer)
 
     def _in_thread(self, ask_id: int, call: Callable[[], T], then: Callable[[T], None]) -> None:
-        """Run `call` in a thread and `then` with its result here, unless the Ask is abandoned meanwhile."""
+        """Run `call` in a thread and `then` with its result here, unless the call is abandoned."""
         self._in_threads.add(ask_id)
 
         def done(future: asyncio.Future[T]) -> None:
@@ -195,7 +195,7 @@ Piece = tuple[bytes, list[Buffer]] | BatchmillError | None  # None: there are no
 
 
 class Stream(ProcessWork):
-    """One stream: its pieces as they come."""
+    """One stream of events."""
 
     __slots__ = ("_has_begun", "_process", "_wanted", "pieces")
     holds_up = False
@@ -217,7 +217,7 @@ class Stream(ProcessWork):
         return pack({"kind": "next", "id": self.id})
 
     def more(self) -> None:
-        """One event has been taken."""
+        """Note that one event has been taken."""
         self._wanted += 1
         if self.is_sent and self._process.child is not None:
             self._process.child.write(self._next())
@@ -254,7 +254,7 @@ class Stream(ProcessWork):
 async def events(
     process: Process, ask: FunctionRequest, asked: ParsedCalls, form: CallForm
 ) -> AsyncGenerator[LiveHead | bytes]:
-    """The head and the events of a stream. Raises: ModelFailed, InvalidInput where the function does."""
+    """The head and the events of a stream. Raises: ModelFailed, InvalidInput from the function."""
     stream = Stream(ask, asked, process)
     process.begin(stream)
     has_begun = False

@@ -1,4 +1,4 @@
-"""Which adapters an engine server holds: loaded ahead of need, and the one unused for longest gives way.
+"""AdapterCache: the adapters that an engine server holds, loaded ahead of need, evicted least recently used.
 
 Whoever sends a row or a live request says so here; what is in use stays. Live requests go first.
 """
@@ -28,22 +28,22 @@ LIVE_WAIT_S = 120.0
 
 
 class Host(Protocol):
-    """Who owns the server."""
+    """What the cache needs of the engine that owns the server."""
 
     server: VllmServer
 
     def wake_rows(self) -> None:
-        """An adapter has come, or there is none to be had."""
+        """Called when an adapter is loaded, or could not be."""
 
     def recall_rows(self, adapter: Adapter) -> None:
-        """Take the rows of an adapter out of the engine; they go again later."""
+        """Take the rows of an adapter out of the engine; they run again later."""
 
     async def revived(self, wait_s: float) -> None:
-        """Return once the server lives, or raise Unavailable."""
+        """Wait until the server lives. Raises: Unavailable."""
 
 
 class AdapterSlot(Struct, eq=False):
-    """One adapter in the engine, and who uses it."""
+    """One adapter slot of the engine, with its current users."""
 
     adapter: Adapter
     is_loading: bool = True
@@ -58,7 +58,7 @@ class AdapterSlot(Struct, eq=False):
 
 
 class AdapterCache:
-    """The adapters of one engine. `room`: how many it holds at most. Concurrency: one event loop."""
+    """The adapters of one engine. `room`: the number of slots. Concurrency: one event loop."""
 
     def __init__(
         self, host: Host, *, room: int, names: AdapterNames, counts: AdapterCounts, clock: Clock, timeout_s: float
@@ -89,12 +89,12 @@ class AdapterCache:
         return place is not None and not (place.is_loading or place.is_leaving)
 
     def failure(self, adapter: Adapter) -> str:
-        """Why an adapter could not be loaded lately; empty: it could, or nobody has tried."""
+        """Why an adapter could not be loaded recently; empty: it could, or was not tried."""
         until, why = self._failed.get(adapter, (0.0, ""))
         return why if self._clock.monotonic() < until else ""
 
     def use(self, adapter: Adapter) -> AdapterSlot:
-        """A row is sent to an adapter that `may_go`; `let_go` of what this returns when it is back."""
+        """Count a row that is sent to an adapter that `may_go`; `let_go` takes the returned slot back."""
         place = self._places[adapter]
         place.rows += 1
         self._touch(place)
@@ -107,12 +107,12 @@ class AdapterCache:
             self._publish()
 
     def want(self, adapters: Sequence[Adapter]) -> None:
-        """Rows wait for these adapters, loaded or not, in this order."""
+        """Set the adapters that rows wait for, in this order."""
         self._wanted = {adapter: rank for rank, adapter in enumerate(adapters)}
         self._move()
 
     def make_way(self, adapter: Adapter) -> AdapterSlot | None:
-        """Have rows leave some place, so that this adapter gets it. None: it has one already, or no rows can."""
+        """Have rows leave a slot for this adapter. None: it has one, or no rows can leave."""
         if adapter in self._places:
             return None
         leaving = [place for place in self._places.values() if place.is_leaving]
@@ -129,7 +129,7 @@ class AdapterCache:
 
     @contextlib.asynccontextmanager
     async def held(self, adapter: Adapter) -> AsyncGenerator[bool]:
-        """For a live request: have the adapter loaded, and keep it; yields whether it was there.
+        """Load the adapter for a live request and hold it; yields whether it was loaded before.
 
         Raises: InvalidInput for an adapter that cannot be loaded, Unavailable where no place becomes free in time.
         """
@@ -150,7 +150,7 @@ class AdapterCache:
                 self._publish()
 
     def restarted(self) -> None:
-        """The server is a new one, which holds nothing."""
+        """Forget all slots: the server is a new one."""
         self._places.clear()
         self._move()
         self._publish()
@@ -161,7 +161,7 @@ class AdapterCache:
             await asyncio.gather(self._moving, return_exceptions=True)
 
     def note(self, rows: int) -> str:
-        """What so many rows wait for, if it is an adapter; for people."""
+        """What these rows wait for, if it is an adapter; for users."""
         loading = [place.adapter.name for place in self._places.values() if place.is_loading]
         if loading:
             return (
@@ -214,7 +214,7 @@ class AdapterCache:
     # -- what moves ----------------------------------------------------------------------------------------------------
 
     def _move(self) -> None:
-        """Begin the next load, if one is due and there is a place, or a place that can be had."""
+        """Start the next load, if one is due and a slot is free or can be freed."""
         if self._moving is not None or not self._host.server.process.is_alive:
             return
         for adapter in (*self._live, *self._wanted):
@@ -237,7 +237,7 @@ class AdapterCache:
             self._host.wake_rows()
 
     def _victim(self, adapter: Adapter) -> AdapterSlot | None:
-        """The place that an adapter may have: nobody uses it, and no row waits for it that goes before."""
+        """The slot to evict for an adapter: unused, and no earlier row waits for it."""
         rank = -1 if adapter in self._live else self._rank(adapter)
         idle = [place for place in self._places.values() if place.is_idle and place.adapter not in self._live]
         idle = [place for place in idle if place.is_leaving or self._rank(place.adapter) > rank]

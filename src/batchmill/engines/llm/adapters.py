@@ -1,4 +1,4 @@
-"""Adapters by the names that an engine server knows them by: one name, one place, for as long as the engine lives."""
+"""AdapterNames: the names of adapters in an engine server, one name a folder for the life of the engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AdapterNames:
         self._taken: set[str] = set()
 
     def of(self, adapter: Adapter) -> str:
-        """The name that calls and replies carry."""
+        """The name in the engine's calls and replies."""
         known = self._names.get(adapter)
         if known is not None:
             return known
@@ -38,13 +38,13 @@ class AdapterNames:
         return name
 
     def restorer(self, adapter: Adapter) -> Restorer | None:
-        """What puts an adapter's own name into replies; None: it stands there already."""
+        """A filter that puts an adapter's own name into replies; None: it is there already."""
         name = self.of(adapter)
         return None if name == adapter.name else Restorer(name, adapter.name)
 
 
 class Restorer:
-    """Replaces the engine's name of an adapter as the value of `model`, also where it lies across two pieces."""
+    """Replaces the engine's name of an adapter in `model`, even if it is split over two pieces."""
 
     def __init__(self, name: str, own: str) -> None:
         # In JSON no text between quotes holds these bytes: its quotes would be escaped.
@@ -53,20 +53,20 @@ class Restorer:
         self._kept = b""
 
     def whole(self, data: bytes) -> bytes:
-        """A reply that has come in one piece."""
+        """Filter a complete reply."""
         for old, new in self._pairs:
             data = data.replace(old, new)
         return data
 
     def feed(self, piece: bytes) -> bytes:
-        """A piece of a stream; what may be the beginning of the name is kept for the next one."""
+        """Filter a piece of a stream; a possible beginning of the name is kept for the next piece."""
         data = self.whole(self._kept + piece)
         keep = next((n for n in range(min(self._most, len(data)), 0, -1) if self._begins(data[-n:])), 0)
         self._kept = data[len(data) - keep :]
         return data[: len(data) - keep]
 
     def rest(self) -> bytes:
-        """What was kept, at the end."""
+        """The kept bytes, at the end."""
         kept, self._kept = self._kept, b""
         return kept
 
@@ -94,27 +94,27 @@ class _Counts(Struct, eq=False):
 
 
 class AdapterCounts:
-    """By own name, the first hundred names each for itself."""
+    """Counters by adapter name, for the first hundred names."""
 
     def __init__(self) -> None:
         self._counts: dict[str, _Counts] = {}
 
     def began(self, name: str, now: float) -> None:
-        """A row or live request has been sent."""
+        """Count a row or live request that is sent."""
         counts = self._of(name)
         if not counts.flying:
             counts.since = now
         counts.flying += 1
 
     def ended(self, name: str, now: float) -> None:
-        """It is back, answered or not."""
+        """Count its return, with or without a reply."""
         counts = self._of(name)
         counts.flying -= 1
         if not counts.flying:
             counts.busy_s += now - counts.since
 
     def answered(self, name: str, usage: Usage | None, *, found: bool) -> None:
-        """It has its answer; `found`: the adapter was there when it could have gone."""
+        """Count its reply; `found`: the adapter was loaded when it could have been sent."""
         counts = self._of(name)
         counts.rows += 1
         counts.hits += found

@@ -1,4 +1,4 @@
-"""Rows and live requests turned into calls of a managed engine server, or refused before it would ignore a part."""
+"""Turns rows and live requests into calls of vLLM, and refuses those with parts that it would ignore."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHOWN_CHARS = 100  # of a path, in a message
 
 
 class LlmRow:
-    """One row on its way through the engine, over all of its attempts."""
+    """One row with all its attempts."""
 
     __slots__ = ("adapter", "attempts", "body", "deaths", "found_it", "is_prime", "row", "tracked", "turn", "url")
 
@@ -58,7 +58,7 @@ _head = msgspec.json.Decoder(_Head)
 
 
 class LlmCalls:
-    """Makes the calls of one model. `known` are the fields that its server understands, by URL."""
+    """Composes the calls of one model. `known`: the fields that its server understands, by URL."""
 
     def __init__(self, model: ModelSpec, known: Mapping[str, frozenset[str]] = KNOWN_FIELDS) -> None:
         self._bases = {name for name, adapter in model.targets().items() if adapter is None}
@@ -74,7 +74,7 @@ class LlmCalls:
         self.known = known
 
     def live(self, request: LiveRequest) -> tuple[bytes, Adapter | None]:
-        """The body that a live request is sent with, and the adapter it needs. Raises: InvalidInput."""
+        """The body and the adapter of a live request. Raises: InvalidInput."""
         url = request.url
         if url not in self._live_paths:
             known = ", ".join(sorted(self._live_paths))
@@ -108,7 +108,7 @@ class LlmCalls:
         return found
 
     def _adapter(self, adapters: AdapterSet, name: str) -> Adapter | RowError | None:
-        """What a name in a body means: None is the base."""
+        """The adapter that a body's model name means; None: the base."""
         if name in self._bases:
             return None
         own = adapters.names.get(name, name)
@@ -125,7 +125,7 @@ class LlmCalls:
         return ", ".join(names[:NAMES_SHOWN]) + more
 
     def read(self, row: Row) -> LlmRow | RowError:
-        """The call that a row asks for, or why it cannot be made."""
+        """The call of a row, or why it cannot be made."""
         try:
             return self._read(row)
         except InvalidRow as error:
@@ -166,7 +166,7 @@ class LlmCalls:
 
 
 def has_priority(engine_args: Mapping[str, object]) -> bool:
-    """Whether the server orders calls by priority: it does unless the caller chose otherwise."""
+    """Whether the server orders calls by priority: it does unless the caller configured otherwise."""
     policies = [value for name, value in engine_args.items() if name.lstrip("-").replace("_", "-") == POLICY_FLAG]
     return not policies or policies[-1] == "priority"
 

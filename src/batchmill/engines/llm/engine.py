@@ -1,4 +1,4 @@
-"""The engine for an LLM that batchmill serves itself: a managed vLLM server that is kept alive and kept full."""
+"""The LLM engine: a vLLM server that batchmill starts, keeps alive and keeps full."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RESTART_DELAY_MAX_S = 30.0
 
 
 class LlmEngine:
-    """Runs rows of `model.source` and its adapters on a vLLM server of its own.
+    """Runs rows of `model.source` and its adapters on a vLLM server.
 
     `engine_args` are vLLM's flags. `limits.in_flight_max` bounds the rows in flight; `limits.attempt_timeout_s` is how
     long the engine may be silent, not one token in or out, before it is started anew: a row alone may take longer.
@@ -134,7 +134,7 @@ class LlmEngine:
             self._flow.recall(adapter)
 
     async def revived(self, wait_s: float) -> None:
-        """Return once the server lives: at once, as a rule. Raises: Unavailable after `wait_s`, or when it is over."""
+        """Wait until the server lives, usually no time. Raises: Unavailable after `wait_s`, or when stopping."""
         until = self._clock.monotonic() + wait_s
         while not self.server.process.is_alive:
             left_s = until - self._clock.monotonic()
@@ -148,7 +148,7 @@ class LlmEngine:
                 await asyncio.wait_for(changed.wait(), left_s)
 
     async def _revive(self) -> None:
-        """Start the server again where no rows run, which would see to it."""
+        """Restart the server if no rows run, which would restart it."""
         try:
             await self.server.stop()
             self._deaths.died(self.server, self.server.process.complaint())
@@ -190,7 +190,7 @@ class LlmEngine:
         )
 
     async def relaunch(self) -> None:
-        """Put a new server in the place of the dead one.
+        """Replace the dead server.
 
         Raises: JobPaused after too many tries without a finished row.
         """
@@ -246,7 +246,7 @@ class LlmEngine:
 
 
 def _refuse_settings(model: ModelSpec) -> None:
-    """What a model's description may not say of an engine of our own. Raises: ModelFailed."""
+    """Refuse settings that an own engine cannot have. Raises: ModelFailed."""
     limits = model.limits
     reasons = {
         "base_url": (model.base_url, "its server is started by batchmill; for one that runs already use openai:"),

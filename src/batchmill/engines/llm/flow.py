@@ -1,4 +1,4 @@
-"""Rows through an engine server that may die: what is in flight, what is tried again, which row is to blame."""
+"""Flow: runs rows on a server that may die: what is in flight, what is retried, which row is to blame."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ AHEAD_MIN = 64  # rows beyond the limit that are looked at, so that their adapte
 
 
 class Host(Protocol):
-    """Who owns the server."""
+    """What a flow needs of the engine that owns the server."""
 
     server: VllmServer
 
     async def relaunch(self) -> None:
-        """Put a new server in the place of a dead one. Raises: JobPaused when that has gone on for too long."""
+        """Replace a dead server. Raises: JobPaused if that has been going on for too long."""
 
     def progressed(self) -> None:
-        """A row is finished."""
+        """Called when a row is finished."""
 
     def gave_up(self) -> None:
-        """A row is given up, which the server died of. Raises: JobPaused when there is nothing else for too long."""
+        """Called when a row that killed the server is given up. Raises: JobPaused after too many in a row."""
 
 
 class _Flying(Struct, eq=False):
-    """A call that is on its way, and the place of its adapter."""
+    """A call in flight, and the slot of its adapter."""
 
     call: LlmRow
     server: VllmServer
@@ -57,7 +57,7 @@ class _Flying(Struct, eq=False):
 
 
 class _Lost(Struct):
-    """A call that came to nothing: no reply, or one that says the server failed."""
+    """A call without a reply, or with one that says the server failed."""
 
     call: LlmRow
     server: VllmServer
@@ -112,12 +112,12 @@ class Flow:
         return len(self._in_flight)
 
     def wake(self) -> None:
-        """Look again: the server may have died while nothing was in flight."""
+        """Check again: the server may have died while nothing was in flight."""
         self._wake.set()
 
     @property
     def waiting_for_adapters(self) -> int:
-        """Rows that would have gone, had their adapters been there."""
+        """The number of rows that wait only for their adapters."""
         return self._late
 
     def recall(self, adapter: Adapter) -> None:
@@ -127,11 +127,11 @@ class Flow:
                 flying.is_recalled = True
 
     def _limit(self) -> int:
-        """Rows that may be in flight now."""
+        """The limit of rows in flight."""
         return self._yielding.limit(self._flight.limit, len(self._in_flight), self._clock.monotonic())
 
     async def run(self) -> None:
-        """Return when the feed has ended and every row of it has its outcome."""
+        """Run until the feed has ended and every row has its outcome."""
         tuning = asyncio.create_task(self._tune())
         tuning.add_done_callback(self._task_ended)
         try:
@@ -166,7 +166,7 @@ class Flow:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _task_ended(self, task: asyncio.Task) -> None:
-        """No task of ours is meant to raise; what one does raise must not be lost."""
+        """Re-raise the error of a task, none of which should fail."""
         if not task.cancelled() and task.exception() is not None:
             self._bug = task.exception()
         self._wake.set()
@@ -185,7 +185,7 @@ class Flow:
             self._taking.add_done_callback(self._taken)
 
     def _ahead(self) -> int:
-        """Rows that are taken before there is room for them."""
+        """The number of rows to take before there is room for them."""
         return max(AHEAD_MIN, self._flight.limit // 2) if self._adapter_cache.room else 0
 
     def _taken(self, task: asyncio.Task[list[Row]]) -> None:
@@ -214,7 +214,7 @@ class Flow:
     # -- calls out -----------------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Fill the engine, or try suspects with nothing beside them."""
+        """Fill the engine, or run suspects with nothing beside them."""
         if self._trial or self._isolation.is_closed(self):
             return
         if self._suspects and self._try():
@@ -235,7 +235,7 @@ class Flow:
         self._suspects.add(call)
 
     def _try(self) -> bool:
-        """Start the next suspects once nothing else is in flight. True: nothing else is to begin until then."""
+        """Start the next suspects once nothing else is in flight. True: nothing else may begin until then."""
         group = self._suspects.next_group(is_last=self._deaths.is_over_budget, may_go=self._may_try)
         has_others = bool(self._queue) or bool(self._in_flight)
         is_ours = self._isolation.is_closed() or self._isolation.may_begin(has_others=has_others)
@@ -251,17 +251,17 @@ class Flow:
         return True
 
     def _may_try(self, call: LlmRow) -> bool:
-        """Its adapter is there, and its project's turn has come."""
+        """Whether a suspect may run: its adapter is loaded, and its project's turn has come."""
         if call.adapter is not None and not self._adapter_cache.may_go(call.adapter):
             return False
         return not self._deaths.is_over_budget(call.project) or self._is_turn_of(call.project)
 
     def _is_turn_of(self, project: str) -> bool:
-        """A project beyond its budget of deaths comes last: no other has work."""
+        """Whether a project may run suspects: one beyond its budget of deaths only if no other has work."""
         return not (self._deaths.rests(project) or self.has_others(project))
 
     def has_others(self, project: str) -> bool:
-        """Rows of other projects run, wait to, or did so a moment ago."""
+        """Whether rows of other projects run, wait, or did so a moment ago."""
         now = self._clock.monotonic()
         calls = [*self._suspects.calls, *(flying.call for flying in self._in_flight.values())]
         for name in {call.project for call in calls} | self._queue.projects():
@@ -271,7 +271,7 @@ class Flow:
         return any(name != project for name in self._others_at) or self._isolation.live_of_others(project)
 
     def _hold_back(self) -> None:
-        """Rows of projects beyond their budget stay where they are until their turn."""
+        """Hold rows of projects beyond their budget back until their turn."""
         over = self._deaths.over_budget()
         for call in self._queue.take_of(over) if over else ():
             self._suspects.add(call)
@@ -281,14 +281,14 @@ class Flow:
             self._holds_back = bool(held_back)
 
     def _first_held_up(self) -> tuple[Adapter, int] | None:
-        """The first adapter whose rows cannot go, and the turn of the first of them."""
+        """The first adapter whose rows cannot run, and the turn of the first of them."""
         adapter = next((each for each in self._queue.adapters() if not self._adapter_cache.may_go(each)), None)
         if self._overtaken[0] != adapter:
             self._overtaken = adapter, 0
         return None if adapter is None else (adapter, self._queue.first_turn(adapter))
 
     def _shelve(self) -> None:
-        """Have adapters loaded for the rows that wait, in the rows' order; refuse those whose adapter cannot be."""
+        """Request the adapters of waiting rows in the rows' order; fail rows whose adapter cannot be loaded."""
         if not self._adapter_cache.room:
             return
         waiting = list(dict.fromkeys([*self._suspects.adapters(), *self._queue.adapters()]))
@@ -395,7 +395,7 @@ class Flow:
         return sorted(lost, key=lambda one: one.call.row.position)
 
     def _try_again(self) -> None:
-        """The server lives, so the fault is the row's or the moment's."""
+        """Retry a call while the server lives: the fault is the row's, or temporary."""
         for lost in self._take_lost():
             call = lost.call
             call.attempts += 1
@@ -410,7 +410,7 @@ class Flow:
                 self._queue.push(call)
 
     def _bury(self) -> None:
-        """The server died. Its rows are tried with nothing beside them, a few at a time, then one at a time."""
+        """After the server has died: queue its rows as suspects, to run in small groups, then one by one."""
         for lost in self._take_lost():
             call = lost.call
             call.deaths += 1
@@ -429,7 +429,7 @@ class Flow:
     # -- watching the engine -------------------------------------------------------------------------------------------
 
     async def _tune(self) -> None:
-        """Follow the server's metrics; end a server that has stopped moving, so that it is started anew."""
+        """Follow the server's metrics; end a server that no longer makes progress, so that it is restarted."""
         tokens = -1
         while True:
             await self._clock.sleep(TUNE_S)
@@ -457,7 +457,7 @@ class Flow:
 
 
 def _refused(call: LlmRow, reply: Reply) -> Outcome:
-    """The error outcome of a reply, under a code that does not change with the place in vLLM it came from."""
+    """The error outcome of a reply, with a stable code."""
     outcome = reply.refused(call.row)
     assert outcome.error is not None
     return replace(outcome, error=RowError(stable_code(outcome.error.code), outcome.error.message))

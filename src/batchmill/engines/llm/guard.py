@@ -1,4 +1,4 @@
-"""Keeps an engine server from outliving the worker that started it.
+"""Guard: ends an engine server when the worker that started it ends.
 
 A program of its own, in a session of its own, standard library only. It starts the server, writes its log, and ends the
 server and everything below it when its standard input closes: that is, whenever the worker dies, SIGKILL included.
@@ -45,13 +45,13 @@ def _fields(pid: int) -> list[str] | None:
 
 
 def start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a live process; with its id they name it for ever."""
+    """The start of a live process in clock ticks since boot; with its id it identifies the process."""
     fields = _fields(pid)
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
 def boot_id() -> str:
-    """What this boot of the machine is called; empty where nothing tells."""
+    """The id of this boot; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -63,7 +63,7 @@ def _pids() -> list[int]:
 
 
 def descendants(root: int) -> list[int]:
-    """Every live process below `root`, in any session, zombies left out."""
+    """Every live process below `root`, in any session, without zombies."""
     children: dict[int, list[int]] = {}
     dead = set()
     for pid in _pids():
@@ -81,7 +81,7 @@ def descendants(root: int) -> list[int]:
 
 
 def marked(marker: str) -> list[int]:
-    """Every live process of this user that carries the marker in its environment."""
+    """Every live process of this user with the marker in its environment."""
     wanted = f"{MARKER}={marker}".encode()
     found = []
     for pid in _pids():
@@ -101,7 +101,7 @@ def signal_all(pids: list[int], number: int) -> None:
 
 
 def kill_until_gone(list_pids: Callable[[], list[int]]) -> list[int]:
-    """SIGKILL whatever `list_pids` names until it names nobody; return those that would not go."""
+    """SIGKILL what `list_pids` returns until it is empty; return those that do not end."""
     deadline = time.monotonic() + KILL_WAIT_S
     while pids := list_pids():
         signal_all(pids, signal.SIGKILL)
@@ -115,7 +115,7 @@ def kill_until_gone(list_pids: Callable[[], list[int]]) -> list[int]:
 
 
 def try_lock(fd: int) -> bool:
-    """Lock a slot's file unless somebody alive holds it. The lock ends with the last process that has the file open."""
+    """Lock a slot's file, unless a live process holds it. The last process with the file open holds the lock."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -124,7 +124,7 @@ def try_lock(fd: int) -> bool:
 
 
 def read_record(fd: int) -> dict[str, object]:
-    """What a slot's file says; empty for a slot that nobody uses."""
+    """The record in a slot's file; empty for an unused slot."""
     try:
         record = json.loads(os.pread(fd, 65536, 0) or b"{}")
     except ValueError:  # its writer was killed half-way: it had started nothing yet
@@ -143,7 +143,7 @@ def _is_alive(record: dict[str, object], who: str) -> bool:
 
 
 def end_left(record: dict[str, object]) -> list[int]:
-    """Kill what an engine's record names and what carries its marker; return those that would not go."""
+    """Kill what an engine's record names or what carries its marker; return those that do not end."""
     marker, server = record.get("marker"), record.get("server_pid")
     left: list[int] = []
     if isinstance(marker, str) and marker and record.get("boot_id") == boot_id():
@@ -193,7 +193,7 @@ def _wait_for_lock(fd: int, record: dict[str, object]) -> bool:
 
 
 class Log:
-    """The server's output on disk, with a bound."""
+    """The server's output on disk, limited in size."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -218,7 +218,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 class Guard:
-    """One server, from its start until nothing of it is left."""
+    """Runs one server until nothing of it is left."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -272,7 +272,7 @@ class Guard:
         write_record(self.options.lock_fd, self.record)
 
     def _watch(self) -> None:
-        """Return when the worker is gone, wants the end, or the server is dead."""
+        """Wait until the worker has ended or wants the end, or the server is dead."""
         watched = [0, self.output]
         while not self.asked_to_end and os.getppid() == self.options.worker:
             ready, _, _ = select.select(watched, [], [], TICK_S)
@@ -283,7 +283,7 @@ class Guard:
                 return
 
     def _end(self) -> None:
-        """SIGTERM, a time of grace, SIGKILL; then the files that only this engine used."""
+        """End the server: SIGTERM, a grace period, SIGKILL; then delete the files that only it used."""
         self._reap()
         if self.status is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -301,7 +301,7 @@ class Guard:
             self._forget()
 
     def _forget(self) -> None:
-        """Nothing of the engine is left: neither are its files."""
+        """Delete the engine's files: nothing of it is left."""
         shutil.rmtree(self.options.scratch, ignore_errors=True)
         write_record(self.options.lock_fd, {})
 
@@ -311,7 +311,7 @@ class Guard:
         return descendants(os.getpid()) if _LINUX else below
 
     def _reap(self) -> None:
-        """Collect every dead child: the server, and those that it left to us."""
+        """Reap every dead child: the server, and orphans of it."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self.server.pid:
@@ -319,7 +319,7 @@ class Guard:
                     self.server.returncode = os.waitstatus_to_exitcode(ended[1])
 
     def _drain(self) -> bool:
-        """Move what the server wrote to the log; False once nobody can write any more."""
+        """Copy the server's output to the log; False once nothing can write any more."""
         try:
             while data := os.read(self.output, 65536):
                 self.log.write(data)

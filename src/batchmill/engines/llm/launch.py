@@ -1,4 +1,4 @@
-"""How vLLM is started for a model: its Python, its command line, its environment. Starts nothing itself."""
+"""Plans how vLLM is started for a model: Python, command line, environment. Starts nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONFIGS = (
 
 
 def find_files(source: str, env: Mapping[str, str]) -> list[Path]:
-    """The directories that a model or adapter is read from: its own, or its snapshots in the Hugging Face cache."""
+    """The directories of a model or adapter: its own, or its snapshots in the Hugging Face cache."""
     if Path(source).is_dir():
         return [Path(source)]
     home = Path(env.get("HF_HOME") or Path(env.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface")
@@ -42,7 +42,7 @@ def find_files(source: str, env: Mapping[str, str]) -> list[Path]:
 
 
 def refuse_remote_code(source: str, places: list[Path], *, trusted: bool) -> None:
-    """Raise ModelFailed for a model that brings Python code, unless the caller trusts it.
+    """Raise ModelFailed for a model with Python code, unless the caller trusts it.
 
     vLLM before 0.14 ran such code without being asked (CVE-2026-22807).
     """
@@ -76,7 +76,7 @@ def adapter_rank(name: str, path: str, env: Mapping[str, str]) -> int | None:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one where there is no such file. Raises: ModelFailed for a file that is no JSON."""
+    """A JSON object; empty if the file does not exist. Raises: ModelFailed for an invalid file."""
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(CONFIG_BYTES_MAX), type=dict[str, Any])
@@ -133,14 +133,14 @@ _OWN_VARIABLES = (
 
 
 class Launch(Struct, frozen=True):
-    """What starts one server."""
+    """Command, environment and files of one server."""
 
     command: list[str]
     env: dict[str, str]
 
 
 class Hardware(Struct, frozen=True):
-    """What decides between a CPU's and a GPU's settings."""
+    """The hardware that decides between settings for CPU and GPU."""
 
     gpus: list[str]  # ids as CUDA_VISIBLE_DEVICES has them
     memory_free_bytes: int
@@ -191,7 +191,7 @@ def plan_launch(model: ModelSpec, python: str, socket: Path, *, env: Mapping[str
 
 
 def secret_variables(model: ModelSpec) -> dict[str, str]:
-    """The variables that hold secrets. Raises: ModelFailed for a secret that is not there, or not the caller's."""
+    """The environment variables with secrets. Raises: ModelFailed for a missing or forbidden secret."""
     for name in model.secrets:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ModelFailed(f"{name!r} is no name of an environment variable", code="invalid_config")
@@ -229,7 +229,7 @@ def read_flags(engine_args: Mapping[str, Flag]) -> dict[str, Flag]:
 
 
 def _render_flags(flags: Mapping[str, Flag]) -> list[str]:
-    """`--flag` (true, or no value), `--no-flag` (false) or `--flag=value`; `-O3` for a flag of one letter."""
+    """Render flags: `--flag` (true, or no value), `--no-flag` (false) or `--flag=value`; `-O3` for one letter."""
     rendered = []
     for name, value in flags.items():
         if value is True or value is None:
@@ -246,7 +246,7 @@ def _served_names(model: ModelSpec) -> list[str]:
 
 
 def adapter_room(model: ModelSpec, machine: Hardware) -> int:
-    """How many adapters an engine of this model holds at once; 0: it takes none.
+    """The number of adapter slots of this model's engine; 0: it takes none.
 
     Raises: ModelFailed for a number that is none.
     """
@@ -278,7 +278,7 @@ def _lora_flags(
 
 
 def _rank_room(model: ModelSpec, env: Mapping[str, str]) -> int:
-    """The rank to make room for: the model's own word, or that of its adapters. Raises: ModelFailed."""
+    """The maximum adapter rank: the model's setting, or the largest of its adapters. Raises: ModelFailed."""
     rank = model.adapter_rank
     if not rank:
         good = {name: path for name, path in model.adapters.items() if name not in model.bad_adapters}
@@ -291,7 +291,7 @@ def _rank_room(model: ModelSpec, env: Mapping[str, str]) -> int:
 
 
 def _count(flags: Mapping[str, Flag], name: str) -> int:
-    """A flag that counts something; 1 where it is not given. Raises: ModelFailed where it is no number."""
+    """The value of a counting flag; 1 if it is not set. Raises: ModelFailed if it is not a number."""
     value = flags.get(name)
     if value is None:
         return 1
@@ -301,7 +301,7 @@ def _count(flags: Mapping[str, Flag], name: str) -> int:
 
 
 def adapter_place(place: str) -> str:
-    """Where the server finds an adapter: it may have another working directory in mind than we have."""
+    """The absolute path of an adapter: the server may have another working directory."""
     return str(Path(place).absolute()) if Path(place).is_dir() else place
 
 
@@ -334,7 +334,7 @@ def _gpus_needed(flags: Mapping[str, Flag]) -> int:
 
 
 def _dealt(flags: Mapping[str, Flag], gpus: list[str]) -> list[str]:
-    """The GPUs that were dealt to this engine, if they are enough."""
+    """The GPUs assigned to this engine, if they are enough."""
     needed = _gpus_needed(flags)
     if len(gpus) < needed:
         raise ModelFailed(
@@ -346,7 +346,7 @@ def _dealt(flags: Mapping[str, Flag], gpus: list[str]) -> list[str]:
 
 
 def _devices(flags: Mapping[str, Flag], replica: str, gpus: list[str]) -> list[str]:
-    """This replica's own GPUs."""
+    """The GPUs of this replica."""
     each = _gpus_needed(flags)
     first = int(replica) * each
     mine = gpus[first : first + each]
@@ -362,7 +362,7 @@ def _devices(flags: Mapping[str, Flag], replica: str, gpus: list[str]) -> list[s
 
 
 def find_python(model: ModelSpec, env: Mapping[str, str], here: Path) -> str:
-    """The interpreter of the environment that holds vLLM. Blocks while it tries one.
+    """The interpreter of the environment with vLLM. Blocks while it runs one.
 
     Raises: ModelFailed when the one that was named has no vLLM, or none is found.
     """
@@ -398,7 +398,7 @@ def _has_vllm(python: str, env: Mapping[str, str]) -> bool:
 
 
 def _python_of_command(env: Mapping[str, str]) -> str | None:
-    """The interpreter that the `vllm` on PATH runs under: from its first line, or beside it."""
+    """The interpreter of the `vllm` on PATH: from its first line, or beside it."""
     command = shutil.which("vllm", path=env.get("PATH"))
     if command is None:
         return None

@@ -1,4 +1,4 @@
-"""Live requests through an engine server: they wait while it is started again, and end when nobody listens."""
+"""Live requests to the server: they wait while it restarts, and end when their caller disconnects."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ _event = msgspec.json.Decoder(_Event).decode
 
 
 class ResponseEvents:
-    """Puts whole events together, and names the last one by what it says."""
+    """Assembles whole events, and names the last one by its status."""
 
     def __init__(self) -> None:
         self._kept = bytearray()
 
     def feed(self, piece: bytes) -> bytes:
-        """The events that are whole with this piece; what begins another is kept for the next."""
+        """The complete events of this piece; an incomplete one is kept."""
         kept = self._kept
         seen = max(0, len(kept) - 1)
         kept += piece
@@ -65,13 +65,13 @@ class ResponseEvents:
         return b"".join(named(event) + _END for event in whole.split(_END)[:-1])
 
     def rest(self) -> bytes:
-        """What was kept, at the end."""
+        """The kept bytes, at the end."""
         kept, self._kept = bytes(self._kept), bytearray()
         return kept
 
 
 def named(event: bytes) -> bytes:
-    """An event under the name that its response's status gives it; one of another kind as it is."""
+    """An event with the name that its response's status requires; another kind unchanged."""
     lines = event.split(b"\n")
     at = next((number for number, line in enumerate(lines) if line.startswith(_DATA)), None)
     if at is None or COMPLETED not in event:
@@ -99,7 +99,7 @@ DETAIL_BYTES_MAX = 4096  # of an error that may be FastAPI's own
 
 
 class Host(Protocol):
-    """Who owns the server."""
+    """What live requests need of the engine that owns the server."""
 
     server: VllmServer
 
@@ -107,14 +107,14 @@ class Host(Protocol):
     def rows_in_flight(self) -> int: ...
 
     def wake_rows(self) -> None:
-        """Rows may go that were held back."""
+        """Called when rows that were held back may run."""
 
     async def revived(self, wait_s: float) -> None:
-        """Return once the server lives, or raise Unavailable."""
+        """Wait until the server lives. Raises: Unavailable."""
 
 
 class _Asked(Struct, eq=False):
-    """A live request on its way."""
+    """A live request in progress."""
 
     request: LiveRequest
     body: bytes
@@ -125,7 +125,7 @@ class _Asked(Struct, eq=False):
 
 
 class LlmLive:
-    """Hands live requests to the server, and tells `yielding` how long they take."""
+    """Sends live requests to the server, and reports their duration to `yielding`."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class LlmLive:
             self._host.wake_rows()
 
     def _turn(self, request: LiveRequest, tracked: Tracked) -> AbstractAsyncContextManager[None]:
-        """Beside others, or alone where an engine has died of it or of too much of its project's."""
+        """Wait for the turn of a request: beside others, or alone if it is suspect."""
         if not self._deaths.is_suspect(tracked):
             return self._isolation.beside(tracked, request.project)
         is_last = self._deaths.is_over_budget(request.project)
@@ -174,7 +174,7 @@ class LlmLive:
         return self._isolation.alone(tracked, request.project, is_last=is_last)
 
     async def _answer(self, asked: _Asked) -> AsyncGenerator[LiveHead | bytes]:
-        """The reply; asked for again where no server heard of it, and once where a connection broke by itself."""
+        """The reply; repeated if no server received it, and once if a connection broke."""
         until = self._clock.monotonic() + RESTART_WAIT_S
         is_first = True
         while True:
@@ -205,7 +205,7 @@ class LlmLive:
                 raise Unavailable(f"the engine did not answer to the end: {lost}{died}", code="engine_lost") from None
 
     async def _lost(self, asked: _Asked, server: VllmServer) -> None:
-        """Its server died under it, or is about to: nobody but the caller sends it again, and then it runs alone."""
+        """Handle a server that died with the request: only the caller may repeat it, and then it runs alone."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(server.process.wait(), END_S)
         self._deaths.remember(asked.tracked)
@@ -214,7 +214,7 @@ class LlmLive:
             self._isolation.died()
 
     async def _of_adapter(self, asked: _Asked, adapter: Adapter) -> AsyncGenerator[LiveHead | bytes]:
-        """The reply, with the adapter loaded for as long as it takes, and called by its own name."""
+        """The reply, with its adapter held for the whole time and named as the caller knows it."""
         async with self._adapter_cache.held(adapter) as was_there:
             asked.server = self._host.server
             restorer = self._calls.names.restorer(adapter)
@@ -277,7 +277,7 @@ class LlmLive:
 
     @staticmethod
     async def _refusal(request: LiveRequest, pieces: AsyncGenerator[LiveHead | bytes]) -> bytes:
-        """The body of a 404. Raises: UnknownName for that of a path which this model does not have."""
+        """The body of a 404. Raises: UnknownName if this model does not have the path."""
         body = b"".join([piece async for piece in pieces if isinstance(piece, bytes)])
         if len(body) <= DETAIL_BYTES_MAX and not decode_error(body).has_envelope:
             text = f"the engine does not answer {request.url} for this model; a pooling model may need runner=pooling"

@@ -1,4 +1,4 @@
-"""Which requests were in flight when a server died, and whose death it was. Sends nothing and starts nothing."""
+"""Tracks which requests were in flight when a server died, and blames them. Sends and starts nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UNTOLD = NO_EFFECT | {"cache_salt", "model", "priority", "request_id", "session
 
 
 class Tracked:
-    """One request, over all of its attempts: whose it is, and the deaths that it may be the cause of."""
+    """One request with all its attempts: its project, and the deaths that it may have caused."""
 
     __slots__ = ("_adapter", "_body", "_digest", "_source", "alone", "deaths", "project", "url")
 
@@ -46,7 +46,7 @@ class Tracked:
 
     @property
     def digest(self) -> str:
-        """The same for a row and a live request that ask the engine for the same."""
+        """A digest that is equal for rows and live requests with the same input for the engine."""
         if not self._digest:
             members = _members(self._body)
             adapter = "" if self._adapter is None else self._adapter.name
@@ -56,7 +56,7 @@ class Tracked:
 
 
 class _Death(Struct, eq=False):
-    """A death, and the requests of each project that may have been its cause."""
+    """A death, and the possible causes by project."""
 
     at: float
     open: Counter[str]
@@ -82,18 +82,18 @@ class Deaths:
         self._rest_until: dict[str, float] = {}
 
     def learn(self, poison: Poison) -> None:
-        """What the owner knows now, of other engines of this model too."""
+        """Apply what the owner knows, from other engines of this model too."""
         self._poison = poison
         self._known = {each.digest: each.deaths for each in poison.suspects}
 
     # -- what may run -------------------------------------------------------------------------------------------------
 
     def is_refused(self, request: Tracked) -> bool:
-        """It was alone in flight at two deaths."""
+        """Whether the request was alone in flight at two deaths."""
         return bool(self._known) and self._known.get(request.digest, 0) >= ALONE_DEATHS_MAX
 
     def is_suspect(self, request: Tracked) -> bool:
-        """It has to run with nothing beside it."""
+        """Whether the request must run alone."""
         if self.is_over_budget(request.project) or request.deaths:
             return True
         if not (self._known or self._remembered):
@@ -101,7 +101,7 @@ class Deaths:
         return request.digest in self._known or request.digest in self._remembered
 
     def is_over_budget(self, project: str) -> bool:
-        """It has had as many deaths as it may in an hour, and another project is here that they stop."""
+        """Whether the project had its maximum of deaths in an hour, while others have work."""
         if not self._poison.charges or self._count(project) < self._poison.deaths_per_hour:
             return False
         now = self._clock.monotonic()
@@ -112,17 +112,17 @@ class Deaths:
         return sum(each.project == project and each.at > since for each in self._poison.charges)
 
     def over_budget(self) -> frozenset[str]:
-        """The projects that are beyond their budget."""
+        """The projects beyond their budget of deaths."""
         return frozenset(each.project for each in self._poison.charges if self.is_over_budget(each.project))
 
     def rests(self, project: str) -> bool:
-        """The engine died of this project a moment ago, beyond its budget: others that come now find it running."""
+        """Whether the project must wait after a recent death beyond its budget."""
         return self._clock.monotonic() < self._rest_until.get(project, 0.0)
 
     # -- what runs ----------------------------------------------------------------------------------------------------
 
     def here(self, project: str) -> None:
-        """A project has work for this engine."""
+        """Note that a project has work for this engine."""
         self._served[project] = self._clock.monotonic()
 
     def began(self, server: Any, request: Tracked) -> None:
@@ -130,7 +130,7 @@ class Deaths:
         self.here(request.project)
 
     def answered(self, server: Any, request: Tracked) -> None:
-        """The server outlived it: it is the cause of no death."""
+        """Clear a request that the server survived."""
         self._in_flight.get(server, set()).discard(request)
         if self._remembered and (known := self._remembered.pop(request.digest, None)) is not None:
             self._clear(known)
@@ -140,7 +140,7 @@ class Deaths:
         self._clear(request)
 
     def gone(self, server: Any, request: Tracked) -> None:
-        """Nobody waits for its answer any more, or it is sent again while the server lives."""
+        """Forget a request that was cancelled, or is repeated while the server lives."""
         in_flight = self._in_flight.get(server, set())
         if request in in_flight:
             in_flight.discard(request)
@@ -156,7 +156,7 @@ class Deaths:
     # -- deaths -------------------------------------------------------------------------------------------------------
 
     def died(self, server: Any, how: str) -> set[Tracked]:
-        """A server has died: what was in flight is suspect from now on. Each death is heard of once."""
+        """Mark what was in flight as suspect. Called once for each death."""
         if server in self._dead:
             return set()
         self._dead.add(server)
@@ -173,7 +173,7 @@ class Deaths:
         return found
 
     def remember(self, request: Tracked) -> None:
-        """Only its caller can send this one again: should it come, it runs alone."""
+        """Remember a request that only its caller can repeat: it will run alone."""
         self._remembered[request.digest] = request
         while len(self._remembered) > REMEMBERED_MAX:
             self._remembered.popitem(last=False)
@@ -184,7 +184,7 @@ class Deaths:
         self.report(Suspected(Suspect(request.digest, request.project, request.url, request.alone, self._clock.now())))
 
     def _settle(self, death: _Death) -> None:
-        """It is the death of the one project that is left; where none is left, it was nobody's."""
+        """Charge a death to the one project that is left as its cause; if none is left, to nobody."""
         if len(death.open) == 1 and death.charge is None:
             death.charge = Charge(next(iter(death.open)), death.at)
             self._charge(death.charge, is_taken_back=False)
@@ -205,7 +205,7 @@ class Deaths:
 
 
 def _members(body: bytes) -> Any:
-    """What the engine is asked, without ids; the bytes as they are where they nest too deep to be sorted."""
+    """The input for the engine without ids; raw bytes if it nests too deep to be sorted."""
     try:
         members = msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
@@ -222,7 +222,7 @@ POLL_S = 0.05
 
 
 class Rows(Protocol):
-    """The rows of the engine."""
+    """What the turnstile needs to know about rows."""
 
     @property
     def rows_in_flight(self) -> int: ...
@@ -243,21 +243,21 @@ class SuspectIsolation:
         self._not_before = 0.0
 
     def is_closed(self, other_than: Any = None) -> bool:
-        """Something runs alone, or is about to."""
+        """Whether something runs alone, or is about to."""
         return self._holder is not None and self._holder is not other_than
 
     def may_begin(self, *, has_others: bool) -> bool:
-        """Its time has come: others, where there are any, have had theirs."""
+        """Whether a request that runs alone may begin: others have had their share of time."""
         return self._holder is None and (not has_others or self.clock.monotonic() >= self._not_before)
 
     def hold(self, holder: Any) -> bool:
-        """Let nothing new begin. True once nothing live is in flight."""
+        """Stop new requests. True once nothing live is in flight."""
         if self._holder is None:
             self._holder, self._began = holder, self.clock.monotonic()
         return self._holder is holder and not self._live
 
     def release(self, holder: Any) -> None:
-        """Others first from now on, for as long as their share takes."""
+        """Let others run first for their share of time."""
         if self._holder is holder:
             self._holder = None
             now = self.clock.monotonic()
@@ -265,7 +265,7 @@ class SuspectIsolation:
             self._rows.wake_rows()
 
     def died(self) -> None:
-        """The engine is started again: others go first."""
+        """Note a restart of the engine: others run first."""
         self._not_before = self.clock.monotonic() + OTHERS_FIRST_S
 
     def live_of_others(self, project: str) -> bool:
@@ -273,7 +273,7 @@ class SuspectIsolation:
 
     @contextlib.asynccontextmanager
     async def beside(self, request: Any, project: str) -> AsyncIterator[None]:
-        """Run a live request beside others. It waits a while for one that runs alone."""
+        """Run a live request beside others; it waits a while for one that runs alone."""
         until = self.clock.monotonic() + HOLD_S
         while self._holder is not None and self.clock.monotonic() < until:
             await self.clock.sleep(POLL_S)

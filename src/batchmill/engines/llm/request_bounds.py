@@ -1,4 +1,4 @@
-"""What each field of a request may hold on its way to an engine server; what shapes the answer is walked by `schemas`.
+"""Limits of each field of a request for an engine server.
 
 Texts and messages are bounded by the size of a body and by the model's context. Every other field, whether it is known
 here or not, is small, and its numbers are such as fit the engine's own.
@@ -54,7 +54,7 @@ _DIRECTIVES = frozenset(["%ignore", "%import", "%llguidance"])  # others bring a
 
 
 def check_pattern(text: str, where: str) -> int:
-    """How many pieces a regular expression has. Raises: InvalidRow for one that is too long, too deep or too large."""
+    """Count the pieces of a regular expression. Raises: InvalidRow if it is too long, deep or large."""
     if len(text) > PATTERN_CHARS_MAX:
         raise too_large(f"{where} is a pattern of {len(text):,} characters, of {PATTERN_CHARS_MAX:,} at most")
     stack = [_Group()]
@@ -90,7 +90,7 @@ def check_pattern(text: str, where: str) -> int:
 
 
 class _Group(Struct):
-    """A group that is being read: its pieces so far, and the last of them, which a count would repeat."""
+    """A group that is being parsed: its pieces so far, and the last one, which a repetition would apply to."""
 
     size: int = 0
     repeats: int = 1  # the longest product of counts in it
@@ -118,7 +118,7 @@ class _Group(Struct):
 
 
 class _Atom(Struct):
-    """A piece of a rule: what it refers to, and how often it is repeated there."""
+    """A piece of a rule: its reference, and its repetitions."""
 
     name: str = ""
     inner: list[_Atom] = []
@@ -126,7 +126,7 @@ class _Atom(Struct):
 
 
 def check_grammar(text: str, where: str) -> int:
-    """How many characters a grammar has, EBNF or Lark. Raises: InvalidRow for one that repeats too much."""
+    """Count the characters of an EBNF or Lark grammar. Raises: InvalidRow if it repeats too much."""
     if len(text) > GRAMMAR_CHARS_MAX:
         raise too_large(f"{where} is a grammar of {len(text):,} characters, of {GRAMMAR_CHARS_MAX:,} at most")
     for reading in _READINGS if "[" in text else _READINGS[:1]:
@@ -148,7 +148,7 @@ def _check_reading(rules: dict[str, list[_Atom]], where: str) -> None:
 
 
 def _size(atoms: list[_Atom]) -> int:
-    """The pieces of a rule, each as often as it is repeated there."""
+    """The number of pieces of a rule, with their repetitions."""
     return sum(atom.count * max(1, _size(atom.inner)) for atom in atoms)
 
 
@@ -183,7 +183,7 @@ def _rules(text: str, reading: re.Pattern[str], where: str) -> dict[str, list[_A
 
 
 def _rule(rules: dict[str, list[_Atom]], token: str) -> list[_Atom]:
-    """Where the atoms of a rule go, by the name that it is defined by."""
+    """The list for a rule's atoms."""
     found = _RULE_NAME.match(token)
     assert found is not None, "a rule begins with its name"
     name = found[1]
@@ -196,7 +196,7 @@ def _rule(rules: dict[str, list[_Atom]], token: str) -> list[_Atom]:
 def _repeats(
     rules: dict[str, list[_Atom]], name: str, known: dict[str, int], above: tuple[str, ...], where: str
 ) -> int:
-    """The longest product of counts of a rule. One that refers to itself counts once."""
+    """The largest product of a rule's repetitions. A reference to itself counts once."""
     if name in known:
         return known[name]
     if len(above) > RULE_DEPTH_MAX:
@@ -218,7 +218,7 @@ def _repeats(
 
 
 def _largest(counts: tuple[str | None, ...] | list[str]) -> int:
-    """Of the numbers of `{n,m}`; one too long to be meant is as large as can be written in `COUNT_DIGITS_MAX`."""
+    """The largest number of `{n,m}`; an absurdly long one counts as the maximum of `COUNT_DIGITS_MAX` digits."""
     numbers = [int(each) if len(each) <= COUNT_DIGITS_MAX else 10**COUNT_DIGITS_MAX for each in counts if each]
     return max(numbers, default=1)
 
@@ -265,7 +265,7 @@ class SchemaLimits(Struct, frozen=True):
 
 
 class SchemaWalk:
-    """The bounds of one request: what its fields hold is summed."""
+    """Checks one request: the sizes of all its fields are added."""
 
     def __init__(self, limits: SchemaLimits) -> None:
         self._limits = limits
@@ -277,7 +277,7 @@ class SchemaWalk:
         self._kept: list[Any] = []  # whatever was decoded: an id is one thing's for as long as that lives
 
     def check(self, field: str, raw: bytes) -> None:
-        """Raises: InvalidRow (`structured_output_too_large`), naming the keyword, its value and the limit."""
+        """Check a schema. Raises: InvalidRow (`structured_output_too_large`), naming keyword, value and limit."""
         self._bytes += len(raw)
         if self._bytes > self._limits.bytes_max:
             raise too_large(
@@ -353,7 +353,7 @@ class SchemaWalk:
         return self._check(total * factor, place)
 
     def _count(self, name: str, number: int | float, place: str) -> int:
-        """How often a number has something repeated. Raises: InvalidRow."""
+        """The repetitions that a number causes. Raises: InvalidRow."""
         if name in DATA:
             return 1
         most = VALUE_MAX if name in VALUES else self._limits.repetitions_max
@@ -369,7 +369,7 @@ class SchemaWalk:
         return 1 if name in VALUES else max(1, math.ceil(number))
 
     def _rooted(self, value: Any, key: str, place: str, depth: int) -> int:
-        """The size of what references inside it are relative to."""
+        """The size of a schema that references inside it are relative to."""
         self._roots.append(value)
         try:
             return self._size(value, key, place, depth)
@@ -377,7 +377,7 @@ class SchemaWalk:
             self._roots.pop()
 
     def _referred(self, reference: str, place: str, depth: int) -> int:
-        """The size of what a reference stands for; one that leads back to itself is a rule, which repeats nothing."""
+        """The size of a reference's target; a recursive one counts as a rule, without repetition."""
         if not reference.startswith("#"):
             raise InvalidRow(
                 f"{place[:SHOWN_CHARS]} is {reference[:SHOWN_CHARS]!r}; a reference leads into the same schema: it "
@@ -399,12 +399,12 @@ class SchemaWalk:
 
 
 def _is_short(value: str) -> bool:
-    """It has no rules: a pattern under the name of a grammar."""
+    """Whether a grammar has no rules: a pattern."""
     return "::=" not in value and ":" not in value
 
 
 def _pointed(root: Any, reference: str) -> Any:
-    """What a JSON pointer in a fragment leads to; None: nothing. Source: RFC 6901."""
+    """The target of a JSON pointer in a fragment; None: there is none. Source: RFC 6901."""
     found = root
     for part in reference[1:].split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
@@ -482,13 +482,13 @@ RANGES = {
 
 
 class RequestLimits:
-    """The bounds of one model's requests."""
+    """The limits of one model's requests."""
 
     def __init__(self, limits: Limits) -> None:
         self._schemas = SchemaLimits.of(limits)
 
     def check(self, url: str, members: Mapping[str, Raw]) -> None:
-        """Raises: InvalidRow, naming the field, its value and the limit."""
+        """Check a body. Raises: InvalidRow, naming the field, its value and the limit."""
         walk: SchemaWalk | None = None
         for name, raw in members.items():
             if name in CONTENT:
@@ -526,7 +526,7 @@ def _check(name: str, raw: bytes) -> None:
 
 
 def _check_value(name: str, value: Any, entries_max: int, allowed: tuple[int, int]) -> None:
-    """Its numbers, how deep it nests, and how many parts it has."""
+    """Check the numbers, depth and size of a value."""
     left: list[tuple[Any, int]] = [(value, 0)]
     parts = 0
     while left:
@@ -546,7 +546,7 @@ def _check_value(name: str, value: Any, entries_max: int, allowed: tuple[int, in
 
 
 def _number(name: str, value: Any) -> int | float | None:
-    """The number that the engine reads it as: a text that looks like one is one, where no text is meant."""
+    """The number as the engine reads it, which includes texts that look like one."""
     if isinstance(value, str) and name not in TEXTS:
         try:
             return float(value)
@@ -564,7 +564,7 @@ def _check_number(name: str, number: int | float, allowed: tuple[int, int]) -> N
 
 
 def _check_answers(members: Mapping[str, Raw]) -> None:
-    """A request asks for so many choices of each of its prompts."""
+    """Check the number of choices, for each of the prompts."""
     try:
         choices = msgspec.json.decode(members["n"], type=int | None) or 1
         prompt = members.get("prompt", Raw(b"null"))

@@ -1,4 +1,4 @@
-"""Rows that wait for an engine server: whose turn it is, and how many may be in flight."""
+"""The queue of rows for an engine server: their order, and how many may be in flight."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SAMPLE = re.compile(r"^(vllm:\w+)(?:\{[^\n]*\})? ([0-9.eE+-]+)(?: \d+)?$", re.M
 
 
 class Gauges(Struct, frozen=True):
-    """One look at a server's metrics, summed over its engines. Counters start at 0 with the server."""
+    """One sample of a server's metrics, summed over its engines. Counters start at 0 with the server."""
 
     running: int = 0
     waiting: int = 0
@@ -56,7 +56,7 @@ class Gauges(Struct, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Grows as long as the engine does anything."""
+        """Total tokens, which grow while the engine makes progress."""
         return self.prompt_tokens + self.output_tokens
 
 
@@ -73,7 +73,7 @@ def read_gauges(text: str) -> Gauges:
 
 
 class Flight:
-    """The limit on rows in flight.
+    """Controls the limit of rows in flight.
 
     It grows while the engine takes all it gets, and falls below what runs when rows are preempted, whose work was for
     nothing. What merely waits in the engine is harmless up to a bound: rows end in waves, and each wave empties it.
@@ -89,11 +89,11 @@ class Flight:
         self._running: deque[int] = deque(maxlen=PEAK_SAMPLES)
 
     def restarted(self) -> None:
-        """The server is a new one: its counters begin at 0."""
+        """Reset: the server is a new one, and its counters begin at 0."""
         self._preemptions = 0
 
     def observe(self, gauges: Gauges, in_flight: int) -> None:
-        """Take a sample in, with the rows that we had in flight at that moment."""
+        """Add a sample, with the rows in flight at that moment."""
         self.gauges = gauges
         preempted = gauges.preemptions - self._preemptions
         self._preemptions = gauges.preemptions
@@ -128,7 +128,7 @@ LEARN = 0.2  # weight of the newest sample
 
 
 class Yielding:
-    """Follows how long live requests take, against the best of late, and how fast rows go.
+    """Holds rows back while live requests are slower than their recent best.
 
     While a live request is answered no new row is sent, for at most half of the time; and as long as live requests
     come now and then, fewer rows are in flight: as many as leave the answers as quick as they were.
@@ -147,7 +147,7 @@ class Yielding:
         self._credit_at: float | None = None
 
     def began(self, now: float) -> None:
-        """A live request has come."""
+        """Note the start of a live request."""
         self._spend(now)
         if not self._is_alert(now):
             self._allowed = max(ROWS_MIN, FIRST_SHARE * self._running) if self._running else math.inf
@@ -155,13 +155,13 @@ class Yielding:
         self._live_at = now
 
     def ended(self, now: float) -> None:
-        """It is answered, or nobody waits any more."""
+        """Note the end of a live request."""
         self._spend(now)
         self.live -= 1
         self._live_at = now
 
     def answered(self, piece_s: float, in_flight: int) -> None:
-        """A whole answer took `piece_s` for each of its pieces, beside so many rows."""
+        """Note a complete reply: `piece_s` for each piece, beside this many rows."""
         self._best_s = min(self._best_s * BEST_FADES, piece_s)
         if in_flight == 0:
             return
@@ -172,7 +172,7 @@ class Yielding:
             self._allowed = max(ROWS_MIN, YIELD_SHRINK * min(self._allowed, in_flight))
 
     def observe(self, running: int, rows_done: int, now: float) -> None:
-        """Rows in the engine, and how many have been finished ever; now and then."""
+        """Record the rows in the engine and the number finished so far; now and then."""
         self._running = running
         if self._rows_at is not None and now > self._rows_at[0] and rows_done >= self._rows_at[1]:
             rate = (rows_done - self._rows_at[1]) / (now - self._rows_at[0])
@@ -182,7 +182,7 @@ class Yielding:
         self._rows_at = now, rows_done
 
     def limit(self, limit: int, in_flight: int, now: float) -> int:
-        """Rows that may be in flight: `limit`, or fewer."""
+        """The rows that may be in flight: `limit`, or fewer."""
         if not self._is_alert(now):
             return limit
         self._spend(now)
@@ -193,21 +193,21 @@ class Yielding:
         return self.live > 0 or now - self._live_at < ALERT_S
 
     def _spend(self, now: float) -> None:
-        """Keep the account of time in which rows were held back."""
+        """Account for the time in which rows were held back."""
         passed = 0.0 if self._credit_at is None else now - self._credit_at
         self._credit_at = now
         self._credit_s = max(0.0, min(CREDIT_MAX_S, self._credit_s + (-passed if self.live else passed)))
 
 
 class _Group(Struct, eq=False):
-    """The rows of one adapter, the first one first."""
+    """The rows of one adapter, in order."""
 
     calls: list[tuple[int, LlmRow]] = []  # a heap
     late_to: int = -1  # rows up to here could have gone, had their adapter been there
 
 
 class AdapterQueue:
-    """Calls in the order in which they came first; those of an adapter that is not loaded are passed over."""
+    """Calls in order of arrival; those whose adapter is not loaded are skipped."""
 
     def __init__(self) -> None:
         self._groups: dict[Adapter | None, _Group] = {}
@@ -219,12 +219,12 @@ class AdapterQueue:
         return self._size
 
     def number(self, call: LlmRow) -> None:
-        """Give a call that has come its turn, whether it waits here or elsewhere."""
+        """Give a new call its turn, whether it waits here or elsewhere."""
         if call.turn < 0:
             call.turn = next(self._numbers)
 
     def push(self, call: LlmRow) -> None:
-        """A call that has come, or comes back to its old place."""
+        """Add a new call, or return one to its old position."""
         self.number(call)
         self._projects[call.project] += 1
         group = self._groups.setdefault(call.adapter, _Group())
@@ -232,7 +232,7 @@ class AdapterQueue:
         self._size += 1
 
     def pop(self, may_go: Callable[[Adapter], bool]) -> LlmRow | None:
-        """The first call that needs no adapter or whose adapter may be used."""
+        """Take the first call without an adapter or with a usable one."""
         free = [group for adapter, group in self._groups.items() if adapter is None or may_go(adapter)]
         if not free:
             return None
@@ -244,7 +244,7 @@ class AdapterQueue:
         return call
 
     def mark_late(self, adapters: Iterable[Adapter], room: int) -> int:
-        """There is room for so many rows of these adapters, which are not loaded. Returns how many wait for that."""
+        """Note room for rows of adapters that are not loaded. Returns how many rows wait for that."""
         left = room
         for adapter in adapters:
             if not left:
@@ -256,14 +256,14 @@ class AdapterQueue:
         return room - left
 
     def take_all(self, adapter: Adapter) -> list[LlmRow]:
-        """Every call of an adapter, in order: none of them can be made."""
+        """Take every call of an adapter, in order: none can be made."""
         group = self._groups.pop(adapter, _Group())
         calls = [call for _, call in sorted(group.calls, key=lambda one: one[0])]
         self._left(calls)
         return calls
 
     def take_of(self, projects: Set[str]) -> list[LlmRow]:
-        """Every call of some projects, in order."""
+        """Take every call of some projects, in order."""
         taken = []
         for adapter, group in list(self._groups.items()):
             found = [one for one in group.calls if one[1].project in projects]
@@ -277,7 +277,7 @@ class AdapterQueue:
         return calls
 
     def projects(self) -> set[str]:
-        """Whose calls wait."""
+        """The projects of waiting calls."""
         return set(self._projects)
 
     def _left(self, calls: Iterable[LlmRow]) -> None:
@@ -288,7 +288,7 @@ class AdapterQueue:
                 del self._projects[call.project]
 
     def adapters(self) -> list[Adapter]:
-        """Those that rows wait for, in the order of their first rows."""
+        """The adapters of waiting rows, in the order of their first rows."""
         waiting = [(group.calls[0][0], adapter) for adapter, group in self._groups.items() if adapter is not None]
         return [adapter for _, adapter in sorted(waiting, key=lambda one: one[0])]
 
@@ -296,7 +296,7 @@ class AdapterQueue:
         return self._groups[adapter].calls[0][0]
 
     def waiting(self, adapter: Adapter) -> int:
-        """Rows of an adapter."""
+        """The number of waiting rows of an adapter."""
         return len(self._groups[adapter].calls) if adapter in self._groups else 0
 
     def _drop_empty(self, adapter: Adapter | None) -> None:
@@ -309,7 +309,7 @@ LAST_GROUP_MAX = 8  # rows of a project beyond its budget that go together
 
 
 class QuarantineQueue:
-    """The rows that wait to be tried."""
+    """The suspect rows that wait to run alone."""
 
     def __init__(self) -> None:
         self.calls: list[LlmRow] = []
@@ -321,7 +321,7 @@ class QuarantineQueue:
         self.calls.append(call)
 
     def take(self, adapter: Adapter) -> list[LlmRow]:
-        """Those of an adapter: none of them can be made."""
+        """Take the rows of an adapter: none can run."""
         taken = [call for call in self.calls if call.adapter == adapter]
         self.calls = [call for call in self.calls if call.adapter != adapter]
         return taken
@@ -333,7 +333,7 @@ class QuarantineQueue:
         return [call.adapter for call in self.calls if call.adapter is not None]
 
     def next_group(self, *, is_last: Callable[[str], bool], may_go: Callable[[LlmRow], bool]) -> list[LlmRow]:
-        """The rows to try now; they stay until `start`. `is_last`: of a project whose turn comes after others'."""
+        """The rows to run now; they stay until `start`. `is_last`: of a project that runs after others."""
         waiting = sorted(self.calls, key=lambda call: (is_last(call.project), not call.is_prime, call.turn))
         first = next((call for call in waiting if may_go(call)), None)
         if first is None or first.is_prime:
@@ -345,6 +345,6 @@ class QuarantineQueue:
         return [call for call in alike if call.adapter == first.adapter][: max(1, most)]
 
     def start(self, group: list[LlmRow]) -> None:
-        """They are in flight."""
+        """Note that these rows are in flight."""
         for call in group:
             self.calls.remove(call)

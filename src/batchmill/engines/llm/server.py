@@ -1,4 +1,4 @@
-"""One vLLM server, from its start to its end, and the calls that batchmill makes to it."""
+"""One vLLM server from start to end, and the calls to it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read_tail(path: Path, offset: int = 0) -> str:
 
 
 def telling_lines(log: str) -> str:
-    """The last exception of a log with what belongs to it, or its last lines where there is none."""
+    """The last exception of a log with its context, or the last lines if there is none."""
     lines = [_PREFIX.sub("", line).rstrip() for line in log.splitlines()]
     telling = [i for i, line in enumerate(lines) if _TELLING.match(line) and not _EMPTY.search(line)]
     if not telling:
@@ -64,7 +64,7 @@ def telling_lines(log: str) -> str:
 
 
 def _continuation(lines: list[str]) -> list[str]:
-    """Lines that go on with an exception's message: indented ones, up to the next frame or blank line."""
+    """The lines that continue an exception's message, up to the next frame or blank line."""
     kept = []
     for line in lines:
         if not line.startswith("  ") or line.lstrip().startswith(("File ", "For further information")):
@@ -84,7 +84,7 @@ SOCKET_BYTES_MAX = 100  # Linux allows 107, macOS 103
 
 
 class ServerProcess:
-    """A server in a process tree of its own. Made by `claim`; started once, stopped for ever.
+    """A server in a process tree of its own. Made by `claim`; started once, stopped for good.
 
     Concurrency: one event loop.
     """
@@ -131,7 +131,7 @@ class ServerProcess:
         }
 
     async def start(self, command: list[str], env: Mapping[str, str]) -> None:
-        """Start the guard, which starts the server. A command that cannot be started shows as a server that ended."""
+        """Start the guard, which starts the server. A command that cannot start looks like a server that ended."""
         assert self._guard is None, "a server is started once"
         arguments = ["--worker", str(os.getpid()), "--lock-fd", str(self._lock_fd), "--log", str(self.log_path)]
         arguments += ["--scratch", str(self.scratch), "--grace-s", str(self._grace_s), "--", *command]
@@ -170,7 +170,7 @@ class ServerProcess:
         return self._ended is not None and not self._ended.done()
 
     async def wait(self) -> int:
-        """Return when nothing of the server is left: its exit code, or below zero where its guard was killed."""
+        """Wait until nothing of the server is left; its exit code, or below zero if its guard was killed."""
         assert self._ended is not None, "the server was not started"
         return await asyncio.shield(self._ended)
 
@@ -192,7 +192,7 @@ class ServerProcess:
             await asyncio.wait([self._ended])
 
     def complaint(self) -> str:
-        """How the server ended and what its log says about it, in a few lines."""
+        """How the server ended and what its log says, in a few lines."""
         said = telling_lines(read_tail(self.log_path, self._log_offset)) or "it wrote nothing"
         code = self.exit_code
         if code is None:
@@ -202,7 +202,7 @@ class ServerProcess:
 
 
 def make_scratch() -> Path:
-    """A new private directory whose path is short: a Unix socket's name has room for some hundred bytes."""
+    """A new private directory with a short path: names of Unix sockets have about a hundred bytes."""
     for base in (os.environ.get("XDG_RUNTIME_DIR"), "/tmp", tempfile.gettempdir()):
         if base and os.access(base, os.W_OK | os.X_OK):
             path = Path(tempfile.mkdtemp(prefix="batchmill-", dir=base))
@@ -233,11 +233,11 @@ class CallLost(Exception):
 
 
 class ReplyTooLarge(Exception):
-    """A reply that nobody would want in a result file; asking again would bring it again."""
+    """A reply that is too large for a result file; a retry would bring it again."""
 
 
 class VllmServer:
-    """A server process that speaks vLLM's HTTP. Started once; a new one takes its place when it dies."""
+    """A vLLM server process and its HTTP API. Started once; a new object replaces a dead one."""
 
     def __init__(self, process: ServerProcess, clock: Clock) -> None:
         self.process = process
@@ -261,7 +261,7 @@ class VllmServer:
         clock: Clock,
         note: Callable[[str], None],
     ) -> VllmServer:
-        """Start a server and return once it is healthy; `note` hears how long it has taken so far.
+        """Start a server and return once it is healthy; `note` gets the seconds so far.
 
         Raises: ModelFailed, with what the server's log says.
         """
@@ -293,11 +293,11 @@ class VllmServer:
         note("")
 
     async def is_healthy(self) -> bool:
-        """Whether the server says that it and its engine are well."""
+        """Whether the server reports itself and its engine as healthy."""
         return await self._get("/health") is not None
 
     async def _get(self, path: str) -> bytes | None:
-        """The body of a 200 reply; None where there is none, be it that the server is stopped or stuck."""
+        """The body of a 200 reply; None if there is none, even if the server is stopped or hangs."""
         if self._session.closed:
             return None
         try:
@@ -307,7 +307,7 @@ class VllmServer:
             return None
 
     async def post(self, url: str, body: bytes) -> tuple[int, bytes]:
-        """One call. Raises: CallLost where no whole reply comes, ReplyTooLarge."""
+        """Make a call. Raises: CallLost without a whole reply, ReplyTooLarge."""
         if self._session.closed:
             raise CallLost("the server was stopped")
         data = body if len(body) <= BODY_COPY_MAX else io.BytesIO(body)
@@ -318,7 +318,7 @@ class VllmServer:
             raise CallLost(f"{type(error).__name__}: {error}") from None
 
     async def predict(self, url: str, body: bytes, silence_s: float) -> AsyncGenerator[LiveHead | bytes]:
-        """One call whose reply is handed on as it comes. Closing the iterator ends it at the server too.
+        """Make a call and stream its reply. Closing the iterator cancels it at the server.
 
         Raises: CallLost where the reply does not come or breaks off, or the server is silent for `silence_s`.
         """
@@ -346,7 +346,7 @@ class VllmServer:
                 reply.close()  # the connection goes with it: nobody waits for the rest
 
     async def load_adapter(self, name: str, place: str, timeout_s: float) -> str:
-        """Have it load an adapter. Returns why it could not, in its own words; empty: it is there. Raises: CallLost."""
+        """Load an adapter. Returns the server's error message; empty: it is loaded. Raises: CallLost."""
         body = msgspec.json.encode({"lora_name": name, "lora_path": adapter_place(place)})
         try:
             async with asyncio.timeout(timeout_s):
@@ -359,7 +359,7 @@ class VllmServer:
         return "" if _IS_LOADED in message else message
 
     async def unload_adapter(self, name: str, timeout_s: float) -> None:
-        """Have it forget an adapter that nobody uses. Raises: CallLost."""
+        """Unload an unused adapter. Raises: CallLost."""
         try:
             async with asyncio.timeout(timeout_s):
                 status, data = await self.post("/v1/unload_lora_adapter", msgspec.json.encode({"lora_name": name}))
@@ -371,7 +371,7 @@ class VllmServer:
             )
 
     async def gauges(self) -> Gauges | None:
-        """What its metrics say now; None where it does not answer."""
+        """The current metrics; None if it does not reply."""
         data = await self._get("/metrics")
         return None if data is None else read_gauges(data.decode("utf-8", "replace"))
 

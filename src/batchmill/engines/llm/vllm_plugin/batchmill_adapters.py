@@ -1,4 +1,4 @@
-"""What vLLM 0.32 needs mended so that adapters may come and go. A plugin: vLLM calls `register` in its processes.
+"""A vLLM plugin that fixes dynamic adapters in vLLM 0.32. vLLM calls `register` in its processes.
 
 An adapter that is unloaded leaves the engine, not only the list of names. On a CPU, where the index -1, "no adapter",
 selects the last slot, rows of the base are left alone; and each adapter's weights are applied once to all of its

@@ -1,4 +1,4 @@
-"""How long an engine's steps take with and without rows. Pure, and alone: it runs inside vLLM's environment."""
+"""Estimates how long an engine's steps take with and without rows. Pure; runs in vLLM's environment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StepTimes:
         self._credit_s = CREDIT_MAX_S
 
     def observe(self, lasted_s: float, row_tokens: int, is_live: bool, is_held: bool) -> None:
-        """A step has ended: with so many tokens of rows, serving live requests that have begun, holding rows or not."""
+        """Record a step: its tokens of rows, and whether it served live requests or held rows."""
         self._credit_s += -lasted_s if is_held else lasted_s * HELD_SHARE / (1 - HELD_SHARE)
         self._credit_s = min(self._credit_s, CREDIT_MAX_S)
         if row_tokens == 0:
@@ -30,7 +30,7 @@ class StepTimes:
         return self._credit_s > 0
 
     def row_tokens(self, share: float) -> int | None:
-        """Tokens of rows that take `share` of a live step's time; None: not known yet."""
+        """The tokens of rows that take `share` of a live step's time; None: unknown yet."""
         return int(share * self._alone_s / self._token_s) if self._alone_s and self._token_s else None
 
 

@@ -1,4 +1,4 @@
-"""A scheduler for vLLM that lets rows step aside while somebody waits. It runs inside vLLM, which is all it imports.
+"""A vLLM scheduler that lets rows yield to live requests. Runs in vLLM and imports nothing else.
 
 In a step that serves live requests, rows get as many tokens as make it little longer; the others keep their place and
 their cache. While live requests come now and then, steps between them are kept short, since who arrives waits for one
@@ -73,14 +73,14 @@ class YieldingScheduler(Scheduler):
         return super().update_from_output(*args, **kwargs)
 
     def _can_hold(self, live: int, is_arriving: bool) -> bool:
-        """Whether there are rows to hold and that helps: who needs the place of one, or its cache, waits for them."""
+        """Whether there are rows to hold, and holding helps: new requests may need their slots or cache."""
         rows = len(self.running) + len(self.waiting) - live - is_arriving
         has_place = not is_arriving or len(self.running) < self.max_num_active_reqs
         has_cache = self.get_kv_cache_usage() < KV_USAGE_MAX
         return rows > 0 and has_place and has_cache and self._times.may_hold and not self._is_stuck
 
     def _shorten(self, now: float) -> None:
-        """A step of rows alone: it leaves a few places free, and keeps nobody waiting for long while some may come."""
+        """A step of rows alone: it leaves some slots free, and is short while live requests may come."""
         self.max_num_active_reqs -= min(PLACES_FREE, self.max_num_active_reqs // 8)
         allowed = self._times.row_tokens(STEP_FACTOR)
         if allowed is not None and now - self._live_at < ALERT_S:
@@ -88,7 +88,7 @@ class YieldingScheduler(Scheduler):
             self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, max(allowed, ROW_TOKENS_MIN))
 
     def _hold(self, live: list[Any], arriving: Any) -> list[Any]:
-        """A step in which rows have few tokens; none while a request arrives, or it would not get in.
+        """A step in which rows get few tokens; not while a request arrives, which could not enter.
 
         Returns the rows that vLLM is not to see in this step. They keep their place.
         """
