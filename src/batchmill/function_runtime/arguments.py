@@ -1,4 +1,4 @@
-"""Rows that came as JSON and arrays, read into the arguments of user code: what is missing or unknown is named.
+"""Reads rows of JSON and arrays into arguments of user code; errors name missing and unknown fields.
 
 A row function gets one item for each row in `calls`, to be called as `how` says. A function of many rows gets columns.
 """
@@ -19,7 +19,7 @@ _READ_ERRORS = (ValueError, TypeError, RecursionError, KeyError, IndexError, Att
 
 
 class Parameters:
-    """What a function can be given.
+    """The parameters of a function.
 
     Args:
         positional: the names that a position can fill, in order.
@@ -46,7 +46,7 @@ class Parameters:
 
 
 class Bound:
-    """The rows of one ask as arguments. `errors` has those that cannot be called, with None in their place."""
+    """The rows of one request as arguments. `errors` has invalid rows, whose arguments are None."""
 
     __slots__ = ("how", "calls", "errors", "ids", "columns")
 
@@ -72,7 +72,7 @@ def read_rows(meta, buffers, parameters, *, as_columns=False):
 
 
 def as_columns(bound, parameters):
-    """The rows as a list for each parameter; None where they have to be looked at one by one."""
+    """A list for each parameter; None if the rows must be read one by one."""
     names = parameters.positional
     if bound.errors or parameters.is_dict or len(parameters.names) != len(names):
         return None
@@ -84,7 +84,7 @@ def as_columns(bound, parameters):
 
 
 def as_dicts(bound, parameters):
-    """The same rows, each as a dict by name."""
+    """The rows, each as a dict by name."""
     if bound.how == NAMED or parameters.is_dict:
         return bound.calls
     names = parameters.positional
@@ -135,7 +135,7 @@ def _positional(calls, skip, parameters):
 
 
 def _misfit(count, parameters):
-    """Why so many arguments by position cannot be passed, or None."""
+    """Why this number of positional arguments does not fit, or None."""
     names = parameters.positional
     if count > len(names):
         return ["invalid_argument", f"{count} arguments came, and the function takes {_list(names)}", ""]
@@ -155,7 +155,7 @@ def _dict_of(row, parameters):
 
 
 def _named(rows, parameters, *, is_lenient):
-    """`is_lenient`: what the function does not take is left out, as a table may have more columns."""
+    """Named arguments. `is_lenient`: unknown fields are dropped, as a table may have more columns."""
     whole = _all_alike(rows, parameters)
     if whole is not None:
         return whole
@@ -184,7 +184,7 @@ def _named(rows, parameters, *, is_lenient):
 
 
 def _all_alike(rows, parameters):
-    """The rows by position, where every one has each parameter and nothing else."""
+    """The rows by position, if each has every parameter and nothing else."""
     names = parameters.positional
     is_plain = names and parameters.names is not None and len(parameters.names) == len(names)
     if not is_plain or parameters.is_dict or parameters.models or parameters.arrays:
@@ -202,7 +202,7 @@ def _no_object(row):
 
 
 def _convert(rows, parameters, errors):
-    """Make arrays of lists and objects of dicts, where the function takes such."""
+    """Convert lists to arrays and dicts to objects if the function takes them."""
     for number, row in enumerate(rows):
         if row is None:
             continue
@@ -221,7 +221,7 @@ def _convert(rows, parameters, errors):
 
 
 def as_array(value, datatype):
-    """A numpy array of what came as one, or as nested lists."""
+    """A numpy array of an encoded array or of nested lists."""
     numpy = installed("numpy")
     if type(value) is numpy.ndarray:
         return value
@@ -232,7 +232,7 @@ def as_array(value, datatype):
 
 
 def _with_arrays(rows, buffers, parameters):
-    """The rows with their arrays in place of what stands for them."""
+    """The rows with encoded arrays decoded."""
     if buffers:
         for row in rows:
             for name, value in row.items() if type(row) is dict else ():
@@ -262,7 +262,7 @@ def _of_columns(columns, rows, buffers, parameters, is_train):
 
 
 def _whole_columns(meta, buffers, parameters):
-    """Columns just as they came, for a function that takes columns; None where rows have to be looked at."""
+    """Columns as received, for a function that takes columns; None if rows must be read one by one."""
     columns, extra, rows = json_text.load(buffers[0]), buffers[1:], meta["rows"]
     names = parameters.names
     is_fit = not (parameters.models or parameters.is_dict) and names.issuperset(columns)

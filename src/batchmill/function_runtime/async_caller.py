@@ -1,4 +1,4 @@
-"""Calls an async function on an event loop: up to 64 calls at once, live asks first; and its async generators."""
+"""Runs async functions and generators on an event loop: up to 64 calls at once, live calls first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BATCHES_MAX = 4  # of many rows, at once: more of them would never fill
 
 
 class AsyncLoop:
-    """Everything that the other callers do, on an event loop. `run` returns after `stop`.
+    """The caller for async functions. `run` returns after `stop`.
 
     Args:
         when_full: is called between calls once a call was refused memory.
@@ -108,7 +108,7 @@ class AsyncLoop:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def _start_calls(self):
-        """Begin as many calls as may run and are due."""
+        """Start the calls that are due, up to the limit."""
         size = 1 if self._is_row else self._bisection.size(self._batches.size)
         while len(self._running) < self._calls_max:
             parts = self._batches.take(time.perf_counter_ns(), size)
@@ -148,7 +148,7 @@ class AsyncLoop:
             self._place_of[last] = place
 
     def _wake_in_time(self, size):
-        """Come back when a batch that waits for its window is due."""
+        """Wake up when a waiting batch is due."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -219,7 +219,7 @@ class AsyncLoop:
             self._reply(ask, rows)
 
     async def _try(self, parts, rows):
-        """Call with these rows; false where it raised, and then nothing is settled."""
+        """Call with these rows; False if it raised, and no row has a result then."""
         began = called = time.perf_counter_ns()
         printing.calling(tuple(dict.fromkeys([ask for ask, _, _ in parts])))
         try:
@@ -252,7 +252,7 @@ class AsyncLoop:
     # -- streams ------------------------------------------------------------------------------------------------------
 
     def _follow(self, meta, buffers):
-        """Do what is wanted of a stream after what was wanted of it before."""
+        """Run the operations on a stream one after another."""
         stream_id = meta["id"]
         call = self._after(self._chains.get(stream_id), meta, buffers)
         self._chains[stream_id] = self._begin(call, [(stream_id, 0, 1)], self._followed)

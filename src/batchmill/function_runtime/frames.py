@@ -1,4 +1,4 @@
-"""The socket between a function's process and its worker: frames of a little JSON and the bytes that go with it."""
+"""Frames between a function's process and its worker: a short JSON head and raw bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALIGN = 64  # where the first large buffer of a frame begins, from the frame's o
 
 
 class BrokenFrame(Exception):
-    """The other side does not speak this protocol, or somebody else wrote into its socket."""
+    """The other side does not speak this protocol, or something else wrote to the socket."""
 
 
 def pack(meta, buffers=()):
@@ -36,7 +36,7 @@ def pack(meta, buffers=()):
 
 
 def pack_text(text, buffers=()):
-    """As `pack`, of JSON that is written already."""
+    """As `pack`, for encoded JSON."""
     count = len(buffers)
     sizes = [each.nbytes if type(each) is memoryview else len(each) for each in buffers]
     if count == 1 and sizes[0] < LARGE_BYTES:
@@ -47,7 +47,7 @@ def pack_text(text, buffers=()):
 
 
 def _padding(place, sizes):
-    """How many bytes are to go before the buffers, such that the first large one lies as its numbers want it."""
+    """The padding that aligns the first large buffer for its numbers."""
     for size in sizes:
         if size >= LARGE_BYTES:
             return -place % ALIGN
@@ -56,7 +56,7 @@ def _padding(place, sizes):
 
 
 class Reader:
-    """Frames out of bytes that come in pieces.
+    """Assembles frames from pieces of bytes.
 
     Either `feed` it what came; or receive into `room()` and say with `received` how much that was: this saves a copy.
     The buffers of a large frame are parts of one piece of memory, which lives as long as any of them.
@@ -69,7 +69,7 @@ class Reader:
         self._filled = 0
 
     def feed(self, data):
-        """The frames that are whole now, as (meta, buffers). Raises: BrokenFrame."""
+        """The complete frames, as (meta, buffers). Raises: BrokenFrame."""
         data = memoryview(data)
         frames = []
         while len(data):
@@ -81,7 +81,7 @@ class Reader:
         return frames
 
     def room(self):
-        """Where the next bytes belong; never empty."""
+        """The memory for the next bytes; never empty."""
         if self._large is not None:
             return self._large[self._filled :]
         if self._begin == self._end:
@@ -91,7 +91,7 @@ class Reader:
         return self._view[self._end :]
 
     def received(self, size):
-        """The frames that are whole now that `size` bytes more lie in what `room` gave. Raises: BrokenFrame."""
+        """The complete frames after `size` more bytes in `room`. Raises: BrokenFrame."""
         if self._large is not None:
             self._filled += size
             if self._filled < len(self._large):
@@ -108,7 +108,7 @@ class Reader:
         return frames
 
     def _small(self):
-        """The frames of one buffer at the front: nearly all are such, and this is a shorter way."""
+        """The frames of one buffer at the front: the fast case of nearly all frames."""
         data, at = bytes(self._view[self._begin : self._end]), 0
         frames, have = [], len(data)
         while have - at >= HEAD_OF_ONE.size:
@@ -149,7 +149,7 @@ class Reader:
         return None
 
     def _move(self, size):
-        """Begin again at the front, with room for `size` bytes."""
+        """Move to the front, with room for `size` bytes."""
         rest = bytes(self._view[self._begin : self._end])
         if size > len(self._view):
             self._view = memoryview(bytearray(size))
@@ -159,7 +159,7 @@ class Reader:
 
 
 def _take(view, begin, size, *, is_large):
-    """The frame that lies in `view` from `begin`: parts of that memory, or copies of them."""
+    """The frame in `view` from `begin`: views of that memory, or copies."""
     _, text_size, count, crc = HEAD.unpack_from(view, begin)
     place = begin + HEAD.size + 8 * count + text_size
     text = view[place - text_size : place]
@@ -213,13 +213,13 @@ class WorkerSocket:
         self._socket.close()
 
     def wait(self, timeout_s=None):
-        """Whether frames, or the end, have come."""
+        """Wait; whether frames, or the end, have arrived."""
         if self.is_child:
             os._exit(0)
         return bool(self._poll.poll(None if timeout_s is None else max(0, timeout_s * 1000)))
 
     def receive(self):
-        """The frames that have come; never waits. Ends the process when the worker has gone."""
+        """The frames that have arrived; never waits. Ends the process when the worker has gone."""
         frames, is_more = [], True
         while is_more:
             room = self._reader.room()
@@ -243,7 +243,7 @@ class WorkerSocket:
         self._out += pieces
 
     def flush(self):
-        """Hand everything queued to the worker."""
+        """Write everything queued to the worker."""
         out = self._out
         if not out:
             return
@@ -262,7 +262,7 @@ class WorkerSocket:
 
 
 def _rest(pieces, sent):
-    """What is left of the pieces when so many bytes have gone."""
+    """The remaining pieces after so many bytes."""
     for number, piece in enumerate(pieces):
         size = len(piece)
         if sent < size:

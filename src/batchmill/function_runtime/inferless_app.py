@@ -140,7 +140,7 @@ NESTED = "Output {} is of type dictionary or tuple which is currently not suppor
 
 
 def is_app(found):
-    """Whether what was found is such a class: by its name, or by its methods."""
+    """Whether an object is such a class, by its name or its methods."""
     owner = found.owner
     if owner is None or found.target is not owner or hasattr(owner, "predict"):
         return False

@@ -1,4 +1,4 @@
-"""Packages that the environment has beside Python, imported late: JSON by msgspec or the standard library."""
+"""Optional packages of the environment, imported when used; JSON by msgspec or the standard library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 
 def installed(name):
-    """The package, or None where there is none."""
+    """The package, or None if it is not installed."""
     module = sys.modules.get(name)
     if module is None and name not in _absent:
         try:
@@ -20,7 +20,7 @@ def installed(name):
 
 
 def loaded(name):
-    """The package if something has imported it already: without that, no value of its types is about."""
+    """The package if it was imported already; otherwise no value has one of its types."""
     return sys.modules.get(name)
 
 

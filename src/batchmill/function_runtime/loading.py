@@ -1,4 +1,4 @@
-"""Where a deployed function's code lies, and how the file becomes something to call. Only `load` runs user code."""
+"""Finds and loads a deployed function's code. Only `load` runs user code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _usual_kinds = weakref.WeakKeyDictionary()  # exception class -> whether Python 
 
 
 def row_error(error, memory_bytes=None, *, with_trace=True):
-    """[code, message, trace] of what user code raised; without one the trace is empty."""
+    """[code, message, traceback] of an exception of user code; the traceback may be empty."""
     if memory_bytes is not None and isinstance(error, MemoryError):
         text = f"the function was refused more memory: its process may have {memory_bytes} bytes"
         return ["memory_limit", text, trace_of(error) if with_trace else ""]
@@ -115,11 +115,11 @@ FINISHERS = ("finalize", "teardown")
 
 
 class LoadError(Exception):
-    """The function cannot be used; its text is what whoever deployed it reads."""
+    """The function cannot be used; the text is for its author."""
 
 
 class LoadedSource:
-    """What a source names: `target` is the function, method or object; `owner` the object it belongs to, or None."""
+    """The loaded source: `target` is the function, method or object; `owner` its object, or None."""
 
     def __init__(self, source, target, owner, module):
         self.source, self.target, self.owner, self.module = source, target, owner, module
@@ -147,7 +147,7 @@ def find(source, folder):
 
 
 def run_user_code(call, doing):
-    """What `call` returns. Raises: LoadError with the traceback."""
+    """Run user code and return its result. Raises: LoadError with the traceback."""
     try:
         return call()
     except BaseException as error:  # SystemExit too

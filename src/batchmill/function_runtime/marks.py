@@ -1,4 +1,4 @@
-"""What user code may say about itself: `batched` for a function of many rows, `tensor` for what a parameter is.
+"""Marks for user code: `batched` for a function of many rows, `tensor` for the type of a parameter.
 
 User code imports both from `batchmill`; where that is not installed, a stand-in has them.
 """

@@ -1,4 +1,4 @@
-"""What user code prints, line by line with the calls that it was printed for, in a file that the worker opened.
+"""Captures what user code prints, line by line with the calls that it belongs to.
 
 A line is a JSON object: `at`, `stream`, `text`; of calls `project` (null: of several) and `requests`; `stage` is
 "start" until the function is ready. What belongs to no call is printed as it is too, into the worker's own log.
@@ -30,7 +30,7 @@ class Progress:
         self.words = memoryview(self._page).cast("I")
 
     def one(self, ask_id, first, rows=1):
-        """One ask's rows are about to be called."""
+        """Note that the rows of one request are about to run."""
         words = self.words
         words[0] = 0
         words[1] = ask_id & 0xFFFFFFFF
@@ -40,20 +40,20 @@ class Progress:
         words[0] = 1
 
     def many(self, entries):
-        """These (ask id, first row, rows) are about to be called, or go on."""
+        """Note that these (request id, first row, rows) are about to run, or continue."""
         self.words[0] = 0
         for place, entry in enumerate(entries[:ENTRIES_MAX]):
             self._write(place, *entry)
         self.words[0] = min(len(entries), ENTRIES_MAX)
 
     def add(self, place, ask_id, first, rows):
-        """One call more, as number `place` of those that are running."""
+        """Add a running call, as number `place`."""
         if place < ENTRIES_MAX:
             self._write(place, ask_id, first, rows)
             self.words[0] = place + 1
 
     def take(self, place, count):
-        """Number `place` of `count` calls has ended; the last takes its number."""
+        """Remove number `place` of `count` running calls; the last one takes its number."""
         last = count - 1
         if last < ENTRIES_MAX:
             words = self.words
@@ -68,7 +68,7 @@ class Progress:
         words[at + 3] = rows
 
     def none(self):
-        """User code is not running."""
+        """Note that no user code is running."""
         self.words[0] = 0
 
     def forget(self):
@@ -89,13 +89,13 @@ _projects = set()  # that this process has been called for
 
 
 def calling(asks, row=None):
-    """What is printed from now on, in this context, is printed for these asks; each has `id` and `of`."""
+    """Attribute later prints in this context to these requests; each has `id` and `of`."""
     _projects.update([ask.of[0] for ask in asks if ask.of])
     _calls.set((asks, row, _caller()))
 
 
 def idle():
-    """What is printed from now on belongs to no call."""
+    """Attribute later prints to no call."""
     _calls.set((*_NOBODY, None))
 
 
@@ -110,7 +110,7 @@ def _caller():
 
 
 def _origin():
-    """Whose what is printed now is, and whether it may be anybody's.
+    """The origin of a print, and whether it is ambiguous.
 
     What user code starts in one call has that call's context for as long as it lives, whatever calls it works for
     later: once there are several projects, only what the caller itself prints is known to be for its call.
@@ -122,7 +122,7 @@ def _origin():
 
 
 class LogWriter:
-    """Where lines go. Safe to be used by many threads, and after a fork."""
+    """Writes log lines. Safe for threads, and after a fork."""
 
     def __init__(self, fd, progress):
         self._fd, self._progress = fd, progress
@@ -135,7 +135,7 @@ class LogWriter:
         self.lock = threading.RLock()
 
     def write(self, stream, text, origin):
-        """Append one line; one that there is no room for is counted, and told of with the next."""
+        """Append a line; a line without room is counted, and the next one reports it."""
         now = time.time()
         if int(now) != self._second:
             self._second, self._bytes = int(now), 0
@@ -162,7 +162,7 @@ class LogWriter:
         return (projects.pop() if len(projects) == 1 else None), requests
 
     def _request(self, ask, row, count):
-        """The id of a request; of rows of a job the job's, and the row's number where it is known."""
+        """The id of a request; for rows of a job, the job's id and the row's number if known."""
         if len(ask.of) < 3:
             return ask.of[1]
         words = self._progress.words
@@ -172,7 +172,7 @@ class LogWriter:
 
 
 class Printed(io.RawIOBase):
-    """A standard stream whose lines go to `lines`; what belongs to no call goes to `fd` too."""
+    """A standard stream whose lines go to the log; lines of no call go to `fd` too."""
 
     mode = "wb"
 

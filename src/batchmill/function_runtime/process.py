@@ -1,4 +1,4 @@
-"""The function's process: loads what `start` names, then answers what the worker asks until `stop` or the end.
+"""The function's process: loads what `start` names, then serves the worker until `stop` or the end.
 
 Of `start`, `received_shapes` is heeded in the worker, by the form that reads a body. To the worker go `ready`
 {interface, batch_size, batch_window_s}; `failed` {message}, then the exit; `results` and `piece` as `replies` has them.
@@ -30,7 +30,7 @@ BARE_NAMES = frozenset(["output"])  # a column of this name is the result itself
 
 
 class Replies:
-    """Puts results on the link. Whoever calls user code says what it took with `count`."""
+    """Sends results to the worker. Callers of user code report calls with `count`."""
 
     def __init__(self, link):
         self._link = link
@@ -52,12 +52,12 @@ class Replies:
             ran[3] += output_ns
 
     def finish(self, ask, size=1):
-        """Everything of this ask that has not left."""
+        """Send everything of this request that was not sent."""
         if not ask.is_abandoned:
             self._results(ask, ask.sent, ask.rows, size)
 
     def stage(self, ask, upto, size=1):
-        """The rows of a train up to here, if it is time for them."""
+        """Send the finished rows of a batch, if it is time."""
         now = time.perf_counter_ns()
         if ask.is_train and upto > ask.sent and now - ask.sent_ns >= STAGE_NS:
             ask.sent_ns = now
@@ -115,20 +115,20 @@ class Replies:
         return True
 
     def end_stream(self, stream_id, error=None):
-        """No event comes any more."""
+        """End a stream."""
         self._link.put(pack({"kind": "piece", "id": stream_id, "ended": True, "error": error}))
 
     def note(self, error):
-        """Write down what user code raised where nobody waits for it."""
+        """Log an exception of user code if nobody waits for it."""
         print(trace_of(error), file=sys.stderr)
 
     def flush(self):
-        """Hand over what has been put."""
+        """Send the queued results."""
         self._flushed_ns = time.perf_counter_ns()
         self._link.flush()
 
     def flush_in_time(self):
-        """Hand over what has been put, if it has waited long enough for more."""
+        """Send the queued results if they have waited long enough."""
         if time.perf_counter_ns() - self._flushed_ns > FLUSH_NS:
             self.flush()
 
@@ -138,7 +138,7 @@ def _first_of(piece):
 
 
 def spread(ask, first, rows, columns):
-    """Results that are arrays as one result for each row: for JSON, or beside rows that failed."""
+    """Split array results into one for each row: for JSON, or beside failed rows."""
     lists = {name: list(each) if ask.is_exact else each.tolist() for name, each in columns.items()}
     if BARE_NAMES.issuperset(lists):
         [items] = lists.values()
@@ -256,7 +256,7 @@ class FunctionProcess:
                 self._replace_when_full()
 
     def _look(self):
-        """Take over what has come; whether something goes before a train."""
+        """Read arrived frames; return whether something must run before a batch of rows."""
         frames = self._link.receive()
         if frames:
             self._handle(frames)
@@ -278,7 +278,7 @@ class FunctionProcess:
                 self._replies.end_stream(meta["id"], ["invalid_argument", message, ""])
 
     def _replace_when_full(self):
-        """End, to be started afresh, if what the function holds leaves it no room."""
+        """Exit to be restarted, if the function's memory leaves it no room."""
         gc.collect()
         if self._memory_bytes is not None and _data_bytes() > FULL_SHARE * self._memory_bytes:
             os._exit(MEMORY)
@@ -298,7 +298,7 @@ async def _awaited(result):
 
 
 def _data_bytes():
-    """What RLIMIT_DATA counts; 0 where nothing tells."""
+    """The bytes that RLIMIT_DATA counts; 0 if unknown."""
     try:
         with open("/proc/self/status", encoding="ascii") as file:
             lines = [line for line in file if line.startswith("VmData:")]
@@ -308,7 +308,7 @@ def _data_bytes():
 
 
 def main(socket_fd, progress_fd):
-    """Run the program; never returns. An error of our own ends it, and the worker asks a new process again."""
+    """Run the program; never returns. An internal error ends it, and the worker starts a new process."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     if nothing != 0:
         os.dup2(nothing, 0)

@@ -1,4 +1,4 @@
-"""Requests on their way through this process, and which of their rows go together in one call of user code."""
+"""Requests in the function process, and which of their rows share a call of user code."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ class PendingRequest:
         self.pieces = []  # results that are arrays: (first, rows, {name: array})
 
     def keep_done(self):
-        """From now on its rows end in any order."""
+        """Allow its rows to end in any order."""
         self.done = bytearray(self.rows)
         for row in self.errors:
             self.done[row] = 1
 
     def begin(self):
-        """Some of its rows are about to be called."""
+        """Note that some of its rows are about to run."""
         if not self.begun_ns:
             self.begun_ns = self.sent_ns = time.perf_counter_ns()
 
     def end_rows(self, first, end):
-        """These rows have their results or errors."""
+        """Store the results or errors of rows."""
         self.left -= end - first
         if self.done is not None:
             self.done[first:end] = b"\x01" * (end - first)
@@ -57,7 +57,7 @@ class PendingRequest:
 
 
 def good_runs(rows, errors):
-    """(first, end) of the rows that can be called, the last ones first."""
+    """(first, end) of valid rows, the last ones first."""
     if not errors:
         return [(0, rows)] if rows else []
     runs, end = [], rows
@@ -126,7 +126,7 @@ PARTS_MAX = 4000  # asks in one batch: what `progress` can hold
 
 
 class BatchQueue:
-    """Rows that wait, by group: only rows of one group go together. Within it live asks are first come, first served.
+    """Waiting rows by group: only rows of one group share a call. Within a group, live calls are in order.
 
     Args:
         size: rows in one batch, at most.
@@ -147,13 +147,13 @@ class BatchQueue:
         return bool(self._live)
 
     def add(self, ask, first, end, key=None):
-        """These rows wait from now on."""
+        """Add rows."""
         groups = self._batcher if ask.is_train else self._live
         groups.setdefault(key, collections.deque()).append((ask, first, end))
         self._count(key, end - first)
 
     def drop(self, ask):
-        """What waits of this ask never runs."""
+        """Drop the waiting rows of this request."""
         for groups in (self._live, self._batcher):
             for key, runs in list(groups.items()):
                 kept = collections.deque(run for run in runs if run[0] is not ask)
@@ -163,12 +163,12 @@ class BatchQueue:
                     del groups[key]
 
     def due_ns(self, now_ns, size=None):
-        """How long to wait until `take` has something to give; None: for ever."""
+        """Nanoseconds until `take` has a batch; None: for ever."""
         key, wait_ns = self._choose(now_ns, size or self.size)
         return None if key is _NOTHING else wait_ns
 
     def take(self, now_ns, size=None):
-        """The next batch, as (ask, first, end); empty where none is due."""
+        """The next batch, as (request, first, end); empty if none is due."""
         size = size or self.size
         key, wait_ns = self._choose(now_ns, size)
         if key is _NOTHING or wait_ns > 0:
@@ -198,7 +198,7 @@ class BatchQueue:
         return size - left
 
     def _choose(self, now_ns, size):
-        """The key of the next batch, and how long it is to wait yet: a full one first, else the oldest."""
+        """The key of the next batch and its remaining wait: a full one first, else the oldest."""
         best, best_age = _NOTHING, 0
         for groups in (self._live, self._batcher):
             for key, runs in groups.items():
@@ -218,7 +218,7 @@ class BatchQueue:
 
 
 class Bisection:
-    """How a batch that raised is cut, learned from what happened to the rows before it.
+    """Decides how to split a batch that raised, from the results of earlier rows.
 
     `share` is the estimated share of rows that raise.
     """
@@ -232,7 +232,7 @@ class Bisection:
         self.share = 0.0
 
     def learn(self, rows, raised):
-        """Of so many rows so many raised."""
+        """Learn how many of these rows raised."""
         self.share += (raised / rows - self.share) * rows / (rows + self.MEMORY_ROWS)
 
     def size(self, size):
@@ -242,7 +242,7 @@ class Bisection:
         return max(1, int(self.FULL_SHARE / self.share))
 
     def goes_by_singles(self, rows):
-        """Whether the rows of a batch that raised are called one by one, not in halves."""
+        """Whether to run the rows of a failed batch one by one instead of in halves."""
         return rows <= self.SINGLES_ROWS or self.share * rows >= self.RAISING_MAX
 
 
@@ -268,5 +268,5 @@ def halves(parts):
 
 
 def singles(parts):
-    """Every row of a batch as a batch of its own."""
+    """Each row of a batch as its own batch."""
     return [[(ask, row, row + 1)] for ask, first, end in parts for row in range(first, end)]

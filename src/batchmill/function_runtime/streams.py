@@ -1,4 +1,4 @@
-"""Answers in events: generators, and Inferless's handler that sends them. One event is made each time one is wanted."""
+"""Streamed results: generators, and Inferless's stream handler. Events are made on request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ EVENTS_MAX = 100_000  # of a call that is answered in one piece
 
 
 class StreamClosed(BaseException):
-    """Nobody wants more events: raised where user code sends one."""
+    """The caller has gone: raised where user code sends an event."""
 
 
 class StreamCall:
@@ -136,7 +136,7 @@ class Streams:
         self._wanted = []  # (what, id, …) that has come and is not done
 
     def add(self, meta, buffers):
-        """Take an `open`, `next` or `close` over."""
+        """Handle an `open`, `next` or `close` frame."""
         self._wanted.append((meta, buffers))
 
     @property
@@ -144,7 +144,7 @@ class Streams:
         return bool(self._wanted)
 
     def turn(self):
-        """Make the events that are wanted."""
+        """Make the requested events."""
         while self._wanted:
             meta, buffers = self._wanted.pop(0)
             if meta["kind"] == "open":
@@ -195,7 +195,7 @@ class Streams:
         self._replies.end_stream(stream_id, error)
 
     def close(self, stream_id):
-        """End a stream that nobody reads any more; quiet where it has ended."""
+        """End a stream whose caller has gone; does nothing if it has ended."""
         events, _, called = self._open.pop(stream_id, (None, False, None))
         if events is None or not hasattr(events, "close"):
             return
@@ -209,6 +209,6 @@ class Streams:
         self._progress.none()
 
     def close_all(self):
-        """The function is about to end."""
+        """End all streams before the function ends."""
         for stream_id in list(self._open):
             self.close(stream_id)

@@ -42,14 +42,14 @@ class RowCaller:
         self.met_memory_limit = False
 
     def add(self, meta, buffers):
-        """Take an ask over."""
+        """Add a request."""
         began = time.perf_counter_ns()
         ask = PendingRequest(meta, read_rows(meta, buffers, self._code.parameters))
         self._replies.count(1, 0, time.perf_counter_ns() - began, 0)
         (self._batcher if ask.is_train else self._live).append(ask)
 
     def abandon(self, ask_id):
-        """Rows of this ask that have not begun never run; nothing is said of it any more."""
+        """Abandon a request: its waiting rows never run, and it gets no reply."""
         for ask in itertools.chain(self._live, self._batcher):
             if ask.id == ask_id:
                 ask.is_abandoned = True
@@ -59,11 +59,11 @@ class RowCaller:
         return bool(self._live)
 
     def wait_s(self):
-        """How long nothing is to be done; None: until something comes."""
+        """Seconds to wait; None: until something arrives."""
         return 0 if self._live or self._batcher else None
 
     def turn(self):
-        """Call what waits: every live ask, or a train for as long as nothing goes before it."""
+        """Run what waits: all live calls, or rows of a job until something must run before them."""
         while self._live:
             ask = self._live[0]
             self._run(ask)
@@ -73,7 +73,7 @@ class RowCaller:
             self._batcher.popleft()
 
     def _run(self, ask):
-        """Call the rows of an ask that are left; false where something goes before them."""
+        """Run the remaining rows of a request; False if something must run before them."""
         ask.begin()
         printing.calling((ask,))
         try:
@@ -97,7 +97,7 @@ class RowCaller:
         return True
 
     def _call_some(self, ask, first, end):
-        """Call rows from `first` on, for a moment; returns the first that was not called."""
+        """Run rows from `first` on for a moment; return the first that was not run."""
         values, words, clock = ask.values, self._progress.words, time.perf_counter_ns
         step = self._steps(ask.bound, first, end)
         self._progress.one(ask.id, first)
@@ -139,7 +139,7 @@ class RowCaller:
         self.met_memory_limit |= isinstance(error, MemoryError)
 
     def _check(self, ask, first, end):
-        """See to it that results are what the app may return."""
+        """Check that results are what the app may return."""
         for row in range(first, end):
             if row not in ask.errors:
                 try:
@@ -150,7 +150,7 @@ class RowCaller:
 
 
 def prepare(ask, code):
-    """Put the rows of an ask into columns, and say what groups they are of: (first, end, key) of its runs."""
+    """Turn rows into columns, and return their groups: (first, end, key) of each run."""
     parameters = code.parameters
     if ask.bound.columns is not None:
         ask.columns = ask.bound.columns
@@ -230,7 +230,7 @@ def _frame(parts, code):
 
 
 def share_out(parts, rows, result, code):
-    """Give every row of the parts its result, or all of them the error of a result that does not fit them."""
+    """Give each row its result, or all rows the error of a result that does not fit."""
     found = _arrays_of(result, rows)
     if found is not None:
         for ask, first, end in parts:
@@ -256,7 +256,7 @@ def _has_errors(items):
 
 
 def settle(ask, row, code):
-    """An exception among the results is that row's error."""
+    """Store the results; an exception among them is that row's error."""
     value = ask.values[row]
     try:
         if isinstance(value, BaseException):
@@ -318,7 +318,7 @@ def _refuse(parts, rows, result, items):
 
 
 def fail(parts, error):
-    """All rows of the parts have this error."""
+    """Store this error for all rows."""
     for ask, first, end in parts:
         for row in range(first, end):
             ask.errors[row] = error
@@ -410,7 +410,7 @@ class ListCaller:
         return False
 
     def _call(self, parts, rows):
-        """What one call raised, or None: then every row has its result."""
+        """Run one call; return its exception, or None if every row has its result."""
         began = time.perf_counter_ns()
         self._progress.many([(ask.id, first, end - first) for ask, first, end in parts])
         called = began
@@ -432,7 +432,7 @@ class ListCaller:
         return None
 
     def _cut(self, parts, rows):
-        """Find the rows that raise in a batch that raised, and settle all of it."""
+        """Find the failing rows of a batch that raised, and store all results."""
         if self._bisection.goes_by_singles(rows):
             for part in singles(parts):
                 self._try(part, 1)

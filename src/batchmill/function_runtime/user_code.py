@@ -1,4 +1,4 @@
-"""A deployed function, found, described and ready to be called: what it takes, what it returns, how it goes in batches.
+"""Loads a deployed function and describes it: parameters, results, batch size.
 
 `load` runs the user's import and `setup`; nothing here knows of sockets.
 """
@@ -23,7 +23,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 class UserCode:
-    """What the rest of this program knows of the user's function.
+    """The user's function, as the rest of this program sees it.
 
     `call` is called as `calls` says: for each row with its arguments, with a list for each parameter, with the list of
     rows as dicts (`takes_rows`), or with a data frame. `streams` is "", "generator" or "handler".

@@ -1,4 +1,4 @@
-"""Values between JSON and user code: arrays as they travel, and results as values that JSON holds."""
+"""Converts values between JSON and user code: encoded arrays, and results as JSON values."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def is_array(value):
 
 
 def read(value, buffers):
-    """The numpy array that `value` stands for: of objects for BYTES, a part of the buffer for everything else."""
+    """The numpy array that `value` encodes: of objects for BYTES, otherwise a view of the buffer."""
     numpy = installed("numpy")
     number, datatype, shape = value[ARRAY]
     data = buffers[number]
@@ -69,7 +69,7 @@ def read(value, buffers):
 
 
 def read_list(value, buffers):
-    """The nested list that `value` stands for; needs nothing installed."""
+    """The nested list that `value` encodes; needs no packages."""
     number, datatype, shape = value[ARRAY]
     data = buffers[number]
     if datatype == BYTES:
@@ -131,7 +131,7 @@ def write_bytes(data, buffers):
 
 
 def joined(parts):
-    """Arrays one behind the other, along the axis of the rows."""
+    """Concatenate arrays along the axis of the rows."""
     return loaded("numpy").concatenate(parts)
 
 
@@ -188,7 +188,7 @@ class Writer:
         self._path = set()  # the ids of what is being made plain, outermost to innermost
 
     def value(self, value):
-        """The plain value. Raises: Unserializable."""
+        """The JSON value. Raises: Unserializable."""
         self._path.clear()
         return self._value(value)
 
@@ -331,7 +331,7 @@ def _time(value, numpy):
 
 
 def detached(value):
-    """A tensor of another library as an array of numpy."""
+    """A tensor of another library as a numpy array."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
     return value.numpy() if hasattr(value, "numpy") else value.tolist()

@@ -1,4 +1,4 @@
-"""The one living process of a function. It is replaced when it dies, and what it had not answered is asked again.
+"""FunctionProcess: the live process of a function. A dead one is replaced, and open requests are repeated.
 
 Rows whose call was running are to blame. Where several were, they are asked again in smaller groups with nothing beside
 them, until the one that kills is alone; each Work says itself what becomes of it.
@@ -39,7 +39,7 @@ _json = msgspec.json.encode
 
 
 class ProcessFault(Struct, frozen=True):
-    """Why a process ended."""
+    """The reason for the end of a process."""
 
     code: str  # CRASHED, HUNG, STUFFED
     message: str
@@ -62,7 +62,7 @@ def stuffed(limit: int, held: int) -> ProcessFault:
 
 
 class Blame(Struct, frozen=True):
-    """The part of one Work in a process' end."""
+    """How a piece of work was involved in the end of a process."""
 
     fault: ProcessFault
     rows: list[int]  # whose call had begun
@@ -91,19 +91,19 @@ class ProcessWork:
         return pack_text(text, [asked.calls, *asked.buffers] if asked.buffers else (asked.calls,))
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
-        """A `results` or `piece` frame of it. True: it was the last."""
+        """Handle a `results` or `piece` frame. True: it was the last."""
         raise AssertionError("said by what it is")
 
     def again(self) -> ProcessWork | None:
-        """What to ask the next process after one that died by no fault of this; None: nothing is left to ask."""
+        """What to send to the next process after a death that was not this work's fault; None: nothing is left."""
         return self
 
     def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
-        """(what to ask again, what to ask again with nothing beside it)."""
+        """(what to send again, what to send again to run alone)."""
         raise AssertionError("said by what it is")
 
     def note(self, calls: CallLog, text: str, row: int | None = None) -> None:
-        """Write down what became of it, or of one of its rows."""
+        """Log the result of the work, or of one of its rows."""
         match self.origin:
             case (project, request):
                 calls.write(text, project, request)
@@ -111,10 +111,10 @@ class ProcessWork:
                 calls.write(text, project, job if row is None else f"{job} row {first + row}")
 
     def expire(self, *, was_called: bool) -> None:
-        """Its deadline has passed: who waits is told. `was_called`: the function was at it."""
+        """Report that its deadline has passed. `was_called`: the function was running it."""
 
     def fail(self, error: ModelFailed) -> None:
-        """No process will answer it."""
+        """Fail the work: no process will run it."""
         raise AssertionError("said by what it is")
 
 
@@ -137,20 +137,20 @@ _columns = msgspec.json.Decoder(dict[str, _Array])
 
 
 class Stages:
-    """Gathers the results of `rows` rows; they may come in any order."""
+    """Collects the results of `rows` rows, which come in any order."""
 
     def __init__(self, rows: int) -> None:
         self._left = rows
         self._parts: list[tuple[int, FunctionResults]] = []
 
     def add(self, first: int, rows: int, results: FunctionResults) -> bool:
-        """True: these were the last."""
+        """Add results. True: these were the last."""
         self._parts.append((first, results))
         self._left -= rows
         return self._left <= 0
 
     def whole(self) -> FunctionResults:
-        """All of them as one. Raises: ModelFailed where their outputs do not go together."""
+        """All results as one. Raises: ModelFailed if their outputs do not fit together."""
         parts = [results for _, results in sorted(self._parts, key=lambda part: part[0])]
         if len(parts) == 1:
             return parts[0]
@@ -177,7 +177,7 @@ def _joined_values(parts: list[FunctionResults]) -> tuple[bytes, list[Buffer]]:
 
 
 def _moved(value: Any, by: int) -> Any:
-    """The value with the numbers of its buffers raised."""
+    """The value with its buffer numbers shifted."""
     if isinstance(value, list):
         return [_moved(each, by) for each in value]
     if not isinstance(value, dict):
@@ -210,7 +210,7 @@ def _joined_columns(parts: list[FunctionResults]) -> tuple[bytes, list[Buffer]]:
 
 
 class Counts:
-    """Sums of one engine. Durations are in nanoseconds."""
+    """Counters of one engine. Durations are in nanoseconds."""
 
     def __init__(self) -> None:
         self._clear()
@@ -222,7 +222,7 @@ class Counts:
         self._is_new = False
 
     def called(self, meta: dict[str, Any]) -> None:
-        """A `results` frame: what the process has called since its last one."""
+        """Count the calls that a `results` frame reports."""
         self._is_new = True
         self._queue_ns += meta["queue_ns"]
         for size, executions, input_ns, infer_ns, output_ns in meta["ran"]:
@@ -238,7 +238,7 @@ class Counts:
                 had[3] += output_ns
 
     def answered(self, is_ok: bool, took_ns: int, requests: int = 1) -> None:
-        """So many requests, or rows of jobs, have been answered; `took_ns` for each."""
+        """Count answered requests, or rows of jobs; `took_ns` for each."""
         self._is_new = True
         if is_ok:
             self.succeeded += requests
@@ -248,7 +248,7 @@ class Counts:
             self.failed_ns += took_ns * requests
 
     def take(self) -> CallStats | None:
-        """The sums since this was last called; None: there is nothing new."""
+        """The counters since the last call; None: nothing new."""
         if not self._is_new:
             return None
         batches = [BatchTimes(size, *self._sizes[size]) for size in sorted(self._sizes)]
@@ -327,7 +327,7 @@ class Process:
     # -- works --------------------------------------------------------------------------------------------------------
 
     def begin(self, work: ProcessWork) -> None:
-        """Ask it, at once or when that is possible again."""
+        """Send work, now or as soon as that is possible again."""
         if self.failure is not None:
             work.fail(self.failure)
             return
@@ -338,7 +338,7 @@ class Process:
             self._waiting.append(work)
 
     def drop(self, work: ProcessWork) -> None:
-        """Nobody wants it answered any more."""
+        """Drop work whose caller has gone."""
         if self.works.pop(work.id, None) is None:
             return
         if work.is_sent:
@@ -363,7 +363,7 @@ class Process:
             self._pump()
 
     def _pump(self) -> None:
-        """Send what waits: suspects one at a time with nothing beside them, then everything else."""
+        """Send waiting work: suspects one at a time and alone, then everything else."""
         if not self.is_up:
             return
         if self._suspects:
@@ -425,7 +425,7 @@ class Process:
         self._replacing.add_done_callback(self._replaced)
 
     def _unexplained(self, called: list[ProcessWork]) -> tuple[list[Call], bool]:
-        """(who is to blame for a death while nothing was called, whether all are to be asked alone)."""
+        """(the work to blame for a death while nothing ran, whether all must be repeated alone)."""
         assert self.child is not None
         last = self.works.get(self.child.last_called())
         if last is not None and last.is_sent:  # its result was lost
@@ -437,7 +437,7 @@ class Process:
         return [(work.id, 0, work.asked.rows) for work in called if len(called) == 1], True
 
     def _settle(self, had: list[ProcessWork], fault: ProcessFault, blamed: list[Call], *, are_suspects: bool) -> None:
-        """Say of every work that the process had what becomes of it. `are_suspects`: also of those not blamed."""
+        """Decide what becomes of all work of the process. `are_suspects`: also of work without blame."""
         rows: dict[int, list[int]] = {}
         for id_, first, count in blamed:
             if id_ in self.works:
@@ -485,7 +485,7 @@ class Process:
                 return
 
     def _replaced(self, task: asyncio.Task[None]) -> None:
-        """A bug of ours must not leave everybody waiting."""
+        """Fail all work if replacing the process has raised, so that nobody waits forever."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._give_up(ModelFailed(f"{self._model.source} cannot be replaced: {type(error).__name__}: {error}"))
 
