@@ -24,7 +24,7 @@ class AsyncReplyStream(Struct, frozen=True):
 
 
 class AsyncTransport(Protocol):
-    """Carries requests. It repeats nothing and interprets no status: the client does both.
+    """Sends requests. It repeats nothing and interprets no status: the client does.
 
     Raises, everywhere: Broken when no whole reply arrives.
     """
@@ -43,7 +43,7 @@ class AsyncTransport(Protocol):
 
 
 class AsyncHttpTransport:
-    """Carries requests to one server over HTTP."""
+    """Sends requests to one server over HTTP."""
 
     def __init__(self, server: Address, timeout_s: float) -> None:
         self._address, self._timeout_s = server, timeout_s
@@ -51,7 +51,7 @@ class AsyncHttpTransport:
 
     @classmethod
     def to(cls, base_url: str | None, api_key: str | None, timeout_s: float) -> AsyncHttpTransport:
-        """Raises: InvalidInput when there is no address, or none that can be used."""
+        """Raises: InvalidInput if there is no address, or an invalid one."""
         return cls(address(base_url, api_key), timeout_s)
 
     async def send(self, request: HttpRequest, file: BinaryIO | None = None) -> HttpReply:

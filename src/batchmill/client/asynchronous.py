@@ -75,7 +75,7 @@ POLL_S_MIN, POLL_S_MAX = 0.2, 5.0  # between two looks at an adapter that is bei
 
 
 class AsyncClient:
-    """A batchmill server, for programs.
+    """An asyncio client of a batchmill server.
 
     Requests are repeated only where that can do nothing twice. What the server refuses is raised as the error of
     `batchmill.errors` that it is, with the server's `code`; no answer at all is Unavailable (`unreachable`).
@@ -132,7 +132,7 @@ class AsyncClient:
         return AsyncJob(self, accepted.job)
 
     async def job(self, job_id: str) -> AsyncJob:
-        """A job that exists. Raises: UnknownName."""
+        """An existing job. Raises: UnknownName."""
         return AsyncJob(self, await self.call(calls.show(job_id)))
 
     async def jobs(
@@ -150,7 +150,7 @@ class AsyncClient:
                 return
 
     async def validate(self, inputs: Source | Iterable[Source], **options: Unpack[WorkOptions]) -> SealReport:
-        """Check every row; run nothing. `options`: those of `submit` that say what is computed."""
+        """Check every row without running any. `options`: those of `submit` that affect the rows."""
         return await self._preview(calls.validate, inputs, options)
 
     async def plan(self, inputs: Source | Iterable[Source], **options: Unpack[WorkOptions]) -> Planned:
@@ -168,7 +168,7 @@ class AsyncClient:
         return (await self.call(calls.models())).models
 
     async def deploy(self, source: Any, **options: Unpack[DeployOptions]) -> DeployReply:
-        """Make a Python function a model of the server's, or a new version of one.
+        """Deploy a Python function as a model of the server, or as a new version of one.
 
         Args:
             source: a function or class, FILE.py:NAME, package.module:NAME, a folder, or git+https://HOST/REPO@REVISION.
@@ -181,11 +181,11 @@ class AsyncClient:
             return await self.send_bundle(bundle)
 
     async def send_bundle(self, bundle: BinaryIO) -> DeployReply:
-        """Deploy an archive of code. It is sent once: without a reply it may be a version already."""
+        """Deploy an archive of code. It is sent once: without a reply, the version may exist."""
         return await self.call(calls.deploy(size_of(bundle)), bundle)
 
     def model(self, name: str) -> AsyncModel:
-        """A deployed function, to look after; nothing is asked yet."""
+        """A deployed function. Sends no request."""
         return AsyncModel(self, name)
 
     async def add_adapter(
@@ -217,26 +217,26 @@ class AsyncClient:
         return info
 
     async def adapters(self, base: str | None = None) -> list[AdapterInfo]:
-        """The adapters that this key may use, all versions; those for one model."""
+        """All versions of the adapters that this key may use, or of those for one model."""
         return (await self.call(ask(table.LIST_ADAPTERS, base=base))).adapters
 
     async def adapter(self, name: str, version: int | None = None) -> AdapterInfo:
-        """One version; without a number the newest that is ready."""
+        """One version of an adapter; without a number the newest that is ready."""
         return await self.call(ask(table.SHOW_ADAPTER, name, version=version))
 
     async def remove_adapter(self, name: str, version: int | None = None) -> list[AdapterInfo]:
-        """Remove a version, or all. Jobs that were given it keep it until they end."""
+        """Remove a version, or all. Jobs that use it keep it until they end."""
         return (await self.call(ask(table.REMOVE_ADAPTER, name, version=version))).adapters
 
     async def llms(self) -> list[LlmInfo]:
-        """The language models that the server serves itself, and how their engines are."""
+        """The language models that the server deploys, and the state of their engines."""
         return (await self.call(llm_calls.llms())).llms
 
     async def llm(self, name: str) -> LlmInfo:
         return await self.call(llm_calls.llm(name))
 
     async def deploy_llm(self, name: str, base_model: str, **options: Unpack[LlmOptions]) -> LlmInfo:
-        """Have the server serve a language model under a name. Its engine starts with the first request.
+        """Deploy a language model under a name. Its engine starts with the first request.
 
         Args:
             base_model: a model of the server's configuration, or an id of a model hub that it allows.
@@ -249,31 +249,31 @@ class AsyncClient:
         return await self.call(llm_calls.create(llm_calls.filled(NewLlm, options, name=name, base_model=base_model)))
 
     async def update_llm(self, name: str, **changes: Unpack[LlmChanges]) -> LlmInfo:
-        """Change what is said, as for `deploy_llm`; None is as the base model has it. What runs answers meanwhile."""
+        """Change settings, as for `deploy_llm`; None resets one. The old engine serves until the new one is ready."""
         return await self.call(llm_calls.change(name, llm_calls.filled(LlmChange, changes)))
 
     async def remove_llm(self, name: str) -> LlmInfo:
-        """Remove a deployment: it answers no more. Jobs that have begun go on."""
+        """Remove a deployment. Jobs that have begun continue."""
         return await self.call(llm_calls.remove(name))
 
     async def llm_events(self, name: str, after: float | None = None) -> list[EngineEvent]:
-        """What became of a deployment lately, the oldest first. `after`: seconds since the epoch."""
+        """The recent events of a deployment, the oldest first. `after`: seconds since the epoch."""
         return (await self.call(llm_calls.events(name, after))).events
 
     async def start_llm(self, name: str) -> LlmInfo:
-        """Have an engine ready now; `llm` tells how that goes."""
+        """Start an engine; `llm` shows its progress."""
         return await self.call(llm_calls.start(name))
 
     async def stop_llm(self, name: str) -> LlmInfo:
-        """Let it answer nothing until it is started."""
+        """Stop a deployment until it is started again."""
         return await self.call(llm_calls.stop(name))
 
     async def quarantine(self) -> list[QuarantinedRequest]:
-        """Requests of this project that engines of the server died of."""
+        """The requests of this project that crashed engines of the server."""
         return (await self.call(llm_calls.quarantine())).requests
 
     async def clear_quarantine(self, digest: str | None = None) -> list[QuarantinedRequest]:
-        """Let one of them go, or all. Returns which."""
+        """Release one quarantined request, or all. Returns which."""
         return (await self.call(llm_calls.clear_quarantine(digest))).requests
 
     async def upload(
@@ -316,32 +316,32 @@ class AsyncClient:
         await self.call(calls.delete_file(file_id))
 
     def read_file(self, file_id: str) -> AsyncIterator[bytes]:
-        """The bytes of a file, in pieces; a broken connection is taken up where it broke."""
+        """The bytes of a file, in pieces. Resumes where a connection broke."""
         return self.read(FileContent(calls.content(file_id)))
 
     async def create_key(self, key: NewKey) -> MadeKey:
-        """A new key, which is shown this once. Raises: Forbidden for more than the maker's key may do."""
+        """Create a key, which is shown only once. Raises: Forbidden if it would have more rights than this one."""
         return await self.call(calls.create_key(key))
 
     async def keys(self) -> list[KeyInfo]:
         return (await self.call(calls.keys())).keys
 
     async def quotas(self) -> list[QuotaInfo]:
-        """What the project has of everything that it has a quota of, and what it may have."""
+        """The project's usage and limit of everything that has a quota."""
         return (await self.call(calls.quotas())).quotas
 
     async def revoke_key(self, key_id: str, *, with_minted: bool = False) -> KeyInfo:
-        """End a key, at once; `with_minted`: and those that it minted."""
+        """Revoke a key at once; `with_minted`: with all keys that were made with it."""
         return await self.call(calls.revoke_key(key_id, with_minted=with_minted))
 
     async def discard(self, file_ids: list[str]) -> None:
-        """Delete files as far as that is possible; what fails is not reported."""
+        """Delete files as far as possible; failures are not reported."""
         for file_id in file_ids:
             with contextlib.suppress(BatchmillError):
                 await self.delete_file(file_id)
 
     async def _file_ids(self, inputs: Source | Iterable[Source], uploaded: list[str]) -> list[str]:
-        """The ids of all inputs. What the server does not have yet is uploaded, and its id added to `uploaded`."""
+        """The ids of all inputs. Uploads local files, and adds their ids to `uploaded`."""
         file_ids: list[str] = []
         for source in sources_of(inputs):
             if isinstance(source, FileInfo):
@@ -357,7 +357,7 @@ class AsyncClient:
     async def _preview(
         self, call: Callable[[Work], TypedRequest[T]], inputs: Source | Iterable[Source], options: WorkOptions
     ) -> T:
-        """Look at a dataset, and delete what was uploaded for it."""
+        """Preview a dataset, and delete what was uploaded for it."""
         described(Work, ["checked before anything is sent"], options)
         uploaded: list[str] = []
         try:
@@ -371,7 +371,7 @@ class AsyncClient:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     async def call(self, what: TypedRequest[T], file: BinaryIO | None = None) -> T:
-        """Send a request of `batchmill.client.calls`, again where that can do nothing twice, and read its reply.
+        """Send a request of `batchmill.client.calls` and read its reply. Repeats it if that is safe.
 
         Args:
             file: the body. It is read once, so that such a request is sent once.
@@ -394,7 +394,7 @@ class AsyncClient:
         raise AssertionError("the last attempt returns or raises")
 
     async def read(self, stream: Stream[T]) -> AsyncGenerator[T]:
-        """What a stream of `batchmill.client.streams` reads, over as many connections as it takes."""
+        """Read a stream of `batchmill.client.streams`, over as many connections as needed."""
         while not stream.is_over:
             try:
                 async with aclosing(self._read_once(stream)) as items:

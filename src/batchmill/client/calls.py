@@ -1,4 +1,4 @@
-"""Every operation of the server as a request and what its reply is read as: one function an operation."""
+"""Every operation of the server as a typed request: one function an operation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def ask(
     headers: Mapping[str, str] | None = None,
     **query: object,
 ) -> TypedRequest[T]:
-    """A call of an operation: `names` stand in its path; what is None of the query is left out."""
+    """A call of an operation: `names` fill its path; None is left out of the query."""
     return TypedRequest(request(endpoint, *names, body=body, headers=headers, **query), endpoint.reply)
 
 
@@ -67,7 +67,7 @@ def request(
     headers: Mapping[str, str] | None = None,
     **query: object,
 ) -> HttpRequest:
-    """As `ask`, where the reply is read as it comes."""
+    """As `ask`, for a streamed reply."""
     sent_headers = dict(headers or {}) | ({} if body is None else {"content-type": "application/json"})
     return HttpRequest(
         endpoint.method, endpoint.fill(*names), {name: _text(each) for name, each in query.items() if each is not None},
@@ -81,7 +81,7 @@ def _text(value: object) -> str:
 
 
 def submit(job: NewJob, key: str) -> TypedRequest[Accepted]:
-    """`key` is what the server knows a repeat by."""
+    """Args: key: the idempotency key."""
     return ask(table.CREATE_JOB, body=job, headers={"idempotency-key": key})
 
 

@@ -1,4 +1,4 @@
-"""What the asyncio and the blocking transport over httpx2 share: the server's address, timeouts and httpx2's errors."""
+"""What both transports over httpx2 share: the server's address, timeouts and errors."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FIXED_HEADERS = {"accept": "application/json", "accept-encoding": "identity", "u
 
 
 class Address(Struct, frozen=True):
-    """A server and what is sent to it with every request."""
+    """A server's address, and the headers of every request."""
 
     base_url: str
     headers: dict[str, str]
 
 
 def address(base_url: str | None, api_key: str | None, environ: Mapping[str, str] = os.environ) -> Address:
-    """Raises: InvalidInput when there is no address, or none that can be used."""
+    """Raises: InvalidInput if there is no address, or an invalid one."""
     url = base_url or environ.get(SERVER, "")
     key = api_key or environ.get(API_KEY, "")
     if not url:
@@ -44,13 +44,13 @@ def address(base_url: str | None, api_key: str | None, environ: Mapping[str, str
 
 
 def timeout(request: HttpRequest, timeout_s: float) -> httpx2.Timeout:
-    """Seconds without a byte, after which a request is given up."""
+    """The timeout in seconds without a byte."""
     read_s = None if request.is_long else timeout_s
     return httpx2.Timeout(connect=min(CONNECT_S, timeout_s), read=read_s, write=timeout_s, pool=None)
 
 
 def broken(error: httpx2.TransportError, base_url: str) -> Broken:
-    """What httpx2 says of a connection, for people."""
+    """An error of httpx2 as one of ours."""
     was_sent = not isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout)
     what = "stopped answering" if was_sent else "cannot be reached"
     return Broken(f"the server {base_url} {what}: {error or type(error).__name__}", was_sent=was_sent)

@@ -1,4 +1,4 @@
-"""What a caller hands to the SDK, checked before anything is sent, and the files that the SDK writes for it."""
+"""Checks the arguments of the SDK before anything is sent, and writes local files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SPOOL_BYTES = 16 * 1024 * 1024  # of an archive that is kept in memory
 
 
 def opened(path: str | os.PathLike[str]) -> BinaryIO:
-    """Raises: InvalidInput for a file that cannot be read."""
+    """Open a file. Raises: InvalidInput if it cannot be read."""
     try:
         return open(path, "rb")
     except OSError as error:
@@ -49,7 +49,7 @@ def opened(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def sources_of(inputs: Source | Iterable[Source]) -> list[Source]:
-    """The files of a job. Raises: InvalidInput for rows that lie in memory."""
+    """The files of a job. Raises: InvalidInput for rows in memory."""
     if _is_source(inputs):
         return [cast(Source, inputs)]
     _refuse_rows(inputs, may_be_many=True)
@@ -76,7 +76,7 @@ def _is_source(source: object) -> bool:
 
 
 def _refuse_rows(source: object, *, may_be_many: bool) -> None:
-    """Raises: InvalidInput for rows that lie in memory, with what to do: a job is of files."""
+    """Raises: InvalidInput for rows in memory, and says what to do: a job takes files."""
     if _is_source(source):
         return
     if hasattr(source, "write_parquet"):
@@ -93,7 +93,7 @@ def _refuse_rows(source: object, *, may_be_many: bool) -> None:
 
 
 def described(kind: type[W], files: list[str], options: Mapping[str, Any]) -> W:
-    """A job with these fields; `model` is short for `models` with one name. Raises: InvalidInput."""
+    """A job order with these fields; `model` is short for `models` with one name. Raises: InvalidInput."""
     given = dict(options)
     if (model := given.pop("model", None)) is not None:
         if "models" in given:
@@ -138,7 +138,7 @@ def adapter_bundle(folder: str) -> Iterator[BinaryIO]:
 
 
 def is_adapter_folder(source: str | os.PathLike[str], token: str | None) -> bool:
-    """Whether an adapter is a folder of this machine. Raises: InvalidInput for a folder that is not there."""
+    """Whether an adapter is a local folder. Raises: InvalidInput for a missing folder."""
     text = os.fspath(source)
     is_folder = os.path.isdir(text)
     if is_folder and token is not None:
@@ -149,28 +149,28 @@ def is_adapter_folder(source: str | os.PathLike[str], token: str | None) -> bool
 
 
 def alias_of(backends: dict[int, float] | list[BackendInfo], mirrors: Sequence[int | BackendInfo]) -> NewAlias:
-    """What an alias stands for; versions of the branch main may be given by their numbers alone."""
+    """The target of an alias; versions of the branch main may be given as numbers."""
     if isinstance(backends, dict):
         backends = [BackendInfo(number, weight=weight) for number, weight in backends.items()]
     return NewAlias(backends, [BackendInfo(each) if isinstance(each, int) else each for each in mirrors])
 
 
 def size_of(file: BinaryIO) -> int:
-    """Bytes of an open file, which is left at its beginning."""
+    """The size of an open file in bytes; the position is its beginning again."""
     size_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
     return size_bytes
 
 
 def is_past(until: float | None, now: float, view: JobView) -> bool:
-    """Whether a wait with this end is over although the job is not."""
+    """Whether a deadline has passed."""
     state = JobState(view.state)
     return until is not None and now >= until and not state.is_at_rest and state is not JobState.PAUSED
 
 
 @contextlib.contextmanager
 def part_of(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file that gets its name once it is whole."""
+    """A temporary file that gets its name once it is complete."""
     target = Path(path)
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
@@ -185,7 +185,7 @@ AnyPath = str | os.PathLike[str]
 
 
 class WorkOptions(TypedDict, total=False):
-    """What is computed of each row: the fields of `wire.native.Work`."""
+    """What to compute for each row: the fields of `wire.native.Work`."""
 
     model: Name  # short for `models` with one name
     models: list[Name]  # the first is for rows that name none; empty: all

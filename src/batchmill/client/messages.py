@@ -1,4 +1,4 @@
-"""What a client and its transport exchange. Nothing here sends or waits."""
+"""The messages between a client and its transport. Nothing here sends or waits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PIECE_BYTES = 1024 * 1024  # of an upload, at once
 
 
 class HttpRequest(Struct, frozen=True):
-    """An HTTP request, its path below the server's address."""
+    """An HTTP request with its path below the server's address."""
 
     method: str
     path: str
@@ -33,14 +33,14 @@ class HttpRequest(Struct, frozen=True):
 
 
 class TypedRequest(Struct, Generic[T], frozen=True):
-    """A request, and what its reply is read as; None: it has no body."""
+    """A request and the type of its reply; None: it has no body."""
 
     request: HttpRequest
     reply: type[T]
 
 
 class HttpReply(Struct, frozen=True):
-    """A whole reply. Names of headers are in lower case."""
+    """A complete reply. Names of headers are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -48,7 +48,7 @@ class HttpReply(Struct, frozen=True):
 
 
 class Broken(Exception):
-    """No (whole) reply came. `was_sent`: the server may have seen the request."""
+    """No complete reply arrived. `was_sent`: the server may have seen the request."""
 
     def __init__(self, message: str, *, was_sent: bool) -> None:
         super().__init__(message)
@@ -56,7 +56,7 @@ class Broken(Exception):
 
 
 class OwnerGone(Broken):
-    """The process that owned a data directory has ended. Another takes over: it is asked at once."""
+    """The process that owned a data directory has ended; the request goes to the next owner."""
 
 
 SHOWN_CHARS = 300  # of a reply that is not ours, in a message
@@ -91,7 +91,7 @@ BY_STATUS: dict[int, type[BatchmillError]] = {
 
 
 def value_of(ask: TypedRequest[T], reply: HttpReply) -> T:
-    """What the server answered. Raises: the error it answered with; BatchmillError for what is no answer of ours."""
+    """The value of a reply. Raises: its error; BatchmillError for a reply that is not ours."""
     if reply.status >= 400:
         raise error_of(reply.status, reply.headers, reply.body)
     if ask.reply is type(None):
@@ -106,7 +106,7 @@ def value_of(ask: TypedRequest[T], reply: HttpReply) -> T:
 
 
 def error_of(status: int, headers: Mapping[str, str], body: bytes) -> BatchmillError:
-    """The error that a reply tells of."""
+    """The error in a reply."""
     detail = _detail(status, body)
     kind = BY_CODE.get(detail.code) or BY_STATUS.get(status)
     if kind is None:
@@ -121,7 +121,7 @@ def error_of(status: int, headers: Mapping[str, str], body: bytes) -> BatchmillE
 
 
 def _detail(status: int, body: bytes) -> ErrorDetail:
-    """What the envelope says, or for a reply of something between us and the server, what can be said."""
+    """The message of the envelope; for a reply of a proxy, what is known of it."""
     try:
         return msgspec.json.decode(body, type=ErrorReply).error
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -132,7 +132,7 @@ def _detail(status: int, body: bytes) -> ErrorDetail:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """When to come again, where the reply says so in seconds."""
+    """The delay in seconds that the reply asks for, if any."""
     try:
         seconds = float(headers.get("retry-after", ""))
     except ValueError:
@@ -141,7 +141,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def backoff_s(attempt: int, retry_after_s: float | None = None) -> float:
-    """How long to wait after the attempt with this number, counted from 0; at least `retry_after_s`."""
+    """Seconds to wait after this attempt, counted from 0; at least `retry_after_s`."""
     own_s = min(BACKOFF_S_MIN * 2**attempt, BACKOFF_S_MAX)
     return max(retry_after_s or 0.0, own_s * (0.5 + random.random() / 2))
 
@@ -154,12 +154,12 @@ def is_transient(reply: HttpReply) -> bool:
 
 
 def may_repeat(ask: TypedRequest[Any], failure: HttpReply | Broken) -> bool:
-    """Whether asking again may help and can do nothing twice."""
+    """Whether a repeated request may help and is safe."""
     if isinstance(failure, Broken):
         return ask.request.is_repeatable or not failure.was_sent
     return is_transient(failure) and (ask.request.is_repeatable or failure.status in UNSEEN)
 
 
 def unreachable(broken: Broken) -> Unavailable:
-    """The error of a request that got no reply."""
+    """The error of a request without a reply."""
     return Unavailable(str(broken), code="unreachable")

@@ -23,7 +23,7 @@ BREAKS_MAX = 8  # in a row: about half a minute, in which a server may start aga
 
 
 class Stream(Protocol, Generic[T]):
-    """A body that the client feeds in as it comes: `request`, `begin`, `feed` …, `end`; after a break, `broke`."""
+    """A streamed body that the client feeds in: `request`, `begin`, `feed` …, `end`; after a break, `broke`."""
 
     @property
     def is_over(self) -> bool: ...
@@ -31,21 +31,21 @@ class Stream(Protocol, Generic[T]):
     def request(self) -> HttpRequest: ...
 
     def begin(self, status: int, headers: Mapping[str, str]) -> None:
-        """The head of a reply that is no refusal."""
+        """Take the head of a successful reply."""
 
     def feed(self, data: bytes) -> list[T]: ...
 
     def end(self) -> list[T]:
-        """The body has come to its end."""
+        """Take the end of the body."""
         ...
 
     def broke(self, broken: Broken) -> float:
-        """Seconds to wait before `request` is sent again. Raises: Unavailable where going on is of no use."""
+        """Seconds to wait before `request` is sent again. Raises: Unavailable if it cannot be resumed."""
         ...
 
 
 def refusal(reply: HttpReply) -> Exception:
-    """Why a stream did not begin: a break for what may go better in a moment, else the server's error."""
+    """Why a stream did not begin: Broken if it is transient, else the server's error."""
     error = error_of(reply.status, reply.headers, reply.body)
     return Broken(error.message, was_sent=True) if is_transient(reply) else error
 
@@ -65,7 +65,7 @@ class _Resumed:
 
 
 class Views(_Resumed):
-    """The views of a job until it rests. Every event is the whole view, so a break loses nothing."""
+    """The views of a job until it pauses or ends. Every event is a whole view, so a break loses nothing."""
 
     def __init__(self, job_id: str, interval_s: float) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Views(_Resumed):
 
 
 class FileContent(_Resumed):
-    """A file, piece by piece; after a break from where it was, if it is still the same file."""
+    """A file, piece by piece. Resumes after a break if the file is unchanged."""
 
     def __init__(self, request: HttpRequest, *, is_resumable: bool = True) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ class ReplyStream(Struct, frozen=True):
 
 
 class Transport(Protocol):
-    """Carries requests. It repeats nothing and interprets no status: the client does both.
+    """Sends requests. It repeats nothing and interprets no status: the client does.
 
     Raises, everywhere: Broken when no whole reply arrives.
     """
@@ -44,7 +44,7 @@ class Transport(Protocol):
 
 
 class HttpTransport:
-    """Carries requests to one server over HTTP."""
+    """Sends requests to one server over HTTP."""
 
     def __init__(self, server: Address, timeout_s: float) -> None:
         self._address, self._timeout_s = server, timeout_s
@@ -52,7 +52,7 @@ class HttpTransport:
 
     @classmethod
     def to(cls, base_url: str | None, api_key: str | None, timeout_s: float) -> HttpTransport:
-        """Raises: InvalidInput when there is no address, or none that can be used."""
+        """Raises: InvalidInput if there is no address, or an invalid one."""
         return cls(address(base_url, api_key), timeout_s)
 
     def send(self, request: HttpRequest, file: BinaryIO | None = None) -> HttpReply:

@@ -1,4 +1,4 @@
-"""Reading what SQLite can still give of a damaged database: every table row by row, around the pages that are bad.
+"""Reads what SQLite can still read of a damaged database: every table row by row, around bad pages.
 
 Works on copies and writes nothing beside them. A row counts only where each of its values fits its column: of a page
 that was overwritten with another one nothing is taken.
@@ -32,14 +32,14 @@ Row = tuple[Any, ...]
 
 
 class TableFound(Struct):
-    """What could be read of a table, in the order of its columns."""
+    """The readable rows of a table, in the order of its columns."""
 
     rows: list[Row]
     is_damaged: bool  # something of it could not be read
 
 
 def is_sound(path: Path) -> bool:
-    """SQLite finds nothing wrong with a database. Its log is heeded, and nothing is changed."""
+    """Whether SQLite finds no error in a database, with its log. Changes nothing."""
     try:
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
             if db.execute("PRAGMA integrity_check(1)").fetchone() != ("ok",):

@@ -27,7 +27,7 @@ VERSION = 4
 
 
 def check(db: sa.Connection) -> None:
-    """Raises: InvalidConfig for a database that another version of batchmill has written."""
+    """Raises: InvalidConfig for a database of another version of batchmill."""
     if not sa.inspect(db).has_table(schema.name):
         return
     version = db.execute(sa.select(schema.c.version)).scalar()
@@ -39,7 +39,7 @@ def check(db: sa.Connection) -> None:
 
 
 def write(db: sa.Connection) -> None:
-    """Note the version in a database whose tables have just been made."""
+    """Store the version in a new database."""
     if db.execute(sa.select(schema.c.version)).scalar() is None:
         db.execute(schema.insert().values(version=VERSION))
 
@@ -93,11 +93,11 @@ class Database:
         return await self.look(_within, self.reader, function, *args, **kwargs)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run what opens its own transactions on `writer`, in the thread that writes."""
+        """Run a function that opens its own transactions on `writer`, in the writer thread."""
         return await self._run(self._writing, lambda: function(*args, **kwargs))
 
     async def look(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run what only reads, on `reader`, in the thread that reads."""
+        """Run a reading function on `reader`, in the reader thread."""
         return await self._run(self._reading, lambda: function(*args, **kwargs))
 
     async def _run(self, thread: ThreadPoolExecutor, call: Callable[[], T]) -> T:
@@ -109,7 +109,7 @@ class Database:
             raise _translated(error) from error
 
     def close(self) -> None:
-        """Let what runs end, and close."""
+        """Wait for running work, and close."""
         self._closed = True
         self._writing.shutdown(wait=True)
         self._reading.shutdown(wait=True)
@@ -153,7 +153,7 @@ def _translated(error: sa.exc.SQLAlchemyError) -> BatchmillError:
 
 
 def _unopened(path: Path, error: sa.exc.DatabaseError) -> BatchmillError:
-    """Why a database cannot be opened, and the way out."""
+    """Why a database cannot be opened, and what to do."""
     code, message = _code(error), f"the database {path} cannot be opened: {error.orig}"
     if code in _OF_THE_DISK:
         return (StorageFull if code == sqlite3.SQLITE_FULL else StorageFailed)(message)

@@ -1,4 +1,4 @@
-"""Disk space: what is free, what each project takes, and a reserve that lets a full disk be written down."""
+"""Disk space: free space, the usage of each project, and a reserve for recording a full disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DiskReserve:
         self._path = path
 
     def reserve(self) -> None:
-        """Take the room. Where there is none, there is no reserve: the next owner tries again."""
+        """Allocate the reserve. If there is no space, the next owner tries again."""
         if self._path.exists() and self._path.stat().st_size == RESERVE_BYTES:
             return
         fd = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
@@ -42,7 +42,7 @@ class DiskReserve:
             os.close(fd)
 
     def release(self) -> None:
-        """Give the room back."""
+        """Free the reserve."""
         with contextlib.suppress(FileNotFoundError):
             self._path.unlink()
 
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 def used(db: sa.Connection, project: str) -> int:
-    """The bytes of a project that the database knows of."""
+    """The bytes of a project in the database."""
     return db.execute(USED, {"project": project}).scalar_one()
 
 
@@ -73,7 +73,7 @@ class DiskQuota:
         self._pending: Counter[str] = Counter()  # project -> bytes that are being written
 
     async def look(self, project: str) -> tuple[int, int]:
-        """The bytes that a project has, those on their way too, and how many it may have."""
+        """The bytes of a project, including those being written, and its limit."""
         known = self._known[project] = await self.database.read(self._read, project)
         self._seen[project] = time.monotonic()
         return known[0] + self._pending[project], known[1]
@@ -83,7 +83,7 @@ class DiskQuota:
         return used(db, project), self.quotas.of(project).disk_bytes(disk.f_blocks * disk.f_frsize)
 
     async def check(self, project: str, adding: int = 1) -> None:
-        """Raises: OverQuota where a project has no room for so many bytes more."""
+        """Raises: OverQuota if a project has no room for this many more bytes."""
         seen = self._seen.get(project, 0.0)
         is_recent = seen and time.monotonic() - seen < RECENT_S
         if is_recent and self.left(project) - adding > self._known[project][1] // 10:
@@ -93,17 +93,17 @@ class DiskQuota:
             raise self.refusal(project)
 
     async def has_room(self, project: str) -> bool:
-        """Whether a project has room for more than the next few bytes: what was stopped for want of it may go on."""
+        """Whether a project has room for more than the next few bytes, so that its jobs may resume."""
         has, most = await self.look(project)
         return most - has >= min(ROOM_BYTES, most // ROOM_SHARE)
 
     async def begin(self, project: str) -> Writing:
-        """Something that is about to be written; `end` it in any case. Raises: OverQuota where there is no room."""
+        """Begin to write; always call `end`. Raises: OverQuota if there is no room."""
         await self.check(project)
         return Writing(self, project)
 
     def refusal(self, project: str) -> OverQuota:
-        """What is said where a project has no room left."""
+        """The error of a project without room."""
         known, most = self._known[project]
         held = size_text(known + self._pending[project])
         return over_quota("disk", project, f"has {held} on the disk", size_text(most), WAY_OUT)
@@ -126,21 +126,21 @@ class DiskQuota:
 
 
 class Writing:
-    """Bytes on their way to the disk."""
+    """Bytes being written."""
 
     def __init__(self, room: DiskQuota, project: str) -> None:
         self._room, self._project = room, project
         self._size, self._has_ended = 0, False
 
     def grew_to(self, size_bytes: int) -> None:
-        """So many have been written, or are about to be. Raises: OverQuota."""
+        """Count the bytes written, or about to be. Raises: OverQuota."""
         if not self._has_ended and size_bytes != self._size:
             by, self._size = size_bytes - self._size, size_bytes
             self._room.grow(self._project, by)
 
     @property
     def left(self) -> int:
-        """How many more there may be."""
+        """How many more bytes there may be."""
         return max(0, self._room.left(self._project))
 
     @property
@@ -148,7 +148,7 @@ class Writing:
         return self._room.refusal(self._project)
 
     def end(self, *, is_kept: bool = False) -> None:
-        """They are in the database now (`is_kept`), or gone. Done twice, it is once."""
+        """Finish: the bytes are in the database now (`is_kept`), or deleted. May be called twice."""
         if not self._has_ended:
             self._has_ended = True
             self._room.end(self._project, self._size, is_kept)
@@ -165,7 +165,7 @@ class Preparing(Struct):
     work: asyncio.Future[object] | None = None
 
     def look(self) -> None:
-        """Count what is written now; stop the work where it is too much."""
+        """Count what is written now; stop the work if it is too much."""
         if self.writing is None or self.over is not None:
             return
         try:

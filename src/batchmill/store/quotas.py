@@ -13,7 +13,7 @@ def refuse_beyond(
     db: sa.Connection, table: sa.Table, most: int, *, quota: str, project: str, way_out: str,
     where: sa.ColumnElement[bool] | None = None, adding: int = 1,
 ) -> None:  # fmt: skip
-    """Raises: OverQuota where a project has as many records in a table as its quota says.
+    """Raises: OverQuota if a project has its maximum of records in a table.
 
     Args:
         quota: the field of `types.Quotas`.

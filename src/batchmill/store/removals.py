@@ -1,4 +1,4 @@
-"""What was deleted: by whom, and when. Each function runs in its caller's transaction."""
+"""Records of removals: by whom, and when. Each function runs in its caller's transaction."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ELSEWHERE = "somebody outside of batchmill"
 
 
 class Removal(Struct, frozen=True):
-    """A result file or a job that is not there any more."""
+    """A removed result file or job."""
 
     id: str
     project: str
@@ -38,7 +38,7 @@ _FIELDS = [removals.c[name] for name in Removal.__struct_fields__]
 
 
 def insert(db: sa.Connection, removal: Removal) -> None:
-    """Remember it; the first word stands."""
+    """Insert a removal; the first one stays."""
     db.execute(removals.insert().prefix_with("OR IGNORE").values(msgspec.structs.asdict(removal)))
 
 

@@ -46,7 +46,7 @@ HEADER_BYTES = _HEAD.size + _CRC.size
 
 
 class SegmentHead(Struct, frozen=True):
-    """Whose outcomes a segment holds."""
+    """The owner of a segment: job and worker."""
 
     job: str
     identity: str
@@ -113,7 +113,7 @@ _meta_decoder = msgspec.json.Decoder(BlockMeta)
 
 
 def frame(part: BlockRows, *, generation: int, shard: int, epoch: int, ok: bool, meta: BlockMeta) -> bytes:
-    """One block. The rows may stand in any order; each line ends with its newline."""
+    """Encode a block. Rows may be in any order; each line ends with its newline."""
     payload = b"".join(part.lines)
     first, row, n = part.positions[0], part.rows[0], len(part.rows)
     assert len(part.positions) == len(part.lines) == n, "every row of a block has its position and its line"
@@ -133,13 +133,13 @@ def frame(part: BlockRows, *, generation: int, shard: int, epoch: int, ok: bool,
 
 
 def _runs_on(numbers: list[int]) -> bool:
-    """Each number is one more than the one before it."""
+    """Whether each number is one more than the one before."""
     first = numbers[0]
     return numbers[-1] == first + len(numbers) - 1 and numbers == list(range(first, first + len(numbers)))
 
 
 class Damage(Struct, frozen=True):
-    """Bytes of a segment that are no sound block: torn, or not what was written."""
+    """Bytes of a segment that are not a valid block: torn, or changed."""
 
     path: str
     offset: int
@@ -155,7 +155,7 @@ class Damage(Struct, frozen=True):
 
 
 def scan(path: str | os.PathLike[str], start: int = 0, end: int | None = None) -> Iterator[Block]:
-    """The whole and sound blocks of a segment from byte `start` on; ends at the first torn or damaged one.
+    """The valid blocks of a segment from byte `start` on, up to the first torn or damaged one.
 
     `start` is 0 or the offset of a block. `end` is where to stop, at most the size of the file.
     """
@@ -166,7 +166,7 @@ def scan(path: str | os.PathLike[str], start: int = 0, end: int | None = None) -
 
 
 def salvage(path: str | os.PathLike[str], start: int = 0, end: int | None = None) -> Iterator[Block | Damage]:
-    """Every sound block of a segment between two bytes, and what lies between them that is none.
+    """Every valid block of a segment between two bytes, and the damage between them.
 
     Lines are JSON and JSON holds no NUL, which every header has: what is found behind damage is no row's text.
     """
@@ -225,7 +225,7 @@ def read_payload(block: Block) -> bytes:
 
 
 def read_head(path: str | os.PathLike[str]) -> SegmentHead | None:
-    """Whose segment this is; None where the head of the file is torn or damaged."""
+    """The owner of a segment; None if the head of the file is torn or damaged."""
     with open(path, "rb", buffering=0) as file:
         return _read_file_head(file.fileno())[0]
 
@@ -326,7 +326,7 @@ class SegmentFile:
         return f"{self.head.worker}-{self.roll:04d}.seg"
 
     def sync(self) -> None:
-        """May run in a thread while another appends: it covers what was appended before the call."""
+        """Sync to disk. May run in a thread while another appends: it covers earlier appends."""
         with self._syncing:
             self._raise_if_broken()
             with self._writing:
@@ -346,7 +346,7 @@ class SegmentFile:
                     file.close()
 
     def close(self) -> None:
-        """Raises: OSError where what was appended cannot be brought to the disk."""
+        """Sync and close. Raises: OSError if that fails."""
         try:
             if self._broken is None:
                 self.sync()
