@@ -179,22 +179,22 @@ def model_document(name: str) -> TypedRequest[dict[str, Any]]:
     return ask(table.MODEL_DOCUMENT, name)
 
 
-def rollback(name: str, asked: Rollback) -> TypedRequest[VersionInfo]:
+def rollback(name: str, body: Rollback) -> TypedRequest[VersionInfo]:
     """Without a number a second one would go back further."""
-    what = ask(table.ROLLBACK_MODEL, name, body=asked)
-    return what if asked.number is None else replace(what, request=replace(what.request, is_repeatable=True))
+    what = ask(table.ROLLBACK_MODEL, name, body=body)
+    return what if body.number is None else replace(what, request=replace(what.request, is_repeatable=True))
 
 
-def merge(name: str, asked: Merge) -> TypedRequest[VersionInfo]:
-    return ask(table.MERGE_MODEL, name, body=asked)
+def merge(name: str, body: Merge) -> TypedRequest[VersionInfo]:
+    return ask(table.MERGE_MODEL, name, body=body)
 
 
-def restart(name: str, asked: Restart) -> TypedRequest[VersionInfo]:
-    return ask(table.RESTART_MODEL, name, body=asked)
+def restart(name: str, body: Restart) -> TypedRequest[VersionInfo]:
+    return ask(table.RESTART_MODEL, name, body=body)
 
 
-def set_alias(name: str, alias: str, asked: NewAlias) -> TypedRequest[AliasInfo]:
-    return ask(table.SET_ALIAS, name, alias, body=asked)
+def set_alias(name: str, alias: str, body: NewAlias) -> TypedRequest[AliasInfo]:
+    return ask(table.SET_ALIAS, name, alias, body=body)
 
 
 def remove_alias(name: str, alias: str) -> TypedRequest[VersionList]:

@@ -33,8 +33,8 @@ def filled(kind: type[T], values: Mapping[str, Any], **own: Any) -> T:
         raise InvalidInput(str(error), code="invalid_field") from None
 
 
-def create(asked: NewLlm) -> TypedRequest[LlmInfo]:
-    return ask(table.DEPLOY_LLM, body=asked)
+def create(request: NewLlm) -> TypedRequest[LlmInfo]:
+    return ask(table.DEPLOY_LLM, body=request)
 
 
 def llms() -> TypedRequest[LlmList]:
@@ -45,8 +45,8 @@ def llm(name: str) -> TypedRequest[LlmInfo]:
     return ask(table.SHOW_LLM, name)
 
 
-def change(name: str, asked: LlmChange) -> TypedRequest[LlmInfo]:
-    return ask(table.CHANGE_LLM, name, body=asked)
+def change(name: str, request: LlmChange) -> TypedRequest[LlmInfo]:
+    return ask(table.CHANGE_LLM, name, body=request)
 
 
 def remove(name: str) -> TypedRequest[LlmInfo]:

@@ -129,7 +129,7 @@ class _JobLane(JobQueue, eq=False):
 
     queue: deque[_Queued] = msgspec.field(default_factory=deque)
     pending: int = 0  # rows granted and not yet taken
-    asked: bool = False  # one more grant is on its way, as far as we know
+    is_requested: bool = False  # one more grant is on its way, as far as we know
     project: str = ""
     take_max: int = 0  # rows that TAKE_S is enough for, as far as we know
 
@@ -167,7 +167,7 @@ class GrantFeed:
         lane = self._lanes.get(held.job.id)
         if lane is None:
             lane = self._lanes[held.job.id] = _JobLane(held.job.id)
-        lane.asked = False
+        lane.is_requested = False
         self._turns.weigh(lane, priority=grant.priority, share=grant.share, row_cost=grant.row_cost)
         if grant.n:
             lane.queue.append(_Queued(held, grant, positions, numbers))
@@ -384,8 +384,8 @@ class GrantFeed:
     def _ask(self, lane: _JobLane) -> None:
         """Request another grant if the job's rows may run out before it arrives."""
         ahead = len(lane.queue[-1].numbers) if lane.queue else 0
-        if not self._ended and not lane.asked and lane.pending < max(ahead, 1) + 1:
-            lane.asked = True
+        if not self._ended and not lane.is_requested and lane.pending < max(ahead, 1) + 1:
+            lane.is_requested = True
             self._want(lane.job)
 
     def _wake(self) -> None:

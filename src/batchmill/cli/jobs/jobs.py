@@ -435,8 +435,8 @@ async def _steer(session: Session, job_id: str, ask: Callable[[JobsClient], Awai
     async with session.app.open_jobs(session.config()) as opened:
         display = display_for(session)
         try:
-            asked = await _answered(ask(opened), opened, job_id, display)
-            view = (await follow(opened, asked.id, display, session=session)).view
+            request = await _answered(ask(opened), opened, job_id, display)
+            view = (await follow(opened, request.id, display, session=session)).view
         finally:
             display.close()
     is_stopped = view.state == JobState.PAUSED and view.cancelling is not None  # a provider was not to be reached
@@ -453,18 +453,18 @@ async def _steer(session: Session, job_id: str, ask: Callable[[JobsClient], Awai
 
 async def _answered(asking: Awaitable[JobView], jobs: JobsClient, job_id: str, display: Display) -> JobView:
     """What was asked for; while that takes long, how the job is."""
-    asked = asyncio.ensure_future(asking)
+    request = asyncio.ensure_future(asking)
     try:
-        await asyncio.wait({asked}, timeout=QUIET_S)
-        if not asked.done():
+        await asyncio.wait({request}, timeout=QUIET_S)
+        if not request.done():
             display.say("rows in flight may still finish, and providers end what they have of a job that is cancelled")
             async for view in jobs.watch(job_id):
                 display.update(view)
-                if asked.done():
+                if request.done():
                     break
-        return await asked
+        return await request
     finally:
-        asked.cancel()
+        request.cancel()
 
 
 async def _go_on(session: Session, ask: Callable[[JobsClient], Awaitable[JobView]], how: str) -> int:

@@ -64,17 +64,17 @@ def add(session: Session, name: str, source: str, *, base: str, token: str | Non
     return _with(session, project, make)
 
 
-async def _added(session: Session, opened: AsyncClient, asked: NewAdapter) -> AdapterInfo:
+async def _added(session: Session, opened: AsyncClient, request: NewAdapter) -> AdapterInfo:
     """A server is sent a folder of this machine; the owner of a data directory reads it where it lies."""
     if session.server_url is not None:
         return await opened.add_adapter(
-            asked.name, os.path.expanduser(asked.source), base=asked.base, token=asked.token
+            request.name, os.path.expanduser(request.source), base=request.base, token=request.token
         )
-    source = asked.source
+    source = request.source
     if Path(source).expanduser().is_dir() or source.startswith((".", "~")):
         source = os.path.abspath(Path(source).expanduser())
-    token = asked.token and session.absolute(asked.token)
-    return await opened.call(ask(own.ADD_ADAPTER, body=replace(asked, source=source, token=token)))
+    token = request.token and session.absolute(request.token)
+    return await opened.call(ask(own.ADD_ADAPTER, body=replace(request, source=source, token=token)))
 
 
 @adapters.command("list")

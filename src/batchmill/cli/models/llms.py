@@ -73,25 +73,25 @@ def _settings(flags: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _with_token(session: Session, asked: T) -> T:
+def _with_token(session: Session, body: T) -> T:
     """A server is given the token itself, which is read here and kept there; the owner of a data directory a reference,
     a file's with its absolute path. Raises: InvalidInput for a plain token, which everybody on the machine could see.
     """
-    token = asked.hf_token
+    token = body.hf_token
     if not isinstance(token, str):
-        return asked
+        return body
     if not token.startswith(secrets.KINDS):
         raise InvalidInput(
             '--hf-token is "env:NAME", "file:PATH" or "secret:NAME", never the token itself', code="invalid_secret"
         )
     if session.server_url is None:
-        return replace(asked, hf_token=session.absolute(token))
+        return replace(body, hf_token=session.absolute(token))
     if token.startswith("secret:"):
         raise InvalidInput(
             'a server\'s secrets are not for its callers: --hf-token is "env:NAME" or "file:PATH" of this machine',
             code="invalid_secret",
         )
-    return replace(asked, hf_token=secrets.resolve(token).reveal())
+    return replace(body, hf_token=secrets.resolve(token).reveal())
 
 
 @click.group()
@@ -108,9 +108,9 @@ def llms() -> None:
 @click.pass_obj
 def create(session: Session, name: str, base_model: str, project: str | None, **flags: Any) -> int:
     """Deploy BASE as NAME. BASE is a configured model, or a model hub id that the configuration allows."""
-    asked = NewLlm(name, base_model, **_settings(flags))
+    body = NewLlm(name, base_model, **_settings(flags))
     return _changed(
-        session, project, lambda opened: opened.call(llm_calls.create(_with_token(session, asked))), "is deployed"
+        session, project, lambda opened: opened.call(llm_calls.create(_with_token(session, body))), "is deployed"
     )
 
 
@@ -200,8 +200,8 @@ def update(session: Session, name: str, base_model: str | None, project: str | N
     settings = _settings(flags) | ({} if base_model is None else {"base_model": base_model})
     if not settings:
         raise InvalidInput("nothing to update: see `batchmill llms update --help`")
-    asked = _with_token(session, LlmChange(**settings))
-    return _changed(session, project, lambda opened: opened.call(llm_calls.change(name, asked)), "is changed")
+    body = _with_token(session, LlmChange(**settings))
+    return _changed(session, project, lambda opened: opened.call(llm_calls.change(name, body)), "is changed")
 
 
 @llms.command()

@@ -279,8 +279,8 @@ def alias(
         if is_removal:
             await opened.model(name).remove_alias(label)
             return f"{name}@{label} is removed"
-        asked = NewAlias([_backend(each) for each in backends], [_backend(each) for each in mirrors])
-        return f"{name}@{label}: {_split(await opened.call(calls.set_alias(name, label, asked)))}"
+        body = NewAlias([_backend(each) for each in backends], [_backend(each) for each in mirrors])
+        return f"{name}@{label}: {_split(await opened.call(calls.set_alias(name, label, body)))}"
 
     return _change(session, change)
 

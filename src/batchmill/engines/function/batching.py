@@ -231,11 +231,11 @@ class FormRow(ProcessWork):
     __slots__ = ("_deaths", "_form", "_row", "_stages", "_batcher", "sent_at")
     is_train = True
 
-    def __init__(self, batcher: RowBatcher, row: Row, form: str, asked: ParsedCalls) -> None:
-        super().__init__(batcher.next_id(), asked, is_exact=form in EXACT)
+    def __init__(self, batcher: RowBatcher, row: Row, form: str, parsed: ParsedCalls) -> None:
+        super().__init__(batcher.next_id(), parsed, is_exact=form in EXACT)
         self._batcher, self._row, self._form = batcher, row, form
         self.origin = _origin([row])
-        self._stages = Stages(asked.rows)
+        self._stages = Stages(parsed.rows)
         self._deaths = 0
         self.sent_at = time.monotonic()
 
@@ -247,7 +247,7 @@ class FormRow(ProcessWork):
         try:
             whole = self._stages.whole()
             errors = whole.errors
-            body, _ = CALL_FORMS[self._form].write(self.asked, whole, *self._batcher.named)
+            body, _ = CALL_FORMS[self._form].write(self.parsed, whole, *self._batcher.named)
             outcome = outcome_of(self._row, body)
         except BatchmillError as error:
             outcome = Outcome(self._row, error=self._error(error, errors), status=0)
@@ -259,11 +259,11 @@ class FormRow(ProcessWork):
         if error.code != FUNCTION_ERROR or not errors:
             return _row_error(error)
         first = min(errors)
-        place = f"in row {first + 1} of {self.asked.rows}: " if self.asked.rows > 1 else ""
+        place = f"in row {first + 1} of {self.parsed.rows}: " if self.parsed.rows > 1 else ""
         return RowError(errors[first].code, f"{place}{errors[first].message}")
 
     def again(self) -> ProcessWork | None:
-        self._stages = Stages(self.asked.rows)
+        self._stages = Stages(self.parsed.rows)
         return self
 
     def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
@@ -370,10 +370,10 @@ class RowBatcher:
         """Send a row in its own form; put its error if it cannot be read."""
         try:
             form = CALL_FORMS[read.form]
-            asked = form.read(read.body, b"", self.interface, received_shapes=self._received_shapes)
+            parsed = form.read(read.body, b"", self.interface, received_shapes=self._received_shapes)
         except BatchmillError as error:
             return [Outcome(row, error=_row_error(error), status=0)]
-        self._process.begin(FormRow(self, row, read.form, asked))
+        self._process.begin(FormRow(self, row, read.form, parsed))
         return []
 
     # -- what comes back ----------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class Watch:
     def _limit_of(self, id_: int) -> float:
         """The time limit of a call: a job's row may have a shorter one than the model."""
         work = self._process.works.get(id_)
-        asked_s = work.asked.timeout_s if work is not None and work.is_train else None
+        asked_s = work.parsed.timeout_s if work is not None and work.is_train else None
         own_s = self._limit_s if asked_s is None else min(asked_s, self._limit_s)
         return self._leaving.get(id_, own_s)
 
@@ -157,14 +157,14 @@ class FunctionProcessEngine:
             yield answer.body
             return
         ask = self._ask(request)
-        asked = self._live.read(ask)
-        if isinstance(asked, Raised):
-            raise asked.error()
+        parsed = self._live.read(ask)
+        if isinstance(parsed, Raised):
+            raise parsed.error()
         if not self._interface.streams:
             raise live.no_stream(self._source)
         self._streams += 1
         try:
-            pieces = live.events(self._process, ask, asked, CALL_FORMS[ask.form])
+            pieces = live.events(self._process, ask, parsed, CALL_FORMS[ask.form])
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
                     yield piece

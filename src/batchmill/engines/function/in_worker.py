@@ -285,7 +285,7 @@ class FunctionEngine:
 
     def stats(self) -> EngineStats:
         is_async = self._calls is not None and self._calls.loaded.is_async
-        asked = self._model.limits.in_flight_max
-        limit = (asked or IN_FLIGHT_DEFAULT) if is_async else min(asked or ROWS_MAX, ROWS_MAX)
+        configured = self._model.limits.in_flight_max
+        limit = (configured or IN_FLIGHT_DEFAULT) if is_async else min(configured or ROWS_MAX, ROWS_MAX)
         live = 0 if self._live is None else self._live.in_flight
         return EngineStats(in_flight=self._in_flight, in_flight_limit=limit, note=self._note, live=live)

@@ -53,14 +53,14 @@ class FunctionLiveCall(ProcessWork):
     __slots__ = ("_calls", "_is_second", "answering", "arrived", "form", "limit_s")
 
     def __init__(
-        self, ask: FunctionRequest, asked: ParsedCalls, calls: FunctionLive, answering: AnswerSink, arrived: float
+        self, ask: FunctionRequest, parsed: ParsedCalls, calls: FunctionLive, answering: AnswerSink, arrived: float
     ) -> None:
-        super().__init__(ask.id, asked, is_exact=ask.form in EXACT)
+        super().__init__(ask.id, parsed, is_exact=ask.form in EXACT)
         self.form, self.answering, self.arrived = ask.form, answering, arrived
         self._calls, self._is_second = calls, False
         self.limit_s = calls.limit_s if ask.timeout_s is None else ask.timeout_s
-        if asked.timeout_s is not None and asked.timeout_s < self.limit_s:
-            self.limit_s = asked.timeout_s
+        if parsed.timeout_s is not None and parsed.timeout_s < self.limit_s:
+            self.limit_s = parsed.timeout_s
         self.deadline = arrived + self.limit_s
         self.origin = ask.project, ask.request
 
@@ -111,7 +111,7 @@ class FunctionLive:
         if len(ask.body) < LARGE_BYTES:
             self._begin(ask, answering, arrived, self.read(ask))
         else:
-            self._in_thread(ask.id, lambda: self.read(ask), lambda asked: self._begin(ask, answering, arrived, asked))
+            self._in_thread(ask.id, lambda: self.read(ask), lambda parsed: self._begin(ask, answering, arrived, parsed))
 
     def abandon(self, ask_id: int) -> None:
         """See `ports.CallEngine`."""
@@ -139,11 +139,11 @@ class FunctionLive:
         form = self._forms[name] = CALL_FORMS[name]
         return form
 
-    def _begin(self, ask: FunctionRequest, answering: AnswerSink, arrived: float, asked: ParsedCalls | Raised) -> None:
-        if isinstance(asked, Raised):
-            self._put(answering, FunctionReply(ask.id, raised=asked), arrived)
+    def _begin(self, ask: FunctionRequest, answering: AnswerSink, arrived: float, parsed: ParsedCalls | Raised) -> None:
+        if isinstance(parsed, Raised):
+            self._put(answering, FunctionReply(ask.id, raised=parsed), arrived)
         else:
-            self._process.begin(FunctionLiveCall(ask, asked, self, answering, arrived))
+            self._process.begin(FunctionLiveCall(ask, parsed, self, answering, arrived))
 
     def write(self, call: FunctionLiveCall, results: FunctionResults, size: int) -> None:
         """Reply with the results."""
@@ -154,7 +154,7 @@ class FunctionLive:
 
     def _written(self, call: FunctionLiveCall, results: FunctionResults) -> FunctionReply:
         try:
-            body, head = self._forms[call.form].write(call.asked, results, self._name, self._version)
+            body, head = self._forms[call.form].write(call.parsed, results, self._name, self._version)
             return FunctionReply(call.id, body, head)
         except BatchmillError as error:
             return FunctionReply(call.id, raised=Raised.of(error))
@@ -200,8 +200,8 @@ class Stream(ProcessWork):
     __slots__ = ("_has_begun", "_process", "_wanted", "pieces")
     holds_up = False
 
-    def __init__(self, ask: FunctionRequest, asked: ParsedCalls, process: Process) -> None:
-        super().__init__(ask.id, asked, is_exact=ask.form in EXACT)
+    def __init__(self, ask: FunctionRequest, parsed: ParsedCalls, process: Process) -> None:
+        super().__init__(ask.id, parsed, is_exact=ask.form in EXACT)
         self.origin = ask.project, ask.request
         self._process = process
         self.pieces: asyncio.Queue[Piece] = asyncio.Queue()
@@ -209,9 +209,9 @@ class Stream(ProcessWork):
         self._has_begun = False
 
     def frame(self) -> list[Buffer]:
-        asked = self.asked
-        meta = {"kind": "open", "id": self.id, "layout": asked.layout, "exact": self.is_exact, "of": self.origin}
-        return pack(meta, [asked.calls, *asked.buffers]) + self._next() * self._wanted
+        parsed = self.parsed
+        meta = {"kind": "open", "id": self.id, "layout": parsed.layout, "exact": self.is_exact, "of": self.origin}
+        return pack(meta, [parsed.calls, *parsed.buffers]) + self._next() * self._wanted
 
     def _next(self) -> list[Buffer]:
         return pack({"kind": "next", "id": self.id})
@@ -252,17 +252,17 @@ class Stream(ProcessWork):
 
 
 async def events(
-    process: Process, ask: FunctionRequest, asked: ParsedCalls, form: CallForm
+    process: Process, ask: FunctionRequest, parsed: ParsedCalls, form: CallForm
 ) -> AsyncGenerator[LiveHead | bytes]:
     """The head and the events of a stream. Raises: ModelFailed, InvalidInput from the function."""
-    stream = Stream(ask, asked, process)
+    stream = Stream(ask, parsed, process)
     process.begin(stream)
     has_begun = False
     try:
         while (piece := await stream.pieces.get()) is not None:
             if isinstance(piece, BatchmillError):
                 raise piece
-            event = b"data: " + form.event(asked, *piece) + b"\n\n"
+            event = b"data: " + form.event(parsed, *piece) + b"\n\n"
             if not has_begun:
                 has_begun = True
                 yield LiveHead(200, EVENT_STREAM)

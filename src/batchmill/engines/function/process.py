@@ -77,18 +77,18 @@ class ProcessWork:
     is_train = False
     holds_up = True  # counts as running while the process has it
 
-    def __init__(self, id_: int, asked: ParsedCalls, *, is_exact: bool = False) -> None:
-        self.id, self.asked, self.is_exact = id_, asked, is_exact
+    def __init__(self, id_: int, parsed: ParsedCalls, *, is_exact: bool = False) -> None:
+        self.id, self.parsed, self.is_exact = id_, parsed, is_exact
         self.origin: Origin = ()  # whose it is; (): nobody knows
         self.deadline = math.inf  # monotonic: somebody waits so long
         self.is_sent = False
         self.strikes = 0  # processes that died with it and nobody knows why
 
     def frame(self) -> list[Buffer]:
-        asked = self.asked
+        parsed = self.parsed
         row_batch, exact, of = WORDS[self.is_train], WORDS[self.is_exact], _json(self.origin)
-        text = ASK % (self.id, asked.rows, asked.layout.encode(), row_batch, exact, of)
-        return pack_text(text, [asked.calls, *asked.buffers] if asked.buffers else (asked.calls,))
+        text = ASK % (self.id, parsed.rows, parsed.layout.encode(), row_batch, exact, of)
+        return pack_text(text, [parsed.calls, *parsed.buffers] if parsed.buffers else (parsed.calls,))
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
         """Handle a `results` or `piece` frame. True: it was the last."""
@@ -429,12 +429,12 @@ class Process:
         assert self.child is not None
         last = self.works.get(self.child.last_called())
         if last is not None and last.is_sent:  # its result was lost
-            return [(last.id, 0, last.asked.rows)], False
+            return [(last.id, 0, last.parsed.rows)], False
         for work in called:
             work.strikes += 1
         if max(work.strikes for work in called) <= STRIKES_MAX:
             return [], False
-        return [(work.id, 0, work.asked.rows) for work in called if len(called) == 1], True
+        return [(work.id, 0, work.parsed.rows) for work in called if len(called) == 1], True
 
     def _settle(self, had: list[ProcessWork], fault: ProcessFault, blamed: list[Call], *, are_suspects: bool) -> None:
         """Decide what becomes of all work of the process. `are_suspects`: also of work without blame."""

@@ -138,24 +138,24 @@ class LlmCalls:
         if request.url not in self._paths:
             known = ", ".join(sorted(self._paths))
             raise InvalidRow(f"no engine answers {request.url[:SHOWN_CHARS]!r}; there are {known}", code="unknown_url")
-        asked = fields.translate_body(request.body)
-        members = split_object(asked)
+        translated = fields.translate_body(request.body)
+        members = split_object(translated)
         if unknown := unknown_fields(request.url, members, self.known):
             raise InvalidRow(refusal(request.url, unknown, self.known), code="unknown_parameter")
         self._bounds.check(request.url, members)
-        head = _head.decode(asked)
+        head = _head.decode(translated)
         if head.stream:
             raise InvalidRow("a row's answer cannot be streamed: leave `stream` out", code="invalid_parameter")
         if not head.model:
-            return self._call(row, request.url, with_model(asked, self._model))
+            return self._call(row, request.url, with_model(translated, self._model))
         adapters: AdapterSet | None = getattr(row.lease, "adapters", None)
         found = self._adapter(self._adapters if adapters is None else adapters, head.model)
         if found is None:
-            return self._call(row, request.url, asked)
+            return self._call(row, request.url, translated)
         if isinstance(found, RowError):
             return found
         name = self.names.of(found)
-        body = asked if name == head.model else with_model(asked, name)
+        body = translated if name == head.model else with_model(translated, name)
         return self._call(row, request.url, body, found)
 
     def _call(self, row: Row, url: str, body: bytes, adapter: Adapter | None = None) -> LlmRow:

@@ -252,13 +252,13 @@ def adapter_room(model: ModelSpec, machine: Hardware) -> int:
     """
     if not (model.adapters or model.adapter_rank):
         return 0
-    flags, asked = read_flags(model.engine_args), model.limits.adapters_max
-    if asked is not None and asked < 1:
-        raise ModelFailed(f"limits.adapters_max is {asked}; it must be a number from 1 on", code="invalid_config")
-    room = (LORAS_KEPT_GPU if machine.gpus else LORAS_KEPT_CPU) if asked is None else asked
+    flags, configured = read_flags(model.engine_args), model.limits.adapters_max
+    if configured is not None and configured < 1:
+        raise ModelFailed(f"limits.adapters_max is {configured}; it must be a number from 1 on", code="invalid_config")
+    room = (LORAS_KEPT_GPU if machine.gpus else LORAS_KEPT_CPU) if configured is None else configured
     if flags.get("max-cpu-loras") is not None:
         kept = _count(flags, "max-cpu-loras")
-        room = kept if asked is None else min(kept, asked)
+        room = kept if configured is None else min(kept, configured)
     return room if model.adapter_rank else min(room, len(model.adapters))
 
 

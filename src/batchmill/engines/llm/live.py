@@ -113,7 +113,7 @@ class Host(Protocol):
         """Wait until the server lives. Raises: Unavailable."""
 
 
-class _Asked(Struct, eq=False):
+class _PendingCall(Struct, eq=False):
     """A live request in progress."""
 
     request: LiveRequest
@@ -156,7 +156,7 @@ class LlmLive:
         try:
             async with (
                 self._turn(request, tracked),
-                aclosing(self._answer(_Asked(request, body, adapter, tracked))) as pieces,
+                aclosing(self._answer(_PendingCall(request, body, adapter, tracked))) as pieces,
             ):
                 async for piece in pieces:
                     yield piece
@@ -173,14 +173,14 @@ class LlmLive:
             raise busy()
         return self._isolation.alone(tracked, request.project, is_last=is_last)
 
-    async def _answer(self, asked: _Asked) -> AsyncGenerator[LiveHead | bytes]:
+    async def _answer(self, pending: _PendingCall) -> AsyncGenerator[LiveHead | bytes]:
         """The reply; repeated if no server received it, and once if a connection broke."""
         until = self._clock.monotonic() + RESTART_WAIT_S
         is_first = True
         while True:
             await self._host.revived(until - self._clock.monotonic())
-            asked.server = self._host.server
-            reply = self._reply(asked) if asked.adapter is None else self._of_adapter(asked, asked.adapter)
+            pending.server = self._host.server
+            reply = self._reply(pending) if pending.adapter is None else self._of_adapter(pending, pending.adapter)
             has_begun = False
             try:
                 async with aclosing(reply) as pieces:
@@ -192,50 +192,50 @@ class LlmLive:
                 if not lost.was_sent and self._clock.monotonic() < until:
                     await self._clock.sleep(POLL_S)
                     continue
-                is_up = await asked.server.is_healthy()
+                is_up = await pending.server.is_healthy()
                 if is_up:
-                    self._deaths.gone(asked.server, asked.tracked)
+                    self._deaths.gone(pending.server, pending.tracked)
                     if is_first and not has_begun:
                         is_first = False
                         continue
                 else:
-                    await self._lost(asked, asked.server)
+                    await self._lost(pending, pending.server)
                 # A request that may have ended the server is not sent to the next one: its caller may do so.
                 died = "" if is_up else "; it died and is started again"
                 raise Unavailable(f"the engine did not answer to the end: {lost}{died}", code="engine_lost") from None
 
-    async def _lost(self, asked: _Asked, server: VllmServer) -> None:
+    async def _lost(self, pending: _PendingCall, server: VllmServer) -> None:
         """Handle a server that died with the request: only the caller may repeat it, and then it runs alone."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(server.process.wait(), END_S)
-        self._deaths.remember(asked.tracked)
+        self._deaths.remember(pending.tracked)
         if not server.process.is_alive:
             self._deaths.died(server, server.process.complaint())
             self._isolation.died()
 
-    async def _of_adapter(self, asked: _Asked, adapter: Adapter) -> AsyncGenerator[LiveHead | bytes]:
+    async def _of_adapter(self, pending: _PendingCall, adapter: Adapter) -> AsyncGenerator[LiveHead | bytes]:
         """The reply, with its adapter held for the whole time and named as the caller knows it."""
         async with self._adapter_cache.held(adapter) as was_there:
-            asked.server = self._host.server
+            pending.server = self._host.server
             restorer = self._calls.names.restorer(adapter)
             self._counts.began(adapter.name, self._clock.monotonic())
             try:
-                async with aclosing(self._reply(asked)) as pieces:
+                async with aclosing(self._reply(pending)) as pieces:
                     async for piece in pieces:
                         yield piece if restorer is None or isinstance(piece, LiveHead) else restorer.feed(piece)
                 if restorer is not None:
                     yield restorer.rest()
-                self._counts.answered(adapter.name, asked.usage, found=was_there)
+                self._counts.answered(adapter.name, pending.usage, found=was_there)
             finally:
                 self._counts.ended(adapter.name, self._clock.monotonic())
 
-    async def _reply(self, asked: _Asked) -> AsyncGenerator[LiveHead | bytes]:
-        server = asked.server
+    async def _reply(self, pending: _PendingCall) -> AsyncGenerator[LiveHead | bytes]:
+        server = pending.server
         assert server is not None, "a server is chosen before it is asked"
-        self._deaths.began(server, asked.tracked)
+        self._deaths.began(server, pending.tracked)
         is_lost = is_whole = False
         try:
-            async with aclosing(self._pieces(asked, server)) as pieces:
+            async with aclosing(self._pieces(pending, server)) as pieces:
                 async for piece in pieces:
                     yield piece
             is_whole = True
@@ -244,14 +244,14 @@ class LlmLive:
             raise
         finally:
             if is_whole:
-                self._deaths.answered(server, asked.tracked)
+                self._deaths.answered(server, pending.tracked)
             elif not is_lost:
-                self._deaths.gone(server, asked.tracked)
+                self._deaths.gone(server, pending.tracked)
 
-    async def _pieces(self, asked: _Asked, server: VllmServer) -> AsyncGenerator[LiveHead | bytes]:
+    async def _pieces(self, pending: _PendingCall, server: VllmServer) -> AsyncGenerator[LiveHead | bytes]:
         began, count, first = self._clock.monotonic(), 0, b""
-        request = asked.request
-        async with aclosing(server.predict(request.url, asked.body, self._limits.attempt_timeout_s)) as pieces:
+        request = pending.request
+        async with aclosing(server.predict(request.url, pending.body, self._limits.attempt_timeout_s)) as pieces:
             head = await anext(pieces)
             assert isinstance(head, LiveHead), "a reply begins with its head"
             is_response = request.url == RESPONSES and head.content_type.startswith(EVENTS)
@@ -271,8 +271,8 @@ class LlmLive:
             if events is not None and (rest := events.rest()):
                 yield rest
         if head.status == 200:
-            asked.usage = Usage(output_tokens=count) if count else read_reply(200, first).usage
-            tokens = 0 if asked.usage is None else asked.usage.output_tokens
+            pending.usage = Usage(output_tokens=count) if count else read_reply(200, first).usage
+            tokens = 0 if pending.usage is None else pending.usage.output_tokens
             self._yielding.answered((self._clock.monotonic() - began) / max(1, tokens), self._host.rows_in_flight)
 
     @staticmethod

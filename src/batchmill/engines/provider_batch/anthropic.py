@@ -140,8 +140,8 @@ class AnthropicBatches:
         if request.url == MESSAGES:
             params = addressed(request.body, self._model)
         elif request.url == CHAT:
-            asked = to_messages(fields_of(request.body, self._model), max_tokens=self._max_tokens)
-            name, params = CHAT_LETTER + name[1:], encode(asked)
+            message = to_messages(fields_of(request.body, self._model), max_tokens=self._max_tokens)
+            name, params = CHAT_LETTER + name[1:], encode(message)
         else:
             way_out = f"rows of Anthropic's batches go to {MESSAGES} or {CHAT}"
             raise InvalidRow(f"`url` is {request.url[:100]!r}: {way_out}", code="invalid_url")

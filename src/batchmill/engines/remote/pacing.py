@@ -314,11 +314,11 @@ class Pacer:
         Where no rate is known, or where nothing is answered at all, the while grows.
         """
         self.outage.answered()
-        asked = None if fault.rest_s is None else min(fault.rest_s, REST_MAX_S)
-        verdict = self._learned.refused(sent_at, now, asked, self.window.in_flight - 1)
+        requested_s = None if fault.rest_s is None else min(fault.rest_s, REST_MAX_S)
+        verdict = self._learned.refused(sent_at, now, requested_s, self.window.in_flight - 1)
         self._lay(verdict, sent_at, now)
-        if asked is not None:
-            self._rest(now + asked * (1 + 0.1 * self._jitter()))
+        if requested_s is not None:
+            self._rest(now + requested_s * (1 + 0.1 * self._jitter()))
         elif sent_at >= self._refused_at:
             self._refused_at = now
             self._refusals += 1

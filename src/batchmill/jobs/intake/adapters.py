@@ -52,11 +52,11 @@ class AdapterCheck(Struct, frozen=True):
 
 def check_offloaded(order: bytes, progress: Progress) -> bytes:
     """Offloaded: AdapterCheck in, {number of the model: {own name: why it cannot be used}} out, both as JSON."""
-    asked = msgspec.json.decode(order, type=AdapterCheck)
-    total, done = sum(map(len, asked.names.values())), 0
+    request = msgspec.json.decode(order, type=AdapterCheck)
+    total, done = sum(map(len, request.names.values())), 0
     bad: dict[int, dict[str, str]] = {}
-    for number, names in asked.names.items():
-        model = asked.models[number]
+    for number, names in request.names.items():
+        model = request.models[number]
         for name in names:
             if why := flaw_of(model, model.adapters[name]):
                 bad.setdefault(number, {})[name] = why

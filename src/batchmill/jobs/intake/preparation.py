@@ -54,27 +54,27 @@ class Prepared(Struct, frozen=True):
 
 def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: PrepareOrder in, Prepared out, both as JSON."""
-    asked = msgspec.json.decode(order, type=PrepareOrder)
-    spec = asked.spec
-    sealing = msgspec.structs.replace(seal_order(spec), bytes_left=asked.bytes_left, no_room=asked.no_room)
-    report = seal_patiently(sealing, Path(asked.dataset), lambda share: progress(share * SEALING_SHARE))
+    request = msgspec.json.decode(order, type=PrepareOrder)
+    spec = request.spec
+    sealing = msgspec.structs.replace(seal_order(spec), bytes_left=request.bytes_left, no_room=request.no_room)
+    report = seal_patiently(sealing, Path(request.dataset), lambda share: progress(share * SEALING_SHARE))
     planned = None
     choices: dict[int, Choice] = {}
     causes: dict[str, tuple[int, str]] = {}
     may_run = report.rejected == 0 or spec.policy.on_invalid == "skip"
-    if may_run and report.adapters and not asked.is_preview:
+    if may_run and report.adapters and not request.is_preview:
         return msgspec.json.encode(Prepared(report, None, wanted=_by_model(sealing, report.adapters)))
     if may_run:
         wanted = plan_order(spec, report.seal.rows)
 
         def cut(targets: list[plan.TargetPlan]) -> list[int]:
-            choices.update(choose_routes(asked, targets))
+            choices.update(choose_routes(request, targets))
             models = routing.with_choices(spec, choices).models
             return [plan.shard_rows(model, report.seal.rows) for model in models]
 
-        folders = Path(asked.dataset), Path(asked.plan)
+        folders = Path(request.dataset), Path(request.plan)
         planned = plan.make(wanted, *folders, lambda share: progress(SEALING_SHARE + share * 0.15), cut)
-        for refused in plan.iter_rejected(Path(asked.dataset)):
+        for refused in plan.iter_rejected(Path(request.dataset)):
             rows, sample = causes.get(refused.code, (0, refused.message))
             causes[refused.code] = rows + 1, sample
     return msgspec.json.encode(Prepared(report, planned, causes, choices))
@@ -90,16 +90,16 @@ def _by_model(order: SealOrder, adapters: list[str]) -> dict[int, list[str]]:
     return found
 
 
-def choose_routes(asked: PrepareOrder, targets: Sequence[plan.TargetPlan]) -> dict[int, Choice]:
+def choose_routes(request: PrepareOrder, targets: Sequence[plan.TargetPlan]) -> dict[int, Choice]:
     """Choose a route for every model that has several, by its rows: number of the model -> choice."""
     choices = {}
-    for number, model in enumerate(asked.spec.models):
+    for number, model in enumerate(request.spec.models):
         if model.needs_route:
             mine = [target for target in targets if target.model == number]
             tokens = [target.tokens for target in mine]
             rows, total = sum(target.rows for target in mine), None if None in tokens else sum(filter(None, tokens))
-            deadline = asked.spec.policy.deadline
-            choices[number] = routing.choose(model, rows, total or None, deadline, asked.now, asked.rates)
+            deadline = request.spec.policy.deadline
+            choices[number] = routing.choose(model, rows, total or None, deadline, request.now, request.rates)
     return choices
 
 

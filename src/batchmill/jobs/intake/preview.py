@@ -53,8 +53,8 @@ async def _prepared(
         (home / "dataset").mkdir()
         (home / "plan").mkdir()
         folders = str(home / "dataset"), str(home / "plan")
-        asked = PrepareOrder(spec, *folders, spec.created, is_preview=True)
-        prepared = await seal_and_plan(asked, room, offload, progress)
+        request = PrepareOrder(spec, *folders, spec.created, is_preview=True)
+        prepared = await seal_and_plan(request, room, offload, progress)
         yield routing.with_choices(spec, prepared.choices), home, prepared
     finally:
         shutil.rmtree(home)
@@ -108,9 +108,9 @@ async def estimate(
     async with _prepared(order, data_dir, progress, room) as (spec, home, prepared):
         if prepared.plan is None:
             return prepared.report, None
-        asked = EstimateOrder(spec, str(home / "dataset"), str(home / "plan"), rows_per_s)
+        request = EstimateOrder(spec, str(home / "dataset"), str(home / "plan"), rows_per_s)
         answer = await offload(
-            "batchmill.jobs.intake.estimate:estimate_offloaded", msgspec.json.encode(asked), progress
+            "batchmill.jobs.intake.estimate:estimate_offloaded", msgspec.json.encode(request), progress
         )
         found = msgspec.json.decode(answer, type=Estimate)
         notes = [*_unfetched(prepared.report), *routing.sentences(spec), *found.notes]

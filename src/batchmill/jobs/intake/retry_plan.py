@@ -48,9 +48,9 @@ async def plan_retry(order: RetryOrder, offload: Callable[..., Awaitable[bytes]]
 
 def plan_retry_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: RetryOrder in, Opened out, both as JSON."""
-    asked = msgspec.json.decode(order, type=RetryOrder)
-    files = JobFiles(Path(asked.data_dir), asked.spec.id)
-    return msgspec.json.encode(plan_failed(asked.spec, files, asked.committed, asked.generation))
+    request = msgspec.json.decode(order, type=RetryOrder)
+    files = JobFiles(Path(request.data_dir), request.spec.id)
+    return msgspec.json.encode(plan_failed(request.spec, files, request.committed, request.generation))
 
 
 def outcomes(segments: Path, blocks: list[tuple[int, SegmentRef]], rows: int) -> bytearray:

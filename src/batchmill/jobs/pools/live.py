@@ -368,11 +368,11 @@ class LivePath:
         self._failed.pop(key, None)
         return self._pools.use(user, model, key)
 
-    async def _answer(self, worker: PoolWorker, asked: AnswerLive) -> AsyncGenerator[LiveHead | bytes]:
+    async def _answer(self, worker: PoolWorker, pending: AnswerLive) -> AsyncGenerator[LiveHead | bytes]:
         """The reply of the worker. Raises: its error; Unavailable if it ended before it replied."""
         pieces: asyncio.Queue[LiveHead | bytes | Exception | None] = asyncio.Queue()
-        worker.calls[asked.id] = pieces.put_nowait
-        worker.handle.send(asked)
+        worker.calls[pending.id] = pieces.put_nowait
+        worker.handle.send(pending)
         owed = 0
         try:
             while (piece := await pieces.get()) is not None:
@@ -382,11 +382,11 @@ class LivePath:
                 if isinstance(piece, bytes):
                     owed += len(piece)
                     if owed >= LIVE_AHEAD_BYTES // 4:
-                        worker.handle.send(FlowCredit(asked.id, owed))
+                        worker.handle.send(FlowCredit(pending.id, owed))
                         owed = 0
         finally:
-            if worker.calls.pop(asked.id, None) is not None:  # its end has not been heard
-                worker.handle.send(Abandon(asked.id))
+            if worker.calls.pop(pending.id, None) is not None:  # its end has not been heard
+                worker.handle.send(Abandon(pending.id))
 
 
 def _loader(key: str) -> str:

@@ -54,13 +54,13 @@ class Leaver(Struct, frozen=True):
 
 
 class _Held(Struct, frozen=True):
-    asked: AllocationRequest
+    request: AllocationRequest
     number: int
     gpus: list[str]
 
 
 class _Waiting(Struct, frozen=True):
-    asked: AllocationRequest
+    request: AllocationRequest
     number: int
 
 
@@ -97,11 +97,11 @@ class Resources:
 
     # -- taking -------------------------------------------------------------------------------------------------------
 
-    def ask(self, asked: AllocationRequest) -> None:
+    def ask(self, request: AllocationRequest) -> None:
         """Enter the queue; `allot` says when there is room."""
-        assert asked.place not in self._held and asked.place not in self._waiting, "a replica asks once"
+        assert request.place not in self._held and request.place not in self._waiting, "a replica asks once"
         self._count += 1
-        self._waiting[asked.place] = _Waiting(asked, self._count)
+        self._waiting[request.place] = _Waiting(request, self._count)
 
     def withdraw(self, place: Replica) -> None:
         """Leave the queue."""
@@ -109,18 +109,19 @@ class Resources:
 
     def allot(self) -> list[tuple[Replica, Capacity]]:
         """Allocate to waiting replicas that fit, in serving order."""
-        return [(each.asked.place, self._take(each.asked)) for each in self._queue() if self._fits(each, self._free())]
+        fitting = (each.request for each in self._queue() if self._fits(each, self._free()))
+        return [(request.place, self._take(request)) for request in fitting]
 
-    def _take(self, asked: AllocationRequest) -> Capacity:
-        del self._waiting[asked.place]
+    def _take(self, request: AllocationRequest) -> Capacity:
+        del self._waiting[request.place]
         self._count += 1
         if self.gpus is None:
-            self._held[asked.place] = _Held(asked, self._count, [])
+            self._held[request.place] = _Held(request, self._count, [])
             return Capacity()
         dealt = {gpu for held in self._held.values() for gpu in held.gpus}
-        own = [gpu for gpu in self.gpus if gpu not in dealt][: asked.needs.gpus]
-        self._held[asked.place] = _Held(asked, self._count, own)
-        return Capacity(own if asked.needs.gpus else None)
+        own = [gpu for gpu in self.gpus if gpu not in dealt][: request.needs.gpus]
+        self._held[request.place] = _Held(request, self._count, own)
+        return Capacity(own if request.needs.gpus else None)
 
     def give_back(self, place: Replica) -> None:
         """Free the resources of a replica that has ended."""
@@ -137,62 +138,62 @@ class Resources:
 
     def _queue(self) -> list[_Waiting]:
         """Waiting replicas: first those without which a model cannot run, then additional ones."""
-        return sorted(self._waiting.values(), key=lambda each: (each.asked.is_extra, each.number))
+        return sorted(self._waiting.values(), key=lambda each: (each.request.is_extra, each.number))
 
     def _free(self) -> dict[str, int]:
         return _less(
-            {what: total or 0 for what, total in self._total.items()}, (held.asked for held in self._held.values())
+            {what: total or 0 for what, total in self._total.items()}, (held.request for held in self._held.values())
         )
 
     def _fits(self, waiting: _Waiting, free: dict[str, int]) -> bool:
-        asked = waiting.asked
+        request = waiting.request
         return all(
             self._fits_in(waiting, what, free[what])
             for what in (MEMORY, GPUS)
-            if self._total[what] is not None and getattr(asked.needs, what)
+            if self._total[what] is not None and getattr(request.needs, what)
         )
 
     def _fits_in(self, waiting: _Waiting, what: str, free: int) -> bool:
-        need = getattr(waiting.asked.needs, what)
+        need = getattr(waiting.request.needs, what)
         if need > free:
             return False
-        ahead = [each for each in self._ahead(waiting) if getattr(each.asked.needs, what)]
+        ahead = [each for each in self._ahead(waiting) if getattr(each.request.needs, what)]
         if not ahead:
             return True
-        if waiting.asked.is_extra:
+        if waiting.request.is_extra:
             return False
         since = min(each.number for each in ahead)
-        later = sum(getattr(held.asked.needs, what) for held in self._held.values() if held.number > since)
-        return later + need + sum(getattr(each.asked.needs, what) for each in ahead) <= (self._total[what] or 0)
+        later = sum(getattr(held.request.needs, what) for held in self._held.values() if held.number > since)
+        return later + need + sum(getattr(each.request.needs, what) for each in ahead) <= (self._total[what] or 0)
 
     def _ahead(self, waiting: _Waiting) -> list[_Waiting]:
         """Waiting replicas that are served before this one."""
         queue = self._queue()
-        return [each for each in queue[: queue.index(waiting)] if not each.asked.is_extra]
+        return [each for each in queue[: queue.index(waiting)] if not each.request.is_extra]
 
     def clearances(self, leaving: Collection[Replica], leavers: Sequence[Leaver]) -> list[Leaver]:
         """Which replicas to evict so that waiting ones fit: as few as possible, the first candidates first.
 
         `leaving`: places whose replicas are ending already.
         """
-        free = _more(self._free(), [self._held[place].asked for place in leaving if place in self._held])
+        free = _more(self._free(), [self._held[place].request for place in leaving if place in self._held])
         chosen: list[Leaver] = []
         for waiting in self._queue():
             picked = []
             if not self._fits(waiting, free):
-                rest = [each for each in leavers if each not in chosen and self._may_leave_for(each, waiting.asked)]
+                rest = [each for each in leavers if each not in chosen and self._may_leave_for(each, waiting.request)]
                 picked = self._pick(waiting, free, rest)
                 chosen += picked
                 free = _more(free, self._of(picked))
             if self._fits(waiting, free):
-                free = _less(free, [waiting.asked])
+                free = _less(free, [waiting.request])
         return chosen
 
     @staticmethod
-    def _may_leave_for(leaver: Leaver, asked: AllocationRequest) -> bool:
+    def _may_leave_for(leaver: Leaver, request: AllocationRequest) -> bool:
         """Whether a replica may be evicted: one of a model in use, only for a model that cannot run otherwise."""
-        is_own = any(place.key == asked.place.key for place in leaver.places)
-        return not is_own and (leaver.is_idle or not asked.is_extra)
+        is_own = any(place.key == request.place.key for place in leaver.places)
+        return not is_own and (leaver.is_idle or not request.is_extra)
 
     def _pick(self, waiting: _Waiting, free: dict[str, int], leavers: Sequence[Leaver]) -> list[Leaver]:
         picked: list[Leaver] = []
@@ -210,7 +211,7 @@ class Resources:
 
     def _of(self, leavers: Iterable[Leaver]) -> list[AllocationRequest]:
         places = [place for leaver in leavers for place in leaver.places]
-        return [self._held[place].asked for place in places if place in self._held]
+        return [self._held[place].request for place in places if place in self._held]
 
     # -- telling ------------------------------------------------------------------------------------------------------
 
@@ -227,16 +228,16 @@ class Resources:
         parts, holders = (
             [],
             dict.fromkeys(
-                held.asked.place.key
+                held.request.place.key
                 for held in self._held.values()
-                if any(getattr(held.asked.needs, what) for what in short)
+                if any(getattr(held.request.needs, what) for what in short)
             ),
         )
         for what in short:
             have = "is" if what == GPUS and free[what] == 1 else "are"
-            need, total = _text(what, getattr(waiting.asked.needs, what)), self._total[what] or 0
+            need, total = _text(what, getattr(waiting.request.needs, what)), self._total[what] or 0
             parts.append(f"needs {need} and {_of_total(what, free[what], total)} {have} free")
-        before = [f"{each.asked.name!r}" for each in self._ahead(waiting)] if not parts else []
+        before = [f"{each.request.name!r}" for each in self._ahead(waiting)] if not parts else []
         if before:
             parts.append(f"comes after {', '.join(dict.fromkeys(before))}, which waited first")
         if not parts:
@@ -244,16 +245,16 @@ class Resources:
         holders_text = "; ".join(
             f"{self._name(key)} ({use_of(key)}) holds {self._holding(key, short)}" for key in holders
         )
-        return f"{waiting.asked.name!r} " + ", and ".join(parts) + (f": {holders_text}" if holders_text else "")
+        return f"{waiting.request.name!r} " + ", and ".join(parts) + (f": {holders_text}" if holders_text else "")
 
     def _is_short(self, waiting: _Waiting, what: str, free: dict[str, int]) -> bool:
-        return self._total[what] is not None and getattr(waiting.asked.needs, what) > free[what]
+        return self._total[what] is not None and getattr(waiting.request.needs, what) > free[what]
 
     def _name(self, key: str) -> str:
-        return next(f"{held.asked.name!r}" for place, held in self._held.items() if place.key == key)
+        return next(f"{held.request.name!r}" for place, held in self._held.items() if place.key == key)
 
     def _holding(self, key: str, whats: Sequence[str]) -> str:
-        mine = [held.asked.needs for place, held in self._held.items() if place.key == key]
+        mine = [held.request.needs for place, held in self._held.items() if place.key == key]
         sums = [(what, sum(getattr(needs, what) for needs in mine)) for what in whats]
         return " and ".join(_text(what, amount) for what, amount in sums if amount)
 
@@ -318,21 +319,21 @@ class Allocations:
         self.use_of: Callable[[str], str] = _unknown  # pool key -> what uses it, for people
         self._granted: dict[Replica, asyncio.Future[Capacity]] = {}
 
-    async def take(self, asked: AllocationRequest, waits: Callable[[str], None]) -> Capacity:
+    async def take(self, request: AllocationRequest, waits: Callable[[str], None]) -> Capacity:
         """Wait for resources and take them. `waits` is told the reason while there are none."""
-        granted = self._granted[asked.place] = asyncio.get_running_loop().create_future()
-        self.machine.ask(asked)
+        granted = self._granted[request.place] = asyncio.get_running_loop().create_future()
+        self.machine.ask(request)
         try:
             self.review()
             if not granted.done():
-                waits(self.why(asked.place))
+                waits(self.why(request.place))
             return await granted
         except asyncio.CancelledError:
-            self._granted.pop(asked.place, None)
-            if self.machine.holds(asked.place):
-                self.machine.give_back(asked.place)
+            self._granted.pop(request.place, None)
+            if self.machine.holds(request.place):
+                self.machine.give_back(request.place)
             else:
-                self.machine.withdraw(asked.place)
+                self.machine.withdraw(request.place)
             self.review()
             raise
 

@@ -106,9 +106,9 @@ def partial(order: GatherOrder, out: BinaryIO, errors: BinaryIO | None = None) -
 
 def partial_offloaded(order: bytes, progress: Progress) -> bytes:
     """Offloaded: GatherOrder in, the number of rows out as JSON. Its output is a new file for all rows there are."""
-    asked = msgspec.json.decode(order, type=GatherOrder)
-    with open(asked.output, "wb") as out:  # what a child that was killed had written is written over
-        return msgspec.json.encode(partial(asked, out))
+    request = msgspec.json.decode(order, type=GatherOrder)
+    with open(request.output, "wb") as out:  # what a child that was killed had written is written over
+        return msgspec.json.encode(partial(request, out))
 
 
 class _Tally:

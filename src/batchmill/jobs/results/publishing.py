@@ -85,8 +85,8 @@ class Publishing:
             self._queue.put_nowait(None)
             copying, self._copying = self._copying, None
             return await copying
-        asked = msgspec.json.encode(gather_order(self._spec, self._files, committed, self._output, unrun=unrun))
-        return msgspec.json.decode(await self._offload(GATHER, asked, progress), type=Manifest)
+        request = msgspec.json.encode(gather_order(self._spec, self._files, committed, self._output, unrun=unrun))
+        return msgspec.json.decode(await self._offload(GATHER, request, progress), type=Manifest)
 
 
 def output_of(spec: JobSpec, files: JobFiles) -> Path:
