@@ -72,7 +72,7 @@ class Blame(Struct, frozen=True):
 class ProcessWork:
     """Base of LiveCall, Train, FormRow and Stream."""
 
-    __slots__ = ("asked", "deadline", "id", "is_exact", "is_sent", "origin", "strikes")
+    __slots__ = ("parsed", "deadline", "id", "is_exact", "is_sent", "origin", "strikes")
     limit_s = math.inf  # what its deadline was made of
     is_train = False
     holds_up = True  # counts as running while the process has it
