@@ -34,7 +34,8 @@ MAIN = Path(batchmill.__file__).with_name("__main__.py")
 SCRIPT = Path(sysconfig.get_path("scripts")) / "batchmill"
 REAL_POPEN = subprocess.Popen
 
-# Starts fast with -S -E: forwards its arguments and descriptors, and the signals that a shell sends.
+# Starts fast with -S -E: forwards its arguments and descriptors, and the signals that a shell sends. Its command ends
+# with it, so that a test that kills a shell's process group leaves nothing behind.
 FORWARDER = """\
 #!{python} -ISE
 import os, signal, socket, struct, sys
@@ -44,7 +45,7 @@ def start():
     connection.connect({address!r})
     body = pickle.dumps({{
         "argv": sys.argv[:], "path": {path!r}, "cwd": os.getcwd(), "environ": dict(os.environ), "new_session": False,
-        "fds": [0, 1, 2],
+        "ends_with_caller": True, "fds": [0, 1, 2],
     }})
     socket.send_fds(connection, [struct.pack("!I", len(body))], [0, 1, 2])
     connection.sendall(body)
@@ -104,7 +105,8 @@ class Preloaded:
     ) -> tuple[int, socket.socket]:
         """Its process id, and the connection on which its status comes. `fds` maps its numbers to descriptors here."""
         body = pickle.dumps({
-            "argv": argv, "path": path, "cwd": cwd, "environ": environ, "new_session": new_session, "fds": list(fds),
+            "argv": argv, "path": path, "cwd": cwd, "environ": environ, "new_session": new_session,
+            "ends_with_caller": False, "fds": list(fds),
         })  # fmt: skip
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(self.address)

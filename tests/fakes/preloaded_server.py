@@ -4,7 +4,8 @@
 
 A request is one connection to the Unix socket: the length of a pickled dict (`!I`) with the file descriptors of the
 command as ancillary data, then the dict. The reply is the process id (`!i`) and, once the process has ended, the status
-of `waitpid` (`!i`). The server ends when its standard input closes.
+of `waitpid` (`!i`). A command with `ends_with_caller` is killed when its connection closes. The server ends when its
+standard input closes.
 """
 
 from __future__ import annotations
@@ -71,12 +72,16 @@ def _serve(listener: socket.socket, ended: int, ending: int) -> None:
     import select
 
     running: dict[int, socket.socket] = {}
+    callers: dict[socket.socket, int] = {}  # of commands that end with them
     while True:
-        ready, _, _ = select.select([0, listener, ended], [], [])
+        ready, _, _ = select.select([0, listener, ended, *callers], [], [])
         if ended in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(ended, 4096)
-            _report_ended(running)
+            for connection in _report_ended(running):
+                callers.pop(connection, None)
+        for connection in callers.keys() & set(ready):
+            os.kill(callers.pop(connection), signal.SIGKILL)
         if listener in ready:
             connection, _ = listener.accept()
             request, fds = _receive(connection)
@@ -91,22 +96,27 @@ def _serve(listener: socket.socket, ended: int, ending: int) -> None:
             for fd in fds:
                 os.close(fd)
             running[pid] = connection
+            if request["ends_with_caller"]:
+                callers[connection] = pid
             with contextlib.suppress(OSError):
                 connection.sendall(struct.pack("!i", pid))
         if 0 in ready and not os.read(0, 1):
             return
 
 
-def _report_ended(running: dict[int, socket.socket]) -> None:
+def _report_ended(running: dict[int, socket.socket]) -> list[socket.socket]:
+    """Send the statuses of commands that have ended. Returns their connections, which are closed."""
+    connections = []
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
-            return
+            return connections
         if not pid:
-            return
+            return connections
         with running.pop(pid) as connection, contextlib.suppress(OSError):  # the test may not wait
             connection.sendall(struct.pack("!i", status))
+        connections.append(connection)
 
 
 def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
