@@ -210,7 +210,7 @@ async def open_owner(
                 {name: project.weight for name, project in config.projects.items()} if serves else {},
                 Resources(config.machine.memory_bytes, gpus),
             ),
-            linger_s=config.server.idle_unload_s if serves else 0.0,
+            idle_timeout_s=config.server.idle_unload_s if serves else 0.0,
             provisions=provisions,
             quarantine=Quarantine(clock, store.database, config.quarantine),
         )

@@ -18,14 +18,15 @@ from batchmill.types import ProjectQuotas
 
 
 def job_service(
-    data_dir: Path, ledger: Ledger, executor: Executor, clock: Clock, *, linger_s: float = 0.0,
+    data_dir: Path, ledger: Ledger, executor: Executor, clock: Clock, *, idle_timeout_s: float = 0.0,
     machine: Resources | None = None, adapters: Adapters = NoAdapters(), quotas: ProjectQuotas = ProjectQuotas(),
     retention: RetentionEntry = RetentionEntry(),
 ) -> JobService:  # fmt: skip
     """Close it: it closes the ledger too."""
     commit_log = CommitLog(ledger)
     dispatcher = Dispatcher(
-        data_dir, commit_log, executor, clock, linger_s=linger_s, quarantine=Quarantine(clock, ledger.database),
+        data_dir, commit_log, executor, clock, idle_timeout_s=idle_timeout_s,
+        quarantine=Quarantine(clock, ledger.database),
         sharing=Sharing(machine=machine),
     )  # fmt: skip
     room = DiskQuota(ledger.database, data_dir, quotas)

@@ -81,12 +81,19 @@ class Driver:
         assert self.process.wait(TIMEOUT_S) == 1
         return meta["message"]
 
-    def ask(self, calls, *, layout="positional", rows=None, row_batch=False, exact=False, buffers=()):
+    def ask(self, calls, *, layout="positional", rows=None, from_job=False, exact=False, buffers=()):
         """Send an ask; returns its id."""
         self._next_id += 1
         text = calls if isinstance(calls, bytes) else json.dumps(calls).encode()
         count = rows if rows is not None else len(calls)
-        meta = {"kind": "ask", "id": self._next_id, "rows": count, "layout": layout, "train": row_batch, "exact": exact}
+        meta = {
+            "kind": "ask",
+            "id": self._next_id,
+            "rows": count,
+            "layout": layout,
+            "from_job": from_job,
+            "exact": exact,
+        }
         self.send(meta, [text, *buffers])
         return self._next_id
 

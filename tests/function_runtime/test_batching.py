@@ -7,17 +7,17 @@ from batchmill.function_runtime.requests import BatchQueue, Bisection, halves, s
 class Waiting:
     """An ask as far as batches look at it."""
 
-    def __init__(self, name, arrived_ns=0, *, is_train=False):
-        self.name, self.arrived_ns, self.is_train = name, arrived_ns, is_train
+    def __init__(self, name, arrived_ns=0, *, from_job=False):
+        self.name, self.arrived_ns, self.from_job = name, arrived_ns, from_job
 
     def __repr__(self):
         return self.name
 
 
-def test_live_rows_go_before_those_of_trains():
-    """A batch holds live asks in their order, and is filled up with rows of a train."""
+def test_live_rows_go_before_rows_of_jobs():
+    """A batch holds live asks in their order, and is filled up with rows of a job."""
     batches = BatchQueue(5)
-    row_batch, a, b = Waiting("train", 1, is_train=True), Waiting("a", 2), Waiting("b", 3)
+    row_batch, a, b = Waiting("job", 1, from_job=True), Waiting("a", 2), Waiting("b", 3)
     batches.add(row_batch, 0, 100)
     batches.add(a, 0, 1)
     batches.add(b, 0, 2)
@@ -94,8 +94,8 @@ def test_what_is_dropped_never_goes():
 def test_every_row_goes_once(asks, size):
     """Whatever waits, batches hold each row exactly once, in the order of its ask, and none is too large."""
     batches, rows = BatchQueue(size), {}
-    for number, (count, is_train, key) in enumerate(asks):
-        batches.add(Waiting(str(number), number, is_train=is_train), 0, count, key)
+    for number, (count, from_job, key) in enumerate(asks):
+        batches.add(Waiting(str(number), number, from_job=from_job), 0, count, key)
     while batches:
         parts = batches.take(10**9)
         assert 0 < sum(end - first for _, first, end in parts) <= size
@@ -123,11 +123,11 @@ def test_batches_shrink_where_rows_raise_and_grow_again():
     for _ in range(40):
         bisection.learn(64, 6)
     assert 4 <= bisection.size(64) <= 10
-    assert bisection.goes_by_singles(64)
+    assert bisection.should_split_singly(64)
     for _ in range(400):
         bisection.learn(bisection.size(64), 0)
     assert bisection.size(64) == 64
-    assert not bisection.goes_by_singles(64)
+    assert not bisection.should_split_singly(64)
 
 
 def test_a_batch_of_one_is_the_least():

@@ -146,11 +146,11 @@ def test_a_batch_size_of_the_deployment_goes_first(drive):
     assert process.values([[i] for i in range(4)]) == [3, 3, 3, 1]
 
 
-def test_rows_of_a_train_may_have_more_than_the_function_takes(drive):
+def test_rows_of_a_job_may_have_more_than_the_function_takes(drive):
     """A job's table may have columns that the function does not take; a live call may not."""
     process = drive("def f(a): return a")
     process.ready()
-    assert process.values([{"a": 1, "other": 2}], layout="named", row_batch=True) == [1]
+    assert process.values([{"a": 1, "other": 2}], layout="named", from_job=True) == [1]
     assert process.call([{"a": 1, "other": 2}], layout="named")[1][0][0] == "unknown_argument"
 
 

@@ -175,11 +175,11 @@ def test_a_signal_handler_of_the_function_ends_no_answer(drive):
     assert process.values([[1]]) == [1]
 
 
-def test_live_rows_go_between_those_of_a_train(drive):
-    """A live ask is answered while a long train is being called, between two of its rows."""
+def test_live_rows_run_between_rows_of_a_job(drive):
+    """A live ask is answered while many rows of a job are being called, between two of its rows."""
     process = drive("import time\ndef f(a):\n  time.sleep(0.002)\n  return a")
     process.ready()
-    row_batch = process.ask([[i] for i in range(1000)], row_batch=True)
+    row_batch = process.ask([[i] for i in range(1000)], from_job=True)
     came = process.receive()[0]
     live = process.ask([["live"]])
     rows = came["rows"]
@@ -190,11 +190,11 @@ def test_live_rows_go_between_those_of_a_train(drive):
     assert rows < 900
 
 
-def test_an_abandoned_train_stops(drive):
+def test_an_abandoned_request_stops(drive):
     """Rows that nobody waits for are not called any more, and nothing is said of them."""
     process = drive("import time\nn = 0\ndef f(a):\n  global n\n  n += 1\n  time.sleep(0.001)\n  return n")
     process.ready()
-    row_batch = process.ask([[i] for i in range(100_000)], row_batch=True)
+    row_batch = process.ask([[i] for i in range(100_000)], from_job=True)
     process.receive()
     process.send({"kind": "abandon", "id": row_batch})
     live = process.ask([[0]])
@@ -207,11 +207,11 @@ def test_an_abandoned_train_stops(drive):
     assert process.values([[0]]) == [called + 1]
 
 
-def test_trains_answer_in_stages(drive):
-    """What a train has done leaves while the rest of it is called, in order and without a gap."""
+def test_rows_of_jobs_are_answered_in_stages(drive):
+    """Finished rows of a job are sent while the rest are called, in order and without a gap."""
     process = drive("import time\ndef f(a):\n  time.sleep(0.004)\n  if a == 30: raise ValueError(a)\n  return a")
     process.ready()
-    row_batch = process.ask([[i] for i in range(60)], row_batch=True)
+    row_batch = process.ask([[i] for i in range(60)], from_job=True)
     process.rows = {row_batch: 60}
     values, errors = process.answer(row_batch)
     assert process.last["first"] > 0

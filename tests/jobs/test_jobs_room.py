@@ -30,7 +30,7 @@ class Stage:
             open_ledger(data / "batchmill.db"),
             LocalExecutor(data / "workers"),
             SystemClock(),
-            linger_s=600.0,
+            idle_timeout_s=600.0,
             machine=Resources(24 * GIB, []),
         )
 

@@ -41,7 +41,7 @@ class Stage:
         self.executor, self.clock = ScriptedExecutor(), HeldClock()
         self.commit_log = CommitLog(open_ledger(folder / "batchmill.db"))
         self.dispatcher = Dispatcher(
-            folder, self.commit_log, self.executor, self.clock, linger_s=3600.0, sharing=Sharing(machine=machine)
+            folder, self.commit_log, self.executor, self.clock, idle_timeout_s=3600.0, sharing=Sharing(machine=machine)
         )
         self.asked: list[asyncio.Task[list[LiveHead | bytes]]] = []
 

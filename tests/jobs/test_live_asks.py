@@ -42,7 +42,7 @@ class Stage:
         self.clock.sleep = self._sleep  # type: ignore[method-assign]
         self.held = asyncio.Event()  # nobody's time passes until it is set
         self.commit_log = CommitLog(open_ledger(folder / "batchmill.db"))
-        self.dispatcher = Dispatcher(folder, self.commit_log, self.executor, self.clock, linger_s=3600.0)
+        self.dispatcher = Dispatcher(folder, self.commit_log, self.executor, self.clock, idle_timeout_s=3600.0)
         self.live = self.dispatcher.live
         self.tasks: list[asyncio.Task[FunctionReply]] = []
 

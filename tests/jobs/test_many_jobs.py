@@ -31,7 +31,11 @@ class Shop:
         data = folder / "data"
         data.mkdir()
         self.service = job_service(
-            data, open_ledger(data / "batchmill.db"), LocalExecutor(data / "workers"), SystemClock(), linger_s=600.0
+            data,
+            open_ledger(data / "batchmill.db"),
+            LocalExecutor(data / "workers"),
+            SystemClock(),
+            idle_timeout_s=600.0,
         )
         self.model = ModelSpec("slow", "function", f"{folder / 'app.py'}:slow")
 

@@ -60,7 +60,12 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         self.executor, self.dispatcher, self.secrets = ScriptedExecutor(), Dispatcher(), Secrets()
         self.pools = Pools(
-            folder, self.executor, SystemClock(), dispatcher=self.dispatcher, linger_s=0.0, provisions=self.secrets
+            folder,
+            self.executor,
+            SystemClock(),
+            dispatcher=self.dispatcher,
+            idle_timeout_s=0.0,
+            provisions=self.secrets,
         )
 
 

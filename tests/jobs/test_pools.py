@@ -41,10 +41,10 @@ LINGER_S = 77.0
 
 
 class Stage:
-    def __init__(self, folder: Path, linger_s: float = LINGER_S) -> None:
+    def __init__(self, folder: Path, idle_timeout_s: float = LINGER_S) -> None:
         self.executor, self.clock = ScriptedExecutor(), StoppedClock()
         self.failures: list[Failed] = []
-        self.pools = Pools(folder, self.executor, self.clock, dispatcher=self, linger_s=linger_s)
+        self.pools = Pools(folder, self.executor, self.clock, dispatcher=self, idle_timeout_s=idle_timeout_s)
 
     def use(self, user: str, model: ModelSpec) -> Pool:
         return self.pools.use(user, model, self.pools.key_of(model))
@@ -100,7 +100,7 @@ async def test_a_pool_waits_for_its_next_user(stage):
 
 async def test_without_lingering_a_pool_ends_with_its_user(tmp_path):
     """Where nothing is kept, releasing returns when the workers have gone."""
-    stage = Stage(tmp_path, linger_s=0.0)
+    stage = Stage(tmp_path, idle_timeout_s=0.0)
     stage.use("job_1", model("a"))
     worker = await stage.executor.next()
     releasing = asyncio.create_task(stage.pools.release("job_1"))

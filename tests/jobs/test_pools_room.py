@@ -26,12 +26,14 @@ BROKEN = Failed("model_failed", "CUDA error: out of memory", PauseReason.ENGINE_
 class Stage:
     """Pools on a small machine, with workers that the test plays."""
 
-    def __init__(self, folder: Path, linger_s: float = LINGER_S, machine: Resources | None = None) -> None:
+    def __init__(self, folder: Path, idle_timeout_s: float = LINGER_S, machine: Resources | None = None) -> None:
         self.executor, self.clock = ScriptedExecutor(), ManualClock()
         self.failures: list[Failed] = []
         self.loads: dict[str, Load] = {}  # by model name
         machine = machine or Resources(24 * GIB, ["0", "1", "2"])
-        self.pools = Pools(folder, self.executor, self.clock, dispatcher=self, linger_s=linger_s, machine=machine)
+        self.pools = Pools(
+            folder, self.executor, self.clock, dispatcher=self, idle_timeout_s=idle_timeout_s, machine=machine
+        )
 
     def use(self, user: str, model: ModelSpec) -> Pool:
         return self.pools.use(user, model, self.pools.key_of(model))
@@ -222,14 +224,14 @@ async def test_a_model_scales_to_zero_and_back(stage):
 async def test_the_least_is_kept(stage):
     """What is kept stays beyond every cool-down, leaves for nobody, and goes once it is let go."""
     spec = model("m", 20, scaling=Scaling(replicas_min=1, replicas_max=2, cooldown_s=20.0))
-    stage.pools.keep(spec)
-    stage.pools.keep(spec)
+    stage.pools.pin(spec)
+    stage.pools.pin(spec)
     worker = await stage.executor.next()
     stage.use("job", model("big", 12))
     await stage.clock.go_on(100)
     assert "(it is kept ready) holds 20 GiB" in stage.pools.view(model("big", 12)).message
-    stage.pools.let_go(spec)
-    stage.pools.let_go(spec)
+    stage.pools.unpin(spec)
+    stage.pools.unpin(spec)
     await left(worker)
     await stage.executor.next()
     assert stage.state(spec) == EngineState.STOPPED
@@ -238,7 +240,7 @@ async def test_the_least_is_kept(stage):
 async def test_what_is_kept_and_fails_is_tried_again(stage):
     """After longer and longer rests, as long as it is kept."""
     spec = model("m", scaling=Scaling(replicas_min=1, cooldown_s=20.0))
-    stage.pools.keep(spec)
+    stage.pools.pin(spec)
     for rest_s in (REST_S, 2 * REST_S):
         worker = await stage.executor.next(ready=False)
         worker.say(BROKEN)
@@ -249,19 +251,19 @@ async def test_what_is_kept_and_fails_is_tried_again(stage):
     await stage.executor.next()
     await settled()
     assert stage.state(spec) == EngineState.READY
-    stage.pools.let_go(spec)
+    stage.pools.unpin(spec)
 
 
 async def test_another_range_reaches_what_runs(stage):
     """A model that is to have other numbers of replicas gets them without a new engine."""
     spec = model("m", scaling=Scaling(replicas_min=1, replicas_max=2, cooldown_s=5.0))
-    stage.pools.keep(spec)
+    stage.pools.pin(spec)
     await stage.executor.next()
     wider = model("m", scaling=Scaling(replicas_min=2, replicas_max=2, cooldown_s=5.0))
-    stage.pools.keep(wider)
+    stage.pools.pin(wider)
     await stage.executor.next()
     none = model("m", scaling=Scaling(cooldown_s=5.0))
-    stage.pools.keep(none)
+    stage.pools.pin(none)
     await stage.clock.go_on(20)
     assert stage.state(wider) in (EngineState.STOPPING, EngineState.STOPPED)
 
@@ -350,7 +352,7 @@ async def test_a_model_that_comes_to_scale_does_so(stage):
     """Engines that were started with a fixed number follow the load once they are to."""
     stage.use("job", model("m"))
     await stage.executor.next()
-    stage.pools.keep(model("m", scaling=Scaling(replicas_max=2, scale_up_requests=10)))
+    stage.pools.pin(model("m", scaling=Scaling(replicas_max=2, scale_up_requests=10)))
     stage.loads["m"] = Load(rows=100, shards=4)
     await stage.clock.go_on(5)
     await stage.executor.next()
@@ -383,7 +385,7 @@ def test_events_are_bounded(monkeypatch):
 
 async def test_without_lingering_the_room_is_free_at_once(tmp_path):
     """Where nothing is kept, a model that waits starts as soon as the one before has gone."""
-    stage = Stage(tmp_path, linger_s=0.0)
+    stage = Stage(tmp_path, idle_timeout_s=0.0)
     stage.use("job_1", model("a", 20, scaling=SCALING))
     worker = await stage.executor.next()
     stage.use("job_2", model("b", 20))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.jobs.pools.resources import AllocationRequest, Capacity, Leaver, Replica, Resources, veiled
+from batchmill.jobs.pools.resources import AllocationRequest, Capacity, Leaver, Replica, Resources, hide_names
 from batchmill.types import FunctionSpec, ModelSpec, Needs, Scaling
 
 GIB = 2**30
@@ -240,4 +240,4 @@ def test_who_waits_behind_another_is_told():
 )
 def test_others_may_be_unknown(sentence, told):
     """Who may not know of a model is not told its name; what an engine says stays as it is."""
-    assert veiled(sentence, lambda name: name == "ours") == told
+    assert hide_names(sentence, lambda name: name == "ours") == told

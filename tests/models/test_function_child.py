@@ -28,7 +28,7 @@ async def answer(child: FunctionChild, arguments: dict[str, object]) -> object:
     """What one call gives."""
     come: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
     child.on_frames = lambda frames: come.set_result(frames[0])
-    ask = {"kind": "ask", "id": 7, "rows": 1, "layout": "named", "train": False, "exact": False}
+    ask = {"kind": "ask", "id": 7, "rows": 1, "layout": "named", "from_job": False, "exact": False}
     child.send(ask, [json.dumps([arguments]).encode()])
     async with asyncio.timeout(PATIENCE_S):
         meta, buffers = await come
@@ -106,7 +106,7 @@ async def test_blame(tmp_path: Path) -> None:
     ended = asyncio.Event()
     await child.start()
     child.ended = ended.set
-    ask = {"kind": "ask", "id": 1 << 50, "rows": 1, "layout": "named", "train": False, "exact": False}
+    ask = {"kind": "ask", "id": 1 << 50, "rows": 1, "layout": "named", "from_job": False, "exact": False}
     child.send(ask, [b"[{}]"])
     async with asyncio.timeout(PATIENCE_S):
         await ended.wait()

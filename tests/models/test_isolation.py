@@ -87,7 +87,7 @@ def place(tmp_path: Path) -> Place:
 async def call(child: FunctionChild, argument: object) -> object:
     come: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
     child.on_frames = lambda frames: come.set_result(frames[0])
-    ask = {"kind": "ask", "id": 7, "rows": 1, "layout": "positional", "train": False, "exact": False}
+    ask = {"kind": "ask", "id": 7, "rows": 1, "layout": "positional", "from_job": False, "exact": False}
     child.send(ask, [json.dumps([[argument]]).encode()])
     async with asyncio.timeout(PATIENCE_S):
         meta, buffers = await come
@@ -172,7 +172,7 @@ async def test_how_it_ends_is_told_as_ever(place: Place) -> None:
     await child.start(PATIENCE_S)
     ended = asyncio.Event()
     child.ended = ended.set
-    ask = {"kind": "ask", "id": 7, "rows": 1, "layout": "positional", "train": False, "exact": False}
+    ask = {"kind": "ask", "id": 7, "rows": 1, "layout": "positional", "from_job": False, "exact": False}
     child.write(frames.pack(ask, [b"[[1]]"]))
     async with asyncio.timeout(PATIENCE_S):
         while child.resident_bytes() < 300_000_000:

@@ -56,11 +56,11 @@ class ScriptedEngines:
     def engine_of(self, model) -> EngineView:
         return self.states.get(self.key(model), STOPPED)
 
-    def keep(self, model) -> None:
+    def pin(self, model) -> None:
         if self.key(model) not in self.kept and model.scaling is not None and model.scaling.replicas_min:
             self.kept.append(self.key(model))
 
-    def let_go(self, model) -> None:
+    def unpin(self, model) -> None:
         if self.key(model) in self.kept:
             self.kept.remove(self.key(model))
 

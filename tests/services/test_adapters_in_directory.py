@@ -89,7 +89,7 @@ async def test_one_engine_for_all(room: AdapterRoom) -> None:
     """Requests to a base and to adapters of any project, and their jobs, are one engine's, with room for all ranks."""
     await add(room, "shout", rank=8)
     await add(room, "whisper", THEM, rank=32)
-    pools = Pools(room.folder, None, room.clock, dispatcher=None, linger_s=0)
+    pools = Pools(room.folder, None, room.clock, dispatcher=None, idle_timeout_s=0)
     models = [room.directory.find(US, name).model for name in ("tiny", "shout", "shout/1")]
     models += [room.directory.find(THEM, name).model for name in ("tiny", "whisper")]
     models += [each for who in (US, THEM) for each in room.directory.specs(who) if each.name == "tiny"]

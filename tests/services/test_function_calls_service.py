@@ -48,7 +48,7 @@ class Stage:
         self.executor, clock = ScriptedExecutor(), HeldClock()
         clock.sleep = lambda _: asyncio.Event().wait()  # pools stay
         self.commit_log = CommitLog(open_ledger(folder / "batchmill.db"))
-        self.dispatcher = Dispatcher(folder, self.commit_log, self.executor, clock, linger_s=3600.0)
+        self.dispatcher = Dispatcher(folder, self.commit_log, self.executor, clock, idle_timeout_s=3600.0)
         self.versions = [version(1), version(2), version(1, branch="feat/x"), version(7, name="other")]
         routes = [
             Route("f", "main", [Backend("main", 2)]),

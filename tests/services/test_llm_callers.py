@@ -127,7 +127,7 @@ async def test_engines_that_stay_get_room_for_new_adapters(room):
     )
     await again(room)
     held = []
-    room.engines.keep = lambda model: held.append((model.name, model.adapter_rank))
+    room.engines.pin = lambda model: held.append((model.name, model.adapter_rank))
     await room.llms.create(BIG, "d", replace(TINY, scaling=Scaling(1)))
     await add(room, "own", BIG)
     async with asyncio.timeout(60):

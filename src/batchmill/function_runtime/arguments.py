@@ -98,10 +98,10 @@ def _read(meta, buffers, parameters):
     calls, layout = json_text.load(buffers[0]), meta["layout"]
     extra = buffers[1:]
     if layout == "columns":
-        return _of_columns(calls, meta["rows"], extra, parameters, meta["train"])
+        return _of_columns(calls, meta["rows"], extra, parameters, meta["from_job"])
     skip = layout == "with_ids"
     if layout == "named":
-        return _named(_with_arrays(calls, extra, parameters), parameters, is_lenient=meta["train"])
+        return _named(_with_arrays(calls, extra, parameters), parameters, is_lenient=meta["from_job"])
     if parameters.is_dict or extra or parameters.arrays or parameters.models:
         rows = [_dict_of(row[skip:], parameters) for row in calls]
         bound = _named(_with_arrays(rows, extra, parameters), parameters, is_lenient=False)
@@ -247,7 +247,7 @@ def _array(value, name, buffers, parameters):
     return arrays.read_list(value, buffers)
 
 
-def _of_columns(columns, rows, buffers, parameters, is_train):
+def _of_columns(columns, rows, buffers, parameters, from_job):
     names, lists = list(columns), []
     for name, column in columns.items():
         if arrays.is_array(column):
@@ -258,7 +258,7 @@ def _of_columns(columns, rows, buffers, parameters, is_train):
             raise ValueError(f"{name} has {len(column)} values for {rows} rows")
         lists.append(column)
     dicts = [dict(zip(names, values)) for values in zip(*lists)] if lists else [{} for _ in range(rows)]
-    return _named(dicts, parameters, is_lenient=is_train)
+    return _named(dicts, parameters, is_lenient=from_job)
 
 
 def _whole_columns(meta, buffers, parameters):

@@ -205,7 +205,7 @@ class AsyncLoop:
         if ask.left == 0:
             self._asks.pop(ask.id, None)
             self._replies.finish(ask, size)
-        elif ask.is_train:
+        elif ask.from_job:
             upto = ask.done.find(0, ask.sent)
             self._replies.stage(ask, ask.rows if upto < 0 else upto, size)
 
@@ -241,7 +241,7 @@ class AsyncLoop:
     async def _cut(self, parts, rows):
         if all(ask.is_abandoned for ask, _, _ in parts):
             return
-        if self._bisection.goes_by_singles(rows):
+        if self._bisection.should_split_singly(rows):
             for part in singles(parts):
                 await self._try(part, 1)
             return
@@ -279,7 +279,7 @@ class AsyncLoop:
 
     def _open(self, meta, buffers):
         stream_id = meta["id"]
-        bound = read_rows({**meta, "rows": 1, "train": False}, buffers, self._code.parameters)
+        bound = read_rows({**meta, "rows": 1, "from_job": False}, buffers, self._code.parameters)
         if not self._code.streams:
             message = "the function does not answer in events: ask without a stream"
             self._replies.end_stream(stream_id, ["invalid_argument", message, ""])

@@ -24,7 +24,7 @@ from .streams import Streams
 from .sync_callers import ListCaller, RowCaller
 from .user_code import ROW, load
 
-STAGE_NS = 50_000_000  # results of a train leave this often
+STAGE_NS = 50_000_000  # results of a job's rows are sent this often
 FLUSH_NS = 1_000_000  # results that wait for others of the same turn leave after this
 BARE_NAMES = frozenset(["output"])  # a column of this name is the result itself, not a dict of one
 
@@ -59,7 +59,7 @@ class Replies:
     def stage(self, ask, upto, size=1):
         """Send the finished rows of a batch, if it is time."""
         now = time.perf_counter_ns()
-        if ask.is_train and upto > ask.sent and now - ask.sent_ns >= STAGE_NS:
+        if ask.from_job and upto > ask.sent and now - ask.sent_ns >= STAGE_NS:
             ask.sent_ns = now
             self._results(ask, ask.sent, upto, size)
             ask.values[ask.sent : upto] = [None] * (upto - ask.sent)

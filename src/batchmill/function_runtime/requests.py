@@ -15,13 +15,13 @@ class PendingRequest:
     """`values[row]` is the result of a row that has been called; rows that failed have None there and an error."""
 
     __slots__ = (
-        "id", "rows", "is_train", "is_exact", "arrived_ns", "begun_ns", "bound", "values", "errors", "done", "sent",
+        "id", "rows", "from_job", "is_exact", "arrived_ns", "begun_ns", "bound", "values", "errors", "done", "sent",
         "sent_ns", "left", "runs", "is_abandoned", "columns", "pieces", "of",
     )  # fmt: skip
 
     def __init__(self, meta, bound):
-        self.id, self.rows, self.is_train, self.is_exact = meta["id"], meta["rows"], meta["train"], meta["exact"]
-        self.of = meta.get("of") or ()  # project, and request or job; of a train with the number of its first row too
+        self.id, self.rows, self.from_job, self.is_exact = meta["id"], meta["rows"], meta["from_job"], meta["exact"]
+        self.of = meta.get("of") or ()  # (project, request) or (project, job, number of the first row)
         self.arrived_ns, self.begun_ns, self.sent_ns = time.perf_counter_ns(), 0, 0
         self.bound = bound
         self.errors = bound.errors
@@ -148,7 +148,7 @@ class BatchQueue:
 
     def add(self, ask, first, end, key=None):
         """Add rows."""
-        groups = self._batcher if ask.is_train else self._live
+        groups = self._batcher if ask.from_job else self._live
         groups.setdefault(key, collections.deque()).append((ask, first, end))
         self._count(key, end - first)
 
@@ -241,7 +241,7 @@ class Bisection:
             return size
         return max(1, int(self.FULL_SHARE / self.share))
 
-    def goes_by_singles(self, rows):
+    def should_split_singly(self, rows):
         """Whether to run the rows of a failed batch one by one instead of in halves."""
         return rows <= self.SINGLES_ROWS or self.share * rows >= self.RAISING_MAX
 

@@ -156,7 +156,7 @@ class Streams:
             self._replies.flush()
 
     def _begin(self, meta, buffers):
-        bound = read_rows({**meta, "rows": 1, "train": False}, buffers, self._code.parameters)
+        bound = read_rows({**meta, "rows": 1, "from_job": False}, buffers, self._code.parameters)
         if bound.errors:
             self._replies.end_stream(meta["id"], bound.errors[0])
             return

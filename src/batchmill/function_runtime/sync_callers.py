@@ -29,7 +29,7 @@ class RowCaller:
     """
     Args:
         code: a user_code.UserCode of single rows; `code.call` returns the result itself.
-        look: reads the socket and hands over what has come; returns whether something goes before a train.
+        look: reads the socket and hands over what has come; returns whether something goes before rows of jobs.
     """
 
     def __init__(self, code, replies, progress, link, *, look, memory_bytes=None):
@@ -46,7 +46,7 @@ class RowCaller:
         began = time.perf_counter_ns()
         ask = PendingRequest(meta, read_rows(meta, buffers, self._code.parameters))
         self._replies.count(1, 0, time.perf_counter_ns() - began, 0)
-        (self._batcher if ask.is_train else self._live).append(ask)
+        (self._batcher if ask.from_job else self._live).append(ask)
 
     def abandon(self, ask_id):
         """Abandon a request: its waiting rows never run, and it gets no reply."""
@@ -91,7 +91,7 @@ class RowCaller:
             if runs:
                 goes_first = self._look()
                 self._replies.stage(ask, at)
-                if goes_first and ask.is_train:
+                if goes_first and ask.from_job:
                     return False
         self._replies.finish(ask)
         return True
@@ -134,7 +134,7 @@ class RowCaller:
     def _fail(self, ask, row, error):
         if self._link.is_child:
             os._exit(0)
-        is_shown = ask.is_train or len(ask.errors) < TRACES_MAX
+        is_shown = ask.from_job or len(ask.errors) < TRACES_MAX
         ask.errors[row] = row_error(error, self._memory_bytes, with_trace=is_shown)
         self.met_memory_limit |= isinstance(error, MemoryError)
 
@@ -329,7 +329,7 @@ class ListCaller:
     """
     Args:
         code: a user_code.UserCode of many rows.
-        look: reads the socket and hands over what has come; returns whether something goes before a train.
+        look: reads the socket and hands over what has come; returns whether something goes before rows of jobs.
     """
 
     def __init__(self, code, replies, progress, link, *, look, memory_bytes=None):
@@ -393,7 +393,7 @@ class ListCaller:
         if ask.left == 0:
             self._asks.pop(ask.id, None)
             self._replies.finish(ask, size)
-        elif ask.is_train:
+        elif ask.from_job:
             upto = ask.done.find(0, ask.sent)
             self._replies.stage(ask, ask.rows if upto < 0 else upto, size)
 
@@ -433,7 +433,7 @@ class ListCaller:
 
     def _cut(self, parts, rows):
         """Find the failing rows of a batch that raised, and store all results."""
-        if self._bisection.goes_by_singles(rows):
+        if self._bisection.should_split_singly(rows):
             for part in singles(parts):
                 self._try(part, 1)
             return

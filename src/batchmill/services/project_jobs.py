@@ -16,7 +16,7 @@ from msgspec import Struct
 from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.errors import Gone, StorageFull, UnknownName
 from batchmill.jobs.intake import preview
-from batchmill.jobs.pools.resources import veiled
+from batchmill.jobs.pools.resources import hide_names
 from batchmill.ports import Jobs
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.files import FileService, Result
@@ -122,7 +122,7 @@ class ProjectJobs:
     async def explain(self, caller: Caller, job_id: str) -> Wait:
         await self._find_own(caller, job_id)
         wait = await self._jobs.explain(job_id)
-        reasons = [veiled(each, lambda name: self.directory.sees(caller, name)) for each in wait.reasons]
+        reasons = [hide_names(each, lambda name: self.directory.sees(caller, name)) for each in wait.reasons]
         return msgspec.structs.replace(wait, reasons=reasons)
 
     async def partial(self, caller: Caller, job_id: str) -> str:

@@ -156,9 +156,9 @@ def joined(items: Sequence[bytes]) -> bytes:
     return b"[" + b",".join(items) + b"]"
 
 
-ROWS_MAX = 2048  # of one train, or as many as go together in one call; there are two
-TRAIN_S = 0.1  # a train is so many rows as last so long
-GROWTH_MAX = 8  # from one train to the next
+ROWS_MAX = 2048  # of one RowBatch, or as many as go together in one call; there are two
+BATCH_S = 0.1  # how long a RowBatch is meant to run
+GROWTH_MAX = 8  # from one RowBatch to the next
 TOGETHER = 64  # rows of a function that may take many at once
 DEATHS_MAX = 3  # of processes that a row may cause
 
@@ -166,22 +166,22 @@ DEATHS_MAX = 3  # of processes that a row may cause
 class RowBatch(ProcessWork):
     """Plain rows in one frame. `deaths`: of processes that were running them."""
 
-    __slots__ = ("_came", "_items", "_left", "_rows", "_batcher", "deaths", "sent_at")
-    is_train = True
+    __slots__ = ("_received", "_items", "_left", "_rows", "_batcher", "deaths", "sent_at")
+    from_job = True
 
     def __init__(self, batcher: RowBatcher, rows: Sequence[Row], items: Sequence[bytes], deaths: int = 0) -> None:
         super().__init__(batcher.next_id(), ParsedCalls(len(rows), NAMED, joined(items)))
         self._batcher, self._rows, self._items, self.deaths = batcher, rows, items, deaths
         self.origin = _origin(rows)
         self._left = len(rows)
-        self._came: list[tuple[int, int]] = []  # first row, rows
+        self._received: list[tuple[int, int]] = []  # first row, rows
         self.sent_at = time.monotonic()
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
         first, count = meta["first"], meta["rows"]
         results = results_of(meta, buffers)
         self._left -= count
-        self._came.append((first, count))
+        self._received.append((first, count))
         errors = {row - first: error for row, error in results.errors.items()}
         self._batcher.put(outcomes_of(self._rows[first : first + count], results.values, errors), self.sent_at, errors)
         if self._left <= 0:
@@ -190,14 +190,14 @@ class RowBatch(ProcessWork):
 
     def _open(self) -> list[int]:
         """The indexes of rows without a result."""
-        came = {place for first, count in self._came for place in range(first, first + count)}
+        came = {place for first, count in self._received for place in range(first, first + count)}
         return [place for place in range(len(self._rows)) if place not in came]
 
     def _of(self, places: Sequence[int], deaths: int) -> RowBatch:
         return RowBatch(self._batcher, [self._rows[at] for at in places], [self._items[at] for at in places], deaths)
 
     def again(self) -> ProcessWork | None:
-        if not self._came:
+        if not self._received:
             return self
         places = self._open()
         return self._of(places, self.deaths) if places else None
@@ -229,7 +229,7 @@ class FormRow(ProcessWork):
     """A row in a live call's form: as many calls as its body has."""
 
     __slots__ = ("_deaths", "_form", "_row", "_stages", "_batcher", "sent_at")
-    is_train = True
+    from_job = True
 
     def __init__(self, batcher: RowBatcher, row: Row, form: str, parsed: ParsedCalls) -> None:
         super().__init__(batcher.next_id(), parsed, is_exact=form in EXACT)
@@ -319,7 +319,7 @@ class RowBatcher:
             for task in (feeding, broken):
                 task.cancel()
             await asyncio.wait({feeding, broken})
-            for work in [work for work in self._process.works.values() if work.is_train]:
+            for work in [work for work in self._process.works.values() if work.from_job]:
                 self._process.drop(work)
             self.held = 0
 
@@ -416,7 +416,7 @@ class RowBatcher:
         now = time.monotonic()
         took_s = now - max(sent_at, self._last_done)
         self._last_done = now
-        fitting = int(rows * TRAIN_S / max(took_s, 1e-6))
+        fitting = int(rows * BATCH_S / max(took_s, 1e-6))
         self._size = max(1, min(fitting, max(rows, self._size) * GROWTH_MAX, ROWS_MAX))
 
 

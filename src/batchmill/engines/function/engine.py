@@ -12,7 +12,7 @@ from pathlib import Path
 from batchmill.engines.function import live
 from batchmill.engines.function.batching import RowBatcher
 from batchmill.engines.function.live import FunctionLive
-from batchmill.engines.function.process import Counts, Process, hung, stuffed
+from batchmill.engines.function.process import Counts, Process, hung, memory_exceeded
 from batchmill.errors import ModelFailed
 from batchmill.models.function_child import Call
 from batchmill.ports import AnswerSink, Feed, Sink
@@ -76,7 +76,7 @@ class Watch:
         else:
             self._end_hung(running, now)
         if self._memory_bytes is not None and (held := child.resident_bytes()) > self._memory_bytes:
-            self._process.replace(stuffed(self._memory_bytes, held))
+            self._process.replace(memory_exceeded(self._memory_bytes, held))
 
     def _expire(self, now: float, running: set[int]) -> None:
         """Time out calls; their unstarted work is dropped."""
@@ -101,7 +101,7 @@ class Watch:
     def _limit_of(self, id_: int) -> float:
         """The time limit of a call: a job's row may have a shorter one than the model."""
         work = self._process.works.get(id_)
-        asked_s = work.parsed.timeout_s if work is not None and work.is_train else None
+        asked_s = work.parsed.timeout_s if work is not None and work.from_job else None
         own_s = self._limit_s if asked_s is None else min(asked_s, self._limit_s)
         return self._leaving.get(id_, own_s)
 

@@ -18,8 +18,8 @@ from batchmill.engines.function.process import (
     Process,
     ProcessWork,
     hung,
+    no_answer,
     results_of,
-    unheard,
 )
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.function_runtime.frames import pack
@@ -80,7 +80,7 @@ class FunctionLiveCall(ProcessWork):
         return None, []
 
     def expire(self, *, was_called: bool) -> None:
-        self.fail((hung if was_called else unheard)(self.limit_s).error())
+        self.fail((hung if was_called else no_answer)(self.limit_s).error())
 
     def fail(self, error: BatchmillError) -> None:
         self._calls.end(self, FunctionReply(self.id, raised=Raised.of(error)))

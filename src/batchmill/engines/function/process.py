@@ -27,10 +27,10 @@ from batchmill.models.function_socket import Buffer, Frame
 from batchmill.types import BatchTimes, CallStats, Interface, ModelSpec
 from batchmill.wire.calls import CallError, FunctionResults, ParsedCalls
 
-CRASHED, HUNG, STUFFED = "worker_crashed", "timeout", "memory_limit"  # why a process was to be replaced
+CRASHED, HUNG, MEMORY_LIMIT = "worker_crashed", "timeout", "memory_limit"  # why a process was to be replaced
 OWN_IDS = 1 << 48  # ids from here on are ours; below are those of Asks
 
-ASK = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","train":%b,"exact":%b,"of":%b}'
+ASK = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","from_job":%b,"exact":%b,"of":%b}'
 WORDS = {True: b"true", False: b"false"}
 
 
@@ -52,13 +52,13 @@ def hung(seconds: float) -> ProcessFault:
     return ProcessFault(HUNG, f"the function took longer than {seconds:g} s")
 
 
-def unheard(seconds: float) -> ProcessFault:
+def no_answer(seconds: float) -> ProcessFault:
     return ProcessFault(HUNG, f"there was no answer in {seconds:g} s: the function was busy, or being started")
 
 
-def stuffed(limit: int, held: int) -> ProcessFault:
+def memory_exceeded(limit: int, held: int) -> ProcessFault:
     text = f"the function's process held {held / 2**20:.0f} MiB, more than its limit of {limit / 2**20:.0f} MiB"
-    return ProcessFault(STUFFED, text)
+    return ProcessFault(MEMORY_LIMIT, text)
 
 
 class Blame(Struct, frozen=True):
@@ -70,11 +70,11 @@ class Blame(Struct, frozen=True):
 
 
 class ProcessWork:
-    """Base of LiveCall, Train, FormRow and Stream."""
+    """Base of LiveCall, RowBatch, FormRow and Stream."""
 
     __slots__ = ("parsed", "deadline", "id", "is_exact", "is_sent", "origin", "strikes")
     limit_s = math.inf  # what its deadline was made of
-    is_train = False
+    from_job = False
     holds_up = True  # counts as running while the process has it
 
     def __init__(self, id_: int, parsed: ParsedCalls, *, is_exact: bool = False) -> None:
@@ -86,8 +86,8 @@ class ProcessWork:
 
     def frame(self) -> list[Buffer]:
         parsed = self.parsed
-        row_batch, exact, of = WORDS[self.is_train], WORDS[self.is_exact], _json(self.origin)
-        text = ASK % (self.id, parsed.rows, parsed.layout.encode(), row_batch, exact, of)
+        from_job, exact, of = WORDS[self.from_job], WORDS[self.is_exact], _json(self.origin)
+        text = ASK % (self.id, parsed.rows, parsed.layout.encode(), from_job, exact, of)
         return pack_text(text, [parsed.calls, *parsed.buffers] if parsed.buffers else (parsed.calls,))
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
@@ -442,7 +442,7 @@ class Process:
         for id_, first, count in blamed:
             if id_ in self.works:
                 rows.setdefault(id_, []).extend(range(first, first + count))
-        if any(self.works[id_].is_train for id_ in rows):
+        if any(self.works[id_].from_job for id_ in rows):
             self._blamed_deaths += 1
         is_alone = len({id_ for id_, _, _ in blamed}) == 1
         again: list[ProcessWork] = []

@@ -69,7 +69,7 @@ class AdapterCache:
         self.counts = counts
         self._clock = clock
         self._timeout_s = timeout_s  # of one load
-        self._places: dict[Adapter, AdapterSlot] = {}
+        self._slots: dict[Adapter, AdapterSlot] = {}
         self._wanted: dict[Adapter, int] = {}  # by rows that wait, in their order
         self._live: deque[Adapter] = deque()  # that live requests wait for
         self._failed: dict[Adapter, tuple[float, str]] = {}  # until when, why
@@ -81,12 +81,12 @@ class AdapterCache:
 
     @property
     def loaded(self) -> int:
-        return sum(not place.is_loading for place in self._places.values())
+        return sum(not slot.is_loading for slot in self._slots.values())
 
     def may_go(self, adapter: Adapter) -> bool:
         """Whether rows of this adapter may be sent now."""
-        place = self._places.get(adapter)
-        return place is not None and not (place.is_loading or place.is_leaving)
+        slot = self._slots.get(adapter)
+        return slot is not None and not (slot.is_loading or slot.is_leaving)
 
     def failure(self, adapter: Adapter) -> str:
         """Why an adapter could not be loaded recently; empty: it could, or was not tried."""
@@ -94,15 +94,15 @@ class AdapterCache:
         return why if self._clock.monotonic() < until else ""
 
     def use(self, adapter: Adapter) -> AdapterSlot:
-        """Count a row that is sent to an adapter that `may_go`; `let_go` takes the returned slot back."""
-        place = self._places[adapter]
-        place.rows += 1
-        self._touch(place)
-        return place
+        """Count a row that is sent to an adapter that `may_go`; return the slot with `release`."""
+        slot = self._slots[adapter]
+        slot.rows += 1
+        self._touch(slot)
+        return slot
 
-    def let_go(self, place: AdapterSlot) -> None:
-        place.rows -= 1
-        if place.is_idle:
+    def release(self, slot: AdapterSlot) -> None:
+        slot.rows -= 1
+        if slot.is_idle:
             self._move()
             self._publish()
 
@@ -113,19 +113,19 @@ class AdapterCache:
 
     def make_way(self, adapter: Adapter) -> AdapterSlot | None:
         """Have rows leave a slot for this adapter. None: it has one, or no rows can leave."""
-        if adapter in self._places:
+        if adapter in self._slots:
             return None
-        leaving = [place for place in self._places.values() if place.is_leaving]
+        leaving = [slot for slot in self._slots.values() if slot.is_leaving]
         if leaving:
             return leaving[0]
         rank = -1 if adapter in self._live else self._rank(adapter)
-        others = [place for place in self._places.values() if not place.live and not place.is_loading]
-        others = [place for place in others if self._rank(place.adapter) > rank]
+        others = [slot for slot in self._slots.values() if not slot.live and not slot.is_loading]
+        others = [slot for slot in others if self._rank(slot.adapter) > rank]
         if not others:
             return None
-        place = max(others, key=lambda place: (self._rank(place.adapter), -place.rows))
-        place.is_leaving = True
-        return place
+        slot = max(others, key=lambda slot: (self._rank(slot.adapter), -slot.rows))
+        slot.is_leaving = True
+        return slot
 
     @contextlib.asynccontextmanager
     async def held(self, adapter: Adapter) -> AsyncGenerator[bool]:
@@ -136,22 +136,22 @@ class AdapterCache:
         was_there = self.may_go(adapter)
         self._live.append(adapter)
         try:
-            place = await self._reach(adapter)
+            slot = await self._reach(adapter)
         finally:
             self._live.remove(adapter)
-        place.live += 1
-        self._touch(place)
+        slot.live += 1
+        self._touch(slot)
         try:
             yield was_there
         finally:
-            place.live -= 1
-            if place.is_idle:
+            slot.live -= 1
+            if slot.is_idle:
                 self._move()
                 self._publish()
 
     def restarted(self) -> None:
         """Forget all slots: the server is a new one."""
-        self._places.clear()
+        self._slots.clear()
         self._move()
         self._publish()
 
@@ -162,14 +162,14 @@ class AdapterCache:
 
     def note(self, rows: int) -> str:
         """What these rows wait for, if it is an adapter; for users."""
-        loading = [place.adapter.name for place in self._places.values() if place.is_loading]
+        loading = [slot.adapter.name for slot in self._slots.values() if slot.is_loading]
         if loading:
             return (
                 f"the adapter {loading[0]!r} is being loaded"
                 if not rows
                 else f"{rows} rows wait for the adapter {loading[0]!r}, which is being loaded"
             )
-        return f"{rows} rows wait for one of the {self.room} places for adapters: all are in use" if rows else ""
+        return f"{rows} rows wait for one of the {self.room} adapter slots: all are in use" if rows else ""
 
     # -- who waits -----------------------------------------------------------------------------------------------------
 
@@ -186,9 +186,9 @@ class AdapterCache:
                 text = f"no place for the adapter {adapter.name!r} became free in {LIVE_WAIT_S:g} s: live requests "
                 raise Unavailable(f"{text}use all {self.room}; try again later", code="adapters_busy")
             await self._host.revived(until - now)
-            place = self._places.get(adapter)
-            if place is not None and not place.is_loading:
-                return place
+            slot = self._slots.get(adapter)
+            if slot is not None and not slot.is_loading:
+                return slot
             changed = self._changed
             self._move()
             leaving = None if self._moving is not None else self.make_way(adapter)
@@ -204,9 +204,9 @@ class AdapterCache:
         changed.set()
         self._host.wake_rows()
 
-    def _touch(self, place: AdapterSlot) -> None:
+    def _touch(self, slot: AdapterSlot) -> None:
         self._uses += 1
-        place.used = self._uses
+        slot.used = self._uses
 
     def _rank(self, adapter: Adapter) -> float:
         return self._wanted.get(adapter, math.inf)
@@ -218,46 +218,46 @@ class AdapterCache:
         if self._moving is not None or not self._host.server.process.is_alive:
             return
         for adapter in (*self._live, *self._wanted):
-            if adapter in self._places or self.failure(adapter):
+            if adapter in self._slots or self.failure(adapter):
                 continue
-            victim = None
-            if len(self._places) >= self.room:
-                victim = self._victim(adapter)
-                if victim is None:
+            evicted = None
+            if len(self._slots) >= self.room:
+                evicted = self._eviction_candidate(adapter)
+                if evicted is None:
                     return
-                del self._places[victim.adapter]
-            self._places[adapter] = AdapterSlot(adapter)
-            self._moving = asyncio.create_task(self._exchange(victim, adapter))
+                del self._slots[evicted.adapter]
+            self._slots[adapter] = AdapterSlot(adapter)
+            self._moving = asyncio.create_task(self._exchange(evicted, adapter))
             self._moving.add_done_callback(self._moved)
             return
-        leaving = [place for place in self._places.values() if place.is_leaving]
-        for place in leaving:
-            place.is_leaving = False
+        leaving = [slot for slot in self._slots.values() if slot.is_leaving]
+        for slot in leaving:
+            slot.is_leaving = False
         if leaving:
             self._host.wake_rows()
 
-    def _victim(self, adapter: Adapter) -> AdapterSlot | None:
+    def _eviction_candidate(self, adapter: Adapter) -> AdapterSlot | None:
         """The slot to evict for an adapter: unused, and no earlier row waits for it."""
         rank = -1 if adapter in self._live else self._rank(adapter)
-        idle = [place for place in self._places.values() if place.is_idle and place.adapter not in self._live]
-        idle = [place for place in idle if place.is_leaving or self._rank(place.adapter) > rank]
-        return max(idle, key=lambda place: (place.is_leaving, self._rank(place.adapter), -place.used), default=None)
+        idle = [slot for slot in self._slots.values() if slot.is_idle and slot.adapter not in self._live]
+        idle = [slot for slot in idle if slot.is_leaving or self._rank(slot.adapter) > rank]
+        return max(idle, key=lambda slot: (slot.is_leaving, self._rank(slot.adapter), -slot.used), default=None)
 
-    async def _exchange(self, victim: AdapterSlot | None, adapter: Adapter) -> None:
-        server, place = self._host.server, self._places[adapter]
+    async def _exchange(self, evicted: AdapterSlot | None, adapter: Adapter) -> None:
+        server, slot = self._host.server, self._slots[adapter]
         try:
-            if victim is not None:
-                await server.unload_adapter(self._names.of(victim.adapter), self._timeout_s)
+            if evicted is not None:
+                await server.unload_adapter(self._names.of(evicted.adapter), self._timeout_s)
             why = await server.load_adapter(self._names.of(adapter), adapter.place, self._timeout_s)
             if why and not await server.is_healthy():
                 raise CallLost(why)
         except CallLost as lost:
-            self._places.pop(adapter, None)
+            self._slots.pop(adapter, None)
             self._lost(adapter, lost)
             if not await server.is_healthy():
                 await server.stop()  # whoever runs rows or waits sees to a new one
         else:
-            self._settle(place, why)
+            self._settle(slot, why)
 
     def _moved(self, task: asyncio.Task[None]) -> None:
         self._moving = None
@@ -268,17 +268,17 @@ class AdapterCache:
         if self.bug is None:
             asyncio.get_running_loop().call_soon(self._move)  # after rows that can go now have gone
 
-    def _settle(self, place: AdapterSlot, why: str) -> None:
-        adapter = place.adapter
+    def _settle(self, slot: AdapterSlot, why: str) -> None:
+        adapter = slot.adapter
         self._losses.pop(adapter, None)
         if why:
-            self._places.pop(adapter, None)
+            self._slots.pop(adapter, None)
             if os.path.isabs(adapter.place):  # which callers need not know
                 why = why.replace(adapter.place, "its folder")
             self._fail(adapter, f"the adapter {adapter.name!r} cannot be loaded: {why}")
             return
-        place.is_loading = False
-        self._touch(place)
+        slot.is_loading = False
+        self._touch(slot)
         self.counts.loaded(adapter.name)
 
     def _lost(self, adapter: Adapter, lost: CallLost) -> None:

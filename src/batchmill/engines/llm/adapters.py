@@ -89,7 +89,7 @@ class _Counts(Struct, eq=False):
     hits: int = 0
     loads: int = 0
     busy_s: float = 0.0
-    flying: int = 0
+    in_flight: int = 0
     since: float = 0.0  # when the first of those that fly began
 
 
@@ -102,15 +102,15 @@ class AdapterCounts:
     def began(self, name: str, now: float) -> None:
         """Count a row or live request that is sent."""
         counts = self._of(name)
-        if not counts.flying:
+        if not counts.in_flight:
             counts.since = now
-        counts.flying += 1
+        counts.in_flight += 1
 
     def ended(self, name: str, now: float) -> None:
         """Count its return, with or without a reply."""
         counts = self._of(name)
-        counts.flying -= 1
-        if not counts.flying:
+        counts.in_flight -= 1
+        if not counts.in_flight:
             counts.busy_s += now - counts.since
 
     def answered(self, name: str, usage: Usage | None, *, found: bool) -> None:
@@ -130,7 +130,7 @@ class AdapterCounts:
 
     def _stats(self, now: float) -> Iterator[AdapterStats]:
         for name, each in self._counts.items():
-            busy_s = each.busy_s + (now - each.since if each.flying else 0.0)
+            busy_s = each.busy_s + (now - each.since if each.in_flight else 0.0)
             yield AdapterStats(
                 name, each.rows, each.input_tokens, each.output_tokens, each.hits, each.loads, busy_s
             )  # fmt: skip

@@ -47,12 +47,12 @@ class Host(Protocol):
         """Called when a row that killed the server is given up. Raises: JobPaused after too many in a row."""
 
 
-class _Flying(Struct, eq=False):
+class _InFlight(Struct, eq=False):
     """A call in flight, and the slot of its adapter."""
 
     call: LlmRow
     server: VllmServer
-    place: AdapterSlot | None = None
+    slot: AdapterSlot | None = None
     is_recalled: bool = False
 
 
@@ -96,7 +96,7 @@ class Flow:
         self._trial: set[LlmRow] = set()  # those that are tried now
         self._holds_back = False  # rows of projects beyond their budget wait in the feed
         self._others_at: dict[str, float] = {}  # project -> when it last had a row that ran, or waited to
-        self._in_flight: dict[asyncio.Task[None], _Flying] = {}
+        self._in_flight: dict[asyncio.Task[None], _InFlight] = {}
         self._overtaken: tuple[Adapter | None, int] = None, 0  # whose rows wait, and how many later ones have gone
         self._lost: list[_Lost] = []
         self._taking: asyncio.Task[list[Row]] | None = None
@@ -140,7 +140,7 @@ class Flow:
                     await self._recover()
                 self._hold_back()
                 self._send()
-                self._shelve()
+                self._load()
                 self._take()
                 self._raise_bug()
                 if not self._is_done():
@@ -287,7 +287,7 @@ class Flow:
             self._overtaken = adapter, 0
         return None if adapter is None else (adapter, self._queue.first_turn(adapter))
 
-    def _shelve(self) -> None:
+    def _load(self) -> None:
         """Request the adapters of waiting rows in the rows' order; fail rows whose adapter cannot be loaded."""
         if not self._adapter_cache.room:
             return
@@ -309,22 +309,22 @@ class Flow:
     def _start(self, call: LlmRow) -> None:
         if not self._in_flight:
             self._moved_at = self._clock.monotonic()
-        place = None
+        slot = None
         if call.adapter is not None:
-            place = self._adapter_cache.use(call.adapter)
+            slot = self._adapter_cache.use(call.adapter)
             self._counts.began(call.adapter.name, self._clock.monotonic())
         server = self._host.server
         self._deaths.began(server, call.tracked)
         task = asyncio.create_task(self._call(call, server))
-        self._in_flight[task] = _Flying(call, server, place)
-        task.add_done_callback(self._landed)
+        self._in_flight[task] = _InFlight(call, server, slot)
+        task.add_done_callback(self._call_ended)
 
-    def _landed(self, task: asyncio.Task[None]) -> None:
+    def _call_ended(self, task: asyncio.Task[None]) -> None:
         flying = self._in_flight.pop(task)
         self._task_ended(task)
-        if flying.place is not None:
-            self._counts.ended(flying.place.adapter.name, self._clock.monotonic())
-            self._adapter_cache.let_go(flying.place)
+        if flying.slot is not None:
+            self._counts.ended(flying.slot.adapter.name, self._clock.monotonic())
+            self._adapter_cache.release(flying.slot)
         call = flying.call
         if flying.is_recalled and task.cancelled():
             self._deaths.gone(flying.server, call.tracked)
@@ -385,7 +385,7 @@ class Flow:
             await asyncio.wait(self._in_flight)
         self._deaths.died(server, server.process.complaint())
         self._isolation.died()
-        self._bury()
+        self._record_death()
         await self._host.relaunch()
         self._flight.restarted()
         self._moved_at = self._clock.monotonic()
@@ -409,7 +409,7 @@ class Flow:
             else:
                 self._queue.push(call)
 
-    def _bury(self) -> None:
+    def _record_death(self) -> None:
         """After the server has died: queue its rows as suspects, to run in small groups, then one by one."""
         for lost in self._take_lost():
             call = lost.call

@@ -77,7 +77,7 @@ class Sharing(Struct, frozen=True):
 class Dispatcher:
     """
     Args:
-        linger_s: workers that nobody needs are kept so long.
+        idle_timeout_s: how long unused workers are kept.
         provisions: what workers are given beside their model; `provide` gives it to them anew.
     """
 
@@ -89,7 +89,7 @@ class Dispatcher:
         clock: Clock,
         *,
         sharing: Sharing = Sharing(),
-        linger_s: float = 0.0,
+        idle_timeout_s: float = 0.0,
         provisions: Provisions = NoSecrets(),
         quarantine: Quarantine | None = None,
     ) -> None:
@@ -101,13 +101,13 @@ class Dispatcher:
             executor,
             clock,
             dispatcher=self,
-            linger_s=linger_s,
+            idle_timeout_s=idle_timeout_s,
             provisions=provisions,
             quarantine=quarantine,
             machine=sharing.machine,
         )
         self._pools, self.provide = pools, pools.provide
-        self.engine_of, self.keep, self.let_go = pools.view, pools.keep, pools.let_go
+        self.engine_of, self.pin, self.unpin = pools.view, pools.pin, pools.unpin
         self.tallies.adapters = pools.adapters
         self.live = LivePath(self._pools, self.tallies, clock)
         self._claims: WeakKeyDictionary[Pool, Claims] = WeakKeyDictionary()

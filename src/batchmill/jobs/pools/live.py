@@ -11,7 +11,7 @@ from batchmill.errors import BatchmillError, ModelFailed, StorageFailed, Storage
 from batchmill.jobs.pools.pool import Pool
 from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.jobs.pools.pools import Pools
-from batchmill.jobs.pools.resources import veiled
+from batchmill.jobs.pools.resources import hide_names
 from batchmill.jobs.pools.tallies import Tallies
 from batchmill.ports import Clock
 from batchmill.states import PauseReason
@@ -331,7 +331,7 @@ class LivePath:
                 return await self._worker(user, model, key)
         except TimeoutError:
             pool = self._pools.get(key)
-            why = "" if pool is None else veiled(pool.waits, lambda _: False)  # whoever asks
+            why = "" if pool is None else hide_names(pool.waits, lambda _: False)  # whoever asks
             text = f"{model.name!r} is still being loaded after {self._loading_s:g} s"
             raise Unavailable(text + (f", for {why}" if why else "") + "; try again") from None
 

@@ -149,7 +149,7 @@ class _Replica:
         self.task: asyncio.Task[None] | None = None
 
     @property
-    def dearness(self) -> tuple[bool, bool, int, int]:
+    def restart_cost(self) -> tuple[bool, bool, int, int]:
         """Those that are missed least come first."""
         worker = self.worker
         busy = 0 if worker is None else len(worker.calls) + len(worker.opened)
@@ -190,7 +190,7 @@ class Pool:
             replica = self._replicas[number] = _Replica(number, is_extra=is_extra)
             replica.task = asyncio.create_task(self._tend(replica))
             replica.task.add_done_callback(lambda task, replica=replica: self._tended(replica, task))
-        for replica in sorted(staying, key=lambda each: each.dearness)[: max(0, len(staying) - standing.wanted)]:
+        for replica in sorted(staying, key=lambda each: each.restart_cost)[: max(0, len(staying) - standing.wanted)]:
             self._let_go(replica)
 
     def shed(self, number: int) -> None:
@@ -210,7 +210,7 @@ class Pool:
         """Replicas that the model can run without, the least useful first."""
         staying = sorted(
             (each for each in self._replicas.values() if not each.is_leaving and self._has_room(each)),
-            key=lambda each: each.dearness,
+            key=lambda each: each.restart_cost,
         )
         return [self._place(each) for each in staying[: max(0, len(staying) - must_be_there(self.model))]]
 

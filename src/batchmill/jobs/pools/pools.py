@@ -59,7 +59,7 @@ class CodeDigests:
 class Pools:
     """
     Args:
-        linger_s: a pool that nobody uses is kept so long.
+        idle_timeout_s: how long an unused pool is kept.
         provisions: what its workers are given beside the model.
         quarantine: what engines died of.
         machine: what the replicas of all models share; None: it has no limits.
@@ -72,14 +72,15 @@ class Pools:
         clock: Clock,
         *,
         dispatcher: RowDispatcher,
-        linger_s: float,
+        idle_timeout_s: float,
         provisions: Provisions = NoSecrets(),
         quarantine: Quarantine | None = None,
         machine: Resources | None = None,
     ) -> None:
         quarantine = quarantine or Quarantine(clock)
         quarantine.listen(self._learn)
-        self._data_dir, self._clock, self._dispatcher, self._linger_s = data_dir, clock, dispatcher, linger_s
+        self._data_dir, self._clock, self._dispatcher = data_dir, clock, dispatcher
+        self._idle_timeout_s = idle_timeout_s
         self._allocations, self._log = Allocations(machine or Resources()), EngineLog(clock)
         self._allocations.make_room, self._allocations.use_of = self._make_room, self._use_of
         self._tools = PoolTools(executor, dispatcher, clock, self._allocations, self._log, quarantine, provisions)
@@ -214,7 +215,7 @@ class Pools:
         pool = self._pools.get(key)
         if pool is None:
             return
-        if self._linger_s <= 0 or at_once or pool.failure is not None or (pool.waits and not pool.replicas):
+        if self._idle_timeout_s <= 0 or at_once or pool.failure is not None or (pool.waits and not pool.replicas):
             self.retire(key, at_once=at_once)
             return
         self._idle[key] = asyncio.create_task(self._linger(key, self._cooldown_of(pool)))
@@ -233,11 +234,11 @@ class Pools:
         scaling = pool.model.scaling
         if scaling is not None and scaling.cooldown_s is not None:
             return scaling.cooldown_s
-        return self._linger_s or COOLDOWN_DEFAULT_S
+        return self._idle_timeout_s or COOLDOWN_DEFAULT_S
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
-    def keep(self, model: ModelSpec) -> None:
+    def pin(self, model: ModelSpec) -> None:
         """Keep the minimum number of replicas of the model, whether used or not.
 
         Where that is none, nothing is held. Its pool, if there is one, scales from now on as this says.
@@ -252,7 +253,7 @@ class Pools:
         if not least:
             self.leave(key, _controller(key))
 
-    def let_go(self, model: ModelSpec) -> None:
+    def unpin(self, model: ModelSpec) -> None:
         """Stop keeping a model: its replicas end after the idle timeout."""
         key = self.key_of(model)
         self.leave(key, _controller(key))
@@ -421,7 +422,7 @@ def _everybodys(model: ModelSpec) -> ModelSpec:
 
 
 def _controller(key: str) -> str:
-    """The user that stands for `keep`."""
+    """The user of a pool that `pin` registers."""
     return f"kept {key}"
 
 

@@ -259,7 +259,7 @@ class Resources:
         return " and ".join(_text(what, amount) for what, amount in sums if amount)
 
 
-def veiled(sentence: str, may_know: Callable[[str], bool]) -> str:
+def hide_names(sentence: str, may_know: Callable[[str], bool]) -> str:
     """`why` for a caller who may not see every model: the others are "another model"."""
 
     def message(found: re.Match[str]) -> str:

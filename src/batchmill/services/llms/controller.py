@@ -32,11 +32,11 @@ class Engines(Protocol):
 
     def engine_of(self, model: ModelSpec) -> EngineView: ...
 
-    def keep(self, model: ModelSpec) -> None:
+    def pin(self, model: ModelSpec) -> None:
         """Keep at least the minimum replicas of its scaling, even if idle. Running replicas get its scaling."""
 
-    def let_go(self, model: ModelSpec) -> None:
-        """The end of `keep`."""
+    def unpin(self, model: ModelSpec) -> None:
+        """Undo `pin`."""
 
 
 class Calls(Protocol):
@@ -194,9 +194,9 @@ class EngineController:
         desired, kept_model = deployed.model if deployed.is_on and self.is_open else None, deployed.kept_model
         is_same = desired is not None and kept_model is not None and _is_same_engine(kept_model, desired)
         if kept_model is not None and not is_same:
-            self._engines.let_go(kept_model)
+            self._engines.unpin(kept_model)
         if desired is not None and not (is_same and kept_model is not None and kept_model.scaling == desired.scaling):
-            self._engines.keep(desired)
+            self._engines.pin(desired)
         deployed.kept_model = desired
 
     async def _start(self, model: ModelSpec) -> None:

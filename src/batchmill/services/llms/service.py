@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, Unavailable, UnknownName
 from batchmill.jobs.pools.quarantine import Quarantine
-from batchmill.jobs.pools.resources import veiled
+from batchmill.jobs.pools.resources import hide_names
 from batchmill.ports import Clock
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions.names import RESERVED_NAMES
@@ -155,7 +155,7 @@ class LlmService:
         view = self.view(deployment)
 
         def message(text: str) -> str:
-            return veiled(text, lambda name: self._directory.sees(caller, name))
+            return hide_names(text, lambda name: self._directory.sees(caller, name))
 
         events = [visible_event(each, caller.project, message(each.message)) for each in view.events]
         return replace(view, message=message(view.message), events=events)
