@@ -60,7 +60,7 @@ def test_a_broken_configuration_here_is_no_concern_there(place, there):
     """A server's commands do not read the batchmill.toml of the working directory."""
     (place / "batchmill.toml").write_text("nonsense")
     result = there("jobs", "--server", "http://127.0.0.1:1/?x")
-    assert "is no address of a server" in result.stderr
+    assert "is not an address of a server" in result.stderr
 
 
 def test_commands_that_have_no_server_say_so(there):

@@ -51,8 +51,8 @@ def test_what_cannot_be_written_is_refused_by_name(call, ended, place):
     ended("r.jsonl", '{"id":"1","custom_id":"a","response":{"status_code":200},"error":null}\n')
     for output, told in (
         ("x.xlsx", "as xlsx"),
-        ("x.parquet", "no table"),
-        ("x.csv", "no table"),
+        ("x.parquet", "not a table"),
+        ("x.csv", "not a table"),
         ("x.csv.gz", "x.csv"),
     ):
         result = call("results", "job_1", "-o", output)

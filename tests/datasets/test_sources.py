@@ -77,6 +77,6 @@ def test_changes_are_seen(tmp_path):
 def test_what_is_no_file(tmp_path):
     """A pipe would be read only once: it is refused, as what is missing."""
     os.mkfifo(tmp_path / "pipe")
-    for name, message in (("pipe", "no regular file"), ("missing", "cannot be read")):
+    for name, message in (("pipe", "not a regular file"), ("missing", "cannot be read")):
         with pytest.raises(InvalidDataset, match=message):
             describe(str(tmp_path / name))

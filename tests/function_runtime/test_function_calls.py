@@ -44,7 +44,7 @@ def test_layouts(drive, code, layout, calls, values):
 
 BAD_ROWS = [
     ("def f(a, b): return 1", "positional", [[1]], "missing_argument", "the function needs b"),
-    ("def f(a, b): return 1", "positional", [[1, 2, 3]], "invalid_argument", "3 arguments came"),
+    ("def f(a, b): return 1", "positional", [[1, 2, 3]], "invalid_argument", "got 3 arguments"),
     ("def f(a, b): return 1", "named", [{"a": 1}], "missing_argument", "the function needs b, and the row has a"),
     ("def f(a, b): return 1", "named", [{"a": 1, "b": 2, "c": 3}], "unknown_argument", "does not take c; it takes a, b"),
     ("def f(a, *, b): return 1", "positional", [[1]], "missing_argument", "the function needs b"),

@@ -46,7 +46,7 @@ def test_the_seed_schema(drive):
 
 BAD_SCHEMAS = [
     ("{'a': {'shape': [1]}}", "Data type not specified for input --> a"),
-    ("{'a': {'datatype': 'FLOAT', 'shape': [1]}}", "'FLOAT' is no datatype"),
+    ("{'a': {'datatype': 'FLOAT', 'shape': [1]}}", "'FLOAT' is not a datatype"),
     ("{'a': {'datatype': 'INT8'}}", "shape not specified for input --> a"),
     ("{'a': {'datatype': 'INT8', 'shape': 1}}", "shape not specified as a python list for input --> a"),
     ("{'a': {'datatype': 'INT8', 'shape': []}}", "shape not specified as a python list for input --> a"),

@@ -66,7 +66,7 @@ BREACHES = {
     "rows in the bitmap": lambda s: of_shard(s, 1, bitmap=b"\x0f"),
     "2 in blocks are not in the bitmap": lambda s: of_shard(s, 0, bitmap=b"\x07", done=3),
     "bits beyond its 5 rows": lambda s: of_shard(s, 1, bitmap=b"\x3f"),
-    "no shard of the plan": lambda s: of_shard(s, 1, lo=4),
+    "are not a shard of the plan": lambda s: of_shard(s, 1, lo=4),
     "without a gap": lambda s: of_commit(s, 1, seq=2),
     "of an epoch later than 1": lambda s: of_commit(s, 2, epoch=2),
     "a block of epoch 1 in a commit of epoch 0": lambda s: of_commit(s, 2, epoch=0),

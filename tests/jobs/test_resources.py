@@ -197,14 +197,14 @@ def test_why_a_replica_waits():
     machine = Resources(24 * GIB, ["0", "1"])
     take(machine, asked("other", 20, 1))
     take(machine, asked("third", 0, 1))
-    uses = {"other": "a job runs on it", "third": "nobody uses it"}.__getitem__
+    uses = {"other": "a job runs on it", "third": "it is unused"}.__getitem__
     machine.ask(asked("big", 12))
     why = "'big' needs 12 GiB and 4 of 24 GiB are free: 'other' (a job runs on it) holds 20 GiB"
     assert machine.why(Replica("big", 0), uses) == why
     machine.ask(asked("wide", 0.5, 2))
     text = machine.why(Replica("wide", 0), uses)
     assert text.startswith("'wide' needs 2 GPUs and 0 of 2 GPUs are free: 'other' (a job runs on it) holds 1 GPU; ")
-    assert text.endswith("'third' (nobody uses it) holds 1 GPU")
+    assert text.endswith("'third' (it is unused) holds 1 GPU")
     machine.ask(asked("late", 4))
     machine.allot()
     machine.ask(asked("later", 0.25))

@@ -22,7 +22,7 @@ class FairSemaphore:
         self._places, self._waiting_max, self._what = places, waiting_max, what
         self._each_max = max(1, places // 2)
         self._running: Counter[str] = Counter()
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the project that waits longest stands first
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the project that has waited longest is first
 
     @contextlib.asynccontextmanager
     async def place(self, project: str) -> AsyncIterator[None]:

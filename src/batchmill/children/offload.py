@@ -36,7 +36,7 @@ GROWN_BYTES = 256 * 1024 * 1024  # a child that holds more memory after its work
 LENGTH_BYTES = 8  # before what is sent
 END_S = 2.0  # a child that has closed its socket may take so long to be gone
 LAST_WORDS = 2000  # bytes of what a child that died had said
-PIECE_BYTES = 256 * 1024  # of what is sent or read at once: the loop goes on in between
+PIECE_BYTES = 256 * 1024  # sent or read at once; the loop runs other tasks in between
 NICE = 10  # programs of callers wait for everybody else
 START_S = 60.0  # for a child to start, to find its work and to read its order
 _ANSWER, _PROGRESS, _ERROR, _BEGUN, _FULL = b"A", b"P", b"E", b"B", b"M"
@@ -101,7 +101,7 @@ class Child:
                 sys.executable, "-P", "-m", "batchmill.children.child", str(os.getpid()),
                 stdin=its_speech, stdout=its_speech, stderr=its_errors, start_new_session=True, env=variables,
             )  # fmt: skip
-            unless_started.pop_all()  # nothing is waited for behind this: whoever is cancelled leaves no child
+            unless_started.pop_all()  # nothing is awaited after this: a cancelled caller leaves no child
         return cls(process, speech, errors)
 
     async def _listen(self, errors: Stream) -> None:
@@ -118,7 +118,7 @@ class Child:
         code = await self._process.wait()
         kill_group(self._process.pid)  # what it had started holds its sockets too
         for writer in writers:
-            if writer.transport.get_write_buffer_size():  # nobody reads the rest of its order
+            if writer.transport.get_write_buffer_size():  # the child does not read the rest of its order
                 writer.transport.abort()
             elif not writer.transport.is_closing():
                 end_reading(writer.get_extra_info("socket"))
@@ -151,7 +151,7 @@ class Child:
         """As `run`, for a caller's program with limits. The time counts from when the child has the order.
 
         Args:
-            work: what it is, for whoever asked.
+            work: its name in messages.
 
         Raises: TooComplex at a bound; end the child then.
         """
@@ -399,7 +399,7 @@ def _answer(target: str, order: bytes, load: Callable[[str], Work], bounds: Reso
         if bounds is None:
             raise
         _send(_FULL, b"")
-    except Exception as error:  # our own bug in a child: the parent must be told what it was
+    except Exception as error:  # our own bug in a child: the parent must report it
         traceback.print_exc()
         message = f"{target}: {type(error).__name__}: {error}"
         _send(_ERROR, msgspec.json.encode(Raised.of(BatchmillError(message))))

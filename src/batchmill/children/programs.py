@@ -1,7 +1,7 @@
 """Work that callers can make as long as they like: filters, queries, large bodies. Each piece runs in a child process
-that is killed at its bounds, and nobody's pieces keep another's waiting.
+that is killed at its bounds, and no project's pieces block another's.
 
-Places are shared by who asks. Whoever took much lately waits behind those who did not, and one place is always left to
+Slots are shared by project. A project that used much lately waits behind the others, and one slot is always left to
 the latter. A program that was stopped again and again is refused for a while before it costs anything.
 """
 
@@ -55,7 +55,7 @@ class Programs:
         self._clock, self._places = clock, places
         kept = {name: environ[name] for name in ENVIRON if name in environ}
         self._warm = Warm(idle_max=places, environ=lambda: kept)
-        self._accounts: OrderedDict[str, _Account] = OrderedDict()  # the one that asked last stands last
+        self._accounts: OrderedDict[str, _Account] = OrderedDict()  # the most recent one is last
         self._struck: OrderedDict[tuple[str, bytes], tuple[int, float]] = OrderedDict()  # times, and when it was last
         self._running = 0
 
@@ -68,7 +68,7 @@ class Programs:
 
         Args:
             who: whose it is: a project.
-            work: what it is, as whoever asked would call it: "the search".
+            work: its name in messages: "the search".
             program: what it can be known again by; empty: nothing.
 
         Raises: TooComplex at a bound, or for a program that was stopped often; RateLimited where too much of theirs

@@ -48,7 +48,7 @@ class MachineTransport:
 
 
 class MachineClient(AsyncClient):
-    """Asks the owner, whoever that is by then."""
+    """Sends requests to the present owner."""
 
     def __init__(self, connection: OwnerConnection | ControlApp | ControlClient, project: str | None = None) -> None:
         super().__init__(transport=MachineTransport(connection, project))

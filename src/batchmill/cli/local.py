@@ -106,7 +106,7 @@ class LocalApp:
             return (await opened.call(ask(own.LIST_ALL_MODELS, body=ModelList(found)))).models
 
     async def deploy(self, opened: AsyncClient, config: Config, bundle: BinaryIO) -> DeployReply:
-        """Whoever owns the data directory reads the archive where it is put here."""
+        """The archive is written here, and the owner reads it."""
         data_dirs.prepare_data_dir(config.data_dir)
         with sent_archive(config.data_dir) as (path, file):
             await asyncio.to_thread(shutil.copyfileobj, bundle, file)

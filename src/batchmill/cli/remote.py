@@ -234,6 +234,6 @@ def _with_paths(report: SealReport, files: list[FileInfo], order: JobOrder) -> S
 
 
 def app(session: Session) -> App:
-    """The server that this command was told of, with its key."""
+    """The server of this command's flags or settings, with its key."""
     assert session.server_url is not None
     return RemoteApp(session.server_url, session.api_key() or None)

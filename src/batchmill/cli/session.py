@@ -98,7 +98,7 @@ GLOBAL = ("verbose", "as_json", "config_file", "data_dir", "server", "api_key_en
 
 
 class OutputClosed(Exception):
-    """Whoever read our output has gone."""
+    """The reader of our output has gone."""
 
 
 class ResultStream(Struct, frozen=True):
@@ -185,7 +185,7 @@ class Session:
         return self.app.open(self.config(), project)
 
     def absolute(self, reference: str) -> str:
-        """A reference to a secret, a file's by its absolute path: whoever owns the data directory runs elsewhere."""
+        """A reference to a secret, a file's by its absolute path: the owner runs in another folder."""
         kind, _, path = reference.partition(":")
         return f"file:{os.path.abspath(Path(path).expanduser())}" if kind == "file" else reference
 
@@ -254,7 +254,7 @@ class Session:
             sys.stdout.flush()
             return code if isinstance(code, int) else EXIT_OK
         except click.ClickException as error:
-            if self.as_json or "--json" in self.args:  # the flag may stand behind what could not be parsed
+            if self.as_json or "--json" in self.args:  # the flag may follow an argument that could not be parsed
                 self.emit("error", code="usage", message=error.format_message())
             error.show()
             return EXIT_USAGE
@@ -265,7 +265,7 @@ class Session:
             # Python would complain once more when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_PIPE
-        except Exception as error:  # the outermost edge: nobody above could say what happened
+        except Exception as error:  # the outermost handler: nothing above reports the error
             return self._failed(_single(error))
 
     def _failed(self, error: BaseException) -> int:
@@ -335,7 +335,7 @@ def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
 
 
 def global_options(command: C) -> C:
-    """The options that stand before or after a command's name."""
+    """The options that may come before or after a command's name."""
     for option in (
         click.option("--verbose", is_flag=True, help="Show tracebacks of errors."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line on standard output."),

@@ -20,7 +20,7 @@ MORE_THAN_NOTHING = click.FloatRange(min=0, min_open=True)
 
 
 def duration_s(text: str, *, default_unit: str | None = None) -> float | None:
-    """Seconds of 30s, 5ms, 12h, 90d, 4w; None if `text` is no duration. A number alone needs `default_unit`."""
+    """Seconds of 30s, 5ms, 12h, 90d, 4w; None if `text` is not a duration. A number alone needs `default_unit`."""
     found = _DURATION.fullmatch(text)
     unit = None if found is None else found[2] or default_unit
     return None if found is None or unit is None else float(found[1]) * UNITS_S[unit]

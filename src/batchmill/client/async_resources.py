@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class AsyncJob:
-    """A job at a server. `view` is what was last heard of it.
+    """A job at a server. `view` is its last known state.
 
     Raises, everywhere: UnknownName once the job is gone, InvalidTransition for what does not fit its state.
     """
@@ -61,7 +61,7 @@ class AsyncJob:
     async def wait(self, timeout_s: float | None = None, interval_s: float = 1.0) -> JobView:
         """Wait until the job is paused or has ended; returns the last view of it.
 
-        Raises: TimeoutError; the job goes on.
+        Raises: TimeoutError; the job continues.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         async with aclosing(self.watch(interval_s)) as views:
@@ -91,7 +91,7 @@ class AsyncJob:
                     await run_in_thread(file.write, piece)
 
     async def pause(self) -> JobView:
-        """Rows in flight may finish; `resume` goes on from there."""
+        """Rows in flight may finish; `resume` continues from there."""
         return await self._steer("pause")
 
     async def resume(self) -> JobView:
@@ -106,7 +106,7 @@ class AsyncJob:
         return await self._steer("retry")
 
     async def fail_rows(self) -> JobView:
-        """Rows that failed and wait for their service become errors now; a paused job goes on so."""
+        """Rows that failed and wait for their service become errors now; a paused job is resumed."""
         return await self._steer("fail_rows")
 
     async def amend(
@@ -126,7 +126,7 @@ class AsyncJob:
         return (await self._client.call(calls.remote(self.id))).jobs
 
     async def settle_remote(self, tag: str, remote_id: str | None) -> RemoteJob:
-        """Say what became of a submission that is unknown: the provider's id, or None where it never came to be.
+        """Settle a submission whose result is unknown: the provider's id, or None if it was never created.
 
         Raises: InvalidTransition for one that is not unknown, or while the job runs.
         """
@@ -152,7 +152,7 @@ class AsyncModel:
         self._client, self.name = client, name
 
     async def show(self) -> FunctionDetail:
-        """Its versions, what its names stand for, and how it is called."""
+        """Its versions, the versions of its names, and its interface."""
         return await self._client.call(calls.model(self.name))
 
     async def openapi(self) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class AsyncModel:
         """What its calls printed and raised: the last lines, or those behind `after`, which is `next` of a page.
 
         Args:
-            request: the id of a request (x-request-id of its reply) or of a job: nothing else is told then.
+            request: the id of a request (x-request-id of its reply) or of a job: only its lines are printed.
         """
         query = LogQuery(branch, None if version is None else str(version), request, after, limit)
         return await self._client.call(calls.model_calls(self.name, query))
@@ -192,7 +192,7 @@ class AsyncModel:
     async def set_alias(
         self, alias: str, backends: dict[int, float] | list[BackendInfo], mirrors: Sequence[int | BackendInfo] = ()
     ) -> AliasInfo:
-        """Let an alias stand for versions.
+        """Point an alias to versions.
 
         Args:
             backends: number -> weight on the branch main, or BackendInfo for other branches too.

@@ -53,7 +53,7 @@ def _read(source: str) -> tuple[str, str, str, str]:
     folder = target = ""
     if fragment:
         if not fragment.startswith(_SUBDIRECTORY):
-            raise InvalidInput(f"after # stands {_SUBDIRECTORY}FOLDER, not {fragment[:80]!r}", code="invalid_source")
+            raise InvalidInput(f"after # write {_SUBDIRECTORY}FOLDER, not {fragment[:80]!r}", code="invalid_source")
         folder, _, target = fragment.removeprefix(_SUBDIRECTORY).partition(":")
     elif match := re.search(r":([^/:]*[^:]*\.py:[\w.]+)$", url):
         url, target = url[: match.start()], match[1]
@@ -64,7 +64,7 @@ def _read(source: str) -> tuple[str, str, str, str]:
     if not at:
         path, revision = parts.path, "HEAD"
     if not revision or revision.startswith("-"):
-        raise InvalidInput(f"{revision[:80]!r} is no revision", code="invalid_source")
+        raise InvalidInput(f"{revision[:80]!r} is not a revision", code="invalid_source")
     return urlunsplit(parts._replace(path=path)), revision, folder, target
 
 

@@ -1,6 +1,6 @@
 """A function object made a file: that of its module, or, for one of a notebook or script, its source and all it names.
 
-What a name stands for is looked up, never run again: functions, classes, modules and plain constants travel; anything
+The object of a name is looked up, never run again: functions, classes, modules and plain constants travel; anything
 else is refused by name.
 """
 
@@ -276,15 +276,15 @@ class _Capture:
             if used in scope and used != name:
                 self._bring(used, scope[used])
             elif used != name and not hasattr(builtins, used):
-                raise _no(f"{_named(target)} uses {used!r}, which is not defined where it stands")
+                raise _no(f"{_named(target)} uses {used!r}, which is not defined there")
         self._definitions.append(ast.unparse(tree))
         return name
 
     def _bring(self, name: str, value: Any) -> None:
-        """Have `name` stand for `value` in the file."""
+        """Define `name` as `value` in the file."""
         if name in self._known:
             if self._known[name] is not value:
-                raise _no(f"{name!r} stands for two things: rename one")
+                raise _no(f"{name!r} names two things: rename one")
             return
         self._known[name] = value
         if isinstance(value, ModuleType):

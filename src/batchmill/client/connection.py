@@ -32,10 +32,10 @@ def address(base_url: str | None, api_key: str | None, environ: Mapping[str, str
     try:
         parsed = httpx2.URL(url)
     except httpx2.InvalidURL as error:
-        raise InvalidInput(f"{url!r} is no address of a server: {error}", code="invalid_server") from None
+        raise InvalidInput(f"{url!r} is not an address of a server: {error}", code="invalid_server") from None
     if parsed.scheme not in ("http", "https") or not parsed.host or parsed.query or parsed.userinfo:
         raise InvalidInput(
-            f"{url!r} is no address of a server: it looks like http://127.0.0.1:8000", code="invalid_server"
+            f"{url!r} is not an address of a server: it looks like http://127.0.0.1:8000", code="invalid_server"
         )
     if not (key.isascii() and key.isprintable()):
         raise InvalidInput("the API key holds characters that no key has", code="invalid_key")

@@ -88,7 +88,7 @@ def _refuse_rows(source: object, *, may_be_many: bool) -> None:
     else:
         way = "write the rows to a file, such as rows.jsonl with a JSON object a line"
     raise InvalidInput(
-        f"a {type(source).__name__} is no file: {way}, and submit the path of that", code="invalid_source"
+        f"a {type(source).__name__} is not a file: {way}, and submit the path of that", code="invalid_source"
     )
 
 
@@ -207,7 +207,7 @@ class JobOptions(WorkOptions, total=False):
     completion_s: float | None  # the deadline, in seconds from now
     labels: Labels
     output_format: OutputFormat
-    together: bool  # OpenAI rows that failed stand among the others, in the order of the input
+    together: bool  # failed OpenAI rows are among the others, in the order of the input
 
 
 class DeployOptions(TypedDict, total=False):

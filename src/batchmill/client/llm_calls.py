@@ -20,7 +20,7 @@ T = TypeVar("T", bound=Struct)
 
 
 def filled(kind: type[T], values: Mapping[str, Any], **own: Any) -> T:
-    """A body with these fields. Raises: InvalidInput for one that nobody knows."""
+    """A body with these fields. Raises: InvalidInput for an unknown field."""
     known = [each.name for each in fields(kind) if each.name not in own]
     for name in values:
         if name not in known:

@@ -127,7 +127,7 @@ def _detail(status: int, body: bytes) -> ErrorDetail:
     except (msgspec.MsgspecError, UnicodeDecodeError):
         text = decode_error(body).message or body[: 2 * SHOWN_CHARS].decode(errors="replace")
         shown = " ".join(text.split())[:SHOWN_CHARS]
-        text = f"this is no answer of batchmill's own API; status {status}: {shown or 'no text'}"
+        text = f"this is not a reply of batchmill's own API; status {status}: {shown or 'no text'}"
         return ErrorDetail(f"http_{status}", text, retryable=status in (429, 502, 503, 504))
 
 

@@ -1,4 +1,4 @@
-"""Answers that are read while they arrive: events of a job, result files line by line. Each goes on where it was when
+"""Streamed replies: events of a job, result files line by line. Each continues where it was when
 the connection breaks, as far as the server can tell that it is still the same."""
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Views(_Resumed):
         return msgspec.json.decode("\n".join(data), type=JobView) if kind == "view" else None
 
     def end(self) -> list[JobView]:
-        """A server that stops ends its streams without an `end`: then another connection goes on."""
+        """A server that stops ends its streams without an `end`: then another connection continues."""
         if not self.is_over:
             raise Broken("the server ended the stream", was_sent=True)
         return []
@@ -142,7 +142,7 @@ class FileContent(_Resumed):
 
     def end(self) -> list[bytes]:
         if self._length is not None and self._got < self._length:
-            raise Broken(f"{self._got:,} of {self._length:,} bytes came", was_sent=True)
+            raise Broken(f"{self._got:,} of {self._length:,} bytes arrived", was_sent=True)
         self.is_over = True
         return []
 

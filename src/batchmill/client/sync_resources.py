@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Job:
-    """A job at a server. `view` is what was last heard of it.
+    """A job at a server. `view` is its last known state.
 
     Raises, everywhere: UnknownName once the job is gone, InvalidTransition for what does not fit its state.
     """
@@ -62,7 +62,7 @@ class Job:
     def wait(self, timeout_s: float | None = None, interval_s: float = 1.0) -> JobView:
         """Wait until the job is paused or has ended; returns the last view of it.
 
-        Raises: TimeoutError; the job goes on.
+        Raises: TimeoutError; the job continues.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         with closing(self.watch(interval_s)) as views:
@@ -92,7 +92,7 @@ class Job:
                     run_here(file.write, piece)
 
     def pause(self) -> JobView:
-        """Rows in flight may finish; `resume` goes on from there."""
+        """Rows in flight may finish; `resume` continues from there."""
         return self._steer("pause")
 
     def resume(self) -> JobView:
@@ -107,7 +107,7 @@ class Job:
         return self._steer("retry")
 
     def fail_rows(self) -> JobView:
-        """Rows that failed and wait for their service become errors now; a paused job goes on so."""
+        """Rows that failed and wait for their service become errors now; a paused job is resumed."""
         return self._steer("fail_rows")
 
     def amend(
@@ -127,7 +127,7 @@ class Job:
         return (self._client.call(calls.remote(self.id))).jobs
 
     def settle_remote(self, tag: str, remote_id: str | None) -> RemoteJob:
-        """Say what became of a submission that is unknown: the provider's id, or None where it never came to be.
+        """Settle a submission whose result is unknown: the provider's id, or None if it was never created.
 
         Raises: InvalidTransition for one that is not unknown, or while the job runs.
         """
@@ -153,7 +153,7 @@ class Model:
         self._client, self.name = client, name
 
     def show(self) -> FunctionDetail:
-        """Its versions, what its names stand for, and how it is called."""
+        """Its versions, the versions of its names, and its interface."""
         return self._client.call(calls.model(self.name))
 
     def openapi(self) -> dict[str, Any]:
@@ -173,7 +173,7 @@ class Model:
         """What its calls printed and raised: the last lines, or those behind `after`, which is `next` of a page.
 
         Args:
-            request: the id of a request (x-request-id of its reply) or of a job: nothing else is told then.
+            request: the id of a request (x-request-id of its reply) or of a job: only its lines are printed.
         """
         query = LogQuery(branch, None if version is None else str(version), request, after, limit)
         return self._client.call(calls.model_calls(self.name, query))
@@ -193,7 +193,7 @@ class Model:
     def set_alias(
         self, alias: str, backends: dict[int, float] | list[BackendInfo], mirrors: Sequence[int | BackendInfo] = ()
     ) -> AliasInfo:
-        """Let an alias stand for versions.
+        """Point an alias to versions.
 
         Args:
             backends: number -> weight on the branch main, or BackendInfo for other branches too.

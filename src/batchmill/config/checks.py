@@ -36,7 +36,7 @@ from batchmill.wire.json_bytes import DEPTH_MAX
 
 WORKERS_MAX = 1024
 SHOWN_CHARS = 40  # of a value out of range, in a message
-# The largest value of each limit, whether it stands in the file or is a flag.
+# The largest value of each limit, in the file or as a flag.
 LIMITS_MAX = {
     "line_bytes_max": 1024**3,  # a line is in memory whole, several times over
     "depth_max": DEPTH_MAX,
@@ -205,7 +205,7 @@ def _check_serving(read: File) -> None:
     for name in server.worker_environment:
         if not VARIABLES.fullmatch(name):
             raise InvalidConfig(
-                f"server.worker_environment: {name[:SHOWN_CHARS]!r} is no variable's name, nor a beginning like ACME_*"
+                f"server.worker_environment: {name[:SHOWN_CHARS]!r} is not a variable's name, nor a prefix like ACME_*"
             )
     for name, project in read.projects.items():
         if not PROJECT_NAME.fullmatch(name):
@@ -221,7 +221,7 @@ def _check_serving(read: File) -> None:
     for webhook in read.webhooks:
         if not webhook.url.startswith(("https://", "http://")):
             raise InvalidConfig(f"webhooks.url must begin with https:// or http://, not {webhook.url[:SHOWN_CHARS]!r}")
-        if not webhook.secret.startswith(("env:", "file:")):  # what stands there may be the secret: it is not repeated
+        if not webhook.secret.startswith(("env:", "file:")):  # the value may be the secret itself: it is not repeated
             raise InvalidConfig('webhooks.secret is "env:NAME" or "file:PATH", never the secret itself')
 
 

@@ -26,7 +26,7 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | models.NAME.replicas         | the same, under its other name                                            |
 | models.NAME.replicas_min     | copies that stay whether anybody uses them or not; instead of `workers`   |
 | models.NAME.replicas_max     | the most copies                                                           |
-| models.NAME.cooldown_s       | a copy that nobody needs goes after so long                               |
+| models.NAME.cooldown_s       | a replica that is not needed ends after so long                             |
 | models.NAME.scale_up_requests | another copy starts above so many requests and rows a copy               |
 | models.NAME.memory           | what one copy takes of the machine's, bytes or "12GiB"                    |
 | models.NAME.gpus             | how many GPUs one copy takes                                              |
@@ -39,9 +39,9 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | machine.gpus                 | how many GPUs they share, or their ids; none: those that are visible      |
 | server.host, server.port     | where `batchmill serve` listens (`--host`, `--port`)                       |
 | server.grpc_port             | where tensors are taken over gRPC (`--grpc-port`); none: nowhere           |
-| server.body_bytes_max        | the largest request that is no upload                                     |
+| server.body_bytes_max        | the largest request that is not an upload                                 |
 | server.body_memory_bytes_max | what bodies may take of the memory together, and half of it of a project   |
-| server.body_timeout_s        | how long a body that is no upload may take to come                        |
+| server.body_timeout_s        | how long a body that is not an upload may take to arrive                  |
 | server.body_rate_min         | bytes a second that any body has to come at, at least                     |
 | server.connections_max       | how many connections are open at once                                     |
 | server.trusted_proxies       | addresses and networks whose X-Forwarded-For and -Proto are believed      |
@@ -49,7 +49,7 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | server.rows_max              | the most rows of one batch                                                |
 | server.file_expires_s        | when an uploaded batch file goes if its upload does not say; none: never  |
 | server.requests_per_minute   | of one key that has no limit of its own; none: no limit                   |
-| server.idle_unload_s         | a model that nobody has used for so long is unloaded                      |
+| server.idle_unload_s         | a model that was not used for so long is unloaded                         |
 | server.allowed_hosts         | values of the Host header besides the address it listens on; "*": any     |
 | server.private_hosts         | names, addresses and networks outside the public internet that webhooks,  |
 |                              | and connectors made over the API, may reach                               |
@@ -87,7 +87,7 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | ml_commons.model_auto_deploy | whether a call of a model deploys it                                      |
 | ml_commons.strict_polling    | whether a task that has ended is looked at again when it is asked for     |
 | ml_commons.poll_s            | seconds between two looks at a batch that runs at a provider              |
-| ml_commons.status_field      | members of a provider's reply that say how a batch stands                 |
+| ml_commons.status_field      | members of a provider's reply that hold a batch's status                  |
 | ml_commons.status_regex.STATE | an expression for cancelling, cancelled, completed, expired and failed   |
 """
 
@@ -118,7 +118,7 @@ class InputLimits(Struct, frozen=True):
 
 
 class ModelEntry(ReplicaEntry, frozen=True):
-    """`[models.NAME]` as it is written: paths still as they stand there."""
+    """`[models.NAME]` as it is written: paths are not resolved yet."""
 
     engine: str
     source: str = ""
@@ -264,7 +264,7 @@ class File(Struct, frozen=True):
 
 
 class Config(Struct, frozen=True):
-    """What batchmill was told. `base` is the folder that paths in `models` are relative to."""
+    """The settings of batchmill. `base` is the folder that paths in `models` are relative to."""
 
     data_dir: Path
     base: Path

@@ -32,7 +32,7 @@ def columns(source: SourceFile, spec: DatasetSpec) -> list[str]:
 
 
 def convert(source: SourceFile, spec: DatasetSpec, expected: list[str], advance: Advance) -> Iterator[Converted]:
-    """Every record as a JSON object. Raises: InvalidDataset where the rest of the file cannot be told apart."""
+    """Every record as a JSON object. Raises: InvalidDataset if the rest of the file cannot be split into records."""
     with _records(source, spec, advance) as records:
         names = _header(source, records)
         if names != expected:
@@ -132,7 +132,7 @@ class _Records:
             yield line
 
     def read(self, blank: list[str] | None = None) -> list[str]:
-        """The next record. A blank line stands for `blank`, or for nothing. Raises: csv.Error, StopIteration."""
+        """The next record. A blank line is `blank`, or is skipped. Raises: csv.Error, StopIteration."""
         while True:
             self.line = self._reader.line_num + 1
             self._chars = 0
@@ -179,7 +179,7 @@ def _header(source: SourceFile, records: _Records) -> list[str]:
 
 
 def _refuse_other_separator(source: SourceFile, names: list[str]) -> None:
-    """A header without a comma that another separator divides is no name of one column."""
+    """Refuse a header without a comma that another separator divides."""
     for separator, said, written in SEPARATORS:
         if len(names) == 1 and separator in names[0]:
             raise InvalidDataset(

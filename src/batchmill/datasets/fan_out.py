@@ -25,7 +25,7 @@ ALONE_BYTES_MAX = 1024 * 1024  # a dataset up to this size is checked before a c
 PROCESSES_MAX = 64
 AHEAD_MAX = 2  # ranges that a validator has been given: it never waits for the next
 WINDOW = 4  # ranges under way, per validator, ahead of the first that is not done
-HELD_BYTES_MAX = 32 * 1024 * 1024  # findings that came before their turn
+HELD_BYTES_MAX = 32 * 1024 * 1024  # findings that wait for their turn
 PIPE_BYTES = 1024 * 1024
 VALIDATOR_DIED = "validator_died"
 # Blocks of a few MiB come and go all the time: kept by glibc instead of being mapped anew, that is a fifth faster.
@@ -72,7 +72,7 @@ class Crew:
     """Child processes that share one seed, so that equal custom_ids have equal hashes in all of them."""
 
     def __init__(self, order: SealOrder, count: int) -> None:
-        seed = str(int.from_bytes(os.urandom(4)) or 1)  # 0 would be no seed
+        seed = str(int.from_bytes(os.urandom(4)) or 1)  # 0 would mean no seed
         environment = {**os.environ, **MALLOC, "PYTHONHASHSEED": seed}
         self._links = [ValidatorLink(environment) for _ in range(count)]
         for link in self._links:

@@ -73,13 +73,13 @@ def _belongs(name: str) -> bool:
 
 
 def describe(path: str) -> SealedFile:
-    """The file as it is now. Raises: InvalidDataset when it cannot be read or is no regular file."""
+    """The file as it is now. Raises: InvalidDataset if it cannot be read or is not a regular file."""
     try:
         found = os.stat(path)
     except OSError as error:
         raise InvalidDataset(f"{path} cannot be read: {error.strerror}", code="unreadable_file") from None
     if not stat.S_ISREG(found.st_mode):
-        raise InvalidDataset(f"{path} is no regular file; write its contents to one first", code="unreadable_file")
+        raise InvalidDataset(f"{path} is not a regular file; write its contents to one first", code="unreadable_file")
     if not os.access(path, os.R_OK):
         raise InvalidDataset(f"{path} cannot be read: permission denied", code="unreadable_file")
     return SealedFile(path, found.st_size, found.st_mtime_ns, found.st_ino)

@@ -13,7 +13,7 @@ from batchmill.errors import InvalidDataset
 
 BLOCK_BYTES = 1024 * 1024
 
-Advance = Callable[[int], None]  # told how many bytes of the file have been used
+Advance = Callable[[int], None]  # called with the number of bytes of the file that were used
 
 
 def blocks(path: str, codec: str | None, advance: Advance) -> Iterator[bytes]:

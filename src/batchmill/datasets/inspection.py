@@ -76,7 +76,7 @@ class _Head(Struct, gc=False):
 
 
 _head = msgspec.json.Decoder(_Head).decode
-# Floats and huge integers keep their digits: 1.0 and 1.00 may be told apart, 2**70 and 2**70 + 1 must be.
+# Floats and huge integers keep their digits: 1.0 and 1.00 may differ, 2**70 and 2**70 + 1 must differ.
 _exact = msgspec.json.Decoder(float_hook=lambda digits: Raw(digits.encode())).decode
 
 
@@ -95,7 +95,7 @@ def of_request(request: Request, target: int, fold: Fold) -> PlanKeys:
 
 
 def of_arguments(url: str, data: bytes, target: int, fold: Fold) -> PlanKeys:
-    """The keys of a row whose fields are a function's arguments. Nobody but the caller knows whether it is pure."""
+    """The keys of a row whose fields are a function's arguments. Only the caller knows whether it is pure."""
     return PlanKeys(
         0, min(len(data) // BYTES_A_TOKEN, COST_MAX), fold_of(url, data, target) if fold == "all" else NO_FOLD
     )
@@ -114,7 +114,7 @@ def prefix_of(text: bytes) -> int:
 def fold_of(url: str, body: bytes, target: int, without: str | None = None) -> bytes:
     """128 bits that equal requests share: the model as it is resolved, and every field in a fixed order.
 
-    `without` names the field that the target stands for.
+    `without` names the field that the target replaces.
     """
     try:
         members: dict[str, Any] = _exact(body)
@@ -233,7 +233,7 @@ class Inspector:
         if lead:
             at = data.find(b"\n") + 1
             if at == 0:
-                return  # one line goes on through the whole range
+                return  # one line spans the whole range
         elif data.startswith(BOM):
             at = len(BOM)
         offset = range_.start - lead

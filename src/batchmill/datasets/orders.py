@@ -27,7 +27,7 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     targets: dict[str, tuple[int, int]] = {}  # every value that `body.model` may have
     patterns: list[tuple[str, int, int]] = []  # of adapters that are yet to be fetched, and the target of their base
     default: tuple[int, int] | None = (0, 0)  # for rows that name no model; None: each OpenAI row has to
-    any_model: bool = False  # rows that name a model nobody knows yet count as rows of the default
+    any_model: bool = False  # rows that name an unknown model count as rows of the default
     urls: list[frozenset[str] | None] = field(default_factory=lambda: [None])  # None: any path, and a body of any kind
     services: list[int] = []  # numbers of the models that are run by others, and may know further fields
     pathless: list[int] = []  # numbers of the models to which a path below /v1 means nothing: any is taken
@@ -110,7 +110,7 @@ RESERVE_BYTES, RESERVE_SHARE = 1024**3, 50  # of the disk that is left to others
 
 
 class SizeLimits:
-    """Told of what is about to be written. `on_progress` is called now and then, so that whoever waits hears of it.
+    """Counts what is about to be written. `on_progress` is called now and then.
 
     Raises: InvalidDataset (`unpacked_too_large`, `too_many_rows`), OverQuota, StorageFull.
     """

@@ -2,7 +2,7 @@
 
 Integers, floats, strings, booleans, nulls, lists, structs and maps with text keys are what they are in JSON; decimals
 are numbers with their exact digits; dates, times and timestamps are ISO 8601 text (UTC where they have a zone);
-durations count their own unit; binary is base64; a float that is no number is null. The only file that needs pyarrow.
+durations count their own unit; binary is base64; NaN and infinity are null. The only file that needs pyarrow.
 """
 
 from __future__ import annotations

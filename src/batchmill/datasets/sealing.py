@@ -42,13 +42,13 @@ def seal_patiently(order: SealOrder, home: Path, progress: Callable[[float], Non
 def seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
     """Seal a dataset into `home`, an existing directory; what an earlier attempt left there is replaced.
 
-    Args: progress is told how much is done, 0 to 1, every few MiB.
+    Args: progress: called with the share that is done, 0 to 1, every few MiB.
     Raises: InvalidDataset when a file as a whole cannot be read; InputChanged when one changes meanwhile; StorageFull.
     """
     try:
         return _seal(order, home, progress)
     except BatchmillError:
-        clear(home)  # what was unpacked of a dataset that is refused helps nobody
+        clear(home)  # the unpacked files of a refused dataset are useless
         raise
     except OSError as error:
         clear(home)
@@ -86,7 +86,7 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
 
 
 class _ProgressSteps:
-    """Tells how far it is also while that does not change: whoever waits looks at what is written meanwhile."""
+    """Reports progress also while it does not change, so that the caller can check what was written meanwhile."""
 
     def __init__(self, progress: Callable[[float], None]) -> None:
         self._progress, self._share = progress, 0.0
@@ -142,7 +142,7 @@ def _with_form(order: SealOrder, detected: Detected) -> SealOrder:
 
 
 def _flaw_of_all(spec: DatasetSpec, form: Form, detected: Detected) -> InvalidRow | None:
-    """What is wrong with the columns of a table as a whole: told once, and not for every row.
+    """What is wrong with the columns of a table as a whole: reported once, not for every row.
 
     Rows of a JSONL table may differ: only a column that none of the first has is missed in all of them.
     """

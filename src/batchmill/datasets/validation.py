@@ -87,7 +87,7 @@ class CheckedLine(Struct, gc=False):
 
     custom_id: str | None = None
     error: RowError | None = None
-    request: Request | None = None  # None for a table's row that is no request by itself
+    request: Request | None = None  # None for a table's row, which is not a request by itself
     model: int = 0
     target: int = 0
 
@@ -111,10 +111,10 @@ class Rules(Protocol):
         """One line that is not blank and that passes the rules for text."""
 
     def new_names(self) -> list[str]:
-        """Columns that came up since the last call, where the order bounds their number."""
+        """New columns since the last call, if the order bounds their number."""
 
     def new_adapters(self) -> list[str]:
-        """Adapters yet to be fetched that came up since the last call."""
+        """New adapters to fetch since the last call."""
 
 
 class _Object(Struct, gc=False):
@@ -477,7 +477,7 @@ def _kind(value: Raw) -> str:
 
 
 def _kind_of(value: Raw) -> str:
-    """What stands there, and what that is where its text does not say it: `null`; `7, a number`; `[1, 2], an array`."""
+    """The value for a message, with its type if the text lacks it: `null`; `7, a number`; `[1, 2], an array`."""
     text = bytes(value).decode(errors="replace")
     text = text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"
     return text if text in ("null", "true", "false") else f"{text}, {_kind(value)}"

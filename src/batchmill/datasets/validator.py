@@ -78,11 +78,11 @@ def _answer(inspector: Inspector, range_: ByteRange) -> Iterator[tuple[int, Vali
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for whoever asked; this process ends when its orders end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command; this process ends when its orders end
     try:
         serve(sys.stdin.fileno(), sys.stdout.fileno())
     except BrokenPipeError:
-        os._exit(0)  # whoever asked is gone
+        os._exit(0)  # the parent has gone
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class Deadlines:
 IDLE_TIMEOUT_S = 60.0  # between two pieces of a reply that has begun
 KEEPALIVE_S = 4.0  # below the 5 s after which common servers close: a call must not meet a connection being closed
 BODY_COPY_MAX = 512 * 1024  # a larger body goes out as a stream, so that it does not hold up the loop
-FILES_SPARE = 128  # descriptors left for everything that is no connection
+FILES_SPARE = 128  # descriptors left for everything but connections
 PIECE_BYTES = 1024 * 1024  # of a file that is sent
 
 
@@ -208,7 +208,7 @@ class Connections:
     ) -> tuple[aiohttp.ClientResponse, bytes | None]:
         """Send the parts as one body, one piece in memory at a time; the reply as from `exchange`.
 
-        It may take as long as it goes on; a service that takes nothing for `idle_timeout_s` has failed. Raises:
+        It may take long; a service that reads nothing for `idle_timeout_s` has failed. Raises:
         NoReply.
         """
         target = _read_url(url) if isinstance(url, str) else url
@@ -232,7 +232,7 @@ class Connections:
     ) -> AsyncIterator[bytes]:
         """What is sent, each piece once the one before is on its way; what follows the last is the service's time.
 
-        A body that is not sent to its end is never told so: its files are closed with `opened`.
+        The files of a body that is not sent to its end are closed with `opened`.
         """
         for part in parts:
             if isinstance(part, bytes):
@@ -353,7 +353,7 @@ def allow_files(wanted: int) -> int:
 
 
 def _open_part(part: FileRange) -> BinaryIO:
-    """Not in a thread: a file that is opened after its caller was cancelled would be closed by nobody."""
+    """Not in a thread: a file that is opened after its caller was cancelled would stay open."""
     file = part.path.open("rb")
     file.seek(part.first)
     return file

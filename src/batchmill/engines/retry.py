@@ -77,7 +77,7 @@ _EMPTY = (b"null", b"false", b'""', b"{}", b"[]", b"0")
 
 
 def read_reply(status: int, data: bytes) -> Reply:
-    """Read a reply's bytes. A body that is not strict JSON (or no object) is told by `body` being None."""
+    """Read a reply's bytes. A body that is not strict JSON (or no object) has `body` None."""
     if is_too_deep(data, DEPTH_MAX):
         return Reply(status, text=_start_of(data))
     try:
@@ -120,7 +120,7 @@ def _read_odd(status: int, data: bytes) -> Reply:
 
 
 def _is_half_text(data: bytes) -> bool:
-    """Whether bytes that are no strict JSON object would be one if halves of surrogate pairs were characters.
+    """Whether bytes that are not a strict JSON object would be one if halves of surrogate pairs were characters.
 
     A model that is cut off within a character brings such a reply, and brings it again as long as it is asked the same.
     """
@@ -166,7 +166,7 @@ def _start_of(data: bytes) -> str:
 
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.5, 30.0
-REST_MAX_S = 3600.0  # a service that asks for longer than this pauses the job: nobody should watch a process sleep
+REST_MAX_S = 3600.0  # a service that requests a longer wait pauses the job
 REST_BELIEVED_MAX_S = 31 * 86400.0  # a header that asks for more is broken, and ignored
 RETRY_SHARE, RETRIES_SPARE = 0.1, 32.0
 OVERLOADED = 529  # Anthropic's; others use it too
@@ -178,7 +178,7 @@ class FaultKind(Enum):
     THROTTLED = "throttled"  # the service wants fewer calls: wait, however often; costs no attempt
     UNREACHABLE = "unreachable"  # no connection: the row was never seen
     TRANSIENT = "transient"  # the same call may succeed: costs an attempt
-    GARBLED = "garbled"  # a reply came, and one more may read better: costs an attempt, and two are enough
+    GARBLED = "garbled"  # an unreadable reply: repeated once, and counts as an attempt
     PERMANENT = "permanent"  # it will not: the row has its error
     AUTH = "auth"  # no call will, until somebody mends the credentials
     QUOTA = "quota"  # no call will, until somebody pays or the period ends
@@ -189,7 +189,7 @@ class Fault(Struct, frozen=True):
 
     kind: FaultKind
     error: RowError  # what the row's outcome says if no further call is made
-    reply: Reply | None = None  # None: none came
+    reply: Reply | None = None  # None: no reply
     rest_s: float | None = None  # how long the service asked to be left alone; 0: try again at once
     request_id: str | None = None
 
@@ -329,7 +329,7 @@ def _kind(reply: Reply, headers: Mapping[str, str]) -> FaultKind:
 
 
 def _implied_status(body: bytes, code: str) -> int:
-    """The HTTP status that an error sent with status 200 stands for."""
+    """The HTTP status of an error that was sent with status 200."""
     code = code.lower()
     for codes, status in ((_AUTH_CODES, 401), (_THROTTLE_CODES, 429), (_CALLER_CODES, 400)):
         if code in codes:
@@ -348,7 +348,7 @@ def _stable_code(kind: FaultKind, status: int, code: str) -> str:
 
 def _unreadable(reply: Reply) -> RowError:
     if reply.is_half_text:
-        return RowError("bad_response", "the reply's text holds half of a surrogate pair, which is no character")
+        return RowError("bad_response", "the reply's text holds half of a surrogate pair, which is not a character")
     if reply.flaw:
         return RowError("bad_response", reply.flaw)
     if reply.body is None:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from batchmill.children.process_end import end_reading
 from batchmill.wire import messages
 
-READ_AHEAD_BYTES = 4 * 1024 * 1024  # of messages that nobody has taken; beyond that the other side has to wait
+READ_AHEAD_BYTES = 4 * 1024 * 1024  # of unread messages; beyond that the other side has to wait
 LENGTH_BYTES = 4
 BUFFER_BYTES = 64 * 1024
 SOCKET_BYTES = 4 * 1024 * 1024  # asked of the kernel for what is under way; it gives what it allows
@@ -26,7 +26,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._whole: deque[memoryview] = deque()  # messages that nobody has taken
+        self._whole: deque[memoryview] = deque()  # unread messages
         self._buffer = bytearray(BUFFER_BYTES)  # for messages that fit
         self._large: bytearray | None = None  # one that does not
         self._filled = 0  # of the one that is read into now
@@ -124,7 +124,7 @@ class Channel(asyncio.BufferedProtocol):
         self._ahead += len(message)
 
     def eof_received(self) -> None:
-        """Nobody reads what is still to be written: without this the transport would wait for room for ever."""
+        """Drop what is still to be written, because the other side reads no more; the transport would wait for ever."""
         if self._transport is not None:
             self._transport.abort()
 

@@ -34,7 +34,7 @@ CHUNK_BYTES = 256 * 1024  # the longest piece of a body in one message
 class _Answer(Struct, eq=False):
     task: asyncio.Task[None]
     room: asyncio.Event
-    ahead: int = 0  # bytes sent that nobody has taken yet
+    ahead: int = 0  # bytes sent that were not read yet
 
 
 class AnswerSink:
@@ -137,7 +137,7 @@ class Calling:
         self._send = send
         self._ready: list[FunctionReply] = []
         self._open: set[int] = set()
-        self._ended = asyncio.Event()  # an Ask has its answer, or nobody waits for it
+        self._ended = asyncio.Event()  # a call has its reply, or was abandoned
 
     def begin(self, asks: Iterable[FunctionRequest]) -> None:
         engine, opened = self._engine, self._open
@@ -146,7 +146,7 @@ class Calling:
             if engine is not None:
                 engine.ask(ask, self)
             else:
-                text = "this model is no deployed function: it takes no such calls"
+                text = "this model is not a deployed function: it takes no such calls"
                 self.put(FunctionReply(ask.id, raised=Raised.of(InvalidInput(text, code="not_a_function"))))
 
     def abandon(self, id_: int) -> None:

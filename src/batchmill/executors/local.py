@@ -94,7 +94,7 @@ class LocalExecutor:
             channel = await open_channel(ours)
             unless_started.callback(channel.close)
             process = await asyncio.create_subprocess_exec(
-                # -P: the folder we stand in is the user's, and a queue.py there is not the library's
+                # -P: the working folder is the user's, and a queue.py there is not the library's
                 sys.executable, "-P", "-m", "batchmill.executors.worker", str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
                 env=self._environ_of(start),

@@ -1,7 +1,7 @@
 """One process that hosts one engine: `python -m batchmill.executors.worker FD`, FD a socket to the owner.
 
 It holds leases, feeds their rows to the engine and records the outcomes. When the owner goes, so does the worker, with
-everything it has been told handed to the kernel first.
+every finished outcome handed to the kernel first.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ def keep_memory() -> None:
 HEARTBEAT_S = 0.5
 STEP_BACK = 5  # of niceness
 FULL = (errno.ENOSPC, errno.EDQUOT)
-REFUSED_FOR_ALL = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)  # whoever writes there
+REFUSED_FOR_ALL = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)  # for every writer there
 STOP_S = 10.0  # an engine has so long to stop once its owner is gone
 
 
 class Worker:
     def __init__(self, start: Start, channel: Channel, first: Sequence[memoryview] = ()) -> None:
-        """`first`: messages that came together with `start`."""
+        """`first`: messages that arrived with `start`."""
         self._name, self._home = start.worker, Path(start.home)
         self._channel, self._first = channel, first
         self._model = start.model
@@ -166,7 +166,7 @@ class Worker:
         self._calling.flush()
         self._send(Failed(error.code, redaction.mask(error.message), reason))
 
-    # -- what the owner says ------------------------------------------------------------------------------------------
+    # -- messages of the owner -----------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
         decode, receive = messages.to_worker.decode, self._receive
@@ -386,7 +386,7 @@ class Worker:
 
 
 def _failure(error: BaseException, who: str) -> BatchmillError:
-    """Our own bug, as the owner can be told of it; the traceback goes to the worker's log."""
+    """Our own bug as an error for the owner; the traceback goes to the worker's log."""
     redaction.print_exception(error)
     if isinstance(error, OSError) and (of_machine := to_storage_error(error)) is not None:
         return of_machine
@@ -394,7 +394,7 @@ def _failure(error: BaseException, who: str) -> BatchmillError:
 
 
 def _step_back() -> None:
-    """Rows may wait a moment for the owner, and for whoever asks it something: it decides and commits for all.
+    """Rows may wait a moment for the owner and its callers: it decides and commits for all.
 
     Where the kernel groups processes by session, as most desktops do, it is the group's place that counts.
     """

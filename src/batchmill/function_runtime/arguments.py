@@ -13,7 +13,7 @@ from . import values as arrays
 from .installed import installed
 
 ONE, STAR, NAMED = "one", "star", "named"  # how a row is called: f(item), f(*item), f(**item)
-SHOWN = 20  # names told in an error
+SHOWN = 20  # names in an error
 
 _READ_ERRORS = (ValueError, TypeError, RecursionError, KeyError, IndexError, AttributeError, arrays.Unreadable)
 
@@ -56,7 +56,7 @@ class Bound:
 
 
 def read_rows(meta, buffers, parameters, *, as_columns=False):
-    """The rows of an `ask` or `open` as calls of a row function; or as columns, where they came so and are in order."""
+    """The rows of an `ask` or `open` as calls of a row function; or as columns, if they arrived as valid columns."""
     try:
         if as_columns and meta["layout"] == "columns":
             bound = _whole_columns(meta, buffers, parameters)
@@ -64,7 +64,7 @@ def read_rows(meta, buffers, parameters, *, as_columns=False):
                 return bound
         bound = _read(meta, buffers, parameters)
         if len(bound.calls) != meta["rows"]:
-            raise ValueError(f"{meta['rows']} rows were announced, and {len(bound.calls)} came")
+            raise ValueError(f"{meta['rows']} rows were announced, and {len(bound.calls)} arrived")
     except _READ_ERRORS as error:
         failure = ["invalid_json", f"the rows cannot be read: {error}", ""]
         return Bound(ONE, [None] * meta["rows"], dict.fromkeys(range(meta["rows"]), failure))
@@ -138,10 +138,10 @@ def _misfit(count, parameters):
     """Why this number of positional arguments does not fit, or None."""
     names = parameters.positional
     if count > len(names):
-        return ["invalid_argument", f"{count} arguments came, and the function takes {_list(names)}", ""]
+        return ["invalid_argument", f"the function got {count} arguments and takes {_list(names)}", ""]
     missing = [name for name in names[count:] if name in parameters.required] + sorted(parameters.only_named)
     if missing:
-        return ["missing_argument", f"the function needs {_list(missing)}, and {_count(count)} came", ""]
+        return ["missing_argument", f"the function needs {_list(missing)} and got {_count(count)}", ""]
     return None
 
 

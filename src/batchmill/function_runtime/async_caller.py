@@ -43,7 +43,7 @@ class AsyncLoop:
         self._stopped = loop.create_future()
 
     def run(self, frames):
-        """Serve until told to stop."""
+        """Serve until `stop`."""
         asyncio.set_event_loop(self._loop)
         self._loop.add_reader(self._link.fileno(), self._readable)
         self._loop.call_soon(self._handle, frames)
@@ -310,6 +310,6 @@ class AsyncLoop:
         del self._streams[stream_id]
         try:
             await events.aclose()
-        except BaseException as error:  # user code: nobody reads what it says any more
+        except BaseException as error:  # user code, whose results are not read any more
             self._refuse_cancel()
             self._replies.note(error)

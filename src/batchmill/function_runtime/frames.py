@@ -58,7 +58,7 @@ def _padding(place, sizes):
 class Reader:
     """Assembles frames from pieces of bytes.
 
-    Either `feed` it what came; or receive into `room()` and say with `received` how much that was: this saves a copy.
+    Either `feed` it bytes; or receive into `room()` and call `received` with their number: this saves a copy.
     The buffers of a large frame are parts of one piece of memory, which lives as long as any of them.
     """
 
@@ -128,7 +128,7 @@ class Reader:
         view, begin, have = self._view, self._begin, self._end - self._begin
         magic, text_size, count, _ = HEAD.unpack_from(view, begin)
         if magic != MAGIC or count > BUFFERS_MAX or text_size > TEXT_BYTES_MAX:
-            raise BrokenFrame("what came is no frame")
+            raise BrokenFrame("the bytes are not a frame")
         need = HEAD.size + 8 * count
         if have < need:
             if need > len(view) - begin:
@@ -186,7 +186,7 @@ GONE, BROKEN = 0, 70  # exit codes: the worker has gone; what it said, or our ow
 class WorkerSocket:
     """One end of a socket pair, taken over.
 
-    `is_child` becomes true in a process that user code forks: there the socket is closed, and whoever comes back into
+    `is_child` becomes true in a process that user code forks: there the socket is closed, and code that returns into
     this program must end.
     """
 
@@ -299,6 +299,6 @@ def end_with_worker(fd):
 
 def _watch(fd):
     poll = select.poll()
-    poll.register(fd, 0)  # the other side's end is told without being asked for
+    poll.register(fd, 0)  # POLLHUP is reported without being requested
     poll.poll()
     os._exit(GONE)

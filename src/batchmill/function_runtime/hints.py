@@ -1,4 +1,4 @@
-"""What type hints say of a value: datatype, shape, whether it is a numpy array. A hint nobody knows says nothing."""
+"""Read type hints: datatype, shape, whether a value is a numpy array. Unknown hints are ignored."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import typing
 from .installed import loaded
 
 SCALARS = {int: "INT64", float: "FP64", bool: "BOOL", str: "STRING", bytes: "BYTES"}
-ALIASES_MAX = 32  # that stand for one another
-DIMENSIONS_MAX = 32  # of lists in lists; an alias may stand for a list of itself
+ALIASES_MAX = 32  # that refer to one another
+DIMENSIONS_MAX = 32  # of lists in lists; an alias may mean a list of itself
 _LISTS = (list, tuple, collections.abc.Sequence, collections.abc.Iterable)
 _NUMPY = {
     "bool": "BOOL", "bool_": "BOOL", "float16": "FP16", "float32": "FP32", "float64": "FP64", "str_": "STRING",
@@ -116,7 +116,7 @@ def _without_none(hint):
 
 
 def resolve_alias(hint):
-    """What an alias of Python 3.12's statement `type` stands for, as `NDArray[float64]` is one of newer numpys."""
+    """The value of an alias of Python 3.12's statement `type`, as `NDArray[float64]` is one of newer numpys."""
     for _ in range(ALIASES_MAX):
         alias = typing.get_origin(hint) or hint
         if type(alias).__name__ != "TypeAliasType":
@@ -125,7 +125,7 @@ def resolve_alias(hint):
             hint = _filled(alias, typing.get_args(hint))
         except Exception:  # user code: the value of an alias is any expression, read now for the first time
             return None
-    return None  # one that stands for itself
+    return None  # an alias of itself
 
 
 def _filled(alias, arguments):

@@ -51,7 +51,7 @@ def _read_input(name, entry):
 
 def _datatype(name, datatype):
     if datatype not in DATATYPES:
-        raise LoadError(f"{datatype!r} is no datatype: {', '.join(sorted(DATATYPES))} --> {name}")
+        raise LoadError(f"{datatype!r} is not a datatype: {', '.join(sorted(DATATYPES))} --> {name}")
     return datatype
 
 
@@ -135,7 +135,7 @@ def _is_json(value):
 CLASS = "InferlessPythonModel"
 SCHEMA = "input_schema"
 SETTINGS = ("BATCH_SIZE", "BATCH_WINDOW", "IS_STREAMING_OUTPUT")
-WINDOW_MS = 500  # where BATCH_SIZE stands alone
+WINDOW_MS = 500  # if only BATCH_SIZE is set
 NESTED = "Output {} is of type dictionary or tuple which is currently not supported. You can try json.dumps({})"
 
 
@@ -237,7 +237,7 @@ def _positions(call):
 
 
 def _finalizer(app):
-    """finalize(), which some write with a parameter that nobody passes anything in."""
+    """finalize(), which some write with a parameter."""
     finalize = getattr(app, "finalize", None)
     if finalize is None:
         return None

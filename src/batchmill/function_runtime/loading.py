@@ -183,7 +183,7 @@ def _import_module(name):
 
 
 def _import_file(file, stem, source):
-    # The file's own name, so that what it defines can be pickled; never that of a module that is there already.
+    # The file's own name, so that what it defines can be pickled; never that of a module that exists already.
     is_taken = stem in sys.modules or stem in getattr(sys, "stdlib_module_names", sys.builtin_module_names)
     name = f"{stem}_{hashlib.sha256(file.encode()).hexdigest()[:8]}" if is_taken else stem
     spec = importlib.util.spec_from_file_location(name, file, loader=FreshLoader(name, file))
@@ -198,7 +198,7 @@ def _import_file(file, stem, source):
 
 
 class FreshLoader(SourceFileLoader):
-    """Compiles the file as it is now: cached bytecode is told apart by size and second only."""
+    """Compiles the file as it is now: cached bytecode is compared by size and second only."""
 
     def get_code(self, fullname):
         path = self.get_filename(fullname)

@@ -72,14 +72,14 @@ class Progress:
         self.words[0] = 0
 
     def forget(self):
-        """Write where nobody reads, and let nobody write who holds the page: this is a child of user code."""
+        """Discard prints of a child of user code, without locks that another thread held at the fork."""
         self.words.release()
         self.words = memoryview(bytearray(BYTES)).cast("I")
 
 
 TEXT_CHARS_MAX = 16 * 1024  # of one line; the rest is left out
 BYTES_PER_S_MAX = 4 * 1024 * 1024  # of what is printed; lines beyond it are counted, not kept
-REQUESTS_MAX = 16  # told of a line that was printed for many calls together
+REQUESTS_MAX = 16  # listed for a line that was printed in a call of many
 START, CALL = "start", "call"
 
 _NOBODY = ((), None)

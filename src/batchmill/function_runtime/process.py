@@ -119,7 +119,7 @@ class Replies:
         self._link.put(pack({"kind": "piece", "id": stream_id, "ended": True, "error": error}))
 
     def note(self, error):
-        """Log an exception of user code if nobody waits for it."""
+        """Log an exception of user code if no caller waits for it."""
         print(trace_of(error), file=sys.stderr)
 
     def flush(self):
@@ -174,7 +174,7 @@ class FunctionProcess:
         self._code = self._caller = self._streams = None
 
     def run(self):
-        """Serve until told to stop; returns the exit code."""
+        """Serve until a `stop` frame; returns the exit code."""
         try:
             early = self._start()
         except LoadError as error:

@@ -73,7 +73,7 @@ def write_values(values, errors, first, *, exact):
     if not exact and SIMPLE.issuperset(map(type, values)):
         try:
             return installed.dump(values), []
-        except (ValueError, TypeError, OverflowError):  # text that is not UTF-8: told row by row
+        except (ValueError, TypeError, OverflowError):  # text that is not UTF-8: found row by row
             pass
     writer = Writer(exact=exact)
     plain = []

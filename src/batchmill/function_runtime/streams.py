@@ -77,7 +77,7 @@ class HandlerEvents:
             self._call(self._arguments, self)
         except StreamClosed:
             pass
-        except BaseException as error:  # told by __next__
+        except BaseException as error:  # raised by __next__
             self._error = error
         self._is_over = True
         self._made.release()
@@ -203,7 +203,7 @@ class Streams:
         printing.calling((called,))
         try:
             events.close()
-        except BaseException as error:  # user code: nobody reads what it says any more
+        except BaseException as error:  # user code, whose results are not read any more
             self._replies.note(error)
         printing.idle()
         self._progress.none()

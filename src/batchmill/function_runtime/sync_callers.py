@@ -219,7 +219,7 @@ def _array(parts, name):
 
 
 def _frame(parts, code):
-    """A data frame of the rows; its index are their ids where they came with ids."""
+    """A data frame of the rows; its index holds their ids if they have ids."""
     pandas = loaded("pandas")
     rows = [row for ask, first, end in parts for row in ask.columns[""][first:end]]
     index = None

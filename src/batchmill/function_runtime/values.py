@@ -39,11 +39,11 @@ _FORMATS.update({"INT64": "q", "UINT64": "Q", "FP16": "e", "FP32": "f", "FP64": 
 
 
 class Unreadable(Exception):
-    """An array that came is not what it says it is."""
+    """A received array does not match its description."""
 
 
 def is_array(value):
-    """Whether a value read from JSON stands for an array."""
+    """Whether a value read from JSON describes an array."""
     return type(value) is dict and len(value) == 1 and ARRAY in value
 
 
@@ -106,7 +106,7 @@ def split_bytes(data):
 
 
 def write(array, buffers):
-    """What stands for a numpy array, its bytes added to `buffers`; None for one of a type that has no datatype."""
+    """The description of a numpy array, whose bytes are added to `buffers`; None for a type without a datatype."""
     kind = array.dtype.kind
     if kind in "SUO":
         items = [_bytes_of(each) for each in array.reshape(-1).tolist()]
@@ -125,7 +125,7 @@ def write(array, buffers):
 
 
 def write_bytes(data, buffers):
-    """What stands for one value of bytes."""
+    """The description of one value of bytes."""
     buffers.append(join_bytes([data]))
     return {ARRAY: [len(buffers) - 1, BYTES, []]}
 
@@ -136,7 +136,7 @@ def joined(parts):
 
 
 def write_floats(items, shape, buffers):
-    """What stands for Python's own floats in row-major order: the last member says that they are no array's."""
+    """The description of Python's own floats in row-major order: the last member says that they are not an array's."""
     buffers.append(struct.pack(f"<{len(items)}d", *items))
     return {ARRAY: [len(buffers) - 1, "FP64", shape, True]}
 
@@ -298,7 +298,7 @@ class Writer:
 
     def _object(self, value):
         if inspect.iscoroutine(value):
-            value.close()  # or Python would warn that nobody awaited it
+            value.close()  # or Python would warn that it was never awaited
             raise Unserializable("TypeError: the result must be awaited: write the function as `async def`")
         if isinstance(value, _CODE):
             raise Unserializable(f"TypeError: Object of type {type(value).__name__} is not JSON serializable")

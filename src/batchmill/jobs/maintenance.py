@@ -74,7 +74,7 @@ class Maintenance:
                     await self._tidy()
                     self._tidied = self._clock.monotonic()
             except (BatchmillError, OSError):
-                continue  # the disk or the database still fails: whoever needs them says so
+                continue  # the disk or the database still fails: its users report that
 
     async def poll(self) -> None:
         """Resume every stalled job whose folders have enough space."""
@@ -198,7 +198,7 @@ class JobDeadlines:
     async def _end(self, job_id: str) -> None:
         try:
             await self._expire(job_id)
-        except Exception as error:  # a full disk, a change of its state, or a bug of ours: told, and looked at again
+        except Exception as error:  # a full disk, a change of its state, or a bug of ours: logged, and retried
             log.warning("the job %s could not be ended at its deadline: %s: %s", job_id, type(error).__name__, error)
             await self._clock.sleep(DEADLINE_RETRY_S)
         finally:

@@ -50,7 +50,7 @@ def rebuild_offloaded(order: bytes, progress: Progress) -> bytes:
 def rebuild(order: AuditOrder, progress: Progress) -> Rebuilt:
     """Keep every valid block: first those that were committed, then those that no commit names.
 
-    Raises: LedgerBroken when a plan is damaged: nobody can say then which row an outcome is of.
+    Raises: LedgerBroken for a damaged plan, which no longer says which row an outcome belongs to.
     """
     work = _Rebuild(order)
     try:

@@ -471,7 +471,7 @@ class JobRunner:
     async def _change_route(self, run: JobRun, spec: JobSpec) -> None:
         """Queue the job again with other routes, once no batch is left at the previous one.
 
-        Raises: SubmitUnknown where a provider may run rows that nobody can end.
+        Raises: SubmitUnknown if a provider may be running rows that cannot be cancelled.
         """
         await self._cancel_remote(run.plan, run.generation)
         self._raise_if_stopped()
@@ -523,7 +523,7 @@ class JobRunner:
                 self._early = None
                 return False
             except BatchmillError:
-                self._early = None  # it could not be written down, so it was not taken: the caller is told
+                self._early = None  # it could not be recorded, so it was refused: the caller gets the error
                 raise
             self._is_cancelling.set()
             return True

@@ -459,7 +459,7 @@ class JobService:
         self._deadlines.changed()
         return await self.show(record["id"])
 
-    # -- what goes on by itself ---------------------------------------------------------------------------------------
+    # -- background work ------------------------------------------------------------------------------------------
 
     async def _upcoming(self, count: int) -> Sequence[tuple[str, float]]:
         return await self._read(job_records.next_deadlines, count)

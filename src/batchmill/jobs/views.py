@@ -35,7 +35,7 @@ WAYS_OUT = {
     PauseReason.ROUTE_FAILED: "see to the provider, or give the model another route, then resume it",
 }
 SILENT_S = 5.0  # a worker says twice a second that it is there
-STILL_S = 10.0  # a job of which no row ended for so long is said to stand still
+STILL_S = 10.0  # a job counts as stalled if no row ended for so long
 
 
 class Silent(Struct, frozen=True):
@@ -167,7 +167,7 @@ def _silent(worker: PoolWorker, now: float) -> Silent | None:
 
 
 def _standstill_of(runner: JobRunner, now: float) -> Standstill | None:
-    """Whether the job stands still; None if rows completed lately or workers have just started."""
+    """Whether the job is stalled; None if rows completed lately or workers have just started."""
     run = runner.rows_run
     if run is None or run.ended.done():
         return Standstill(0.0, 0, is_between=True)
@@ -180,7 +180,7 @@ def _standstill_of(runner: JobRunner, now: float) -> Standstill | None:
 def reasons(
     view: JobView, models: Sequence[ModelAtWork], ahead: int, standstill: Standstill | None = None
 ) -> list[str]:
-    """One sentence for each thing that the job waits for; at least one if it stands still."""
+    """One sentence for each thing that the job waits for; at least one if it is stalled."""
     match JobState(view.state):
         case JobState.PAUSED:
             return [_paused(view)]

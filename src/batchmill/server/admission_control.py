@@ -416,7 +416,7 @@ class BodyPacer:
             self._left_s -= seconds
 
     def late(self) -> str:
-        """Return why the body is refused now; empty: it goes on, and a new window begins when this one ends."""
+        """Return why the body is refused now; empty: it continues, and a new window begins when this one ends."""
         if self._left_s is not None and self._left_s <= 0:
             return "the body did not end in time: server.body_timeout_s is the limit"
         if self._waited_s < self._window_s:

@@ -493,7 +493,7 @@ def checked_filename(name: str) -> str:
 
 
 def _insert(db: sa.Connection, record: FileRecord, within: Within | None, quota: int) -> None:
-    """Insert a record. Results of jobs do not count against the quota: nobody uploaded them."""
+    """Insert a record. Results of jobs do not count against the quota of uploads."""
     refuse_beyond(
         db, files, quota, quota="files", project=record.project, way_out="delete some",
         where=files.c.job.is_(None),

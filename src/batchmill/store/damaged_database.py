@@ -202,7 +202,7 @@ def _read(db: sqlite3.Connection, table: sa.Table) -> TableFound:
 
 
 def _behind(db: sqlite3.Connection, query: str, first: int) -> int | None:
-    """Where a gap ends that `first` lies in: what is behind it can be read. None: it goes on to the end."""
+    """The end of the gap that contains `first`: the rest can be read. None: it extends to the end."""
 
     def can_read(place: int) -> bool:
         try:

@@ -55,7 +55,7 @@ def _of(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ScalarSelect[int]
 # What holds bytes of a project: results of jobs are among the files, once somebody may fetch them.
 USED = sa.select(_of(files) + _of(upload_parts) + _of(adapters, adapters.c.state != "removed") + _of(jobs))
 RECENT_S = 1.0  # for so long a project with a tenth of its quota left is not looked at again
-ROOM_BYTES, ROOM_SHARE = 16 * 1024 * 1024, 10  # free, or so small a part of its quota, before a job goes on
+ROOM_BYTES, ROOM_SHARE = 16 * 1024 * 1024, 10  # free, or this share of its quota, before a job continues
 WAY_OUT = "delete files, uploads or adapters"
 T = TypeVar("T")
 

@@ -168,7 +168,7 @@ def scan(path: str | os.PathLike[str], start: int = 0, end: int | None = None) -
 def salvage(path: str | os.PathLike[str], start: int = 0, end: int | None = None) -> Iterator[Block | Damage]:
     """Every valid block of a segment between two bytes, and the damage between them.
 
-    Lines are JSON and JSON holds no NUL, which every header has: what is found behind damage is no row's text.
+    JSON lines hold no NUL, which every header has: so a header that is found after damage is not part of a row.
     """
     with open(path, "rb", buffering=0) as file:
         fd, name = file.fileno(), os.fspath(path)
@@ -277,7 +277,7 @@ class _OpenFile:
         self.synced_bytes = size_bytes
 
     def drop_unsynced(self) -> None:
-        """Nobody knows what a failed sync left on the disk: what came after the last good one must not be found."""
+        """After a failed sync the file's contents are unknown: blocks after the last good sync must not be found."""
         with contextlib.suppress(OSError):
             os.ftruncate(self.fd, self.synced_bytes)
 

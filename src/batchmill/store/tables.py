@@ -1,7 +1,7 @@
 """The tables of a data directory: one SQLAlchemy Core schema for SQLite and PostgreSQL.
 
 The database holds jobs and commit records, never rows: its size goes with the number of commits. What a server keeps
-besides (files, keys, webhooks) stands in `service_tables`,
+besides (files, keys, webhooks) is in `service_tables`,
 connectors and what belongs to them in `connector_tables`; how a database is opened, in `database`.
 """
 
@@ -151,7 +151,7 @@ secrets = Table(  # encrypted; what a secret belongs to is its name: "openai", "
     Column("hint", String(8), nullable=False),  # its last characters, where it is long enough to show some
     Column("created", Float, nullable=False),
     Column("changed", Float, nullable=False),
-    Column("project", String(64), index=True),  # whose quota it counts to; None: whoever runs the machine put it in
+    Column("project", String(64), index=True),  # whose quota it counts to; None: the machine's user put it in
 )
 
 connectors = Table(
@@ -306,7 +306,7 @@ files = Table(
     Index("files_by_bytes", "project", "job", "bytes"),
 )
 
-removals = Table(  # what was deleted, so that whoever asks for it hears of that; `pending`: some of it still lies there
+removals = Table(  # what was deleted, for later requests for it; `pending`: some files still exist
     "removals",
     metadata,
     Column("id", String(64), primary_key=True),  # of a result file or a job
@@ -408,11 +408,11 @@ model_versions = Table(  # functions as they were deployed; a row never changes 
     Column("spec", LargeBinary),  # types.ModelSpec as JSON, once it is ready
     Column("error", Text),  # why it failed: the traceback
     Column("project", String(64), nullable=False, server_default="default"),  # whose it is
-    Column("key", String(64)),  # the public id of the key that brought it; None: whoever runs the machine
+    Column("key", String(64)),  # the public id of the key that brought it; None: the machine's user
     Column("shared", Boolean, nullable=False, server_default="1"),  # other projects may call it
 )
 
-model_routes = Table(  # what a branch's `latest`, or an alias, stands for
+model_routes = Table(  # the versions of a branch's `latest` or of an alias
     "model_routes",
     metadata,
     Column("name", String(200), primary_key=True),
@@ -431,7 +431,7 @@ late_calls = Table(  # calls whose answers are sent to a URL once they are there
     Column("name", String(200), nullable=False),  # of the function; its version:
     Column("branch", String(200), nullable=False),
     Column("number", Integer, nullable=False),
-    Column("order", LargeBinary, nullable=False),  # how it is asked and told: JSON
+    Column("order", LargeBinary, nullable=False),  # the inputs and outputs of its interface: JSON
     Column("body", LargeBinary, nullable=False),  # empty once it was answered
     Column("reply", LargeBinary),  # None: not answered yet
     Column("bytes", BigInteger, nullable=False),  # of both

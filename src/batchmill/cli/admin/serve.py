@@ -98,7 +98,7 @@ def serve(session: Session, host: str | None, port: int | None, grpc_port: int |
     fields = {name: value for name, value in given.items() if value is not None}
     config = replace(config, server=replace(config.server, **fields))
     access_log.configure(log_level)
-    os.umask(0o077)  # whatever the server and its workers write is for nobody else on this machine
+    os.umask(0o077)  # files of the server and its workers are not readable by other users
     return session.run(_serve(session, config))
 
 

@@ -63,7 +63,7 @@ class LineDisplay:
         if view.state in _AT_REST:
             return  # the summary says it
         now = self._monotonic()
-        state = (view.state, *(_DIGITS.sub("", note) for note in view.notes))  # a note that only counts is no news
+        state = (view.state, *(_DIGITS.sub("", note) for note in view.notes))  # not for new numbers alone
         figures = (view.rows_ok, view.rows_failed, view.progress, view.notes)
         is_due = now - self._shown_at >= LINE_EVERY_S and figures != self._figures
         if state == self._shown and not is_due:
@@ -106,7 +106,7 @@ def is_phase(view: JobView) -> bool:
 
 
 def share(view: JobView) -> float | None:
-    """0..1 of the present phase, or None where nobody knows."""
+    """0..1 of the present phase, or None if unknown."""
     if is_phase(view):
         return view.progress
     return min(1.0, done(view) / view.rows) if view.rows else None

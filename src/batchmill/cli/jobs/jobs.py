@@ -169,8 +169,8 @@ PIECE_BYTES = 1024 * 1024
 LINE_CHARS_MAX = 80
 STATE_CHARS_MAX = 22  # paused (engine_failed)
 LISTED, LISTED_MAX = 100, 10_000  # jobs of one list
-EXACT_MAX = 10_000  # rows from here on are told in three figures
-QUIET_S = 2.0  # somebody who waits longer is told for what
+EXACT_MAX = 10_000  # counts from here on are shown with three figures
+QUIET_S = 2.0  # after so long, the reason for waiting is printed
 
 
 @click.group(invoke_without_command=True)
@@ -279,7 +279,7 @@ async def _show(session: Session, job_id: str) -> None:
 def results(session: Session, job_id: str, *, partial: bool, errors: bool, failed: bool, output: str | None) -> int:
     """Print a job's results; with --json, the paths of the result files."""
     if errors and failed:
-        raise InvalidInput("--errors and --failed do not go together: --failed finds the rows wherever they stand")
+        raise InvalidInput("--errors and --failed do not go together: --failed finds the rows in every file")
     if partial and errors:
         raise InvalidInput("--partial and --errors do not go together: finished rows come with their errors")
     if session.as_json and (partial or errors or failed or output is not None):
@@ -358,7 +358,7 @@ def _refuse_early(view: JobView, *, errors: bool) -> None:
     is_there = view.errors_output if errors else view.output or view.errors_output
     if is_there is None and errors and view.output is not None:
         why = (
-            "its rows that failed stand among the others, with what is wrong in `error`: --failed prints those"
+            "its failed rows are among the others, with the cause in `error`: --failed prints those"
             if view.rows_failed
             else "none of its rows failed"
         )
@@ -424,7 +424,7 @@ def retry(session: Session, job_id: str) -> int:
 def fail(session: Session, job_id: str) -> int:
     """Give up the rows of a job that their service answered with failures: they become errors now.
 
-    For a job that waits for a service which works, but for these rows. A paused job goes on so. Until a row is answered
+    For a job that waits for a service which works, but for these rows. A paused job is resumed. Until a row is answered
     again, further rows that fail are not tried again either. Rows that had no reply go on waiting.
     """
     return session.run(_go_on(session, lambda opened: opened.steer(job_id, "fail_rows"), "resumed"))

@@ -74,7 +74,7 @@ def _salvaged(report: SalvageReport) -> Iterator[str]:
     for job_id in report.rebuilt:
         yield f"  {job_id}: its ledger was made anew; `batchmill resume {job_id}` goes on with it"
     for path in report.moved:
-        yield f"  {path}: nobody's any more; it was moved there"
+        yield f"  {path}: it belonged to nothing, and was moved there"
 
 
 async def _verify(session: Session, job_id: str) -> int:

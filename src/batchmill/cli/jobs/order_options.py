@@ -26,7 +26,7 @@ OF_THE_PROMPT = ("messages", "prompt", "input", "instructions")  # fields of a b
 
 
 def pairs(texts: Sequence[str], flag: str, bare: str | None = None) -> dict[str, str]:
-    """KEY=VALUE texts; `bare` stands for the value of a KEY alone."""
+    """KEY=VALUE texts; `bare` is the value of a KEY alone."""
     found: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -39,7 +39,7 @@ def pairs(texts: Sequence[str], flag: str, bare: str | None = None) -> dict[str,
 
 
 def scalar(text: str) -> str | int | float | bool:
-    """A flag's value as it would stand in the configuration."""
+    """A flag's value as the configuration would have it."""
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):

@@ -1,4 +1,4 @@
-"""`batchmill remote`: the jobs at providers that hold rows of a job, and what became of those nobody could tell of."""
+"""`batchmill remote`: the jobs at providers that hold rows of a job, and how those in doubt were settled."""
 
 from __future__ import annotations
 

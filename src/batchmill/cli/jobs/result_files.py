@@ -151,7 +151,7 @@ def _make_table(lines: Callable[[], Iterator[bytes]], path: Path, output: str) -
         members = _decode(line)
         if "output" not in members or "error" not in members:
             raise InvalidInput(
-                f"these rows are no table: results of OpenAI batch rows are JSON lines, so name {output} "
+                f"these rows are not a table: results of OpenAI batch rows are JSON lines, so name {output} "
                 f"{Path(output).with_suffix('.jsonl').name}",
                 code="invalid_output",
             )

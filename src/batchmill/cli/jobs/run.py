@@ -59,7 +59,7 @@ async def follow(
 
 
 class _Leave:
-    """Ctrl-C where the job runs at a server: nobody looks any more, and nothing else changes."""
+    """Ctrl-C while the job runs at a server: watching ends, and nothing else changes."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
@@ -122,7 +122,7 @@ class _Pause:
                 await self._asking
 
     async def abandon(self) -> None:
-        """Leave nothing running and nothing unheard; why the watching ended is what will be told."""
+        """End both tasks and retrieve their errors; the error that ended the watching is raised."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)

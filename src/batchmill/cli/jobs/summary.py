@@ -24,7 +24,7 @@ NAME_CHARS_MAX = 80
 WIDTH = 10
 
 RESUME = "batchmill resume {id} (or the same command again)"
-# Why a pause came, and what somebody has to do for the job to go on.
+# The reason of a pause, and what to do to resume the job.
 PAUSES = {
     PauseReason.REQUESTED: ("paused", RESUME),
     PauseReason.INTERRUPTED: ("interrupted", RESUME),
@@ -151,7 +151,7 @@ def causes(view: JobView) -> list[str]:
 
 
 def pause_lines(view: JobView) -> list[str]:
-    """Why a job stopped and how it goes on."""
+    """Why a job stopped and how to continue it."""
     known = PAUSES.get(PauseReason(view.reason)) if view.reason in list(PauseReason) else None
     why, then = known or (clean(view.reason or view.state), RESUME)
     message = "" if view.reason == PauseReason.REQUESTED else clean(view.message, 2000, lines=True)
@@ -161,7 +161,7 @@ def pause_lines(view: JobView) -> list[str]:
 
 
 def leave_lines(view: JobView) -> list[str]:
-    """How a job that goes on at a server is come back to."""
+    """How to watch a job again that continues at a server."""
     return [
         f"to follow it: batchmill resume {view.id}",
         f"to end it: batchmill cancel {view.id}; its results: batchmill results {view.id}",

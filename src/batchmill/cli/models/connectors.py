@@ -1,4 +1,4 @@
-"""`batchmill connectors`: remote APIs that whoever runs this machine describes. A running server has them at once."""
+"""`batchmill connectors`: remote APIs that the machine's user describes. A running server has them at once."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ REQUESTS_SHOWN = 3
 async def show_logs(session: Session, name: str, query: LogQuery, *, follow: bool, is_build: bool) -> None:
     """Print them; with `follow` until interrupted."""
     if is_build and (follow or query.request is not None):
-        raise InvalidInput("--build is of the making, which is no call: leave out --follow and --request")
+        raise InvalidInput("--build shows the log of the build, not of calls: leave out --follow and --request")
     async with session.open() as opened:
         if not follow and query.request is None:
             _build(session, await opened.model(name).log(branch=query.branch, version=query.version or "latest"))
@@ -273,7 +273,7 @@ def alias(
 ) -> int:
     """Point an alias at versions: `alias NAME prod 3`, or split its calls: `alias NAME prod 3=90 4=10`."""
     if is_removal == bool(backends):
-        raise InvalidInput("say which versions the alias stands for, or --remove it")
+        raise InvalidInput("name the versions of the alias, or give --remove")
 
     async def change(opened: AsyncClient) -> str:
         if is_removal:
@@ -292,7 +292,7 @@ def _backend(text: str) -> BackendInfo:
     except ValueError:
         match = None
     if match is None or not 0 < weight <= 1e6:
-        raise InvalidInput(f"{text!r} is no version: write 3, 3=90 or feat/x/3=10")
+        raise InvalidInput(f"{text!r} is not a version: write 3, 3=90 or feat/x/3=10")
     return BackendInfo(int(match[2]), match[1] or MAIN, weight)
 
 

@@ -34,7 +34,7 @@ from batchmill.wire.text_cells import CellReader
 
 MESSAGE_CHARS_MAX = 2048
 SHALLOW_BYTES_MAX = 2 * DEPTH_MAX  # a result up to here cannot nest too deep
-ADDRESSES = ("model", "stream")  # fields of a body that are no arguments, unless the function names them
+ADDRESSES = ("model", "stream")  # fields of a body that are not arguments, unless the function names them
 
 # What reading a row may raise.
 READ_ERRORS = (BatchmillError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError)

@@ -25,7 +25,7 @@ log = logging.getLogger("batchmill.functions")
 
 TICK_S = 0.05
 LOG_TICKS = 20  # between two looks at the size of the log
-GRACE_S = 0.5  # an async call whose time is up is told so, and may end by itself
+GRACE_S = 0.5  # an async call whose time is up is cancelled, and may end by itself
 
 
 class Watch:
@@ -107,7 +107,7 @@ class Watch:
 
 
 FINALIZE_S = 5.0  # what stop() gives an idle function
-BUSY_S = 0.5  # and one that is in the midst of a call nobody waits for
+BUSY_S = 0.5  # and one that runs an abandoned call
 
 
 class FunctionProcessEngine:

@@ -68,7 +68,7 @@ def _run(future: Future[Any], call: Callable[[], Any]) -> None:
         return
     try:
         future.set_result(call())
-    except BaseException as error:  # whoever awaits the future gets it
+    except BaseException as error:  # the awaiter of the future gets it
         future.set_exception(error)
 
 
@@ -139,7 +139,7 @@ class FunctionCaller:
     """Turns rows into outcomes by calling user code. Whatever that code does, each row gets exactly one."""
 
     def __init__(self, loaded: functions.Loaded, log: UserLog, ahead: deque[Callable[[], object]]) -> None:
-        """`ahead` holds calls that go between two rows; whoever adds to it sees to it that they are run at all."""
+        """`ahead` holds calls that run between two rows; `UserThread` runs them if no row is running."""
         self.loaded = loaded
         self._log = log
         self._ahead = ahead
@@ -321,7 +321,7 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     if inspect.iscoroutine(value):
-        value.close()  # or Python would warn that nobody awaited it
+        value.close()  # or Python would warn that it was never awaited
         raise TypeError("it must be awaited: write the function as `async def`")
     raise TypeError(f"{_article(value)} has no JSON form")
 

@@ -1,6 +1,6 @@
 """Live calls: a form parses the body, the process runs it, and the form encodes the reply.
 
-Large bodies and results are read and written in a thread, so that the loop goes on.
+Large bodies and results are read and written in a thread, so that the loop stays responsive.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _bug(error: Exception) -> Raised:
 
 EVENT_STREAM = "text/event-stream"
 DONE = b"data: [DONE]\n\n"
-AHEAD = 4  # events asked for that nobody has taken yet
+AHEAD = 4  # events that are requested ahead of the client
 
 Piece = tuple[bytes, list[Buffer]] | BatchmillError | None  # None: there are no more
 

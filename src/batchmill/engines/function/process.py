@@ -79,10 +79,10 @@ class ProcessWork:
 
     def __init__(self, id_: int, parsed: ParsedCalls, *, is_exact: bool = False) -> None:
         self.id, self.parsed, self.is_exact = id_, parsed, is_exact
-        self.origin: Origin = ()  # whose it is; (): nobody knows
+        self.origin: Origin = ()  # (): unknown
         self.deadline = math.inf  # monotonic: somebody waits so long
         self.is_sent = False
-        self.strikes = 0  # processes that died with it and nobody knows why
+        self.strikes = 0  # unexplained deaths of processes that had it
 
     def frame(self) -> list[Buffer]:
         parsed = self.parsed
@@ -92,7 +92,7 @@ class ProcessWork:
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
         """Handle a `results` or `piece` frame. True: it was the last."""
-        raise AssertionError("said by what it is")
+        raise NotImplementedError
 
     def again(self) -> ProcessWork | None:
         """What to send to the next process after a death that was not this work's fault; None: nothing is left."""
@@ -100,7 +100,7 @@ class ProcessWork:
 
     def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
         """(what to send again, what to send again to run alone)."""
-        raise AssertionError("said by what it is")
+        raise NotImplementedError
 
     def note(self, calls: CallLog, text: str, row: int | None = None) -> None:
         """Log the result of the work, or of one of its rows."""
@@ -115,7 +115,7 @@ class ProcessWork:
 
     def fail(self, error: ModelFailed) -> None:
         """Fail the work: no process will run it."""
-        raise AssertionError("said by what it is")
+        raise NotImplementedError
 
 
 def results_of(meta: dict[str, Any], buffers: list[Buffer]) -> FunctionResults:
@@ -271,7 +271,7 @@ BACKOFF_MAX_S = 10.0
 class Process:
     """
     Args:
-        counted: is told of what every `results` frame counts: its meta.
+        counted: is called with the meta of every `results` frame.
     Concurrency: one event loop.
     """
 
@@ -485,7 +485,7 @@ class Process:
                 return
 
     def _replaced(self, task: asyncio.Task[None]) -> None:
-        """Fail all work if replacing the process has raised, so that nobody waits forever."""
+        """Fail all work if replacing the process has raised, so that no caller waits forever."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._give_up(ModelFailed(f"{self._model.source} cannot be replaced: {type(error).__name__}: {error}"))
 

@@ -1,6 +1,6 @@
 """AdapterCache: the adapters that an engine server holds, loaded ahead of need, evicted least recently used.
 
-Whoever sends a row or a live request says so here; what is in use stays. Live requests go first.
+Senders of rows and live requests register here; adapters in use stay. Live requests go first.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class AdapterCache:
             self._slots.pop(adapter, None)
             self._lost(adapter, lost)
             if not await server.is_healthy():
-                await server.stop()  # whoever runs rows or waits sees to a new one
+                await server.stop()  # the rows and calls that wait start a new one
         else:
             self._settle(slot, why)
 

@@ -337,7 +337,7 @@ def main() -> int:
     parser.add_argument("--grace-s", type=float, required=True, help="from SIGTERM to SIGKILL")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
-    # The server must not hold the lock: then nobody could tell that its guard is dead.
+    # The server must not hold the lock: a dead guard would then not be noticed.
     os.set_inheritable(options.lock_fd, False)
     return Guard(options).run()
 

@@ -194,7 +194,7 @@ def secret_variables(model: ModelSpec) -> dict[str, str]:
     """The environment variables with secrets. Raises: ModelFailed for a missing or forbidden secret."""
     for name in model.secrets:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ModelFailed(f"{name!r} is no name of an environment variable", code="invalid_config")
+            raise ModelFailed(f"{name!r} is not a name of an environment variable", code="invalid_config")
         if name in _OWN_VARIABLES or name in _DROPPED_VARIABLES or name.startswith("BATCHMILL_"):
             raise ModelFailed(f"the variable {name!r} is not yours to set for an engine", code="invalid_config")
     return {name: secrets.resolve(reference).reveal() for name, reference in model.secrets.items()}
@@ -205,7 +205,7 @@ def _runs_in_one_process(flags: Mapping[str, Flag], env: Mapping[str, str], mach
 
     In a process of its own it computes on all cores but one, and on that one the engine spins until it is done: on two
     cores 103 rows/s where this ran at 135. vLLM accepts it on a CPU only with its multiprocessing switched off, which
-    changes nothing else for a server, and leaves the threads' number to us. A caller's own choice of any of it stands.
+    changes nothing else for a server, and leaves the threads' number to us. A caller's own choice has precedence.
     """
     chosen = {"distributed-executor-backend", "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"}
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"}
@@ -220,9 +220,7 @@ def read_flags(engine_args: Mapping[str, Flag]) -> dict[str, Flag]:
         if flag in _OWNED:
             raise ModelFailed(f"the engine argument {name!r} is not yours to set: {_OWNED[flag]}")
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9.-]*", flag):
-            raise ModelFailed(
-                f"the engine argument {name!r} is no flag's name; write it as vLLM does, like max-model-len"
-            )
+            raise ModelFailed(f"the engine argument {name!r} is not a flag; write it as vLLM does, like max-model-len")
         words = {"true": True, "false": False}
         flags[flag] = words.get(value.lower(), value) if isinstance(value, str) else value
     return flags
@@ -310,7 +308,7 @@ def _environment(flags: Mapping[str, Flag], socket: Path, env: Mapping[str, str]
     # vLLM's own sockets go beside ours: the directory goes with the engine, they would stay in /tmp after a SIGKILL.
     chosen |= {"VLLM_RPC_BASE_PATH": str(socket.parent), "PYTHONUNBUFFERED": "1"}
     chosen |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    if "VLLM_PLUGINS" in env:  # the caller's choice stands, with ours beside it
+    if "VLLM_PLUGINS" in env:  # the caller's choice is kept, and ours added
         chosen["VLLM_PLUGINS"] = ",".join(filter(None, [env["VLLM_PLUGINS"], PLUGIN]))
     chosen["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # on a private socket
     chosen["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SIDE), env.get("PYTHONPATH")]))
@@ -370,7 +368,7 @@ def find_python(model: ModelSpec, env: Mapping[str, str], here: Path) -> str:
         if named:
             python = shutil.which(os.path.expanduser(named), path=env.get("PATH"))
             if python is None:
-                raise ModelFailed(f"{origin} is {named!r}, which is no program")
+                raise ModelFailed(f"{origin} is {named!r}, which is not a program")
             if not _has_vllm(python, env):
                 raise ModelFailed(f"{origin} is {named!r}, and vLLM is not installed there")
             return python

@@ -121,7 +121,7 @@ class _PendingCall(Struct, eq=False):
     adapter: Adapter | None
     tracked: Tracked
     server: VllmServer | None = None  # that was asked last
-    usage: Usage | None = None  # as far as its answer tells: of a stream the pieces of it
+    usage: Usage | None = None  # if its reply reports it; of a stream, its chunks
 
 
 class LlmLive:

@@ -22,9 +22,7 @@ from batchmill.wire.messages import Charged, EngineDied, Suspected
 
 LEFT_S = 5.0  # a request whose caller went so short a time before a death is as suspect as those in flight
 LEFT_MAX = 1_024
-REMEMBERED_MAX = (
-    4_096  # digests of live requests that were in flight at a death, which nobody can try again but callers
-)
+REMEMBERED_MAX = 4_096  # digests of live requests that were in flight at a death, which only callers can retry
 REST_S, REST_MAX_S = 60.0, 900.0  # after a death beyond the budget, twice that after the next, ...
 BESIDE_S = 600.0  # a project that was served so short a time ago is another one that could be stopped
 COMPLAINT_CHARS_MAX = 2_000
@@ -184,7 +182,7 @@ class Deaths:
         self.report(Suspected(Suspect(request.digest, request.project, request.url, request.alone, self._clock.now())))
 
     def _settle(self, death: _Death) -> None:
-        """Charge a death to the one project that is left as its cause; if none is left, to nobody."""
+        """Charge a death to the one project that is left as its cause; to none if none is left."""
         if len(death.open) == 1 and death.charge is None:
             death.charge = Charge(next(iter(death.open)), death.at)
             self._charge(death.charge, is_taken_back=False)

@@ -305,8 +305,8 @@ class SchemaWalk:
         return size
 
     def _size(self, value: Any, key: str, place: str, depth: int) -> int:
-        """How many parts a value comes to. `key`: the keyword it stands under; "": it stands under a name."""
-        self._nodes += not self._open  # what is referred to is counted where it stands
+        """How many parts a value comes to. `key`: the keyword that it belongs to; "": it belongs to a name."""
+        self._nodes += not self._open  # a referenced part is counted where it is defined
         if self._nodes > self._limits.nodes_max:
             raise too_large(
                 f"{place[:SHOWN_CHARS]}: there are more than {self._limits.nodes_max:,} parts (limits.schema_nodes_max)"
@@ -357,7 +357,7 @@ class SchemaWalk:
         if name in DATA:
             return 1
         most = VALUE_MAX if name in VALUES else self._limits.repetitions_max
-        if not abs(number) <= most:  # nor what is no number
+        if not abs(number) <= most:  # also refuses NaN
             limit = "2**63" if name in VALUES else f"{most:,} (limits.schema_repetitions_max)"
             is_long = isinstance(number, int) and abs(number) >= 10**30
             shown = f"a number of {number.bit_length()} bits" if is_long else f"{number:,}"
@@ -422,7 +422,7 @@ ANSWERS_MAX = 1_024  # of one request: choices times prompts
 SMALL_BYTES_MAX = 4_096  # of a field that has no bound of its own
 SMALL_DEPTH_MAX, SMALL_PARTS_MAX = 8, 256
 NUMBER_MAX = 2**31 - 1
-SHORT_BYTES = 9  # digits that are no more are within NUMBER_MAX
+SHORT_BYTES = 9  # so few digits are within NUMBER_MAX
 
 
 def _names(text: str) -> frozenset[str]:
@@ -472,7 +472,7 @@ LISTS = {
     "stop": (65_536, 1_024),
     "stop_token_ids": (65_536, 1_024),
 }
-TEXTS = frozenset(["bad_words", "cache_salt", "session_id", "stop"])  # whose texts are no numbers, however they look
+TEXTS = frozenset(["bad_words", "cache_salt", "session_id", "stop"])  # texts, never numbers
 RANGES = {
     "best_of": (0, CHOICES_MAX),
     "n": (0, CHOICES_MAX),
@@ -520,7 +520,7 @@ def _check(name: str, raw: bytes) -> None:
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InvalidRow(f"body.{name} cannot be read: {error}", code="invalid_field") from None
     if name == "chat_template_kwargs" and isinstance(value, dict) and (wrong := sorted(RENDERER & value.keys())):
-        text = f"body.chat_template_kwargs.{wrong[0]} is not taken: it is no variable of a template"
+        text = f"body.chat_template_kwargs.{wrong[0]} is refused: it is not a variable of a template"
         raise InvalidRow(text, code="parameter_not_allowed")
     _check_value(name, value, entries_max, RANGES.get(name, (-NUMBER_MAX, NUMBER_MAX)))
 
@@ -557,7 +557,7 @@ def _number(name: str, value: Any) -> int | float | None:
 
 def _check_number(name: str, number: int | float, allowed: tuple[int, int]) -> None:
     least, most = allowed
-    if not least <= number <= most:  # nor what is no number
+    if not least <= number <= most:  # also refuses NaN
         is_short = isinstance(number, float) or abs(number) < 10**30
         shown = str(number) if is_short else f"a number of {int(number).bit_length()} bits"
         raise InvalidRow(f"body.{name} is {shown}; it may be {least:,} to {most:,}", code="number_out_of_range")

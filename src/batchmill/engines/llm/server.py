@@ -229,7 +229,7 @@ class CallLost(Exception):
 
     def __init__(self, why: str, *, was_sent: bool = True) -> None:
         super().__init__(why)
-        self.was_sent = was_sent  # False: no server has heard of it
+        self.was_sent = was_sent  # False: it never reached a server
 
 
 class ReplyTooLarge(Exception):
@@ -343,7 +343,7 @@ class VllmServer:
             raise CallLost(f"{type(error).__name__}: {error}") from None
         finally:
             if reply is not None and not reply.content.at_eof():
-                reply.close()  # the connection goes with it: nobody waits for the rest
+                reply.close()  # this closes the connection: the rest is not needed
 
     async def load_adapter(self, name: str, place: str, timeout_s: float) -> str:
         """Load an adapter. Returns the server's error message; empty: it is loaded. Raises: CallLost."""

@@ -26,7 +26,7 @@ PROVIDER_APIS = {
 def load_provider(model: ModelSpec, connections: Connections) -> ProviderApi:
     """Construct the batch API of a model's provider.
 
-    Raises: ModelFailed for a provider nobody knows, or one whose extra is not installed.
+    Raises: ModelFailed for an unknown provider, or one whose extra is not installed.
     """
     name = model.provider or "openai"
     if name not in PROVIDER_APIS:

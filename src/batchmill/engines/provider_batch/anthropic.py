@@ -185,7 +185,7 @@ class AnthropicBatches:
     async def cancel(self, job: RemoteJob) -> RemoteJob:
         try:
             return await self._ask(job, "POST", "/cancel")
-        except ProviderRefusal:  # one that has ended cannot be cancelled: say how it stands
+        except ProviderRefusal:  # a batch that has ended cannot be cancelled: report its state
             return await self.look(job)
 
     async def results(self, job: RemoteJob) -> AsyncIterator[list[tuple[int, RowReply]]]:

@@ -122,7 +122,7 @@ def _image_source(url: str, place: str) -> Block:
 def _base64_source(url: str, types: tuple[str, ...], place: str) -> Block:
     found = _DATA_URL.match(url)
     if found is None or found[1].lower() not in types:
-        raise refuse(f"{url[:40]!r} in {place}", f"it is no data: URL in base64 of {', '.join(types)}")
+        raise refuse(f"{url[:40]!r} in {place}", f"it is not a data: URL in base64 of {', '.join(types)}")
     return {"type": "base64", "media_type": found[1].lower(), "data": url[found.end() :]}
 
 

@@ -292,7 +292,7 @@ def read_uri(uri: str) -> S3Object:
     """Parse s3://BUCKET/PREFIX. Raises: ModelFailed for anything else."""
     found = _URI.fullmatch(uri)
     if found is None:
-        raise ModelFailed(f"{uri[:200]!r} is no place in S3: write s3://BUCKET/PREFIX", code="invalid_argument")
+        raise ModelFailed(f"{uri[:200]!r} is not a location in S3: write s3://BUCKET/PREFIX", code="invalid_argument")
     return S3Object(found[1], (found[2] or "").strip("/"))
 
 
@@ -304,7 +304,7 @@ class S3:
         self._region, self._domain = account.region, account.domain
         self._endpoint = (account.argument("s3_endpoint") or "").rstrip("/")
         if self._endpoint and not is_host(self._endpoint):
-            raise ModelFailed(f"s3_endpoint {self._endpoint!r} is no address", code="invalid_argument")
+            raise ModelFailed(f"s3_endpoint {self._endpoint!r} is not an address", code="invalid_argument")
         self._calls = Signed(account, "s3", connections).calls
 
     async def put(self, place: S3Object, file: Path, size: int) -> None:

@@ -39,7 +39,7 @@ from batchmill.wire.json_bytes import encode, shallow
 
 INPUT, OUTPUT = "input.jsonl", "output"
 ANTHROPIC, ANTHROPIC_VERSION = "anthropic.", "bedrock-2023-05-31"
-ROWS_MIN = 100  # of one job, in accounts whose quota nobody has changed
+ROWS_MIN = 100  # of one job, with the default quota of an account
 CHAT_LETTER, PLAIN_LETTER = "c", "r"  # before a row's number, in its record's name
 PAGE, PAGES_MAX = 100, 20
 JOBS, JOB = "/model-invocation-jobs", "/model-invocation-job"

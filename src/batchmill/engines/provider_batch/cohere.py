@@ -289,7 +289,7 @@ class CohereBatches:
                     return each
             if len(datasets) < PAGE:
                 return None
-        return None  # at worst a dataset is left there that nobody is charged for
+        return None  # at worst a dataset is left there, which costs nothing
 
     async def _check_valid(self, job: RemoteJob) -> None:
         """Raises: TryAgain while Cohere validates the texts, JobRefused if they are invalid."""

@@ -359,7 +359,7 @@ class OpenAIBatches:
             if not files or is_past or page.get("has_more") is not True:
                 return None
             after = {"after": _text(files[-1], "id")}
-        return None  # at worst a file is left there that nobody is charged for
+        return None  # at worst a file is left there, which costs nothing
 
 
 def _file_name(job: RemoteJob) -> str:

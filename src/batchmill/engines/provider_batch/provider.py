@@ -58,7 +58,7 @@ class RowReply(Struct, frozen=True, gc=False):
     usage: Usage | None = None
     request_id: str | None = None
     is_undone: bool = False  # it was not run (its job expired, the provider was overloaded): it may be sent again
-    is_garbled: bool = False  # what came is not readable: it may read better when it is downloaded again
+    is_garbled: bool = False  # the file is not readable: downloading it again may help
 
 
 class TryAgain(BatchmillError):
@@ -70,7 +70,7 @@ class TryAgain(BatchmillError):
     def __init__(self, message: str, *, rest_s: float | None = None, is_unseen: bool = False) -> None:
         super().__init__(message)
         self.rest_s = rest_s  # how long the provider asks to be left alone
-        self.is_unseen = is_unseen  # the provider never took it up: throttled, or no connection came about
+        self.is_unseen = is_unseen  # the provider did not process it: throttled, or no connection
 
 
 class JobRefused(BatchmillError):
@@ -340,7 +340,7 @@ class ProviderClient:
                         data += piece
                     raise self._error(response.status, response.headers, _without(data, closed.secrets))
                 if response.headers.get("content-type", "").startswith("text/html"):
-                    raise TryAgain("a page came where a file was asked for: a proxy's, it may be")
+                    raise TryAgain("an HTML page arrived instead of a file, perhaps from a proxy")
                 while piece := await self._connections.read(response):
                     yield piece
             finally:

@@ -41,7 +41,7 @@ SHARED = frozenset(ProviderSettings.__struct_fields__) | {"rows_max", "bytes_max
 def read_settings(model: ModelSpec, further: frozenset[str]) -> ProviderSettings:
     """The settings of a model; `further` names what its provider reads itself.
 
-    Raises: ModelFailed for an argument nobody knows, or a value that is none.
+    Raises: ModelFailed for an unknown argument or an invalid value.
     """
     for name in model.engine_args:
         if name not in SHARED and name not in further and not name.startswith("header."):
@@ -222,5 +222,5 @@ def _base_url(model: ModelSpec) -> tuple[str, dict[str, str]]:
         base = base.rstrip("/").removesuffix("/batches")
     parts = urlsplit(base)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-        raise ModelFailed(f"base_url {base!r} is no address such as https://HOST/v1", code="invalid_base_url")
+        raise ModelFailed(f"base_url {base!r} is not an address such as https://HOST/v1", code="invalid_base_url")
     return base.rstrip("/"), dict(parse_qsl(query))

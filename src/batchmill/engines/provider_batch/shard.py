@@ -42,7 +42,7 @@ class Gathered(Struct):
     answered: int = 0
     repeated: int = 0  # answers to rows that had one
     strange: int = 0  # answers to rows that the job never held
-    unread: int = 0  # lines that nobody can read
+    unread: int = 0  # unreadable lines
     undone: dict[int, RowReply] = field(default_factory=dict)  # what was said of rows that may be sent again
     refused: JobRefused | None = None  # the provider ended the job without running what is left over
 

@@ -113,7 +113,7 @@ def _read_value(status: int, data: bytes, is_text: bool) -> Reply | RowError:
     try:
         return Reply(status, encode({"response": data.decode()}))
     except UnicodeDecodeError:
-        return RowError("bad_response", f"the reply is no text of UTF-8: it begins {_start(data)!r}")
+        return RowError("bad_response", f"the reply is not UTF-8 text: it begins {_start(data)!r}")
 
 
 def _usage_in_headers(headers: Mapping[str, str]) -> Usage | None:
@@ -239,7 +239,7 @@ class ConnectorCall(Attempts):
         self.row = row  # None: a live request's
         self.parameters = parameters
         self.is_typed = is_typed  # its parameters are values as they are meant: see `Renderer`
-        self.is_admitted = False  # its rate was kept where it came in
+        self.is_admitted = False  # it has passed its rate limit
         self.is_predict = False  # of ML Commons
         self.url = ""  # which path was asked for, where its replies have a form of their own
         self.rendered: Rendered | None = None

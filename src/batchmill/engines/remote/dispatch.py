@@ -34,7 +34,7 @@ Prepare = Callable[[Row], RemoteRow]
 class Dispatch:
     """One `run` of an engine: rows from a feed through `send` into a sink.
 
-    A task stands for a call in flight; when it has its reply it goes on with the next row, so a task is made only
+    A task is a call in flight; after its reply it continues with the next row, so a task is created only
     when more calls are to be in flight than before. Rows that wait for their retry hold no place in flight.
     """
 
@@ -55,7 +55,7 @@ class Dispatch:
         self._waiting: set[RemoteRow] = set()  # of these, rows that wait for their retry
         self._aside: list[RemoteRow] = []  # and rows that failed in the outage that lasts
         self._reach = 0  # rows to hold while it lasts
-        self._given_up: set[str] = set()  # jobs whose failures stand, until a row of theirs is answered
+        self._given_up: set[str] = set()  # jobs whose failures are final, until one of their rows is answered
         self._feed_ended = False
         self._stopped: JobPaused | None = None
         self._alarm: asyncio.Task[None] | None = None
@@ -193,7 +193,7 @@ class Dispatch:
     def _take_back(self) -> None:
         """Queue the rows of an outage that is over, as long as other rows confirm that it is over.
 
-        What it lasted is no time of theirs.
+        Its duration does not count as theirs.
         """
         now = self._clock.monotonic()
         for call in self._aside:
@@ -277,7 +277,7 @@ class Dispatch:
         """Whether no row is in flight."""
         return self._pacer.window.in_flight == self._ahead.in_flight
 
-    # what came back
+    # replies
 
     def _handle(self, call: RemoteRow, fault: Fault, now: float) -> None:
         match fault.kind:

@@ -106,7 +106,7 @@ class HttpLive:
     def _settle(self, call: RemoteLiveCall, response: aiohttp.ClientResponse, body: bytes) -> tuple[int, bytes]:
         """Tell the pacer the result, and return the status and body for the caller.
 
-        Raises: AuthRefused, since the credentials are not the caller's; ModelFailed for what is no answer.
+        Raises: AuthRefused, since the credentials are not the caller's; ModelFailed for an invalid reply.
         """
         now = self._clock.monotonic()
         reply = read_reply(response.status, body)

@@ -174,7 +174,7 @@ class LearnedRate:
         if self._step >= STEP_MAX:
             tried = max(tried, pace / (1 + STEP_MAX))
         elif not rest_s:
-            tried = max(tried, was * CREEP)  # some of it was borne; if it was too much, that is told soon
+            tried = max(tried, was * CREEP)  # the service took some of it; if it was too much, it soon refuses
         self.good = min(max(was, found or 0.0, tried), pace)
 
     def _was_window(self, now: float) -> bool:

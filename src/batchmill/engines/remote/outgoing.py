@@ -130,7 +130,7 @@ class Composer:
         """The body with the service's name of the model."""
         if not fields.model or (fields.model == self._own_name and fields.model != self._source):
             return with_model(body, self._source)
-        if body.count(b'"model"') != 1 or b"\\u00" in body:  # a name that stands twice is read in more than one way
+        if body.count(b'"model"') != 1 or b"\\u00" in body:  # readers disagree on duplicate names
             return with_model(body, fields.model)
         return body
 
@@ -162,7 +162,9 @@ def read_base_url(model: ModelSpec) -> SplitResult:
     except ValueError:
         is_usable = False
     if not is_usable:
-        raise ModelFailed(f"base_url {text!r} is no address such as http://127.0.0.1:8000/v1", code="invalid_base_url")
+        raise ModelFailed(
+            f"base_url {text!r} is not an address such as http://127.0.0.1:8000/v1", code="invalid_base_url"
+        )
     if base.username is not None or base.password is not None:
         raise ModelFailed("base_url holds a user or password: name the key with api_key", code="invalid_base_url")
     return base._replace(fragment="")

@@ -75,7 +75,7 @@ class ConcurrencyWindow:
         if sent_at < self._shrunk_at:
             return
         self._shrunk_at = now
-        # What was allowed and not used is no measure of what the service bears.
+        # An unused allowance does not show what the service can take.
         used = min(self.limit, max(self.in_flight + 1, IN_FLIGHT_START))
         self.limit = max(1, int(used * keep))
         self._settle(now, 0.0)
@@ -198,7 +198,7 @@ class Outage:
         self.was_up = False
         self.failures = 0
         self.last = ""
-        self.is_reachable = True  # the last failure was no refused connection
+        self.is_reachable = True  # the last failure was not a refused connection
         self.stretch = Stretch()  # that failures belong to now
         self.probe_at = -math.inf  # when a call may ask whether it is over
         self._since = 0.0
@@ -417,7 +417,7 @@ class Ahead:
         """Wait until a call of this size may go; return its estimated tokens. It counts as sent until `ended`.
 
         Args:
-            is_admitted: the rate that is set was kept where the call came in: it waits for none.
+            is_admitted: the call has passed the configured rate: it does not wait for it.
 
         Raises: Unavailable where it may not for too long, RateLimited where too many others are in flight.
         """
@@ -428,7 +428,7 @@ class Ahead:
             return await self._turn_of(turn)
         except BaseException:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._pacer.window.failed()  # its turn came as it was given up
+                self._pacer.window.failed()  # its turn came when it was abandoned
                 self.ended()
             turn.cancel()
             raise

@@ -162,7 +162,7 @@ def with_used(spec: JobSpec, plan: Plan) -> JobSpec:
 
 
 class AdapterWork:
-    """Fetches and checks adapters for one job. `told`: what it waits for, empty while it does not."""
+    """Fetches and checks adapters for one job. `told` is called with what it waits for, empty if it does not wait."""
 
     def __init__(self, source: Adapters, offload: Offload) -> None:
         self._source, self._offload = source, offload

@@ -35,7 +35,7 @@ class RowTokens(Struct, frozen=True, gc=False):
     input: int = 0
     output: int = 0
     is_unlimited: bool = False
-    has_media: bool = False  # parts that are no text: not counted
+    has_media: bool = False  # parts that are not text; they are not counted
 
 
 class Counter(Protocol):
@@ -98,7 +98,7 @@ def tokens_of(request: Request, counter: Counter) -> RowTokens:
 
 
 def _parts(body: dict[str, Any]) -> Iterator[str | int | None]:
-    """The prompt in pieces: text, a number of tokens, or None for what is no text."""
+    """The prompt in pieces: text, a number of tokens, or None for a part that is not text."""
     if body.get("tools"):
         yield encode(body["tools"]).decode()
     messages = body.get("messages")

@@ -154,7 +154,7 @@ def _refuse_inputs(inputs: list[str], written: list[str]) -> None:
 
 
 def has_run(record: sa.RowMapping) -> bool:
-    """Whether the ledger counts an outcome that came from a model."""
+    """Whether the ledger counts an outcome of a model."""
     return record["rows_ok"] + record["rows_failed"] > record["rows_rejected"]
 
 

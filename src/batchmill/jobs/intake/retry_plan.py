@@ -31,7 +31,7 @@ class Opened(Struct, frozen=True):
     """What the retry will run."""
 
     rows: int
-    rows_ok: int  # leaders whose outcome stands
+    rows_ok: int  # leaders that keep their outcome
     settled: dict[str, int]  # error code -> rows that validation refused: they cannot be run again
 
 

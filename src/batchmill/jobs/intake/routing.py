@@ -197,14 +197,14 @@ def _order(way: _Way, left_s: float) -> tuple:
 def _why(best: _Way, ordered: Sequence[_Way], left_s: float, tokens: int | None) -> str:
     name, can = name_of(best.route), best.can(left_s)
     if len(ordered) == 1:
-        return f"it goes by {name}: there is no other way"
+        return f"it goes by {name}: there is no other route"
     cheapest = "the cheapest way" if best.cost is not None else "no way has a price, and this one comes first"
     if math.isinf(left_s):
         return f"it goes by {name}: {cheapest}"
     if can is None:
-        return f"it goes by {name}: nobody knows whether it is done in {duration(left_s)}, and no other way surely is"
+        return f"it goes by {name}: it may take over {duration(left_s)}, and no other route is surely faster"
     if not can:
-        return f"it goes by {name}: no way is done in {duration(left_s)}, and this one is the fastest"
+        return f"it goes by {name}: no route is done in {duration(left_s)}, and this one is the fastest"
     return f"it goes by {name}: {cheapest} of those that are done in {duration(left_s)}"
 
 

@@ -53,7 +53,7 @@ def flaws(home: Path) -> list[str]:
 def remake(order: SealOrder, files: JobFiles, progress: Progress) -> list[str]:
     """Make a damaged dataset anew; what was wrong with it, nothing where it is sound.
 
-    Raises: InputChanged where the input is not what was sealed, or nobody can say so any more.
+    Raises: InputChanged if the input is not what was sealed, or that can no longer be checked.
     """
     wrong = flaws(files.dataset)
     if not wrong:
@@ -100,7 +100,7 @@ def _move_in(home: Path, anew: Path) -> None:
     sync_folder(home)
 
 
-BREACHES_MAX = 1000  # told one by one; of the others there is the number
+BREACHES_MAX = 1000  # listed one by one; the others are counted
 
 
 class AuditOrder(Struct, frozen=True):
@@ -199,7 +199,7 @@ class _Audit:
         if outcomes is not None:
             planned = outcomes.shards[shard.shard] if shard.shard < len(outcomes.shards) else None
             if planned is None or (planned.lo, planned.hi) != (shard.lo, shard.hi):
-                faults.append(f"positions {shard.lo} to {shard.hi - 1} are no shard of the plan")
+                faults.append(f"positions {shard.lo} to {shard.hi - 1} are not a shard of the plan")
         bits = int.from_bytes(shard.bitmap, "little")
         rows = sum(commit.rows_ok + commit.rows_failed for commit in commits)
         if not bits.bit_count() == shard.done == rows:
@@ -254,7 +254,7 @@ class _Audit:
             return f"a block of epoch {block.epoch} in a commit of epoch {commit.epoch}"
         outcomes = self._maps.get(commit.generation)
         if outcomes is None:
-            return None  # that there is no plan to hold it against has been said
+            return None  # the missing plan has been reported
         fault = outcomes.breach(block, commit.shard)
         if fault is None:
             outcomes.take(block)
@@ -277,7 +277,7 @@ class _Audit:
         """The sums of the job are those of its rows."""
         sums, state = self._before.counters, self._before.state
         if len(self._maps) != self._before.generation + 1:
-            return  # without a plan nobody can say what the newest outcome of a row is
+            return  # without a plan the newest outcome of a row is unknown
         self._states = newest(self._maps.values(), self._maps[0].plan.plan.rows)
         plan = self._maps[0].plan.plan
         ok, failed = self._states.count(OK), self._states.count(FAILED) + plan.rejected

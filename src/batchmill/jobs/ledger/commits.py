@@ -1,6 +1,6 @@
 """CommitLog: the queue of commits and notes for the ledger, written many at a time in order.
 
-Whoever stands in it is told what became of it, also when the line itself has broken. A note is written down only once
+Every entry's caller learns its result, also when the queue itself has failed. A note is written down only once
 everything before it has been counted: what could not be counted must not be said to be settled.
 """
 
@@ -19,7 +19,7 @@ from batchmill.types import Commit, Lease
 
 BATCH_MAX = 256
 # Workers commit only rows that they were granted, so the line is short unless the disk is slower than they are: then
-# whoever reads a worker's messages waits here, and with it the worker.
+# the reader of a worker's messages waits here, and so does the worker.
 QUEUE_MAX = 1024
 REFUSED_MAX = 10_000  # leases with a commit that could not be counted; their jobs pause, so they are few
 
@@ -72,14 +72,14 @@ class CommitLog:
         return await self.ledger.database.look(function, *args, **kwargs)
 
     async def commit(self, commit: Commit, cost: float | None, callback: CommitCallback) -> None:
-        """Queue a commit, once there is room; `told` hears what became of it, on the event loop.
+        """Queue a commit, once there is room; `told` is called with the result on the event loop.
 
         If `callback` raises, it is called again with LedgerBroken.
         """
         await self._put(_Entry(commit, cost, callback))
 
     async def note(self, note: ShardNote, callback: NoteCallback) -> None:
-        """Queue a note, once there is room; `told` hears, on the event loop, whether it is kept."""
+        """Queue a note, once there is room; `told` is called on the event loop with whether it is stored."""
         await self._put(_NoteEntry(note, callback))
 
     async def settle(self) -> None:
@@ -93,7 +93,7 @@ class CommitLog:
             await self._queue.put(entry)
             if self._broken is None:
                 return
-            entry = self._queue.get_nowait()  # the line broke while this waited for room: nobody will read it
+            entry = self._queue.get_nowait()  # the queue failed while this waited for space: nothing reads it
         self._fail(entry, self._broken)
 
     async def _drain(self) -> None:
@@ -111,7 +111,7 @@ class CommitLog:
     async def _answer(self, entries: Sequence[_Entry]) -> None:
         """Write all commits in one transaction; if that fails, one by one, so that an error stays with its job.
 
-        Each is told before the next transaction begins: what the ledger says is never ahead of what was told.
+        Callers learn the results before the next transaction begins, so they are never behind the ledger.
         """
         if not entries:
             return

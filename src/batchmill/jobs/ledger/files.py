@@ -180,7 +180,7 @@ def clear_unsealed(data_dir: Path, job_ids: Iterable[str]) -> None:
 
 
 def sweep_orphans(data_dir: Path, known: Container[str]) -> None:
-    """Remove the folders of jobs that the ledger never knew: a crash came between the one and the other.
+    """Remove the folders of jobs that are not in the ledger, after a crash between the two steps.
 
     One with work in it stays, whatever the ledger says: a lost ledger is rebuilt from it.
     """

@@ -1,7 +1,7 @@
 """The ledger: which outcomes count. Every method is one transaction; the caller gives it one thread.
 
 Order is the whole protocol: outcome bytes durable -> commit record durable -> anything visible. A commit is a
-compare-and-set on (shard, epoch, seq): whoever lost the lease is refused, and no position is counted twice.
+compare-and-set on (shard, epoch, seq): a worker that lost the lease is refused, and no position is counted twice.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ShardNote(Struct, frozen=True):
 def keep(db: sa.Connection, note: ShardNote) -> bool:
     """Store a note if its lease is the newest of its shard; return whether it is.
 
-    That the job has ended meanwhile is no matter: a note may say that all it was about has been seen to.
+    The job may have ended meanwhile: a note may record that its work is finished.
     """
     lease = note.lease
     key = (shards.c.job == lease.job) & (shards.c.generation == lease.generation) & (shards.c.shard == lease.shard)
@@ -84,7 +84,7 @@ def of_shard(db: sa.Connection, job_id: str, generation: int, shard: int) -> dic
 def remote_jobs(db: sa.Connection, job_id: str, generation: int | None = None) -> list[RemoteJob]:
     """The provider batches in the notes of a generation, or of all, by creation.
 
-    One whose shard has all its outcomes has been collected, though nobody may have come to note it.
+    A remote job whose shard has all its outcomes counts as collected, even if no note says so.
     """
     at = (shards.c.job == notes.c.job) & (shards.c.generation == notes.c.generation) & (shards.c.shard == notes.c.shard)
     query = sa.select(notes.c.shard, notes.c.data, shards.c.done == shards.c.hi - shards.c.lo).join(shards, at)

@@ -164,8 +164,8 @@ def adopt(
 ) -> Counted:
     """Count the sound blocks that no commit names, of one worker or of all; returns what was counted.
 
-    Committed bytes are not read again. Each shard concerned gets a new epoch first, so that whoever wrote the blocks
-    can commit nothing any more.
+    Committed bytes are not read again. Each shard concerned gets a new epoch first, so that the worker that wrote
+    the blocks can commit nothing any more.
     """
     orphans = sorted(_orphans(ledger, spec, generation, files.segments, worker or ""))
     if not orphans:

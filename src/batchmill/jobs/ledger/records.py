@@ -20,7 +20,7 @@ from batchmill.types import JobOrder, JobQuery, Once
 from batchmill.wire.job_spec import JobSpec
 
 Errors = dict[str, tuple[int, str]]  # code -> (rows, one message), the most frequent first
-SHOWN_CHARS = 64  # of an id nobody knows, in a message
+SHOWN_CHARS = 64  # of an unknown id, in a message
 
 
 class _Dataset(Struct):
@@ -176,7 +176,7 @@ def finished_lately(db: sa.Connection, count: int) -> Sequence[tuple[bytes, int,
     return [tuple(found) for found in db.execute(query)]
 
 
-BLIND_S = 3600.0  # an order without a key of the caller's stands for its job so long, if its reply never went out
+BLIND_S = 3600.0  # how long a repeated order without a key finds its job if its reply was never sent
 KEPT_S = 86_400.0  # and one with a key so long
 
 
@@ -206,7 +206,7 @@ def standing(db: sa.Connection, once: Once, now: float) -> str | None:
         return None
     if not is_same:
         raise Conflict(
-            f"this idempotency key stands for the job {found.job}, which was ordered with another body or parameters: "
+            f"this idempotency key belongs to the job {found.job}, which was created with another body or parameters: "
             "use a new key for a new order",
             code="idempotency_key_reused",
         )
@@ -223,7 +223,7 @@ def is_anew(record: sa.RowMapping, order: JobOrder) -> bool:
 def enter(db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None) -> None:
     """Insert a job and the keys of its order, in one transaction.
 
-    Args: quota: how many unfinished jobs its project may have; None: whoever runs the machine orders it.
+    Args: quota: how many unfinished jobs its project may have; None: the machine's user submits it.
 
     Raises: OverQuota; UnknownName where a result that it reads has been removed.
     """

@@ -508,7 +508,7 @@ class Dispatcher:
     def failed(self, pool: Pool, failure: Failed) -> None:
         users = {failure.job} if failure.job is not None else self._pools.users(pool.key)
         if failure.job is None and (not self._pools.is_current(pool) or self._pools.try_with_more_room(pool)):
-            return  # of workers that nobody needs any more, or that others take the place of
+            return  # of workers that are no longer needed or are being replaced
         error = JobPaused(failure.message, code=failure.code, reason=PauseReason(failure.reason))
         for job_id in users:
             run = self._runs.get(job_id)

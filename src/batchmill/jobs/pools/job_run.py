@@ -36,7 +36,7 @@ class JobBudget:
         self._sent: Counter[str] = Counter()  # worker -> messages to it
         self._counted: Counter[str] = Counter()  # worker -> its rows that are counted
         self._workers: dict[str, Send] = {}
-        self._spending: dict[str, Spending] = {}  # worker -> how things stand there
+        self._spending: dict[str, Spending] = {}  # worker -> its budget
         self._is_lean = False
 
     @property
@@ -108,7 +108,7 @@ class JobBudget:
     def report(self, worker: str, spending: Spending) -> None:
         """Apply a worker's report of its budget."""
         if worker in self._workers:
-            # What it said before it heard what it was allowed last says nothing of what it needs.
+            # A report from before the last grant arrived does not show what it needs now.
             is_late = spending.allowances_seen < self._sent[worker]
             self._spending[worker] = (
                 replace(spending, needs=0.0, reserved=spending.reserved + 1) if is_late else spending
@@ -219,7 +219,7 @@ class JobRun:
         self._end_if_complete()
 
     def catch_up(self, done: dict[int, int]) -> None:
-        """Count rows that the ledger counted without this run being told: shard -> rows done there now."""
+        """Count rows that the ledger counted without a report to this run: shard -> rows done there now."""
         for number, rows in done.items():
             if number in self._shards and rows > self._done[number]:
                 self._advance(number, rows - self._done[number])
@@ -415,7 +415,7 @@ class JobRun:
         """End the run with a reason; rows in flight may still be counted."""
         if not self.ended.done():
             self.ended.set_exception(error)
-            self.ended.exception()  # a run that was never begun has nobody who asks
+            self.ended.exception()  # a run that never began has no caller that reads it
 
     @property
     def is_cancelled(self) -> bool:

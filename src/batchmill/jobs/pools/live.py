@@ -63,7 +63,7 @@ class LiveAsk:
     ) -> None:
         """Args: again: called with a call that may be repeated, on another worker."""
         self._line, self._ask, self._again = line, ask, again
-        self._on_reply: ReplyCallback | None = on_reply  # until it has heard
+        self._on_reply: ReplyCallback | None = on_reply  # until it was called
         self._worker: PoolWorker | None = None
         self._is_second = False
         line.in_flight += 1
@@ -91,7 +91,7 @@ class LiveAsk:
             self.fail(self._masked(piece))
 
     def fail(self, error: BatchmillError) -> None:
-        """Report that there will be no reply."""
+        """Report that no reply will come."""
         self._end(FunctionReply(self._ask.id, raised=Raised.of(error)))
 
     def cancel(self) -> None:
@@ -114,7 +114,7 @@ class LiveAsk:
             on_reply(answer)
 
     def _leave(self) -> None:
-        self._on_reply = None  # who heard knows this call: what goes round has to be found to be freed
+        self._on_reply = None  # breaks a reference cycle, so that memory is freed at once
         self._line.in_flight -= 1
         self._line.bytes -= len(self._ask.body)
 
@@ -325,13 +325,13 @@ class LivePath:
     # -- a worker -----------------------------------------------------------------------------------------------------
 
     async def _loaded(self, user: str, model: ModelSpec, key: str) -> PoolWorker:
-        """As `_worker`, for a while: the model goes on loading, and who asks again may find it ready."""
+        """As `_worker`, for a while: the model continues to load, and a later call may find it ready."""
         try:
             async with asyncio.timeout(self._loading_s):
                 return await self._worker(user, model, key)
         except TimeoutError:
             pool = self._pools.get(key)
-            why = "" if pool is None else hide_names(pool.waits, lambda _: False)  # whoever asks
+            why = "" if pool is None else hide_names(pool.waits, lambda _: False)  # for any caller
             text = f"{model.name!r} is still being loaded after {self._loading_s:g} s"
             raise Unavailable(text + (f", for {why}" if why else "") + "; try again") from None
 
@@ -385,7 +385,7 @@ class LivePath:
                         worker.handle.send(FlowCredit(pending.id, owed))
                         owed = 0
         finally:
-            if worker.calls.pop(pending.id, None) is not None:  # its end has not been heard
+            if worker.calls.pop(pending.id, None) is not None:  # it has not ended yet
                 worker.handle.send(Abandon(pending.id))
 
 

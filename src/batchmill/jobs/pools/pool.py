@@ -55,7 +55,7 @@ GIVEN_UP = "worker_crashed"  # the error of a row that killed its workers
 class Death(Struct, frozen=True):
     """The state that a dead worker left behind."""
 
-    adopted: Sequence[Commit] = ()  # outcomes it had not told of
+    adopted: Sequence[Commit] = ()  # outcomes that it had not reported
     by_row: bool = False  # it ran one row alone, which is to blame
 
 
@@ -294,7 +294,7 @@ class Pool:
             worker = replica.worker = PoolWorker(name, home, handle, provision, replica.number)
             try:
                 failed = await self._listen(replica, worker)
-            finally:  # nobody hears it any more: whoever waits for an answer of it is told
+            finally:  # it reports nothing any more: calls that wait for its replies fail
                 worker.is_ready = False
                 is_answering = bool(worker.calls)
                 worker.end_calls(self._lost())
@@ -446,7 +446,7 @@ class Pool:
                     worker.handle.kill()
 
     def is_running(self, job_id: str) -> bool:
-        """Whether a worker was told to release this job and has not done so."""
+        """Whether a worker has yet to release this job, as requested."""
         return any(job_id in worker.revoked for worker in self.workers.values())
 
     def kill(self) -> None:

@@ -138,12 +138,12 @@ class PoolWorker:
         self.name, self.home, self.handle, self.provision, self.replica = name, home, handle, provision, replica
         self.is_leaving = False  # it finishes what it has, and ends
         self.is_ready = False
-        self.is_ended = False  # we have killed it: its end is nobody's fault
-        self.storage_error = ""  # why it cannot write what it finishes: its end is no row's fault
+        self.is_ended = False  # we killed it: its end is no evidence against a row
+        self.storage_error = ""  # why it cannot write outcomes: its end is no evidence against a row
         self.wants: set[str] = set()  # jobs of which it has room for one more grant
-        self.weights: dict[str, Weight] = {}  # job -> what it was told of it
+        self.weights: dict[str, Weight] = {}  # job -> the weight that was sent
         self.calls: dict[int, LiveCallback] = {}  # live request -> who hears its answer
-        self.opened: dict[str, str] = {}  # jobs it was told of and may get grants of, and their projects
+        self.opened: dict[str, str] = {}  # jobs that it has open and may get grants of, and their projects
         self.revoked: set[str] = set()  # jobs of which it may still run what it had begun
         self.stats = EngineStats()
         self.heard_at = 0.0

@@ -27,10 +27,10 @@ from batchmill.types import EngineState, EngineView, ModelSpec
 from batchmill.types.engine_traits import Source
 from batchmill.wire.messages import Learn
 
-IDLE_POOLS_MAX = 4  # pools that nobody uses: beyond that the one unused for longest ends
+IDLE_POOLS_MAX = 4  # idle pools; beyond that the one that has been idle longest ends
 IDLE_FUNCTIONS_MAX = 16  # as many of deployed functions, which hold no device and no model's weights
 SCALE_S = 1.0  # between two looks at what there is to do for models that scale
-# How users that are no jobs are called.
+# The names of users that are not jobs.
 LIVE = ("live ", "calls ")
 NO_JOBS = (*LIVE, "loaded ", "kept ")
 SUMS_MAX = 10_000  # models whose calls are summed; those that were first used longest ago are forgotten
@@ -93,7 +93,7 @@ class Pools:
         self._codes = CodeDigests()
         self._pools: dict[str, Pool] = {}
         self._users: dict[str, set[str]] = {}
-        self._idle: dict[str, asyncio.Task[None]] = {}  # pools that nobody uses, in the order in which that came
+        self._idle: dict[str, asyncio.Task[None]] = {}  # idle pools, the one that became idle first comes first
         self.dying: set[Pool] = set()  # on their way to their end
         self.endings: dict[str, asyncio.Task[None]] = {}  # pool key -> the end of those that had it
         self._sums: dict[str, CallSums] = {}  # pool key -> what its workers have counted, whichever pool had them
@@ -338,7 +338,7 @@ class Pools:
             return "a job runs on it" if jobs == 1 else f"{jobs} jobs run on it"
         if any(user.startswith(LIVE) for user in users):
             return "live requests use it"
-        return "it is kept ready" if users else "nobody uses it"
+        return "it is kept ready" if users else "it is unused"
 
     def provide(self) -> None:
         """Send changed secrets to workers."""
@@ -413,7 +413,7 @@ class Pools:
 def _everybodys(model: ModelSpec) -> ModelSpec:
     """A model whichever of its names a job's rows may use, and whatever other ways and however many replicas there are.
 
-    An engine that has room for adapters is told with each job which ones there are.
+    An engine with adapter slots gets the adapters with each job.
     """
     model = msgspec.structs.replace(model, allowed=None, routes=[], adapter_patterns=[], scaling=None)
     if model.traits.loads_adapters and model.adapter_rank:

@@ -63,7 +63,7 @@ class Quarantine:
                 self.charge(model, charge, is_taken_back=is_taken_back)
 
     def listen(self, listener: Callable[[str, Learn], None]) -> None:
-        """Call `listener` with a base model and what its engines are told, each time that changes."""
+        """Call `listener` with a base model and the state for its engines, each time that changes."""
         self._listeners.append(listener)
 
     def _publish(self, model: str) -> None:

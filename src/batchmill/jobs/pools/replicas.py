@@ -73,7 +73,7 @@ class EngineLog:
         """Add an event, of the pool if `replica` is missing. `in_flight`: requests by project when a server died."""
         events = self._events.pop(key, None) or deque(maxlen=EVENTS_MAX)
         events.append(EngineEvent(self._clock.now(), kind, message, replica, by_project=dict(in_flight or {})))
-        self._events[key] = events  # the one of which most was heard lately stands last
+        self._events[key] = events  # the most recently reported one is last
         if kind == "starting":
             self._failures.pop(key, None)
         elif kind == "failed" and replica is None:

@@ -1,6 +1,6 @@
 """Resources: memory and GPUs of the machine, allocated to replicas of all models.
 
-Whoever waited first gets room first. What comes later may go ahead only where those before it would still find room,
+Requests are served in their order. A later one may go ahead only if the earlier ones would still fit,
 were all gone that were there before them: a large replica is not starved by small ones.
 """
 
@@ -43,14 +43,14 @@ class AllocationRequest(Struct, frozen=True):
 class Capacity(Struct, frozen=True):
     """The resources that a replica holds."""
 
-    gpus: list[str] | None = None  # its own devices; None: nobody deals them
+    gpus: list[str] | None = None  # its own devices; None: devices are not allocated
 
 
 class Leaver(Struct, frozen=True):
     """Replicas that may be evicted, all or none."""
 
     places: Sequence[Replica]
-    is_idle: bool  # nobody uses them; otherwise their model has others
+    is_idle: bool  # they are unused; otherwise their model has others
 
 
 class _Held(Struct, frozen=True):
@@ -70,7 +70,7 @@ class Resources:
         self._total = {MEMORY: memory_bytes, GPUS: None if gpus is None else len(gpus)}
         self.gpus = None if gpus is None else list(gpus)
         self._held: dict[Replica, _Held] = {}
-        self._waiting: dict[Replica, _Waiting] = {}  # in the order in which they came
+        self._waiting: dict[Replica, _Waiting] = {}  # in the order of arrival
         self._count = 0
 
     def needs_of(self, model: ModelSpec) -> Needs:
@@ -320,7 +320,7 @@ class Allocations:
         self._granted: dict[Replica, asyncio.Future[Capacity]] = {}
 
     async def take(self, request: AllocationRequest, waits: Callable[[str], None]) -> Capacity:
-        """Wait for resources and take them. `waits` is told the reason while there are none."""
+        """Wait for resources and take them. `waits` is called with the reason while there are none."""
         granted = self._granted[request.place] = asyncio.get_running_loop().create_future()
         self.machine.ask(request)
         try:

@@ -16,7 +16,7 @@ from batchmill.ports import Clock
 from batchmill.types import Usage
 
 WINDOW_S = 15.0
-MEMORY_ROWS = 4096.0  # what rows cost is told from about so many of the last ones
+MEMORY_ROWS = 4096.0  # a row's cost is estimated from about so many of the last ones
 
 
 class Rates:
@@ -184,7 +184,7 @@ def shares(candidates: Sequence[Candidate], weights: Mapping[str, float]) -> dic
 class FairShare:
     """Fair share between projects by what their rows cost, as virtual time: service divided by weight.
 
-    Every project that has work stands at a virtual time; the one furthest behind is served next. A project that comes
+    Every project that has work has a virtual time; the one furthest behind is served next. A project that comes
     back after it had nothing to do begins where the others are: it has saved up nothing.
     """
 
@@ -192,7 +192,7 @@ class FairShare:
         self._weights = weights
         self._served: dict[str, float] = {}  # project -> virtual time
         self._active: set[str] = set()
-        self._now = 0.0  # no project with work stands behind this
+        self._now = 0.0  # the virtual time that no project with work is behind
 
     def _weight(self, project: str) -> float:
         return max(self._weights.get(project, 1.0), WEIGHT_MIN)

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 from batchmill.types import AdapterStats, CallStats, Commit, LiveHead
 
 CODES_MAX = 100  # distinct error codes; user code may raise without end
-ADAPTERS_MAX = 1000  # told apart, of all models together
-UNSUMMED_MAX = 256  # reports that are kept as they came until somebody looks
+ADAPTERS_MAX = 1000  # distinct ones, of all models together
+UNSUMMED_MAX = 256  # reports that are kept until a caller reads them
 OTHER = "other"  # what all further ones are counted under
 
 

@@ -22,7 +22,7 @@ from batchmill.jobs.results.row_windows import RowIndex, RowWindows, Window
 from batchmill.wire.forms import Form
 
 INDEX_SHARE = 0.3  # of the progress
-CAUSES_MAX = 1000  # error codes told apart
+CAUSES_MAX = 1000  # distinct error codes
 OTHER = "other"
 
 TABLES = {"csv": "batchmill.jobs.results.result_columns", "parquet": "batchmill.jobs.results.result_parquet"}
@@ -88,7 +88,7 @@ def gather(order: GatherOrder, progress: Progress) -> Manifest:
 def partial(order: GatherOrder, out: BinaryIO, errors: BinaryIO | None = None) -> int:
     """Write the rows that have an outcome so far as JSON lines, in row order; returns how many.
 
-    Rows that failed go to `errors`, or stand among the others where there is none.
+    Rows that failed go to `errors`, or among the others if there is no such file.
     """
     index = RowIndex(order, lambda _: None)
     windows, rows = RowWindows(order, index, partial=True), 0

@@ -54,7 +54,7 @@ class ColumnNames:
 
 
 class ColumnKind(StrEnum):
-    """What the values of a column are. JSON: too different from each other; each stands as its own JSON text."""
+    """What the values of a column are. JSON: of different types; each value is written as JSON text."""
 
     NULL = "null"
     BOOL = "bool"

@@ -129,7 +129,7 @@ class AdapterByAdapter(_Original):
 
 
 def _groups(slots: torch.Tensor) -> Groups:
-    """The tokens of each slot: a slice where they stand together. Those of the base, whose slot is -1, are left out."""
+    """The tokens of each slot: a slice if they are consecutive. Those of the base, whose slot is -1, are left out."""
     present, counts = torch.unique(slots, return_counts=True)
     groups: Groups = []
     for slot, count in zip(present.tolist(), counts.tolist(), strict=True):

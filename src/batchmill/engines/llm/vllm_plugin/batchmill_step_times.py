@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 HELD_SHARE = 0.5  # rows step aside for at most this share of the time
-CREDIT_MAX_S = 4.0  # saved up while nobody waits
+CREDIT_MAX_S = 4.0  # saved up while no live request waits
 LEARN = 0.2  # weight of the newest step
 
 

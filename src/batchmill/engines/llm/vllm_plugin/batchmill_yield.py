@@ -39,7 +39,7 @@ class YieldingScheduler(Scheduler):
         self._times = StepTimes()
         self._live_steps = 0
         self._live_at = -ALERT_S
-        self._is_stuck = False  # the last step held rows and served nobody: a live request waits for something else
+        self._is_stuck = False  # the last step held rows and served no request: a live request waits for something else
         self._last = (0.0, 0, False, False)  # the step that runs: when it began, and as `observe` has it
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
