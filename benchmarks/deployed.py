@@ -74,9 +74,9 @@ def serving(config: str = "", *, grpc: bool = False, program: Path = harness.BAT
             first = process.stdout.readline()
             if not first:
                 raise harness.CommandFailed((folder / "log").read_text()[-2000:])
-            told = json.loads(first)
-            host, _, port = told["url"].removeprefix("http://").rpartition(":")
-            yield Server(folder, host, int(port), key, told.get("grpc", ""), process.pid, program)
+            received = json.loads(first)
+            host, _, port = received["url"].removeprefix("http://").rpartition(":")
+            yield Server(folder, host, int(port), key, received.get("grpc", ""), process.pid, program)
         finally:
             process.send_signal(signal.SIGTERM)
             try:

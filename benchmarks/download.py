@@ -65,11 +65,11 @@ class Side:
         headers = {"Content-Type": "text/plain"} if isinstance(body, bytes) else JSON
         connection.request(method, path, data, headers)
         reply = connection.getresponse()
-        told = reply.read()
+        received = reply.read()
         connection.close()
         if reply.status >= 300:
-            raise harness.CommandFailed(f"{method} {path}: {reply.status} {told[:500]!r}")
-        return json.loads(told) if told else None
+            raise harness.CommandFailed(f"{method} {path}: {reply.status} {received[:500]!r}")
+        return json.loads(received) if received else None
 
     def forget(self) -> None:
         """Begin a new high-water mark."""
@@ -236,8 +236,8 @@ def main() -> None:
                 ratio = compare(side, bare, job, arguments.pairs)
                 fetch_by_many(side, job, SLOW_CLIENTS)
                 print(f"speed beside the bare server: {ratio:.2f} x (median)")
-                told = f"{side.peak_mib():.0f} MiB, {SLOW_CLIENTS} slow clients among them"
-                print(f"peak while downloading: {told} (aim: {MEMORY_AIM_MIB})")
+                received = f"{side.peak_mib():.0f} MiB, {SLOW_CLIENTS} slow clients among them"
+                print(f"peak while downloading: {received} (aim: {MEMORY_AIM_MIB})")
             finally:
                 bare.close()
         finally:

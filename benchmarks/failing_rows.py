@@ -45,9 +45,9 @@ def make_load(server: deployed.Server, name: str, *, fail: bool) -> deployed.Loa
         if fail:
             values = [-1 if (row * 7 + number) % EACH == 0 else value for row, value in enumerate(values)]
         asked = {"data": [[row, value] for row, value in enumerate(values)], "row_errors": True}
-        told = [[row, None, FAILED] if value < 0 else [row, value + 1] for row, value in enumerate(values)]
+        received = [[row, None, FAILED] if value < 0 else [row, value + 1] for row, value in enumerate(values)]
         requests.append(server.request(name, _json(asked)))
-        answers.append(_json({"data": told}))
+        answers.append(_json({"data": received}))
     return deployed.Load(requests, answers, ROWS)
 
 

@@ -44,7 +44,7 @@ class Shot:
 
 
 def fire(target: Target, *, connections: int, seconds: float) -> Shot:
-    """Have every connection ask, one request after the other. Raises CommandFailed for an answer that is no 200."""
+    """Have every connection ask, one request after the other. Raises CommandFailed for an answer that is not a 200."""
     wrk = shutil.which("wrk")
     if wrk is None:
         raise SystemExit("the load comes from wrk: install it (Debian: apt-get install wrk)")
@@ -55,11 +55,11 @@ def fire(target: Target, *, connections: int, seconds: float) -> Shot:
         script.write_text("\n".join(lines))
         command = [wrk, "-t1", f"-c{connections}", f"-d{seconds:g}s", "--latency", "-s", str(script)]
         url = f"http://127.0.0.1:{target.port}{target.path}"
-        told = subprocess.run([*command, url], capture_output=True, text=True, check=True).stdout
-    wrong = [line for line in told.splitlines() if "Non-2xx" in line or "Socket errors" in line]
-    rate, p50 = re.search(r"Requests/sec:\s+([\d.]+)", told), re.search(r"50%\s+([\d.]+)(us|ms|s)\b", told)
+        received = subprocess.run([*command, url], capture_output=True, text=True, check=True).stdout
+    wrong = [line for line in received.splitlines() if "Non-2xx" in line or "Socket errors" in line]
+    rate, p50 = re.search(r"Requests/sec:\s+([\d.]+)", received), re.search(r"50%\s+([\d.]+)(us|ms|s)\b", received)
     if wrong or rate is None or p50 is None:
-        raise harness.CommandFailed(f"{url}: {wrong or told}")
+        raise harness.CommandFailed(f"{url}: {wrong or received}")
     return Shot(float(rate[1]), float(p50[1]) * MILLIS[p50[2]])
 
 

@@ -59,14 +59,14 @@ def measure(python: Path, kind: str, address: str, key: str, *, clients: int, se
         for each in started:
             assert each.stdout is not None
             each.stdout.readline()
-        told = [each.communicate("\n", timeout=seconds + START_S) for each in _all_at_once(started)]
+        received = [each.communicate("\n", timeout=seconds + START_S) for each in _all_at_once(started)]
     finally:
         for each in started:
             each.kill()
             each.wait()
     if any(each.returncode for each in started):
-        raise harness.CommandFailed("".join(errors for _, errors in told)[-2000:])
-    return sum(float(printed) for printed, _ in told)
+        raise harness.CommandFailed("".join(errors for _, errors in received)[-2000:])
+    return sum(float(printed) for printed, _ in received)
 
 
 def _all_at_once(started: list[subprocess.Popen[str]]) -> list[subprocess.Popen[str]]:
@@ -86,12 +86,12 @@ def main() -> None:
         server.deploy("identity", CODE)
         http = f"{server.host}:{server.port}"
         for clients in dict.fromkeys((1, arguments.clients)):
-            told = partial(measure, python, clients=clients, seconds=arguments.seconds)
-            told("http", http, server.key, seconds=1.0)
+            received = partial(measure, python, clients=clients, seconds=arguments.seconds)
+            received("http", http, server.key, seconds=1.0)
             sides = {
-                "batchmill": partial(told, "http", http, server.key),
-                "bare": partial(told, "http", bare, "none"),
-                "batchmill grpc": partial(told, "grpc", server.grpc, server.key),
+                "batchmill": partial(received, "http", http, server.key),
+                "bare": partial(received, "http", bare, "none"),
+                "batchmill grpc": partial(received, "grpc", server.grpc, server.key),
             }
             print(f"{clients} client{'s' if clients > 1 else ''}:")
             figures = harness.alternate(arguments.pairs, sides)

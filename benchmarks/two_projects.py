@@ -186,9 +186,9 @@ def serving(*, with_engine: bool, with_grpc: bool) -> Iterator[Server]:
             first = process.stdout.readline()
             if not first:
                 raise harness.CommandFailed((folder / "log").read_text()[-2000:])
-            told = json.loads(first)
-            host, _, port = told["url"].removeprefix("http://").rpartition(":")
-            grpc = told.get("grpc", "").removeprefix("http://")
+            received = json.loads(first)
+            host, _, port = received["url"].removeprefix("http://").rpartition(":")
+            grpc = received.get("grpc", "").removeprefix("http://")
             yield Server(process, host, int(port), grpc, tenant, other, upstream, watch, folder / "log")
         finally:
             watch.close()

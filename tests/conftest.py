@@ -26,7 +26,7 @@ SPLIT = (
     "story/test_serve.py",
 )
 
-# How fast a machine is that does other work too is no promise of ours.
+# How fast a machine is that does other work too is not a promise of ours.
 settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
 # A shell ignores SIGINT for what it starts in the background, nohup SIGHUP, and what tests start would inherit it.

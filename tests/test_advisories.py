@@ -72,7 +72,7 @@ def test_a_bound_below_a_fix_is_named():
 
 
 def test_an_index_adds_what_it_knows(index, capsys):
-    """Advisories of the index count unless the list explains them; a release that it lacks is said and is no flaw."""
+    """Advisories of the index count unless the list explains them; a release that it lacks is reported, not a flaw."""
     [flaw] = tool.index_flaws({"a": "1.9", "b": "3", "c": "1"}, ADVISORIES, index)
     assert flaw.startswith("a>=1.9: PYSEC-CVE-3: ") and flaw.endswith("fixed in 9")
     assert "not checked at the index: c 1" in capsys.readouterr().out

@@ -24,7 +24,7 @@ def install(folder: Path, pythons: dict[str, tuple[str, str]]) -> tuple[subproce
         path.mkdir()
     shutil.copy(SCRIPT, tools)
     texts = {tools / "make_venv.sh": MAKE_VENV}
-    texts |= {bin_ / name: PYTHON % told for name, told in pythons.items()}
+    texts |= {bin_ / name: PYTHON % received for name, received in pythons.items()}
     for path, text in texts.items():
         path.write_text(text)
         path.chmod(0o755)

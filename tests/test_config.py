@@ -88,7 +88,7 @@ MODEL = '[models.m]\nengine = "vllm"\nsource = "s"\n'
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("data_dri = 'x'", "no key data_dri; did you mean data_dir?"),
         ("[limits]\nlines = 1", "no key limits.lines"),
@@ -112,9 +112,9 @@ MODEL = '[models.m]\nengine = "vllm"\nsource = "s"\n'
         ("= 3", "is not TOML"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path, text, told):
+def test_what_is_wrong_is_named(tmp_path, text, expected):
     """An unknown key, a wrong type and a value out of range are refused by name, with the nearest known name."""
-    with pytest.raises(InvalidConfig, match=told) as refused:
+    with pytest.raises(InvalidConfig, match=expected) as refused:
         load(tmp_path, text)
     assert "batchmill.toml" in refused.value.message
 
@@ -158,7 +158,7 @@ def test_serving_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("[server]\nhosts = 1", "no key server.hosts; did you mean server.host?"),
         ("[projects.a]\nwait = 1", "no key projects.a.wait; did you mean projects.a.weight?"),
@@ -171,9 +171,9 @@ def test_serving_is_read(tmp_path):
         ("[[webhooks]]\nurl = 'https://x'\nsecret = 'whsec_abc'", "never the secret itself"),
     ],
 )
-def test_what_is_wrong_with_serving_is_named(tmp_path, text, told):
+def test_what_is_wrong_with_serving_is_named(tmp_path, text, expected):
     """A key nobody knows, a share of nothing, a model that is not there: refused by name; a secret is not repeated."""
-    with pytest.raises(InvalidConfig, match=told) as refused:
+    with pytest.raises(InvalidConfig, match=expected) as refused:
         load(tmp_path, text)
     assert "abc" not in refused.value.message
 
@@ -189,7 +189,7 @@ def test_every_limit_of_a_server_has_a_largest_value(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("max_batch_inference_task = 1", "no key ml_commons.max_batch_inference_task; did you mean"),
         ("max_batch_inference_tasks = -1", "max_batch_inference_tasks must be 0 to 10,000, not -1"),
@@ -202,9 +202,9 @@ def test_every_limit_of_a_server_has_a_largest_value(tmp_path, name):
         ("status_regex = { failed = '(' }", "ml_commons.status_regex.failed: '\\(' cannot be read"),
     ],
 )
-def test_what_is_wrong_with_ml_commons_is_named(tmp_path, text, told):
+def test_what_is_wrong_with_ml_commons_is_named(tmp_path, text, expected):
     """A key nobody knows, a number out of range, an expression that is none: refused by name."""
-    with pytest.raises(InvalidConfig, match=told):
+    with pytest.raises(InvalidConfig, match=expected):
         load(tmp_path, f"[ml_commons]\n{text}")
 
 

@@ -10,7 +10,7 @@ from batchmill.types import Price, Usage
 
 
 @pytest.mark.parametrize(
-    ("told", "price", "words", "cost"),
+    ("expected", "price", "words", "cost"),
     [
         (0.5, Price(0.5, None, 0.5), "0.5", 1.5),
         (2, Price(2, None, 2), "2", 6.0),
@@ -21,9 +21,9 @@ from batchmill.types import Price, Usage
         (Price(1, 0.25, 1), Price(1, 0.25, 1), "1 in, 0.25 cached, 1 out", 2.25),
     ],
 )
-def test_one_price_or_several(told, price, words, cost):
+def test_one_price_or_several(expected, price, words, cost):
     """One number is what every token costs; it is shown as one, and only where it is."""
-    found = Price.of(told)
+    found = Price.of(expected)
     assert (found, found.in_words) == (price, words)
     assert found.cost(Usage(2_000_000, 1_000_000, 1_000_000)) == cost
 

@@ -34,7 +34,7 @@ def bounds(project: dict) -> dict[str, str]:
 
 
 def parts(version: str) -> tuple[int, ...]:
-    """A version in an order; what is no number in it counts as 0, before its release."""
+    """A version in an order; what is not a number in it counts as 0, before its release."""
     numbers = [int(number) if number.isdigit() else 0 for number in version.split(".")]
     while numbers and numbers[-1] == 0:
         numbers.pop()

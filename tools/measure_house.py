@@ -4,7 +4,7 @@
     tools/measure_house.py [CHECKOUT]          print the figures
     tools/measure_house.py --list [CHECKOUT]   print what the figures count, too
 
-Nothing is imported: the sources are parsed. A docstring is no statement. A module whose first line says that it is
+Nothing is imported: the sources are parsed. A docstring is not a statement. A module whose first line says that it is
 generated is counted in the last figure alone. Two classes of one public name count when
 neither is a struct of a dialect nor the protocol that the other implements.
 """

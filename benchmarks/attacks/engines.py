@@ -66,16 +66,16 @@ async def _batch(target: Target, tally: Tally, bodies: list[dict]) -> None:
     head = part.format("purpose", "") + "batch\r\n" + part.format("file", '; filename="rows.jsonl"')
     data = head + "\n".join(json.dumps(line) for line in lines) + f"\n\r\n--{BOUNDARY}--\r\n"
     media, key, setup = f"multipart/form-data; boundary={BOUNDARY}", target.tenant, Tally()
-    _, told = await ask(target, setup, "POST", "/v1/files", data.encode(), key=key, media=media)
-    wanted = {"input_file_id": json.loads(told or b"{}").get("id"), "endpoint": CHAT, "completion_window": "24h"}
-    status, told = await ask(target, tally, "POST", "/v1/batches", wanted, key=key)
+    _, received = await ask(target, setup, "POST", "/v1/files", data.encode(), key=key, media=media)
+    wanted = {"input_file_id": json.loads(received or b"{}").get("id"), "endpoint": CHAT, "completion_window": "24h"}
+    status, received = await ask(target, tally, "POST", "/v1/batches", wanted, key=key)
     if status != "200":
         return
-    batch = json.loads(told)
+    batch = json.loads(received)
     for _ in range(LOOKS_MAX):
         await asyncio.sleep(LOOK_S)
-        status, told = await ask(target, setup, "GET", f"/v1/batches/{batch['id']}", b"", key=key, media="")
-        batch = json.loads(told) if status == "200" else batch
+        status, received = await ask(target, setup, "GET", f"/v1/batches/{batch['id']}", b"", key=key, media="")
+        batch = json.loads(received) if status == "200" else batch
         if batch["status"] in ("completed", "failed", "expired", "cancelled"):
             break
     counts = batch.get("request_counts") or {}

@@ -48,14 +48,14 @@ async def filters(target: Target, tally: Tally) -> None:
     key, setup = target.tenant, Tally()
     made = connector(target, "filters", response_filter=FILTER)
     _, data = await ask(target, setup, "POST", f"{ML}/connectors/_create", made, key=key)
-    told = json.loads(data or b"{}")
+    received = json.loads(data or b"{}")
     paths = []
-    if "connector_id" in told:
-        model = {"name": "filters", "function_name": "remote", "connector_id": told["connector_id"]}
+    if "connector_id" in received:
+        model = {"name": "filters", "function_name": "remote", "connector_id": received["connector_id"]}
         _, data = await ask(target, setup, "POST", f"{ML}/models/_register?deploy=true", model, key=key)
         paths = [f"{ML}/models/{json.loads(data).get('model_id')}/_predict"]
     else:
-        tally.add(f"not made: {told}")
+        tally.add(f"not made: {received}")
     text = nested()
     bodies = [(path, {"parameters": {"text": text}}) for path in paths]
     shared = {"model": "echo", "text": text, "messages": [], "response_filter": FILTER}

@@ -14,8 +14,8 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
             length = next((int(line[15:]) for line in head.split(b"\r\n") if line.startswith(b"content-length:")), 0)
             body = await reader.readexactly(length)
-            told = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
-            writer.write(told.encode() + body)
+            received = f"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
+            writer.write(received.encode() + body)
             await writer.drain()
     except (asyncio.IncompleteReadError, ConnectionError):
         pass

@@ -117,7 +117,7 @@ def test_projects(place: Place) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["shout", "upper", "--base", "nobody"], "the model 'nobody' does not exist"),
         (["shout", "upper", "--base", "fixed"], "is an adapter: name its model"),
@@ -128,9 +128,9 @@ def test_projects(place: Place) -> None:
         (["shout", "upper", "--base", "tiny", "--token", "hf_secret_value"], "never the token itself"),
     ],
 )
-def test_what_is_refused(place: Place, words: list[str], told: str) -> None:
+def test_what_is_refused(place: Place, words: list[str], expected: str) -> None:
     """What cannot be is refused in words, and leaves no version; a token that was pasted is not repeated."""
     done = place.run("adapters", "add", *words)
-    assert (done.exit_code, told in done.stderr) == (2, True), done.output
+    assert (done.exit_code, expected in done.stderr) == (2, True), done.output
     assert "hf_secret_value" not in done.output
     assert "there are no adapters" in place.run("adapters", "list").stdout

@@ -97,7 +97,7 @@ def test_projects(place: Place) -> None:
     ],
 )
 def test_what_cannot_be_read(place: Place, data: Any, words: str) -> None:
-    """A file that is no connector, or misspells one, is refused with what is wrong, and leaves nothing."""
+    """A file that is not a connector, or misspells one, is refused with what is wrong, and leaves nothing."""
     done = place.run("connectors", "create", place.write("c.json", data))
     assert done.exit_code == 2
     assert words in done.stderr

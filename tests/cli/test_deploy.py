@@ -82,8 +82,8 @@ def test_options_become_an_order(call, models, place):
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     (order,) = models.asked
-    told = {name: getattr(order, name) for name in order.__struct_fields__}
-    assert told == {
+    expected = {name: getattr(order, name) for name in order.__struct_fields__}
+    assert expected == {
         "name": "g", "target": "app.py:f", "branch": "feat/x", "source": "app.py:f", "requirements": "a==1\n",
         "python": "3.11", "environment": {"A": "b=c"}, "secrets": {"K": "env:NAME", "L": f"file:{place / 'key.txt'}"},
         "workers": 2, "gpus": 1, "memory_bytes": 512_000_000, "timeout_s": 90.0, "batch_size": 8,
@@ -129,8 +129,8 @@ def test_a_secrets_file_is_the_servers_own_at_a_server(monkeypatch, place):
     """At a server a path of a secret is left as it is written: it is there that it is read."""
     session = Session()
     session.server = "http://127.0.0.1:1"
-    told = command.settings_of(session, {"secrets": ("K=file:/run/key",)})
-    assert told == {"secrets": {"K": "file:/run/key"}}
+    expected = command.settings_of(session, {"secrets": ("K=file:/run/key",)})
+    assert expected == {"secrets": {"K": "file:/run/key"}}
 
 
 def test_versions_and_aliases_are_shown(call, models):
@@ -155,14 +155,14 @@ def test_changes_are_asked_for_as_they_are_written(call, models):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "takes_more", "told"),
+    ("inputs", "takes_more", "expected"),
     [
         ([], False, "f()"),
         ([], True, "f(…)"),
         ([Tensor("a", "INT64"), Tensor("b", None, [-1, 2], required=False)], True, "f(a: INT64, b?: any[-1,2], …)"),
     ],
 )
-def test_a_signature(inputs, takes_more, told):
+def test_a_signature(inputs, takes_more, expected):
     """What a function takes reads as one would write it, further arguments included."""
     version = replace(READY, interface=Interface(inputs, takes_more=takes_more))
-    assert command.signature_of(version) == told
+    assert command.signature_of(version) == expected

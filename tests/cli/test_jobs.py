@@ -71,12 +71,12 @@ def test_results_are_printed_to_the_byte(app, call, view, place):
     assert call("results", "job_1", "--errors").stdout_bytes == b"e\n"
     assert call("results", "job_1", "-o", "copy").stdout_bytes == b""
     assert (place / "copy").read_bytes() == b'{"a":"\xc2\x9b"}\r\n'
-    told = json.loads(call("results", "job_1", "--json").stdout)
-    assert (told["output"], told["state"]) == (str(place / "r.jsonl"), "completed")
+    expected = json.loads(call("results", "job_1", "--json").stdout)
+    assert (expected["output"], expected["state"]) == (str(place / "r.jsonl"), "completed")
 
 
 @pytest.mark.parametrize(
-    ("fields", "flags", "told"),
+    ("fields", "flags", "expected"),
     [
         ({"rows_ok": 4}, (), "the job job_1 is running, 4 of 10 rows are done: --partial prints those"),
         ({"state": "completed"}, ("--errors",), "has no error file"),
@@ -88,11 +88,11 @@ def test_results_are_printed_to_the_byte(app, call, view, place):
         ({}, ("--partial", "-o", "gone/x"), "gone/x cannot be written: No such file"),
     ],
 )
-def test_results_that_are_not_there_are_refused(app, call, view, fields, flags, told):
+def test_results_that_are_not_there_are_refused(app, call, view, fields, flags, expected):
     """What cannot be printed is refused with what can."""
     app.jobs.add(view(**fields))
     result = call("results", "job_1", *flags)
-    assert result.exit_code == 2 and told in result.stderr
+    assert result.exit_code == 2 and expected in result.stderr
 
 
 def test_partial_results_come_while_it_runs(app, call, view, place):
@@ -141,7 +141,7 @@ def test_a_copy_appears_whole_or_not_at_all(app, call, view, place):
 
 
 def test_a_pipe_is_written_as_it_is(app, call, view, place):
-    """-o may name what is no file: its reader gets the rows, and it is still there afterwards."""
+    """-o may name what is not a file: its reader gets the rows, and it is still there afterwards."""
     os.mkfifo(place / "pipe")
     reader = os.open(place / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     app.partial = b"1\n"
@@ -163,10 +163,10 @@ def test_steering_waits_until_the_job_rests(app, call, view, verb, state):
 
 def test_a_cancel_that_could_not_end_says_so(app, call, view):
     """A provider that did not answer is exit code 4, with what to do; what a job left behind is in its figures."""
-    told = "its providers did not answer: the job batch_7 of openai may still be there"
-    app.jobs.add(view(), view(state="paused", reason="route_failed", message=told, cancelling=5.0))
+    expected = "its providers did not answer: the job batch_7 of openai may still be there"
+    app.jobs.add(view(), view(state="paused", reason="route_failed", message=expected, cancelling=5.0))
     result = call("cancel", "job_1")
-    assert result.exit_code == 4 and told in result.stderr and "to go on:" in result.stderr
+    assert result.exit_code == 4 and expected in result.stderr and "to go on:" in result.stderr
     assert json.loads(call("cancel", "job_1", "--json").stdout.splitlines()[-1])["exit_code"] == 4
     app.jobs.add(view(state="cancelled", message="the job batch_7 of openai may still be there"))
     assert "note      the job batch_7 of openai may still be there" in call("show", "job_1").stdout
@@ -190,19 +190,19 @@ def test_steering_that_takes_long_is_watched(app, call, view, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("verb", "told"),
+    ("verb", "expected"),
     [
         ("resume", "resuming job job_1: 2 of 10 rows are done"),
         ("fail_rows", "resuming job job_1"),
         ("retry", "retrying 8 rows of job job_1"),
     ],
 )
-def test_going_on_follows_the_job_to_its_end(app, call, view, verb, told):
+def test_going_on_follows_the_job_to_its_end(app, call, view, verb, expected):
     """resume and retry show the job like run does, with the same exit codes."""
     app.jobs.add(view(rows_ok=2), view(state="completed", rows_ok=9, rows_failed=1))
     result = call(verb.removesuffix("_rows"), "job_1")
     assert result.exit_code == 3 and app.jobs.asked == [(verb, "job_1")]
-    assert told in result.stderr and "job job_1: completed" in result.stdout
+    assert expected in result.stderr and "job job_1: completed" in result.stdout
 
 
 def test_what_does_not_fit_the_state_is_refused(app, call, view):

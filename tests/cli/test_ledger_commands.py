@@ -31,7 +31,7 @@ def test_rebuild_says_what_it_found(app, call, view):
 
 
 def test_rebuild_says_what_it_lost(app, call, view):
-    """A rebuild names what could not be read; that is no fault of the ledger it made."""
+    """A rebuild names what could not be read; that is not a fault of the ledger it made."""
     app.jobs.add(view())
     app.jobs.report = replace(app.jobs.report, reopened=5, damaged=["w1-0001.seg, bytes 65 to 300: \x07bytes"])
     result = call("ledger", "rebuild", "job_1")
@@ -46,8 +46,8 @@ def test_salvage_says_what_it_made(app, call, tmp_path):
     app.salvage = lambda config, progress: report
     result = call("ledger", "salvage")
     assert result.exit_code == 0
-    for told in ("nothing could be read of files", "keys: some of it", "2 come from the backup", "resume job_1"):
-        assert told in result.stdout
+    for received in ("nothing could be read of files", "keys: some of it", "2 come from the backup", "resume job_1"):
+        assert received in result.stdout
     app.salvage = lambda config, progress: replace(report, failed=["job_2: no plan"])
     assert call("ledger", "salvage").exit_code == 1
     app.salvage = lambda config, progress: SalvageReport(True)

@@ -30,7 +30,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return call
 
 
-def told(done: Result) -> dict[str, tuple[int, int]]:
+def received(done: Result) -> dict[str, tuple[int, int]]:
     assert done.exit_code == 0, done.output
     lines: list[dict[str, Any]] = [json.loads(line)["quota"] for line in done.stdout.splitlines()]
     return {each["quota"]: (each["used"], each["most"]) for each in lines}
@@ -39,17 +39,17 @@ def told(done: Result) -> dict[str, tuple[int, int]]:
 def test_what_a_project_has_is_told_wherever_the_command_works(run, tmp_path: Path) -> None:
     """Alone, beside a server and at one: every quota, what the project has of it and may have."""
     run("keys", "create", "--name", "a", "--project", "small", "--scope", "read")
-    alone = told(run("--json", "quotas", "--project", "small"))
+    alone = received(run("--json", "quotas", "--project", "small"))
     assert set(alone) == set(Quotas.__struct_fields__)
     assert (alone["keys"], alone["disk"]) == ((1, 2), (0, 1 << 20))
-    assert told(run("--json", "quotas"))["keys"] == (0, 7)
+    assert received(run("--json", "quotas"))["keys"] == (0, 7)
     with running_server(tmp_path, CONFIG) as server:
         key = run("keys", "create", "--name", "b", "--project", "small", "--scope", "read").stdout.strip()
-        beside = told(run("--json", "quotas", "--project", "small"))
+        beside = received(run("--json", "quotas", "--project", "small"))
         assert beside == alone | {"keys": (2, 2)}
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("BATCHMILL_API_KEY", key)
-            assert told(run("--json", "quotas", "--server", server.url)) == beside
+            assert received(run("--json", "quotas", "--server", server.url)) == beside
             refused = run("quotas", "--project", "small", "--server", server.url)
     assert (refused.exit_code, "at a server it is your key's own" in refused.stderr) == (2, True)
     lines = run("quotas", "--project", "small").stdout.splitlines()

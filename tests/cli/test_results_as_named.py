@@ -49,14 +49,14 @@ def test_parquet_is_read_back(app, call, ended, place):
 def test_what_cannot_be_written_is_refused_by_name(call, ended, place):
     """A name that says what results cannot be is refused, and nothing is written."""
     ended("r.jsonl", '{"id":"1","custom_id":"a","response":{"status_code":200},"error":null}\n')
-    for output, told in (
+    for output, values in (
         ("x.xlsx", "as xlsx"),
         ("x.parquet", "not a table"),
         ("x.csv", "not a table"),
         ("x.csv.gz", "x.csv"),
     ):
         result = call("results", "job_1", "-o", output)
-        assert result.exit_code == 2 and told in result.stderr and not (place / output).exists()
+        assert result.exit_code == 2 and values in result.stderr and not (place / output).exists()
 
 
 def test_rows_that_failed(call, ended, place):
@@ -74,9 +74,9 @@ def test_failed_openai_rows(app, call, view, place):
     bad = '{"custom_id":"b","response":{"status_code":500},"error":null}\n'
     (place / "r.jsonl").write_text('{"custom_id":"a","response":{"status_code":200},"error":null}\n' + bad)
     (place / "e.jsonl").write_text(bad)
-    told = {"state": "completed", "output": str(place / "r.jsonl"), "rows_failed": 1}
-    app.jobs.add(view(**told))
-    app.jobs.add(view(id="other", errors_output=str(place / "e.jsonl"), **told))
-    app.jobs.add(view(id="good", **(told | {"rows_failed": 0})))
+    values = {"state": "completed", "output": str(place / "r.jsonl"), "rows_failed": 1}
+    app.jobs.add(view(**values))
+    app.jobs.add(view(id="other", errors_output=str(place / "e.jsonl"), **values))
+    app.jobs.add(view(id="good", **(values | {"rows_failed": 0})))
     assert call("results", "job_1", "--failed").stdout == call("results", "other", "--failed").stdout == bad
     assert "no row of the job good failed" in call("results", "good", "--failed").stderr

@@ -61,7 +61,7 @@ def test_engine_flags_keep_their_kind(app, call, place, view):
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "expected"),
     [
         (("run",), "Missing argument"),
         (("run", "in.jsonl"), "Missing option '--model'"),
@@ -89,11 +89,11 @@ def test_engine_flags_keep_their_kind(app, call, place, view):
         (("--config", "gone.toml", *RUN), "gone.toml cannot be read"),
     ],
 )
-def test_usage_errors_exit_with_2(call, args, told):
+def test_usage_errors_exit_with_2(call, args, expected):
     """What cannot be run as it is asked for is one line and exit code 2; no job is made."""
     result = call(*args)
     assert result.exit_code == 2
-    assert told in result.stderr and "Traceback" not in result.output
+    assert expected in result.stderr and "Traceback" not in result.output
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_a_pause_says_why_and_how_to_go_on(app, call, view):
 
 
 @pytest.mark.parametrize(
-    ("reason", "message", "told"),
+    ("reason", "message", "expected"),
     [
         (
             "auth",
@@ -194,11 +194,11 @@ def test_a_pause_says_why_and_how_to_go_on(app, call, view):
         ("quota", "", "to go on: add to its quota; then batchmill resume job_1 (or the same command again)"),
     ],
 )
-def test_a_pause_says_its_reason_once(app, call, view, reason, message, told):
+def test_a_pause_says_its_reason_once(app, call, view, reason, message, expected):
     """The reason of a pause is not repeated where its message begins with it, and what helps is said."""
     app.jobs.add(view(state="paused", reason=reason, message=message))
     lines = call(*RUN).stderr.splitlines()[-2:]
-    assert any(line == told or (line.startswith("to go on") and told in line) for line in lines)
+    assert any(line == expected or (line.startswith("to go on") and expected in line) for line in lines)
 
 
 def test_problems_are_listed_by_line(app, call, view, place):
@@ -218,7 +218,7 @@ def test_problems_are_listed_by_line(app, call, view, place):
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "expected"),
     [
         ("started", "job job_1\n"),
         ("resumed", "resuming job job_1: 4 of 10 rows are done"),
@@ -226,11 +226,11 @@ def test_problems_are_listed_by_line(app, call, view, place):
         ("finished", "job job_1 is finished already; --overwrite runs it again"),
     ],
 )
-def test_what_became_of_the_order_is_said(app, call, view, how, told):
+def test_what_became_of_the_order_is_said(app, call, view, how, expected):
     """A job that is started, resumed, joined or finished already is announced as that."""
     app.jobs.how = how
     app.jobs.add(view(rows_ok=4), view(state="completed", rows_ok=10))
-    assert told in call(*RUN).stderr
+    assert expected in call(*RUN).stderr
 
 
 @pytest.mark.parametrize("named", ["fold", "fold/*", "fold/**"])
@@ -287,8 +287,8 @@ def test_errors_are_json_too(call):
 )
 def test_usage_errors_are_json_too(call, args):
     """A flag that is wrong is told as JSON wherever --json stands; without it nothing is on standard output."""
-    told = json.loads(call(*args).stdout)
-    assert (told["type"], told["code"]) == ("error", "usage") and told["message"]
+    expected = json.loads(call(*args).stdout)
+    assert (expected["type"], expected["code"]) == ("error", "usage") and expected["message"]
     assert call(*[arg for arg in args if arg != "--json"]).stdout == ""
 
 
@@ -374,11 +374,12 @@ def test_who_joins_is_told_what_that_means(app, call, view):
     app.jobs.add(view(), view(), view(state="paused", reason="asked", rows_ok=4))
     app.jobs.waits_for_pause = True
     app.jobs.before_view = lambda at: os.kill(os.getpid(), signal.SIGINT) if at == 1 else None
-    told = call(*RUN).stderr
+    expected = call(*RUN).stderr
     assert (
-        "flags for workers, limits, prices and budget have no effect on it, and Ctrl-C pauses it for everybody" in told
+        "flags for workers, limits, prices and budget have no effect on it, and Ctrl-C pauses it for everybody"
+        in expected
     )
-    assert "pausing the job for all who run or follow it" in told
+    assert "pausing the job for all who run or follow it" in expected
 
 
 def test_an_interrupt_that_comes_too_late_changes_nothing(app, call, view):
@@ -408,7 +409,7 @@ def test_a_crash_is_one_line_and_a_file(app, call, view, place):
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "told"),
+    ("number", "code", "expected"),
     [
         (errno.ENOSPC, 4, "the disk is full: /data/job.json: No space left on device; free some space"),
         (errno.EDQUOT, 4, "the disk is full"),
@@ -417,7 +418,7 @@ def test_a_crash_is_one_line_and_a_file(app, call, view, place):
         (errno.EACCES, 1, "access to a file was denied: /data/job.json: Permission denied"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_no_crash(app, call, view, number, code, told):
+def test_a_file_that_cannot_be_used_is_no_crash(app, call, view, number, code, expected):
     """What the file system says is a sentence with the file and a way out, and no error of batchmill's own."""
     app.jobs.add(view(), view())
 
@@ -427,7 +428,7 @@ def test_a_file_that_cannot_be_used_is_no_crash(app, call, view, number, code, t
     app.jobs.before_view = fail
     result = call(*RUN)
     assert result.exit_code == code
-    assert result.stderr.splitlines()[-1].startswith(f"batchmill: {told}")
+    assert result.stderr.splitlines()[-1].startswith(f"batchmill: {expected}")
 
 
 def test_a_reader_that_left_is_no_crash():

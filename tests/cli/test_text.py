@@ -8,7 +8,7 @@ from batchmill.cli import text
 
 
 @pytest.mark.parametrize(
-    ("call", "value", "told"),
+    ("call", "value", "expected"),
     [
         (text.short, 0, "0"), (text.short, 0.5312, "0.53"), (text.short, 7.06, "7.1"), (text.short, 512.3, "512"),
         (text.short, 9_999, "9,999"), (text.short, 40_200, "40.2k"), (text.short, 1.3e6, "1.3M"),
@@ -18,18 +18,18 @@ from batchmill.cli import text
         (text.count, 1234567, "1,234,567"),
     ],
 )  # fmt: skip
-def test_figures_are_short(call, value, told):
+def test_figures_are_short(call, value, expected):
     """Figures are written with as many digits as a person needs."""
-    assert call(value) == told
+    assert call(value) == expected
 
 
 @pytest.mark.parametrize(
-    ("part", "whole", "told"),
+    ("part", "whole", "expected"),
     [(0, 10, "0 %"), (1, 1000, "under 1 %"), (999, 1000, "99 %"), (10, 10, "100 %"), (1, 0, "0 %")],
 )
-def test_a_share_never_claims_too_much(part, whole, told):
+def test_a_share_never_claims_too_much(part, whole, expected):
     """All means all, and something is never nothing."""
-    assert text.percent(part, whole) == told
+    assert text.percent(part, whole) == expected
 
 
 @given(st.text(st.characters(codec=None)))

@@ -47,8 +47,8 @@ def test_explain_says_why(app, call):
     app.jobs.add(RUNNING)
     assert "nothing holds it up" in call("explain", "job_1").stdout
     app.jobs.reasons, app.jobs.ahead = ["the model m is\x1b[2J loading"], 3
-    told = call("explain", "job_1").stdout
-    assert "the model m is" in told and "\x1b" not in told and "3 jobs get workers before it" in told
+    received = call("explain", "job_1").stdout
+    assert "the model m is" in received and "\x1b" not in received and "3 jobs get workers before it" in received
     as_json = json.loads(call("explain", "job_1", "--json").stdout)
     assert as_json["wait"]["ahead"] == 3
 
@@ -57,8 +57,8 @@ def test_models_are_those_of_the_configuration(place, call):
     """Names, engines, adapters and prices; without any, how to name one."""
     assert "there are no models" in call("models").stdout
     (place / "batchmill.toml").write_text(CONFIG)
-    told = call("models").stdout
-    assert "legal" in told and "0.5 in, 0.25 cached, 2 out" in told
+    received = call("models").stdout
+    assert "legal" in received and "0.5 in, 0.25 cached, 2 out" in received
     assert [json.loads(line)["model"]["name"] for line in call("models", "--json").stdout.splitlines()] == ["f", "far"]
 
 
@@ -71,6 +71,6 @@ def test_a_span_counts_from_now(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "0h", "soon", "12", "1y", "99999999999h", "2020-01-01", "10000-01-01T00:00"])
 def test_a_time_that_is_none_is_refused(text):
-    """What is no span and no date to come is refused with how one is written, or that it has passed."""
+    """What is not a span and no date to come is refused with how one is written, or that it has passed."""
     with pytest.raises(click.BadParameter):
         Moment().convert(text, None, None)

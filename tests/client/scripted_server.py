@@ -22,9 +22,9 @@ class Asked:
 
 def reply(body: bytes = b"{}", status: str = "200 OK", **headers: str) -> bytes:
     """A whole reply. Underscores in names of headers stand for hyphens."""
-    told = {"content-type": "application/json", "content-length": str(len(body))}
-    told |= {name.replace("_", "-"): value for name, value in headers.items()}
-    lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in told.items()), "connection: close"]
+    received = {"content-type": "application/json", "content-length": str(len(body))}
+    received |= {name.replace("_", "-"): value for name, value in headers.items()}
+    lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in received.items()), "connection: close"]
     return "\r\n".join(lines).encode() + HEAD_END + body
 
 

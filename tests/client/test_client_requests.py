@@ -146,7 +146,7 @@ async def test_a_reply_of_something_else_is_an_error_too(body):
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"\xff\xfe", b'{"id": 1}'])
 async def test_a_success_that_cannot_be_read_is_an_error(body):
-    """A page of something else at the same address is no job."""
+    """A page of something else at the same address is not a job."""
     with pytest.raises(BatchmillError, match="cannot read"):
         await Scripted(HttpReply(200, {}, body)).call(calls.show("job_1"))
 
@@ -203,7 +203,7 @@ REPORT = {
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "expected"),
     [
         ({"modle": "m"}, "did you mean 'model'"),
         ({"model": "m", "models": ["n"]}, "two names of one thing"),
@@ -214,9 +214,9 @@ REPORT = {
         ({"output_format": "xml"}, "output_format"),
     ],
 )
-async def test_wrong_fields_are_refused_before_anything_is_sent(options, told):
+async def test_wrong_fields_are_refused_before_anything_is_sent(options, expected):
     """A field nobody knows, or a value out of range, is named; no file has been uploaded for it."""
-    with pytest.raises(InvalidInput, match=told):
+    with pytest.raises(InvalidInput, match=expected):
         await Scripted().submit("in.jsonl", **options)
 
 
@@ -227,7 +227,7 @@ def test_a_look_takes_no_field_that_would_do_nothing():
 
 
 async def test_files_that_cannot_be_read_are_named():
-    """A path that leads nowhere is an error that says so; an id of a file is no path."""
+    """A path that leads nowhere is an error that says so; an id of a file is not a path."""
     with pytest.raises(InvalidInput, match="/nowhere/in.jsonl cannot be read"):
         await Scripted().submit("/nowhere/in.jsonl")
 
@@ -265,7 +265,7 @@ def test_ids_cannot_leave_their_place_in_a_path():
 
 
 async def test_rows_in_memory_are_refused_with_what_to_do():
-    """A data frame, rows and their bytes are no files: before anything is sent it is said how they become one."""
+    """A data frame, rows and their bytes are not files: before anything is sent it is said how they become one."""
     frame = type("DataFrame", (), {"to_parquet": None, "__iter__": lambda self: iter("ab")})()
     for inputs, way in (
         (frame, "to_parquet"),

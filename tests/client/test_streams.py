@@ -111,7 +111,7 @@ def test_a_file_that_changed_is_not_joined_to_the_old_one():
 
 
 def test_a_body_that_is_too_short_is_a_break():
-    """A connection that closes early is no end of the file, after a resumption neither."""
+    """A connection that closes early is not an end of the file, after a resumption neither."""
     stream = FileContent(calls.results("job_1"))
     stream.begin(200, HEAD | {"content-length": "6"})
     stream.feed(b"abc")

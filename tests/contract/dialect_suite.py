@@ -140,7 +140,7 @@ class DialectSuite:
 
     @staticmethod
     def reading_posts() -> frozenset[str]:
-        """Operations that are no GET although they change nothing."""
+        """Operations that are not a GET although they change nothing."""
         return frozenset()
 
     @staticmethod

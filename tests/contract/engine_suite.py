@@ -169,7 +169,7 @@ class EngineSuite:
         assert all(error.code and error.message for error in failed.values())
 
     async def test_unreadable_row_is_an_error(self, engine: Engine) -> None:
-        """A row that is no JSON object ends in an error outcome, never in a crash."""
+        """A row that is not JSON object ends in an error outcome, never in a crash."""
         good = self.good_row(0)
         broken = Row(1, 1, b"[" * 5000, good.form)
         sink = await run_all(engine, [good, broken])
@@ -271,7 +271,7 @@ class EngineSuite:
         assert (await answer_to(engine, self.live_request(1)))[0].status == 200
 
     async def test_unreadable_live_request(self, engine: Engine) -> None:
-        """A body that is no JSON object is refused, never a crash."""
+        """A body that is not JSON object is refused, never a crash."""
         for body in (b"", b"[1]", b"{", b'{"messages":"\xff"}', b"[" * 5000):
             with pytest.raises(BatchmillError):
                 await answer_to(engine, LiveRequest("/v1/chat/completions", body))

@@ -70,15 +70,15 @@ def test_unpacking_ends_at_its_bound(files: list[str], home: Path, monkeypatch: 
     the disk, and nothing afterwards; the refusal names the setting."""
     monkeypatch.setattr(orders, "FREE_BYTES", BOUND)
     for path in files:
-        for told, spec, order in (
+        for received, spec, order in (
             ("limits.unpacked_bytes_max", {"unpacked_bytes_max": BOUND}, {}),
             ("limits.unpacked_ratio_max", {"unpacked_ratio_max": 1}, {}),
             ("no room", {"unpacked_ratio_max": 10**9}, {"bytes_left": BOUND, "no_room": "no room"}),
         ):
-            if told == "limits.unpacked_ratio_max" and Path(path).stat().st_size > BOUND // 2:
+            if received == "limits.unpacked_ratio_max" and Path(path).stat().st_size > BOUND // 2:
                 continue  # so large a file may become more
             error, most = refused(home, path, spec=spec, **order)
-            assert told in str(error), (path, error)
+            assert received in str(error), (path, error)
             assert error.code == ("quota_exceeded" if order else "unpacked_too_large")
             assert most <= BOUND + SLACK, (path, most)
             assert list(home.iterdir()) == []

@@ -48,7 +48,7 @@ def test_rows_that_are_read_in_two_ways_are_refused(tmp_path):
 
 
 def test_tables_of_plain_rows_are_not_looked_at_one_by_one(tmp_path):
-    """Columns that hold objects, or names with a colon, are no reason to refuse a row."""
+    """Columns that hold objects, or names with a colon, are not a reason to refuse a row."""
     rows = [{"n": 1}, {"a": {"a": 1, "b": [{"a": 1}]}}, {'x":y': 2, "x": "\u2019"}, {"n": 1e308}]
     assert refused(tmp_path, [json.dumps(each).encode() for each in rows], TableForm()) == {}
 

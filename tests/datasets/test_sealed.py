@@ -95,7 +95,7 @@ def test_a_restored_file_is_fine(path, home, tmp_path):
 
 
 def test_no_seal(home):
-    """A folder without a seal is no dataset."""
+    """A folder without a seal is not a dataset."""
     with pytest.raises(InvalidDataset, match="no sealed dataset"):
         load_seal(home)
 

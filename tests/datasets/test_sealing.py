@@ -33,7 +33,7 @@ def rejected(home):
 
 
 def test_offsets_and_rows(write, sealed, home):
-    """Rows lie where `offsets.u64` says, blank lines are no rows, and a last line needs no end."""
+    """Rows lie where `offsets.u64` says, blank lines are not rows, and a last line needs no end."""
     path = write(openai_row("a") + b"\n\n  \n" + openai_row("b"))
     report = sealed(path)
     a = len(openai_row("a"))
@@ -44,7 +44,7 @@ def test_offsets_and_rows(write, sealed, home):
 
 
 def test_bom_and_crlf(write, sealed, home):
-    """A BOM lies before row 0 and CRLF line ends are no part of a row."""
+    """A BOM lies before row 0 and CRLF line ends are not part of a row."""
     path = write(b"\xef\xbb\xbf" + openai_row("a") + b"\r\n" + openai_row("b") + b"\r\n")
     sealed(path)
     assert offsets(home)[0] == 3

@@ -254,10 +254,10 @@ def test_fields(name: str) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str) -> None:
     """What cannot be asked for is refused by its name, never left out."""
-    fields, told = REFUSED[name]
+    fields, values = REFUSED[name]
     with pytest.raises(InvalidRow) as caught:
         to_messages({"messages": [USER], **fields})
-    assert told in caught.value.message
+    assert values in caught.value.message
     assert caught.value.code in ("unsupported_parameter", "invalid_row")
 
 
@@ -269,8 +269,8 @@ def reply(**fields: Any) -> dict[str, Any]:
         "output_tokens": 5,
         "server_tool_use": None,
     }
-    told = {"id": "msg_1", "model": "claude", "role": "assistant", "type": "message", "stop_reason": "end_turn"}
-    return {**told, "content": [text("a"), text("b")], "usage": usage, **fields}
+    values = {"id": "msg_1", "model": "claude", "role": "assistant", "type": "message", "stop_reason": "end_turn"}
+    return {**values, "content": [text("a"), text("b")], "usage": usage, **fields}
 
 
 def test_a_reply() -> None:
@@ -329,7 +329,7 @@ def test_the_stop_sequence_is_told() -> None:
 
 @pytest.mark.parametrize("content", [None, 7, True, "text", {"type": "text"}, [None, 3, {"type": "text"}]])
 def test_content_that_is_none(content: object) -> None:
-    """A reply whose content is no list of blocks is an empty answer, and nothing that stops the engine."""
+    """A reply whose content is not a list of blocks is an empty answer, and nothing that stops the engine."""
     choice = to_completion({"id": "m", "content": content}, created=1)["choices"][0]
     assert choice["message"]["content"] == ""
 

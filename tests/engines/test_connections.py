@@ -122,7 +122,7 @@ async def test_metadata_is_never_called(host: str, private: Private) -> None:
     "url", ["http://", "ftp://127.0.0.1/", "http://127.0.0.1/a b", "http://127.0.0.1:x/", "http://h/\r\nX: y"]
 )
 async def test_what_is_no_url(url: str) -> None:
-    """Text that is no address fails for good, before anything is sent."""
+    """Text that is not an address fails for good, before anything is sent."""
     async with opened() as connections:
         fault = (await refusal(connections, url)).fault
         assert (fault.kind, fault.error.code) == (FaultKind.PERMANENT, "invalid_url")

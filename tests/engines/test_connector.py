@@ -281,7 +281,7 @@ async def test_results(service: Service, answer: web.Response, body: object) -> 
     ],
 )
 async def test_what_is_never_a_result(service: Service, answer: web.Response) -> None:
-    """A reply that is cut, empty, of the wrong type or an error in disguise is no result: the row is tried again."""
+    """A reply that is cut, empty, of the wrong type or an error in disguise is not a result: the row is tried again."""
     body, kind = answer.body, answer.headers["Content-Type"]
     service.answers = [answer, reply(b'{"fine":1}')]
     (outcome,) = await run(spec(service.url), row(input="x"))
@@ -289,7 +289,7 @@ async def test_what_is_never_a_result(service: Service, answer: web.Response) ->
 
 
 async def test_a_predict_takes_text_of_any_type(service: Service) -> None:
-    """For a predict of ML Commons what is no JSON is text, whatever the service calls it."""
+    """For a predict of ML Commons what is not JSON is text, whatever the service calls it."""
     async with started(spec(service.url)) as engine:
         for text, kind in (
             ("<html>hi</html>", "text/html"), ("oops", "application/json"), ("{half", "application/octet-stream"),
@@ -297,8 +297,8 @@ async def test_a_predict_takes_text_of_any_type(service: Service) -> None:
         ):  # fmt: skip
             service.answers = [reply(text.encode(), kind)]
             _, body = await answer_to(engine, live({"parameters": {"input": "1"}}))
-            told = json.loads(body)["inference_results"][0]["output"]
-            assert told == [{"name": "response", "dataAsMap": {"response": text}}], kind
+            received = json.loads(body)["inference_results"][0]["output"]
+            assert received == [{"name": "response", "dataAsMap": {"response": text}}], kind
         service.answers = [reply(b"\xff\xfe", "image/png")]
         head, _ = await answer_to(engine, live({"parameters": {"input": "1"}}))
         assert head.status == 502
@@ -326,9 +326,9 @@ async def test_post_processing(service: Service) -> None:
     assert outcome.usage == Usage(9, 0, 0)
     (outcome,) = await run(model, row(input="x"))
     assert outcome.body is not None
-    told = json.loads(outcome.body)
-    assert [each["embedding"] for each in told["data"]] == [[0.25, -1.5], [1, 2]]
-    assert (told["object"], told["model"], told["usage"]["prompt_tokens"]) == ("list", "c", 9)
+    received = json.loads(outcome.body)
+    assert [each["embedding"] for each in received["data"]] == [[0.25, -1.5], [1, 2]]
+    assert (received["object"], received["model"], received["usage"]["prompt_tokens"]) == ("list", "c", 9)
 
 
 @pytest.mark.parametrize("place", ["connector", "row"])
@@ -461,8 +461,10 @@ async def test_no_word_of_retries(service: Service) -> None:
 
 async def test_connections_are_bounded(service: Service) -> None:
     """`max_connection` is how many rows are in flight at most, and the model's own limit where that is lower."""
-    for limit, told, most in ((None, 5, 5), (3, 5, 3), (9, 5, 5)):
-        model = spec(service.url, client_config=ClientConfig(max_connection=told), limits=Limits(in_flight_max=limit))
+    for limit, received, most in ((None, 5, 5), (3, 5, 3), (9, 5, 5)):
+        model = spec(
+            service.url, client_config=ClientConfig(max_connection=received), limits=Limits(in_flight_max=limit)
+        )
         async with started(model) as engine:
             assert engine.stats().in_flight_limit == most
 
@@ -506,8 +508,8 @@ async def test_a_missing_secret(service: Service) -> None:
 def signature_of(method: str, url: str, headers: dict[str, str], data: bytes) -> str:
     """What botocore makes of a call as it came in."""
     names = headers["Authorization"].partition("SignedHeaders=")[2].partition(",")[0].split(";")
-    told = {name.lower(): value for name, value in headers.items()}
-    request = AWSRequest(method, url, headers={name: told[name] for name in names if name != "host"}, data=data)
+    received = {name.lower(): value for name, value in headers.items()}
+    request = AWSRequest(method, url, headers={name: received[name] for name in names if name != "host"}, data=data)
     request.context["timestamp"] = headers["X-Amz-Date"]
     auth = SigV4Auth(Credentials("AKIDEXAMPLE-TEST", "wJalrXUtnFEMI-TEST"), "bedrock", "us-east-1")
     return auth.signature(auth.string_to_sign(request, auth.canonical_request(request)), request)

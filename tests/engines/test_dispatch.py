@@ -96,7 +96,7 @@ async def test_pause_does_not_wait_for_ever() -> None:
 
 
 async def test_bug_in_a_call_ends_the_run() -> None:
-    """What is no failure of the service comes out of the run as it is; no row vanishes in silence."""
+    """What is not a failure of the service comes out of the run as it is; no row vanishes in silence."""
 
     async def send(call: RemoteRow) -> Outcome:
         raise ZeroDivisionError

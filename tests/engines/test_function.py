@@ -159,7 +159,7 @@ async def test_an_exception_is_that_rows_error(build, tmp_path):
     ],
 )
 async def test_nothing_a_row_does_ends_the_engine(build, code, error):
-    """Exits, endless recursion, unreadable messages and values that are no JSON are errors of their row."""
+    """Exits, endless recursion, unreadable messages and values that are not JSON are errors of their row."""
     engine = await build(f"def f(a=0):\n    {code}")
     sink = await answer(engine, table_rows({}, {}))
     assert sink.errors == [error, error]
@@ -216,15 +216,15 @@ async def test_list_functions_may_take_whole_rows(build):
 
 
 @pytest.mark.parametrize(
-    ("result", "told"),
+    ("result", "expected"),
     [("[1]", "1 results for 2 rows"), ("{}", "a dict for a list of 2 rows"), ("'ab'", "a str for a list")],
 )
-async def test_a_list_of_another_length_fails_its_rows(build, result, told):
+async def test_a_list_of_another_length_fails_its_rows(build, result, expected):
     """What is not a list of one result for each row is an error of all of them."""
     engine = await build(f"@batchmill.batched(2)\ndef f(a): return {result}")
     sink = await answer(engine, table_rows({"a": 1}, {"a": 2}))
     assert sink.errors == ["bad_return"] * 2
-    assert told in sink.in_order[0].error.message
+    assert expected in sink.in_order[0].error.message
 
 
 async def test_an_exception_in_a_list_is_one_rows_error(build):

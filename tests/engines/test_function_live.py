@@ -83,17 +83,17 @@ async def test_errors(
 ) -> None:
     """What a row would be told, a caller is told, as an error whose code says whose fault it is."""
     engine = await start(f"{kind} f(a): return 1 / a if a is not None else {{object()}}")
-    with pytest.raises(kind_of_error, match=words) as told:
+    with pytest.raises(kind_of_error, match=words) as received:
         await reply(engine, **body)
-    assert told.value.code == code
+    assert received.value.code == code
 
 
 async def test_a_late_async_function(start: Start) -> None:
     """An async function that takes longer than it may is ended."""
     engine = await start("import asyncio\nasync def f(): await asyncio.Event().wait()", attempt_timeout_s=0.01)
-    with pytest.raises(ModelFailed, match="longer than 0.01 s") as told:
+    with pytest.raises(ModelFailed, match="longer than 0.01 s") as received:
         await reply(engine)
-    assert told.value.code == "timeout"
+    assert received.value.code == "timeout"
 
 
 async def test_between_two_rows(start: Start) -> None:

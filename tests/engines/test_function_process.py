@@ -102,7 +102,7 @@ async def test_a_body_that_is_wrong_is_that_rows_error(adder: FunctionProcessEng
 
 
 async def test_names_of_the_models_are_no_arguments(tmp_path: Path) -> None:
-    """`model` in a body says where it goes and is no argument; in a table it is a column like any other."""
+    """`model` in a body says where it goes and is not an argument; in a table it is a column like any other."""
     async with running(deployed(tmp_path, "def f(**more):\n    return more"), tmp_path / "home") as engine:
         of_file = await run_all(engine, openai_rows({"model": "f", "a": 1}))
         of_table = await run_all(engine, table_rows({"model": "T", "a": 2}))

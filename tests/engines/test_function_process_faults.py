@@ -271,8 +271,8 @@ async def test_a_row_may_ask_for_less_time(tmp_path: Path) -> None:
     bodies = [{"data": "hang", "timeout_seconds": 1}, {"data": "a"}]
     async with running(deployed(tmp_path, DOES), tmp_path / "home") as engine:
         sink = await run_all(engine, openai_rows(*bodies))
-    told = {o.row.number: o.error for o in sink.outcomes if o.error}
-    assert {number: (error.code, error.message) for number, error in told.items()} == {
+    expected = {o.row.number: o.error for o in sink.outcomes if o.error}
+    assert {number: (error.code, error.message) for number, error in expected.items()} == {
         0: ("timeout", "the function took longer than 1 s")
     }
 
@@ -415,9 +415,9 @@ async def test_a_call_that_begins_late_is_not_taken_for_one_that_hangs(tmp_path:
         answers = Answers(engine)
         pid = await answers.value({})
         async with asyncio.timeout(PATIENCE_S):
-            told = await asyncio.gather(*[answers.ask("arguments", {"wait": 0.3}) for _ in range(4)])
-        codes = [answer.raised.code if answer.raised is not None else "" for answer in told]
-        assert (codes[0], codes[-1], told[-1].raised.message[:26]) == ("", "timeout", "there was no answer in 0.5")
+            expected = await asyncio.gather(*[answers.ask("arguments", {"wait": 0.3}) for _ in range(4)])
+        codes = [answer.raised.code if answer.raised is not None else "" for answer in expected]
+        assert (codes[0], codes[-1], expected[-1].raised.message[:26]) == ("", "timeout", "there was no answer in 0.5")
         assert await answers.value({}, timeout_s=30) == pid
 
 
@@ -441,4 +441,4 @@ async def f(wait=0.0):
             await answers.value({"wait": 600}, timeout_s=0.2)
         async with asyncio.timeout(PATIENCE_S):
             assert json.loads((await beside).body) == pid
-        assert (tmp_path / "told").read_text() == "cancelled "
+        assert (tmp_path / "expected").read_text() == "cancelled "

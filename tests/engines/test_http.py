@@ -282,7 +282,7 @@ async def test_attempts_run_out(service: OpenAIService, answer: Answer, code: st
 
 
 async def test_half_a_character_is_asked_for_twice(service: OpenAIService) -> None:
-    """A reply with half of a surrogate pair is no result; the same question would bring it forever, so two will do.
+    """A reply with half of a surrogate pair is not a result; the same question would bring it forever, so two will do.
 
     However many rows bring such replies, the service that sends them is not taken for one that is down.
     """

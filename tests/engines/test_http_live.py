@@ -69,7 +69,7 @@ async def test_errors_without_an_envelope(engine: HttpEngine, service: OpenAISer
 
 
 async def test_refused_credentials_are_not_the_callers(engine: HttpEngine, service: OpenAIService) -> None:
-    """A 401 of the service is no 401 of ours: the caller's own key is well."""
+    """A 401 of the service is not a 401 of ours: the caller's own key is well."""
     service.script["a"] = [refusal(401, "invalid_api_key", f"wrong key {KEY}")]
     with pytest.raises(AuthRefused) as refused:
         await answer_to(engine, chat_request("a"))
@@ -199,8 +199,8 @@ async def test_live_and_rows_leave_the_count_right(engine: HttpEngine, service: 
 
 
 async def test_every_error_is_ours(engine: HttpEngine, service: OpenAIService) -> None:
-    """A reply that is no JSON ends in an error of batchmill's, never in one of a library's."""
+    """A reply that is not JSON ends in an error of batchmill's, never in one of a library's."""
     service.script["a"] = [Answer(200, b"not json")]
-    with pytest.raises(BatchmillError) as told:
+    with pytest.raises(BatchmillError) as received:
         await answer_to(engine, chat_request("a"))
-    assert told.value.code == "bad_response"
+    assert received.value.code == "bad_response"

@@ -152,7 +152,7 @@ async def test_reply_that_ends_with_the_connection() -> None:
     ],
 )
 async def test_broken_replies(reply: bytes, code: str) -> None:
-    """What is no whole reply is a failed attempt of its row, and its connection is not used again."""
+    """What is not a whole reply is a failed attempt of its row, and its connection is not used again."""
     async with serving(write(reply, close=True)) as peer, started(peer.base_url, Limits(attempts_max=2)) as engine:
         error = (await run_one(engine)).error
         assert error is not None

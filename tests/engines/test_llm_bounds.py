@@ -159,7 +159,7 @@ def test_the_limits_are_the_models():
 
 
 def test_patterns_and_grammars_are_counted_as_written():
-    """Escapes, classes and braces that are no counts repeat nothing."""
+    """Escapes, classes and braces that are not counts repeat nothing."""
     patterns = {r"\{9999999\}": 9, "[{]{3}": 3, "a{,}": 4, r"[\]{9}]": 1, "(ab|c){4}": 12, "x{2}{3}": 6, "}{": 2}
     assert {text: check_pattern(text, "p") for text in patterns} == patterns
     assert check_grammar('root ::= "{9999999}" # {9999999}\n', "g") > 0

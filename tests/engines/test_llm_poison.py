@@ -37,11 +37,11 @@ async def start(fake):
     engines = []
 
     async def make(**env):
-        engine, told = LlmEngine(fake.model(), fake.home, clock=QuickClock(), env={**fake.env, **env}), []
-        engine.report_deaths(told.append)
+        engine, received = LlmEngine(fake.model(), fake.home, clock=QuickClock(), env={**fake.env, **env}), []
+        engine.report_deaths(received.append)
         engines.append(engine)
         await engine.start()
-        return engine, told
+        return engine, received
 
     yield make
     for engine in engines:
@@ -62,32 +62,32 @@ async def run(engine, rows):
     return {outcome.row.number: outcome.error and outcome.error.code for outcome in sink.outcomes}
 
 
-def charged(told):
+def charged(received):
     """Project -> deaths that are its, taken back ones left out."""
-    kinds = [(each.charge.project, each.is_taken_back) for each in told if isinstance(each, Charged)]
+    kinds = [(each.charge.project, each.is_taken_back) for each in received if isinstance(each, Charged)]
     return {name: kinds.count((name, False)) - kinds.count((name, True)) for name, _ in kinds}
 
 
 async def test_poison_among_rows_of_two_projects(start, fake):
     """Each row has one outcome, only poison fails, and its project answers for every death."""
-    engine, told = await start(FAKE_REPLY_S="0.05")
+    engine, received = await start(FAKE_REPLY_S="0.05")
     rows = [row(n, "crash" if n == 3 else f"a{n}", "a") for n in range(8)] + [
         row(n, f"b{n}", "b") for n in range(8, 40)
     ]
     codes = await run(engine, rows)
     assert codes == {n: "engine_crashed" if n == 3 else None for n in range(40)}
-    assert charged(told)["a"] == 3
-    assert charged(told).get("b", 0) == 0
-    deaths = [each for each in told if isinstance(each, EngineDied)]
+    assert charged(received)["a"] == 3
+    assert charged(received).get("b", 0) == 0
+    deaths = [each for each in received if isinstance(each, EngineDied)]
     assert [sum(each.in_flight.values()) for each in deaths] == [40, 1, 1]
     assert deaths[0].in_flight == {"a": 8, "b": 32}
     assert "killed by signal 9" in deaths[0].how
-    assert [each.suspect.deaths for each in told if isinstance(each, Suspected)] == [1, 2]
+    assert [each.suspect.deaths for each in received if isinstance(each, Suspected)] == [1, 2]
 
 
 async def test_what_was_alone_at_two_deaths_is_refused_live_and_in_rows(start, fake):
     """A live request that kills the server runs alone when it comes again, and then never; nor does a row of it."""
-    engine, told = await start()
+    engine, received = await start()
     for _ in range(2):
         with pytest.raises(Unavailable):
             await answer_to(engine, request("crash"))
@@ -98,7 +98,7 @@ async def test_what_was_alone_at_two_deaths_is_refused_live_and_in_rows(start, f
         assert refused.value.code == "quarantined"
     assert await run(engine, [row(0, "crash", "a"), row(1, "fine", "a")]) == {0: "quarantined", 1: None}
     assert [call["body"]["messages"][0]["content"] for call in fake.calls()[sent:]] == ["fine"]
-    suspect = [each.suspect for each in told if isinstance(each, Suspected)][-1]
+    suspect = [each.suspect for each in received if isinstance(each, Suspected)][-1]
     assert (suspect.deaths, suspect.project, suspect.url) == (2, "a", CHAT)
     engine.learn(Poison())  # somebody has cleared it
     with pytest.raises(Unavailable):
@@ -107,26 +107,26 @@ async def test_what_was_alone_at_two_deaths_is_refused_live_and_in_rows(start, f
 
 async def test_another_engine_refuses_what_the_owner_knows(start, fake):
     """What one worker has found out holds for those that start after it, and a suspect that is answered is none."""
-    engine, told = await start()
+    engine, received = await start()
     digest = engine._calls.tracked("a", CHAT, request("x").body, None).digest
     engine.learn(Poison([Suspect(digest, "a", CHAT, 2, 0.0)]))
     with pytest.raises(InvalidInput):
         await answer_to(engine, request("x"))
     engine.learn(Poison([Suspect(digest, "a", CHAT, 1, 0.0)]))
     assert (await answer_to(engine, request("x")))[0].status == 200
-    assert [each.suspect.deaths for each in told] == [0]
+    assert [each.suspect.deaths for each in received] == [0]
 
 
 async def test_a_project_beyond_its_budget_comes_last_and_alone(start, fake):
     """Its rows run once no other project has any, and nothing of others is in flight beside them."""
-    engine, told = await start(FAKE_REPLY_S="0.02")
+    engine, received = await start(FAKE_REPLY_S="0.02")
     engine.learn(Poison(charges=[Charge("a", engine._clock.now() + n) for n in range(3)]))
     rows = [row(n, "crash" if n == 2 else f"a{n}", "a") for n in range(6)] + [
         row(n, f"b{n}", "b") for n in range(6, 200)
     ]
     codes = await run(engine, rows)
     assert codes == {n: "engine_crashed" if n == 2 else None for n in range(200)}
-    assert all("b" not in each.in_flight for each in told if isinstance(each, EngineDied))
+    assert all("b" not in each.in_flight for each in received if isinstance(each, EngineDied))
     texts = [call["body"]["messages"][0]["content"] for call in fake.calls()]
     assert max(n for n, text in enumerate(texts) if text[0] == "b") < min(
         n for n, text in enumerate(texts) if text[0] == "c"
@@ -187,20 +187,20 @@ async def test_a_live_request_waits_while_something_runs_alone(start, fake):
 
 def test_whose_death_it_was():
     """A death is the one project's whose requests are left when the server has outlived all others; else nobody's."""
-    clock, told = QuickClock(), []
+    clock, received = QuickClock(), []
     deaths = Deaths(clock)
-    deaths.report = told.append
+    deaths.report = received.append
     server, second = object.__new__(type("Server", (), {})), object.__new__(type("Server", (), {}))
     ours, theirs = Tracked("a", "m", CHAT, b'{"x":1}', None), Tracked("b", "m", CHAT, b'{"x":2}', None)
     deaths.began(server, ours)
     deaths.began(server, theirs)
     assert deaths.died(server, "killed") == {ours, theirs}
     assert deaths.died(server, "killed") == set()
-    assert charged(told) == {}
+    assert charged(received) == {}
     deaths.answered(second, theirs)
-    assert charged(told) == {"a": 1}
+    assert charged(received) == {"a": 1}
     deaths.answered(second, ours)
-    assert charged(told) == {"a": 0}
+    assert charged(received) == {"a": 0}
 
 
 def test_a_caller_that_goes_is_suspect_all_the_same():

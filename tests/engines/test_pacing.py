@@ -102,7 +102,7 @@ def test_window_keeps_to_its_ceiling() -> None:
 
 
 def test_idle_window_learns_nothing() -> None:
-    """Rows that come one by one are no evidence, and do not open the window."""
+    """Rows that come one by one are not evidence, and do not open the window."""
     window = ConcurrencyWindow(1024, 0.0)
     for n in range(5000):
         window.in_flight += 1

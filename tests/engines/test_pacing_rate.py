@@ -109,9 +109,9 @@ SEEDS = (1, 2, 3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_hundred_a_second(seed: int) -> None:
     """Of 100 calls a second that are allowed at least 95 are used over the first minute; under 3 % are refused."""
-    told = play(Service(100), 60, seed)
-    assert told.used(0, 60) >= 95
-    assert told.refused(10, 60) < 0.03
+    received = play(Service(100), 60, seed)
+    assert received.used(0, 60) >= 95
+    assert received.refused(10, 60) < 0.03
 
 
 @pytest.mark.parametrize(
@@ -130,15 +130,15 @@ def test_a_hundred_a_second(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_other_limits(service: Service, used: float, refused: float, seed: int) -> None:
     """Slow, fast, bursty and demanding services are used nearly as far as they allow, with few refusals."""
-    told = play(
+    received = play(
         Service(
             service.rate, service.burst, latency_s=service.latency_s, refused_s=service.refused_s, rest_s=service.rest_s
         ),
         120,
         seed,
     )
-    assert told.used(0, 120) >= used * service.rate
-    assert told.refused(10, 120) < refused
+    assert received.used(0, 120) >= used * service.rate
+    assert received.refused(10, 120) < refused
 
 
 @pytest.mark.parametrize(("rate", "later"), [(100, 300), (100, 20)])
@@ -149,18 +149,18 @@ def test_a_limit_that_changes(rate: float, later: float, seed: int) -> None:
     def change(service: Service) -> None:
         service.rate = later
 
-    told = play(Service(rate), 180, seed, (60.0, change))
-    assert told.used(120, 180) == pytest.approx(later, rel=0.08)
-    assert told.refused(60, 180) < 0.05
+    received = play(Service(rate), 180, seed, (60.0, change))
+    assert received.used(120, 180) == pytest.approx(later, rel=0.08)
+    assert received.refused(60, 180) < 0.05
 
 
 @pytest.mark.parametrize(("inside", "latency_s", "share"), [(20, 0.5, 0.95), (8, 0.1, 0.75), (40, 2.0, 0.93)])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_limit_on_calls_in_flight(inside: int, latency_s: float, share: float, seed: int) -> None:
     """A service that refuses by how many calls it has inside is kept as busy as before rates were learned."""
-    told = play(Service(inside_max=inside, latency_s=latency_s), 120, seed)
-    assert told.used(0, 120) >= share * inside / latency_s
-    assert told.refused(10, 120) < 0.03
+    received = play(Service(inside_max=inside, latency_s=latency_s), 120, seed)
+    assert received.used(0, 120) >= share * inside / latency_s
+    assert received.refused(10, 120) < 0.03
 
 
 def test_nothing_is_paced_before_a_refusal() -> None:

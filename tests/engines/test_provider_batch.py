@@ -149,14 +149,14 @@ async def test_rows_left_over_go_again(provider: BatchProvider, ground: Ground, 
     assert [job.tag[-2:] for job in lease.jobs] == (["-1", "-1"] if fate == "queue_full" else ["-1", "-2"])
 
 
-@pytest.mark.parametrize(("fate", "told"), [("repeats", "11 rows twice"), ("strange", "1 unknown rows")])
-async def test_too_many_answers(provider: BatchProvider, ground: Ground, fate: str, told: str) -> None:
+@pytest.mark.parametrize(("fate", "expected"), [("repeats", "11 rows twice"), ("strange", "1 unknown rows")])
+async def test_too_many_answers(provider: BatchProvider, ground: Ground, fate: str, expected: str) -> None:
     """Of two answers the first counts, one to no row of ours is left aside, and the note says so."""
     provider.fates = [fate]
     lease = HeldLease(21)
     await ground.run((lease, rows_of(21)))
     check_all_answered(ground, 21)
-    assert lease.jobs[0].message == told
+    assert lease.jobs[0].message == expected
 
 
 async def test_bad_rows(provider: BatchProvider, ground: Ground) -> None:

@@ -183,7 +183,7 @@ def test_lines(line: bytes, number: int, status: int, code: str | None, kind: st
 @pytest.mark.parametrize("name", ["poll_s", "stuck_after_s", "jobs_max", "tries_max"])
 @pytest.mark.parametrize("value", ["soon", 0, -1, True])
 def test_settings_are_checked(name: str, value: str | int | bool) -> None:
-    """A setting that is no number of its kind is refused by its name."""
+    """A setting that is not a number of its kind is refused by its name."""
     model = msgspec.structs.replace(batch_model("http://127.0.0.1:1"), engine_args={name: value})
     with pytest.raises(ModelFailed, match=name):
         read_settings(model, frozenset())

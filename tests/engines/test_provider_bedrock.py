@@ -180,9 +180,9 @@ def test_usage(family: str) -> None:
 def test_a_region_among_the_credentials() -> None:
     """ML Commons lets a region stand beside the keys: it counts where no parameter says one."""
     keys = {"access_key": "secret:connector/c/access_key", "secret_key": "secret:connector/c/secret_key"}
-    told = {"region": "secret:connector/c/region"}
+    received = {"region": "secret:connector/c/region"}
     secrets.take(Provision({"secret:connector/c/region": "eu-west-3"}))
-    connector = Connector("c", "c", "1", "aws_sigv4", [], credential=keys | told)
+    connector = Connector("c", "c", "1", "aws_sigv4", [], credential=keys | received)
     spec = ModelSpec("m", "provider_batch", "m", provider="bedrock", connector=connector)
     assert Account(spec).region == "eu-west-3"
     other = replace(connector, parameters={"region": "us-east-2"})

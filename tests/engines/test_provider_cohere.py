@@ -107,8 +107,8 @@ class TestCohere(ProviderSuite):
         job = await self.submit(provider, tmp_path, [3])
         fake.finish()
         await collect(provider, job)
-        told = [headers for _, path, headers in fake.calls if path.startswith("/files/")]
-        assert told and all(fake.key not in str(headers) for headers in told)
+        received = [headers for _, path, headers in fake.calls if path.startswith("/files/")]
+        assert received and all(fake.key not in str(headers) for headers in received)
 
     async def test_refused_texts(self, provider, fake, tmp_path):
         """A dataset that is not valid ends the submission with Cohere's words."""

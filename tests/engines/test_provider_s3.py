@@ -133,7 +133,7 @@ async def test_transform_jobs_of_moto(s3: S3, moto: str, connections: Connection
 
 @pytest.mark.parametrize("uri", ["", "s3://", "https://bucket/x", "s3://UPPER/x", "s3://b/x", "s3://bucket/ä"])
 def test_places_that_are_none(uri: str) -> None:
-    """What is no place in S3 is refused with what one looks like."""
+    """What is not a place in S3 is refused with what one looks like."""
     with pytest.raises(ModelFailed, match="s3://BUCKET/PREFIX"):
         read_uri(uri)
 

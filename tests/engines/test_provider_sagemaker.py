@@ -100,7 +100,7 @@ class TestSageMaker(ProviderSuite):
             await collect_strictly(provider, job)
 
     async def test_answers_that_are_text(self, provider, fake, tmp_path):
-        """An answer that is no JSON is kept as the text that it is."""
+        """An answer that is not JSON is kept as the text that it is."""
         job = await self.submit(provider, tmp_path, [0])
         fake.finish()
         fake.files["bucket-of-tests/runs/bm-test-0001/output/input.jsonl.out"] = b"0.75,yes\n"
@@ -163,15 +163,15 @@ class TestSageMaker(ProviderSuite):
         await connections.stop()
 
     @pytest.mark.parametrize(
-        ("argument", "told"), [("s3", "s3"), ("instance_type", "instance_type"), ("region", "region")]
+        ("argument", "expected"), [("s3", "s3"), ("instance_type", "instance_type"), ("region", "region")]
     )
-    def test_what_is_missing(self, fake, monkeypatch, argument, told):
+    def test_what_is_missing(self, fake, monkeypatch, argument, expected):
         """A model that lacks what SageMaker needs says which argument to give."""
         for name in ("AWS_REGION", "AWS_DEFAULT_REGION"):
             monkeypatch.delenv(name, raising=False)
         spec = model(fake)
         del spec.engine_args[argument]
-        with pytest.raises(ModelFailed, match=told):
+        with pytest.raises(ModelFailed, match=expected):
             SageMakerBatches(spec, Connections(Limits()))
 
 

@@ -39,18 +39,18 @@ async def inside() -> AsyncIterator[WebhookReceiver]:
 async def calls(monkeypatch: pytest.MonkeyPatch, inside: WebhookReceiver, *answers: list[str]) -> list[str]:
     """What became of three calls of a name that resolves so, each on a connection of its own."""
     monkeypatch.setattr(socket, "getaddrinfo", FlippingNames(*answers))
-    told = []
+    received = []
     for _ in range(3):
         connections = Connections(Limits(connect_timeout_s=0.2), private=read_private([OPEN]))
         await connections.start()
         try:
             await connections.exchange("POST", f"https://rebind.example.com:{inside.port}/x", b"{}")
-            told.append("answered")
+            received.append("answered")
         except NoReply as lost:
-            told.append(lost.fault.error.code)
+            received.append(lost.fault.error.code)
         finally:
             await connections.stop()
-    return told
+    return received
 
 
 async def test_a_name_that_leads_inside_is_refused(monkeypatch: pytest.MonkeyPatch, inside: WebhookReceiver) -> None:
@@ -61,12 +61,12 @@ async def test_a_name_that_leads_inside_is_refused(monkeypatch: pytest.MonkeyPat
 
 async def test_one_bad_address_of_many_is_enough(monkeypatch: pytest.MonkeyPatch, inside: WebhookReceiver) -> None:
     """A name with an open and a private address is refused: which one is called is not left to chance."""
-    told = await calls(monkeypatch, inside, [OPEN, INSIDE])
-    assert set(told) <= {"url_not_allowed"} and inside.deliveries == []
+    received = await calls(monkeypatch, inside, [OPEN, INSIDE])
+    assert set(received) <= {"url_not_allowed"} and inside.deliveries == []
 
 
 async def test_every_connection_is_judged_anew(monkeypatch: pytest.MonkeyPatch, inside: WebhookReceiver) -> None:
     """A name that was open at the first call and leads inside at the next is refused then."""
-    told = await calls(monkeypatch, inside, [OPEN], [INSIDE])
-    assert told[0] == "connection_failed" and told[1:] == ["url_not_allowed"] * 2
+    received = await calls(monkeypatch, inside, [OPEN], [INSIDE])
+    assert received[0] == "connection_failed" and received[1:] == ["url_not_allowed"] * 2
     assert inside.deliveries == []

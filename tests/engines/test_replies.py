@@ -26,7 +26,7 @@ def test_lines_are_joined() -> None:
     ids=["empty", "null", "array", "cut", "more", "nan", "utf8", "bom", "deep"],
 )
 def test_what_is_no_object(data: bytes) -> None:
-    """Bytes that are no strict JSON object are no body."""
+    """Bytes that are not strict JSON object are not a body."""
     assert read_reply(200, data).body is None
 
 

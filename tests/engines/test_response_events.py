@@ -30,10 +30,10 @@ def test_a_stream_ends_as_its_response_does():
         delta = event("response.output_text.delta", delta="response.completed", sequence_number=1)
         stream = delta + event("response.completed", **last)
         for size in (1, 7, 64, len(stream)):
-            told = fed(stream, size)
-            assert names(told)[0] == ("response.output_text.delta",) * 2
-            assert names(told)[1] == (f"response.{name}",) * 2
-            assert json.loads(told.split(b"data: ")[-1]) == {"type": f"response.{name}", **last}
+            received = fed(stream, size)
+            assert names(received)[0] == ("response.output_text.delta",) * 2
+            assert names(received)[1] == (f"response.{name}",) * 2
+            assert json.loads(received.split(b"data: ")[-1]) == {"type": f"response.{name}", **last}
 
 
 def test_what_is_no_event_of_its_kind_passes():

@@ -72,13 +72,13 @@ def kind_of(status: int, data: bytes, **headers: str) -> FaultKind:
     ],
 )
 def test_kinds(status: int, data: bytes, kind: FaultKind) -> None:
-    """Each reply that is no result is of the kind that says what may follow."""
+    """Each reply that is not a result is of the kind that says what may follow."""
     assert not is_result(read_reply(status, data))
     assert kind_of(status, data) is kind
 
 
 def test_unavailable_with_a_time_is_a_throttle() -> None:
-    """A 503 that says when to come back asks for rest; it is no failed attempt."""
+    """A 503 that says when to come back asks for rest; it is not a failed attempt."""
     assert kind_of(503, b"", **{"Retry-After": "5"}) is FaultKind.THROTTLED
 
 

@@ -224,7 +224,7 @@ def test_a_rank_pattern_counts(fake):
     ],
 )
 def test_a_broken_adapter_is_told_before_anything_starts(fake, config, match):
-    """A folder that is no adapter, or one that is too large, is named in the error."""
+    """A folder that is not an adapter, or one that is too large, is named in the error."""
     path = Path(fake.adapter("a"))
     (path / "adapter_config.json").write_text(config)
     with pytest.raises(ModelFailed, match=match):

@@ -16,8 +16,8 @@ PRICE = Price(1.0, cached=0.5, output=10.0)  # USD per million tokens
 USD = 1e-6
 
 
-def allowance(free: float, told: list[Spending], **more) -> Allowance:
-    made = Allowance("job", PRICE, has_requests=True, send=told.append, **more)
+def allowance(free: float, received: list[Spending], **more) -> Allowance:
+    made = Allowance("job", PRICE, has_requests=True, send=received.append, **more)
     made.add(free, is_lean=False)
     return made
 

@@ -49,8 +49,8 @@ class EchoingService:
             return await self._stream(request, reply)
         return self._reply(request, way, reply, extra)
 
-    def _reply(self, request: web.Request, way: str, told: str, extra: dict[str, str]) -> web.Response:
-        error = json.dumps({"error": {"message": f"bad key: {told}", "type": "x", "code": "bad"}}).encode()
+    def _reply(self, request: web.Request, way: str, received: str, extra: dict[str, str]) -> web.Response:
+        error = json.dumps({"error": {"message": f"bad key: {received}", "type": "x", "code": "bad"}}).encode()
         match way:
             case "refuse" | "unauthorized":
                 status = 400 if way == "refuse" else 401
@@ -61,22 +61,24 @@ class EchoingService:
                 headers = {**extra, "Retry-After": "0"}
                 return web.Response(status=status, body=error, content_type="application/json", headers=headers)
             case "redirect":
-                return web.Response(status=307, headers={**extra, "Location": f"{request.url}?{quote(told)}"})
+                return web.Response(status=307, headers={**extra, "Location": f"{request.url}?{quote(received)}"})
             case "html":
-                return web.Response(body=f"<html>{told}".encode(), content_type="text/html", headers=extra)
+                return web.Response(body=f"<html>{received}".encode(), content_type="text/html", headers=extra)
             case "garbage":
-                return web.Response(body=f'{{"half": "{told}'.encode(), content_type="application/json", headers=extra)
+                return web.Response(
+                    body=f'{{"half": "{received}'.encode(), content_type="application/json", headers=extra
+                )
             case "cut":
-                return web.Response(body=told.encode(), headers={**extra, "Content-Encoding": "gzip"})
+                return web.Response(body=received.encode(), headers={**extra, "Content-Encoding": "gzip"})
             case "reset":
                 assert request.transport is not None
                 request.transport.abort()
             case "packed":
-                told = " ".join(
+                received = " ".join(
                     base64.b64encode(f"{user}:{value}".encode()).decode() + quote(value)
                     for user in ("", "a", "ab") for value in request.headers.values()
                 )  # fmt: skip
-        message = {"role": "assistant", "content": told}
+        message = {"role": "assistant", "content": received}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         whole = {
             "id": extra["x-request-id"], "object": "chat.completion", "created": 1, "model": "m", "usage": usage,
@@ -84,10 +86,10 @@ class EchoingService:
         }  # fmt: skip
         return web.json_response(whole, headers=extra)
 
-    async def _stream(self, request: web.Request, told: str) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, received: str) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        chunk = {"choices": [{"index": 0, "delta": {"content": told}}]}
+        chunk = {"choices": [{"index": 0, "delta": {"content": received}}]}
         data = b"data: " + json.dumps(chunk).encode() + b"\n\ndata: [DONE]\n\n"
         for at in range(0, len(data), 7):  # a secret lies across many pieces
             await response.write(data[at : at + 7])

@@ -206,7 +206,7 @@ def _exit_code(command: object) -> int:
     except BaseException:
         traceback.print_exc()
         code = 1
-    threading._shutdown()  # waits for threads that are no daemons, as the interpreter does
+    threading._shutdown()  # waits for threads that are not daemons, as the interpreter does
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:

@@ -71,7 +71,7 @@ class Driver:
         """The interface; fails with what the process says."""
         meta, _ = self.receive()
         assert meta["kind"] == "ready", meta.get("message")
-        self.told = meta
+        self.ready_meta = meta
         return meta["interface"]
 
     def refused(self):

@@ -14,14 +14,14 @@ HEAD = "import numpy as np, batchmill\nfrom typing import Annotated\n"
 
 def send(process, columns, rows, *, exact=True):
     """Ask with columns of arrays; returns the meta and the columns or values that came back."""
-    told, buffers = {}, []
+    expected, buffers = {}, []
     for name, array in columns.items():
         if isinstance(array, np.ndarray):
-            told[name] = {"$array": [len(buffers), DATATYPES[array.dtype.name], list(array.shape)]}
+            expected[name] = {"$array": [len(buffers), DATATYPES[array.dtype.name], list(array.shape)]}
             buffers.append(array.tobytes())
         else:
-            told[name] = array
-    process.ask(told, layout="columns", rows=rows, exact=exact, buffers=buffers)
+            expected[name] = array
+    process.ask(expected, layout="columns", rows=rows, exact=exact, buffers=buffers)
     meta, got = process.receive()
     return meta, arrays_in(json.loads(bytes(got[0])), got[1:])
 
@@ -152,7 +152,7 @@ def test_results_that_json_lacks(drive, result, array):
 
 
 @pytest.mark.parametrize(
-    ("result", "told"),
+    ("result", "expected"),
     [
         ("b'\\xff\\x00'", ("BYTES", [], b"\x02\0\0\0\xff\0")),
         ("np.array(['é', 'b'])", ("BYTES", [2], b"\x02\0\0\0\xc3\xa9\x01\0\0\0b")),
@@ -160,28 +160,28 @@ def test_results_that_json_lacks(drive, result, array):
         ("2**63 + 1", 2**63 + 1), ("[1.5, 2]", [1.5, 2]), ("'text'", "text"), ("[True, None]", [True, None]),
     ],
 )  # fmt: skip
-def test_texts_and_objects_in_an_answer_to_tensors(drive, result, told):
+def test_texts_and_objects_in_an_answer_to_tensors(drive, result, expected):
     """Bytes are arrays, keys that begin with a dollar are wrapped, everything else is JSON."""
     process = drive(HEAD + f"def f(a): return {result}")
     process.ready()
     process.ask([[1]], exact=True)
     _, buffers = process.receive()
-    assert arrays_in(json.loads(bytes(buffers[0])), buffers[1:]) == [told]
+    assert arrays_in(json.loads(bytes(buffers[0])), buffers[1:]) == [expected]
 
 
 @pytest.mark.parametrize(
-    ("result", "told"),
+    ("result", "expected"),
     [
         ("np.int64(3)", 3), ("np.bool_(True)", True), ("np.array([1, 2])", [1, 2]), ("np.float64('nan')", None),
         ("(np.float32(0.5), np.array([[np.nan, 1.0]]))", [0.5, [[None, 1.0]]]), ("np.datetime64('2024-01-02')", "2024-01-02"),
         ("np.array(['2024-01-02'], 'M8[D]')", ["2024-01-02"]), ("np.array([1+2j])", ["(1+2j)"]), ("np.str_('x')", "x"), ("{np.int64(1): np.half(2)}", {"1": 2.0}),
     ],
 )  # fmt: skip
-def test_numpy_as_json(drive, result, told):
+def test_numpy_as_json(drive, result, expected):
     """Elsewhere numpy's values are plain JSON."""
     process = drive(HEAD + f"def f(a): return {result}")
     process.ready()
-    assert process.values([[1]]) == [told]
+    assert process.values([[1]]) == [expected]
 
 
 def test_bytes_that_are_no_text_come_as_bytes(drive):
@@ -219,8 +219,8 @@ FRAMES = [
 def test_data_frames(drive, result, values):
     """A batch of rows by id is one call with one data frame, whose index are the ids."""
     process = drive(f"import pandas as pd\ndef f(df: pd.DataFrame): return {result}", frame_columns=["a", "b"])
-    told = process.ready()
-    assert (told["calls"], [each["name"] for each in told["inputs"]]) == ("frame", ["a", "b"])
+    expected = process.ready()
+    assert (expected["calls"], [each["name"] for each in expected["inputs"]]) == ("frame", ["a", "b"])
     rows = [[10, {"a": 1, "b": "x"}], [11, {"a": 2, "b": "y"}]]
     assert process.values(rows, layout="with_ids") == values
     assert process.last["ran"][0][:2] == [2, 1]
@@ -240,5 +240,5 @@ def test_data_frames_from_any_layout(drive):
 
 def test_a_data_frame_function_has_one_parameter(drive):
     """More than one is refused in Modelbit's words."""
-    told = drive("def f(a, b): ...", frame_columns=["x"]).refused()
-    assert "Deployments using DataFrame Mode can only have one argument." in told
+    expected = drive("def f(a, b): ...", frame_columns=["x"]).refused()
+    assert "Deployments using DataFrame Mode can only have one argument." in expected

@@ -142,7 +142,7 @@ def test_a_batch_size_of_the_deployment_goes_first(drive):
     """The size given at the start replaces the mark's."""
     process = drive("import batchmill\n@batchmill.batched(8)\ndef f(a): return [len(a)] * len(a)", batch_size=3)
     process.ready()
-    assert process.told["batch_size"] == 3
+    assert process.ready_meta["batch_size"] == 3
     assert process.values([[i] for i in range(4)]) == [3, 3, 3, 1]
 
 

@@ -31,9 +31,9 @@ def app(drive, body, schema=None, files=None, **options):
 def test_the_seed_schema(drive):
     """The schema of the vendor's page gives its inputs, an example out of range included; absent inputs are absent."""
     process = app(drive, "return {'got': sorted(inputs)}", SEED_SCHEMA)
-    told = process.ready()
-    assert (told["takes"], told["has_schema"], told["calls"]) == ("dict", True, "row")
-    assert [(i["name"], i["datatype"], i["shape"], i["required"], i["example"]) for i in told["inputs"]] == [
+    received = process.ready()
+    assert (received["takes"], received["has_schema"], received["calls"]) == ("dict", True, "row")
+    assert [(i["name"], i["datatype"], i["shape"], i["required"], i["example"]) for i in received["inputs"]] == [
         ("prompt", "STRING", [1], True, ["There is a fine house in the forest"]),
         ("shape", "INT8", [2], False, [512, 1]),
     ]
@@ -87,9 +87,11 @@ def test_the_older_json_of_inputs_and_outputs(drive):
         "output.json": '{"outputs": [{"name": "text", "shape": [1], "datatype": "BYTES", "data": ["Sample"]}]}',
     }
     process = app(drive, "return {'text': 'x'} if inputs['prompt'] == 'Once' else {'txt': 'x'}", files=files)
-    told = process.ready()
-    assert [(each["name"], each["datatype"], each["shape"]) for each in told["inputs"]] == [("prompt", "STRING", [1])]
-    assert [each["name"] for each in told["outputs"]] == ["text"]
+    received = process.ready()
+    assert [(each["name"], each["datatype"], each["shape"]) for each in received["inputs"]] == [
+        ("prompt", "STRING", [1])
+    ]
+    assert [each["name"] for each in received["outputs"]] == ["text"]
     values, errors = process.call([{"prompt": "Once"}, {"prompt": "b"}], layout="named")
     assert values[0] == {"text": "x"}
     assert errors[1][1] == "Output text not found in the inference response"
@@ -115,8 +117,8 @@ def test_batches(drive, settings, size, window):
         "return [{'n': len(inputs), 'a': each['a']} for each in inputs]",
         SEED_SCHEMA.replace("prompt", "a") + settings,
     )
-    assert (process.ready()["calls"], process.told["interface"]["takes"]) == ("list", "rows")
-    assert (process.told["batch_size"], process.told["batch_window_s"]) == (size, window)
+    assert (process.ready()["calls"], process.ready_meta["interface"]["takes"]) == ("list", "rows")
+    assert (process.ready_meta["batch_size"], process.received["batch_window_s"]) == (size, window)
     assert process.values([{"a": str(n)} for n in range(5)], layout="named") == [
         {"n": 4 if n < 4 else 1, "a": str(n)} for n in range(5)
     ]  # fmt: skip
@@ -126,7 +128,7 @@ def test_no_batches(drive):
     """BATCH_SIZE 0 is none at all."""
     process = app(drive, "return {'a': 1}", SEED_SCHEMA + "BATCH_SIZE = 0\nBATCH_WINDOW = 50")
     assert process.ready()["calls"] == "row"
-    assert process.told["batch_window_s"] == 0
+    assert process.ready_meta["batch_window_s"] == 0
 
 
 @pytest.mark.parametrize("finalize", ["def finalize(self): ...", "def finalize(self, args): open(args or 'x', 'w')"])
@@ -260,8 +262,8 @@ def test_requests_and_responses_as_classes(drive):
     """Classes of pydantic are schema, request object and response object, with the package inferless or without."""
     pytest.importorskip("pydantic")
     process = drive(REQUEST, source="app.py:InferlessPythonModel")
-    told = process.ready()
-    assert [(each["name"], each["datatype"], each["shape"], each["required"]) for each in told["inputs"]] == [
+    received = process.ready()
+    assert [(each["name"], each["datatype"], each["shape"], each["required"]) for each in received["inputs"]] == [
         ("prompt", "STRING", [1], True),
         ("n", "INT32", [1], True),
         ("scale", "FP64", [1], True),

@@ -34,11 +34,16 @@ def test_inputs_are_read_from_type_hints(drive, code, expected):
 
 def test_an_interface_says_the_rest(drive):
     """Forms, defaults, results and the first line of the docstring stand in the interface."""
-    told = drive('async def f(a: int = 3, **more) -> float:\n  """Says one.\n\n  And two."""\n  return a').ready()
-    assert (told["calls"], told["takes"], told["takes_more"], told["is_async"]) == ("row", "arguments", True, True)
-    assert told["inputs"][0]["example"] == 3
-    assert [(each["name"], each["datatype"]) for each in told["outputs"]] == [("output", "FP64")]
-    assert (told["summary"], told["has_schema"], told["streams"]) == ("Says one.", False, False)
+    received = drive('async def f(a: int = 3, **more) -> float:\n  """Says one.\n\n  And two."""\n  return a').ready()
+    assert (received["calls"], received["takes"], received["takes_more"], received["is_async"]) == (
+        "row",
+        "arguments",
+        True,
+        True,
+    )
+    assert received["inputs"][0]["example"] == 3
+    assert [(each["name"], each["datatype"]) for each in received["outputs"]] == [("output", "FP64")]
+    assert (received["summary"], received["has_schema"], received["streams"]) == ("Says one.", False, False)
 
 
 def test_marked_tensors_are_a_schema(drive):
@@ -144,10 +149,10 @@ REFUSED = [
 @pytest.mark.parametrize(("code", "source", "message", "more"), REFUSED)
 def test_code_that_cannot_be_used_is_refused(drive, code, source, message, more):
     """Whoever deployed it reads why, with the traceback of their own code, and the process has ended."""
-    told = drive(code, source=source).refused()
-    assert message in told
-    assert more in told
-    assert "function_runtime" not in told
+    received = drive(code, source=source).refused()
+    assert message in received
+    assert more in received
+    assert "function_runtime" not in received
 
 
 def test_the_process_needs_nothing_of_batchmill(drive):

@@ -12,8 +12,8 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 
-def says(hint, **told):
-    read = read_hint(hint, **told)
+def says(hint, **fields):
+    read = read_hint(hint, **fields)
     return read.datatype, read.shape, read.is_array, read.is_optional
 
 

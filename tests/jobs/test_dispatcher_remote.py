@@ -142,7 +142,7 @@ async def test_one_that_cannot_be_collected_is_left(stage):
 
 
 async def test_functions_are_never_asked_to_collect(stage):
-    """What went another way is no provider's any more: a note of it sends no row to an engine of another kind."""
+    """What went another way is not a provider's any more: a note of it sends no row to an engine of another kind."""
     run = stage.open_run("job", MODEL)
     last = JobRun(run.spec, 0, run.plan, files=run.files, clock=stage.clock, is_over=True)
     last.load({}, frozenset({0, 1, 2}))

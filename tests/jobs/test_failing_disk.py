@@ -110,10 +110,10 @@ async def test_a_job_whose_files_the_machine_refuses_pauses(folder, opened, monk
 
 
 @pytest.mark.parametrize(
-    ("number", "error", "told"),
+    ("number", "error", "expected"),
     [(errno.ENOSPC, StorageFull, "No space left"), (errno.EIO, OSError, "Input/output error")],
 )
-async def test_a_description_that_cannot_be_written(folder, opened, monkeypatch, number, error, told):
+async def test_a_description_that_cannot_be_written(folder, opened, monkeypatch, number, error, expected):
     """An order whose description the disk refuses is refused with that file named, and leaves nothing; the same order
     is taken as soon as the disk writes again."""
     (folder / "app.py").write_text("def double(n):\n    return 2 * n\n")
@@ -130,7 +130,7 @@ async def test_a_description_that_cannot_be_written(folder, opened, monkeypatch,
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", refused)
-        with pytest.raises(error, match=told) as caught:
+        with pytest.raises(error, match=expected) as caught:
             await service.submit(order)
     assert "job.json" in str(caught.value)
     assert not list(homes.glob("*")) and not await service.list()

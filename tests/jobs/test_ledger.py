@@ -156,7 +156,7 @@ def test_refuses_a_database_of_another_version(tmp_path):
 
 
 def test_refuses_a_file_that_is_no_database(tmp_path):
-    """A file that is no database is an error, not a traceback."""
+    """A file that is not a database is an error, not a traceback."""
     (tmp_path / "batchmill.db").write_bytes(b"hello" * 1000)
     with pytest.raises(InvalidConfig, match="file is not a database"):
         open_ledger(tmp_path / "batchmill.db")

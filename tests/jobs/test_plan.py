@@ -104,7 +104,7 @@ def test_a_short_file_is_refused(tmp_path, name):
 
 
 def test_a_missing_plan_is_said(tmp_path):
-    """A folder without a plan is no plan."""
+    """A folder without a plan is not a plan."""
     with pytest.raises(LedgerBroken, match="cannot be read"):
         PlanReader(tmp_path)
 

@@ -157,7 +157,7 @@ DEPLOYED = ModelSpec("m", "function_process", "f", function=FunctionSpec("main/1
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "expected"),
     [
         (ModelSpec("big", "llm", "/m", needs=Needs(32 * GIB)), "'big' needs 32 GiB and the machine has 24 GiB"),
         (ModelSpec("big", "llm", "/m", needs=Needs(gpus=3)), "'big' needs 3 GPUs and the machine has 2 GPUs"),
@@ -169,10 +169,10 @@ DEPLOYED = ModelSpec("m", "function_process", "f", function=FunctionSpec("main/1
         (ModelSpec("big", "llm", "/m", needs=Needs(24 * GIB, 2)), ""),
     ],
 )
-def test_what_never_fits_is_said_at_once(model, told):
+def test_what_never_fits_is_said_at_once(model, expected):
     """A model that the machine could not hold empty is told with both numbers."""
     flaw = Resources(24 * GIB, ["0", "1"]).never(model)
-    assert flaw.startswith(told) and bool(flaw) is bool(told)
+    assert flaw.startswith(expected) and bool(flaw) is bool(expected)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_who_waits_behind_another_is_told():
 
 
 @pytest.mark.parametrize(
-    ("sentence", "told"),
+    ("sentence", "expected"),
     [
         (
             "'big' needs 1 GPU and 0 of 2 GPUs are free: 'other' (2 jobs run on it) holds 1 GPU; 'ours' (it is ending) "
@@ -238,6 +238,6 @@ def test_who_waits_behind_another_is_told():
         ("",) * 2,
     ],
 )
-def test_others_may_be_unknown(sentence, told):
+def test_others_may_be_unknown(sentence, expected):
     """Who may not know of a model is not told its name; what an engine says stays as it is."""
-    assert hide_names(sentence, lambda name: name == "ours") == told
+    assert hide_names(sentence, lambda name: name == "ours") == expected

@@ -58,7 +58,7 @@ def test_parquet_needs_its_library_before_a_row_runs(tmp_path, monkeypatch):
 
 
 def test_an_output_needs_a_place(tmp_path):
-    """A folder is no output, and one that is not there holds none."""
+    """A folder is not an output, and one that is not there holds none."""
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(InvalidInput, match="is a folder"):
         check_output(str(tmp_path / "folder.jsonl"), "openai")

@@ -100,7 +100,7 @@ def row(number: int) -> bytes:
     return json.dumps({"custom_id": f"r{number}", "url": "/v1/x", "body": {"n": number}}).encode()
 
 
-def told(view: JobView) -> list[dict]:
+def received(view: JobView) -> list[dict]:
     assert view.output is not None
     assert view.errors_output is None
     return [json.loads(line) for line in Path(view.output).read_text().splitlines()]
@@ -117,7 +117,7 @@ async def test_a_job_of_all_kinds_of_rows(folder, opened):
     service = await opened()
     job_order = order(folder, "odd", lines, policy=Policy(on_invalid="skip"), output=str(folder / "out.jsonl"))
     view = await end_of(service, (await service.submit(job_order)).id)
-    found = told(view)
+    found = received(view)
     assert [each["custom_id"] for each in found] == ["r0", "r1", "r2", "r3", 7, "r5", "r6", "r7", "r8"]
     codes = {at: each["error"]["code"] for at, each in enumerate(found) if each["error"] is not None}
     assert codes == {0: "ValueError", 3: "ValueError", 4: "invalid_custom_id", 6: "ValueError"}
@@ -135,7 +135,7 @@ async def test_a_cancelled_job_has_all_its_rows(folder, opened):
             await asyncio.sleep(0.02)
     await service.cancel(job)
     view = await end_of(service, job)
-    found = told(view)
+    found = received(view)
     assert (view.state, len(found)) == (JobState.CANCELLED, 2000)
     assert [each["custom_id"] for each in found] == [f"r{number}" for number in range(2000)]
     assert {each["error"]["code"] for each in found if each["error"]} == {"batch_cancelled"}
@@ -147,10 +147,10 @@ async def test_a_retry_mends_the_one_file(folder, opened):
     service = await opened()
     job_order = order(folder, "odd", [row(number) for number in range(6)], output=str(folder / "out.jsonl"))
     job = (await service.submit(job_order)).id
-    assert sum(each["error"] is not None for each in told(await end_of(service, job))) == 2
+    assert sum(each["error"] is not None for each in received(await end_of(service, job))) == 2
     (folder / "app.py").write_text(CODE.replace("n % 3 == 0", "n == 3"))
     await service.retry(job)
-    found = told(await end_of(service, job))
+    found = received(await end_of(service, job))
     assert [each["custom_id"] for each in found if each["error"]] == ["r3"]
 
 

@@ -131,11 +131,11 @@ class Told(list):
         self.news = asyncio.Event()
 
     def callback(self, what: str):
-        def told(answer: object) -> None:
+        def received(answer: object) -> None:
             self.append((what, answer))
             self.news.set()
 
-        return told
+        return received
 
     async def all(self, count: int) -> list:
         while len(self) < count:

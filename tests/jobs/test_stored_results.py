@@ -36,7 +36,7 @@ def test_every_kind_has_its_place_with_the_job(order, tmp_path, output_format):
 
 @pytest.mark.parametrize("output_format", ["", "xml", "parquet.gz", "/../../x.jsonl", "jsonl/../../x.jsonl"])
 def test_other_kinds_are_refused(order, output_format):
-    """What is no kind of results, or would lead out of the job's folder, is refused with those there are."""
+    """What is not a kind of results, or would lead out of the job's folder, is refused with those there are."""
     for ask in (lambda: stored_name(output_format), lambda: orders.describe(order(output_format), 1.0)):
         with pytest.raises(InvalidInput) as caught:
             ask()

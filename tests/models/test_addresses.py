@@ -168,6 +168,6 @@ def test_a_public_address_is_public_in_every_notation(address: str):
 
 @pytest.mark.parametrize("entry", ["", "a b", "127.1", "10.0.0.1/8", "https://x", "*.lan"])
 def test_a_list_that_cannot_be_read_is_refused(entry: str):
-    """An entry that is no name, address or network is an error that shows it."""
+    """An entry that is not a name, address or network is an error that shows it."""
     with pytest.raises(InvalidConfig, match=r"server\.private_hosts"):
         read_private([entry])

@@ -9,7 +9,7 @@ from batchmill.models import devices
 
 
 @pytest.mark.parametrize(
-    ("told", "visible", "found"),
+    ("expected", "visible", "found"),
     [
         (None, "0,3", ["0", "3"]),
         (None, "", []),
@@ -20,9 +20,9 @@ from batchmill.models import devices
         ([], "0", []),
     ],
 )
-def test_the_devices_that_models_share(told, visible, found):
+def test_the_devices_that_models_share(expected, visible, found):
     """A count takes the first that are visible; ids are taken as they are."""
-    assert devices.shared(told, {"CUDA_VISIBLE_DEVICES": visible}) == found
+    assert devices.shared(expected, {"CUDA_VISIBLE_DEVICES": visible}) == found
 
 
 def test_no_more_than_are_there():

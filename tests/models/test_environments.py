@@ -196,7 +196,7 @@ def test_a_version_is_found_behind_shims(tmp_path, monkeypatch):
 
 
 async def test_interpreters_by_path_and_version(tmp_path):
-    """An interpreter is a path or a version; what is no Python is refused before anything is made with it."""
+    """An interpreter is a path or a version; what is not a Python is refused before anything is made with it."""
     made = Environments(tmp_path / "environments")
     assert await made.python(None, None, tmp_path / "log") is None
     assert await made.python(sys.executable, None, tmp_path / "log") == sys.executable

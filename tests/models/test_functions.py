@@ -48,7 +48,7 @@ def test_parse_reads_every_form(source, file, module, root, attribute):
 
 @pytest.mark.parametrize("source", ["app.py", "app.py:", ":f", "app.py:a b", "app.txt/x y:f", "a..b:f", "app.py:a..b"])
 def test_parse_refuses_what_names_no_function(source):
-    """An address without a function, or with one that is no name, is refused with the form to write."""
+    """An address without a function, or with one that is not a name, is refused with the form to write."""
     with pytest.raises(InvalidInput, match=r"FILE\.py:NAME") as refused:
         functions.parse(source)
     assert refused.value.code == "invalid_source"
@@ -170,7 +170,7 @@ def test_load_shows_the_users_traceback_only(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "attribute", "told"),
+    ("text", "attribute", "expected"),
     [
         ("def classify(): ...", "clasify", "did you mean 'classify'"),
         ("x = 1", "x", "cannot be called"),
@@ -185,10 +185,10 @@ def test_load_shows_the_users_traceback_only(tmp_path):
         ("class M: ...", "M", "predict"),
     ],
 )
-def test_load_refuses_with_what_to_mend(tmp_path, text, attribute, told):
+def test_load_refuses_with_what_to_mend(tmp_path, text, attribute, expected):
     """Whatever keeps a function from loading is named in the error."""
     file = write(tmp_path, "app.py", text)
-    with pytest.raises(ModelFailed, match=told):
+    with pytest.raises(ModelFailed, match=expected):
         functions.load(f"{file}:{attribute}")
 
 

@@ -61,7 +61,7 @@ def test_the_longest_goes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("key sk-proj-abcdefgh1234 there", "key *** there"),
         ("Authorization: Bearer abc.def/ghi", "Authorization: Bearer ***"),
@@ -74,9 +74,9 @@ def test_the_longest_goes_first() -> None:
         ("signed with whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "signed with ***"),
     ],
 )
-def test_what_looks_like_a_key_is_taken_out(text: str, told: str) -> None:
+def test_what_looks_like_a_key_is_taken_out(text: str, expected: str) -> None:
     """What looks like a key is none of a reader's business, whoever's it is."""
-    assert redaction.mask(text) == told
+    assert redaction.mask(text) == expected
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def test_flags_win_over_the_configuration(place):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         ("vlm:tiny", "no engine is called 'vlm'; did you mean 'vllm'"),
         ("zzz:tiny", "there are .*function, .*vllm"),
@@ -96,14 +96,14 @@ def test_flags_win_over_the_configuration(place):
         ("qqqq", "known are mine"),
     ],
 )
-def test_unknown_names_get_the_nearest(place, name, told):
+def test_unknown_names_get_the_nearest(place, name, expected):
     """A model or engine nobody knows is refused with the likely one."""
-    with pytest.raises(UnknownName, match=told):
+    with pytest.raises(UnknownName, match=expected):
         resolve(name, configured(place, mine=ModelEntry(engine="vllm", source="tiny")), cwd=place)
 
 
 @pytest.mark.parametrize(
-    ("name", "flags", "told"),
+    ("name", "flags", "expected"),
     [
         ("function:gone.py:f", {}, "gone.py"),
         ("function:gone.module:f", {}, "gone.module"),
@@ -128,9 +128,9 @@ def test_unknown_names_get_the_nearest(place, name, told):
         ("openai:m", {"base_url": "ftp://x"}, "http:// or https://"),
     ],
 )
-def test_what_does_not_fit_is_refused(place, name, flags, told):
+def test_what_does_not_fit_is_refused(place, name, flags, expected):
     """A path that is not there and a setting the engine does not use are refused by name."""
-    with pytest.raises(InvalidInput, match=told):
+    with pytest.raises(InvalidInput, match=expected):
         resolve(name, configured(place), cwd=place, flags=ModelFlags(**flags))
 
 
@@ -222,7 +222,7 @@ def test_routes_are_models_of_the_configuration(place):
 
 
 @pytest.mark.parametrize(
-    ("entry", "told"),
+    ("entry", "expected"),
     [
         (ModelEntry("routes", routes=["batch"]), "two models or more"),
         (ModelEntry("routes", routes=["batch", "batch"]), "two models or more"),
@@ -234,9 +234,9 @@ def test_routes_are_models_of_the_configuration(place):
         (ModelEntry("openai", "m", routes=["batch", "local"]), "does not use routes"),
     ],
 )
-def test_routes_that_lead_nowhere_are_refused(place, entry, told):
+def test_routes_that_lead_nowhere_are_refused(place, entry, expected):
     """What cannot be a way to the model is refused by name."""
     (place / "embedder.json").write_text(CONNECTOR)
     models = {**WAYS, "nested": ModelEntry("routes", routes=["batch", "local"]), "big": entry}
-    with pytest.raises(InvalidInput, match=told):
+    with pytest.raises(InvalidInput, match=expected):
         resolve("big", configured(place, **models), cwd=place)

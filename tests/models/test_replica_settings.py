@@ -30,21 +30,21 @@ def model(folder: Path, settings: str, engine: str = "vllm", flags: ModelFlags =
 
 
 @pytest.mark.parametrize(
-    ("told", "size"),
+    ("expected", "size"),
     [
         (1024, 1024), ("1024", 1024), ("24GiB", 24 * GIB), ("24 gib", 24 * GIB), ("1.5GiB", 3 * GIB // 2),
         ("24GB", 24 * 10**9), ("512M", 512 * 10**6), ("2TiB", 2**41), ("7 KiB", 7168),
     ],
 )  # fmt: skip
-def test_sizes_are_read(told, size):
+def test_sizes_are_read(expected, size):
     """A number of bytes, or one with a unit, binary or decimal."""
-    assert size_of(told) == size
+    assert size_of(expected) == size
 
 
-@pytest.mark.parametrize("told", ["", "GiB", "-1", 0, "24 parsecs", "1e3", 2**60])
-def test_what_is_no_size_is_named(told):
+@pytest.mark.parametrize("expected", ["", "GiB", "-1", 0, "24 parsecs", "1e3", 2**60])
+def test_what_is_no_size_is_named(expected):
     with pytest.raises(InvalidConfig, match="machine.memory must be a number of bytes or like"):
-        size_of(told, "machine.memory")
+        size_of(expected, "machine.memory")
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_what_is_not_said_has_a_default(tmp_path, text, scaling):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("replicas_min = -1", r"models\.m\.replicas_min must be 0 to 1,024, not -1"),
         ("replicas_max = 0", r"models\.m\.replicas_max must be 1 to 1,024, not 0"),
@@ -95,9 +95,9 @@ def test_what_is_not_said_has_a_default(tmp_path, text, scaling):
         ("limits = { adapters_max = 0 }", r"models\.m\.limits\.adapters_max must be more than 0"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path, text, told):
+def test_what_cannot_be_is_refused(tmp_path, text, expected):
     """A number out of range, a range upside down, two ways to say one thing: refused by name."""
-    with pytest.raises(InvalidConfig, match=told):
+    with pytest.raises(InvalidConfig, match=expected):
         model(tmp_path, text)
 
 
@@ -132,7 +132,7 @@ def test_the_machine_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "expected"),
     [
         ("memory = 0", r"machine\.memory must be a number of bytes"),
         ("gpus = -1", r"machine\.gpus must be 0 to 1,024, not -1"),
@@ -140,6 +140,6 @@ def test_the_machine_is_read(tmp_path):
         ("gpu = 1", r"there is no key machine\.gpu; did you mean machine\.gpus"),
     ],
 )
-def test_a_machine_that_cannot_be_is_refused(tmp_path, text, told):
-    with pytest.raises(InvalidConfig, match=told):
+def test_a_machine_that_cannot_be_is_refused(tmp_path, text, expected):
+    with pytest.raises(InvalidConfig, match=expected):
         load(tmp_path, f"[machine]\n{text}")

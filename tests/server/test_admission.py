@@ -149,17 +149,17 @@ def test_which_client_it_is(peer, forwarded, client):
 
 @pytest.mark.parametrize("entries", [["proxy.example"], ["10.0.0.1/8"], ["10.0.0.0/8"] * (PROXIES_MAX + 1)])
 def test_proxies_that_are_none(entries):
-    """What is no address and no network is refused by the setting's name."""
+    """What is not an address and no network is refused by the setting's name."""
     with pytest.raises(InvalidConfig, match="trusted_proxies"):
         Proxies(entries)
 
 
 @pytest.mark.parametrize(
-    ("files", "told", "most"), [(20_000, None, 10_000), (1024, None, 768), (20_000, 500, 500), (1000, 5000, 750)]
+    ("files", "expected", "most"), [(20_000, None, 10_000), (1024, None, 768), (20_000, 500, 500), (1000, 5000, 750)]
 )
-def test_how_many_connections_there_are(files, told, most):
+def test_how_many_connections_there_are(files, expected, most):
     """As many as the setting says, where the limit of open files leaves some for everything else."""
-    assert connections_for(files, told) == most
+    assert connections_for(files, expected) == most
 
 
 def test_a_link_moves_its_place():

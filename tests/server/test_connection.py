@@ -109,7 +109,7 @@ async def test_nothing_is_answered_out_of_turn():
 
 
 async def test_what_follows_a_body_changes_nothing():
-    """Trailers are no headers."""
+    """Trailers are not headers."""
     data = (
         b"POST /small/things HTTP/1.1\r\n" + HOST + JSON + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
         b'c\r\n{"name":"a"}\r\n0\r\nHost: evil.test\r\nAuthorization: Bearer x\r\n\r\n'

@@ -82,7 +82,7 @@ async def test_a_project_reads_of_its_own(jobs: EndedJobs, metrics: Metrics):
 
 
 async def test_requests_are_counted_by_route(metrics: Metrics):
-    """HTTP requests are counted by method, route and status; what has no route or is no method shares one label."""
+    """HTTP requests are counted by method, route and status; what has no route or is not a method shares one label."""
     metrics.on_request(RequestRecord("r", "GET", "/v1/files/{file_id}", 200, seconds=0.02, project="p", key="k"))
     for method in ("GET", "BREW", "TEA"):
         metrics.on_request(RequestRecord("r", method, "", 404, seconds=0.001))

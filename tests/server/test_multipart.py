@@ -76,7 +76,7 @@ async def test_a_file_arrives_byte_for_byte(content, seed):
 
 @pytest.mark.parametrize("cut", [5, 60, 120, 190])
 async def test_a_truncated_form_is_refused(cut):
-    """A body that ends before its last boundary is no form, wherever it ends."""
+    """A body that ends before its last boundary is not a form, wherever it ends."""
     body = part("purpose", b"batch") + file_part(b"x" * 80) + b"--bnd--\r\n"
     error = await refusal(body[:cut])
     assert error.code == "invalid_multipart" and "ends in the middle" in error.message

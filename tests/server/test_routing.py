@@ -51,7 +51,7 @@ def test_a_wider_template_swallows_no_method(routes):
 
 
 def test_a_long_name_means_nothing(routes):
-    """A name of 10 kB in a path is no name."""
+    """A name of 10 kB in a path is not a name."""
     assert routes.find("GET", "/small/things/" + "a" * 10_000).route is None
     assert routes.find("GET", "/small/things/" + "a" * 1024).route is not None
 

@@ -55,7 +55,7 @@ def test_names(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "a/b/c", "a/1", "a/", "/a", "a b", ".a", "-a", "ä", "a" * 191, "a\n"])
 def test_no_names(name: str) -> None:
-    """What could be read as a version, a path or a flag is no name."""
+    """What could be read as a version, a path or a flag is not a name."""
     with pytest.raises(InvalidInput) as caught:
         check_name(name)
     assert caught.value.code == "invalid_name"
@@ -266,7 +266,7 @@ async def test_bad_uploads(room: AdapterRoom, tmp_path: Path, files, info, words
 
 
 async def test_no_archive(room: AdapterRoom, tmp_path: Path) -> None:
-    """Bytes that are no archive, and one that ends too early, are refused."""
+    """Bytes that are not an archive, and one that ends too early, are refused."""
     whole = bundle(tmp_path, lora_files()).read_bytes()
     for data in (b"hello", whole[:-20], b""):
         (tmp_path / "broken").write_bytes(data)

@@ -86,7 +86,7 @@ async def test_dry_run_keeps_nothing(room: RemoteRoom) -> None:
     ],
 )
 async def test_where_callers_may_not_lead(room: RemoteRoom, url: str, words: str) -> None:
-    """A connector of a caller leads to public HTTPS, and its host is no parameter of a call."""
+    """A connector of a caller leads to public HTTPS, and its host is not a parameter of a call."""
     with pytest.raises(InvalidInput, match=words):
         await room.remote.connectors.create(US, at(url))
     assert await room.secrets() == []

@@ -95,7 +95,7 @@ def test_a_new_data_directory_survives_a_power_cut(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("number", "kind", "told"),
+    ("number", "kind", "expected"),
     [
         (errno.ENOSPC, JobPaused, "the disk is full"),
         (errno.EMFILE, JobPaused, "too many files are open"),
@@ -104,7 +104,7 @@ def test_a_new_data_directory_survives_a_power_cut(tmp_path: Path, monkeypatch: 
     ],
 )
 def test_what_is_wrong_with_the_machine_is_no_bad_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception], told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception], expected: str
 ) -> None:
     """A data directory that the machine cannot open now is told as such; one that it never could is to be another."""
 
@@ -112,5 +112,5 @@ def test_what_is_wrong_with_the_machine_is_no_bad_input(
         raise OSError(number, os.strerror(number), str(folder))
 
     monkeypatch.setattr(data_dirs, "sync_folder", fails)
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=expected):
         prepare_data_dir(tmp_path / "data")

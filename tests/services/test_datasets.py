@@ -107,7 +107,7 @@ async def test_what_nobody_names_is_swept(room):
 
 
 async def test_an_upload_that_takes_long(room):
-    """Bytes that are coming when their time is over are still awaited: a slow line is no reason to begin again."""
+    """Bytes that are coming when their time is over are still awaited: a slow line is not a reason to begin again."""
     begun = await room.datasets.begin("one", "slow.jsonl")
 
     async def slowly() -> AsyncIterator[bytes]:

@@ -81,7 +81,7 @@ def test_the_models_of_a_job(directory):
     assert list(model.targets()) == ["upper"]
     assert set(model.adapters) == {"upper", "lower"}  # the same workers serve everybody
     assert [spec.name for spec in directory.specs(caller())] == ["tiny", "classify"]
-    assert set(directory.specs(caller())[0].targets()) == {"tiny", "upper", "lower"}  # a source is no name
+    assert set(directory.specs(caller())[0].targets()) == {"tiny", "upper", "lower"}  # a source is not a name
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def crash(data_dir, point: str) -> None:
 
 @pytest.mark.parametrize("point", FILE_POINTS)
 async def test_killed_between_two_durable_steps(tmp_path, point):
-    """Whatever a kill leaves is no file of anybody's, and the next start sweeps it."""
+    """Whatever a kill leaves is not a file of anybody's, and the next start sweeps it."""
     crash(tmp_path, point)
     room = FileRoom(tmp_path)
     assert await room.files.list("one") == ([], False)

@@ -65,8 +65,8 @@ class Stage:
             row = ModelRow(name, ModelKind.FUNCTION, "default", function=found, listed=(name,))
             directory.publish({(ModelKind.FUNCTION, name): [row]})
         self.calls = FunctionCalls(self.dispatcher.live, directory, clock)
-        self.told = []
-        self.calls.listen(self.told.append)
+        self.received = []
+        self.calls.listen(self.received.append)
 
     async def loaded(self, target) -> ScriptedWorker:
         loading = asyncio.create_task(self.calls.load(target))
@@ -147,7 +147,7 @@ async def test_an_answer_is_told_of(stage):
         await tasks[1]
     tasks[2].cancel()
     assert (await worker.expect(Abandon)).id == asks[2].id
-    assert [(call.model, call.status, call.error) for call in stage.told] == [
+    assert [(call.model, call.status, call.error) for call in stage.received] == [
         ("f", 200, None), ("f", 0, "invalid_field"), ("f", 0, "abandoned"),
     ]  # fmt: skip
 
@@ -156,7 +156,7 @@ async def test_calls_without_waiting_are_told_of_too(stage):
     """`ask_now` is None before a worker is ready; then answers and ends are heard and told once."""
     target, answers = stage.calls.find(CALLER, "f"), []
     assert stage.calls.ask_now(CALLER, target, "rows", b"a", b"", answers.append) is None
-    assert not stage.told
+    assert not stage.received
     worker = await stage.loaded(target)
     assert stage.calls.ask_now(CALLER, target, "rows", b"a", b"", answers.append) is not None
     cancel = stage.calls.ask_now(CALLER, target, "rows", b"b", b"", answers.append)
@@ -166,7 +166,7 @@ async def test_calls_without_waiting_are_told_of_too(stage):
     while not answers:
         await asyncio.sleep(0)
     assert [answer.body for answer in answers] == [b"a"]
-    assert [(call.status, call.error) for call in stage.told] == [(0, "abandoned"), (200, None)]
+    assert [(call.status, call.error) for call in stage.received] == [(0, "abandoned"), (200, None)]
 
 
 async def test_who_fails_to_hear_does_not_end_the_worker(stage, caplog):
@@ -223,7 +223,7 @@ async def test_a_stream_comes_piece_by_piece(stage):
     assert head.content_type == "text/event-stream" and await anext(pieces) == b"data: 1\n\n"
     await pieces.aclose()
     assert (await worker.expect(Abandon)).id == request.id
-    assert [(call.status, call.error) for call in stage.told] == [(0, "abandoned")]
+    assert [(call.status, call.error) for call in stage.received] == [(0, "abandoned")]
 
 
 async def test_a_stream_that_cannot_begin(stage):
@@ -235,7 +235,7 @@ async def test_a_stream_that_cannot_begin(stage):
     worker.say(Answered(request.id, Raised.of(ModelFailed("ValueError: no", code="function_error"))))
     with pytest.raises(ModelFailed, match="ValueError: no"):
         await beginning
-    assert [call.error for call in stage.told] == ["function_error"]
+    assert [call.error for call in stage.received] == ["function_error"]
 
 
 async def test_counts_of_each_version(stage):

@@ -29,8 +29,8 @@ def keys(database, clock):
     return KeyService(database, clock)
 
 
-async def make(keys, **told):
-    return await keys.create(**{"name": "n", "project": "one", "scope": Scope.SUBMIT} | told)
+async def make(keys, **expected):
+    return await keys.create(**{"name": "n", "project": "one", "scope": Scope.SUBMIT} | expected)
 
 
 async def test_a_key_stands_for_its_caller(keys):
@@ -130,7 +130,7 @@ async def test_revoking_the_last_key_opens_nothing(keys, database, clock):
 
 
 @pytest.mark.parametrize(
-    "told",
+    "expected",
     [
         {"project": "two"},
         {"scope": Scope.ADMIN},
@@ -138,11 +138,11 @@ async def test_revoking_the_last_key_opens_nothing(keys, database, clock):
         {"requests_per_minute": 11},
     ],
 )
-async def test_a_key_makes_none_that_may_more(keys, told):
+async def test_a_key_makes_none_that_may_more(keys, expected):
     """Scope, project, models and rate of a key lie within those of the key that makes it."""
     by = Caller("one", Scope.SUBMIT, "k", frozenset({"m"}), 10)
     with pytest.raises(Forbidden):
-        await make(keys, by=by, **told)
+        await make(keys, by=by, **expected)
 
 
 async def test_only_who_runs_the_machine_makes_a_key_that_deploys(keys):
@@ -165,14 +165,14 @@ async def test_a_key_hands_on_its_own_bounds(keys):
 
 
 @pytest.mark.parametrize(
-    "told",
+    "expected",
     [{"name": ""}, {"name": "a\nb"}, {"name": "x" * 201}, {"project": "a b"}, {"models": frozenset()},
      {"requests_per_minute": 0}, {"requests_per_minute": 10**9 + 1}],
 )  # fmt: skip
-async def test_values_out_of_range(keys, told):
+async def test_values_out_of_range(keys, expected):
     """A key's name, project, models and rate are checked."""
     with pytest.raises(InvalidInput):
-        await make(keys, **told)
+        await make(keys, **expected)
 
 
 async def test_uses_are_written_down(keys, clock):
@@ -194,8 +194,8 @@ async def test_a_key_that_is_revoked_while_it_is_looked_up(keys, database):
         await keys.authenticate(made.key)
 
 
-async def mint(keys, maker, **told):
-    return await make(keys, by=await keys.authenticate(maker.key), scope=Scope.ADMIN, **told)
+async def mint(keys, maker, **expected):
+    return await make(keys, by=await keys.authenticate(maker.key), scope=Scope.ADMIN, **expected)
 
 
 async def test_what_a_key_mints_knows_who_pays(keys, clock):

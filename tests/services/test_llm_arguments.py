@@ -31,7 +31,7 @@ def test_what_callers_may_set(args, wanted):
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "expected"),
     [
         ({"max-model-len": 0}, "a whole number from 1"),
         ({"max-model-len": 1.5}, "a whole number"),
@@ -50,9 +50,9 @@ def test_what_callers_may_set(args, wanted):
         ({"tensor-parallel-size": 2, "pipeline-parallel-size": 2}, "4 GPUs for a replica, but this machine has 2"),
     ],
 )
-def test_what_cannot_be(args, told):
+def test_what_cannot_be(args, expected):
     """A value out of its bounds is refused, with the argument's name and what it may be."""
-    with pytest.raises(InvalidInput, match=told) as caught:
+    with pytest.raises(InvalidInput, match=expected) as caught:
         checked(args, gpus_max=2)
     assert caught.value.code == "invalid_engine_arg"
 

@@ -51,7 +51,7 @@ async def test_base_models(room, base, source):
 
 @pytest.mark.parametrize("base", ["far", "nobody", "Meta/x", "/etc", "../x", "Qwen/../x", "Qwen/a/b", "./Qwen/x", ""])
 async def test_what_is_no_base(room, base):
-    """Paths, models that are no language models of ours, and ids that no pattern allows are alike unknown."""
+    """Paths, models that are not a language models of ours, and ids that no pattern allows are alike unknown."""
     with pytest.raises(UnknownName, match="there is no base model") as caught:
         await room.llms.create(US, "d", LlmSettings(base))
     assert caught.value.code == "unknown_base_model"

@@ -74,9 +74,9 @@ class Place:
             raise self.trouble
         return Interface(inputs=[Tensor("foo")])
 
-    async def deploy(self, text=DOUBLER, name="example_doubler", by=None, **told):
+    async def deploy(self, text=DOUBLER, name="example_doubler", by=None, **expected):
         path = self.folder / "bundle.tar.gz"
-        order = DeployOrder(**{"name": name, "target": "app.py:example_doubler", "source": "app.py:fn"} | told)
+        order = DeployOrder(**{"name": name, "target": "app.py:example_doubler", "source": "app.py:fn"} | expected)
         out = io.BytesIO()
         bundles.write(out, order, {"app.py": text.encode()})
         path.write_bytes(out.getvalue())
@@ -235,7 +235,7 @@ def index(tmp_path, monkeypatch):
 
 
 async def test_newer_packages_are_a_new_version(place, index):
-    """Requirements are resolved at every deployment: the same packages are no new version, newer ones are."""
+    """Requirements are resolved at every deployment: the same packages are not a new version, newer ones are."""
     first = await place.deploy(requirements="batchmill-answer-of-test\n")
     assert (await place.deploy(requirements="batchmill-answer-of-test\n")).version == first.version
     add_wheel(index, "2.0")
@@ -286,7 +286,7 @@ async def test_nothing_is_resolved_for_who_may_not_ask(place, index):
 
 
 @pytest.mark.parametrize(
-    ("told", "code"),
+    ("expected", "code"),
     [
         ({"name": "chat"}, "reserved_name"), ({"name": "a-b"}, "invalid_name"), ({"name": ""}, "invalid_name"),
         ({"name": "x" * 101}, "invalid_name"),
@@ -298,13 +298,13 @@ async def test_nothing_is_resolved_for_who_may_not_ask(place, index):
         ({"python": "3.99"}, "unknown_python"), ({"requirements": "-r other.txt"}, "invalid_requirements"),
     ],
 )  # fmt: skip
-async def test_orders_that_fit_nothing_are_refused(place, told, code):
-    """An order with a value that cannot be is refused with a code of its own, and is no version."""
+async def test_orders_that_fit_nothing_are_refused(place, expected, code):
+    """An order with a value that cannot be is refused with a code of its own, and is not a version."""
     with pytest.raises(InvalidInput) as caught:
-        await place.deploy(**told)
+        await place.deploy(**expected)
     assert caught.value.code == code
     assert "hunter2" not in caught.value.message
-    assert all(each.state == "failed" for each in place.versions.get(told.get("name", "example_doubler")))
+    assert all(each.state == "failed" for each in place.versions.get(expected.get("name", "example_doubler")))
 
 
 async def test_names_of_the_configuration_are_taken(place):

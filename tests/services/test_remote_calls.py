@@ -118,10 +118,12 @@ async def test_rotated_credentials_count_at_once(room: RemoteRoom, service: Serv
 async def test_what_a_service_repeats_of_its_keys(room: RemoteRoom, service: Service) -> None:
     """A reply is kept and shown: the keys that a service repeats in it, as themselves or packed, are taken out."""
     packed = base64.b64encode(f"user:{KEY}".encode()).decode()
-    service.replies = [answer({"id": "batch_1", "told": f"Bearer {KEY}", KEY: 1, "packed": packed, "at": "us-east-1"})]
+    service.replies = [
+        answer({"id": "batch_1", "expected": f"Bearer {KEY}", KEY: 1, "packed": packed, "at": "us-east-1"})
+    ]
     connector = await connect(room, service, credential={"openAI_key": KEY, "region": "us-east-1"})
     reply = await act(room, connector)
-    assert reply.data is not None and reply.data["told"] == "Bearer ***" and reply.data["***"] == 1
+    assert reply.data is not None and reply.data["expected"] == "Bearer ***" and reply.data["***"] == 1
     assert KEY not in str(reply) and packed[8:-4] not in str(reply)
     assert (reply.data["id"], reply.data["at"]) == ("batch_1", "us-east-1")
 
@@ -172,7 +174,7 @@ async def test_empty_replies(room: RemoteRoom, service: Service) -> None:
 
 
 async def test_odd_replies_are_no_data(room: RemoteRoom, service: Service) -> None:
-    """A reply that is no object is handed on as it came, and has no data that could be a job's."""
+    """A reply that is not an object is handed on as it came, and has no data that could be a job's."""
     connector = await connect(room, service)
     service.replies = [answer("plain words")]
     reply = await act(room, connector)

@@ -57,7 +57,7 @@ def test_words_are_settings():
 
 
 @pytest.mark.parametrize(
-    ("state", "failed", "told"),
+    ("state", "failed", "expected"),
     [
         (JobState.VALIDATING, 0, "RUNNING"),
         (JobState.PAUSED, 3, "RUNNING"),
@@ -70,6 +70,6 @@ def test_words_are_settings():
         (JobState.FAILED, 0, "FAILED"),
     ],
 )
-def test_jobs_become_tasks(state, failed, told):
+def test_jobs_become_tasks(state, failed, expected):
     """A task whose rows run as a job says how the job stands, and whether some of its rows failed."""
-    assert state_of_job(state, failed) == told
+    assert state_of_job(state, failed) == expected

@@ -370,7 +370,7 @@ async def test_a_batch_is_cancelled_at_its_provider(room, service, model):
 
 
 async def test_what_cannot_be_cancelled(room, service, model):
-    """61, 75: a task nobody knows, another project's, and one that is no batch are refused in their own words."""
+    """61, 75: a task nobody knows, another project's, and one that is not a batch are refused in their own words."""
     task = await room.tasks.predict(ANN, model, GIVEN, order())
     for caller, task_id in ((ANN, "nobody"), (BOB, task.id)):
         with pytest.raises(UnknownName, match="^Fail to find task$"):

@@ -79,7 +79,7 @@ def test_the_key_file_is_for_its_owner_alone(path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_key_file_is_told(path: Path, data: bytes) -> None:
-    """What is no key file is called damaged, and is left as it is."""
+    """What is not a key file is called damaged, and is left as it is."""
     path.touch(mode=0o600)
     path.write_bytes(data)
     with pytest.raises(InvalidConfig, match="damaged"):

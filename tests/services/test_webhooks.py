@@ -95,7 +95,7 @@ async def test_another_projects_endpoint_is_unknown(webhooks: WebhookService):
 
 
 @pytest.mark.parametrize(
-    ("told", "code"),
+    ("expected", "code"),
     [
         ({"name": ""}, "invalid_name"),
         ({"name": "a\x1b[0m"}, "invalid_name"),
@@ -106,14 +106,14 @@ async def test_another_projects_endpoint_is_unknown(webhooks: WebhookService):
         ({"event_types": ["response.completed"]}, "unknown_event_type"),
     ],
 )
-async def test_what_cannot_work_is_refused(webhooks: WebhookService, told: dict, code: str):
+async def test_what_cannot_work_is_refused(webhooks: WebhookService, expected: dict, code: str):
     """A name, a URL or a type of event that cannot be is refused when it is made and when it is changed."""
     with pytest.raises(InvalidInput) as refused:
-        await webhooks.create("default", **{"name": "x", "url": URL, "event_types": ALL} | told)
+        await webhooks.create("default", **{"name": "x", "url": URL, "event_types": ALL} | expected)
     assert refused.value.code == code
     made, _ = await webhooks.create("default", name="x" * NAME_CHARS_MAX, url=URL, event_types=ALL)
     with pytest.raises(InvalidInput) as refused:
-        await webhooks.update("default", made.id, **told)
+        await webhooks.update("default", made.id, **expected)
     assert refused.value.code == code
 
 

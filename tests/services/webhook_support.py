@@ -61,12 +61,12 @@ class EndedJobs:
         await self.jobs.close()
         self.files.close()
 
-    def outbox(self, **told: Any) -> Outbox:
-        return Outbox(self.database, self.clock, webhooks=self.webhooks, jobs=self.jobs, files=self.files, **told)
+    def outbox(self, **fields: Any) -> Outbox:
+        return Outbox(self.database, self.clock, webhooks=self.webhooks, jobs=self.jobs, files=self.files, **fields)
 
     @asynccontextmanager
-    async def running(self, **told: Any) -> AsyncIterator[Outbox]:
-        outbox = self.outbox(**told)
+    async def running(self, **fields: Any) -> AsyncIterator[Outbox]:
+        outbox = self.outbox(**fields)
         task = asyncio.create_task(outbox.run())
         try:
             yield outbox

@@ -76,7 +76,7 @@ def test_every_flipped_bit_is_seen(tmp_path):
 
 
 def test_zeros_after_the_end_are_no_block(tmp_path):
-    """A tail of zeros, as a power cut may leave it, is no block."""
+    """A tail of zeros, as a power cut may leave it, is not a block."""
     file = SegmentFile(tmp_path, HEAD)
     file.append(block([1]))
     file.close()

@@ -43,12 +43,12 @@ def server_of(folder: Path, code: str, deployments: Sequence[Sequence[str]], *wo
         yield server
 
 
-def run_script(python: str, script: str, *, within_s: float = COMMAND_S, **told: Any) -> dict[str, Any]:
+def run_script(python: str, script: str, *, within_s: float = COMMAND_S, **fields: Any) -> dict[str, Any]:
     """What a script says in `found` once it has ended, in the interpreter of a published client.
 
     It finds `told` under those names, and nothing of our own environment or packages.
     """
-    text = f"import json\nfound = {{}}\nlocals().update(json.loads({json.dumps(json.dumps(told))}))\n{script}\n"
+    text = f"import json\nfound = {{}}\nlocals().update(json.loads({json.dumps(json.dumps(fields))}))\n{script}\n"
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     done = subprocess.run(
         [python, "-c", text + "print('\\n' + json.dumps(found))"],

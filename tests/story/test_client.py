@@ -297,7 +297,7 @@ def test_what_cannot_be_run_leaves_nothing(client: Client, tmp_path, options, ki
 
 @pytest.mark.parametrize("name", ["file-" + "0" * 24, "../../etc/passwd", "a/b", "x" * 64])
 def test_ids_of_nothing_are_unknown(client: Client, name):
-    """Names that are no ids of ours are 404s, whatever they would be as a path."""
+    """Names that are not ids of ours are 404s, whatever they would be as a path."""
     for ask in (client.file, client.delete_file, client.job, lambda each: list(client.read_file(each))):
         with pytest.raises(UnknownName):
             ask(name)

@@ -57,7 +57,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def key(server):
-    """Of the widest scope: what it may not do is no finding."""
+    """Of the widest scope: what it may not do is not a finding."""
     line = [sys.executable, "-m", "batchmill", "--data-dir", str(server.data_dir), "keys", "create", "--name", "fuzz"]
     return subprocess.run([*line, "--scope", "admin"], capture_output=True, text=True, check=True).stdout.strip()
 
@@ -96,7 +96,7 @@ def operations(server):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_operations(operations, key, part):
-    """Whatever is asked, the answer is no failure of the server, and of the status, type and form that were told."""
+    """Whatever is asked, the answer is not a failure of the server, and of the status, type and form that were told."""
     mine = operations[part::PARTS]
     found = [result for each in mine for mode in GenerationMode if (result := fuzz(each, key, mode))]
     assert not found, "\n\n".join(found)

@@ -200,7 +200,7 @@ def server(tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(server):
     python = client_python("inferless")
-    return lambda script, **told: run_script(python, BEGIN + script, url=server.url, **told)
+    return lambda script, **expected: run_script(python, BEGIN + script, url=server.url, **expected)
 
 
 def values(answer):
@@ -320,7 +320,7 @@ for how in ("labels", "wrong"):
 found["told"] = told
 """
     )
-    [good, bad] = found["told"]
+    [good, bad] = found["expected"]
     assert good[0] == "None" and values(good[1])["label_1"] == [0.398]
     assert bad[1] is None and "status code 500" in bad[0] and "ValueError: wrong is no way to do it" in bad[0]
 
@@ -387,7 +387,7 @@ found["good"], found["bad"] = read("a"), read("bad")
 
 
 def test_the_strict_address_holds_integers_to_their_width(server):
-    """The same body at /v2 is refused: 512 is no INT8 there (T3)."""
+    """The same body at /v2 is refused: 512 is not an INT8 there (T3)."""
     body = {"inputs": [
         {"name": "prompt", "shape": [1], "datatype": "BYTES", "data": ["a"]},
         {"name": "shape", "shape": [2], "datatype": "INT8", "data": [512, 1]},

@@ -60,9 +60,9 @@ def server(tmp_path_factory):
 def run(server):
     python = client_python("kserve")
 
-    def run(script, **told):
+    def run(script, **fields):
         body = "".join(f"    {line}\n" if line else "\n" for line in script.strip().splitlines())
-        return run_script(python, BEGIN + body + END, url=server.url, **told)
+        return run_script(python, BEGIN + body + END, url=server.url, **fields)
 
     return run
 

@@ -265,7 +265,7 @@ def test_metadata_of_every_allowed_size(client, fields):
 
 
 def test_wrong_files_are_named(client):
-    """A file that is missing, was deleted, or is no batch input makes no batch."""
+    """A file that is missing, was deleted, or is not a batch input makes no batch."""
     body = {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
     deleted = client.files.create(file=("a.jsonl", lines([row("a", "x")])), purpose="batch").id
     client.files.delete(deleted)
@@ -309,7 +309,7 @@ def test_wrong_queries_are_refused(server, query):
     ],
 )
 def test_wrong_bodies_are_refused(server, body, media, status):
-    """A body that is no JSON object of this request is refused in OpenAI's form."""
+    """A body that is not JSON object of this request is refused in OpenAI's form."""
     reply = httpx2.post(f"{server.url}/v1/batches", content=body, headers={"content-type": media})
     assert reply.status_code == status, reply.text
     assert set(reply.json()["error"]) == {"message", "type", "param", "code"}

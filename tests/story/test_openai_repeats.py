@@ -164,22 +164,22 @@ def test_many_at_once_are_one_batch(server, order):
     assert len(made) == 1
 
 
-@pytest.mark.parametrize("told", [{}, {"idempotency_key": "k"}], ids=["blind", "by a key"])
-def test_an_order_whose_reply_was_lost_with_the_server(tmp_path, told):
+@pytest.mark.parametrize("expected", [{}, {"idempotency_key": "k"}], ids=["blind", "by a key"])
+def test_an_order_whose_reply_was_lost_with_the_server(tmp_path, expected):
     """A server that was killed once the job was stored knows the order again when it is back."""
     write_project(tmp_path)
     fault = f"after_create:1:{tmp_path / 'died'}"
     with RunningServer(tmp_path, env={"BATCHMILL_FAULT": fault}) as server:
         order = {**ORDER, "input_file_id": upload(server.url)}
         with pytest.raises(httpx2.RemoteProtocolError):
-            post(server.url, order, **told)
+            post(server.url, order, **expected)
         assert server.wait() == -signal.SIGKILL
         server.start()
         with OpenAI(api_key="none", base_url=f"{server.url}/v1", max_retries=0) as client:
             [stored] = ids(client)
-            first = post(server.url, order, **told).json()["id"]
+            first = post(server.url, order, **expected).json()["id"]
             assert first == stored
             done = ended(client, client.batches.retrieve(first))
             assert done.status == "completed" and done.request_counts and done.request_counts.completed == 1
-        again = post(server.url, order, **told).json()["id"]
-        assert (again == first) == bool(told)
+        again = post(server.url, order, **expected).json()["id"]
+        assert (again == first) == bool(expected)

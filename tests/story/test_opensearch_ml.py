@@ -32,8 +32,8 @@ def service():
 def run(tmp_path_factory, service):
     with running_server(tmp_path_factory.mktemp("opensearch_ml"), CONFIG) as running:
 
-        def run(script, **told):
-            given = {"port": running.port, "body": service.connector(), **told}
+        def run(script, **fields):
+            given = {"port": running.port, "body": service.connector(), **fields}
             return run_script(client_python("opensearch_ml"), BEGIN + script, **given)
 
         yield run

@@ -98,10 +98,10 @@ def server(tmp_path_factory):
 def run(server):
     python = client_python("predibase")
 
-    def run(script, gateway="{url}", **told):
+    def run(script, gateway="{url}", **fields):
         place = server.folder / "client"
         place.mkdir(exist_ok=True)
-        return run_script(python, BEGIN + script, gateway=gateway.format(url=server.url), folder=str(place), **told)
+        return run_script(python, BEGIN + script, gateway=gateway.format(url=server.url), folder=str(place), **fields)
 
     return run
 

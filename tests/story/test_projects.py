@@ -239,9 +239,9 @@ def test_models_of_a_narrow_key(asking):
     assert batch["status"] == "failed" and batch["errors"]["data"][0]["line"] == 2
 
 
-def deployed_by(ask, who, text, **told):
+def deployed_by(ask, who, text, **settings):
     """What became of a deployment of a function `doubler`."""
-    order = DeployOrder(**{"name": "doubler", "target": "app.py:doubler", "source": "one-secret.py:f"} | told)
+    order = DeployOrder(**{"name": "doubler", "target": "app.py:doubler", "source": "one-secret.py:f"} | settings)
     out = io.BytesIO()
     bundles.write(out, order, {"app.py": text.encode()})
     return ask(who, "POST", "/batchmill/v1/models", content=out.getvalue(), headers={"content-type": BUNDLE_MEDIA})

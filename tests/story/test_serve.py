@@ -191,7 +191,7 @@ def test_keys_without_a_server(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "config", "told"),
+    ("words", "config", "expected"),
     [
         (["--host", "0.0.0.0"], "", "batchmill keys create"),
         ([], '[models.a]\nengine = "function"\nsource = "none.py:f"\n', "models.a"),
@@ -199,11 +199,11 @@ def test_keys_without_a_server(folder):
         (["--host", "no.such.host.invalid"], "", "cannot be resolved"),
     ],
 )
-def test_what_cannot_be_served_is_said(folder, words, config, told):
+def test_what_cannot_be_served_is_said(folder, words, config, expected):
     """A server that cannot start says why in one line, with the way out."""
     (folder / "batchmill.toml").write_text(config)
     code, _, said = batchmill(folder, "serve", "--port", "0", *words)
-    assert code == 2 and told in said and "Traceback" not in said
+    assert code == 2 and expected in said and "Traceback" not in said
 
 
 def test_a_taken_port_and_a_taken_directory(folder):

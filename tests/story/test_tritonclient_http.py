@@ -103,7 +103,7 @@ def server(tmp_path_factory):
 def run(server):
     """Runs a script with the client; `found` is what it leaves."""
     python = client_python("tritonclient")
-    return lambda script, **told: run_script(python, BEGIN + script, address=f"127.0.0.1:{server.port}", **told)
+    return lambda script, **fields: run_script(python, BEGIN + script, address=f"127.0.0.1:{server.port}", **fields)
 
 
 def test_the_server_tells_of_itself_and_its_functions(run):

@@ -48,14 +48,14 @@ def test_members_that_lie_elsewhere_are_refused(tmp_path, members):
 
 @pytest.mark.parametrize("data", [b"", b"no gzip", gzip.compress(b"no tar"), gzip.compress(b"\0" * 4096)])
 def test_what_is_no_archive_is_refused(tmp_path, data):
-    """Bytes that are no tar.gz, or one without its order, are refused in one way."""
+    """Bytes that are not a tar.gz, or one without its order, are refused in one way."""
     with pytest.raises(InvalidInput, match="not a bundle of code"):
         bundles.read(io.BytesIO(data), tmp_path)
 
 
 @pytest.mark.parametrize("module", [bundles, adapter_bundles])
 def test_headers_without_end_are_refused(tmp_path, module):
-    """A few kilobytes that are headers of headers of headers are no archive either."""
+    """A few kilobytes that are headers of headers of headers are not an archive either."""
     head = tarfile.TarInfo("x")
     head.type, record = tarfile.XHDTYPE, b"14 comment=aa\n"
     head.size = len(record)

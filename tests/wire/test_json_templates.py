@@ -175,7 +175,7 @@ def test_no_backslash_swallows_a_value(text, fits):
 
 
 def test_half_a_character_is_refused():
-    """A lone surrogate is no text that could be sent."""
+    """A lone surrogate is not text that could be sent."""
     with pytest.raises(InvalidInput) as caught:
         fill('["${parameters.x}"]', {"x": "\ud800"})
     assert caught.value.code == "invalid_encoding"

@@ -244,7 +244,7 @@ def test_rows_without_elements_are_not_for_nothing(shape: list[int]):
 
 @pytest.mark.parametrize("body", [b"", b"{", b"nonsense", b'{"inputs":[{"data":[NaN]}]}', b"\xff\xfe", b'{"a":1}x'])
 def test_malformed_json_is_the_callers_error(body: bytes):
-    """What is no JSON is refused, and says so (P5)."""
+    """What is not JSON is refused, and says so (P5)."""
     with pytest.raises(InvalidInput) as caught:
         STRICT.read(body, b"", SEED)
     assert caught.value.code in ("invalid_json", "invalid_encoding")

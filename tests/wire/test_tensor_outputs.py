@@ -120,7 +120,7 @@ def test_a_hint_makes_floats_of_integers_and_nothing_else():
 
 
 def test_a_single_result_has_the_declared_name():
-    """A result that is no dict is the one output that is declared."""
+    """A result that is not a dict is the one output that is declared."""
     assert outputs(3, Interface([Tensor("x")], [Tensor("score", "INT64")]))[0][0] == "score"
     with pytest.raises(ModelFailed, match="dictionary of its outputs"):
         reply(3, Interface([Tensor("x")], [Tensor("a"), Tensor("b")]))
@@ -161,7 +161,7 @@ def test_nan_is_null_in_json_and_itself_in_binary():
 
 
 def test_bytes_are_binary_or_utf8():
-    """BYTES that are no UTF-8 have a place in a binary reply only, and JSON says so."""
+    """BYTES that are not an UTF-8 have a place in a binary reply only, and JSON says so."""
     results = FunctionResults(b'[{"a":{"$array":[0,"BYTES",[]]}}]', buffers=[b"\x01\x00\x00\x00\xff"])
     body, head = written(results, parameters={"binary_data_output": True})
     assert body[int(head) :] == b"\x01\x00\x00\x00\xff"
@@ -351,7 +351,7 @@ def test_a_function_without_types_keeps_datatypes():
 
 
 def test_arrays_and_numbers_that_json_lacks():
-    """An array has its own datatype; a float that is no number goes as the others do."""
+    """An array has its own datatype; a float that is not a number goes as the others do."""
     for marker, datatype in (([0, "FP64", []], "FP64"), ([0, "FP64", [], True], "FP32")):
         value = FunctionResults(json.dumps([{"$array": marker}]).encode(), buffers=[struct.pack("<d", float("inf"))])
         assert answered(None, ("FP32", [1], [4.0]), result=value)[0][0] == datatype

@@ -27,7 +27,7 @@ def test_cells_are_read_as_what_the_function_takes():
 
 
 def test_a_cell_that_is_no_such_value_is_refused_by_name():
-    """A cell that is no value of its type is refused with the column, the start of the cell and what is wanted."""
+    """A cell that is not a value of its type is refused with the column, the start of the cell and what is wanted."""
     for datatype, shape, cell in BAD:
         with pytest.raises(InvalidRow, match="'x'") as caught:
             CellReader([Tensor("x", datatype, shape)]).read({"x": cell})

@@ -83,11 +83,13 @@ MODELS = [
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize(("body", "status", "told"), [each[1:] for each in MODELS], ids=[each[0] for each in MODELS])
-async def test_models_that_are_refused(shared, body, status, told):
+@pytest.mark.parametrize(
+    ("body", "status", "expected"), [each[1:] for each in MODELS], ids=[each[0] for each in MODELS]
+)
+async def test_models_that_are_refused(shared, body, status, expected):
     """A model that cannot be is refused with ML Commons' words."""
     found = await shared.reason("POST", "/models/_register", body)
-    assert found[0] == status and told in found[2], found
+    assert found[0] == status and expected in found[2], found
 
 
 REQUESTS = [
@@ -126,15 +128,15 @@ REQUESTS = [
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
-    ("method", "path", "body", "status", "kind", "told"),
+    ("method", "path", "body", "status", "kind", "expected"),
     [each[1:] for each in REQUESTS],
     ids=[each[0] for each in REQUESTS],
 )
-async def test_requests_that_are_refused(shared, method, path, body, status, kind, told):
+async def test_requests_that_are_refused(shared, method, path, body, status, kind, expected):
     """What cannot be answered is refused in the envelope of OpenSearch, with its type and its words."""
     headers = {"content-type": "application/json"}
     found = await shared.reason(method, path, content=body, headers=headers)
-    assert found[:2] == (status, kind) and told in found[2], found
+    assert found[:2] == (status, kind) and expected in found[2], found
 
 
 async def test_unknown_fields_of_a_connector_are_left_out(there):

@@ -53,8 +53,8 @@ async def ended(there, task: str) -> dict:
     return reply
 
 
-async def results(there, told: dict, which: str = "output_file_id") -> list[dict]:
-    reply = await there.http.get(f"/v1/files/{told['remote_job'][which]}/content")
+async def results(there, expected: dict, which: str = "output_file_id") -> list[dict]:
+    reply = await there.http.get(f"/v1/files/{expected['remote_job'][which]}/content")
     return [json.loads(line) for line in reply.text.splitlines()]
 
 
@@ -123,7 +123,7 @@ async def test_an_order_that_comes_again_is_its_task(there):
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "told"),
+    ("body", "status", "expected"),
     [
         ({"dataset": {"file_id": "file-nothing"}}, 404, "file-nothing"),
         ({"dataset": {}}, 400, "a dataset is"),
@@ -138,11 +138,11 @@ async def test_an_order_that_comes_again_is_its_task(there):
     ],
     ids=str,
 )
-async def test_what_is_wrong_with_a_dataset(there, body, status, told):
+async def test_what_is_wrong_with_a_dataset(there, body, status, expected):
     """What does not fit is refused by name, and nothing is begun."""
     model = await there.model()
     found = await there.reason("POST", f"/models/{model}/_batch_predict", body)
-    assert found[0] == status and told in found[2], found
+    assert found[0] == status and expected in found[2], found
     assert (await there.done("POST", "/tasks/_search", {"query": {"term": {"task_type": "BATCH_PREDICTION"}}}))["hits"][
         "total"
     ]["value"] == 0

@@ -95,9 +95,9 @@ def counting(to):
 '''
 
 
-async def deploy(running: Running, name: str, code: str = CODE, **told):
+async def deploy(running: Running, name: str, code: str = CODE, **values):
     """A new version of the function `name` of `code`; `told` are further fields of the order."""
-    order = DeployOrder(**({"name": name, "target": f"app.py:{name}", "source": f"app.py:{name}"} | told))
+    order = DeployOrder(**({"name": name, "target": f"app.py:{name}", "source": f"app.py:{name}"} | values))
     out = io.BytesIO()
     bundles.write(out, order, {"app.py": code.encode()})
     with tempfile.NamedTemporaryFile(suffix=".tar.gz") as file:
@@ -107,11 +107,11 @@ async def deploy(running: Running, name: str, code: str = CODE, **told):
 
 
 @contextlib.asynccontextmanager
-async def open_deployments(folder: Path, *names: str, config: str = "", **told) -> AsyncIterator[Deployments]:
+async def open_deployments(folder: Path, *names: str, config: str = "", **values) -> AsyncIterator[Deployments]:
     """A server to which these functions of CODE are deployed."""
     async with open_server(folder, config) as running:
         for name in names:
-            await deploy(running, name, **told)
+            await deploy(running, name, **values)
         async with httpx2.AsyncClient(base_url=running.url, timeout=TIMEOUT_S) as http:
             yield Deployments(running, http)
 

@@ -70,7 +70,7 @@ async def test_a_batch_shows_its_client_no_rows(tmp_path, receiver):
     ["https://169.254.169.254/x", "http://10.0.0.1/", "http://example.com/", "https://u:p@example.com/", "nowhere"],
 )
 async def test_where_no_answer_is_sent(tmp_path, url):
-    """An address inside, plain http and what is no URL are refused before the function is called."""
+    """An address inside, plain http and what is not an URL are refused before the function is called."""
     async with open_deployments(tmp_path, "doubler", config=HOOKS) as deployed:
         assert "not allowed" in await deployed.error("doubler/latest", 1, 400, response_webhook=url)
         assert await deployed.running.services.late.count_waiting() == 0

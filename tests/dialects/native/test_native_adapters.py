@@ -72,7 +72,7 @@ async def http(client: AsyncClient, method: str, path: str, **more) -> httpx2.Re
 
 
 async def test_what_is_refused(client: AsyncClient, tmp_path: Path) -> None:
-    """What callers may not name, what is no adapter and what does not fit is refused, each with its code."""
+    """What callers may not name, what is not an adapter and what does not fit is refused, each with its code."""
     with pytest.raises(Forbidden, match="are not accepted over the API"):
         await client.add_adapter("shout", "elsewhere/one", base="tiny")
     with pytest.raises(UnknownName):

@@ -33,7 +33,7 @@ def test_what_is_not_said_is_not_sent():
 
 
 @pytest.mark.parametrize(
-    ("told", "scaling"),
+    ("expected", "scaling"),
     [
         ({"replicas_min": 3}, Scaling(3, 3, 60.0)),
         ({"cooldown_s": None}, Scaling(1, 2)),
@@ -41,10 +41,10 @@ def test_what_is_not_said_is_not_sent():
         ({"replicas_min": None}, Scaling(0, 2, 60.0)),
     ],
 )
-def test_a_change_of_replicas(told, scaling):
+def test_a_change_of_replicas(expected, scaling):
     """What is said is changed, null is the default, and a least number raises the most where that is not said."""
     before = LlmSettings("tiny", scaling=Scaling(1, 2, 60.0))
-    found = views.changed_settings(before, LlmChange(**told))
+    found = views.changed_settings(before, LlmChange(**expected))
     assert found is not None and found.scaling == scaling
     assert views.changed_settings(before, LlmChange(description="x")) is None
 

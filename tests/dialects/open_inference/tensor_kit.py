@@ -69,10 +69,10 @@ def count(to: int, bad: bool = False):
 NAMES = ("simple", "identity", "words", "exact", "nan", "fail", "greet", "described", "count")
 
 
-async def deploy(running: Running, name: str, code: str = CODE, **told: Any) -> None:
+async def deploy(running: Running, name: str, code: str = CODE, **fields: Any) -> None:
     """A new version of the function `name` of `code`."""
     out = io.BytesIO()
-    order = DeployOrder(**{"name": name, "target": f"app.py:{name}", "source": f"app.py:{name}"} | told)
+    order = DeployOrder(**{"name": name, "target": f"app.py:{name}", "source": f"app.py:{name}"} | fields)
     bundles.write(out, order, {"app.py": code.encode()})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bundle.tar.gz"

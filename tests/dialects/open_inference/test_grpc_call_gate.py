@@ -23,7 +23,7 @@ KEYS = {
 INFER, LIVE, STREAM = METHODS["ModelInfer"], METHODS["ServerLive"], METHODS["ModelStreamInfer"]
 CALLS_MAX = 2
 BYTES_MAX = 8 * 1024 * 1024
-NO_MESSAGE = b"\xff"  # which is no message of any kind
+NO_MESSAGE = b"\xff"  # which is not a message of any kind
 
 
 class HeldKeys:
@@ -201,7 +201,7 @@ async def test_a_bug_of_ours_says_no_more_than_that(room, caplog):
 
 
 async def test_what_is_no_message_is_refused(room):
-    """Bytes that are no request are the caller's fault, and the next call works."""
+    """Bytes that are not a request are the caller's fault, and the next call works."""
     error = await refusal(call(room, sent=NO_MESSAGE))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "not a ModelInferRequest" in error.details()
@@ -302,7 +302,7 @@ async def test_a_stream_without_a_key_is_refused(room):
 
 
 async def test_a_stream_may_hold_what_is_no_message(room):
-    """Bytes that are no request end their stream with the caller's fault."""
+    """Bytes that are not a request end their stream with the caller's fault."""
     talk = room.channel.stream_stream(f"/{SERVICE}/ModelStreamInfer")(metadata=[("authorization", "submit")])
     await talk.write(NO_MESSAGE)
     error = await refusal(talk.read())

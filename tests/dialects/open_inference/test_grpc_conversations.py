@@ -34,7 +34,7 @@ def talk_on(channel):
 
 
 async def test_what_is_no_request_ends_its_stream(channel):
-    """Bytes that are no request are the caller's fault, and end only the stream that they came on."""
+    """Bytes that are not a request are the caller's fault, and end only the stream that they came on."""
     talk = talk_on(channel)
     await talk.write(NO_MESSAGE)
     with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -78,7 +78,7 @@ def test_the_window_of_an_app_is_told():
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_a_batch_of_one_is_none(size):
-    """A batch size that lets no rows meet is no dynamic batching."""
+    """A batch size that lets no rows meet is not dynamic batching."""
     assert config_of(target(batch_size=size))["max_batch_size"] == 0
 
 

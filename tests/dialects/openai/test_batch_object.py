@@ -46,7 +46,7 @@ def test_every_state_has_a_status(state):
 
 
 def test_ids_go_both_ways():
-    """A batch and its job have the same digits; what is no batch's id is no job's."""
+    """A batch and its job have the same digits; what is not a batch's id is not a job's."""
     assert batch_id(ID) == "batch_0123456789abcdef0123"
     assert job_id(batch_id(ID)) == ID
     assert job_id(ID) == job_id("file-1") == job_id("") == ""

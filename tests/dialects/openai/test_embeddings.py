@@ -49,12 +49,12 @@ def test_the_rest_of_the_reply_keeps_its_digits():
      b'{"data":[{"embedding":null}]}'],
 )  # fmt: skip
 def test_a_reply_of_another_shape_is_handed_on(reply):
-    """What is no list of vectors is the model's own affair."""
+    """What is not a list of vectors is the model's own affair."""
     assert with_encoding(reply, "base64") is reply
 
 
 def test_text_that_is_no_vector_is_handed_on():
-    """A string that is no base64 of whole numbers is not made into some."""
+    """A string that is not base64 of whole numbers is not made into some."""
     for text in ("é", "AAA", "AAA="):
         reply = reply_of(text)
         assert with_encoding(reply, "float") is reply

@@ -114,7 +114,7 @@ async def test_fields_that_are_wrong(frontend, http, fields, param, code):
     ],
 )
 async def test_bodies_that_are_no_form(frontend, http, content_type, body, status):
-    """What is no form, has another boundary or ends in the middle is refused and leaves nothing."""
+    """What is not a form, has another boundary or ends in the middle is refused and leaves nothing."""
     error_of(await http.post("/v1/files", content=body, headers={"content-type": content_type}), status)
     assert frontend.left() == []
 
@@ -211,7 +211,7 @@ async def test_lists_that_cannot_be_asked_for(http, query):
 
 
 async def test_files_of_others(frontend, http):
-    """Another project's file, an unknown one and a name that is no id get the same answer everywhere."""
+    """Another project's file, an unknown one and a name that is not an id get the same answer everywhere."""
     key = (await frontend.keys.create(name="a", project="one", scope=Scope.SUBMIT)).key
     other = (await frontend.keys.create(name="b", project="two", scope=Scope.SUBMIT)).key
     http.headers["authorization"] = f"Bearer {key}"

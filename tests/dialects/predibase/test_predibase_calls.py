@@ -26,9 +26,11 @@ def place(name: str = "tiny", tenant: str = TENANT) -> str:
     return f"/{tenant}/deployments/v2/llms/{name}"
 
 
-async def generate(http, inputs: str = "abc", *, status: int = 200, stream: bool = False, name: str = "tiny", **told):
+async def generate(
+    http, inputs: str = "abc", *, status: int = 200, stream: bool = False, name: str = "tiny", **expected
+):
     """The JSON of a reply to a generate call."""
-    body = {"inputs": inputs, "parameters": told, "stream": stream}
+    body = {"inputs": inputs, "parameters": expected, "stream": stream}
     reply = await http.post(place(name), json=body)
     assert reply.status_code == status, reply.text
     return reply.json()
@@ -90,7 +92,7 @@ async def test_streams(http):
 
 
 @pytest.mark.parametrize(
-    ("told", "status", "word", "text"),
+    ("expected", "status", "word", "text"),
     [
         ({"inputs": ""}, 422, "validation", "`inputs` cannot be empty"),
         ({"parameters": {"typical_p": 0.4}}, 422, "validation", "`typical_p`"),
@@ -101,9 +103,9 @@ async def test_streams(http):
         ({"inputs": "fails: it"}, 424, "generation", "it always fails"),
     ],
 )  # fmt: skip
-async def test_errors(http, told, status, word, text):
+async def test_errors(http, expected, status, word, text):
     """Each has LoRAX's form, in which its client finds the class of its exception; no token is repeated."""
-    reply = await http.post(place(), json={"inputs": "abc"} | told)
+    reply = await http.post(place(), json={"inputs": "abc"} | expected)
     assert (reply.status_code, set(reply.json())) == (status, {"error", "error_type"}), reply.text
     assert reply.json()["error_type"] == word and text in reply.json()["error"]
     assert "hf_secret" not in reply.text
@@ -141,7 +143,7 @@ MESSAGES = [{"role": "user", "content": "abc"}]
 
 
 @pytest.mark.parametrize(
-    ("told", "text"),
+    ("expected", "text"),
     [
         ({"model": ""}, "abc"),
         ({"model": "tiny"}, "abc"),
@@ -152,20 +154,20 @@ MESSAGES = [{"role": "user", "content": "abc"}]
         ({"response_format": {"type": "json_object", "schema": {"type": "object"}}}, "abc"),
     ],
 )
-async def test_openai_base(opened, told, text):
+async def test_openai_base(opened, expected, text):
     """`model` is empty or an adapter's name; LoRAX's fields mean what they mean there."""
     _, http, fake = opened
-    reply = await http.post(f"{place()}/v1/chat/completions", json={"messages": MESSAGES} | told)
+    reply = await http.post(f"{place()}/v1/chat/completions", json={"messages": MESSAGES} | expected)
     assert reply.status_code == 200, reply.text
     assert reply.json()["choices"][0]["message"]["content"] == text
     body = fake.calls()[-1]["body"]
     assert not {"adapter_id", "adapter_source", "api_token", "ignore_eos_token"} & set(body)
-    if "response_format" in told:
+    if "response_format" in expected:
         assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
 
 
 @pytest.mark.parametrize(
-    ("told", "status", "text"),
+    ("expected", "status", "text"),
     [
         ({"model": "nobody"}, 404, "'nobody'"),
         ({"model": "upper", "adapter_id": "reverse"}, 422, "name one adapter"),
@@ -177,9 +179,9 @@ async def test_openai_base(opened, told, text):
         ({"ignore_eos": True, "ignore_eos_token": True}, 422, "ignore_eos_token"),
     ],
 )
-async def test_openai_base_refuses(http, told, status, text):
+async def test_openai_base_refuses(http, expected, status, text):
     """What the engine would ignore is refused by its name."""
-    reply = await http.post(f"{place()}/v1/chat/completions", json={"messages": MESSAGES} | told)
+    reply = await http.post(f"{place()}/v1/chat/completions", json={"messages": MESSAGES} | expected)
     assert reply.status_code == status and text in reply.json()["error"]["message"], reply.text
     assert "hf_secret" not in reply.text
 

@@ -180,7 +180,7 @@ async def test_configs_that_are_refused(http, config, status, words):
 
 
 async def test_the_configurations_own(http):
-    """A model of the configuration is no caller's to change or delete."""
+    """A model of the configuration is not a caller's to change or delete."""
     for reply in (
         await http.put("/v2/deployments/tiny", json={"description": "x"}),
         await http.delete("/v2/deployments/tiny"),
@@ -214,10 +214,10 @@ MODEL = ModelSpec("d", "llm", "m")
 SINCE = 1000.0
 
 
-def events(state: str, *kinds: tuple[str, float], late: bool = False, **told) -> list[str]:
+def events(state: str, *kinds: tuple[str, float], late: bool = False, **fields) -> list[str]:
     """The types of the events of a deployment whose engine was asked for at SINCE."""
-    details = told.pop("details", request_details(SINCE))
-    deployment = LlmDeployment("i", "p", "d", LlmSettings("m"), None, details, 500.0, 500.0, MODEL, **told)
+    details = fields.pop("details", request_details(SINCE))
+    deployment = LlmDeployment("i", "p", "d", LlmSettings("m"), None, details, 500.0, 500.0, MODEL, **fields)
     view = EngineView(state, events=[EngineEvent(at, kind, "why") for kind, at in kinds], message="why")
     now = SINCE + (STARTS_WITHIN_S + 1 if late else 1)
     return [each.event_type for each in compute_events(deployment, view, now=now, detailed=True).events]

@@ -41,15 +41,15 @@ def call(inputs: str = "hi", *, stream: bool = False, **parameters) -> Generate:
     return msgspec.convert({"inputs": inputs, "parameters": SENT_BY_CLIENT | parameters, "stream": stream}, Generate)
 
 
-def asked(**told) -> dict:
+def asked(**expected) -> dict:
     """What a completion has beyond what all have."""
-    found = call(**told)
+    found = call(**expected)
     body = body_of(found, check(found), None)
     return {name: value for name, value in body.items() if ALWAYS.get(name) != value}
 
 
 @pytest.mark.parametrize(
-    ("told", "added"),
+    ("expected", "added"),
     [
         ({}, {}),
         ({"max_new_tokens": 5}, {"max_tokens": 5}),
@@ -74,13 +74,13 @@ def asked(**told) -> dict:
         ({"api_token": ""}, {}),
     ],
 )
-def test_bodies(told, added):
+def test_bodies(expected, added):
     """Each parameter becomes vLLM's; without sampling, the likeliest token is taken, whatever defaults a model has."""
-    assert asked(**told) == added
+    assert asked(**expected) == added
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("expected", "words"),
     [
         ({"inputs": ""}, "`inputs` cannot be empty"),
         ({"best_of": 0}, "`best_of` must be > 0"),
@@ -108,10 +108,10 @@ def test_bodies(told, added):
         ({"response_format": {"type": "json_object", "strict": True}}, "field 'strict'"),
     ],
 )
-def test_what_is_refused(told, words):
+def test_what_is_refused(expected, words):
     """What cannot be, and what vLLM has not, is refused by its name; a token is not repeated."""
     with pytest.raises(InvalidInput) as refused:
-        asked(**told)
+        asked(**expected)
     assert words in refused.value.message and "hf_secret" not in refused.value.message
 
 
@@ -125,12 +125,12 @@ def piece(
     return {"index": 0} | fields | more
 
 
-def choice(*told, **more) -> Choice:
-    return msgspec.convert(piece(*told, **more), Choice)
+def choice(*expected, **more) -> Choice:
+    return msgspec.convert(piece(*expected, **more), Choice)
 
 
 @pytest.mark.parametrize(
-    ("told", "texts"),
+    ("expected", "texts"),
     [
         (choice("ab", (1, "a"), (2, "b")), [("a", False), ("b", False)]),
         (choice("a", (1, "a"), (2, "</s>"), finish="stop"), [("a", False), ("</s>", True)]),
@@ -143,11 +143,11 @@ def choice(*told, **more) -> Choice:
         (choice(""), []),
     ],
 )
-def test_tokens(told, texts):
+def test_tokens(expected, texts):
     """The texts of tokens that are not special make up the text, also where a character spans several."""
-    tokens = tokens_of(told)
+    tokens = tokens_of(expected)
     assert [(token.text, token.special) for token in tokens] == texts
-    assert "".join(token.text for token in tokens if not token.special) == told.text
+    assert "".join(token.text for token in tokens if not token.special) == expected.text
 
 
 @pytest.mark.parametrize(

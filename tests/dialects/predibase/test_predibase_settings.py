@@ -24,12 +24,12 @@ SENT_BY_CLIENT = (
 )
 
 
-def server(**told) -> LlmSettings:
-    return of_server_config(msgspec.convert({"baseModel": "m"} | told, ServerConfig))
+def server(**expected) -> LlmSettings:
+    return of_server_config(msgspec.convert({"baseModel": "m"} | expected, ServerConfig))
 
 
-def deployment(had: LlmSettings | None = None, **told) -> LlmSettings:
-    return of_deployment_config(msgspec.convert(({} if had else {"baseModel": "m"}) | told, DeploymentConfig), had)
+def deployment(had: LlmSettings | None = None, **expected) -> LlmSettings:
+    return of_deployment_config(msgspec.convert(({} if had else {"baseModel": "m"}) | expected, DeploymentConfig), had)
 
 
 def test_a_job_that_says_nothing_gets_the_base_model():
@@ -156,7 +156,7 @@ def test_a_whole_deployment_config():
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("expected", "words"),
     [
         ({"minReplicas": 2, "maxReplicas": 1}, "not a range"),
         ({"minReplicas": -1}, "not a range"),
@@ -170,9 +170,9 @@ def test_a_whole_deployment_config():
         ({"baseModel": ""}, "baseModel"),
     ],
 )
-def test_values_that_cannot_be(told, words):
+def test_values_that_cannot_be(expected, words):
     with pytest.raises(InvalidInput, match=words):
-        deployment(**told)
+        deployment(**expected)
 
 
 def test_a_token_is_not_repeated_in_a_refusal():

@@ -129,7 +129,7 @@ def _bad_places(folder: Path) -> dict[str, tuple[type[BatchmillError], str]]:
 
 @pytest.mark.parametrize("name", ["pickle", "linked", "pipe", "huge", "empty", "nowhere"])
 def test_bad_folders(tmp_path: Path, name: str) -> None:
-    """What is no adapter, leads elsewhere or is too large is refused, and leaves nothing."""
+    """What is not an adapter, leads elsewhere or is too large is refused, and leaves nothing."""
     kind, words = _bad_places(tmp_path)[name]
     with pytest.raises(kind) as caught:
         fetch(str(tmp_path / name), tmp_path / "adapters" / "one", token=None)

@@ -61,7 +61,7 @@ def test_headers_are_its_own_or_predicts():
 
 
 def test_actions_are_found_by_name():
-    """A name that is no type stands for the first action that has it."""
+    """A name that is not a type stands for the first action that has it."""
     made = connector(action(), action("execute", name="warm-up", url="https://a.b/warm"))
     assert find_action(made, "warm-up").url == "https://a.b/warm"
 

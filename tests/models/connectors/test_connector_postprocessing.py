@@ -97,7 +97,7 @@ def test_every_function_has_a_case():
 
 
 def test_text_is_a_response():
-    """A reply that is no JSON is handed on as text."""
+    """A reply that is not JSON is handed on as text."""
     assert tensors(act(None), b"it works", {}) == response({"response": "it works"})
     assert tensors(act(None), b"it works", {"response_filter": "$.a"}) == response({"response": "it works"})
 

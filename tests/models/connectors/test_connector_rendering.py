@@ -117,7 +117,7 @@ INVALID = {
 
 @pytest.mark.parametrize("case", INVALID.values(), ids=INVALID)
 def test_bodies_that_are_none(case):
-    """A body that is no JSON, or has a placeholder left, is refused with ML Commons' text."""
+    """A body that is not JSON, or has a placeholder left, is refused with ML Commons' text."""
     template, parameters, code, message = case
     error = refusal(lambda: rendered_body(template, parameters))
     assert (error.code, message in error.message) == (code, True), error.message
