@@ -162,9 +162,9 @@ async def test_what_killed_a_child_is_told(kept):
 async def test_what_a_child_forked_keeps_nobody_waiting(work, tmp_path):
     """A child that dies while a process it forked lives, and holds all that it holds, has died; the other ends too."""
     with pytest.raises(BatchmillError, match="exit code -9"):
-        await offload("offloaded_work:leave_one", str(tmp_path / "expected").encode(), lambda _: None)
+        await offload("offloaded_work:leave_one", str(tmp_path / "told").encode(), lambda _: None)
     with contextlib.suppress(ProcessLookupError):  # it has gone already
-        watch = os.pidfd_open(int((tmp_path / "expected").read_text()))
+        watch = os.pidfd_open(int((tmp_path / "told").read_text()))
         await asyncio.to_thread(select.select, [watch], [], [])
         os.close(watch)
 
@@ -200,7 +200,7 @@ def test_a_child_is_bound_before_anything_slow():
 
 async def test_a_child_ends_with_its_parent(tmp_path, monkeypatch):
     """Killing the process that offloaded work ends the work."""
-    fifo = tmp_path / "expected"
+    fifo = tmp_path / "told"
     os.mkfifo(fifo)
     code = f"""import os, time
 def wait(order, progress):

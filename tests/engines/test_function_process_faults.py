@@ -441,4 +441,4 @@ async def f(wait=0.0):
             await answers.value({"wait": 600}, timeout_s=0.2)
         async with asyncio.timeout(PATIENCE_S):
             assert json.loads((await beside).body) == pid
-        assert (tmp_path / "expected").read_text() == "cancelled "
+        assert (tmp_path / "told").read_text() == "cancelled "

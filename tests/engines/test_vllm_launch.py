@@ -317,7 +317,7 @@ def test_a_named_python_without_vllm_is_an_error_and_not_passed_over(tmp_path):
     bare = environment(tmp_path, "bare", has_vllm=False)
     with pytest.raises(ModelFailed, match="vLLM is not installed there"):
         find_python(ModelSpec("m", "llm", "s", python=bare), {}, tmp_path)
-    with pytest.raises(ModelFailed, match="is no program"):
+    with pytest.raises(ModelFailed, match="is not a program"):
         find_python(ModelSpec("m", "llm", "s"), {"BATCHMILL_VLLM_PYTHON": "/no/such"}, tmp_path)
 
 

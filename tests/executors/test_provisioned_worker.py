@@ -79,11 +79,11 @@ async def test_a_service_that_repeats_a_secret_is_not_repeated(tmp_path: Path) -
     packed = base64.b64encode(f"user:{KEY}".encode()).decode()
     async with OpenAIService() as service, worker_of(service, tmp_path, Provision({"secret:service": KEY})) as worker:
         assert await until_ready(worker) is None
-        service.script["expected"] = [Answer(200, {"choices": [], "you": KEY, "packed": packed})]
+        service.script["told"] = [Answer(200, {"choices": [], "you": KEY, "packed": packed})]
         service.script["refused"] = [refusal(400, "bad", f"bad key {KEY}")]
         service.script["unknown"] = [refusal(401, "bad", f"wrong key {KEY}")]
         service.script["odd"] = [Answer(200, f"<html>{KEY}</html>".encode())]
-        said = [await answer_to(worker, each) for each in ("expected", "refused", "unknown", "odd")]
+        said = [await answer_to(worker, each) for each in ("told", "refused", "unknown", "odd")]
         said.append(await answer_to(worker, f"you sent {KEY}", stream=True))
     everything = repr(said) + "".join(path.read_text() for path in tmp_path.rglob("*") if path.is_file())
     assert KEY not in everything and packed not in everything and packed[8:20] not in everything

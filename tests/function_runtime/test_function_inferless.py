@@ -118,7 +118,7 @@ def test_batches(drive, settings, size, window):
         SEED_SCHEMA.replace("prompt", "a") + settings,
     )
     assert (process.ready()["calls"], process.ready_meta["interface"]["takes"]) == ("list", "rows")
-    assert (process.ready_meta["batch_size"], process.received["batch_window_s"]) == (size, window)
+    assert (process.ready_meta["batch_size"], process.ready_meta["batch_window_s"]) == (size, window)
     assert process.values([{"a": str(n)} for n in range(5)], layout="named") == [
         {"n": 4 if n < 4 else 1, "a": str(n)} for n in range(5)
     ]  # fmt: skip

@@ -320,7 +320,7 @@ for how in ("labels", "wrong"):
 found["told"] = told
 """
     )
-    [good, bad] = found["expected"]
+    [good, bad] = found["told"]
     assert good[0] == "None" and values(good[1])["label_1"] == [0.398]
     assert bad[1] is None and "status code 500" in bad[0] and "ValueError: wrong is no way to do it" in bad[0]
 

@@ -224,10 +224,10 @@ def test_a_lost_reply_costs_once(run, service):
     before = len(service.jobs)
     service.fail("POST", "/v1/batches", Wrong(504, b"gateway", keeps=True))
     found = run(f"found['told'] = raised(batch, {model!r})")
-    assert found["expected"][:2] == ["ConflictError", 409] and "it is unknown" in found["expected"][2]
+    assert found["told"][:2] == ["ConflictError", 409] and "it is unknown" in found["told"][2]
     service.fail("POST", "/v1/batches", LOST_REPLY)
     found = run(f"found['told'] = raised(batch, {model!r}, input_file_id='file-other')")
-    assert found["expected"][:2] == ["TransportError", 500] and "Error communicating" in found["expected"][2]
+    assert found["told"][:2] == ["TransportError", 500] and "Error communicating" in found["told"][2]
     assert len(service.jobs) == before + 2
 
 
