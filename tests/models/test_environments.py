@@ -11,9 +11,10 @@ from fakes.packages import add_wheel, use_as_index
 
 from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.models import environments, pip_settings
-from batchmill.models.environments import MARK, Environments, check_requirements, find_python
+from batchmill.models.environments import RECORD, Environments, check_requirements, find_python
 from batchmill.models.installers import packages_of
 
+LOCKED_FOR = f"# Python {sys.version_info.major}.{sys.version_info.minor}"
 ANSWER = "import batchmill_answer_of_test as answer; print(answer.VALUE)"
 
 
@@ -45,10 +46,11 @@ async def test_the_same_lock_is_one_environment(index, installer, tmp_path):
     """An environment has the packages of its lock, none of batchmill's, and is built once for concurrent requests."""
     made = Environments(tmp_path / "environments")
     lock = await made.lock(None, "batchmill-answer-of-test\n", tmp_path / "log")
-    assert lock.startswith("batchmill-answer-of-test==1.0 --hash=sha256:"), lock
+    first, second = lock.splitlines()
+    assert first == LOCKED_FOR and second.startswith("batchmill-answer-of-test==1.0 --hash=sha256:"), lock
     assert packages_of(lock) == ["batchmill-answer-of-test==1.0"]
     first, second = await asyncio.gather(*(made.python(None, lock, tmp_path / f"log{each}") for each in range(2)))
-    assert first == second and len(list((tmp_path / "environments").iterdir())) == 1
+    assert first == second and len(list((tmp_path / "environments").glob("*/bin"))) == 1
     assert await said_by(first, ANSWER) == "1.0"
     assert await said_by(first, "import importlib.util as u; print(u.find_spec('msgspec'))") == "None"
     made.sweep()
@@ -87,7 +89,7 @@ async def test_requirements_with_hashes_are_a_lock(index, installer, tmp_path):
     digest = hashlib.sha256((index / "needs_answer_of_test-3.0-py3-none-any.whl").read_bytes()).hexdigest()
     alone = f"needs-answer-of-test==3.0 \\\n    --hash=sha256:{digest}\n"
     lock = await made.lock(None, alone, tmp_path / "log")
-    assert lock == f"--require-hashes\nneeds-answer-of-test==3.0 --hash=sha256:{digest}\n"
+    assert lock == f"{LOCKED_FOR}\n--require-hashes\nneeds-answer-of-test==3.0 --hash=sha256:{digest}\n"
     with pytest.raises(ModelFailed):
         await made.python(None, lock, tmp_path / "log")
 
@@ -96,7 +98,7 @@ async def test_no_packages_at_all(index, installer, tmp_path):
     """An empty list is an environment without packages."""
     made = Environments(tmp_path / "environments")
     lock = await made.lock(None, "# nothing\n", tmp_path / "log")
-    assert lock == "" and packages_of(lock) == []
+    assert lock == f"{LOCKED_FOR}\n" and packages_of(lock) == []
     python = await made.python(None, lock, tmp_path / "log")
     assert await said_by(python, "import importlib.util as u; print(u.find_spec('msgspec'))") == "None"
 
@@ -167,15 +169,49 @@ async def test_a_build_that_is_cancelled_leaves_nothing(index, tmp_path, monkeyp
 
 
 def test_what_was_left_half_made_goes(tmp_path):
-    """A sweep removes environments that have no mark, or that no version uses and nobody wanted for long."""
+    """A sweep removes environments that have no record, or that no version uses and none wanted for long."""
     for name in ("whole", "half", "old", "old_and_used"):
         (tmp_path / name).mkdir()
-    (tmp_path / "whole" / MARK).touch()
+    for name in ("whole", "old", "old_and_used", "without_folder"):
+        (tmp_path / f"{name}{RECORD}").touch()
     for name in ("old", "old_and_used"):
-        (tmp_path / name / MARK).touch()
-        os.utime(tmp_path / name / MARK, (0, 0))
+        os.utime(tmp_path / f"{name}{RECORD}", (0, 0))
     Environments(tmp_path).sweep({str(tmp_path / "old_and_used" / "bin" / "python")})
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["old_and_used", "whole"]
+    left = sorted(each.name for each in tmp_path.iterdir())
+    assert left == ["old_and_used", f"old_and_used{RECORD}", "whole", f"whole{RECORD}"]
+
+
+async def test_a_package_cannot_complete_an_environment(index, installer, tmp_path, monkeypatch):
+    """An environment whose owner died while packages were unpacked is built again, whatever files they brought."""
+    made = Environments(tmp_path / "environments")
+    lock = await made.lock(None, "batchmill-answer-of-test\n", tmp_path / "log")
+    python = await made.python(None, lock, tmp_path / "log")
+    venv = tmp_path / "environments" / python.split("/")[-3]
+    record = venv.with_name(venv.name + RECORD)
+    (venv / "batchmill-complete").write_bytes(record.read_bytes())
+    record.unlink()
+    (venv / "lib").rename(venv / "broken")
+    assert await made.python(None, lock, tmp_path / "log") == python
+    assert await said_by(python, ANSWER) == "1.0" and not (venv / "broken").exists()
+
+
+async def test_a_lock_is_for_one_python(tmp_path):
+    """A lock of another Python may lack packages of this one: it is refused with the way out."""
+    made = Environments(tmp_path / "environments")
+    with pytest.raises(
+        ModelFailed, match="locked for Python 3.4, and the interpreter is Python 3.* deploy the function again"
+    ):
+        await made.python(None, "# Python 3.4\nx==1\n", tmp_path / "log")
+
+
+async def test_a_build_leaves_no_process(tmp_path):
+    """What a build has started and left behind ends with it."""
+    log, left = tmp_path / "log", tmp_path / "left"
+    command = ["/bin/sh", "-c", f"sleep 600 & echo $! > {left}"]
+    await environments._run(command, tmp_path, log, os.environ, 60, "failed")
+    watch = os.pidfd_open(int(left.read_text()))
+    await asyncio.to_thread(select.select, [watch], [], [])
+    os.close(watch)
 
 
 async def test_packages_are_built_without_our_keys(index, tmp_path, monkeypatch):
@@ -221,9 +257,26 @@ async def test_what_an_interpreter_starts_keeps_nobody_waiting(tmp_path):
     os.close(left)
 
 
-@pytest.mark.parametrize("text", ["-r more.txt", "a==1\n--constraint c.txt", "-e .", "./local", "/abs/x.whl", "file:x"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("-r more.txt", "a==1\n--constraint c.txt", "-e .", "./local", "/abs/x.whl", "file:x", "--pre -r /etc/passwd"),
+        *("a==1\r-r /etc/passwd", "a==1\u2028-r /etc/passwd", "x @ file:///p", "dir/x.whl", "~/x.whl", "x.whl", "-rx"),
+        *("git+file:///repository", "a \\\n @ file:///p"),
+    ],
+)
 def test_requirements_refer_to_nothing_else(text):
     """A line that refers to a file is refused: only the text is kept."""
     with pytest.raises(InvalidInput, match="refers to another file"):
         check_requirements(text)
-    check_requirements("a==1\n# -r not\nb @ https://host/b.whl\n")
+    check_requirements("a==1\n# -r not\nb @ https://host/b.whl\nhttps://host/c.whl\n--pre\n-i https://host/simple\n")
+    check_requirements(
+        'a==1; sys_platform == "linux" --hash=sha256:ab/c\nd @ git+https://host/d.git@v1#subdirectory=e/f\n'
+    )
+
+
+@pytest.mark.parametrize("option", ["--requirem x", "--edit x", "--target /x", "--config-settings x"])
+def test_unknown_options_of_requirements(option):
+    """An option that requirements cannot have is refused by name; pip takes beginnings of names."""
+    with pytest.raises(InvalidInput, match=f"the option {option.split()[0]}; they may have"):
+        check_requirements(option)

@@ -15,8 +15,7 @@ import pytest
 
 from batchmill.errors import InvalidConfig, ModelFailed
 from batchmill.function_runtime import frames
-from batchmill.models import environments
-from batchmill.models.environments import MARK, Environments, base_of
+from batchmill.models.environments import Environments, base_of
 from batchmill.models.function_child import FunctionChild
 from batchmill.models.function_socket import Frame
 from batchmill.models.isolation import function_prefix, isolation_of_config, require
@@ -193,7 +192,7 @@ async def test_packages_are_installed_in_isolation(place: Place, monkeypatch: py
     name = "batchmill_answer_of_test-1.0"
     with zipfile.ZipFile(index / f"{name}-py3-none-any.whl", "w") as wheel:
         wheel.writestr("batchmill_answer_of_test.py", "VALUE = 42\n")
-        wheel.writestr(f"{name}.data/data/{MARK}", '{"python": "/usr/bin/python3", "places": ["/"]}')
+        wheel.writestr(f"{name}.data/data/record.json", '{"python": "/usr/bin/python3", "places": ["/"]}')
         wheel.writestr(
             f"{name}.dist-info/METADATA", "Metadata-Version: 2.1\nName: batchmill-answer-of-test\nVersion: 1.0\n"
         )
@@ -213,18 +212,6 @@ async def test_packages_are_installed_in_isolation(place: Place, monkeypatch: py
     }
     found = await tried(place.child(PROBES, isolation, python=python), tries)
     assert found == {"has": "42", "there": "True"}
-
-
-def test_a_mark_that_is_a_link_leads_nowhere(tmp_path: Path) -> None:
-    """What a package has put in the place of our mark is removed, and nothing is written where a link leads."""
-    (tmp_path / "outside").write_text("as it was")
-    (tmp_path / MARK).symlink_to(tmp_path / "outside")
-    for _ in range(2):
-        environments._finish(tmp_path, environments.Base("python", ["/usr"]))
-        assert base_of(tmp_path) == environments.Base("python", ["/usr"])
-        (tmp_path / MARK).unlink()
-        (tmp_path / MARK).mkdir()
-    assert (tmp_path / "outside").read_text() == "as it was"
 
 
 def test_it_is_refused_where_it_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

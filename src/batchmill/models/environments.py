@@ -1,6 +1,7 @@
 """Virtual environments of deployed functions: one for each interpreter and lock, shared by versions.
 
-An environment is complete once it has a mark file. Folders of interrupted builds have no mark and are removed.
+An environment is complete once it has a record, a file beside its folder, where packages cannot write. Folders of
+interrupted builds have no record and are removed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from batchmill.models.installers import Installer, Run
 from batchmill.models.redaction import without_userinfo
 from batchmill.types import Isolation
 
-FOLDER, MARK = "environments", "batchmill-complete"  # in the data directory; in an environment
+FOLDER = "environments"  # in the data directory
+RECORD = ".json"  # ending of the file beside an environment
 UV_CACHE = ".uv-cache"  # of one isolated build
 INSTALL_FAILED = "the requirements cannot be installed"
 RESOLVE_FAILED = "the requirements cannot be resolved"
@@ -38,8 +40,12 @@ VERSION_S_MAX = 30.0
 VERSION_BYTES_MAX = 64 * 1024  # read from an interpreter that prints its version
 KEPT_S = 30 * 86400.0  # how long an unused environment stays for a later version
 SHOWN_CHARS = 6000  # of the installer's output, in a message
+READ_BYTES_MAX = 64 * 1024  # of the installer's output, to find the end of it
 VERSION_MIN = (3, 9)
-_OTHER_FILE = re.compile(r"^\s*(-r|--requirement|-c|--constraint|-e|--editable|\.|/|file:)", re.MULTILINE)
+_PATH = re.compile(r"^[.~]|[/\\]|\.(whl|zip|tar\.gz)$", re.IGNORECASE)
+_URL = re.compile(r"(^|@\s*)[a-z+]+://", re.IGNORECASE)  # "https://host/name.whl", "name @ https://host/name.whl"
+_FILE_URL = re.compile(r"(^|@\s*)([a-z]+\+)?file:", re.IGNORECASE)
+_LOCKED_FOR = "# Python "  # begins a lock; its version follows
 _VERSION = re.compile(r"3\.\d{1,2}")
 _PRINT_VERSION = "import sys; print(*sys.version_info[:3], sys.implementation.name, sys.prefix)"
 # Kills the installer when its owner is killed: two installers in one folder would break it.
@@ -72,12 +78,12 @@ class Environments:
             return None
         check_requirements(requirements)
         base = find_python(interpreter) if interpreter is not None else sys.executable
-        await _version_of(base)
+        version = await _version_of(base)
         parsed = installers.parse(requirements)
         installer = await asyncio.to_thread(installers.installer_of, parsed, os.environ)
         async with self._resolving, self._temporary_folder() as folder:
             run = await self._runner(installer, folder, base, log, RESOLVE_S_MAX, RESOLVE_FAILED)
-            return await installer.lock(parsed, base, folder, run)
+            return f"{_LOCKED_FOR}{_minor(version)}\n" + await installer.lock(parsed, base, folder, run)
 
     @contextlib.asynccontextmanager
     async def _temporary_folder(self) -> AsyncIterator[Path]:
@@ -100,18 +106,20 @@ class Environments:
         Raises: InvalidInput for an interpreter that does not exist; ModelFailed with the installer's output.
         """
         base = None if interpreter is None else find_python(interpreter)
-        if base is not None:
-            await _version_of(base)
         if lock is None:
+            if base is not None:
+                await _version_of(base)
             return base
         base = base or sys.executable
-        key = hashlib.sha256(f"{await _version_of(base)}\n{lock}".encode()).hexdigest()
+        version = await _version_of(base)
+        _check_python(lock, version)
+        key = hashlib.sha256(f"{version}\n{lock}".encode()).hexdigest()
         venv = self._folder / key
         async with self._building.setdefault(key, asyncio.Lock()):
             if not await asyncio.to_thread(_is_complete, venv):
                 await asyncio.to_thread(shutil.rmtree, venv, ignore_errors=True)
                 await self._build(venv, base, lock, log)
-            await asyncio.to_thread((venv / MARK).touch)  # the time of its last use
+            await asyncio.to_thread(_record_of(venv).touch)  # the time of its last use
         return str(venv / "bin" / "python")
 
     async def _build(self, venv: Path, base: str, lock: str, log: Path) -> None:
@@ -121,10 +129,11 @@ class Environments:
             run = await self._runner(installer, venv, base, log, BUILD_S_MAX, INSTALL_FAILED)
             await installer.install(lock, base, venv, run)
             paths = await asyncio.to_thread(isolation.interpreter_folders, base)
-            await asyncio.to_thread(_finish, venv, Base(base, [*paths]))
+            await asyncio.to_thread(shutil.rmtree, venv / UV_CACHE, ignore_errors=True)
         except BaseException:
             await asyncio.shield(asyncio.to_thread(shutil.rmtree, venv, ignore_errors=True))
             raise
+        _record(venv, Base(base, [*paths]))  # not in a thread: a cancelled build has no record
 
     async def _runner(
         self, installer: Installer, folder: Path, base: str, log: Path, timeout_s: float, failure: str
@@ -132,7 +141,7 @@ class Environments:
         """A function that runs a command. If functions are isolated, the command can write only to `folder`."""
         if self._isolation is None:
             environ = {"UV_LINK_MODE": "copy"} | installer.environ  # a function cannot change uv's cache
-            prefix = [base, "-I", "-c", _DIE_WITH_PARENT] if sys.platform == "linux" else []
+            prefix = [sys.executable, "-I", "-c", _DIE_WITH_PARENT] if sys.platform == "linux" else []
         else:
             environ = installer.environ | {"UV_CACHE_DIR": str(folder / UV_CACHE), "UV_LINK_MODE": "hardlink"}
             if installer.uv is None and installer.files:
@@ -140,7 +149,7 @@ class Environments:
             paths = [*await asyncio.to_thread(isolation.interpreter_folders, base), *installer.files]
             prefix = isolation.build_prefix(self._isolation, paths, writes=str(folder), python=base)
             environ = isolation.environ(environ)
-        return lambda command: _run([*prefix, *command], log, environ, timeout_s, failure)
+        return lambda command: _run([*prefix, *command], folder, log, environ, timeout_s, failure)
 
     def sweep(self, used: Collection[str] = ()) -> None:
         """Remove incomplete environments, and those that were not used for long. No other process builds here.
@@ -148,9 +157,14 @@ class Environments:
         Args:
             used: interpreters of existing versions.
         """
-        for folder in self._folder.glob("*"):
-            if str(folder / "bin" / "python") not in used and not _is_recently_used(folder / MARK):
-                shutil.rmtree(folder, ignore_errors=True)
+        for path in self._folder.glob("*"):
+            venv = path.with_suffix("")
+            if str(venv / "bin" / "python") in used or (venv.is_dir() and _is_recently_used(_record_of(venv))):
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 class Base(Struct, frozen=True):
@@ -163,22 +177,22 @@ class Base(Struct, frozen=True):
     places: list[str]
 
 
-def _finish(venv: Path, base: Base) -> None:
-    """Write the mark to a new file. Removes anything that packages created under that name."""
-    shutil.rmtree(venv / UV_CACHE, ignore_errors=True)
-    mark = venv / MARK
-    if mark.is_dir() and not mark.is_symlink():
-        shutil.rmtree(mark)
-    mark.unlink(missing_ok=True)
-    fd = os.open(mark, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(fd, "wb") as file:
-        file.write(msgspec.json.encode(base))
+def _record_of(venv: Path) -> Path:
+    return venv.with_name(venv.name + RECORD)
+
+
+def _record(venv: Path, base: Base) -> None:
+    """Write the record of a complete environment."""
+    file = _record_of(venv)
+    unfinished = file.with_suffix(".tmp")
+    unfinished.write_bytes(msgspec.json.encode(base))
+    os.replace(unfinished, file)
 
 
 def base_of(venv: Path) -> Base:
     """The interpreter that created an environment. Raises: ModelFailed for an incomplete environment."""
     try:
-        return msgspec.json.decode((venv / MARK).read_bytes(), type=Base)
+        return msgspec.json.decode(_record_of(venv).read_bytes(), type=Base)
     except (OSError, msgspec.DecodeError):
         raise ModelFailed(
             f"the environment {venv.name} is incomplete: `batchmill models restart` builds it again from its lock"
@@ -187,14 +201,14 @@ def base_of(venv: Path) -> Base:
 
 def _is_complete(venv: Path) -> bool:
     try:
-        return bool(base_of(venv).python)
+        return bool(base_of(venv).python) and (venv / "bin" / "python").exists()
     except ModelFailed:
         return False
 
 
-def _is_recently_used(mark: Path) -> bool:
+def _is_recently_used(record: Path) -> bool:
     try:
-        return time.time() - mark.stat().st_mtime < KEPT_S
+        return time.time() - record.stat().st_mtime < KEPT_S
     except OSError:
         return False
 
@@ -232,13 +246,16 @@ def _patch_number(path: str) -> int:
 
 
 def check_requirements(text: str) -> None:
-    """Refuse references to other files, because only the text itself is stored. Raises: InvalidInput."""
-    if match := _OTHER_FILE.search(text):
-        line = text[match.start() :].strip().splitlines()[0][:80]
-        raise InvalidInput(
-            f"the requirement {line!r} refers to another file: write it out, or publish it as a package",
-            code="invalid_requirements",
-        )
+    """Refuse references to other files, because only the text itself is stored, and unknown options.
+
+    Raises: InvalidInput.
+    """
+    requirements = installers.parse(text)
+    pip_settings.check_options(requirements.options)
+    for line in requirements.packages:
+        target = line.partition(";")[0].split(" --", 1)[0].strip()
+        if _FILE_URL.search(target) or (_PATH.search(target) and not _URL.search(target)):
+            raise pip_settings.other_file(line)
 
 
 async def _version_of(python: str) -> str:
@@ -271,29 +288,48 @@ async def _version_of(python: str) -> str:
     return " ".join(words)
 
 
-async def _run(command: list[str], log: Path, environ: Mapping[str, str], timeout_s: float, failure: str) -> None:
-    """Run a command whose output goes to `log`. Raises: ModelFailed with the end of it."""
+def _minor(version: str) -> str:
+    return ".".join(version.split()[:2])
+
+
+def _check_python(lock: str, version: str) -> None:
+    """Raises: ModelFailed for a lock of another Python, whose packages may be others."""
+    first = lock.partition("\n")[0]
+    if first.startswith(_LOCKED_FOR) and first != _LOCKED_FOR + _minor(version):
+        raise ModelFailed(
+            f"the packages are locked for Python {first.removeprefix(_LOCKED_FOR)}, and the interpreter is Python "
+            f"{_minor(version)}: deploy the function again, or install that Python"
+        )
+
+
+async def _run(
+    command: list[str], folder: Path, log: Path, environ: Mapping[str, str], timeout_s: float, failure: str
+) -> None:
+    """Run a command in `folder`; its output goes to `log`. Raises: ModelFailed with the end of it."""
     with log.open("ab") as out:
         start = out.tell()
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, env=environ, start_new_session=True
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out, env=environ, cwd=folder,
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise ModelFailed(f"{failure}: {command[0]}: {error.strerror}") from None
         try:
             async with asyncio.timeout(timeout_s):
                 code = await process.wait()
         except TimeoutError:
-            raise ModelFailed(f"{failure}: it took longer than {timeout_s:.0f} s") from None
+            raise ModelFailed(f"{failure}: it took longer than {timeout_s:.0f} s\n{_end_of(log, start)}") from None
         finally:
-            if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what a build has left running
+            await process.wait()
     if code:
         raise ModelFailed(f"{failure}:\n{_end_of(log, start)}")
 
 
 def _end_of(log: Path, start: int) -> str:
     with log.open("rb") as file:
-        file.seek(start)
+        file.seek(max(start, file.seek(0, os.SEEK_END) - READ_BYTES_MAX))
         text = file.read().decode(errors="replace")
-    return without_userinfo(text.strip()[-SHOWN_CHARS:])
+    return without_userinfo(text.strip())[-SHOWN_CHARS:]

@@ -5,7 +5,6 @@ A lock is a requirements file: the index options of the requirements, then one e
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ Run = Callable[[list[str]], Awaitable[None]]  # raises ModelFailed with the end 
 _REQUIRE_HASHES = "--require-hashes"
 _COMMENT = re.compile(r"(^|\s+)#.*$")
 _HASH = re.compile(r"\s--hash[=\s]\s*\S+")
-_PIP = ["-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+_PIP = ["-I", "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
 
 
 class Requirements(Struct, frozen=True):
@@ -80,10 +79,13 @@ class Installer(Struct, frozen=True):
             pins = parse(_read(output).decode()).packages
         else:
             source.write_text(requirements.text())
-            await run([base, "-m", "venv", str(folder / "venv")])
+            await run([base, "-I", "-m", "venv", str(folder / "venv")])
             pip = [str(folder / "venv" / "bin" / "python"), *_PIP]
             await run([*pip, "--dry-run", "--ignore-installed", "--report", str(output), "-r", str(source)])
-            report = msgspec.json.decode(_read(output), type=_PipReport)
+            try:
+                report = msgspec.json.decode(_read(output), type=_PipReport)
+            except (OSError, msgspec.DecodeError) as error:
+                raise ModelFailed(f"the report of pip cannot be read: {error}") from None
             pins = sorted(map(_pin, report.install), key=str.lower)
         return Requirements(requirements.options, pins).text()
 
@@ -93,7 +95,7 @@ class Installer(Struct, frozen=True):
         Raises: ModelFailed.
         """
         without_pip = [] if self.uv is None else ["--without-pip"]  # installing pip takes seconds
-        await run([base, "-m", "venv", *without_pip, str(venv)])
+        await run([base, "-I", "-m", "venv", *without_pip, str(venv)])
         requirements, python, source = parse(lock), str(venv / "bin" / "python"), venv / "requirements.txt"
         if not requirements.packages:
             return
@@ -120,13 +122,14 @@ def installer_of(requirements: Requirements, ours: Mapping[str, str]) -> Install
     uv = pip_settings.find_uv()
     settings = None if uv is None else pip_settings.for_uv(requirements.options, environ)
     if uv is not None and settings is not None:
-        return Installer(uv, settings.environ, settings.flags, [os.path.realpath(uv), *settings.files])
+        return Installer(uv, settings.environ, settings.flags, [uv, *settings.files])
     config = pip_settings.config_file(environ)
     return Installer(None, environ, files=[] if config is None else [config])
 
 
 class _Archive(Struct):
     hashes: dict[str, str] = {}
+    hash: str = ""  # "sha256=…", of older reports
 
 
 class _Commit(Struct):
@@ -161,6 +164,8 @@ class _PipReport(Struct):
 def _pin(resolved: _Resolved) -> str:
     metadata, download = resolved.metadata, resolved.download_info
     hashes = [] if download.archive_info is None else sorted(download.archive_info.hashes.items())
+    if not hashes and download.archive_info is not None and download.archive_info.hash:
+        hashes = [tuple(download.archive_info.hash.split("=", 1))]
     pin = f"{metadata.name}=={metadata.version}"
     if resolved.is_direct:
         vcs = download.vcs_info

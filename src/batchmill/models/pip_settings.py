@@ -31,7 +31,13 @@ _BUILD_VARIABLES = USER_CODE | {
 }
 _BUILD_PREFIXES = ("PIP_", "GIT_", "LC_", "CMAKE_", "CARGO_", "RUSTUP_", "UV_INDEX", "UV_HTTP_", "UV_CONCURRENT_")
 _VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)\}")
-_SHORT = {"-i": "index-url", "-f": "find-links"}
+_SHORT = {"-i": "index-url", "-f": "find-links", "-r": "requirement", "-c": "constraint", "-e": "editable"}
+_OTHER_FILES = {"requirement", "constraint", "editable"}
+# Options of a requirements file. Source: pip.pypa.io/en/stable/reference/requirements-file-format.
+_OPTIONS = {
+    *("index-url", "pypi-url", "extra-index-url", "no-index", "find-links", "no-binary", "only-binary"),
+    *("prefer-binary", "require-hashes", "pre", "trusted-host", "use-feature"),
+}
 _SWITCHES = {"no-index", "pre", "require-hashes", "prefer-binary"}
 # Settings of pip as uv's variables, with the separator of several values.
 _VARIABLES = {
@@ -66,7 +72,8 @@ def environ_of(ours: Mapping[str, str]) -> dict[str, str]:
 def find_uv() -> str | None:
     """The uv of the environment in which batchmill is installed, or the one on the PATH."""
     bundled = os.path.join(sysconfig.get_path("scripts"), "uv")
-    return bundled if os.access(bundled, os.X_OK) else shutil.which("uv")
+    found = bundled if os.access(bundled, os.X_OK) else shutil.which("uv")
+    return None if found is None else os.path.realpath(found)
 
 
 def config_file(environ: Mapping[str, str]) -> str | None:
@@ -124,6 +131,26 @@ def _with_options(environ: dict[str, str], variables: dict[str, str]) -> dict[st
     return result
 
 
+def check_options(lines: list[str]) -> None:
+    """Raises: InvalidInput for an option of a requirements file that refers to another file, or is unknown."""
+    for line, name in [(each, name) for each in lines for name in _by_name([each], {})]:
+        if name in _OTHER_FILES:
+            raise other_file(line)
+        if name not in _OPTIONS:
+            raise InvalidInput(
+                f"the requirements have the option --{name[:80]}; they may have: "
+                + ", ".join(f"--{each}" for each in sorted(_OPTIONS)),
+                code="invalid_requirements",
+            )
+
+
+def other_file(line: str) -> InvalidInput:
+    return InvalidInput(
+        f"the requirement {line[:80]!r} refers to another file: write it out, or publish it as a package",
+        code="invalid_requirements",
+    )
+
+
 def _by_name(lines: list[str], environ: Mapping[str, str]) -> dict[str, list[str]]:
     """Options of a requirements file by name. Raises: InvalidInput."""
     options: dict[str, list[str]] = {}
@@ -133,8 +160,12 @@ def _by_name(lines: list[str], environ: Mapping[str, str]) -> dict[str, list[str
         except ValueError as error:
             raise InvalidInput(f"the requirement {line[:80]!r}: {error}", code="invalid_requirements") from None
         while words:
-            name, equals, value = words.pop(0).partition("=")
-            name = _SHORT.get(name, name.removeprefix("--"))
+            word = words.pop(0)
+            name, equals, value = word.partition("=")
+            if word[:2] in _SHORT:  # "-i URL" or "-iURL"
+                name, equals, value = _SHORT[word[:2]], word[2:], word[2:]
+            else:
+                name = name.removeprefix("--")
             if not equals and name not in _SWITCHES:
                 value = words.pop(0) if words else ""
             options.setdefault(name, []).append(value or "1")

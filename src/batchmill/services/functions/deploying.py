@@ -29,7 +29,7 @@ from batchmill.function_runtime.marks import BATCH_ROWS_MAX
 from batchmill.models.environments import FOLDER, Environments
 from batchmill.models.function_child import FunctionChild
 from batchmill.models.installers import packages_of
-from batchmill.models.redaction import mask_known
+from batchmill.models.redaction import mask_known, without_userinfo
 from batchmill.models.secrets import NAME, Secret, resolve
 from batchmill.ports import Provisions
 from batchmill.services.functions.names import folder_of
@@ -175,7 +175,7 @@ class VersionBuilder:
         try:
             with (self.folder(version) / LOG).open("rb") as file:
                 file.seek(max(0, file.seek(0, 2) - LOG_BYTES_MAX))
-                return file.read().decode(errors="replace") + error_line
+                return without_userinfo(file.read().decode(errors="replace")) + error_line
         except FileNotFoundError:
             return error_line
 
