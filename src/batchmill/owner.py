@@ -81,7 +81,7 @@ class Store(Struct, frozen=True, eq=False):
     config: Config
     clock: Clock
     database: Database
-    room: DiskQuota
+    disk_quota: DiskQuota
     vault: Vault
     keys: KeyService
 
@@ -103,7 +103,7 @@ async def open_store(config: Config, lock: int) -> AsyncIterator[Store]:
             config,
             clock,
             database,
-            room=DiskQuota(database, config.data_dir, config.project_quotas),
+            disk_quota=DiskQuota(database, config.data_dir, config.project_quotas),
             vault=Vault(database, SecretBox(config.secrets_key), clock, config.project_quotas),
             keys=KeyService(database, clock, config.project_quotas),
         )
@@ -154,7 +154,7 @@ async def _open_models(
     )  # fmt: skip
     await llms.load()
     adapters = AdapterService(
-        store.database, store.clock, directory, config=config, vault=store.vault, disk_quota=store.room
+        store.database, store.clock, directory, config=config, vault=store.vault, disk_quota=store.disk_quota
     )
     close_last(stack, lambda _: adapters.close())
     return ModelServices(directory, versions, remote, llms, adapters)
@@ -229,7 +229,7 @@ async def open_owner(
         if serves:
             directory.check()
         jobs = JobService(
-            config.data_dir, commit_log, dispatcher, clock, room=store.room, adapters=models.adapters,
+            config.data_dir, commit_log, dispatcher, clock, disk_quota=store.disk_quota, adapters=models.adapters,
             retention=config.retention,
         )  # fmt: skip
         close_last(stack, lambda at_once: _close_jobs(jobs, at_once=at_once, drain_s=drain_s))
@@ -255,7 +255,7 @@ def _control(store: Store, models: ModelServices, jobs: JobService) -> ControlAp
     server = store.config.server
     groups = (
         JobHandlers(jobs),
-        KeyHandlers(store.keys, store.room, store.clock),
+        KeyHandlers(store.keys, store.disk_quota, store.clock),
         SecretHandlers(store.vault),
         ConnectorHandlers(models.remote),
         ModelHandlers(models.versions, models.llms, models.adapters, models.remote.models),

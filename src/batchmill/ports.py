@@ -140,7 +140,7 @@ class Engine(Protocol):
 
 
 @runtime_checkable
-class MortalEngine(Engine, Protocol):
+class CrashReportingEngine(Engine, Protocol):
     """An engine whose server a request may kill."""
 
     def report_deaths(self, report: Callable[[Struct], None]) -> None:
@@ -195,7 +195,7 @@ class Clock(Protocol):
 
 
 @runtime_checkable
-class PatientEngine(Protocol):
+class RetryingEngine(Protocol):
     """An engine whose rows may wait for a retry while their service is down."""
 
     def fail_rows(self, job_id: str) -> None:

@@ -110,7 +110,7 @@ async def _open_services(stack: contextlib.AsyncExitStack, owner: Owner, stoppin
     llms.open()
     functions = FunctionCalls(jobs.live, directory, clock)
     close_last(stack, lambda _: functions.close())
-    files = FileService(database, config.data_dir, clock, config.server, quotas, store.room)
+    files = FileService(database, config.data_dir, clock, config.server, quotas, store.disk_quota)
     stack.callback(files.close)
     await files.sweep()
     webhooks = WebhookService(database, clock, config, store.vault.box)

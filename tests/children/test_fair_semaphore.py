@@ -18,7 +18,7 @@ class Work:
         self.task = asyncio.create_task(self._run(semaphore, project))
 
     async def _run(self, semaphore: FairSemaphore, project: str) -> None:
-        async with semaphore.place(project):
+        async with semaphore.slot(project):
             self.has_begun = True
             await self._let_go.wait()
 
@@ -34,8 +34,8 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def made(places: int = 4, waiting_max: int = 3) -> FairSemaphore:
-    return FairSemaphore(places, waiting_max=waiting_max, what="previews")
+def made(slots: int = 4, waiting_max: int = 3) -> FairSemaphore:
+    return FairSemaphore(slots, waiting_max=waiting_max, what="previews")
 
 
 async def begun(*works: Work) -> list[bool]:
@@ -54,7 +54,7 @@ async def test_one_project_never_holds_all_places():
 
 async def test_a_free_place_goes_to_who_holds_fewest():
     """A project with one piece of work does not wait behind another's queue."""
-    semaphore = made(places=2)
+    semaphore = made(slots=2)
     first, second = Work(semaphore, "a"), Work(semaphore, "b")
     await settle()
     queue, late = [Work(semaphore, "a") for _ in range(3)], Work(semaphore, "c")
@@ -68,11 +68,11 @@ async def test_a_free_place_goes_to_who_holds_fewest():
 
 async def test_waiting_has_an_end():
     """One too many of a project is told to come again; another project may still wait."""
-    semaphore = made(places=1, waiting_max=2)
+    semaphore = made(slots=1, waiting_max=2)
     works = [Work(semaphore, "a") for _ in range(3)]
     await settle()
     with pytest.raises(Unavailable, match="2 previews of this project") as refused:
-        async with semaphore.place("a"):
+        async with semaphore.slot("a"):
             """Never begun."""
     assert refused.value.code == "busy"
     other = Work(semaphore, "b")
@@ -82,7 +82,7 @@ async def test_waiting_has_an_end():
 
 async def test_who_stops_waiting_leaves_nothing_behind():
     """A cancelled wait holds no place: neither while it waits nor in the moment in which it is given one."""
-    semaphore = made(places=1)
+    semaphore = made(slots=1)
     first, second, third = (Work(semaphore, "a") for _ in range(3))
     await settle()
     second.task.cancel()

@@ -96,7 +96,7 @@ def test_beside_a_server_and_at_it(place: Place) -> None:
         refused = place.run("--server", server.url, "adapters", "add", "x", "org/name", "--base", "tiny")
         assert (refused.exit_code, "are not accepted over the API" in refused.stderr) == (1, True)
         refused = place.run("--server", server.url, "adapters", "list", "--project", "other")
-        assert (refused.exit_code, "--project is for this machine" in refused.stderr) == (2, True)
+        assert (refused.exit_code, "--project works only on this machine" in refused.stderr) == (2, True)
 
 
 def test_at_a_server(place: Place) -> None:

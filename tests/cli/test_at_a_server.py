@@ -110,7 +110,7 @@ async def test_leaving_a_job_leaves_it_running():
             session.interrupts._interrupt()
             await asyncio.Event().wait()
 
-    with session.interrupts.caught():
+    with session.interrupts.catch():
         followed = await asyncio.wait_for(follow(Jobs(), "job_1", display, session=session), 10)
     assert followed.was_interrupted and followed.view.state == "running" and looks == ["job_1"]
     assert display.said == ["leaving: the job continues on the server"]

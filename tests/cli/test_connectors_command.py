@@ -89,8 +89,8 @@ def test_projects(place: Place) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ("{", "is no JSON object"),
-        ("[]", "is no JSON object"),
+        ("{", "is not a JSON object"),
+        ("[]", "is not a JSON object"),
         (FIELDS | {"nme": "x"}, "no field 'nme'; did you mean 'name'?"),
         (FIELDS | {"name": None}, "Connector name is null"),
         (FIELDS | {"actions": [{"action_type": "predict", "method": "POST"}]}, "url can't be null"),

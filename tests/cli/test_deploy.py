@@ -5,7 +5,7 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from batchmill.cli.clients import MachineClient
+from batchmill.cli.clients import OwnerClient
 from batchmill.cli.models import deploy as command
 from batchmill.cli.session import Session
 from batchmill.control import operations as own
@@ -65,7 +65,7 @@ class MemoryModels:
 @pytest.fixture
 def models(app, place):
     made = MemoryModels(place)
-    app.open = lambda config, project: MachineClient(made.app, project)
+    app.open = lambda config, project: OwnerClient(made.app, project)
     return made
 
 

@@ -80,11 +80,11 @@ def test_results_are_printed_to_the_byte(app, call, view, place):
     [
         ({"rows_ok": 4}, (), "the job job_1 is running, 4 of 10 rows are done: --partial prints those"),
         ({"state": "completed"}, ("--errors",), "has no error file"),
-        ({"state": "completed"}, ("--errors", "--partial"), "do not go together"),
+        ({"state": "completed"}, ("--errors", "--partial"), "exclude each other"),
         ({"state": "completed", "output": "/gone.jsonl"}, (), "in /gone.jsonl cannot be read: No such file"),
-        ({}, ("--json", "--errors"), "--json says where all results lie"),
-        ({}, ("--json", "--partial"), "--json says where all results lie"),
-        ({}, ("--json", "-o", "x"), "--json says where all results lie"),
+        ({}, ("--json", "--errors"), "--json prints the paths of all results"),
+        ({}, ("--json", "--partial"), "--json prints the paths of all results"),
+        ({}, ("--json", "-o", "x"), "--json prints the paths of all results"),
         ({}, ("--partial", "-o", "gone/x"), "gone/x cannot be written: No such file"),
     ],
 )

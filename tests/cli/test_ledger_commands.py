@@ -27,7 +27,7 @@ def test_a_broken_ledger_lists_what_is_broken(app, call, view):
 def test_rebuild_says_what_it_found(app, call, view):
     """A rebuild reports the rows that it found."""
     app.jobs.add(view())
-    assert "3 rows found that the ledger did not know" in call("ledger", "rebuild", "job_1").stdout
+    assert "3 rows found that the ledger lacked" in call("ledger", "rebuild", "job_1").stdout
 
 
 def test_rebuild_says_what_it_lost(app, call, view):

@@ -51,6 +51,6 @@ def test_what_a_project_has_is_told_wherever_the_command_works(run, tmp_path: Pa
             environment.setenv("BATCHMILL_API_KEY", key)
             assert received(run("--json", "quotas", "--server", server.url)) == beside
             refused = run("quotas", "--project", "small", "--server", server.url)
-    assert (refused.exit_code, "at a server it is your key's own" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "the project is that of your key" in refused.stderr) == (2, True)
     lines = run("quotas", "--project", "small").stdout.splitlines()
     assert lines[0].split("  ")[0] == "QUOTA" and "disk" in lines[-1] and lines[-1].endswith("1 MiB")

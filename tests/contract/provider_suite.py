@@ -163,7 +163,7 @@ class ProviderSuite:
         fake.fail(*self.create, Wrong(status, headers={"Retry-After": "7"} if status == 429 else {}))
         with pytest.raises(TryAgain) as caught:
             await provider.create(job, upload)
-        assert (caught.value.is_unseen, caught.value.rest_s) == ((True, 7.0) if status == 429 else (False, None))
+        assert (caught.value.is_unseen, caught.value.retry_after_s) == ((True, 7.0) if status == 429 else (False, None))
         job = await provider.create(job, upload)
         assert job.state == "submitted"
 

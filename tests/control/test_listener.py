@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from batchmill import errors
-from batchmill.cli.clients import MachineClient, MachineJobs
+from batchmill.cli.clients import OwnerClient, OwnerJobs
 from batchmill.client import calls
 from batchmill.client.messages import OwnerGone
 from batchmill.control.app import ControlApp
@@ -67,7 +67,7 @@ async def test_a_long_list_comes_in_pages(tmp_path, monkeypatch):
         return JobPage(page, page[-1].id if len(page) == call.query.limit else None)
 
     async with open_client(ControlApp([(table.LIST_JOBS, listed)]), tmp_path / "control.sock") as (_, client):
-        jobs = MachineJobs(MachineClient(client))
+        jobs = OwnerJobs(OwnerClient(client))
         for limit, wanted in ((None, 7), (1, 1), (3, 3), (5, 5), (100, 7)):
             assert await jobs.list(JobQuery(limit=limit)) == JOBS[:wanted], limit
     assert max(requests) == 3

@@ -1,4 +1,4 @@
-"""Validators that are killed before they have said anything of the ranges they were given."""
+"""Validators that are killed before they send any result."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import pytest
 from batchmill.datasets import fan_out, inspection
 
 
-def kill_crews(patch: pytest.MonkeyPatch, crews_max: int) -> list[fan_out.Crew]:
-    """From now on the first crews die once they have ranges, so many of them; every crew that there was."""
-    crews: list[fan_out.Crew] = []
-    begin, ready = fan_out.Crew.__init__, fan_out.Crew._ready
+def kill_pools(patch: pytest.MonkeyPatch, pools_max: int) -> list[fan_out.ValidatorPool]:
+    """Kill the first `pools_max` pools of validators once they have ranges. Returns the list of all pools."""
+    pools: list[fan_out.ValidatorPool] = []
+    begin, readable = fan_out.ValidatorPool.__init__, fan_out.ValidatorPool._readable
 
     def begin_stopped(self, *args):
         begin(self, *args)
-        crews.append(self)
-        if len(crews) <= crews_max:
+        pools.append(self)
+        if len(pools) <= pools_max:
             _signal(self, signal.SIGSTOP)
 
-    def kill_first(self, turn, *, crowded):
-        if crews.index(self) < crews_max:
+    def kill_first(self, turn, *, only_turn):
+        if pools.index(self) < pools_max:
             _signal(self, signal.SIGKILL)
-        return ready(self, turn, crowded=crowded)
+        return readable(self, turn, only_turn=only_turn)
 
-    patch.setattr(fan_out.Crew, "__init__", begin_stopped)
-    patch.setattr(fan_out.Crew, "_ready", kill_first)
+    patch.setattr(fan_out.ValidatorPool, "__init__", begin_stopped)
+    patch.setattr(fan_out.ValidatorPool, "_readable", kill_first)
     patch.setattr(inspection, "RANGE_BYTES", 50_000)
-    return crews
+    return pools
 
 
-def _signal(crew: fan_out.Crew, number: int) -> None:
-    for link in crew._links:
+def _signal(pool: fan_out.ValidatorPool, number: int) -> None:
+    for link in pool._links:
         os.kill(link._process.pid, number)

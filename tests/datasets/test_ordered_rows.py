@@ -98,7 +98,7 @@ def test_many_rows_at_once_are_what_each_is_alone():
     rules, inspector = OpenAIRules(order), Inspector(order)
     bulk = rules.bulk(lines)
     assert bulk is not None
-    closely = inspector._look_closely(lines, range(len(lines)), harmless=True)
+    closely = inspector._check_lines(lines, range(len(lines)), harmless=True)
     together = KeyColumns.of_functions(bulk.targets, bulk.sizes)
     assert bulk.ids == [f"r{n}" for n in range(200)] and closely.keys is not None
     assert together.pack() == closely.keys.pack()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from dataset_rows import openai_row
-from datasets.killed_validators import kill_crews
+from datasets.killed_validators import kill_pools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,11 +146,11 @@ def test_duplicates_name_both_lines(write, sealed, home):
     two = write([openai_row("c"), openai_row("b")], "2.jsonl")
     report = sealed(one, two)
     assert [(p.code, p.row, p.message) for p in report.problems] == [
-        ("duplicate_custom_id", 2, "the custom_id 'a' of line 4 is that of line 1 too: each row needs its own"),
+        ("duplicate_custom_id", 2, "line 4 repeats the custom_id 'a' of line 1: each row needs its own"),
         (
             "duplicate_custom_id",
             4,
-            f"the custom_id 'b' of line 2 is that of line 3 of {one} too: each row needs its own",
+            f"line 2 repeats the custom_id 'b' of line 3 of {one}: each row needs its own",
         ),
     ]
     assert (report.rejected, report.seal.rejected) == (2, 2)
@@ -230,11 +230,11 @@ def many(write):
 
 def test_children_find_what_one_process_finds(monkeypatch, many, sealed, home):
     """Validators in children give the same files and problems as this process does alone."""
-    assert os.path.getsize(many) > fan_out.ALONE_BYTES_MAX
+    assert os.path.getsize(many) > fan_out.INLINE_BYTES_MAX
     monkeypatch.setattr(inspection, "RANGE_BYTES", 100_000)
     apart = sealed(many, processes=2)
     files = {path.name: path.read_bytes() for path in home.iterdir()}
-    monkeypatch.setattr(fan_out, "ALONE_BYTES_MAX", 1 << 30)
+    monkeypatch.setattr(fan_out, "INLINE_BYTES_MAX", 1 << 30)
     assert sealed(many) == apart
     assert {path.name: path.read_bytes() for path in home.iterdir()} == files
     assert [(p.code, p.row) for p in apart.problems] == [("invalid_json", 10), ("duplicate_custom_id", 5000)]
@@ -252,11 +252,11 @@ def test_a_validator_that_dies_is_an_error(many, home):
     """A validator that is killed ends the sealing with an error that says where, and leaves no process."""
     order = SealOrder(DatasetSpec([many]))
     with pytest.MonkeyPatch.context() as patch:
-        crews = kill_crews(patch, 1)
-        with pytest.raises(InvalidDataset, match=r"died \(signal 9\) over bytes \d+-\d+ of") as caught:
+        pools = kill_pools(patch, 1)
+        with pytest.raises(InvalidDataset, match=r"died \(signal 9\) on bytes \d+-\d+ of") as caught:
             seal(order, home, lambda _: None)
     assert caught.value.code == "validator_died"
-    assert all(link._process.poll() is not None for link in crews[0]._links)
+    assert all(link._process.poll() is not None for link in pools[0]._links)
     assert not (home / layout.SEAL).exists()
 
 
@@ -271,10 +271,10 @@ def test_files_that_fail_under_the_validators(write, processes):
     ]
     for part, error, message in cases:
         order = SealOrder(DatasetSpec([path]), form=OpenAIForm(), processes=processes)
-        with fan_out.validators(order, processes * (fan_out.ALONE_BYTES_MAX + 1)) as checkers:
-            assert isinstance(checkers, fan_out.Crew if processes else fan_out.Alone)
+        with fan_out.validators(order, processes * (fan_out.INLINE_BYTES_MAX + 1)) as validator:
+            assert isinstance(validator, fan_out.ValidatorPool if processes else fan_out.InlineValidator)
             with pytest.raises(error, match=message):
-                list(checkers.findings([part]))
+                list(validator.check([part]))
 
 
 def test_chunks_are_bounded(write):

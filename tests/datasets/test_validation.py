@@ -27,7 +27,7 @@ ENVELOPES = [
     (b"{'custom_id':'a'}", "invalid_json", "not JSON"),
     (b'{"custom_id":"a","url":"/v1/x","body":{},}', "invalid_json", "not JSON"),
     (b'{"custom_id":"a","url":"/v1/x","body":{"x":NaN}}', "invalid_json", "not JSON"),
-    (b'["a"]', "invalid_json", "no object"),
+    (b'["a"]', "invalid_json", "not an object"),
     (b'{"custom_id":"a","url":"/x","body":{"t":"\xc0\xaf"}}', "invalid_encoding", "not UTF-8"),
     (b"{\0\"\0a\0\xff", "invalid_encoding", "iconv -f UTF-16"),
     (row(body={"x": json.loads("[" * 128 + "]" * 128)}), "nesting_too_deep", "deeper than 128"),
@@ -203,7 +203,7 @@ def test_a_table_that_cannot_be_read_is_told_row_by_row(write, sealed):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_columns_of_a_table_to_be_are_counted(write, sealed, monkeypatch, processes):
     """Rows of as many columns as a table may have are sealed, and one column more refuses the dataset."""
-    monkeypatch.setattr(fan_out, "ALONE_BYTES_MAX", 0)
+    monkeypatch.setattr(fan_out, "INLINE_BYTES_MAX", 0)
     path = write([b'{"a":1,"c%d":2}' % n for n in range(2000)])
     assert sealed(path, columns_max=2001, processes=processes).problems_total == 0
     assert sealed(path, processes=processes).problems_total == 0

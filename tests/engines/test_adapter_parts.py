@@ -51,8 +51,8 @@ def test_a_row_that_comes_back_has_its_old_turn():
 def test_rows_of_an_adapter_that_cannot_be_loaded_leave_together():
     """They leave in order, and nothing of others does."""
     queue = filled(A, None, A)
-    assert [each.row.number for each in queue.take_all(A)] == [0, 2]
-    assert queue.take_all(A) == []
+    assert [each.row.number for each in queue.take_adapter(A)] == [0, 2]
+    assert queue.take_adapter(A) == []
     assert drained(queue) == [1]
 
 
@@ -61,7 +61,7 @@ def test_a_row_that_had_to_wait_for_its_adapter_did_not_find_it():
     queue = filled(A, A, B, B)
     assert queue.mark_late([A, B], 3) == 3
     queue.push(call(4, A))
-    assert [queue.pop(lambda _: True).found_it for _ in range(5)] == [False, False, False, True, True]
+    assert [queue.pop(lambda _: True).adapter_was_loaded for _ in range(5)] == [False, False, False, True, True]
     assert queue.mark_late([], 3) == 0
 
 
@@ -79,7 +79,7 @@ def test_replies_carry_the_own_name(size):
     text = b'{"model":"a#2","x":"a#2"}\n{"model": "a#2"} "a#22" {"model":"a#22"} {"mo'
     restorer = Restorer("a#2", "a")
     pieces = [restorer.feed(text[start : start + size]) for start in range(0, len(text), size)]
-    assert b"".join([*pieces, restorer.rest()]) == (
+    assert b"".join([*pieces, restorer.flush()]) == (
         b'{"model":"a","x":"a#2"}\n{"model": "a"} "a#22" {"model":"a#22"} {"mo'
     )
 
@@ -87,14 +87,14 @@ def test_replies_carry_the_own_name(size):
 def test_what_is_counted_of_each_adapter():
     """Rows, tokens, hits, loads, and the time in which at least one row was in flight."""
     counts = AdapterCounts()
-    counts.loaded("a")
-    counts.began("a", 10.0)
-    counts.began("a", 11.0)
-    counts.answered("a", Usage(5, 1, 7), found=True)
-    counts.ended("a", 12.0)
-    counts.answered("a", None, found=False)
-    counts.ended("a", 14.0)
-    counts.began("a", 20.0)
+    counts.record_load("a")
+    counts.record_start("a", 10.0)
+    counts.record_start("a", 11.0)
+    counts.record_reply("a", Usage(5, 1, 7), was_loaded=True)
+    counts.record_end("a", 12.0)
+    counts.record_reply("a", None, was_loaded=False)
+    counts.record_end("a", 14.0)
+    counts.record_start("a", 20.0)
     assert counts.stats(21.0) == [AdapterStats("a", 2, 5, 7, 1, 1, 5.0)]
 
 
@@ -102,7 +102,7 @@ def test_beyond_a_hundred_names_the_others_are_summed():
     """A thousand adapters make no thousand entries."""
     counts = AdapterCounts()
     for number in range(NAMES_MAX + 50):
-        counts.answered(f"a{number}", None, found=True)
+        counts.record_reply(f"a{number}", None, was_loaded=True)
     stats = counts.stats(0.0)
     assert len(stats) == NAMES_MAX + 1
     assert (stats[-1].name, stats[-1].rows) == (OTHERS, 50)

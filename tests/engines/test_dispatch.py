@@ -11,7 +11,7 @@ from fakes.held_clock import HeldClock
 
 from batchmill.engines.remote.dispatch import DRAIN_S, Dispatch, Send
 from batchmill.engines.remote.outgoing import Composer, RemoteRow
-from batchmill.engines.remote.pacing import Ahead, Pacer
+from batchmill.engines.remote.pacing import LiveQueue, Pacer
 from batchmill.engines.retry import BACKOFF_MAX_S, RETRIES_SPARE, Fault, FaultKind, Reply, Retries
 from batchmill.errors import AuthRefused
 from batchmill.types import Limits, ModelSpec, Outcome, RowError
@@ -23,7 +23,7 @@ FAILED = Fault(FaultKind.TRANSIENT, RowError("server_error", "oops"), Reply(500)
 def dispatch(send: Send, clock: HeldClock, in_flight: int = 64, retries: Retries = Retries(5)) -> Dispatch:
     composer = Composer(ModelSpec(name="m", engine="http", source="m", base_url="http://x"), None)
     pacer = Pacer(Limits(), clock.monotonic(), jitter=lambda: 0.5, ceiling=in_flight)
-    return Dispatch(composer.call, send, pacer, ahead=Ahead(pacer, clock), retries=retries, clock=clock)
+    return Dispatch(composer.call, send, pacer, live_queue=LiveQueue(pacer, clock), retries=retries, clock=clock)
 
 
 def answered(call: RemoteRow) -> Outcome:

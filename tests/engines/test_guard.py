@@ -66,8 +66,8 @@ def test_a_process_is_named_by_its_start(sleeper):
 def test_the_marked_are_found_and_nobody_else(sleeper):
     """Only processes with exactly this marker in their environment belong to an engine."""
     mine, other = sleeper(BATCHMILL_ENGINE="m1"), sleeper(BATCHMILL_ENGINE="m12")
-    assert guard.marked("m1") == [mine.pid]
-    assert guard.marked("m12") == [other.pid]
+    assert guard.find_marked("m1") == [mine.pid]
+    assert guard.find_marked("m12") == [other.pid]
 
 
 def test_descendants_in_other_sessions_are_found(sleeper):
@@ -82,7 +82,7 @@ def test_end_left_kills_the_server_and_the_marked(sleeper, tmp_path):
     server, orphan = sleeper(), sleeper(BATCHMILL_ENGINE="m1")
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    assert guard.end_left(record(server, scratch=str(scratch))) == []
+    assert guard.end_leftovers(record(server, scratch=str(scratch))) == []
     assert server.wait() == orphan.wait() == -9
     assert not scratch.exists()
 
@@ -93,7 +93,7 @@ def test_end_left_kills_the_server_and_the_marked(sleeper, tmp_path):
 def test_a_reused_process_id_is_left_alone(sleeper, changes):
     """A record of another start, another boot or no engine at all kills nobody."""
     stranger = sleeper()
-    guard.end_left(record(stranger, **changes))
+    guard.end_leftovers(record(stranger, **changes))
     assert not is_killed(stranger)
 
 

@@ -368,7 +368,7 @@ async def test_rest_holds_the_whole_service(service: OpenAIService) -> None:
         feed.give([chat_row(n, "b") for n in range(1, 9)])
         while feed.taken < 9:
             await asyncio.sleep(0)
-        assert engine.stats().note == "the service asked for 12 s of rest"
+        assert engine.stats().note == "the service requests a wait of 12 s"
         assert service.count() == {"a": 1}
         gate.set()
         feed.end()

@@ -152,7 +152,7 @@ async def test_a_service_that_rests_for_long(engine: HttpEngine, service: OpenAI
     """After a 429 that asks for an hour the next live request is told so at once."""
     service.script["a"] = [refusal(429, "rate_limit_exceeded", retry_after="3000")]
     assert (await answer_to(engine, chat_request("a")))[0].status == 429
-    with pytest.raises(Unavailable, match="asked for 3000 s of rest"):
+    with pytest.raises(Unavailable, match="requests a wait of 3000 s"):
         await answer_to(engine, chat_request("b"))
     assert service.count()["b"] == 0
 
@@ -163,7 +163,7 @@ async def test_rows_wait_for_the_rest_that_a_live_request_was_told(engine: HttpE
     await answer_to(engine, chat_request("a"))
     sink = ListSink()
     running = asyncio.create_task(engine.run(OpenFeed(sink, [chat_row(0, "row")], ended=True), sink))
-    while "rest" not in engine.stats().note:
+    while "requests a wait" not in engine.stats().note:
         await asyncio.sleep(0)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

@@ -230,7 +230,7 @@ async def test_an_adapter_that_ends_the_server_is_found(start, fake):
     engine = await start()
     sink = await run(engine, rows_of(places, ["good", "deadly", "tiny"]))
     assert sink.code(1) == "bad_adapter"
-    assert "did not live through 3 loads" in sink.outcomes[1].error.message
+    assert "crashed 3 times while it loaded" in sink.outcomes[1].error.message
     assert [sink.text(0), sink.text(2)] == ["good 0", "2"]
 
 

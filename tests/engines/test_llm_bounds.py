@@ -59,7 +59,7 @@ TOO_LARGE: list[tuple[dict[str, Any], list[str]]] = [
     (shaped({"maxLength": MANY}), ["maxLength"]),
     (shaped({"minimum": 10**400}), ["minimum", "2**63"]),
     (shaped({"maxItems": 1000, "items": {"maxItems": 1000, "items": {"maxItems": 10}}}), ["1,000,000 is the most"]),
-    (shaped(doubling(20)), ["refers to"]),
+    (shaped(doubling(20)), ["references"]),
     (shaped(tree(70)), ["deeper than 64"]),
     (shaped({"enum": list(range(20_000))}), ["schema_nodes_max"]),
     (shaped({"properties": {f"p{n}": {} for n in range(1_001)}}), ["1,001 names"]),

@@ -87,7 +87,7 @@ async def test_another_policy_of_the_callers_stands(start, fake):
 @pytest.mark.parametrize(
     ("request_", "code", "words"),
     [
-        (chat_request("x", priority=1), "parameter_not_allowed", "`priority` is not the caller's to set"),
+        (chat_request("x", priority=1), "parameter_not_allowed", "`priority` cannot be set"),
         (chat_request("x", temprature=1), "unknown_parameter", "did you mean 'temperature'"),
         (chat_request("x", model="nobody"), "model_not_found", "'nobody' is not served here"),
         (LiveRequest("/v1/nothing", b"{}"), "unknown_url", "no engine answers"),

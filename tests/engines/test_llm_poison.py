@@ -158,8 +158,8 @@ async def test_rows_that_were_held_back_run_once_the_budget_is_whole_again(start
     """Nothing else has to happen for it: their charges are an hour old, or were taken back, while the engine idles."""
     engine, _ = await start()
     engine.learn(Poison(charges=[Charge("a", engine._clock.now() + n) for n in range(3)]))
-    engine._deaths.here("b")
-    engine._deaths._rest_until["a"] = engine._clock.monotonic() + 10**9
+    engine._deaths.record_work("b")
+    engine._deaths._wait_until["a"] = engine._clock.monotonic() + 10**9
     sink = ListSink()
     feed = HoldingFeed(sink, [row(0, "a0", "a"), row(1, "b1", "b")], ended=True)
     running = asyncio.create_task(engine.run(feed, sink))
@@ -192,14 +192,14 @@ def test_whose_death_it_was():
     deaths.report = received.append
     server, second = object.__new__(type("Server", (), {})), object.__new__(type("Server", (), {}))
     ours, theirs = Tracked("a", "m", CHAT, b'{"x":1}', None), Tracked("b", "m", CHAT, b'{"x":2}', None)
-    deaths.began(server, ours)
-    deaths.began(server, theirs)
-    assert deaths.died(server, "killed") == {ours, theirs}
-    assert deaths.died(server, "killed") == set()
+    deaths.record_start(server, ours)
+    deaths.record_start(server, theirs)
+    assert deaths.record_death(server, "killed") == {ours, theirs}
+    assert deaths.record_death(server, "killed") == set()
     assert charged(received) == {}
-    deaths.answered(second, theirs)
+    deaths.record_reply(second, theirs)
     assert charged(received) == {"a": 1}
-    deaths.answered(second, ours)
+    deaths.record_reply(second, ours)
     assert charged(received) == {"a": 0}
 
 
@@ -207,8 +207,8 @@ def test_a_caller_that_goes_is_suspect_all_the_same():
     """A request whose caller left a moment before the death counts as in flight; the ids of a request do not count."""
     deaths, server = Deaths(QuickClock()), object.__new__(type("Server", (), {}))
     gone = Tracked("a", "m", CHAT, b'{"prompt":"x","user":"u1","stream":true,"model":"m"}', None)
-    deaths.began(server, gone)
-    deaths.gone(server, gone)
-    assert deaths.died(server, "killed") == {gone}
+    deaths.record_start(server, gone)
+    deaths.withdraw(server, gone)
+    assert deaths.record_death(server, "killed") == {gone}
     assert gone.digest == Tracked("b", "m", CHAT, b'{"model":"other","prompt":"x"}', None).digest
     assert gone.digest != Tracked("b", "m", CHAT, b'{"prompt":"y"}', None).digest

@@ -81,16 +81,16 @@ async def test_a_batch_with_adapters_survives_the_servers_death(tmp_path):
         assert usage.output_tokens > 0
 
         marker, server = marker_and_server(engine)
-        assert len(guard.marked(marker)) >= 2
+        assert len(guard.find_marked(marker)) >= 2
         os.kill(server, signal.SIGKILL)
         sink = await run(engine, rows)
         assert sink.text(1) == "HELLO WORLD"
-        assert guard.marked(marker) == []
+        assert guard.find_marked(marker) == []
         marker, _ = marker_and_server(engine)
-        assert len(guard.marked(marker)) >= 2
+        assert len(guard.find_marked(marker)) >= 2
     finally:
         await engine.stop()
-    assert guard.marked(marker) == []
+    assert guard.find_marked(marker) == []
 
 
 async def test_live_requests_beside_rows(tmp_path):

@@ -12,7 +12,7 @@ from fakes.held_clock import HeldClock
 
 from batchmill.engines.remote.dispatch import LAST_WAIT_S, Dispatch
 from batchmill.engines.remote.outgoing import Composer, RemoteRow
-from batchmill.engines.remote.pacing import OUTAGE_MAX_S, Ahead, Pacer
+from batchmill.engines.remote.pacing import OUTAGE_MAX_S, LiveQueue, Pacer
 from batchmill.engines.retry import Fault, FaultKind, Reply, Retries
 from batchmill.errors import JobPaused
 from batchmill.types import Limits, ModelSpec, Outcome, RowError, Usage
@@ -33,8 +33,8 @@ class Service:
         self.clock, self.sink = HeldClock(), ListSink()
         composer = Composer(ModelSpec(name="m", engine="http", source="m", base_url="http://x"), None)
         pacer = Pacer(Limits(), self.clock.monotonic(), jitter=lambda: 0.5, ceiling=in_flight)
-        ahead = Ahead(pacer, self.clock)
-        self.dispatch = Dispatch(composer.call, self.send, pacer, ahead=ahead, retries=retries, clock=self.clock)
+        ahead = LiveQueue(pacer, self.clock)
+        self.dispatch = Dispatch(composer.call, self.send, pacer, live_queue=ahead, retries=retries, clock=self.clock)
 
     async def send(self, call: RemoteRow) -> Outcome | Fault:
         self.calls[call.row.number] += 1
@@ -101,7 +101,7 @@ async def test_outage_is_tested_with_other_rows() -> None:
 async def test_nothing_left_to_tell_by_pauses() -> None:
     """Where only rows are left that have failed, their last attempts wait, and in the end the job pauses."""
     service = Service(range(100, 160))
-    with pytest.raises(JobPaused, match=r"has not answered for .* 60 rows were refused .* `batchmill fail JOB`"):
+    with pytest.raises(JobPaused, match=r"has not answered for .* 60 rows failed .* `batchmill fail JOB`"):
         await service.run(160)
     assert service.sink.numbers() == list(range(100))
     assert max(service.calls.values()) <= 4

@@ -204,7 +204,7 @@ def test_retry_after_holds_every_call() -> None:
     rest = Fault(FaultKind.THROTTLED, THROTTLED.error, THROTTLED.reply, 12.0)
     pace.throttled(rest, 0.0, 1.0)
     assert pace.wait_s(1, 1.0) == pytest.approx(12.0)
-    assert pace.note(1.0) == "the service asked for 12 s of rest"
+    assert pace.note(1.0) == "the service requests a wait of 12 s"
     assert pace.wait_s(1, 13.0) == 0
     assert pace.note(13.0) == ""
 

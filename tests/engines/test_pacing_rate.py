@@ -29,7 +29,7 @@ class Service:
     inside_max: float = math.inf
     latency_s: float = 0.02
     refused_s: float = REFUSED_S
-    rest_s: float | None = None
+    retry_after_s: float | None = None
     inside: int = 0
     _level: float = field(init=False)
     _at: float = 0.0
@@ -51,7 +51,7 @@ class Service:
 
     @property
     def fault(self) -> Fault:
-        return Fault(FaultKind.THROTTLED, RowError("rate_limited", "slow down"), Reply(429), self.rest_s)
+        return Fault(FaultKind.THROTTLED, RowError("rate_limited", "slow down"), Reply(429), self.retry_after_s)
 
 
 @dataclass
@@ -123,7 +123,7 @@ def test_a_hundred_a_second(seed: int) -> None:
         (Service(1000, burst=100), 0.95, 0.01),
         (Service(100, latency_s=0.5), 0.85, 0.03),
         (Service(100, latency_s=0.2, refused_s=0.2), 0.95, 0.04),
-        (Service(100, rest_s=1.0), 0.75, 0.01),
+        (Service(100, retry_after_s=1.0), 0.75, 0.01),
     ],
     ids=["5/s", "5/s without a burst", "1000/s", "1000/s in bursts", "slow", "slow to refuse", "that asks for rest"],
 )
@@ -132,7 +132,11 @@ def test_other_limits(service: Service, used: float, refused: float, seed: int) 
     """Slow, fast, bursty and demanding services are used nearly as far as they allow, with few refusals."""
     received = play(
         Service(
-            service.rate, service.burst, latency_s=service.latency_s, refused_s=service.refused_s, rest_s=service.rest_s
+            service.rate,
+            service.burst,
+            latency_s=service.latency_s,
+            refused_s=service.refused_s,
+            retry_after_s=service.retry_after_s,
         ),
         120,
         seed,

@@ -210,7 +210,7 @@ async def test_bedrock_takes_no_few_rows(tmp_path: Path, monkeypatch: pytest.Mon
         ground, lease = Ground(spec, tmp_path), HeldLease(ROWS)
         await ground.run((lease, rows_for("bedrock")))
         assert isinstance(lease.failure, RouteFailed)
-        assert "100 rows or more" in lease.failure.message
+        assert "at least 100 rows" in lease.failure.message
         assert fake.jobs == {}
 
 

@@ -106,7 +106,7 @@ class TestBedrock(ProviderSuite):
         """Fewer rows than Bedrock takes are refused before anything is sent, with the ways out."""
         connections = Connections(Limits())
         provider = BedrockBatches(model(fake, rows_min=100), connections)
-        with pytest.raises(JobRefused, match="100 rows or more"):
+        with pytest.raises(JobRefused, match="at least 100 rows"):
             await provider.upload(self.job([0]), self.spool(provider, tmp_path, [0]))
         assert fake.calls == []
 
@@ -118,7 +118,7 @@ class TestBedrock(ProviderSuite):
         fake.fail(*self.create, Wrong(400, body, {"x-amzn-ErrorType": "ServiceQuotaExceededException"}))
         with pytest.raises(JobRefused) as caught:
             await provider.create(job, upload)
-        assert caught.value.rest_s is not None
+        assert caught.value.retry_after_s is not None
 
     async def test_records_that_cannot_be_read(self, provider, fake, tmp_path):
         """A record cut short is garbled; one of somebody else has no number."""

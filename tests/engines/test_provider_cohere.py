@@ -124,7 +124,7 @@ class TestCohere(ProviderSuite):
         for _ in range(2):
             with pytest.raises(TryAgain) as caught:
                 await provider.create(job, upload)
-            assert caught.value.is_unseen and caught.value.rest_s
+            assert caught.value.is_unseen and caught.value.retry_after_s
         assert (await provider.create(job, upload)).id == "job-0"
 
     async def test_uploaded_only(self, provider, fake, tmp_path):

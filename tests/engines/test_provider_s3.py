@@ -10,7 +10,7 @@ from fakes.aws_batches import BedrockFake
 from moto.server import ThreadedMotoServer
 
 from batchmill.engines.connections import Connections
-from batchmill.engines.provider_batch.aws import S3, Account, S3Object, read_uri, sort
+from batchmill.engines.provider_batch.aws import S3, Account, S3Object, classify, read_uri
 from batchmill.engines.provider_batch.provider import JobGone, ProviderRefusal, TryAgain, Upload
 from batchmill.engines.provider_batch.sagemaker import SageMakerBatches
 from batchmill.errors import AuthRefused, ModelFailed, RouteFailed
@@ -169,13 +169,13 @@ SORTED = {
 def test_errors_are_sorted(name: str) -> None:
     """AWS says what went wrong by a code, whose status says little: throttling may be a 400."""
     status, headers, data, kind = SORTED[name]
-    error = sort(status, headers, data)
+    error = classify(status, headers, data)
     assert type(error) is kind
     assert error.message
 
 
 def test_errors_of_somebody_else() -> None:
     """What is no error of AWS's is judged as any other reply."""
-    assert sort(502, {}, b"<html>bad gateway</html>") is None
-    assert sort(502, {}, b"<html>bad gateway") is None
-    assert sort(502, {}, b"nothing") is None
+    assert classify(502, {}, b"<html>bad gateway</html>") is None
+    assert classify(502, {}, b"<html>bad gateway") is None
+    assert classify(502, {}, b"nothing") is None

@@ -120,7 +120,7 @@ class TestSageMaker(ProviderSuite):
         fake.fail(*self.create, Wrong(400, {"__type": "ResourceLimitExceeded", "message": "0 instances"}))
         with pytest.raises(JobRefused) as caught:
             await provider.create(job, upload)
-        assert caught.value.rest_s is not None
+        assert caught.value.retry_after_s is not None
 
     async def test_through_a_connector(self, fake, tmp_path, monkeypatch):
         """A connector's parameters, credential and URL stand for what engine arguments would say."""

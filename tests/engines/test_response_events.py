@@ -11,7 +11,7 @@ def event(name: str, **data) -> bytes:
 
 def fed(stream: bytes, size: int) -> bytes:
     events = ResponseEvents()
-    return b"".join(events.feed(stream[at : at + size]) for at in range(0, len(stream), size)) + events.rest()
+    return b"".join(events.feed(stream[at : at + size]) for at in range(0, len(stream), size)) + events.flush()
 
 
 def names(stream: bytes) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from batchmill.engines.retry import (
     is_result,
     judge,
     read_reply,
-    rest_asked,
+    requested_wait_s,
 )
 
 NOW = 1_700_000_000.0  # Tue, 14 Nov 2023 22:13:20 GMT
@@ -112,9 +112,9 @@ def test_results() -> None:
         ({"x-ratelimit-remaining-requests": "0"}, None),
     ],
 )
-def test_rest_asked(headers: dict[str, str], rest: float | None) -> None:
+def test_requested_wait_s(headers: dict[str, str], rest: float | None) -> None:
     """Every form of the headers is read, and what cannot be meant is ignored."""
-    found = rest_asked(CIMultiDict(headers), NOW)
+    found = requested_wait_s(CIMultiDict(headers), NOW)
     assert found == (None if rest is None else pytest.approx(rest))
 
 

@@ -1,6 +1,6 @@
 """What is told of a server's log."""
 
-from batchmill.engines.llm.server import LINE_CHARS_MAX, read_tail, telling_lines
+from batchmill.engines.llm.server import LINE_CHARS_MAX, error_lines, read_tail
 
 VLLM = """\
 (APIServer pid=1) INFO 11-21 19:20:01 [utils.py:1] args: {}
@@ -16,7 +16,7 @@ VLLM = """\
 
 def test_the_root_cause_is_found_behind_the_last_exception():
     """An exception that only points at an earlier one is passed over."""
-    assert telling_lines(VLLM) == "ValueError: No available memory for the cache blocks."
+    assert error_lines(VLLM) == "ValueError: No available memory for the cache blocks."
 
 
 def test_the_lines_that_belong_to_an_exception_come_with_it():
@@ -24,7 +24,7 @@ def test_the_lines_that_belong_to_an_exception_come_with_it():
     log = (
         "pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, no such dir\n    For further"
     )
-    assert telling_lines(log).splitlines()[:2] == [
+    assert error_lines(log).splitlines()[:2] == [
         "pydantic_core.ValidationError: 1 validation error for ModelConfig",
         "Value error, no such dir",
     ]
@@ -33,13 +33,13 @@ def test_the_lines_that_belong_to_an_exception_come_with_it():
 def test_a_wrong_flag_is_told():
     """What argparse says about a flag counts as telling."""
     log = "usage: api_server.py [-h]\napi_server.py: error: unrecognized arguments: --foo\n"
-    assert telling_lines(log) == "api_server.py: error: unrecognized arguments: --foo"
+    assert error_lines(log) == "api_server.py: error: unrecognized arguments: --foo"
 
 
 def test_a_log_without_an_exception_gives_its_last_lines():
     """Where nothing looks like an error, the last five lines are told, cut at their limit."""
     log = "\n".join(f"line {i}" for i in range(9)) + "\n" + "x" * (LINE_CHARS_MAX + 1)
-    assert telling_lines(log).splitlines() == ["line 5", "line 6", "line 7", "line 8", "x" * LINE_CHARS_MAX]
+    assert error_lines(log).splitlines() == ["line 5", "line 6", "line 7", "line 8", "x" * LINE_CHARS_MAX]
 
 
 def test_only_what_was_written_since_is_read(tmp_path):

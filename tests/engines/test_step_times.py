@@ -6,9 +6,9 @@ from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 
-from batchmill.engines.llm.launch import SIDE
+from batchmill.engines.llm.launch import PLUGIN_PATH
 
-_spec = spec_from_file_location("batchmill_step_times", SIDE / "batchmill_step_times.py")
+_spec = spec_from_file_location("batchmill_step_times", PLUGIN_PATH / "batchmill_step_times.py")
 _module = module_from_spec(_spec)
 _spec.loader.exec_module(_module)
 StepTimes, CREDIT_MAX_S = _module.StepTimes, _module.CREDIT_MAX_S

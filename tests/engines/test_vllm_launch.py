@@ -10,9 +10,9 @@ from llm_support import FakeVllm
 
 from batchmill.engines.llm.launch import (
     LORA_RANKS,
-    SIDE,
+    PLUGIN_PATH,
     Hardware,
-    adapter_room,
+    adapter_slots,
     find_python,
     plan_launch,
     secret_variables,
@@ -78,7 +78,7 @@ def test_engine_arguments_become_flags(fake, name, given, word):
 @pytest.mark.parametrize("name", ["model", "uds", "port", "lora_modules", "--served-model-name", "api-key"])
 def test_flags_that_are_ours_are_refused(fake, name):
     """A flag that would lead past batchmill is refused by name, with what to do instead."""
-    with pytest.raises(ModelFailed, match="not yours to set"):
+    with pytest.raises(ModelFailed, match="cannot be set"):
         launch(fake.model(engine_args={name: "x"}))
 
 
@@ -179,7 +179,7 @@ def test_an_engine_with_room_for_a_rank_knows_no_adapters(fake):
 def test_the_room_is_a_number_from_1_on(fake):
     """A limit of no adapters is refused, not taken for another one."""
     with pytest.raises(ModelFailed, match="adapters_max is 0"):
-        adapter_room(fake.model(adapter_rank=8, limits=Limits(adapters_max=0)), CPU)
+        adapter_slots(fake.model(adapter_rank=8, limits=Limits(adapters_max=0)), CPU)
 
 
 def test_a_bad_adapter_keeps_no_engine_from_starting(fake):
@@ -192,7 +192,7 @@ def test_our_plugin_stands_beside_those_of_the_caller(fake):
     """A choice of plugins keeps ours; without a choice vLLM takes all."""
     assert launch(fake.model(), env={"VLLM_PLUGINS": "theirs"}).env["VLLM_PLUGINS"] == "theirs,batchmill_adapters"
     assert "VLLM_PLUGINS" not in launch(fake.model()).env
-    (points,) = SIDE.glob("*.dist-info/entry_points.txt")
+    (points,) = PLUGIN_PATH.glob("*.dist-info/entry_points.txt")
     assert "batchmill_adapters = batchmill_adapters:register" in points.read_text()
 
 
@@ -217,10 +217,10 @@ def test_a_rank_pattern_counts(fake):
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        ("{}", "names its rank"),
+        ("{}", "with its rank"),
         ("oops", "cannot be read"),
         ('{"r": 600}', "rank 600"),
-        ('{"r": "8"}', "names its rank"),
+        ('{"r": "8"}', "with its rank"),
     ],
 )
 def test_a_broken_adapter_is_told_before_anything_starts(fake, config, match):
@@ -268,7 +268,7 @@ def test_a_downloaded_model_is_looked_at_too(fake, tmp_path):
 def test_gpus_that_were_dealt_are_taken(fake):
     """Where somebody deals the devices, the engine sees those and no others, and says when they are too few."""
     env = {"BATCHMILL_GPUS": "2,5", "BATCHMILL_REPLICA": "7", "CUDA_VISIBLE_DEVICES": "0"}
-    machine = Hardware.here(env)
+    machine = Hardware.detect(env)
     assert machine.gpus == ["2", "5"]
     model = fake.model(engine_args={"tensor-parallel-size": 2})
     assert launch(model, env=env, machine=machine).env["CUDA_VISIBLE_DEVICES"] == "2,5"

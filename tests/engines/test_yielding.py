@@ -19,9 +19,9 @@ def busy(rate: float = 100.0) -> Yielding:
 
 def answer(yielding: Yielding, now: float, *, piece_s: float, in_flight: int) -> None:
     """One live request that comes and is answered at once."""
-    yielding.began(now)
-    yielding.answered(piece_s, in_flight)
-    yielding.ended(now)
+    yielding.record_start(now)
+    yielding.record_reply(piece_s, in_flight)
+    yielding.record_end(now)
 
 
 def test_without_live_requests_rows_have_it_all():
@@ -32,10 +32,10 @@ def test_without_live_requests_rows_have_it_all():
 def test_no_row_is_sent_while_a_live_request_is_answered():
     """What is in flight stays; nothing comes beside it until the answer is complete."""
     yielding = busy()
-    yielding.began(10.0)
+    yielding.record_start(10.0)
     assert yielding.limit(FULL, 100, 10.1) == 100
     assert yielding.limit(FULL, 60, 10.2) == 60
-    yielding.ended(10.3)
+    yielding.record_end(10.3)
     assert yielding.limit(FULL, 60, 10.3) == 150
 
 
@@ -57,11 +57,11 @@ def test_full_speed_soon_after():
 def test_live_traffic_without_a_gap_holds_rows_back_half_of_the_time():
     """When the account of held time is spent rows are sent beside live requests, and later held back again."""
     yielding = busy()
-    yielding.began(10.0)
+    yielding.record_start(10.0)
     assert yielding.limit(FULL, 10, 10.0 + CREDIT_MAX_S / 2) == 10
     assert yielding.limit(FULL, 10, 10.0 + CREDIT_MAX_S) == 150
-    yielding.ended(20.0)
-    yielding.began(22.0)
+    yielding.record_end(20.0)
+    yielding.record_start(22.0)
     assert yielding.limit(FULL, 10, 23.0) == 10
     assert yielding.limit(FULL, 10, 24.0) == 150
 

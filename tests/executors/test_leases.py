@@ -72,7 +72,7 @@ async def test_a_lease_of_another_ends(owner):
     held = owner.lease()
     task = await begun(owner, held, "new", b"2")
     owner.notes.receive(Noted(1, is_kept=False))
-    with pytest.raises(JobPaused, match="another worker's"):
+    with pytest.raises(JobPaused, match="belongs to another worker"):
         await task
     assert (held.ending, held.notes) == (PAUSE, {"old": b"1"})
     held.fail(JobPaused("no"))

@@ -29,5 +29,7 @@ def job_service(
         quarantine=Quarantine(clock, ledger.database),
         sharing=Sharing(machine=machine),
     )  # fmt: skip
-    room = DiskQuota(ledger.database, data_dir, quotas)
-    return JobService(data_dir, commit_log, dispatcher, clock, room=room, adapters=adapters, retention=retention)
+    disk_quota = DiskQuota(ledger.database, data_dir, quotas)
+    return JobService(
+        data_dir, commit_log, dispatcher, clock, disk_quota=disk_quota, adapters=adapters, retention=retention
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sealing import SealOrder, seal
-from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, make, make_again
+from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, make, plan_again
 from batchmill.jobs.results.results import GatherOrder
 from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, SegmentHead, error_meta, frame
 from batchmill.types import DatasetSpec, Outcome, Row, RowError, SegmentRef, Usage
@@ -51,7 +51,7 @@ class FinishedJob:
         wanted, home = set(rows), self.home / f"plan-{len(self.plans)}"
         home.mkdir()
         first = PlanReader(self.plan)
-        make_again(first, wanted.__contains__, [1000], home)
+        plan_again(first, wanted.__contains__, [1000], home)
         first.close()
         self.plans.append(home)
 

@@ -72,9 +72,9 @@ class LedgeredJob:
         """Commit a block under a new lease of its shard."""
         number, n = positions[0] // self.shard_rows, len(positions)
         shard = self.shard(number)
-        standing = self.ledger.lease(self.id, self.generation, shard)
+        leased = self.ledger.lease(self.id, self.generation, shard)
         commit = Commit(
-            lease=standing.lease, seq=standing.seq, ref=ref, done=pack_positions(positions, shard.lo),
+            lease=leased.lease, seq=leased.seq, ref=ref, done=pack_positions(positions, shard.lo),
             rows_ok=0 if failed else n, rows_failed=n if failed else 0, usage=USAGE,
             errors={"went_wrong": n} if failed else {}, samples={"went_wrong": "row"} if failed else {},
         )  # fmt: skip

@@ -309,7 +309,7 @@ def test_only_what_is_used_stays(folder):
         id="job_1", dataset=DatasetSpec([]), models=[model, static], form=OpenAIForm(), policy=Policy(), output=None,
         identity="", code={}, created=0.0,
     )  # fmt: skip
-    found, same = adapters.only_used(spec, {0: ["b/1"], 1: []}).models
+    found, same = adapters.drop_unused(spec, {0: ["b/1"], 1: []}).models
     assert (found.adapters, found.adapter_names, found.bad_adapters) == ({"b/1": "/b"}, {"b": "b/1"}, {})
     assert found.allowed == ["base", "other-name", "b", "b/1"]
     assert same == static

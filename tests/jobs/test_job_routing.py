@@ -50,8 +50,8 @@ def test_what_is_left_are_ways_for_rows():
     assert (local.engine, [way.engine for way in local.routes]) == ("llm", ["http"])
     chosen = choose(model(BATCH, ONLINE), 10, None, None, NOW, {}).model
     assert [way.engine for way in chosen.routes] == ["http"]
-    assert routing.next_way(chosen, 10, None, NOW, {}).engine == "http"
-    assert routing.next_way(routing.next_way(chosen, 10, None, NOW, {}), 10, None, NOW, {}) is None
+    assert routing.next_route(chosen, 10, None, NOW, {}).engine == "http"
+    assert routing.next_route(routing.next_route(chosen, 10, None, NOW, {}), 10, None, NOW, {}) is None
 
 
 def test_windows_of_many_jobs_come_one_after_another():
@@ -66,9 +66,9 @@ def test_windows_of_many_jobs_come_one_after_another():
 def test_when_rows_leave_a_provider():
     """From half as long again before the deadline as the other way needs, until it would be too late for that too."""
     chosen = choose(model(BATCH, PACED), 6000, None, None, NOW, {}).model  # ten minutes of the other way
-    assert routing.late_between(chosen, 6000, NOW + HOUR, {}) == (NOW + HOUR - 900, NOW + HOUR - 600)
-    assert routing.late_between(chosen, 6000, None, {}) is None
-    assert routing.late_between(choose(model(BATCH, ONLINE), 10, None, None, NOW, {}).model, 10, NOW, {}) is None
+    assert routing.switch_window(chosen, 6000, NOW + HOUR, {}) == (NOW + HOUR - 900, NOW + HOUR - 600)
+    assert routing.switch_window(chosen, 6000, None, {}) is None
+    assert routing.switch_window(choose(model(BATCH, ONLINE), 10, None, None, NOW, {}).model, 10, NOW, {}) is None
 
 
 def spec(*models: ModelSpec) -> JobSpec:
@@ -83,7 +83,7 @@ def test_a_job_that_is_taken_up_keeps_its_way():
     order = spec(model(BATCH, ONLINE))
     chosen = routing.with_choices(order, {0: choose(order.models[0], 10, None, None, NOW, {})})
     dearer = ModelSpec("cheap", "provider_batch", "gpt", provider="openai", price=Price(9.0))
-    again = routing.kept(spec(model(dearer, ONLINE)), chosen)
+    again = routing.keep_routes(spec(model(dearer, ONLINE)), chosen)
     assert (again.models[0].engine, again.models[0].price) == ("provider_batch", Price(9.0))
     assert [way.engine for way in again.models[0].routes] == ["http"] and again.routing == chosen.routing
 
@@ -93,11 +93,12 @@ def test_a_change_is_told():
     chosen = routing.with_choices(
         spec(model(BATCH, ONLINE)), {0: choose(model(BATCH, ONLINE), 10, None, None, NOW, {})}
     )
-    moved = routing.gone_on(chosen, {0: routing.next_way(chosen.models[0], 10, None, NOW, {})}, "it is stuck")
+    following = routing.next_route(chosen.models[0], 10, None, NOW, {})
+    moved = routing.with_next_routes(chosen, {0: following}, "it is stuck")
     assert moved.models[0].engine == "http" and moved.models[0].name == "m"
     assert routing.sentences(moved)[-1] == "m: it went on from openai-batch:gpt to http:gpt: it is stuck"
-    assert routing.sentences(routing.warned(moved, {0}, ["look there"]))[-1] == "m: look there"
-    assert routing.warned(moved, {0}, []) == moved
+    assert routing.sentences(routing.with_warnings(moved, {0}, ["look there"]))[-1] == "m: look there"
+    assert routing.with_warnings(moved, {0}, []) == moved
 
 
 def test_rates_are_those_of_one_way():
@@ -106,5 +107,5 @@ def test_rates_are_those_of_one_way():
     moved = JobSpec(**{name: getattr(alone, name) for name in alone.__struct_fields__} | {
         "routing": {"fast": [f"{routing.CHANGED} a to b"]}
     })  # fmt: skip
-    assert routing.measured([(alone, 100, 10.0), (alone, 100, 50.0)]) == {"http:gpt@http://x/v1": 10.0}
-    assert routing.measured([(moved, 100, 10.0), (spec(ONLINE, LOCAL), 100, 10.0)]) == {}
+    assert routing.measure_rates([(alone, 100, 10.0), (alone, 100, 50.0)]) == {"http:gpt@http://x/v1": 10.0}
+    assert routing.measure_rates([(moved, 100, 10.0), (spec(ONLINE, LOCAL), 100, 10.0)]) == {}

@@ -32,7 +32,7 @@ async def run(tmp_path):
 
 
 def finish(run: JobRun, number: int, rows: int = SHARD_ROWS) -> None:
-    run.counted(Commit(Lease("job_1", 0, number, 1), 0, SegmentRef("w.seg", 0, 1), b"", rows, 0, Usage()))
+    run.apply_commit(Commit(Lease("job_1", 0, number, 1), 0, SegmentRef("w.seg", 0, 1), b"", rows, 0, Usage()))
 
 
 def take_all(run: JobRun, worker: str = "w") -> list[int]:

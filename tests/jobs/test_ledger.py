@@ -175,9 +175,9 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from("ab"))
     def lease(self, worker: str) -> None:
-        standing = self.ledger.lease("job_1", 0, SHARD)
-        assert standing.bitmap == mask_of(pack_positions(sorted(self.counted), SHARD.lo))
-        self.held[worker] = [standing.lease, standing.seq, list(undone(standing.bitmap, SHARD.hi - SHARD.lo))]
+        leased = self.ledger.lease("job_1", 0, SHARD)
+        assert leased.bitmap == mask_of(pack_positions(sorted(self.counted), SHARD.lo))
+        self.held[worker] = [leased.lease, leased.seq, list(undone(leased.bitmap, SHARD.hi - SHARD.lo))]
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())

@@ -156,7 +156,7 @@ async def test_a_worker_that_dies_leaves_nobody_waiting(stage):
     await worker.expect(AnswerLive)
     worker.exit(1)
     for task in (first, second):
-        with pytest.raises(Unavailable, match="ended before it had answered"):
+        with pytest.raises(Unavailable, match="ended before it replied"):
             await task
 
 

@@ -106,7 +106,7 @@ async def test_a_message_has_a_limit():
     worker = PoolWorker("w", None, _Handle(sent))
     half = b"x" * (LIVE_REQUESTS_BYTES // 2)
     for number, body in enumerate([half, half, b"a", half + half + b"y", b"b"]):
-        worker.ask(_ask(number, body), lambda _: None)
+        worker.send_request(_ask(number, body), lambda _: None)
     await asyncio.sleep(0)
     assert [[ask.id for ask in message.asks] for message in sent] == [[0, 1], [2], [3], [4]]
 
@@ -175,7 +175,7 @@ async def test_a_worker_that_dies_is_one_clear_error(stage):
     await worker.expect(FunctionRequests)
     worker.exit(-9)
     for task in tasks:
-        with pytest.raises(ModelFailed, match="died before it had answered") as raised:
+        with pytest.raises(ModelFailed, match="died before it replied") as raised:
             await task
         assert raised.value.code == "worker_crashed"
     again = stage.ask(spec)
@@ -225,7 +225,7 @@ async def test_calls_have_limits(stage, monkeypatch):
         await stage.ask(spec, b"x" * (live_path.BODY_BYTES_MAX + 1))
     full = stage.ask(spec, b"x" * 10)
     (ask,) = (await worker.expect(FunctionRequests)).asks
-    with pytest.raises(Unavailable, match="on their way"):
+    with pytest.raises(Unavailable, match="in flight"):
         await stage.ask(spec, b"y")
     reply(worker, FunctionReply(ask.id))
     await full

@@ -56,7 +56,7 @@ class Stage:
         """No rows are given out here, and none are counted."""
 
     def failed(self, pool: Pool, failure: Failed) -> None:
-        if not self.pools.try_with_more_room(pool):
+        if not self.pools.restart_after_eviction(pool):
             self.failures.append(failure)
 
     def load(self, key: str) -> Load:
@@ -106,7 +106,7 @@ async def test_without_lingering_a_pool_ends_with_its_user(tmp_path):
     releasing = asyncio.create_task(stage.pools.release("job_1"))
     await left(worker)
     await releasing
-    assert stage.names() == [] and not stage.pools.endings
+    assert stage.names() == [] and not stage.pools.end_tasks
 
 
 async def test_few_idle_pools_are_kept(stage):

@@ -199,7 +199,7 @@ async def test_a_replica_that_is_leaving_stays_away(stage):
     await stage.clock.go_on(1)
     late.say(Ready(1))
     await settled()
-    assert len(pool.ready()) == 1 and pool.least_live() is pool.ready()[0]
+    assert len(pool.ready()) == 1 and pool.least_loaded_worker() is pool.ready()[0]
     stage.loads["m"] = Load(rows=1000, shards=50)
     await stage.clock.go_on(1)
     assert (await stage.executor.next()).replica == 2
@@ -241,11 +241,11 @@ async def test_what_is_kept_and_fails_is_tried_again(stage):
     """After longer and longer rests, as long as it is kept."""
     spec = model("m", scaling=Scaling(replicas_min=1, cooldown_s=20.0))
     stage.pools.pin(spec)
-    for rest_s in (REST_S, 2 * REST_S):
+    for retry_delay_s in (REST_S, 2 * REST_S):
         worker = await stage.executor.next(ready=False)
         worker.say(BROKEN)
         worker.exit(1)
-        await stage.clock.go_on(rest_s - 1)
+        await stage.clock.go_on(retry_delay_s - 1)
         assert stage.executor.is_quiet and stage.state(spec) == EngineState.FAILED
         await stage.clock.go_on(5)
     await stage.executor.next()

@@ -6,7 +6,7 @@ import json
 
 import msgspec
 import pytest
-from datasets.killed_validators import kill_crews
+from datasets.killed_validators import kill_pools
 
 from batchmill.errors import InvalidDataset
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, prepare
@@ -34,10 +34,10 @@ def order(tmp_path) -> bytes:
 @pytest.mark.parametrize("kills", [1, 2])
 def test_a_validator_that_was_killed(order, monkeypatch, kills):
     """The dataset is read anew where a validator was killed, once: a line that always kills is an error."""
-    crews = kill_crews(monkeypatch, kills)
+    pools = kill_pools(monkeypatch, kills)
     if kills == 1:
         assert msgspec.json.decode(prepare(order, lambda _: None), type=Prepared).plan.rows == ROWS
     else:
         with pytest.raises(InvalidDataset, match="signal 9"):
             prepare(order, lambda _: None)
-    assert len(crews) == 2
+    assert len(pools) == 2

@@ -74,7 +74,7 @@ async def test_an_unknown_submission_waits_for_a_word(folder, opened, provider):
     job_order = order(folder, far(provider, rows_max=1000))
     job = (await service.submit(job_order)).id
     await seen(service, job, lambda: provider.calls["look"] > 1)
-    with pytest.raises(InvalidTransition, match="while it is paused"):
+    with pytest.raises(InvalidTransition, match="while the job is paused"):
         await service.settle_remote(job, "any", None)
     gone = provider.batches.pop(next(iter(provider.batches)))
     view = await end_of(service, job)
@@ -114,7 +114,7 @@ async def test_a_cancel_that_nobody_answers_is_not_the_end(folder, opened, provi
         provider.faults[operation] = ["503"] * 10_000
     view = await service.cancel(job)
     assert (view.state, view.reason, view.cancelling is not None) == ("paused", "route_failed", True)
-    assert "did not answer" in view.message and "resume it" in view.message
+    assert "did not reply" in view.message and "resume it" in view.message
     assert all(each in view.message for each in provider.running) and len(provider.running) == there > 0
     assert [each.job for each in await service._stalled.poll()] == [job]  # a server tries again by itself
     provider.faults.clear()
@@ -215,8 +215,8 @@ async def test_two_ways_are_chosen_between(folder, opened, provider):
         async for view in service.watch(job, 0.01):
             if view.state == "running" and not all_results:
                 all_results = (await service.explain(job)).reasons
-        assert any("it goes by openai-batch:gpt: the cheapest way" in each for each in all_results)
+        assert any("it goes by openai-batch:gpt: the cheapest route" in each for each in all_results)
         view = await service.show(job)
         assert view.state == "completed" and online.calls == []
         assert view.routing == (await service.explain(job)).reasons
-        assert any("it goes by openai-batch:gpt: the cheapest way" in each for each in view.routing)
+        assert any("it goes by openai-batch:gpt: the cheapest route" in each for each in view.routing)

@@ -26,4 +26,4 @@ def test_nothing_old_is_kept_where_nobody_looks():
     for _ in range(1000):
         rates.add(1, Usage())
         clock.at += 1.0
-    assert len(rates._seen) <= WINDOW_S + 1
+    assert len(rates._samples) <= WINDOW_S + 1

@@ -75,7 +75,7 @@ BREACHES = {
     "a block of generation 0, shard 1": lambda s: of_commit(s, 2, shard=2),
     "are committed twice": lambda s: of_commit(s, 1, offset=s.commits[0].offset, length=s.commits[0].length),
     "has its outcome already": lambda s: of_commit(s, 1, offset=s.commits[0].offset, length=s.commits[0].length),
-    "is gone": lambda s: of_commit(s, 1, segment="w9-0001.seg"),
+    "is missing": lambda s: of_commit(s, 1, segment="w9-0001.seg"),
     "checksums do not match": lambda s: of_commit(s, 1, length=s.commits[1].length - 1),
     "its blocks hold 10 and 1": lambda s: of_job(s, rows_ok=9),
     "a plan of 20 rows, the job has 21": lambda s: of_job(s, rows=21),

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.jobs.pools.resources import AllocationRequest, Capacity, Leaver, Replica, Resources, hide_names
+from batchmill.jobs.pools.resources import AllocationRequest, Capacity, Leaver, ReplicaId, Resources, hide_names
 from batchmill.types import FunctionSpec, ModelSpec, Needs, Scaling
 
 GIB = 2**30
 
 
 def asked(name: str, gib: float = 0, gpus: int = 0, replica: int = 0, *, is_extra: bool = False) -> AllocationRequest:
-    return AllocationRequest(Replica(name, replica), name, Needs(int(gib * GIB), gpus), is_extra)
+    return AllocationRequest(ReplicaId(name, replica), name, Needs(int(gib * GIB), gpus), is_extra)
 
 
 def take(machine: Resources, each: AllocationRequest) -> Capacity | None:
     """Ask, and what is allotted to it at once."""
     machine.ask(each)
-    return dict(machine.allot()).get(each.place)
+    return dict(machine.allot()).get(each.replica)
 
 
 def test_without_limits_all_fits():
@@ -33,8 +33,8 @@ def test_each_replica_has_devices_of_its_own():
     assert take(machine, asked("b", gpus=2)) == Capacity(["2", "3"])
     assert take(machine, asked("none")) == Capacity(None)
     assert take(machine, asked("c", gpus=1)) is None
-    machine.give_back(Replica("a", 0))
-    assert machine.allot() == [(Replica("c", 0), Capacity(["0"]))]
+    machine.give_back(ReplicaId("a", 0))
+    assert machine.allot() == [(ReplicaId("c", 0), Capacity(["0"]))]
 
 
 def test_memory_is_counted():
@@ -42,7 +42,7 @@ def test_memory_is_counted():
     machine = Resources(24 * GIB)
     assert take(machine, asked("a", 20)) and take(machine, asked("b", 4))
     assert take(machine, asked("c", 1 / GIB)) is None
-    machine.give_back(Replica("b", 0))
+    machine.give_back(ReplicaId("b", 0))
     assert len(machine.allot()) == 1
 
 
@@ -51,7 +51,7 @@ def test_who_waited_first_gets_room_first():
     machine = Resources(10 * GIB)
     take(machine, asked("holds", 10))
     assert [take(machine, asked(name, 6)) for name in ("first", "second")] == [None, None]
-    machine.give_back(Replica("holds", 0))
+    machine.give_back(ReplicaId("holds", 0))
     assert [place.key for place, _ in machine.allot()] == ["first"]
 
 
@@ -62,7 +62,7 @@ def test_small_ones_pass_only_while_the_large_one_will_fit():
     assert take(machine, asked("large", 22)) is None
     assert take(machine, asked("small-1", 2)) == Capacity()
     assert take(machine, asked("small-2", 2)) is None
-    machine.give_back(Replica("job", 0))
+    machine.give_back(ReplicaId("job", 0))
     assert [place.key for place, _ in machine.allot()] == ["large"]
 
 
@@ -81,8 +81,8 @@ def test_further_replicas_come_last():
     assert take(machine, asked("busy", 1, replica=1, is_extra=True)) == Capacity()
     assert take(machine, asked("first", 2)) is None
     assert take(machine, asked("busy", 1, replica=2, is_extra=True)) is None
-    machine.give_back(Replica("holds", 0))
-    assert [place for place, _ in machine.allot()] == [Replica("first", 0), Replica("busy", 2)]
+    machine.give_back(ReplicaId("holds", 0))
+    assert [place for place, _ in machine.allot()] == [ReplicaId("first", 0), ReplicaId("busy", 2)]
 
 
 def test_withdrawn_is_forgotten():
@@ -90,12 +90,12 @@ def test_withdrawn_is_forgotten():
     machine = Resources(10 * GIB)
     take(machine, asked("a", 8))
     assert take(machine, asked("large", 10)) is None and take(machine, asked("small", 2)) is None
-    machine.withdraw(Replica("large", 0))
+    machine.withdraw(ReplicaId("large", 0))
     assert [place.key for place, _ in machine.allot()] == ["small"]
 
 
 def leavers(*names: str, is_idle: bool = True) -> list[Leaver]:
-    return [Leaver([Replica(name, 0)], is_idle) for name in names]
+    return [Leaver([ReplicaId(name, 0)], is_idle) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_as_few_leave_as_will_do(need, leave):
         take(machine, each)
     machine.ask(asked("wants", need))
     chosen = [] if machine.allot() else machine.clearances([], leavers("old", "new"))
-    assert [each.places[0].key for each in chosen] == leave
+    assert [each.replicas[0].key for each in chosen] == leave
 
 
 def test_the_one_that_is_enough_alone_leaves_alone():
@@ -124,7 +124,7 @@ def test_the_one_that_is_enough_alone_leaves_alone():
     for each in (asked("little", 1), asked("much", 20)):
         take(machine, each)
     machine.ask(asked("wants", 22))
-    assert [each.places[0].key for each in machine.clearances([], leavers("little", "much"))] == ["much"]
+    assert [each.replicas[0].key for each in machine.clearances([], leavers("little", "much"))] == ["much"]
 
 
 def test_what_leaves_already_is_reckoned_with():
@@ -133,7 +133,7 @@ def test_what_leaves_already_is_reckoned_with():
     for each in (asked("going", 12), asked("idle", 12)):
         take(machine, each)
     machine.ask(asked("first", 10))
-    going = [Replica("going", 0)]
+    going = [ReplicaId("going", 0)]
     assert machine.clearances(going, leavers("idle")) == []
     machine.ask(asked("second", 10))
     assert machine.clearances(going, leavers("idle")) == leavers("idle")
@@ -144,7 +144,7 @@ def test_replicas_in_use_leave_for_a_first_one_only():
     machine = Resources(24 * GIB)
     for each in (asked("busy", 12), asked("busy", 12, replica=1, is_extra=True)):
         take(machine, each)
-    spare = [Leaver([Replica("busy", 1)], is_idle=False)]
+    spare = [Leaver([ReplicaId("busy", 1)], is_idle=False)]
     machine.ask(asked("other", 12, replica=1, is_extra=True))
     assert machine.clearances([], spare) == []
     machine.ask(asked("first", 12))
@@ -171,7 +171,7 @@ DEPLOYED = ModelSpec("m", "function_process", "f", function=FunctionSpec("main/1
 )
 def test_what_never_fits_is_said_at_once(model, expected):
     """A model that the machine could not hold empty is told with both numbers."""
-    flaw = Resources(24 * GIB, ["0", "1"]).never(model)
+    flaw = Resources(24 * GIB, ["0", "1"]).find_excess(model)
     assert flaw.startswith(expected) and bool(flaw) is bool(expected)
 
 
@@ -200,15 +200,15 @@ def test_why_a_replica_waits():
     uses = {"other": "a job runs on it", "third": "it is unused"}.__getitem__
     machine.ask(asked("big", 12))
     why = "'big' needs 12 GiB and 4 of 24 GiB are free: 'other' (a job runs on it) holds 20 GiB"
-    assert machine.why(Replica("big", 0), uses) == why
+    assert machine.why(ReplicaId("big", 0), uses) == why
     machine.ask(asked("wide", 0.5, 2))
-    text = machine.why(Replica("wide", 0), uses)
+    text = machine.why(ReplicaId("wide", 0), uses)
     assert text.startswith("'wide' needs 2 GPUs and 0 of 2 GPUs are free: 'other' (a job runs on it) holds 1 GPU; ")
     assert text.endswith("'third' (it is unused) holds 1 GPU")
     machine.ask(asked("late", 4))
     machine.allot()
     machine.ask(asked("later", 0.25))
-    assert machine.why(Replica("other", 0), uses) == ""
+    assert machine.why(ReplicaId("other", 0), uses) == ""
 
 
 def test_who_waits_behind_another_is_told():
@@ -218,7 +218,7 @@ def test_who_waits_behind_another_is_told():
     machine.ask(asked("large", 22))
     machine.ask(asked("small", 3))
     assert machine.allot() == []
-    assert machine.why(Replica("small", 0), str) == "'small' comes after 'large', which waited first"
+    assert machine.why(ReplicaId("small", 0), str) == "'small' comes after 'large', which waited first"
 
 
 @pytest.mark.parametrize(

@@ -520,18 +520,18 @@ async def test_what_a_job_unpacks_counts_to_its_project(folder, opened):
     orders count nowhere. With nothing left no further job is taken."""
     quotas = ProjectQuotas(Quotas(disk=100_000))
     service = await opened(quotas=quotas)
-    room = service._stalled._room
+    disk_quota = service._stalled._disk_quota
     (folder / "in.csv").write_text("n\n" + "1\n" * 20_000)
     result = msgspec.structs.replace(order(folder, "double"), dataset=DatasetSpec([str(folder / "in.csv")]))
     result = msgspec.structs.replace(result, default_model=True)
     job = (await service.submit(result)).id
     ended = await end_of(service, job)
     assert (ended.state, ended.reason) == ("failed", "quota_exceeded") and "quotas.disk" in ended.message
-    assert (await room.look("default"))[0] < 10_000
+    assert (await disk_quota.usage("default"))[0] < 10_000
     write(folder, "double", rows=100)
     job = (await service.submit(order(folder, "double"))).id
     assert (await end_of(service, job)).state == "completed"
-    has, most = await room.look("default")
+    has, most = await disk_quota.usage("default")
     files = service_home(folder) / job
     parts = [
         path for path in files.rglob("*") if path.is_file() and path.parent.name in ("dataset", "segments", "plan-0")
@@ -551,15 +551,15 @@ async def test_results_beyond_the_quota_pause_the_job(folder, opened):
     service = await opened(quotas=ProjectQuotas(Quotas(disk=20_000_000)))
     write(folder, "slow")
     job = await midway(service, order(folder, "slow"))
-    room = service._stalled._room
-    enough, room.quotas = room.quotas, ProjectQuotas(Quotas(disk=1))
+    disk_quota = service._stalled._disk_quota
+    enough, disk_quota.quotas = disk_quota.quotas, ProjectQuotas(Quotas(disk=1))
     await service._maintenance.poll()  # as it does every few seconds
     view = await end_of(service, job)
     assert (view.state, view.reason) == ("paused", "disk_quota") and "quotas.disk" in view.message
     assert "it resumes by itself when space is free" in (await service.explain(job)).reasons[0]
     await service._maintenance.poll()
     assert (await service.show(job)).state == "paused"
-    room.quotas = enough
+    disk_quota.quotas = enough
     await service._maintenance.poll()
     view = await end_of(service, job)
     assert (view.state, view.rows_ok) == ("completed", ROWS)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.jobs.views import ModelAtWork, Silent, Standstill, reasons, unattended
+from batchmill.jobs.views import ModelAtWork, Silent, Standstill, reasons, wait_without_runner
 from batchmill.states import JobState, PauseReason
 from batchmill.types import EngineStats, JobView
 
 STARTING = ModelAtWork("tiny", False, [EngineStats(note="loading weights")])
-RESTING = ModelAtWork("mini", True, [EngineStats(note="the service asked for 12 s of rest", live=2)])
+RESTING = ModelAtWork("mini", True, [EngineStats(note="the service requests a wait of 12 s", live=2)])
 WHY = "'big' needs 12 GiB and 4 of 24 GiB are free"
 ROOMLESS = ModelAtWork("big", False, [], WHY)
 CRAMPED = ModelAtWork("big", True, [EngineStats(note="busy")], WHY)
@@ -29,7 +29,7 @@ def view(state: JobState, **more) -> JobView:
         (view(JobState.QUEUED), [STARTING], 3, ["'tiny' is still starting: loading weights", "3 other jobs"]),
         (view(JobState.QUEUED), [ROOMLESS], 0, [f"the model 'big' waits for room: {WHY}"]),
         (view(JobState.RUNNING), [CRAMPED], 0, [f"another copy of the model 'big' waits for room: {WHY}", "busy"]),
-        (view(JobState.RUNNING), [RESTING, BUSY], 1, ["12 s of rest", "1 other job gets", "2 live requests"]),
+        (view(JobState.RUNNING), [RESTING, BUSY], 1, ["a wait of 12 s", "1 other job gets", "2 live requests"]),
         (view(JobState.FINALIZING, progress=0.5), [], 0, ["results are being written (50% done)"]),
         (view(JobState.CANCELLING), [], 0, ["being ended"]),
         (view(JobState.PAUSED, reason=PauseReason.BUDGET, message="the budget is spent"), [], 0, ["budget is spent"]),
@@ -67,7 +67,8 @@ def test_a_job_that_stands_still_says_so(models, standstill, words):
 
 def test_a_job_that_nothing_works_on_says_so():
     """A job that looks as if it ran while nothing works on it has a reason; one that is over has none."""
-    assert "disk has no room" in unattended(view(JobState.RUNNING), is_stranded=True).reasons[0]
-    assert "nothing works on it" in unattended(view(JobState.QUEUED), is_stranded=False).reasons[0]
-    assert "(asked)" in unattended(view(JobState.PAUSED, reason=PauseReason.REQUESTED), is_stranded=False).reasons[0]
-    assert unattended(view(JobState.COMPLETED), is_stranded=False).reasons == []
+    assert "disk has no room" in wait_without_runner(view(JobState.RUNNING), is_stranded=True).reasons[0]
+    assert "nothing works on it" in wait_without_runner(view(JobState.QUEUED), is_stranded=False).reasons[0]
+    paused = view(JobState.PAUSED, reason=PauseReason.REQUESTED)
+    assert "(asked)" in wait_without_runner(paused, is_stranded=False).reasons[0]
+    assert wait_without_runner(view(JobState.COMPLETED), is_stranded=False).reasons == []

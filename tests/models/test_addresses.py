@@ -5,7 +5,7 @@ import ipaddress
 import pytest
 
 from batchmill.errors import InvalidConfig, InvalidInput
-from batchmill.models.addresses import URL_CHARS_MAX, flaw_of, read_private, read_url, refusal_for
+from batchmill.models.addresses import URL_CHARS_MAX, find_address_flaw, read_private, read_url, refusal_for
 
 REFUSED = {
     "http://127.1/": "is a number",
@@ -163,7 +163,7 @@ def test_a_name_is_judged_by_what_it_resolves_to():
 )
 def test_a_public_address_is_public_in_every_notation(address: str):
     """An IPv6 address that carries a public IPv4 address is judged by it."""
-    assert flaw_of(ipaddress.ip_address(address)) == ""
+    assert find_address_flaw(ipaddress.ip_address(address)) == ""
 
 
 @pytest.mark.parametrize("entry", ["", "a b", "127.1", "10.0.0.1/8", "https://x", "*.lan"])

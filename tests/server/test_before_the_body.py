@@ -26,11 +26,14 @@ class Named(SmallDialect):
         at, read = f"/{self.name}", Scope.READ
         return [
             *super().operations(),
-            Operation("call", "PUT", f"{at}/call/{{model}}", "Call", read, self.show, body=Body, admits=self.admits),
+            Operation(
+                "call", "PUT", f"{at}/call/{{model}}", "Call", read, self.show, body=Body,
+                check_access=self.check_access,
+            ),
             Operation("well", "GET", f"{at}/well", "Well", None, self.show, is_vital=True),
         ]  # fmt: skip
 
-    def admits(self, caller, path):
+    def check_access(self, caller, path):
         if path["model"] != "mine":
             raise UnknownName(f"there is no model {path['model']}", code="model_not_found")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from remote_room import THEM, RemoteRoom, at
 
-from batchmill.cli.clients import MachineClient
+from batchmill.cli.clients import OwnerClient
 from batchmill.client.calls import ask
 from batchmill.control import operations as own
 from batchmill.control.admin import ConnectorHandlers, KeyHandlers, SecretHandlers
@@ -35,13 +35,13 @@ async def room(tmp_path: Path) -> AsyncIterator[RemoteRoom]:
 async def test_connectors_of_the_machines_user(room: RemoteRoom) -> None:
     """The machine's user makes trusted connectors, sees those of all projects, and makes models of them."""
     app = ControlApp(ConnectorHandlers(room.remote).handlers())
-    client, other = MachineClient(app), MachineClient(app, "other")
+    client, other = OwnerClient(app), OwnerClient(app, "other")
     fields = ConnectorFields(at("http://127.0.0.1:8000", credential={"openAI_key": "env:KEY"}))
     made = await other.call(ask(own.CREATE_CONNECTOR, body=fields))
     assert made.connector.is_trusted
     assert room.remote.connectors.get(THEM, made.id) == made
     assert [each.id for each in (await client.call(ask(own.LIST_CONNECTORS))).connectors] == [made.id]
-    assert (await MachineClient(app, "default").call(ask(own.LIST_CONNECTORS))).connectors == []
+    assert (await OwnerClient(app, "default").call(ask(own.LIST_CONNECTORS))).connectors == []
     changed = ask(own.CHANGE_CONNECTOR, made.id, body=ConnectorFields({"description": "x"}))
     assert (await client.call(changed)).revision == 2
     model = await client.call(ask(own.REGISTER_MODEL, made.id, body=NewRemoteModel("embeddings")))
@@ -83,7 +83,7 @@ async def test_keys_of_every_project(room: RemoteRoom, tmp_path: Path) -> None:
     """Keys of any project and scope are made, listed and revoked."""
     keys = KeyService(room.database, SystemClock())
     disk = DiskQuota(room.database, tmp_path, ProjectQuotas())
-    client = MachineClient(ControlApp(KeyHandlers(keys, disk, SystemClock()).handlers()))
+    client = OwnerClient(ControlApp(KeyHandlers(keys, disk, SystemClock()).handlers()))
     made = await client.create_key(NewKey("n", Scope.DEPLOY, "one", ["m"]))
     assert (await keys.authenticate(made.key)).models == frozenset({"m"})
     assert await client.keys() == [key_info(each) for each in await keys.list(None)]

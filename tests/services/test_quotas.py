@@ -27,7 +27,7 @@ from batchmill.services.directory import ModelDirectory
 from batchmill.services.files import FileService
 from batchmill.services.functions.calls import VersionTarget
 from batchmill.services.functions.deploying import VersionBuilder
-from batchmill.services.functions.late_replies import LateReplies, Order
+from batchmill.services.functions.late_replies import LateCallOptions, LateReplies
 from batchmill.services.functions.versions import ModelVersions
 from batchmill.services.keys import KeyService
 from batchmill.services.links import LinkService, SignedLink
@@ -156,11 +156,11 @@ MAKE: dict[str, Callable[[Room, Caller, int], Awaitable[Any]]] = {
     "webhook_endpoints": lambda room, who, n: room.webhooks.create(
         who.project, name="x", url="https://example.com/", event_types=["batch.completed"]
     ),
-    "late_calls": lambda room, who, n: room.late.promise(
+    "late_calls": lambda room, who, n: room.late.store_call(
         who,
         VersionTarget("f", "main", 1, ModelSpec("m", "function", "s")),
         b"{}",
-        Order("modelbit", "rows", "https://example.com/", "id"),
+        LateCallOptions("modelbit", "rows", "https://example.com/", "id"),
     ),
     "used_links": lambda room, who, n: room.database.write(
         room.links.use, SignedLink(f"{who.project}{n}", who.project, 9e9)
@@ -255,7 +255,7 @@ async def test_the_disk_is_counted_while_it_is_written(tmp_path: Path) -> None:
     sent = await asyncio.gather(*(send(30) for _ in range(8)), return_exceptions=True)
     stored = [each for each in sent if isinstance(each, str)]
     assert all(isinstance(each, str | OverQuota) for each in sent)
-    assert (await files.disk_quota.look("one"))[0] == 30_000 * len(stored) <= quota
+    assert (await files.disk_quota.usage("one"))[0] == 30_000 * len(stored) <= quota
     for each in stored:
         await files.delete("one", each, "ada")
     whole = await send(100)
@@ -271,8 +271,8 @@ async def test_the_disk_is_counted_while_it_is_written(tmp_path: Path) -> None:
     made = await part.commit()
     await part.discard()
     await uploads.complete("one", upload, part_ids=[made.id])  # the parts are the file: they need no room of their own
-    assert (await files.disk_quota.look("one"))[0] == quota
-    assert (await files.disk_quota.look("two"))[0] == 0
+    assert (await files.disk_quota.usage("one"))[0] == quota
+    assert (await files.disk_quota.usage("two"))[0] == 0
     files.close()
     await room.close()
 

@@ -15,7 +15,7 @@ from batchmill.models.connectors.reading import read_connector
 from batchmill.services.remote import model_records as remote_model_records
 from batchmill.services.remote.connector_records import ConnectorRecord
 from batchmill.services.remote.model_records import RemoteModel
-from batchmill.services.remote.models import provider_of, spec_of
+from batchmill.services.remote.models import find_batch_provider, spec_of
 from batchmill.types import Caller, Connector, Scope
 
 
@@ -265,14 +265,14 @@ def at_batches(url: str, **parameters: str) -> Connector:
 )
 def test_providers_are_known_by_their_hosts(url: str, provider: str | None) -> None:
     """A batch API is known by the whole host, not by a word somewhere in its URL."""
-    assert provider_of(at_batches(url)) == provider
+    assert find_batch_provider(at_batches(url)) == provider
 
 
 def test_a_provider_may_be_named() -> None:
     """A connector may say whose API it speaks, wherever it is; a name nobody knows is refused."""
-    assert provider_of(at_batches("https://mill.example.com/v1/batches", provider="openai")) == "openai"
+    assert find_batch_provider(at_batches("https://mill.example.com/v1/batches", provider="openai")) == "openai"
     with pytest.raises(InvalidInput, match="names the provider 'opnai'"):
-        provider_of(at_batches("https://mill.example.com/v1/batches", provider="opnai"))
+        find_batch_provider(at_batches("https://mill.example.com/v1/batches", provider="opnai"))
 
 
 def test_two_ways() -> None:

@@ -9,7 +9,7 @@ from fakes.provider_fake import HANG, LOST_REPLY, RESET, Wrong
 from fakes.remote_service import RemoteService
 from task_room import ANN, BOB, TaskRoom
 
-from batchmill.cli.clients import MachineClient
+from batchmill.cli.clients import OwnerClient
 from batchmill.client.calls import ask
 from batchmill.control import operations as own
 from batchmill.control.admin import ConnectorHandlers
@@ -446,7 +446,7 @@ async def test_a_restart_goes_on(room, service, model):
 
 async def test_a_forced_end_cancels_first(room, service, model):
     """A connector that is deleted with its models has the provider cancel what runs; where it does not, all stays."""
-    client = MachineClient(ControlApp(ConnectorHandlers(room.remote).handlers()))
+    client = OwnerClient(ControlApp(ConnectorHandlers(room.remote).handlers()))
     connector = room.models.get(ANN, model).connector
     task = await room.tasks.predict(ANN, model, GIVEN, order())
     with pytest.raises(Conflict, match=task.id):

@@ -66,7 +66,7 @@ def test_an_unknown_submission_is_adopted_at_a_server(server, provider):
                 break
         (remote,) = job.remote()
         assert (remote.state, remote.provider, remote.rows) == ("submitted", "openai", ROWS)
-        with pytest.raises(InvalidTransition, match="while it is paused"):
+        with pytest.raises(InvalidTransition, match="while the job is paused"):
             job.settle_remote(remote.tag, None)
         hidden = provider.batches.pop(remote.id)
         view = job.wait(60)

@@ -13,19 +13,19 @@ from batchmill.errors import Unavailable
 class FairSemaphore:
     """
     Args:
-        places: how many may work at once.
-        waiting_max: how many of one project may wait; None: what waits is bounded elsewhere.
-        what: what they do, in a message: "previews".
+        slots: how many may work at once.
+        waiting_max: how many of one project may wait; None: the queue is limited elsewhere.
+        what: what uses the slots, for messages: "previews".
     """
 
-    def __init__(self, places: int, *, waiting_max: int | None = None, what: str = "") -> None:
-        self._places, self._waiting_max, self._what = places, waiting_max, what
-        self._each_max = max(1, places // 2)
+    def __init__(self, slots: int, *, waiting_max: int | None = None, what: str = "") -> None:
+        self._slots, self._waiting_max, self._what = slots, waiting_max, what
+        self._each_max = max(1, slots // 2)
         self._running: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # the project that has waited longest is first
 
     @contextlib.asynccontextmanager
-    async def place(self, project: str) -> AsyncIterator[None]:
+    async def slot(self, project: str) -> AsyncIterator[None]:
         """Hold a slot. Raises: Unavailable (`busy`) if too many of the project are waiting."""
         await self._acquire(project)
         try:
@@ -39,38 +39,38 @@ class FairSemaphore:
             return
         queue = self._waiting.get(project, deque())
         if self._waiting_max is not None and len(queue) >= self._waiting_max:
-            raise Unavailable(f"{len(queue)} {self._what} of this project wait already: try again", code="busy")
-        turn = asyncio.get_running_loop().create_future()
-        queue.append(turn)
+            raise Unavailable(f"{len(queue)} {self._what} of this project already wait; try again", code="busy")
+        waiter = asyncio.get_running_loop().create_future()
+        queue.append(waiter)
         self._waiting[project] = queue
         try:
-            await turn
+            await waiter
         except BaseException:
-            if turn.done() and not turn.cancelled():  # it had just been given a place
+            if waiter.done() and not waiter.cancelled():  # it has just got a slot
                 self._release(project)
             else:
-                self._forget(project, turn)
+                self._forget(project, waiter)
             raise
 
     def _may_run(self, project: str) -> bool:
-        return self._running.total() < self._places and self._running[project] < self._each_max
+        return self._running.total() < self._slots and self._running[project] < self._each_max
 
     def _release(self, project: str) -> None:
         self._running -= Counter([project])
-        self._hand_on()
+        self._grant_slots()
 
-    def _hand_on(self) -> None:
+    def _grant_slots(self) -> None:
         """Give a free slot to the project that holds the fewest; of several, to the longest waiting."""
-        while able := [project for project in self._waiting if self._may_run(project)]:
-            project = min(able, key=self._running.__getitem__)
-            turn = self._waiting[project][0]
-            self._forget(project, turn)
-            if not turn.done():
+        while candidates := [project for project in self._waiting if self._may_run(project)]:
+            project = min(candidates, key=self._running.__getitem__)
+            waiter = self._waiting[project][0]
+            self._forget(project, waiter)
+            if not waiter.done():
                 self._running[project] += 1
-                turn.set_result(None)
+                waiter.set_result(None)
 
-    def _forget(self, project: str, turn: asyncio.Future[None]) -> None:
+    def _forget(self, project: str, waiter: asyncio.Future[None]) -> None:
         queue = self._waiting.pop(project)
-        queue.remove(turn)
+        queue.remove(waiter)
         if queue:
             self._waiting[project] = queue

@@ -314,7 +314,7 @@ class Children:
     def __init__(self, *, idle_s: float = IDLE_S, more: Iterable[str] = ()) -> None:
         names = tuple(more)
         self._warm = Warm(idle_s=idle_s, environ=lambda: of_helpers(os.environ, names))
-        self._places = FairSemaphore(CHILDREN_MAX)
+        self._slots = FairSemaphore(CHILDREN_MAX)
 
     async def offload(
         self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = ""
@@ -323,7 +323,7 @@ class Children:
 
         Where it dies the work is begun anew, once, in a fresh one: it was killed from outside, perhaps.
         """
-        async with self._places.place(project):
+        async with self._slots.slot(project):
             try:
                 return await self._run_in(await self._warm.take(GROWN_BYTES), target, order, progress)
             except BatchmillError as error:

@@ -1,4 +1,4 @@
-"""The SDK as commands use it: the machine's user asks the owner of a data directory as others ask a server."""
+"""SDK clients for commands: they call the owner of a data directory in the way that others call a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchmill.client.asynchronous import AsyncClient
 from batchmill.client.messages import HttpReply, HttpRequest
 from batchmill.client.streams import Views
 from batchmill.connection import OwnerConnection
-from batchmill.control import operations as own
+from batchmill.control import operations
 from batchmill.control.app import ControlApp
 from batchmill.types import JobOrder, JobQuery, JobView, LedgerReport, RemoteJob, Submitted, Wait
 from batchmill.wire.native import PAGE_MAX, Change
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 WATCH_S = 0.5  # between two views
 
 
-class MachineTransport:
-    """Carries the requests of one client. Args: project: on whose behalf; None: as each operation says."""
+class OwnerTransport:
+    """Sends the requests of one client. Args: project: acts for this project; None: each operation has a default."""
 
     def __init__(self, connection: OwnerConnection | ControlApp | ControlClient, project: str | None) -> None:
         self._connection = connection
-        self._headers = {} if project is None else {own.PROJECT: project}
+        self._headers = {} if project is None else {operations.PROJECT: project}
 
     async def send(self, request: HttpRequest, file: BinaryIO | None = None) -> HttpReply:
-        assert file is None, "files of this machine are named, not sent"
+        assert file is None, "files of this machine are sent as paths"
         return await self._connection.send(self._with_project(request))
 
     def stream(self, request: HttpRequest) -> AbstractAsyncContextManager[Any]:
@@ -44,18 +44,18 @@ class MachineTransport:
         return replace(request, headers=request.headers | self._headers)
 
     async def close(self) -> None:
-        """The connection is another's to close."""
+        """The connection stays open: its owner closes it."""
 
 
-class MachineClient(AsyncClient):
-    """Sends requests to the present owner."""
+class OwnerClient(AsyncClient):
+    """Sends requests to the current owner of a data directory."""
 
     def __init__(self, connection: OwnerConnection | ControlApp | ControlClient, project: str | None = None) -> None:
-        super().__init__(transport=MachineTransport(connection, project))
+        super().__init__(transport=OwnerTransport(connection, project))
 
 
 class JobsClient(ABC):
-    """Jobs as commands ask for them, at a server or of the owner of a data directory."""
+    """The operations on jobs that commands use, at a server or with the owner of a data directory."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -65,23 +65,23 @@ class JobsClient(ABC):
         """Start, resume or join a job. Raises: InvalidInput when the order cannot be run as it is."""
 
     async def full_id(self, job_id: str) -> str:
-        """What is asked for where the first letters of an id are given: owners know what they mean."""
+        """The full id for the first letters of one. An owner resolves them itself."""
         return job_id
 
     def shown(self, view: JobView) -> JobView:
-        """A view with the names that the person at the terminal knows."""
+        """A view with the file names that the user knows."""
         return view
 
     async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
-        """Of a long list one page after another."""
+        """List jobs, one page after another."""
         views: list[JobView] = []
         while query.limit is None or len(views) < query.limit:
-            wanted = PAGE_MAX if query.limit is None else min(PAGE_MAX, query.limit - len(views))
+            limit = PAGE_MAX if query.limit is None else min(PAGE_MAX, query.limit - len(views))
             after = views[-1].id if views else query.after
-            what = calls.jobs(
-                state=query.state, label=None, limit=wanted, after=after, model=query.model, since=query.since
+            request = calls.jobs(
+                state=query.state, label=None, limit=limit, after=after, model=query.model, since=query.since
             )
-            page = await self._client.call(what)
+            page = await self._client.call(request)
             views += [self.shown(view) for view in page.jobs]
             if page.after is None:
                 break
@@ -117,16 +117,16 @@ class JobsClient(ABC):
         return await self._client.call(calls.verify(await self.full_id(job_id)))
 
 
-class MachineJobs(JobsClient):
-    """Orders name files and code of this machine."""
+class OwnerJobs(JobsClient):
+    """Jobs of a data directory. Their orders name files and code of this machine."""
 
     async def submit(self, order: JobOrder) -> Submitted:
-        return await self._client.call(calls.ask(own.RUN, body=order))
+        return await self._client.call(calls.ask(operations.RUN, body=order))
 
     async def partial(self, job_id: str) -> str:
-        """Write the rows that have an outcome so far, in row order, to a new file; its path. The caller removes it."""
-        return (await self._client.call(calls.ask(own.PARTIAL, job_id))).path
+        """Write the finished rows, in row order, to a new file. Returns: its path; the caller removes the file."""
+        return (await self._client.call(calls.ask(operations.PARTIAL, job_id))).path
 
     async def rebuild(self, job_id: str) -> LedgerReport:
-        """Make the ledger anew from the job's description and its segments."""
-        return await self._client.call(calls.ask(own.REBUILD, job_id))
+        """Rebuild the ledger from the job's description and its segments."""
+        return await self._client.call(calls.ask(operations.REBUILD, job_id))

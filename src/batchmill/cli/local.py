@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 from batchmill import connection
-from batchmill.cli.clients import MachineClient, MachineJobs
+from batchmill.cli.clients import OwnerClient, OwnerJobs
 from batchmill.cli.session import App, Progress, ResultStream, Session
 from batchmill.client.asynchronous import AsyncClient
 from batchmill.client.calls import ask
 from batchmill.config import Config
-from batchmill.control import operations as own
+from batchmill.control import operations
 from batchmill.errors import InvalidInput
 from batchmill.jobs.intake import preview
 from batchmill.services import data_dirs
@@ -28,27 +28,28 @@ PIECE_BYTES = 1024 * 1024
 
 
 class LocalApp:
-    _owner: connection.OwnerConnection | None = (
-        None  # while the command has it open: what it asks meanwhile uses it too
-    )
+    """Runs commands on this machine."""
+
+    # The open connection, which nested operations of a command share.
+    _owner: connection.OwnerConnection | None = None
 
     salvage = staticmethod(data_dirs.salvage)
 
     @contextlib.asynccontextmanager
     async def open(self, config: Config, project: str | None = None) -> AsyncIterator[AsyncClient]:
         if self._owner is not None:
-            yield MachineClient(self._owner, project)
+            yield OwnerClient(self._owner, project)
             return
         async with connection.connect(config) as self._owner:
             try:
-                yield MachineClient(self._owner, project)
+                yield OwnerClient(self._owner, project)
             finally:
                 self._owner = None
 
     @contextlib.asynccontextmanager
-    async def open_jobs(self, config: Config, project: str | None = None) -> AsyncIterator[MachineJobs]:
-        async with self.open(config, project) as opened:
-            yield MachineJobs(opened)
+    async def open_jobs(self, config: Config, project: str | None = None) -> AsyncIterator[OwnerJobs]:
+        async with self.open(config, project) as client:
+            yield OwnerJobs(client)
 
     async def preview_validate(self, order: JobOrder, config: Config, progress: Progress) -> SealReport:
         data_dirs.prepare_data_dir(config.data_dir)
@@ -63,12 +64,12 @@ class LocalApp:
     async def preview_estimate(
         self, order: JobOrder, config: Config, progress: Progress
     ) -> tuple[SealReport, Estimate | None]:
-        """The time is that of the newest finished job of the same models on this machine."""
+        """The time is estimated from the newest finished job with the same models on this machine."""
         async with self.open_jobs(config) as jobs:
             views = await jobs.list()
         names = ", ".join(model.name for model in order.models)
-        done = [view for view in views if view.model == names and view.finished and view.elapsed_s]
-        rate = done[0].rows / done[0].elapsed_s if done else None
+        finished = [view for view in views if view.model == names and view.finished and view.elapsed_s]
+        rate = finished[0].rows / finished[0].elapsed_s if finished else None
         return await preview.estimate(order, config.data_dir, progress, rate)
 
     async def partial_results(self, config: Config, job_id: str, out: BinaryIO) -> int:
@@ -87,7 +88,7 @@ class LocalApp:
     @contextlib.asynccontextmanager
     async def results(self, config: Config, view: JobView, *, errors: bool) -> AsyncIterator[ResultStream]:
         path = view.errors_output if errors else view.output
-        assert path is not None, "the command looks first"
+        assert path is not None, "the command checks this first"
         try:
             file = open(path, "rb")  # noqa: SIM115 - closed below
         except OSError as error:
@@ -99,33 +100,33 @@ class LocalApp:
         configured = ConfiguredModels(config)
         await asyncio.to_thread(configured.check)
         specs = [configured.get(name) for name in configured.names]
-        found = [ModelInfo(each.name, each.engine, list(each.adapters), each.price) for each in specs]
+        models = [ModelInfo(each.name, each.engine, list(each.adapters), each.price) for each in specs]
         if not data_dirs.has_models(config):
-            return found
-        async with self.open(config) as opened:
-            return (await opened.call(ask(own.LIST_ALL_MODELS, body=ModelList(found)))).models
+            return models
+        async with self.open(config) as client:
+            return (await client.call(ask(operations.LIST_ALL_MODELS, body=ModelList(models)))).models
 
-    async def deploy(self, opened: AsyncClient, config: Config, bundle: BinaryIO) -> DeployReply:
-        """The archive is written here, and the owner reads it."""
+    async def deploy(self, client: AsyncClient, config: Config, bundle: BinaryIO) -> DeployReply:
+        """Write the archive to a file, which the owner reads."""
         data_dirs.prepare_data_dir(config.data_dir)
         with sent_archive(config.data_dir) as (path, file):
             await asyncio.to_thread(shutil.copyfileobj, bundle, file)
             file.flush()
-            return await opened.call(ask(own.DEPLOY_ARCHIVE, body=own.LocalFile(str(path))))
+            return await client.call(ask(operations.DEPLOY_ARCHIVE, body=operations.LocalFile(str(path))))
 
     async def deployed(self, config: Config, name: str) -> ModelSpec | None:
         if not data_dirs.has_models(config):
             return None
-        async with self.open(config) as opened:
-            return (await opened.call(ask(own.FIND_MODEL, name))).model
+        async with self.open(config) as client:
+            return (await client.call(ask(operations.FIND_MODEL, name))).model
 
     async def adapted(self, config: Config, model: ModelSpec) -> ModelSpec:
         if not model.traits.loads_adapters or model.name not in config.models or not data_dirs.has_models(config):
             return model
-        async with self.open(config) as opened:
-            found = (await opened.call(ask(own.ADAPT_MODEL, body=own.ResolvedModel(model)))).model
-        assert found is not None, "it was asked about"
-        return found
+        async with self.open(config) as client:
+            adapted = (await client.call(ask(operations.ADAPT_MODEL, body=operations.ResolvedModel(model)))).model
+        assert adapted is not None, "the owner returns the model that it was sent"
+        return adapted
 
 
 async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:

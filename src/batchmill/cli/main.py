@@ -1,5 +1,7 @@
-"""The command line: `batchmill COMMAND`. Parses, calls `batchmill.connection` and prints; a command costs its imports
-only once it is called."""
+"""The command line: `batchmill COMMAND`. Parses, calls `batchmill.connection` and prints.
+
+A command is imported only when it is called.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import click
 from batchmill import __version__
 from batchmill.cli.session import OutputClosed, Session, global_options
 
-# command -> (module:attribute, what `batchmill --help` says of it)
+# command -> (module:attribute, its line in `batchmill --help`)
 COMMANDS = {
     "run": ("batchmill.cli.jobs.run:run", "Run every row of a dataset and write the results."),
     "validate": ("batchmill.cli.jobs.preview:validate", "Check every row; run nothing."),
@@ -45,7 +47,7 @@ COMMANDS = {
 
 
 class CommandLine(click.Group):
-    """Commands by name, imported when they are asked for; every error becomes one line and an exit code."""
+    """Imports commands when they are called, and turns every error into one line and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)

@@ -1,6 +1,6 @@
-"""Commands that work at a server: the SDK as an `App`.
+"""Runs commands at a server: an `App` over the SDK.
 
-Inputs are uploaded and results downloaded here, so that commands need not know where a job runs.
+It uploads inputs and downloads results, so that commands need not know where a job runs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from msgspec.structs import replace
 
 from batchmill.cli.clients import WATCH_S, JobsClient
-from batchmill.cli.jobs.result_files import written_whole
+from batchmill.cli.jobs.result_files import write_atomically
 from batchmill.cli.session import App, Progress, ResultStream, Session
 from batchmill.client import calls
 from batchmill.client.asynchronous import AsyncClient
@@ -37,7 +37,9 @@ JSONL = ".jsonl"
 
 
 class RemoteApp:
-    """Raises, everywhere: what the server refuses, with its code; Unavailable (`unreachable`) without an answer."""
+    """Runs commands at a server. All methods raise the server's refusals with their codes, and Unavailable
+    (`unreachable`) if there is no reply.
+    """
 
     def __init__(self, base_url: str, api_key: str | None) -> None:
         self._base_url, self._api_key = base_url, api_key
@@ -48,7 +50,9 @@ class RemoteApp:
     @contextlib.asynccontextmanager
     async def open(self, config: Config, project: str | None = None) -> AsyncIterator[AsyncClient]:
         if project is not None:
-            raise InvalidInput("--project is for this machine: at a server it is your key's own", code="no_project")
+            raise InvalidInput(
+                "--project works only on this machine: at a server the project is that of your key", code="no_project"
+            )
         async with self._client() as client:
             yield client
 
@@ -65,15 +69,15 @@ class RemoteApp:
         self, order: JobOrder, config: Config, progress: Progress
     ) -> tuple[SealReport, Explanation | None]:
         async with self._client() as client, _uploaded(client, order) as files:
-            found = await client.plan(files, **work_of(order))
-            return _with_paths(found.report, files, order), found.plan
+            preview = await client.plan(files, **work_of(order))
+            return _with_paths(preview.report, files, order), preview.plan
 
     async def preview_estimate(
         self, order: JobOrder, config: Config, progress: Progress
     ) -> tuple[SealReport, Estimate | None]:
         async with self._client() as client, _uploaded(client, order) as files:
-            found = await client.estimate(files, **work_of(order))
-            return _with_paths(found.report, files, order), found.estimate
+            preview = await client.estimate(files, **work_of(order))
+            return _with_paths(preview.report, files, order), preview.estimate
 
     async def partial_results(self, config: Config, job_id: str, out: BinaryIO) -> int:
         rows = 0
@@ -96,28 +100,28 @@ class RemoteApp:
         async with self._client() as client:
             return await client.models()
 
-    async def deploy(self, opened: AsyncClient, config: Config, bundle: BinaryIO) -> DeployReply:
-        return await opened.send_bundle(bundle)
+    async def deploy(self, client: AsyncClient, config: Config, bundle: BinaryIO) -> DeployReply:
+        return await client.send_bundle(bundle)
 
     async def deployed(self, config: Config, name: str) -> ModelSpec | None:
-        """The server finds out when the job comes."""
+        """None: the server resolves the name when it gets the job."""
         return None
 
     async def adapted(self, config: Config, model: ModelSpec) -> ModelSpec:
-        """And adds what it has."""
+        """The model as it is: the server adds its adapters."""
         return model
 
 
 class ServerJobs(JobsClient):
-    """The jobs of a server. An id may be shortened, as on this machine, as long as it is of one job only."""
+    """The jobs of a server. A unique prefix of an id is enough, as on this machine."""
 
     def __init__(self, client: AsyncClient) -> None:
         super().__init__(client)
-        self._orders: dict[str, JobOrder] = {}  # of this command: where their results are to go
-        self._names: dict[str, str] = {}  # file id -> the path it was uploaded from
+        self._orders: dict[str, JobOrder] = {}  # of this command, with the paths for their results
+        self._names: dict[str, str] = {}  # file id -> path of the uploaded file
 
     async def submit(self, order: JobOrder) -> Submitted:
-        """Upload the inputs and start the job; its results are downloaded once it has ended and was watched."""
+        """Upload the inputs and start the job. `watch` downloads the results once the job has ended."""
         _check_output(order)
         job = await self._client.submit(order.dataset.paths, **job_of(order))
         self._names |= dict(zip(job.view.input, order.dataset.paths, strict=True))
@@ -127,10 +131,10 @@ class ServerJobs(JobsClient):
     async def watch(self, job_id: str, interval_s: float = WATCH_S) -> AsyncGenerator[JobView]:
         async with contextlib.aclosing(super().watch(job_id, interval_s)) as views:
             async for view in views:
-                yield await self._fetched(view) if JobState(view.state).is_at_rest else view
+                yield await self._download_results(view) if JobState(view.state).is_at_rest else view
 
     async def steer(self, job_id: str, verb: calls.Steering) -> JobView:
-        """A job that runs is not disturbed by `resume`: to come back to it is what was asked for."""
+        """Change the state of a job. `resume` of a running job does nothing: the caller wants to follow it."""
         if verb == "resume":
             view = await self.show(job_id)
             if view.state != JobState.PAUSED and not JobState(view.state).is_at_rest:
@@ -138,17 +142,17 @@ class ServerJobs(JobsClient):
         return await super().steer(job_id, verb)
 
     async def full_id(self, job_id: str) -> str:
-        """The one job that an id or its first letters mean."""
+        """The id of the only job whose id begins with `job_id`. Raises: UnknownName."""
         if FULL_ID.fullmatch(job_id):
             return job_id
-        known = [view.id async for view in self._client.jobs() if view.id.startswith(job_id)]
-        if len(known) == 1:
-            return known[0]
-        found_text = f"{len(known)} jobs begin with" if known else "no job is called"
-        raise UnknownName(f"{found_text} {job_id!r}", code="unknown_job")
+        matches = [view.id async for view in self._client.jobs() if view.id.startswith(job_id)]
+        if len(matches) == 1:
+            return matches[0]
+        problem = f"{len(matches)} jobs begin with" if matches else "no job is called"
+        raise UnknownName(f"{problem} {job_id!r}", code="unknown_job")
 
     def shown(self, view: JobView) -> JobView:
-        """The names of the input in place of the ids that the server gave them."""
+        """A view with the paths of the inputs instead of their file ids."""
         names = (view.origin or {}).get("files", {}) | self._names
         return replace(
             view,
@@ -156,27 +160,27 @@ class ServerJobs(JobsClient):
             problems=[replace(each, path=names.get(each.path, each.path)) for each in view.problems],
         )
 
-    async def _fetched(self, view: JobView) -> JobView:
-        """A job that has ended, its results where its order wanted them."""
+    async def _download_results(self, view: JobView) -> JobView:
+        """Download the results of an ended job to the paths of its order."""
         order = self._orders.get(view.id)
         if order is None or order.output is None or (view.output is None and view.errors_output is None):
             return view
-        await self._fetch(calls.results(view.id), order.output, order)
+        await self._download(calls.results(view.id), order.output, order)
         if view.errors_output is None:
             return replace(view, output=order.output)
-        apart = str(errors_path(Path(order.output)))
-        await self._fetch(calls.errors(view.id), apart, order)
-        return replace(view, output=order.output, errors_output=apart)
+        errors_output = str(errors_path(Path(order.output)))
+        await self._download(calls.errors(view.id), errors_output, order)
+        return replace(view, output=order.output, errors_output=errors_output)
 
-    async def _fetch(self, request: calls.HttpRequest, path: str, order: JobOrder) -> None:
-        with written_whole(path, order.dataset.paths) as out:
+    async def _download(self, request: calls.HttpRequest, path: str, order: JobOrder) -> None:
+        with write_atomically(path, order.dataset.paths) as out:
             async with contextlib.aclosing(self._client.read(FileContent(request))) as pieces:
                 async for piece in pieces:
                     out.write(piece)
 
 
 def work_of(order: JobOrder) -> dict[str, Any]:
-    """What an order computes, in the words of the server's API."""
+    """The fields of the server's API for the work of an order."""
     return {
         "models": [model.name for model in order.models], "format": order.dataset.format, "prompt": order.prompt,
         "system": order.system, "url": order.url, "params": order.params, "on_invalid": order.policy.on_invalid,
@@ -185,48 +189,48 @@ def work_of(order: JobOrder) -> dict[str, Any]:
 
 
 def job_of(order: JobOrder) -> dict[str, Any]:
-    """An order as a job of the server's API."""
+    """The fields of the server's API for a job."""
     policy = order.policy
     fields = {
         "budget": policy.budget, "priority": policy.priority, "labels": order.labels, "together": order.together,
     }  # fmt: skip
     if order.output is not None:
-        kind, packed = output_kind(Path(order.output))
-        fields["output_format"] = kind + packed
+        kind, codec = output_kind(Path(order.output))
+        fields["output_format"] = kind + codec
     return work_of(order) | fields
 
 
 def _check_output(order: JobOrder) -> None:
-    """The rules for an output on this machine, before anything is sent. Raises: InvalidInput."""
+    """Check the output path before anything is sent. Raises: InvalidInput."""
     if order.output is None:
         return
     output = Path(order.output)
     for path in (output,) if order.together else (output, errors_path(output)):
         if path.exists() and not order.overwrite:
             raise InvalidInput(
-                f"{path} exists and is not this job's: choose another output, or write over it with --overwrite",
+                f"{path} exists and is not this job's: choose another output, or overwrite it with --overwrite",
                 code="output_exists",
             )
         if any(os.path.realpath(path) == os.path.realpath(each) for each in order.dataset.paths):
-            raise InvalidInput(f"{path} is an input: results cannot be written over it", code="output_is_input")
+            raise InvalidInput(f"{path} is an input: results cannot overwrite it", code="output_is_input")
     if not os.access(output.parent, os.W_OK | os.X_OK):
         raise InvalidInput(f"the folder {str(output.parent)!r} of the output cannot be written", code="invalid_output")
 
 
 @contextlib.asynccontextmanager
 async def _uploaded(client: AsyncClient, order: JobOrder) -> AsyncIterator[list[FileInfo]]:
-    """The inputs at the server, for as long as they are looked at."""
+    """Upload the inputs, and remove them from the server at the end."""
     files: list[FileInfo] = []
     try:
         for path in order.dataset.paths:
-            files.append(await client.upload(path))  # noqa: PERF401 - what was sent before one fails is removed
+            files.append(await client.upload(path))  # noqa: PERF401 - if one fails, those already sent are removed
         yield files
     finally:
         await client.discard([file.id for file in files])
 
 
 def _with_paths(report: SealReport, files: list[FileInfo], order: JobOrder) -> SealReport:
-    """What validation found, with the names that the person at the terminal knows."""
+    """The report of validation with the paths of the inputs instead of their file ids."""
     names = {file.id: path for file, path in zip(files, order.dataset.paths, strict=True)}
     sources = [replace(each, path=names.get(each.path, each.path)) for each in report.seal.sources]
     problems = [replace(each, path=names.get(each.path, each.path)) for each in report.problems]
@@ -234,6 +238,6 @@ def _with_paths(report: SealReport, files: list[FileInfo], order: JobOrder) -> S
 
 
 def app(session: Session) -> App:
-    """The server of this command's flags or settings, with its key."""
+    """An App for the server of the session, with its key."""
     assert session.server_url is not None
     return RemoteApp(session.server_url, session.api_key() or None)

@@ -1,5 +1,5 @@
-"""What every command shares: the global options, the configuration, the way to `batchmill.connection`, and the edge
-at which errors become one line and an exit code.
+"""What all commands share: the global options, the configuration, the choice of `App`, signals, and the conversion of
+errors to one line and an exit code.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """The first signal does what somebody asked for with `first_does`, if anybody did; else it stops the command.
+    """Handles signals. The first one calls the function set with `first_does`, if any; otherwise it stops the command.
 
-    Stopping cancels the command's task, once: whatever comes after that must not disturb what it still has to close.
+    Stopping cancels the command's task once: further signals must not disturb it while it closes.
     """
 
     def __init__(self) -> None:
@@ -51,24 +51,24 @@ class Interrupts:
         self._is_stopped = False
 
     @contextlib.contextmanager
-    def caught(self) -> Iterator[None]:
-        """Catch the signals for the running task. One that is ignored, as by nohup, stays so."""
+    def catch(self) -> Iterator[None]:
+        """Catch the signals for the running task. A signal that is ignored, as with nohup, stays ignored."""
         loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
-        caught = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
-        for each in caught:
+        signals = [each for each in SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+        for each in signals:
             loop.add_signal_handler(each, self._interrupt)
         try:
             yield
         finally:
-            for each in caught:
+            for each in signals:
                 loop.remove_signal_handler(each)
 
     @contextlib.contextmanager
     def first_does(self, first: Callable[[], None], stopping: Callable[[], None]) -> Iterator[None]:
         """Call `first` at the first signal instead of stopping, and `stopping` when another one stops the command.
 
-        A first signal that comes later does nothing: the command is about to end by itself, and orderly.
+        Afterwards a first signal does nothing: the command is about to end by itself.
         """
         self._first, self._stopping = first, stopping
         try:
@@ -88,8 +88,8 @@ class Interrupts:
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_ROWS_FAILED, EXIT_PAUSED, EXIT_INTERRUPTED = 0, 1, 2, 3, 4, 130
 TRACE_CHARS_MAX = 20_000
-EXIT_PIPE = 141  # as a shell shows a process that SIGPIPE ended
-LOCAL, REMOTE = "batchmill.cli.local", "batchmill.cli.remote"  # modules that have an `app`
+EXIT_PIPE = 141  # what a shell reports for a process that SIGPIPE ended
+LOCAL, REMOTE = "batchmill.cli.local", "batchmill.cli.remote"  # modules with a function `app`
 SERVER, API_KEY = "BATCHMILL_SERVER", "BATCHMILL_API_KEY"
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -98,38 +98,38 @@ GLOBAL = ("verbose", "as_json", "config_file", "data_dir", "server", "api_key_en
 
 
 class OutputClosed(Exception):
-    """The reader of our output has gone."""
+    """The reader of the output closed it."""
 
 
 class ResultStream(Struct, frozen=True):
-    """A result file that is being read: what it is called, and its bytes in pieces."""
+    """A result file that is being read: its name, and its bytes in pieces."""
 
     name: str
     pieces: AsyncIterator[bytes]
 
 
 class App(Protocol):
-    """What commands call: the same whether jobs run on this machine or at a server."""
+    """The operations that commands call, whether jobs run on this machine or at a server."""
 
     def salvage(self, config: Config, progress: Callable[[str], None]) -> SalvageReport:
-        """On this machine alone. Raises: InvalidConfig while another process uses the data directory."""
+        """Salvage a database on this machine. Raises: InvalidConfig if another process uses the data directory."""
 
     def open_jobs(self, config: Config, project: str | None = None) -> AbstractAsyncContextManager[JobsClient]:
-        """Args: project: whose are listed, on this machine; None: everybody's."""
+        """Open the jobs. Args: project: lists only its jobs, on this machine; None: those of all projects."""
 
     def preview_validate(self, order: JobOrder, config: Config, progress: Progress) -> Awaitable[SealReport]: ...
 
     def preview_plan(
         self, order: JobOrder, config: Config, progress: Progress
     ) -> Awaitable[tuple[SealReport, Explanation | None]]:
-        """The plan is None where the dataset was refused."""
+        """The plan is None if the dataset was refused."""
 
     def preview_estimate(
         self, order: JobOrder, config: Config, progress: Progress
     ) -> Awaitable[tuple[SealReport, Estimate | None]]: ...
 
     def partial_results(self, config: Config, job_id: str, out: BinaryIO) -> Awaitable[int]:
-        """Write the lines of every row that has its outcome, in row order; return how many."""
+        """Write the lines of every finished row, in row order. Returns: their number."""
 
     def results(self, config: Config, view: JobView, *, errors: bool) -> AbstractAsyncContextManager[ResultStream]:
         """The result file, or the error file, of a job that has ended."""
@@ -139,24 +139,24 @@ class App(Protocol):
     def open(self, config: Config, project: str | None) -> AbstractAsyncContextManager[AsyncClient]:
         """The SDK, at a server or over the connection to the owner of a data directory.
 
-        Args: project: on whose behalf, on this machine; None: as each operation says.
+        Args: project: acts for this project, on this machine; None: each operation has a default.
         """
 
-    def deploy(self, opened: AsyncClient, config: Config, bundle: BinaryIO) -> Awaitable[DeployReply]:
+    def deploy(self, client: AsyncClient, config: Config, bundle: BinaryIO) -> Awaitable[DeployReply]:
         """Raises: InvalidInput; ModelFailed (`deploy_failed`) with the traceback."""
 
     def deployed(self, config: Config, name: str) -> Awaitable[ModelSpec | None]:
-        """The deployed function, or the model of a connector, that a name means here.
+        """The deployed function or the model of a connector with this name.
 
-        None: there is none, or a server is to say.
+        None: there is none, or the server resolves the name.
         """
 
     def adapted(self, config: Config, model: ModelSpec) -> Awaitable[ModelSpec]:
-        """A model with the adapters that were registered for it here."""
+        """A model with the adapters that are registered for it."""
 
 
 class Session:
-    """One call of the command line. Tests hand in an App of their own."""
+    """One call of the command line. Tests pass their own App."""
 
     def __init__(self, app: App | None = None) -> None:
         self._app = app
@@ -166,7 +166,7 @@ class Session:
         self.api_key_env: str | None = None
         self.as_json = False
         self.verbose = False
-        self.args: list[str] = []  # as they were typed
+        self.args: list[str] = []  # the command line
         self.interrupts = Interrupts()
 
     @property
@@ -177,20 +177,20 @@ class Session:
 
     @property
     def server_url(self) -> str | None:
-        """The server that commands work at; None: they work on this machine."""
+        """The server for commands; None: they work on this machine."""
         return (os.environ.get(SERVER) if self.server is None else self.server) or None
 
     def open(self, project: str | None = None) -> AbstractAsyncContextManager[AsyncClient]:
-        """What is asked, wherever that is; see `App.open`."""
+        """Open the SDK with the configuration; see `App.open`."""
         return self.app.open(self.config(), project)
 
     def absolute(self, reference: str) -> str:
-        """A reference to a secret, a file's by its absolute path: the owner runs in another folder."""
+        """A reference to a secret; that of a file with an absolute path, because the owner runs in another folder."""
         kind, _, path = reference.partition(":")
         return f"file:{os.path.abspath(Path(path).expanduser())}" if kind == "file" else reference
 
     def api_key(self) -> str | None:
-        """The key for that server. Raises: InvalidInput when the variable that was named is not set."""
+        """The key for the server. Raises: InvalidInput if the variable of --api-key-env is not set."""
         key = os.environ.get(self.api_key_env or API_KEY)
         if self.api_key_env is not None and not key:
             raise InvalidInput(f"the environment variable {self.api_key_env} of --api-key-env is not set")
@@ -199,7 +199,7 @@ class Session:
         return key
 
     def local_only(self, command: str, why: str) -> None:
-        """Refuse --server, and stay on this machine whatever the environment says. Raises: InvalidInput."""
+        """Refuse --server, and ignore the server of the environment. Raises: InvalidInput."""
         if self.server:
             raise InvalidInput(f"`batchmill {command}` has no --server: {why}")
         self.server = ""
@@ -209,7 +209,7 @@ class Session:
         return Path.cwd()
 
     def config(self) -> Config:
-        """Raises: InvalidConfig; InvalidInput for a flag that says nothing to a server."""
+        """Load the configuration. Raises: InvalidConfig; InvalidInput for a flag that has no meaning at a server."""
         if self.server_url is not None:
             for flag, value in (("--data-dir", self.data_dir), ("--config", self.config_file)):
                 if value is not None:
@@ -217,22 +217,22 @@ class Session:
                         f"the server {self.server_url} has its own: leave {flag} out, or work on this machine with "
                         '--server ""'
                     )
-        found = config.load(
+        loaded = config.load(
             environ=os.environ, cwd=self.cwd, data_dir=self.data_dir, config_file=self.config_file,
             reads_file=self.server_url is None,
         )  # fmt: skip
-        refuse_half_text(str(found.data_dir))
-        return found
+        refuse_non_utf8(str(loaded.data_dir))
+        return loaded
 
     def run(self, work: Coroutine[Any, Any, int | None]) -> int:
         """Run a command's coroutine to its exit code."""
 
-        async def caught() -> int | None:
-            with self.interrupts.caught():
+        async def run_interruptible() -> int | None:
+            with self.interrupts.catch():
                 return await work
 
         try:
-            return asyncio.run(caught()) or EXIT_OK
+            return asyncio.run(run_interruptible()) or EXIT_OK
         except (asyncio.CancelledError, KeyboardInterrupt):
             self.say("stopped; finished rows are kept, and the same command resumes the job")
             return EXIT_INTERRUPTED
@@ -254,7 +254,7 @@ class Session:
             sys.stdout.flush()
             return code if isinstance(code, int) else EXIT_OK
         except click.ClickException as error:
-            if self.as_json or "--json" in self.args:  # the flag may follow an argument that could not be parsed
+            if self.as_json or "--json" in self.args:  # --json may follow an argument that could not be parsed
                 self.emit("error", code="usage", message=error.format_message())
             error.show()
             return EXIT_USAGE
@@ -262,7 +262,7 @@ class Session:
             self.say("interrupted")
             return EXIT_INTERRUPTED
         except (OutputClosed, BrokenPipeError):
-            # Python would complain once more when it flushes at exit.
+            # Otherwise Python reports another error when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_PIPE
         except Exception as error:  # the outermost handler: nothing above reports the error
@@ -275,7 +275,8 @@ class Session:
             return self._crashed(error)
         if self.as_json:
             self.emit("error", code=error.code, message=error.message)
-        chars_max = TRACE_CHARS_MAX if isinstance(error, ModelFailed) else CHARS_MAX  # its last line says most
+        # A message with a traceback may be long: its last line matters most.
+        chars_max = TRACE_CHARS_MAX if isinstance(error, ModelFailed) else CHARS_MAX
         self.say(f"batchmill: {clean(error.message, chars_max, lines=True)}")
         if self.verbose:
             self.say(_trace(error))
@@ -295,7 +296,7 @@ class Session:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
             path.write_text(f"{' '.join(sys.argv)}\n{_trace(error)}\n", encoding="utf-8", errors="backslashreplace")
-        except (OSError, BatchmillError):  # no place to write to: then the terminal is it
+        except (OSError, BatchmillError):  # no file can be written: print the details instead
             self.say(f"{message}\n{_trace(error)}")
             return EXIT_FAILED
         self.say(f"{message} (details: {path})")
@@ -307,14 +308,14 @@ def _trace(error: BaseException) -> str:
 
 
 def _single(error: BaseException) -> BaseException:
-    """The one error of a task group that failed for one reason."""
+    """The only error of a task group, however nested."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error
 
 
-def refuse_half_text(text: str) -> str:
-    """`text`, unless it holds bytes that are no UTF-8. Raises: InvalidInput."""
+def refuse_non_utf8(text: str) -> str:
+    """Return `text` if it can be encoded as UTF-8. Raises: InvalidInput."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -323,19 +324,19 @@ def refuse_half_text(text: str) -> str:
 
 
 def job_argument(command: C) -> C:
-    """The id of a job, or its first letters."""
-    return click.argument("job_id", metavar="ID", callback=lambda ctx, param, value: refuse_half_text(value))(command)
+    """Add the argument for the id of a job, or a prefix of it."""
+    return click.argument("job_id", metavar="ID", callback=lambda ctx, param, value: refuse_non_utf8(value))(command)
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-    """Keep a global option in the session, wherever on the line it stood; the last one wins."""
+    """Store a global option in the session, wherever it is on the command line; the last one wins."""
     if value not in (None, False):
         assert param.name is not None
         setattr(ctx.ensure_object(Session), param.name, value)
 
 
 def global_options(command: C) -> C:
-    """The options that may come before or after a command's name."""
+    """Add the options that may come before or after a command's name."""
     for option in (
         click.option("--verbose", is_flag=True, help="Show tracebacks of errors."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line on standard output."),

@@ -1,4 +1,4 @@
-"""Figures and foreign text as people read them. What a model or a file produced is printed only through `clean`."""
+"""Formats figures and text for people. Text from a model or a file is printed only through `clean`."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 import msgspec
 
 CHARS_MAX = 500
-# What a terminal would obey: CSI and OSC sequences whole, so that no "[31m" is left of them.
+# Escape sequences of terminals: whole CSI and OSC sequences, so that no "[31m" is left of them.
 _SEQUENCE = re.compile("\x1b\\[[0-?]*[ -/]*[@-~]|\x1b\\][^\x07\x1b]*(?:\x07|\x1b\\\\)?")
-# Control characters of ASCII and Latin-1, marks that turn the direction of text, line and paragraph separators, and
-# halves of pairs: none of them may reach a terminal.
+# Control characters of ASCII and Latin-1, marks that change the direction of text, line and paragraph separators, and
+# lone surrogates: none of them may reach a terminal.
 _CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]+")
 _CONTROL_BUT_LINES = re.compile(_CONTROL.pattern.replace("\x00-\x1f", "\x00-\x08\x0b-\x1f"))
 
 
 def clean(text: str, chars_max: int = CHARS_MAX, *, lines: bool = False) -> str:
-    """`text` without control characters, cut to `chars_max`; on one line unless `lines` are wanted."""
+    """`text` without control characters, cut to `chars_max`; on one line unless `lines` is set."""
     pattern, gap = (_CONTROL_BUT_LINES, "") if lines else (_CONTROL, " ")
     text = pattern.sub(gap, _SEQUENCE.sub("", text)).strip()
     return text if len(text) <= chars_max else text[: chars_max - 1] + "…"
 
 
 def json_line(value: Any) -> str:
-    """One line of JSON in ASCII, so that a terminal shows it as it is."""
+    """One line of JSON in ASCII, which any terminal shows unchanged."""
     return json.dumps(msgspec.to_builtins(value), ensure_ascii=True, separators=(",", ":"))
 
 
@@ -37,7 +37,7 @@ def count(number: int, noun: str = "") -> str:
 
 
 def short(number: float) -> str:
-    """Three figures or so: 0.53, 7.1, 512, 40.2k, 1.3M."""
+    """About three digits: 0.53, 7.1, 512, 40.2k, 1.3M."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if number >= limit:
             return f"{number / ({'G': 1e9, 'M': 1e6, 'k': 1e3}[unit]):.1f}{unit}"
@@ -53,7 +53,7 @@ def size(size_bytes: int) -> str:
 
 
 def money(usd: float) -> str:
-    """Dollars: two decimals, or as many as show something."""
+    """Dollars with two decimals; four if less than a dollar."""
     return f"${usd:,.2f}" if usd >= 1 or usd == 0 else f"${usd:.4f}"
 
 
@@ -67,20 +67,20 @@ def duration(seconds: float) -> str:
 
 
 def moment(epoch_s: float) -> str:
-    """A point in time on this machine's clock."""
+    """A point in time, in the time zone of this machine."""
     return datetime.fromtimestamp(epoch_s).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def brief(epoch_s: float) -> str:
-    """The same in five characters: the time of today, the day of this year, or the year."""
-    then, now = datetime.fromtimestamp(epoch_s).astimezone(), datetime.now().astimezone()
-    if then.date() == now.date():
-        return then.strftime("%H:%M")
-    return then.strftime("%m-%d" if then.year == now.year else "%Y")
+    """A point in time in five characters: today its time, this year its day, otherwise its year."""
+    time, now = datetime.fromtimestamp(epoch_s).astimezone(), datetime.now().astimezone()
+    if time.date() == now.date():
+        return time.strftime("%H:%M")
+    return time.strftime("%m-%d" if time.year == now.year else "%Y")
 
 
 def percent(part: float, whole: float) -> str:
-    """A share that never rounds up to all, nor down to nothing."""
+    """A share that is never rounded up to 100 %, nor down to 0 %."""
     share = 100 * part / whole if whole else 0.0
     if 99 < share < 100:
         return "99 %"

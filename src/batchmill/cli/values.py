@@ -1,4 +1,4 @@
-"""What options and arguments of commands accept: durations, times, sizes, text."""
+"""Parses the values of options and arguments: durations, times, sizes, text."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 import click
 
-from batchmill.cli.session import refuse_half_text
+from batchmill.cli.session import refuse_non_utf8
 from batchmill.errors import InvalidConfig
 from batchmill.types.machines import size_of
 
 UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 _DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,3})?)\s*(ms|[smhdw])?")
 COUNT = click.IntRange(min=1)
-MORE_THAN_NOTHING = click.FloatRange(min=0, min_open=True)
+POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
 def duration_s(text: str, *, default_unit: str | None = None) -> float | None:
-    """Seconds of 30s, 5ms, 12h, 90d, 4w; None if `text` is not a duration. A number alone needs `default_unit`."""
-    found = _DURATION.fullmatch(text)
-    unit = None if found is None else found[2] or default_unit
-    return None if found is None or unit is None else float(found[1]) * UNITS_S[unit]
+    """The seconds of 30s, 5ms, 12h, 90d or 4w; None if `text` is not one. A bare number needs `default_unit`."""
+    match = _DURATION.fullmatch(text)
+    unit = None if match is None else match[2] or default_unit
+    return None if match is None or unit is None else float(match[1]) * UNITS_S[unit]
 
 
 class Duration(click.ParamType):
@@ -46,7 +46,7 @@ LONG_TIME = Duration("90d, 12h, 30m, 4w")
 
 
 class _Time(click.ParamType):
-    """Seconds since the epoch: a duration from now, or an ISO 8601 date and time, local if it names no zone."""
+    """Seconds since the epoch: a duration from now, or an ISO 8601 date and time, local without a time zone."""
 
     sign = 1
 
@@ -75,7 +75,7 @@ class Moment(_Time):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
         moment = super().convert(value, param, ctx)
         if moment <= time.time():
-            self.fail(f"{value} has passed", param, ctx)
+            self.fail(f"{value} is in the past", param, ctx)
         return moment
 
 
@@ -94,5 +94,5 @@ class ByteCount(click.ParamType):
 def utf8(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     """Refuse text that is not UTF-8; a callback of options and arguments."""
     if isinstance(value, tuple):
-        return tuple(refuse_half_text(each) for each in value)
-    return None if value is None else refuse_half_text(value)
+        return tuple(refuse_non_utf8(each) for each in value)
+    return None if value is None else refuse_non_utf8(value)

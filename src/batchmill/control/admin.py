@@ -217,8 +217,8 @@ class ConnectorHandlers:
         return await self._connectors.create(user_of(call.project), body.fields, is_trusted=True)
 
     async def list(self, call: OwnerCall) -> ConnectorList:
-        connectors = [each for each in self._connectors.every() if call.project in (None, each.project)]
-        return ConnectorList(connectors, self._models.every())
+        connectors = [each for each in self._connectors.list_all() if call.project in (None, each.project)]
+        return ConnectorList(connectors, self._models.list_all())
 
     async def show(self, call: OwnerCall) -> ConnectorRecord:
         return self._connectors.get(self._owner(call.name), call.name)
@@ -251,11 +251,11 @@ class ConnectorHandlers:
         return await self._models.register(self._owner(call.name), fields, deploy=True)
 
     def _models_of(self, connector_id: str) -> list[RemoteModel]:
-        return [each for each in self._models.every() if each.connector == connector_id]
+        return [each for each in self._models.list_all() if each.connector == connector_id]
 
     def _owner(self, connector_id: str) -> Caller:
         """Return the machine's user as a caller of the connector's project."""
-        for record in self._connectors.every():
+        for record in self._connectors.list_all():
             if record.id == connector_id:
                 return user_of(record.project)
         raise unknown_connector(connector_id)

@@ -267,7 +267,7 @@ class ModelHandlers:
         deployments = [each for each in self._llms.list(user_of(None)) if not each.is_configured]
         infos = [llms.info(each, self._llms.view(each)) for each in deployments]
         models += [ModelInfo(each.name, LLM, each.adapters, each.price) for each in infos]
-        for each in self._remote.every():
+        for each in self._remote.list_all():
             by_name = self._remote.find(each.name)  # None if the name occurs in several groups
             has_name = by_name is not None and by_name.id == each.id
             models += [ModelInfo(name, CONNECTOR, []) for name in ([each.id, each.name] if has_name else [each.id])]

@@ -1,6 +1,6 @@
-"""What the body of a request may hold, for each path of the OpenAI API that batchmill runs.
+"""Checks the body of a request, for each path of the OpenAI API that batchmill runs.
 
-Fields that are not listed go through unseen: servers know more of them than we do.
+Fields that are not listed pass unchecked: services know more fields than batchmill does.
 Source: OpenAI's API reference and vLLM's request models.
 """
 
@@ -18,7 +18,7 @@ from batchmill.wire import fields
 from batchmill.wire.features import Guarded
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE
 
-# They would send a row, or our credentials, somewhere else (CVE-2024-6587).
+# These fields would redirect a row, or our credentials, to another address (CVE-2024-6587).
 REFUSED_FIELDS = ("api_base", "base_url", "api_key", "headers", "extra_body", "extra_headers")
 
 Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -30,7 +30,7 @@ Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class _Body(Guarded, gc=False):
-    """What any body may hold."""
+    """The fields of every body."""
 
     model: str | None = None
     api_base: Raw | UnsetType = UNSET
@@ -68,7 +68,7 @@ class _Chat(_Generating, gc=False, kw_only=True):
 
 class _Completion(_Generating, gc=False, kw_only=True):
     prompt: Raw
-    max_tokens: CountOrNone | None = None  # 0 is how log-probabilities of a prompt are asked for
+    max_tokens: CountOrNone | None = None  # 0 requests the log-probabilities of a prompt alone
 
 
 class _Embedding(_Body, gc=False):
@@ -119,41 +119,42 @@ def check(
     is_ours: bool = False,
     features: frozenset[str] | None = None,
 ) -> str | None:
-    """The `model` that the body names. A path we do not know is checked for nothing but the model.
+    """Check a body and return its `model`. Of a path that is not listed only the common fields are checked.
 
-    `may_stream`: somebody waits for the answer, and may have it in pieces. `is_ours`: the engine is run here, and would
-    ignore fields that it does not know. `features`: what of wire.features it may ask for; None: whatever it likes.
+    `may_stream`: the caller waits for the reply and can receive it in pieces. `is_ours`: batchmill runs the engine,
+    which would ignore unknown fields. `features`: the features of wire.features that the body may use; None: all.
 
     Raises: InvalidRow (`invalid_field`, `number_out_of_range`, `parameter_not_allowed`, `streaming_not_supported`).
     """
     try:
-        found = _decoders.get(url, _decode_any)(body)
+        decoded = _decoders.get(url, _decode_any)(body)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise _explained(url, error) from None
+        raise _to_invalid_row(url, error) from None
     for name in REFUSED_FIELDS:
-        if getattr(found, name) is not UNSET:
+        if getattr(decoded, name) is not UNSET:
             raise InvalidRow(
-                f"body.{name} is not allowed: a row cannot say where it goes", code="parameter_not_allowed"
+                f"body.{name} is not allowed: a row cannot set the address of the service",
+                code="parameter_not_allowed",
             )
     if is_ours:
-        _refuse_lorax(found)
+        _refuse_lorax(decoded)
     for name in _TEXTS:
-        if not (name == "prompt" and isinstance(found, _Response)):  # there it is an object
-            _check_text(url, name, getattr(found, name, UNSET), may_be_null=isinstance(found, _Embedding))
+        if not (name == "prompt" and isinstance(decoded, _Response)):  # the prompt of a response is an object
+            _check_text(url, name, getattr(decoded, name, UNSET), may_be_null=isinstance(decoded, _Embedding))
     if features is not None:
-        body_features.check(found, body, features)
-        if isinstance(found, _Response):
-            body_features.check_response(found.prompt, found.input, features)
-    match found:
+        body_features.check(decoded, body, features)
+        if isinstance(decoded, _Response):
+            body_features.check_response(decoded.prompt, decoded.input, features)
+    match decoded:
         case _Generating(stream=True) if not may_stream:
             raise InvalidRow(
-                "body.stream is true; a batch has no streaming: leave it out", code="streaming_not_supported"
+                "body.stream is true, but a batch cannot stream: leave it out", code="streaming_not_supported"
             )
-        case _Embedding(messages=None) if not _is_there(found.input):
+        case _Embedding(messages=None) if not _is_set(decoded.input):
             raise InvalidRow(f"body lacks `input`, which {url} needs", code="invalid_field")
-        case _Score() if not _has_pair(found):
+        case _Score() if not _has_pair(decoded):
             raise InvalidRow(f"body lacks `text_1` and `text_2`, which {url} needs", code="invalid_field")
-    return found.model
+    return decoded.model
 
 
 def _refuse_lorax(body: _Body) -> None:
@@ -168,34 +169,34 @@ _decode_any = msgspec.json.Decoder(_Body).decode
 
 def _has_pair(body: _Score) -> bool:
     pairs = ((body.text_1, body.text_2), (body.queries, body.documents), (body.data_1, body.data_2))
-    return any(_is_there(left) and _is_there(right) for left, right in pairs)
+    return any(_is_set(left) and _is_set(right) for left, right in pairs)
 
 
-def _is_there(value: Raw | UnsetType) -> bool:
+def _is_set(value: Raw | UnsetType) -> bool:
     return not isinstance(value, UnsetType) and bytes(value) != b"null"
 
 
 def _check_text(url: str, name: str, value: Raw | UnsetType, *, may_be_null: bool) -> None:
-    """Text or a list, of which nothing is read: it may be long. Raises: InvalidRow (`invalid_field`)."""
+    """Check that a value is text or a list by its first byte: it may be long. Raises: InvalidRow (`invalid_field`)."""
     if isinstance(value, UnsetType):
         return
     first = memoryview(value)[:1].tobytes()
     if first in (b'"', b"[") or (may_be_null and first == b"n"):
         return
     kind = {b"{": "object", b"n": "null", b"t": "bool", b"f": "bool"}.get(first, "number")
-    wanted = "str | array | null" if may_be_null else "str | array"
-    raise InvalidRow(f"body.{name}: expected `{wanted}`, got `{kind}`", code="invalid_field")
+    expected = "str | array | null" if may_be_null else "str | array"
+    raise InvalidRow(f"body.{name}: expected `{expected}`, got `{kind}`", code="invalid_field")
 
 
-def _explained(url: str, error: Exception) -> InvalidRow:
-    """msgspec's sentence in our words: "Expected `int`, got `str` - at `$.max_tokens`"."""
-    what, _, where = str(error).partition(" - at `$")
-    place = f"body{where.rstrip('`')}"
-    if what.startswith("Object missing required field "):
-        return InvalidRow(f"{place} lacks {what.rsplit(' ', 1)[1]}, which {url} needs", code="invalid_field")
-    if "out of range" in what or ((" >= " in what or " <= " in what) and "of length" not in what):
-        return InvalidRow(f"{place}: {_lower(what)}", code="number_out_of_range")
-    return InvalidRow(f"{place}: {_lower(what)}", code="invalid_field")
+def _to_invalid_row(url: str, error: Exception) -> InvalidRow:
+    """Translate an error of msgspec, such as "Expected `int`, got `str` - at `$.max_tokens`"."""
+    reason, _, path = str(error).partition(" - at `$")
+    field = f"body{path.rstrip('`')}"
+    if reason.startswith("Object missing required field "):
+        return InvalidRow(f"{field} lacks {reason.rsplit(' ', 1)[1]}, which {url} needs", code="invalid_field")
+    if "out of range" in reason or ((" >= " in reason or " <= " in reason) and "of length" not in reason):
+        return InvalidRow(f"{field}: {_lower(reason)}", code="number_out_of_range")
+    return InvalidRow(f"{field}: {_lower(reason)}", code="invalid_field")
 
 
 def _lower(sentence: str) -> str:

@@ -1,4 +1,7 @@
-"""Sources that are not plain JSONL become one: `rows.jsonl`, a JSON object a line, in bounded memory."""
+"""Converts sources that are not plain JSONL to `rows.jsonl`, and writes the files of a sealed dataset.
+
+Memory is bounded.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.native import SealReport
 
 COPY_BYTES = 8 * 1024 * 1024
-PROBLEMS_KEPT = 10_000  # of rows that no converter could read
+PROBLEMS_MAX = 10_000  # problems of unreadable rows that are reported; further ones are only counted
 
 
 class Converted(Struct, frozen=True):
-    """Rows of a source as JSON lines. `refused` counts rows from the first of `data`; its lines are the source's."""
+    """Rows of a source as JSON lines. In `refused`, rows count from the first of `data`, lines from the source's."""
 
     data: bytes
     rows: int = 0
@@ -40,26 +43,26 @@ class Converted(Struct, frozen=True):
 
 
 class Material(Struct, frozen=True):
-    """What sealing reads."""
+    """The files that sealing reads."""
 
     parts: list[SourcePart]
     files: list[SealedFile]
-    converted: bool  # the files are ours, and say nothing of the sources' bytes
-    problems: list[Problem] = []  # of rows that no converter could read: the first ones
-    refused: Path | None = None  # {"row","code","message"} of all of them
+    converted: bool  # batchmill wrote the files: their bytes are not those of the sources
+    problems: list[Problem] = []  # the first problems of rows that no converter could read
+    refused: Path | None = None  # JSON lines {"row","code","message"}, one for each such row
 
 
 Progress = Callable[[float], None]
 
 
-def in_place(paths: list[str]) -> Material:
-    """Plain JSONL is read where it lies."""
+def read_in_place(paths: list[str]) -> Material:
+    """Read plain JSONL from where it is."""
     files = [describe(path) for path in paths]
     return Material(_parts_of(files, paths), files, converted=False)
 
 
-def copied(paths: list[str], home: Path, progress: Progress) -> Material:
-    """Plain JSONL, copied into `home`."""
+def copy_sources(paths: list[str], home: Path, progress: Progress) -> Material:
+    """Copy plain JSONL into `home`."""
     total = sum(describe(path).size_bytes for path in paths) or 1
     done, targets = 0, []
     for number, path in enumerate(paths):
@@ -84,7 +87,7 @@ def copy(path: str, target: str) -> Iterator[int]:
                 try:
                     size = os.copy_file_range(source.fileno(), copied_file.fileno(), COPY_BYTES)
                 except OSError:
-                    by_kernel = False  # across some file systems it cannot; both offsets are where they were
+                    by_kernel = False  # not between all file systems; both offsets are unchanged
             if not by_kernel:
                 block = os.read(source.fileno(), COPY_BYTES)
                 size = copied_file.write(block)
@@ -101,7 +104,7 @@ def convert(
     columns: list[str],
     home: Path,
     progress: Progress,
-    allowance: SizeLimits,
+    size_limits: SizeLimits,
 ) -> Material:
     """Write `rows.jsonl`. Raises: InvalidDataset when a source as a whole cannot be read."""
     total = sum(describe(source.path).size_bytes for source in sources) or 1
@@ -113,29 +116,29 @@ def convert(
         progress(min(1.0, done / total))
 
     row_counts = [readers.load(source.format).rows_in(source.path) for source in sources if source.format == "parquet"]
-    allowance.foresee(sum(row_counts))
+    size_limits.check_rows(sum(row_counts))
     path = home / layout.ROWS
     with open(path, "wb") as rows_file, open(home / layout.REFUSED_EARLY, "wb") as refused_file:
-        target = _Target(rows_file, refused_file, allowance)
+        writer = _RowsWriter(rows_file, refused_file, size_limits)
         spans = []
         for source in sources:
             start = rows_file.tell()
             for piece in _pieces(source, spec, columns, home, advance):
-                target.add(source, piece)
-            target.end_line()
+                writer.add(source, piece)
+            writer.end_line()
             spans.append((source.path, start, rows_file.tell()))
         rows_file.flush()
         os.fsync(rows_file.fileno())
     parts = [SourcePart(number, str(path), source, 0, start, end) for number, (source, start, end) in enumerate(spans)]
-    refused = home / layout.REFUSED_EARLY if target.refused else None
-    return Material(parts, [describe(str(path))], converted=True, problems=target.problems, refused=refused)
+    refused = home / layout.REFUSED_EARLY if writer.refused else None
+    return Material(parts, [describe(str(path))], converted=True, problems=writer.problems, refused=refused)
 
 
-class _Target:
-    """`rows.jsonl` and the rows of it that no converter could read."""
+class _RowsWriter:
+    """Writes `rows.jsonl`, and the list of rows that no converter could read."""
 
-    def __init__(self, rows_file: BinaryIO, refused_file: BinaryIO, allowance: SizeLimits) -> None:
-        self._allowance = allowance
+    def __init__(self, rows_file: BinaryIO, refused_file: BinaryIO, size_limits: SizeLimits) -> None:
+        self._size_limits = size_limits
         self._rows_file = rows_file
         self._refused_file = refused_file
         self._rows = 0
@@ -146,22 +149,22 @@ class _Target:
     def add(self, source: SourceFile, piece: Converted) -> None:
         if not piece.data:
             return
-        self._allowance.take(len(piece.data), piece.rows)
+        self._size_limits.add(len(piece.data), piece.rows)
         self._rows_file.write(piece.data)
         self._last = piece.data[-1:]
         for refused in piece.refused:
             row = self._rows + refused.row
             entry = {"row": row, "code": refused.code, "message": refused.message}
             line = msgspec.json.encode(entry) + b"\n"
-            self._allowance.take(len(line))
+            self._size_limits.add(len(line))
             self._refused_file.write(line)
-            if self.refused < PROBLEMS_KEPT:
+            if self.refused < PROBLEMS_MAX:
                 self.problems.append(Problem(refused.code, refused.message, refused.line, source.path, row))
             self.refused += 1
         self._rows += piece.rows
 
     def end_line(self) -> None:
-        """A source whose last line has no end must not run into the next one."""
+        """End the last line of a source, so that the next source begins a new one."""
         if self._last != b"\n":
             self._rows_file.write(b"\n")
             self._last = b"\n"
@@ -186,7 +189,7 @@ def _parts_of(files: list[SealedFile], sources: list[str]) -> list[SourcePart]:
     return parts
 
 
-FEW_ROWS = 100_000  # so many hashes are compared at once, before anything heavy is imported for it
+FEW_ROWS = 100_000  # up to this many hashes are compared here, before numpy is imported for more
 
 Duplicates = Callable[[Path, SealedRows], Iterator[tuple[int, int]]]
 
@@ -202,10 +205,10 @@ class Rejection(Struct, frozen=True):
 
 
 class Tables:
-    """The files of one sealing. Rows are added in order; `finish` makes them a sealed dataset."""
+    """Writes the files of a sealed dataset. Rows are added in order; `finish` completes the dataset."""
 
-    def __init__(self, home: Path, order: SealOrder, material: Material, allowance: SizeLimits) -> None:
-        self._home, self._allowance = home, allowance
+    def __init__(self, home: Path, order: SealOrder, material: Material, size_limits: SizeLimits) -> None:
+        self._home, self._size_limits = home, size_limits
         self._material = material
         self._problems_max = order.problems_max
         self._open_files = ExitStack()
@@ -218,9 +221,9 @@ class Tables:
         self._hashes = self._create(layout.HASHES) if self.has_ids else None
         self.rows = 0
         self._blocks = 0
-        self._end = 0  # behind the last row
+        self._end = 0  # offset of the end of the last row
         self._part = -1
-        self._line = 1  # of the part's next chunk
+        self._line = 1  # first line of the part's next chunk
         self._rejected_count = 0
         self._problems: list[Problem] = []
 
@@ -234,10 +237,10 @@ class Tables:
         (self._home / layout.HASHES).unlink(missing_ok=True)
 
     def add(self, chunk: ValidatedChunk, part: SourcePart) -> None:
-        """The next chunk, of lines of `part`."""
+        """Add the next chunk, whose lines are from `part`."""
         rejected = [Rejection(self.rows + each.row, each.code, each.message) for each in chunk.refused]
         lines = [_encode(each) + b"\n" for each in rejected]
-        self._take(chunk, sum(map(len, lines)))
+        self._check_limits(chunk, sum(map(len, lines)))
         if part.number != self._part:
             self._part, self._line = part.number, 1
         if chunk.rows:
@@ -259,23 +262,23 @@ class Tables:
         self._line += chunk.lines
         self.rows += chunk.rows
 
-    def _take(self, chunk: ValidatedChunk, rejected_bytes: int) -> None:
-        """Raises: InvalidDataset, OverQuota, StorageFull, before any of it is written."""
+    def _check_limits(self, chunk: ValidatedChunk, rejected_bytes: int) -> None:
+        """Count a chunk before it is written. Raises: InvalidDataset, OverQuota, StorageFull."""
         columns = [chunk.offsets, chunk.crcs, chunk.ids, *(chunk.keys if self._keys else ())]
-        if self.rows + chunk.rows > self._allowance.rows_max:
-            self._allowance.refuse_rows()
-        self._allowance.take(layout.CHUNK.size + sum(map(len, columns)) + rejected_bytes)
+        if self.rows + chunk.rows > self._size_limits.rows_max:
+            self._size_limits.refuse_rows()
+        self._size_limits.add(layout.CHUNK.size + sum(map(len, columns)) + rejected_bytes)
 
     def finish(self, seal: Seal, duplicates: Duplicates | None) -> SealReport:
         """Find repeated custom_ids, make everything durable, and write the seal last."""
         self._offsets.write(array("Q", [self._end]).tobytes())
         self._open_files.close()
         repeated: list[Problem] = []
-        late = None
+        rejections = None
         if duplicates is not None and self._may_have_duplicates():
-            late = self._duplicates(seal, duplicates, repeated)
-        if self._material.refused is not None or late is not None:
-            self._merge_rejected(late or iter(()))
+            rejections = self._duplicates(seal, duplicates, repeated)
+        if self._material.refused is not None or rejections is not None:
+            self._merge_rejected(rejections or iter(()))
         (self._home / layout.HASHES).unlink(missing_ok=True)
         problems = _first_of([self._material.problems, self._problems, repeated], self._problems_max)
         seal = msgspec.structs.replace(seal, rejected=self._rejected_count)
@@ -293,28 +296,29 @@ class Tables:
         return len(set(hashes)) < len(hashes)
 
     def _duplicates(self, seal: Seal, duplicates: Duplicates, problems: list[Problem]) -> Iterator[Rejection]:
-        """A rejection for every row whose custom_id an earlier one has; the first of them become problems."""
+        """Reject every row whose custom_id an earlier row has; add the first of them to `problems`."""
         rows = SealedRows(self._home, seal)
         sources = [part.source for part in self._material.parts]
         try:
             for row, first in duplicates(self._home / layout.HASHES, rows):
-                here, there = rows.chunk_of(row).part, rows.chunk_of(first).part
-                place = f"line {rows.line_of(first)}" + ("" if here == there else f" of {sources[there]}")
+                part, first_part = rows.chunk_of(row).part, rows.chunk_of(first).part
+                source_note = "" if part == first_part else f" of {sources[first_part]}"
+                first_line = f"line {rows.line_of(first)}{source_note}"
                 line = rows.line_of(row)
                 custom_id = quoted(id_of(rows.read_many([row])[0]))
-                message = f"the custom_id {custom_id} of line {line} is that of {place} too: each row needs its own"
+                message = f"line {line} repeats the custom_id {custom_id} of {first_line}: each row needs its own"
                 if len(problems) < self._problems_max:
-                    problems.append(Problem("duplicate_custom_id", message, line, sources[here], row))
+                    problems.append(Problem("duplicate_custom_id", message, line, sources[part], row))
                 yield Rejection(row, "duplicate_custom_id", message)
         finally:
             rows.close()
 
-    def _merge_rejected(self, late: Iterator[Rejection]) -> None:
-        """One list of all refused rows in row order; a row that was refused more than once keeps the first reason."""
+    def _merge_rejected(self, duplicates: Iterator[Rejection]) -> None:
+        """Write one list of all refused rows in row order; a row that was refused twice keeps the first reason."""
         lines, target = self._home / layout.REFUSED_BY_LINE, self._home / layout.REJECTED
         target.rename(lines)
-        early = self._material.refused
-        streams = [_read(early) if early is not None else iter(()), _read(lines), late]
+        unreadable = self._material.refused
+        streams = [_read(unreadable) if unreadable is not None else iter(()), _read(lines), duplicates]
         last = -1
         self._rejected_count = 0
         with open(target, "wb") as file:
@@ -324,8 +328,8 @@ class Tables:
                     self._rejected_count += 1
                 last = rejection.row
         lines.unlink()
-        if early is not None:
-            early.unlink()
+        if unreadable is not None:
+            unreadable.unlink()
 
     def _make_durable(self, seal: Seal) -> None:
         for path in self._home.iterdir():
@@ -347,7 +351,7 @@ def _read(path: Path) -> Iterator[Rejection]:
 
 
 def _first_of(lists: list[list[Problem]], count: int) -> list[Problem]:
-    """The first problems of all, one a row, the earlier list's where several have one."""
+    """The first problems of all lists, one a row; the earlier list has precedence."""
     by_row: dict[int | None, Problem] = {}
     for problem in merge(*lists, key=lambda problem: problem.row or 0):
         by_row.setdefault(problem.row, problem)

@@ -1,4 +1,4 @@
-"""CSV becomes rows: a header, then one record a row; every cell is a string. Source: RFC 4180."""
+"""Reads CSV: a header, then one row for each record; every cell is a string. Source: RFC 4180."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from batchmill.types import DatasetSpec
 
 COLUMNS_MAX = 10_000
 SHOWN_CHARS = 80
-SEPARATORS = ((";", "semicolons", "';'"), ("\t", "tabs", "'\\t'"), ("|", "bars", "'|'"))  # that programs write, too
+# Separators that programs write instead of commas.
+SEPARATORS = ((";", "semicolons", "';'"), ("\t", "tabs", "'\\t'"), ("|", "bars", "'|'"))
 PIECE_BYTES = 1024 * 1024
-RECORD_LINES = 2  # times the longest line that a record is read on to, so that it can be refused by itself
+RECORD_LINES = 2  # a record is read up to this many times `line_bytes_max`, so that only its row is refused
 
 _encode = msgspec.json.encode
 
@@ -42,8 +43,8 @@ def convert(source: SourceFile, spec: DatasetSpec, expected: list[str], advance:
                 code="schema_mismatch",
             )
         piece = _Piece(names, spec.line_bytes_max)
-        blank = [""] if len(names) == 1 else None  # a blank line is how an empty cell of the only column is written
-        for line, cells, flaw in _each(source, records, blank):
+        blank = [""] if len(names) == 1 else None  # with one column, a blank line is a row with an empty cell
+        for line, cells, flaw in _parse_records(source, records, blank):
             piece.add(line, cells, flaw)
             if len(piece.data) >= PIECE_BYTES:
                 yield piece.take()
@@ -51,7 +52,7 @@ def convert(source: SourceFile, spec: DatasetSpec, expected: list[str], advance:
 
 
 class _Piece:
-    """Rows on their way to the file."""
+    """Collects converted rows until they are written."""
 
     def __init__(self, names: list[str], line_bytes_max: int) -> None:
         self._names = names
@@ -90,7 +91,7 @@ class _Piece:
 
 
 class _Stream(io.RawIOBase):
-    """Blocks of bytes as a file."""
+    """A file object over blocks of bytes."""
 
     def __init__(self, source: Iterator[bytes]) -> None:
         self._source = source
@@ -109,18 +110,18 @@ class _Stream(io.RawIOBase):
 
 
 class _Records:
-    """Records of a CSV, and the line on which each begins."""
+    """Reads the records of a CSV file; `line` is the line on which the last one begins."""
 
     def __init__(self, text: io.TextIOBase, path: str, line_bytes_max: int) -> None:
         self._text, self._path = text, path
         self._chars_max = RECORD_LINES * line_bytes_max
-        self._chars = 0  # of the record that is being read
-        # strict: a quote that is never closed must not swallow the rest of the file in silence
+        self._chars = 0  # of the current record
+        # strict: an open quote must not silently swallow the rest of the file
         self._reader = csv.reader(self._lines(), strict=True)
         self.line = 0
 
     def _lines(self) -> Iterator[str]:
-        """The lines, until a record has so many that it is not held in memory. Raises: InvalidDataset."""
+        """The lines of the file. Raises: InvalidDataset when a record is too long to hold in memory."""
         while line := self._text.readline(self._chars_max + 1):
             self._chars += len(line)
             if self._chars > self._chars_max:
@@ -145,7 +146,7 @@ class _Records:
 def _records(source: SourceFile, spec: DatasetSpec, advance: Advance) -> Iterator[_Records]:
     limit = csv.field_size_limit(spec.line_bytes_max)  # a setting of the whole process
     contents = blocks(source.path, source.codec, advance)
-    # Bytes that are no UTF-8 survive as surrogates, so that they are refused in their own row.
+    # Bytes that are not UTF-8 become surrogates, so that only their row is refused.
     raw = io.BufferedReader(_Stream(contents), 1024 * 1024)
     text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape", newline="")
     try:
@@ -180,18 +181,20 @@ def _header(source: SourceFile, records: _Records) -> list[str]:
 
 def _refuse_other_separator(source: SourceFile, names: list[str]) -> None:
     """Refuse a header without a comma that another separator divides."""
-    for separator, said, written in SEPARATORS:
+    for separator, noun, quoted in SEPARATORS:
         if len(names) == 1 and separator in names[0]:
             raise InvalidDataset(
-                f"the header of {source.path} is one column, {names[0][:SHOWN_CHARS]!r}: cells are separated by "
-                f"{said} it seems, and a CSV's by commas. Rewrite it, for example with `csvformat -d {written}` or "
+                f"the header of {source.path} is one column, {names[0][:SHOWN_CHARS]!r}: the cells seem to be "
+                f"separated by {noun}, not commas. Convert the file, for example with `csvformat -d {quoted}` or "
                 f"pandas.read_csv(…, sep={separator!r}).to_csv(…, index=False)",
                 code="invalid_header",
             )
 
 
-def _each(source: SourceFile, records: _Records, blank: list[str] | None) -> Iterator[tuple[int, list[str], str]]:
-    """(line, cells, flaw) of every record; `blank` as in `_Records.read`."""
+def _parse_records(
+    source: SourceFile, records: _Records, blank: list[str] | None
+) -> Iterator[tuple[int, list[str], str]]:
+    """Yield (line, cells, flaw) for every record; `blank` is as in `_Records.read`."""
     while True:
         try:
             cells = records.read(blank)

@@ -1,6 +1,6 @@
-"""Ranges go out to validators and what they find comes back in the order of the ranges, in bounded memory.
+"""Distributes byte ranges to validator processes and returns their results in order, in bounded memory.
 
-A validator that dies, whatever killed it, ends the sealing with an error that says where it was.
+If a validator dies, sealing ends with an error that names the range it was checking.
 """
 
 from __future__ import annotations
@@ -21,54 +21,54 @@ from batchmill.datasets.orders import ByteRange, RangeEnd, RangeFailed, SealOrde
 from batchmill.datasets.validator import CHUNK_FRAME, END_FRAME, FRAME, frame, read_exactly, write_all
 from batchmill.errors import InputChanged, InvalidDataset
 
-ALONE_BYTES_MAX = 1024 * 1024  # a dataset up to this size is checked before a child would have started
+INLINE_BYTES_MAX = 1024 * 1024  # a dataset up to this size is checked faster than a child starts
 PROCESSES_MAX = 64
-AHEAD_MAX = 2  # ranges that a validator has been given: it never waits for the next
-WINDOW = 4  # ranges under way, per validator, ahead of the first that is not done
-HELD_BYTES_MAX = 32 * 1024 * 1024  # findings that wait for their turn
+QUEUED_MAX = 2  # ranges sent to a validator at once, so that it never waits for the next
+WINDOW = 4  # ranges in progress, per validator, from the first unfinished one on
+HELD_BYTES_MAX = 32 * 1024 * 1024  # results that wait for those of an earlier range
 PIPE_BYTES = 1024 * 1024
 VALIDATOR_DIED = "validator_died"
-# Blocks of a few MiB come and go all the time: kept by glibc instead of being mapped anew, that is a fifth faster.
+# Blocks of a few MiB are allocated all the time: it is a fifth faster if glibc keeps them than if it maps them anew.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(64 * 1024 * 1024), "MALLOC_TRIM_THRESHOLD_": str(256 * 1024 * 1024)}
 
 _chunk = msgspec.msgpack.Decoder(ValidatedChunk).decode
 _end = msgspec.msgpack.Decoder(RangeEnd).decode
 _failed = msgspec.msgpack.Decoder(RangeFailed).decode
 
-Found = tuple[ByteRange, ValidatedChunk | RangeEnd]
+RangeResult = tuple[ByteRange, ValidatedChunk | RangeEnd]
 
 
 @contextmanager
-def validators(order: SealOrder, bytes_total: int) -> Iterator[Alone | Crew]:
-    """What checks the lines of `bytes_total` bytes: this process, or children that have ended when the block ends."""
-    if bytes_total <= ALONE_BYTES_MAX:
-        yield Alone(order)
+def validators(order: SealOrder, bytes_total: int) -> Iterator[InlineValidator | ValidatorPool]:
+    """Provide what checks `bytes_total` bytes: this process, or child processes that end with the context."""
+    if bytes_total <= INLINE_BYTES_MAX:
+        yield InlineValidator(order)
         return
-    crew = Crew(order, max(1, min(order.processes, PROCESSES_MAX)))
+    pool = ValidatorPool(order, max(1, min(order.processes, PROCESSES_MAX)))
     try:
-        yield crew
+        yield pool
     finally:
-        crew.close()
+        pool.close()
 
 
-class Alone:
-    """This process checks everything itself."""
+class InlineValidator:
+    """Checks everything in this process."""
 
     def __init__(self, order: SealOrder) -> None:
         self._order = order
 
-    def findings(self, parts: list[SourcePart]) -> Iterator[Found]:
-        """Each chunk of each range, in order, and each range's end. Raises: InvalidDataset, InputChanged."""
+    def check(self, parts: list[SourcePart]) -> Iterator[RangeResult]:
+        """Yield each chunk of each range, in order, and each range's end. Raises: InvalidDataset, InputChanged."""
         inspector = Inspector(self._order)
         try:
             for range_ in ranges(parts):
-                for found in inspector.inspect(range_):
-                    yield range_, found
+                for result in inspector.inspect(range_):
+                    yield range_, result
         finally:
             inspector.close()
 
 
-class Crew:
+class ValidatorPool:
     """Child processes that share one seed, so that equal custom_ids have equal hashes in all of them."""
 
     def __init__(self, order: SealOrder, count: int) -> None:
@@ -78,43 +78,45 @@ class Crew:
         for link in self._links:
             link.send(order)
 
-    def findings(self, parts: list[SourcePart]) -> Iterator[Found]:
-        """Each chunk of each range, in order, and each range's end. Raises: InvalidDataset, InputChanged."""
+    def check(self, parts: list[SourcePart]) -> Iterator[RangeResult]:
+        """Yield each chunk of each range, in order, and each range's end. Raises: InvalidDataset, InputChanged."""
         waiting = ranges(parts)
-        turn = 0  # the range whose findings are next
+        turn = 0  # the range whose results come next
         held: dict[int, deque[tuple[ByteRange, int, bytes]]] = {}
         held_bytes = 0
-        while self._give(waiting, turn):
-            for link in self._ready(turn, crowded=held_bytes > HELD_BYTES_MAX):
+        while self._send_ranges(waiting, turn):
+            for link in self._readable(turn, only_turn=held_bytes > HELD_BYTES_MAX):
                 range_, kind, payload = link.receive()
                 held.setdefault(range_.number, deque()).append((range_, kind, payload))
                 held_bytes += len(payload)
-            while findings := held.get(turn):
-                range_, kind, payload = findings.popleft()
+            while frames := held.get(turn):
+                range_, kind, payload = frames.popleft()
                 held_bytes -= len(payload)
-                found = _decoded(kind, payload)
-                if isinstance(found, RangeEnd):
+                result = _decode(kind, payload)
+                if isinstance(result, RangeEnd):
                     del held[turn]
                     turn += 1
-                yield range_, found
+                yield range_, result
 
-    def _give(self, waiting: Iterator[ByteRange], turn: int) -> bool:
-        """Hand out ranges that may be begun; whether any is still under way."""
-        for _ in range(AHEAD_MAX):
+    def _send_ranges(self, waiting: Iterator[ByteRange], turn: int) -> bool:
+        """Send the ranges that may begin. Return whether any range is in progress."""
+        for _ in range(QUEUED_MAX):
             for link in self._links:
-                if len(link.ranges) < AHEAD_MAX and self._last_given(turn) < turn + WINDOW * len(self._links):
+                if len(link.ranges) < QUEUED_MAX and self._last_sent(turn) < turn + WINDOW * len(self._links):
                     range_ = next(waiting, None)
                     if range_ is not None:
                         link.send(range_)
                         link.ranges.append(range_)
         return any(link.ranges for link in self._links)
 
-    def _last_given(self, turn: int) -> int:
+    def _last_sent(self, turn: int) -> int:
         return max((link.ranges[-1].number for link in self._links if link.ranges), default=turn)
 
-    def _ready(self, turn: int, *, crowded: bool) -> list[ValidatorLink]:
-        """Links with something to read; while too much waits for its turn, only the one whose turn it is."""
-        busy = {link.fd: link for link in self._links if link.ranges and not (crowded and link.ranges[0].number > turn)}
+    def _readable(self, turn: int, *, only_turn: bool) -> list[ValidatorLink]:
+        """Wait for links with something to read. `only_turn`: too many results are held; read only those of `turn`."""
+        busy = {
+            link.fd: link for link in self._links if link.ranges and not (only_turn and link.ranges[0].number > turn)
+        }
         poll = select.poll()
         for fd in busy:
             poll.register(fd, select.POLLIN)
@@ -126,7 +128,7 @@ class Crew:
 
 
 class ValidatorLink:
-    """One validator and the ranges it has been given."""
+    """One validator process and the ranges it is checking."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -138,54 +140,54 @@ class ValidatorLink:
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._orders = self._process.stdin
-        self._findings = self._process.stdout
-        self.fd = self._findings.fileno()
+        self._results = self._process.stdout
+        self.fd = self._results.fileno()
         self.ranges: deque[ByteRange] = deque()
-        with suppress(OSError, AttributeError):  # a longer pipe is only faster; not every kernel grants one
+        with suppress(OSError, AttributeError):  # a longer pipe is only faster; some kernels refuse it
             fcntl.fcntl(self.fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
     def send(self, message: SealOrder | ByteRange) -> None:
         try:
             write_all(self._orders.fileno(), frame(0, message))
         except BrokenPipeError:
-            raise self._death() from None
+            raise self._died() from None
 
     def receive(self) -> tuple[ByteRange, int, bytes]:
-        """The next frame, whole, and the range it is about."""
+        """Read the next whole frame. Returns: its range, its kind, its payload."""
         head = read_exactly(self.fd, FRAME.size)
         if len(head) < FRAME.size:
-            raise self._death()
+            raise self._died()
         size, kind = FRAME.unpack(head)
         payload = read_exactly(self.fd, size)
         if len(payload) < size:
-            raise self._death()
+            raise self._died()
         range_ = self.ranges[0]
         if kind == END_FRAME:
             self.ranges.popleft()
         return range_, kind, payload
 
-    def _death(self) -> InvalidDataset:
+    def _died(self) -> InvalidDataset:
         status = self._process.wait()
-        how = f"signal {-status}" if status < 0 else f"exit status {status}"
+        cause = f"signal {-status}" if status < 0 else f"exit status {status}"
         if not self.ranges:
-            return InvalidDataset(f"a validator process ended by itself ({how})", code=VALIDATOR_DIED)
-        at = self.ranges[0]
+            return InvalidDataset(f"a validator process exited unexpectedly ({cause})", code=VALIDATOR_DIED)
+        current = self.ranges[0]
         return InvalidDataset(
-            f"a validator process died ({how}) over bytes {at.start}-{at.end} of {at.part.source}; "
-            "look at the lines there, or for what kills processes on this machine",
+            f"a validator process died ({cause}) on bytes {current.start}-{current.end} of {current.part.source}; "
+            "check the lines there, and whether something kills processes on this machine",
             code=VALIDATOR_DIED,
         )
 
     def close(self) -> None:
-        """End the process; one that is idle ends by itself as its orders end."""
+        """End the process; an idle one ends by itself when its stdin closes."""
         self._orders.close()
         if self.ranges:
             self._process.kill()
-        self._findings.close()
+        self._results.close()
         self._process.wait()
 
 
-def _decoded(kind: int, payload: bytes) -> ValidatedChunk | RangeEnd:
+def _decode(kind: int, payload: bytes) -> ValidatedChunk | RangeEnd:
     if kind == CHUNK_FRAME:
         return _chunk(payload)
     if kind == END_FRAME:

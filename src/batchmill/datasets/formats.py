@@ -28,7 +28,7 @@ CODEC_SUFFIXES = {".gz": "gzip", ".zst": "zstd"}
 
 
 def kind(path: str) -> tuple[str | None, str | None]:
-    """Format (jsonl, csv, parquet) and compression (gzip, zstd) that a file's name promises; None: it promises none."""
+    """The format (jsonl, csv, parquet) and compression (gzip, zstd) by the suffixes of a file; None: unknown."""
     stem, suffix = os.path.splitext(os.path.basename(path).lower())
     codec = CODEC_SUFFIXES.get(suffix)
     if codec is not None:
@@ -37,76 +37,76 @@ def kind(path: str) -> tuple[str | None, str | None]:
 
 
 def resolve(patterns: list[str], leave_out: Collection[str] = ()) -> list[str]:
-    """The absolute paths of the files that these files, folders and globs mean, each once, in name order.
+    """The absolute paths of the files that `patterns` name or match, each once, in name order.
 
-    A folder means the files directly in it that have a known suffix and are not hidden. The files of `leave_out` are
-    not among what a folder or a glob means; one that is named itself is taken.
-    Raises: InvalidDataset when a pattern means no file.
+    A pattern is a file, a folder or a glob. A folder matches the files directly in it that have a known suffix and are
+    not hidden. Folders and globs skip the files of `leave_out`; a file that is named itself is never skipped.
+    Raises: InvalidDataset when a pattern matches no file.
     """
     if not patterns:
         raise InvalidDataset("no input file was named", code="no_input")
-    left_out = set(map(os.path.realpath, leave_out))
-    return sorted({os.path.abspath(path) for pattern in patterns for path in _files(pattern, left_out)})
+    skipped = set(map(os.path.realpath, leave_out))
+    return sorted({os.path.abspath(path) for pattern in patterns for path in _files(pattern, skipped)})
 
 
-def _files(pattern: str, left_out: set[str]) -> list[str]:
+def _files(pattern: str, skipped: set[str]) -> list[str]:
     if os.path.isdir(pattern):
-        found = [os.path.join(pattern, name) for name in os.listdir(pattern) if _belongs(name)]
-        found = [path for path in found if os.path.isfile(path)]
-        known = ", ".join([*FORMAT_SUFFIXES, *CODEC_SUFFIXES])
-        missing = f"the folder {pattern} holds no file of a dataset (known suffixes: {known})"
+        paths = [os.path.join(pattern, name) for name in os.listdir(pattern) if _is_dataset_name(name)]
+        paths = [path for path in paths if os.path.isfile(path)]
+        suffixes = ", ".join([*FORMAT_SUFFIXES, *CODEC_SUFFIXES])
+        missing = f"the folder {pattern} holds no file of a dataset (known suffixes: {suffixes})"
     elif os.path.lexists(pattern):
         return [pattern]
     elif glob.has_magic(pattern):
-        found = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
+        paths = [path for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
         missing = f"no file matches {pattern}"
     else:
         raise InvalidDataset(f"there is no file {pattern}", code="no_input")
-    found = [path for path in found if os.path.realpath(path) not in left_out]
-    if not found:
+    paths = [path for path in paths if os.path.realpath(path) not in skipped]
+    if not paths:
         raise InvalidDataset(missing, code="no_input")
-    return found
+    return paths
 
 
-def _belongs(name: str) -> bool:
+def _is_dataset_name(name: str) -> bool:
     return not name.startswith(".") and kind(name)[0] is not None
 
 
 def describe(path: str) -> SealedFile:
-    """The file as it is now. Raises: InvalidDataset if it cannot be read or is not a regular file."""
+    """The size, time and inode of a file. Raises: InvalidDataset if it is unreadable or not a regular file."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError as error:
         raise InvalidDataset(f"{path} cannot be read: {error.strerror}", code="unreadable_file") from None
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise InvalidDataset(f"{path} is not a regular file; write its contents to one first", code="unreadable_file")
     if not os.access(path, os.R_OK):
         raise InvalidDataset(f"{path} cannot be read: permission denied", code="unreadable_file")
-    return SealedFile(path, found.st_size, found.st_mtime_ns, found.st_ino)
+    return SealedFile(path, status.st_size, status.st_mtime_ns, status.st_ino)
 
 
 def unchanged(file: SealedFile) -> bool:
-    """Whether size, time and inode are what they were."""
+    """Whether size, time and inode of a file are unchanged."""
     try:
         return describe(file.path) == file
     except InvalidDataset:
         return False
 
 
-FORMATS = {"openai": "jsonl", "jsonl": "jsonl", "csv": "csv", "parquet": "parquet"}  # name -> how the file is written
-CONVERTED = ("csv", "parquet")  # formats that a module of `late` turns into rows
+FORMATS = {"openai": "jsonl", "jsonl": "jsonl", "csv": "csv", "parquet": "parquet"}  # of the rows -> of the file
+CONVERTED = ("csv", "parquet")  # formats that a module of `readers` converts to rows
 MAGIC = ((b"PAR1", "parquet"), (b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"))
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
-NAMES_ROWS_MAX = 1000  # rows that are looked through for a column which the first row lacks
-FIRST_ROWS_MAX = 100  # lines that are tried before the first that can be read
+NAMES_ROWS_MAX = 1000  # first rows that are searched for columns that the first one lacks
+FIRST_ROWS_MAX = 100  # lines that may be unreadable before the first readable one
 BLANK_LINES_MAX = 1_000_000  # before the first row
-FIRST_BYTES_MAX = 64 * 1024 * 1024  # of the first rows: what comes after them is not unpacked to see what a file is
+FIRST_BYTES_MAX = 64 * 1024 * 1024  # of the first rows; no more is unpacked to detect the format
 
 _members = msgspec.json.Decoder(dict[str, Raw]).decode
 
 
 class SourceFile(Struct, frozen=True):
-    """A file of a dataset and how it is to be read."""
+    """A file of a dataset and how to read it."""
 
     path: str
     format: str  # jsonl, csv, parquet
@@ -114,20 +114,20 @@ class SourceFile(Struct, frozen=True):
 
 
 class Detected(Struct, frozen=True):
-    """What a dataset seems to be; only its first row has been read."""
+    """The detected format of a dataset; only its first row has been read."""
 
     format: str  # openai, jsonl, csv, parquet
     columns: list[str]  # of a table; empty for OpenAI rows
 
 
 def detect(spec: DatasetSpec) -> Detected:
-    """What kind of dataset this is.
+    """Detect the format and the columns of a dataset.
 
     Raises: InvalidDataset (`format_mismatch`, `unknown_format`, `empty_file`, `not_jsonl`, `invalid_encoding` …).
     """
     sources = classify(spec)
     if not sources:
-        raise InvalidDataset(f"{_names(spec.paths)} is empty: there is nothing to run", code="empty_file")
+        raise InvalidDataset(f"{_describe_paths(spec.paths)} is empty: there is nothing to run", code="empty_file")
     first = sources[0]
     if first.format in CONVERTED:
         return Detected(first.format, readers.load(first.format).columns(first, spec))
@@ -138,11 +138,11 @@ def detect(spec: DatasetSpec) -> Detected:
 
 
 def names_at_first(spec: DatasetSpec) -> tuple[str, ...]:
-    """Every field name of the first rows of a JSONL dataset, in order; rows that cannot be read have none."""
-    found: dict[str, None] = {}
+    """The field names of the first rows of a JSONL dataset, in order; unreadable rows are skipped."""
+    names: dict[str, None] = {}
     for row in islice(_first_rows(classify(spec), spec), NAMES_ROWS_MAX):
-        found.update(dict.fromkeys(row))
-    return tuple(found)
+        names.update(dict.fromkeys(row))
+    return tuple(names)
 
 
 def _first_rows(sources: list[SourceFile], spec: DatasetSpec) -> Iterator[dict[str, Raw]]:
@@ -157,14 +157,14 @@ def _first_rows(sources: list[SourceFile], spec: DatasetSpec) -> Iterator[dict[s
 
 
 def classify(spec: DatasetSpec) -> list[SourceFile]:
-    """Every file that holds something, and how to read it. Raises: InvalidDataset."""
+    """Every file that is not empty, and how to read it. Raises: InvalidDataset."""
     if spec.format is not None and spec.format not in FORMATS:
         raise InvalidDataset(
-            f"there is no format {spec.format!r}; known are {', '.join(FORMATS)}", code="unknown_format"
+            f"unknown format {spec.format!r}; the formats are {', '.join(FORMATS)}", code="unknown_format"
         )
     if not spec.paths:
         raise InvalidDataset("no input file was named", code="no_input")
-    sources = [_classified(path, spec.format) for path in spec.paths if describe(path).size_bytes]
+    sources = [_classify_file(path, spec.format) for path in spec.paths if describe(path).size_bytes]
     for source in sources:
         if source.format != sources[0].format:
             raise InvalidDataset(
@@ -183,7 +183,7 @@ def columns_schema(home: Path) -> pyarrow.Schema | None:
 
 
 def lines_of(source: SourceFile, line_bytes_max: int) -> Iterator[bytes]:
-    """The lines of a source, without the BOM; one that is too long comes in pieces."""
+    """Yield the lines of a source, without the BOM; a line that is too long comes in pieces."""
     rest = b""
     first = True
     for block in blocks(source.path, source.codec, lambda _: None):
@@ -199,35 +199,34 @@ def lines_of(source: SourceFile, line_bytes_max: int) -> Iterator[bytes]:
         yield rest
 
 
-def _classified(path: str, wanted: str | None) -> SourceFile:
+def _classify_file(path: str, row_format: str | None) -> SourceFile:
     with open(path, "rb") as file:
         head = file.read(4096)
-    promised, codec = kind(path)
-    seen = next((name for magic, name in MAGIC if head.startswith(magic)), None)
-    packed = seen if seen in ("gzip", "zstd") else None
-    if codec != packed and (codec is not None or promised is not None):
-        what = f"{packed} data" if packed else f"no {codec} data"
-        raise InvalidDataset(f"{path} holds {what}, which its name does not say: rename it", code="format_mismatch")
-    written = FORMATS[wanted] if wanted is not None else promised
-    if written is None and packed is None:
-        written = (
-            "parquet" if seen == "parquet" else "jsonl" if head.removeprefix(layout.BOM).lstrip()[:1] == b"{" else None
-        )
-    if written is None:
+    named_format, named_codec = kind(path)
+    content = next((name for magic, name in MAGIC if head.startswith(magic)), None)
+    codec = content if content in ("gzip", "zstd") else None
+    if named_codec != codec and (named_codec is not None or named_format is not None):
+        data = f"{codec} data" if codec else f"no {named_codec} data"
+        raise InvalidDataset(f"{path} holds {data}, but its name says otherwise: rename it", code="format_mismatch")
+    file_format = FORMATS[row_format] if row_format is not None else named_format
+    if file_format is None and codec is None:
+        is_json = head.removeprefix(layout.BOM).lstrip()[:1] == b"{"
+        file_format = "parquet" if content == "parquet" else "jsonl" if is_json else None
+    if file_format is None:
         raise InvalidDataset(
-            f"nothing says what {path} is: name it with --format {'|'.join(FORMATS)}", code="unknown_format"
+            f"the format of {path} is unknown: name it with --format {'|'.join(FORMATS)}", code="unknown_format"
         )
-    if (seen == "parquet") != (written == "parquet"):
-        what = "is a Parquet file" if seen == "parquet" else "is no Parquet file"
-        raise InvalidDataset(f"{path} {what}, and was taken for {written}", code="format_mismatch")
-    if head.startswith(UTF16) and written != "parquet":
+    if (content == "parquet") != (file_format == "parquet"):
+        fact = "is a Parquet file" if content == "parquet" else "is not a Parquet file"
+        raise InvalidDataset(f"{path} {fact}, but its format is {file_format} by name", code="format_mismatch")
+    if head.startswith(UTF16) and file_format != "parquet":
         raise InvalidDataset(f"{path} is UTF-16; convert it with `iconv -f UTF-16 -t UTF-8`", code="invalid_encoding")
-    return SourceFile(path, written, packed)
+    return SourceFile(path, file_format, codec)
 
 
 def _first_names(sources: list[SourceFile], spec: DatasetSpec) -> list[str] | None:
-    """The field names of the first row that can be read; None where none of the first can."""
-    tried = blank = seen = 0
+    """The field names of the first readable row; None if none of the first rows is readable."""
+    unreadable = blank = seen = 0
     for source in sources:
         for line in lines_of(source, spec.line_bytes_max):
             seen += len(line)
@@ -236,13 +235,13 @@ def _first_names(sources: list[SourceFile], spec: DatasetSpec) -> list[str] | No
                 if blank > BLANK_LINES_MAX or seen > FIRST_BYTES_MAX + spec.line_bytes_max:
                     raise _no_rows(source.path)
                 continue
-            if tried == 0:
+            if unreadable == 0:
                 _refuse_other_json(source.path, line)
             try:
                 return list(_members(line))
             except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-                tried += 1
-            if tried == FIRST_ROWS_MAX or seen > FIRST_BYTES_MAX + spec.line_bytes_max:
+                unreadable += 1
+            if unreadable == FIRST_ROWS_MAX or seen > FIRST_BYTES_MAX + spec.line_bytes_max:
                 return None
     return None
 
@@ -256,7 +255,7 @@ def _no_rows(path: str) -> InvalidDataset:
 
 
 def _refuse_other_json(path: str, line: bytes) -> None:
-    """See that the file is no JSON array and no object over many lines."""
+    """Refuse a JSON array, and an object over many lines."""
     start = b"".join(line[:4096].split())[:2]
     if start in (b"[", b"[{"):
         raise InvalidDataset(
@@ -270,11 +269,11 @@ def _refuse_other_json(path: str, line: bytes) -> None:
 
 
 def _is_openai(names: list[str] | None) -> bool:
-    """A first row that cannot be read is taken for a request: then every flaw is reported."""
+    """Whether rows are requests. If the first row is unreadable they are, so that every flaw is reported."""
     if names is None:
         return True
     return {"url", "body"} <= set(names) or ("custom_id" in names and ("url" in names or "body" in names))
 
 
-def _names(paths: list[str]) -> str:
+def _describe_paths(paths: list[str]) -> str:
     return paths[0] if len(paths) == 1 else f"every one of {len(paths)} files"

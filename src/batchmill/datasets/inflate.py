@@ -1,6 +1,6 @@
-"""The bytes of a file as they are once gzip or zstd is undone, in blocks of bounded size.
+"""Reads a file and decompresses gzip or zstd, in blocks of bounded size.
 
-A file may consist of several members or frames, as `cat a.gz b.gz` makes it; one that ends early is refused.
+A file may have several members or frames, as `cat a.gz b.gz` writes them. A truncated file is refused.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from batchmill.errors import InvalidDataset
 
 BLOCK_BYTES = 1024 * 1024
 
-Advance = Callable[[int], None]  # called with the number of bytes of the file that were used
+Advance = Callable[[int], None]  # called with the number of bytes read from the file
 
 
 def blocks(path: str, codec: str | None, advance: Advance) -> Iterator[bytes]:
-    """The contents of a file. Raises: InvalidDataset (`invalid_gzip`, `invalid_zstd`)."""
+    """Yield the contents of a file. Raises: InvalidDataset (`invalid_gzip`, `invalid_zstd`)."""
     with open(path, "rb") as file:
         raw = _raw(file.read, advance)
         match codec:
@@ -40,7 +40,7 @@ def _gzip(path: str, raw: Iterator[bytes]) -> Iterator[bytes]:
     for data in raw:
         while data:
             if not within and not data.strip(b"\0"):
-                break  # zeros between and behind members are padding, as tapes leave it
+                break  # zeros between and after members are padding, as tapes write it
             within = True
             try:
                 block = member.decompress(data, BLOCK_BYTES)
@@ -52,7 +52,7 @@ def _gzip(path: str, raw: Iterator[bytes]) -> Iterator[bytes]:
             if member.eof:
                 data, member, within = member.unused_data, zlib.decompressobj(wbits=31), False
     if within:
-        rest = member.flush()  # what fitted in no block
+        rest = member.flush()  # what no block had room for
         if not member.eof:
             raise InvalidDataset(f"{path} ends in the middle of its gzip data", code="invalid_gzip")
         yield rest

@@ -1,4 +1,4 @@
-"""Reading a range of a file in chunks of whole lines, and finding out what every line of them is."""
+"""Reads a byte range of a file in chunks of whole lines, checks every line, and computes its keys and checksums."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from batchmill.types import Request, RowError
 from batchmill.wire.forms import EMBEDDINGS, RERANK, SCORE
 from batchmill.wire.json_bytes import is_too_deep, oddity, openings
 
-LEVELS = (128, 256, 512, 1024, 2048, 4096)  # bytes of a prompt; 10 bits of the key each, the shortest on top
+LEVELS = (128, 256, 512, 1024, 2048, 4096)  # bytes of a prompt; each has 10 bits of the key, the shortest the highest
 LEVEL_BITS = 10
 BYTES_A_TOKEN = 4
-OUTPUT_TOKENS_DEFAULT = 256  # of a row that sets no limit
+OUTPUT_TOKENS_DEFAULT = 256  # of a row without a limit
 COST_MAX = 2**32 - 1
 FOLD_BYTES = 16
 NO_FOLD = bytes(FOLD_BYTES)
 
-_ANSWERS_ALWAYS_ALIKE = frozenset((EMBEDDINGS, RERANK, SCORE))
+_DETERMINISTIC_URLS = frozenset((EMBEDDINGS, RERANK, SCORE))
 _EMPTY = Raw(b"")
 
 
@@ -41,7 +41,7 @@ class PlanKeys(Struct, gc=False):
 
 
 class _Head(Struct, gc=False):
-    """The parts of a body that make the prompt, in the order in which chat templates use them, and its limits."""
+    """The fields of a body that make up the prompt, in the order of chat templates, and its limits."""
 
     tools: Raw = _EMPTY
     instructions: Raw = _EMPTY
@@ -65,14 +65,14 @@ class _Head(Struct, gc=False):
         return b"".join((*parts, self.query, self.documents, self.text_1, self.text_2))
 
     def output_tokens(self, url: str) -> int:
-        if url in _ANSWERS_ALWAYS_ALIKE:
+        if url in _DETERMINISTIC_URLS:
             return 0
         limit = self.max_completion_tokens or self.max_tokens or self.max_output_tokens or OUTPUT_TOKENS_DEFAULT
         return limit * (self.n or 1)
 
     def is_deterministic(self, url: str) -> bool:
-        """A conversation is state at the service: what it answers may change between two equal rows."""
-        return url in _ANSWERS_ALWAYS_ALIKE or (self.temperature == 0 and not self.conversation)
+        """Whether equal rows get equal results. A conversation is state at the service: it changes between rows."""
+        return url in _DETERMINISTIC_URLS or (self.temperature == 0 and not self.conversation)
 
 
 _head = msgspec.json.Decoder(_Head).decode
@@ -81,10 +81,10 @@ _exact = msgspec.json.Decoder(float_hook=lambda digits: Raw(digits.encode())).de
 
 
 def of_request(request: Request, target: int, fold: Fold) -> PlanKeys:
-    """The keys of a request that a language model answers; its body has been checked."""
+    """The keys of a request to a language model; its body has been checked."""
     try:
         head = _head(request.body)
-    except msgspec.ValidationError:  # a field that this path does not know, and that elsewhere has another type
+    except msgspec.ValidationError:  # an unchecked field has the name, but not the type, of one of _Head
         return PlanKeys(prefix_of(request.body), min(len(request.body) // BYTES_A_TOKEN, COST_MAX))
     text = head.text() or request.body
     cost = len(text) // BYTES_A_TOKEN + head.output_tokens(request.url)
@@ -95,14 +95,14 @@ def of_request(request: Request, target: int, fold: Fold) -> PlanKeys:
 
 
 def of_arguments(url: str, data: bytes, target: int, fold: Fold) -> PlanKeys:
-    """The keys of a row whose fields are a function's arguments. Only the caller knows whether it is pure."""
+    """The keys of a row whose fields are a function's arguments. The function may be impure: only `all` folds it."""
     return PlanKeys(
         0, min(len(data) // BYTES_A_TOKEN, COST_MAX), fold_of(url, data, target) if fold == "all" else NO_FOLD
     )
 
 
 def prefix_of(text: bytes) -> int:
-    """Hashes of the first 128, 256 … 4096 bytes, 10 bits a level: rows that share more of a prompt sort closer."""
+    """Hashes of the first 128, 256 … 4096 bytes, 10 bits each: rows that share more of a prompt sort closer."""
     key, crc, start = 0, 0, 0
     for level in LEVELS:
         crc = zlib.crc32(text[start:level], crc)
@@ -112,13 +112,13 @@ def prefix_of(text: bytes) -> int:
 
 
 def fold_of(url: str, body: bytes, target: int, without: str | None = None) -> bytes:
-    """128 bits that equal requests share: the model as it is resolved, and every field in a fixed order.
+    """128 bits that are equal for equal requests: a hash of the resolved model and every field, in a fixed order.
 
     `without` names the field that the target replaces.
     """
     try:
         members: dict[str, Any] = _exact(body)
-    except msgspec.ValidationError:  # a number with more digits than any reader takes: never equal to another
+    except msgspec.ValidationError:  # a number with too many digits to read: such a row equals no other
         return NO_FOLD
     members.pop(without, None)
     canonical = msgspec.json.encode(members, order="deterministic")
@@ -130,18 +130,18 @@ GROUP_LINES = 16  # lines whose brackets are counted at once
 
 
 def is_harmless(text: bytes, lines: list[bytes], lengths: list[int], *, length_max: int, depth_max: int) -> bool:
-    """Whether every line passes for sure. False: some line needs `flaw`."""
+    """Whether no line has a flaw, for sure. False: check each line with `flaw`."""
     longest = max(lengths, default=0)
     if longest > length_max or not (text.isascii() or is_utf8(text)):
         return False
-    if longest <= 2 * depth_max:  # each level takes two brackets
+    if longest <= 2 * depth_max:  # each level has two brackets
         return True
     groups = range(0, len(lines), GROUP_LINES)
     return all(_is_shallow(lines[first : first + GROUP_LINES], depth_max) for first in groups)
 
 
 def flaw(line: bytes, *, length_max: int, depth_max: int) -> RowError | None:
-    """What is wrong with a line as text: `line_too_long`, `invalid_encoding`, `nesting_too_deep`."""
+    """The flaw of a line as text: `line_too_long`, `invalid_encoding`, `nesting_too_deep`; None: it has none."""
     if len(line) > length_max and len(line.rstrip(b"\r\n")) > length_max:
         return RowError("line_too_long", f"the line is longer than {length_max} bytes")
     if not (line.isascii() or is_utf8(line)):
@@ -171,12 +171,12 @@ def _encoding_hint(line: bytes) -> str:
     return ""
 
 
-TAIL_BYTES = 64 * 1024  # read at a time behind a range, until its last line ends
+TAIL_BYTES = 64 * 1024  # read at a time after a range, until its last line ends
 BLOCK_ROWS_MAX = 65_536
 
 
 def ranges(parts: list[SourcePart]) -> Iterator[ByteRange]:
-    """Every part cut at multiples of RANGE_BYTES from its start, in order."""
+    """Split every part into ranges of RANGE_BYTES, in order."""
     number = 0
     for part in parts:
         for start in range(part.start, part.end, RANGE_BYTES):
@@ -185,7 +185,7 @@ def ranges(parts: list[SourcePart]) -> Iterator[ByteRange]:
 
 
 class Inspector:
-    """Checks lines by the rules of one order. Holds one range in memory, and one open file."""
+    """Checks lines by the rules of one order. It has one range in memory and one file open."""
 
     def __init__(self, order: SealOrder) -> None:
         self._order = order
@@ -194,9 +194,9 @@ class Inspector:
         self._fd = -1
 
     def inspect(self, range_: ByteRange) -> Iterator[ValidatedChunk | RangeEnd]:
-        """The chunks of the lines that start in a range, then its end. Raises: InputChanged, InvalidDataset."""
+        """Yield the chunks of the lines that start in a range, then its end. Raises: InputChanged, InvalidDataset."""
         self._open(range_.part.path)
-        lead = int(range_.start > range_.part.start)  # the byte before says whether a line starts here
+        lead = int(range_.start > range_.part.start)  # the byte before the range shows whether a line starts with it
         data = self._read(range_.start - lead, range_.end - range_.start + lead)
         for start, text in self._texts(range_, data, lead):
             yield self._chunk(range_.part.base + start, text)
@@ -228,7 +228,7 @@ class Inspector:
         return data
 
     def _texts(self, range_: ByteRange, data: bytes, lead: int) -> Iterator[tuple[int, bytes]]:
-        """(place in the file, whole lines) in runs of about CHUNK_BYTES."""
+        """Yield (offset in the file, whole lines) in chunks of about CHUNK_BYTES."""
         at = 0
         if lead:
             at = data.find(b"\n") + 1
@@ -246,19 +246,19 @@ class Inspector:
             at = end
 
     def _tail(self, range_: ByteRange, data: bytes, at: int) -> bytes:
-        """The rest of the last line, but no more than shows that it is too long."""
+        """The rest of the last line, or enough of it to see that the line is too long."""
         if data.endswith(b"\n"):
             return b""
         room = self._order.dataset.line_bytes_max + len(b"\r\n") - (len(data) - max(at, data.rfind(b"\n") + 1))
-        tail, place = [], range_.end
-        while room > 0 and place < range_.part.end:
-            more = self._read(place, min(TAIL_BYTES, range_.part.end - place))
+        tail, position = [], range_.end
+        while room > 0 and position < range_.part.end:
+            more = self._read(position, min(TAIL_BYTES, range_.part.end - position))
             newline = more.find(b"\n")
             if newline >= 0:
                 tail.append(more[: newline + 1])
                 break
             tail.append(more)
-            place += len(more)
+            position += len(more)
             room -= len(more)
         return b"".join(tail)
 
@@ -271,43 +271,43 @@ class Inspector:
         bulk = self._rules.bulk(lines) if harmless else None
         if bulk is not None:
             keys = KeyColumns.of_functions(bulk.targets, bulk.sizes) if self._order.keys else None
-            found = Findings(starts, array("q", map(hash, bulk.ids)), [], keys)
+            findings = Findings(starts, array("q", map(hash, bulk.ids)), [], keys)
         else:
-            found = self._look_closely(lines, starts, harmless)
-        block_rows, crcs = checksums(text, start, found.offsets)
+            findings = self._check_lines(lines, starts, harmless)
+        block_rows, crcs = checksums(text, start, findings.offsets)
         return ValidatedChunk(
             start=start,
             end=start + len(text),
             lines=len(lines),
-            rows=len(found.offsets),
+            rows=len(findings.offsets),
             block_rows=block_rows,
-            offsets=found.offsets.tobytes(),
+            offsets=findings.offsets.tobytes(),
             crcs=crcs.tobytes(),
-            ids=found.ids.tobytes(),
-            keys=found.keys.pack() if found.keys is not None else (b"", b"", b"", b""),
-            refused=found.refused,
+            ids=findings.ids.tobytes(),
+            keys=findings.keys.pack() if findings.keys is not None else (b"", b"", b"", b""),
+            refused=findings.refused,
         )
 
-    def _look_closely(self, lines: list[bytes], starts: array[int], harmless: bool) -> Findings:
+    def _check_lines(self, lines: list[bytes], starts: array[int], harmless: bool) -> Findings:
         order = self._order
-        found = Findings(array("Q"), array("q"), [], KeyColumns() if order.keys else None)
+        findings = Findings(array("Q"), array("q"), [], KeyColumns() if order.keys else None)
         for number, line in enumerate(lines):
             if not line.strip():
                 continue
-            checked = self._checked(line, harmless)
+            checked = self._check_line(line, harmless)
             if checked.error is not None:
-                row = len(found.offsets)
-                found.refused.append(RefusedRow(row, number, checked.error.code, checked.error.message))
+                row = len(findings.offsets)
+                findings.refused.append(RefusedRow(row, number, checked.error.code, checked.error.message))
             start = starts[number]
-            found.offsets.append(start)
-            # No custom_id holds a NUL, and no two lines start at one place.
+            findings.offsets.append(start)
+            # A line without a custom_id gets a unique one: no custom_id has a NUL, and no two lines have one offset.
             if self._rules.has_ids:
-                found.ids.append(hash(checked.custom_id or f"\0{start}"))
-            if found.keys is not None:
-                found.keys.append(checked, line, order)
-        return found
+                findings.ids.append(hash(checked.custom_id or f"\0{start}"))
+            if findings.keys is not None:
+                findings.keys.append(checked, line, order)
+        return findings
 
-    def _checked(self, line: bytes, harmless: bool) -> CheckedLine:
+    def _check_line(self, line: bytes, harmless: bool) -> CheckedLine:
         if not harmless:
             dataset = self._order.dataset
             error = flaw(line, length_max=dataset.line_bytes_max, depth_max=dataset.depth_max)
@@ -324,7 +324,7 @@ def _unreadable(path: str, error: OSError) -> InvalidDataset:
 
 
 class Findings:
-    """What lines turned out to be: columns with one entry a row, and the rows that were refused."""
+    """The results of checking lines: columns with one entry a row, and the refused rows."""
 
     def __init__(
         self, offsets: array[int], ids: array[int], refused: list[RefusedRow], keys: KeyColumns | None
@@ -336,14 +336,14 @@ class Findings:
 
 
 class KeyColumns:
-    """The columns that the plan is made from. A refused row has zeros: it never runs."""
+    """The columns that planning reads. A refused row has zeros: it never runs."""
 
     def __init__(self) -> None:
         self._targets, self._prefixes, self._costs, self._folds = array("H"), array("Q"), array("I"), bytearray()
 
     @classmethod
     def of_functions(cls, targets: list[int], sizes: list[int]) -> KeyColumns:
-        """The columns of rows for functions, none of which follows another: the same that `append` would write."""
+        """The columns of rows for functions, none of which is folded: the same that `append` would write."""
         columns, rows = cls(), len(targets)
         columns._targets = array("H", targets)
         columns._prefixes = array("Q", bytes(8 * rows))
@@ -375,7 +375,7 @@ class KeyColumns:
 
 
 def checksums(text: bytes, start: int, offsets: array[int]) -> tuple[int, array[int]]:
-    """Rows in a block, and crc32 of every block; a block's bytes end where the next one's start, or with the text."""
+    """The rows of a block, and the crc32 of every block. A block ends where the next one starts, or with the text."""
     rows_a_block = max(1, min(BLOCK_ROWS_MAX, len(offsets) * BLOCK_BYTES // len(text)))
     view = memoryview(text)
     starts = [offset - start for offset in offsets[::rows_a_block]]

@@ -14,19 +14,18 @@ import msgspec
 from batchmill.errors import DatasetDamaged
 
 SEAL, OFFSETS, CHUNKS, CRCS = "seal.json", "offsets.u64", "chunks.bin", "crcs.u32"
-SUMS = "sums.json"  # of these files themselves
+SUMS = "sums.json"  # checksums of these files
 REJECTED, ROWS, SCHEMA = "rejected.jsonl", "rows.jsonl", "schema.arrow"
 TARGET, PREFIX, COST, FOLD = "target.u16", "prefix.u64", "cost.u32", "fold.u64"
 KEYS = (TARGET, PREFIX, COST, FOLD)
-# Only while sealing: a hash means nothing without the seed of its process, and lists of refused rows become one.
+# Only while sealing: a hash is useless without the seed of its process, and the lists of refused rows are merged.
 HASHES, REFUSED_EARLY, REFUSED_BY_LINE = "ids.i64", "refused-early.jsonl", "refused-lines.jsonl"
 FILES = (SEAL, SUMS, OFFSETS, CHUNKS, CRCS, REJECTED, ROWS, SCHEMA, *KEYS, HASHES, REFUSED_EARLY, REFUSED_BY_LINE)
 COPIES = "source-*.jsonl"
 
-RANGE_BYTES = 8 * 1024 * 1024  # what one validator reads at a time, and what one digest of a file covers
-CHUNK_BYTES = (
-    512 * 1024
-)  # whole lines of about this much are checked at once: it bounds memory, and fits a core's cache
+RANGE_BYTES = 8 * 1024 * 1024  # what a validator reads at a time, and what one digest of a file covers
+# Whole lines of about this size are checked at once: this bounds memory, and fits the cache of a core.
+CHUNK_BYTES = 512 * 1024
 BLOCK_BYTES = 64 * 1024  # what one checksum covers, about
 
 BOM = b"\xef\xbb\xbf"
@@ -34,7 +33,7 @@ BOM = b"\xef\xbb\xbf"
 CHUNK_FIELDS = 9
 CHUNK = struct.Struct(f"<{CHUNK_FIELDS}Q")
 
-assert sys.byteorder == "little", "batchmill's files are little-endian, and are read and written as they lie in memory"
+assert sys.byteorder == "little", "batchmill's files are little-endian, and are read and written as memory holds them"
 
 
 class ChunkRecord(NamedTuple):
@@ -43,9 +42,9 @@ class ChunkRecord(NamedTuple):
     first_row: int
     rows: int
     block_rows: int  # rows in each of its blocks; the last may have fewer
-    first_block: int  # its place in `crcs.u32`
+    first_block: int  # its index in `crcs.u32`
     start: int  # where its first line starts
-    end: int  # behind its last line
+    end: int  # the end of its last line
     first_line: int  # 1-based, in its part
     lines: int  # rows and blank lines
     part: int  # which source its lines come from
@@ -57,7 +56,7 @@ Sums = dict[str, tuple[int, int]]  # name -> (bytes, crc32)
 
 
 def write_sums(home: Path, seal: bytes) -> None:
-    """Note the sums of the files in `home`, durably; the seal itself is written next."""
+    """Durably write the checksums of the files in `home` and of the seal, which the caller writes next."""
     sums: Sums = {name: _sum(home / name) for name in SUMMED if name != SEAL}
     sums[SEAL] = len(seal), zlib.crc32(seal)
     with open(home / SUMS, "wb") as file:
@@ -67,36 +66,36 @@ def write_sums(home: Path, seal: bytes) -> None:
 
 
 def faults(home: Path) -> list[str]:
-    """What is wrong with the files of a sealed dataset; empty: nothing."""
+    """The faults of the files of a sealed dataset; empty if there are none."""
     try:
         sums = msgspec.json.decode((home / SUMS).read_bytes(), type=Sums)
     except FileNotFoundError:
-        return [f"{SUMS} is gone"]
+        return [f"{SUMS} is missing"]
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return [f"{SUMS} cannot be read"]
-    found = []
+    messages = []
     for name in SUMMED:
         try:
             if sums.get(name) != _sum(home / name):
-                found.append(f"{name} is not what was written")
+                messages.append(f"{name} was changed or damaged")
         except FileNotFoundError:
-            found.append(f"{name} is gone")
+            messages.append(f"{name} is missing")
         except OSError as error:
-            found.append(f"{name} cannot be read: {error.strerror}")
-    return found
+            messages.append(f"{name} cannot be read: {error.strerror}")
+    return messages
 
 
 def check(home: Path) -> None:
-    """Raises: DatasetDamaged. Before rows are read: where one begins within a block has no other checksum."""
-    if wrong := faults(home):
-        raise damaged(home, wrong)
+    """Verify the index before rows are read: no block checksum covers the offsets of rows. Raises: DatasetDamaged."""
+    if messages := faults(home):
+        raise damaged(home, messages)
 
 
-def damaged(home: Path, what: list[str]) -> DatasetDamaged:
-    """What is said where the files in `home` are at fault, and not the input."""
+def damaged(home: Path, messages: list[str]) -> DatasetDamaged:
+    """The error for damaged files in `home`, when the input is not at fault."""
     return DatasetDamaged(
-        f"the index of the dataset in {home} is damaged ({'; '.join(what)}), the input is not to blame: "
-        f"`batchmill ledger rebuild {home.parent.name}` makes it anew from the input, then resume the job"
+        f"the index of the dataset in {home} is damaged ({'; '.join(messages)}); the input is not the cause: rebuild "
+        f"the index from the input with `batchmill ledger rebuild {home.parent.name}`, then resume the job"
     )
 
 

@@ -1,4 +1,4 @@
-"""What sealing is asked for, what it reports, and what its processes say to each other."""
+"""The order to seal a dataset, the messages between its processes, and the limits on its size."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     dataset: DatasetSpec
     form: Form | None = None  # None: OpenAI rows, or a table whose columns are a function's arguments
     targets: dict[str, tuple[int, int]] = {}  # every value that `body.model` may have
-    patterns: list[tuple[str, int, int]] = []  # of adapters that are yet to be fetched, and the target of their base
-    default: tuple[int, int] | None = (0, 0)  # for rows that name no model; None: each OpenAI row has to
-    any_model: bool = False  # rows that name an unknown model count as rows of the default
-    urls: list[frozenset[str] | None] = field(default_factory=lambda: [None])  # None: any path, and a body of any kind
-    services: list[int] = []  # numbers of the models that are run by others, and may know further fields
-    pathless: list[int] = []  # numbers of the models to which a path below /v1 means nothing: any is taken
-    features: list[list[str] | None] = []  # of each model: what its rows may ask of a service; None: anything
-    endpoint: str | None = None  # the one `url` that OpenAI rows may have
+    patterns: list[tuple[str, int, int]] = []  # of adapters that are not fetched yet, and the target of their base
+    default: tuple[int, int] | None = (0, 0)  # for rows without a model; None: each OpenAI row must name one
+    any_model: bool = False  # rows with an unknown model use the default
+    urls: list[frozenset[str] | None] = field(default_factory=lambda: [None])  # None: any path and any body
+    services: list[int] = []  # numbers of the models that remote services run; they may accept further fields
+    pathless: list[int] = []  # numbers of the models that accept any path below /v1
+    features: list[list[str] | None] = []  # of each model: the features of a service that its rows may use; None: all
+    endpoint: str | None = None  # the only `url` that OpenAI rows may have
     rows_max: int | None = None  # a dataset with more is refused
-    bytes_left: int | None = None  # what of its project's quota is left for what is written; None: no quota
-    no_room: str = ""  # what is said where that is not enough
+    bytes_left: int | None = None  # of the project's disk quota, for what is written; None: no quota
+    no_room: str = ""  # the message of the error when `bytes_left` is not enough
     keys: bool = False  # write the columns that the plan is made from
-    fold: Fold = "none"  # which rows may share an answer
-    columns_max: int | None = None  # different columns of a table whose rows may differ; None: as many as they like
+    fold: Fold = "none"  # which rows may share a result
+    columns_max: int | None = None  # different columns of a table whose rows may differ; None: no limit
     problems_max: int = 1000
     processes: int = 2
 
@@ -47,9 +47,9 @@ class SourcePart(Struct, frozen=True):
     """Lines of one source: bytes start..end of a file that is read."""
 
     number: int
-    path: str  # the file that is read
+    path: str  # the file to read
     source: str  # the file that the caller named
-    base: int  # where byte 0 of the file lies when all files are counted as one
+    base: int  # offset of the file's byte 0 in all files together
     start: int
     end: int
 
@@ -64,7 +64,7 @@ class ByteRange(Struct, frozen=True):
 
 
 class RefusedRow(Struct, frozen=True, array_like=True):
-    """A row that validation refused; `row` and `line` count from 0, in a chunk or in the whole as said there."""
+    """A row that validation refused. `row` and `line` count from 0; the field that holds it says from where."""
 
     row: int
     line: int
@@ -73,7 +73,7 @@ class RefusedRow(Struct, frozen=True, array_like=True):
 
 
 class ValidatedChunk(Struct, frozen=True, array_like=True):
-    """What a validator found in a run of whole lines: columns as packed bytes."""
+    """The results of one chunk of whole lines: columns as packed bytes."""
 
     start: int
     end: int
@@ -88,11 +88,11 @@ class ValidatedChunk(Struct, frozen=True, array_like=True):
 
 
 class RangeEnd(Struct, frozen=True, array_like=True):
-    """Every chunk of a range has been sent."""
+    """The end of a range: all its chunks have been sent."""
 
     digest: bytes  # sha256 of the range's bytes
-    names: list[str] = []  # columns that this validator saw here for the first time, where they are counted
-    adapters: list[str] = []  # as `names`: values of `body.model` that match one of the order's patterns
+    names: list[str] = []  # columns that are new to this validator, if the order limits their number
+    adapters: list[str] = []  # new values of `body.model` that match a pattern of the order
 
 
 class RangeFailed(Struct, frozen=True, array_like=True):
@@ -100,17 +100,17 @@ class RangeFailed(Struct, frozen=True, array_like=True):
 
     code: str
     message: str
-    changed: bool = False  # the file is not what it was when sealing began
+    changed: bool = False  # the file changed after sealing began
 
 
-FREE_BYTES = 1024**3  # so much may be made of any file: below that its ratio is not looked at
-LOOK_BYTES = 64 * 1024 * 1024  # between two looks at the disk
-ROW_BYTES_MIN = 11  # of a row that is converted: "{}", the end of its line, where it begins
-RESERVE_BYTES, RESERVE_SHARE = 1024**3, 50  # of the disk that is left to others: the lesser of this, and a 50th of it
+FREE_BYTES = 1024**3  # any file may unpack to this size: the ratio limits larger ones
+DISK_CHECK_BYTES = 64 * 1024 * 1024  # written between two checks of free disk space
+ROW_BYTES_MIN = 11  # of a converted row: "{}", its line end, its offset
+RESERVE_BYTES, RESERVE_SHARE = 1024**3, 50  # kept free: the lesser of 1 GiB and a 50th of the disk
 
 
 class SizeLimits:
-    """Counts what is about to be written. `on_progress` is called now and then.
+    """Counts what sealing is about to write, and enforces the limits. Calls `on_progress` after each addition.
 
     Raises: InvalidDataset (`unpacked_too_large`, `too_many_rows`), OverQuota, StorageFull.
     """
@@ -124,27 +124,27 @@ class SizeLimits:
         self._is_ratio = ratio < spec.unpacked_bytes_max
         self.rows_max = min(spec.rows_max, order.rows_max or spec.rows_max)
         self.bytes = self._rows = 0
-        self._looked = 0
+        self._disk_checked = 0
 
-    def foresee(self, rows: int) -> None:
-        """So many rows are to be converted, as their file says: refused at once where that cannot be."""
+    def check_rows(self, rows: int) -> None:
+        """Refuse a file at once if the row count in its metadata exceeds the limits."""
         if rows > self.rows_max:
             self.refuse_rows()
-        self._judge(rows * ROW_BYTES_MIN)
+        self._check_size(rows * ROW_BYTES_MIN)
 
-    def take(self, size_bytes: int, rows: int = 0) -> None:
-        """So many more bytes are about to be written, and rows."""
+    def add(self, size_bytes: int, rows: int = 0) -> None:
+        """Count bytes and rows that are about to be written."""
         self.bytes += size_bytes
         self._rows += rows
         if self._rows > self.rows_max:
             self.refuse_rows()
-        self._judge(self.bytes)
-        if self.bytes - self._looked >= LOOK_BYTES:
-            self._looked = self.bytes
-            self._see_room()
+        self._check_size(self.bytes)
+        if self.bytes - self._disk_checked >= DISK_CHECK_BYTES:
+            self._disk_checked = self.bytes
+            self._check_disk()
         self._on_progress()
 
-    def _judge(self, size_bytes: int) -> None:
+    def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self._bytes_max:
             raise self._too_large()
         left = self._order.bytes_left
@@ -152,32 +152,31 @@ class SizeLimits:
             raise OverQuota(self._order.no_room)
 
     def refuse_rows(self) -> None:
-        """Raises: InvalidDataset, with the setting that is to blame."""
+        """Raises: InvalidDataset, with the setting of the limit."""
         is_own = self._order.rows_max is not None and self.rows_max == self._order.rows_max
         setting = "server.rows_max" if is_own else "limits.rows_max"
         raise InvalidDataset(
-            f"the dataset has more than {self.rows_max:,} rows, the most that are taken at once: split it, or have "
-            f"{setting} raised",
+            f"the dataset has more than {self.rows_max:,} rows, the most of one job: split it, or raise {setting}",
             code="too_many_rows",
         )
 
     def _too_large(self) -> InvalidDataset:
         spec = self._order.dataset
         if self._is_ratio:
-            bound = f"{FREE_BYTES:,} bytes and {spec.unpacked_ratio_max:,} times the {self._source_bytes:,} it has"
+            ratio = f"{spec.unpacked_ratio_max:,} times the {self._source_bytes:,} bytes of its files"
+            limit = f"{FREE_BYTES:,} bytes and {ratio}"
             setting = "limits.unpacked_ratio_max"
         else:
-            bound, setting = f"{spec.unpacked_bytes_max:,} bytes", "limits.unpacked_bytes_max"
+            limit, setting = f"{spec.unpacked_bytes_max:,} bytes", "limits.unpacked_bytes_max"
         return InvalidDataset(
-            f"the dataset with its index becomes more than {bound} when it is unpacked: split it, or have {setting} "
-            "raised",
+            f"the dataset with its index takes more than {limit} once it is unpacked: split it, or raise {setting}",
             code="unpacked_too_large",
         )
 
-    def _see_room(self) -> None:
+    def _check_disk(self) -> None:
         disk = os.statvfs(self._home)
         reserve = min(RESERVE_BYTES, disk.f_blocks * disk.f_frsize // RESERVE_SHARE)
         if disk.f_bavail * disk.f_frsize < reserve:
             raise StorageFull(
-                f"no space is left to unpack the dataset in {self._home}: {reserve:,} bytes of the disk are for others"
+                f"no space is left to unpack the dataset in {self._home}: {reserve:,} bytes of the disk are kept free"
             )

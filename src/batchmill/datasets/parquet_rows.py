@@ -1,8 +1,8 @@
-"""Parquet becomes rows: every record as a JSON object that keeps what JSON can say exactly.
+"""Reads Parquet: every record becomes a JSON object that keeps values exactly where JSON can.
 
 Integers, floats, strings, booleans, nulls, lists, structs and maps with text keys are what they are in JSON; decimals
 are numbers with their exact digits; dates, times and timestamps are ISO 8601 text (UTC where they have a zone);
-durations count their own unit; binary is base64; NaN and infinity are null. The only file that needs pyarrow.
+durations count their own unit; binary is base64; NaN and infinity are null. The only module here that imports pyarrow.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from batchmill.types import DatasetSpec
 
 COLUMNS_MAX = 10_000
 ROW_GROUPS_MAX = 1_000_000
-BATCH_BYTES = 8 * 1024 * 1024  # of rows that are in memory at once, by the file's own account
+BATCH_BYTES = 8 * 1024 * 1024  # of rows in memory at once, by the sizes in the file's metadata
 BATCH_ROWS_MAX = 8192
-BATCH_CELLS_MAX = 1_000_000  # of a batch, however few bytes they have
-MEMORY_BYTES = 2 * 1024**3  # beyond what the process has, while a file is read: a page may claim to be 2 GiB long
+BATCH_CELLS_MAX = 1_000_000  # of a batch, even if they are small
+MEMORY_BYTES = 2 * 1024**3  # more than the process uses, while it reads a file: a page may claim to be 2 GiB long
 BUFFERS_BYTES = 64 * 1024 * 1024  # of all columns together
 READ_BYTES = 1024 * 1024
 BUFFER_BYTES_MIN = 16 * 1024
@@ -51,7 +51,7 @@ def columns(source: SourceFile, spec: DatasetSpec) -> list[str]:
 
 
 def keep_schema(source: SourceFile, path: Path) -> None:
-    """Write the schema where results will look for it. Raises: InvalidDataset when another file's schema is there."""
+    """Write the schema for the results. Raises: InvalidDataset when an earlier file has another schema."""
     with _open(source.path) as file:
         schema = file.schema_arrow.remove_metadata()
     if path.exists() and not read_schema(path).equals(schema):
@@ -71,16 +71,17 @@ def read_schema(path: Path) -> pa.Schema:
 
 
 def rows_in(path: str) -> int:
-    """As the file itself says. Raises: InvalidDataset where it cannot be read."""
+    """The number of rows in the file's metadata. Raises: InvalidDataset where it cannot be read."""
     with _open(path) as file:
         return file.metadata.num_rows
 
 
 def convert(source: SourceFile, spec: DatasetSpec, expected: list[str], advance: Advance) -> Iterator[Converted]:
-    """Every record as a JSON object. Raises: InvalidDataset where the file cannot be read."""
+    """Yield every record as a JSON object. Raises: InvalidDataset where the file cannot be read."""
     with _open(source.path) as file:
-        texts, each = _text_columns(file), BUFFERS_BYTES // max(1, file.metadata.num_columns)
-    with _bounded_memory(), _open(source.path, texts, max(BUFFER_BYTES_MIN, min(READ_BYTES, each))) as file:
+        dictionaries, column_bytes = _text_columns(file), BUFFERS_BYTES // max(1, file.metadata.num_columns)
+    buffer_bytes = max(BUFFER_BYTES_MIN, min(READ_BYTES, column_bytes))
+    with _bounded_memory(), _open(source.path, dictionaries, buffer_bytes) as file:
         rows_total, size, done = file.metadata.num_rows, os.path.getsize(source.path), 0
         try:
             for batch in file.iter_batches(batch_size=_batch_rows(file)):
@@ -100,14 +101,14 @@ def convert(source: SourceFile, spec: DatasetSpec, expected: list[str], advance:
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """What is read meanwhile may take so much more memory than the process has; more of it fails, and here."""
+    """Limit the memory of the process to MEMORY_BYTES more than it uses now; reading more fails."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with open("/proc/self/statm", "rb") as file:
-        held = int(file.read().split()[5]) * resource.getpagesize()
-    wanted = held + MEMORY_BYTES
+        used = int(file.read().split()[5]) * resource.getpagesize()
+    limit = used + MEMORY_BYTES
     if before[1] != resource.RLIM_INFINITY:
-        wanted = min(wanted, before[1])
-    resource.setrlimit(resource.RLIMIT_DATA, (wanted, before[1]))
+        limit = min(limit, before[1])
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
     try:
         yield
     finally:
@@ -115,13 +116,13 @@ def _bounded_memory() -> Iterator[None]:
 
 
 def _text_columns(file: pq.ParquetFile) -> list[str]:
-    """The columns of texts and bytes: read as numbers of their dictionary, one long value is in memory once."""
+    """The columns of text and bytes. Read as dictionaries, they hold a repeated value in memory once."""
     kinds = (_types.is_string, _types.is_large_string, _types.is_binary, _types.is_large_binary)
     return [field.name for field in file.schema_arrow if any(is_kind(field.type) for is_kind in kinds)]
 
 
 def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """A batch cut so that no piece has more than about BATCH_BYTES, once dictionaries are undone."""
+    """Split a batch into pieces of about BATCH_BYTES at most, once dictionaries are decoded."""
     sizes = None
     for column in batch.columns:
         if _types.is_dictionary(column.type):
@@ -130,12 +131,12 @@ def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     if sizes is None or pc.sum(sizes).as_py() <= BATCH_BYTES:
         yield batch
         return
-    start = held = 0
+    start = piece_bytes = 0
     for at, size in enumerate(sizes.to_pylist()):
-        if held and held + size > BATCH_BYTES:
+        if piece_bytes and piece_bytes + size > BATCH_BYTES:
             yield batch.slice(start, at - start)
-            start, held = at, 0
-        held += size
+            start, piece_bytes = at, 0
+        piece_bytes += size
     yield batch.slice(start)
 
 
@@ -170,7 +171,7 @@ def _broken(path: str, error: Exception) -> InvalidDataset:
 
 
 def _batch_rows(file: pq.ParquetFile) -> int:
-    """Rows in a batch: about BATCH_BYTES of the widest row group."""
+    """The rows of a batch: about BATCH_BYTES of the row group with the longest rows."""
     groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
     widest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=1)
     cells = BATCH_CELLS_MAX // max(1, file.metadata.num_columns)
@@ -197,7 +198,7 @@ Convert = Callable[[pa.Array], list[Any]]
 
 
 def _converter(kind: pa.DataType, where: str) -> Convert:
-    """What turns arrays of a type into values that JSON has. Raises: InvalidDataset (`unsupported_type`)."""
+    """The function that converts arrays of a type to JSON values. Raises: InvalidDataset (`unsupported_type`)."""
     if isinstance(kind, pa.BaseExtensionType):
         inner = _converter(kind.storage_type, where)
         return lambda array: inner(array.storage)
@@ -213,7 +214,7 @@ def _converter(kind: pa.DataType, where: str) -> Convert:
     for matches, convert_leaf in _LEAVES:
         if matches(kind):
             return convert_leaf
-    raise InvalidDataset(f"{where} has the type {kind}, which JSON has no form for", code="unsupported_type")
+    raise InvalidDataset(f"{where} has the type {kind}, which JSON cannot express", code="unsupported_type")
 
 
 def _struct(kind: pa.StructType, where: str) -> Convert:
@@ -221,7 +222,7 @@ def _struct(kind: pa.StructType, where: str) -> Convert:
     inner = [_converter(field.type, where) for field in kind]
 
     def convert_struct(array: pa.StructArray) -> list[Any]:
-        fields = [turn(array.field(number)) for number, turn in enumerate(inner)]
+        fields = [convert_field(array.field(number)) for number, convert_field in enumerate(inner)]
         valid = array.is_valid().to_pylist()
         values = zip(*fields, strict=True) if fields else ((),) * len(array)
         return [dict(zip(names, value, strict=True)) if ok else None for ok, value in zip(valid, values, strict=True)]
@@ -260,7 +261,7 @@ def _values(array: pa.Array) -> list[Any]:
 
 
 def _timestamps(array: pa.TimestampArray) -> list[Any]:
-    """ISO 8601 with as many digits as the unit has. %S carries the fraction; a zone becomes UTC."""
+    """ISO 8601 with as many digits as the unit has. %S includes the fraction; times with a zone become UTC."""
     zoned = array.type.tz is not None
     naive = array.cast(pa.timestamp(array.type.unit, "UTC")).cast(pa.int64()).cast(pa.timestamp(array.type.unit))
     return pc.strftime(naive, format="%Y-%m-%dT%H:%M:%SZ" if zoned else "%Y-%m-%dT%H:%M:%S").to_pylist()
@@ -315,7 +316,7 @@ _LEAVES: tuple[tuple[Callable[[pa.DataType], bool], Convert], ...] = (
 
 
 def values(path: Path, rows: int) -> Iterator[dict[str, Any]]:
-    """Every row of a file as Python values, read so many at a time."""
+    """Yield every row of a file as Python values; `rows` are read at a time."""
     with pq.ParquetFile(path) as file:
         for batch in file.iter_batches(rows):
             yield from batch.to_pylist()

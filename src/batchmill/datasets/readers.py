@@ -1,4 +1,4 @@
-"""The modules of this package that import something heavy, loaded when a dataset needs them."""
+"""Loads the modules of this package with heavy imports only when a dataset needs them."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ MODULES = {
 
 
 def load(name: str) -> Any:
-    """A module of the table. Raises: InvalidDataset (`missing_dependency`)."""
+    """Load a module of MODULES. Raises: InvalidDataset (`missing_dependency`)."""
     return require(MODULES[name], f"reading {name.capitalize()}", InvalidDataset)

@@ -1,6 +1,6 @@
-"""Reading rows of a sealed dataset, every byte of them verified against the checksums of the seal.
+"""Reads rows of a sealed dataset, and verifies every byte against the checksums of the seal.
 
-Workers read with it: it imports nothing heavy.
+Workers use it: it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class RowBlock(Struct, gc=False):
     """Verified bytes of whole rows. `starts` has one entry more than there are rows: the end of the last."""
 
     first: int
-    last: int  # behind the last row
+    last: int  # the number after the last row
     data: bytes
-    starts: array[int]  # in all files, as `data` starts at starts[0]
+    starts: array[int]  # offsets in all files; `data` starts at starts[0]
 
     def row(self, number: int) -> bytes:
         at, base = number - self.first, self.starts[0]
@@ -56,9 +56,9 @@ class RowBlock(Struct, gc=False):
         at, count, base = first - self.first, last - first, self.starts[0]
         text = self.data[self.starts[at] - base : self.starts[at + count] - base]
         lines = io.BytesIO(text).readlines()
-        if len(lines) == count:  # every row has a line at least: so each has just one
+        if len(lines) == count:  # every row has at least one line: so each has one
             return list(map(bytes.strip, lines))
-        return [self.row(number) for number in range(first, last)]  # blank lines lie between
+        return [self.row(number) for number in range(first, last)]  # there are blank lines between
 
 
 class SealedRows:
@@ -102,28 +102,28 @@ class SealedRows:
     def read(self, first: int, last: int) -> list[bytes]:
         """Rows first <= n < last: JSON objects without BOM and line end. Raises: InputChanged."""
         assert 0 <= first <= last <= self.rows, (first, last, self.rows)
-        found: list[bytes] = []
+        lines: list[bytes] = []
         while first < last:
             chunk = self.chunk_of(first)
             end = min(last, chunk.first_row + chunk.rows)
             from_block = (first - chunk.first_row) // chunk.block_rows
             to_block = (end - 1 - chunk.first_row) // chunk.block_rows + 1
-            found += self._verified(chunk, from_block, to_block).slice(first, end)
+            lines += self._verified(chunk, from_block, to_block).slice(first, end)
             first = end
-        return found
+        return lines
 
     def read_many(self, numbers: Sequence[int]) -> list[bytes]:
-        """Rows in any order; verified blocks are kept for the next ones. Raises: InputChanged."""
-        found = []
+        """Rows in any order. Verified blocks are cached for later calls. Raises: InputChanged."""
+        lines = []
         block: RowBlock | None = None
         for number in numbers:
             if block is None or not block.first <= number < block.last:
                 block = self._block_of(number)
-            found.append(block.row(number))
-        return found
+            lines.append(block.row(number))
+        return lines
 
     def chunk_of(self, row: int) -> ChunkRecord:
-        """The chunk that a row lies in."""
+        """The chunk that contains a row."""
         assert 0 <= row < self.rows, (row, self.rows)
         chunks = self._chunks
         number = bisect_right(self._chunk_numbers, row, key=lambda n: chunks[n * CHUNK_FIELDS]) - 1
@@ -133,7 +133,7 @@ class SealedRows:
         return chunk
 
     def line_of(self, row: int) -> int:
-        """The 1-based line of a row in its source, as it is read."""
+        """The 1-based line of a row in the file that is read."""
         chunk = self.chunk_of(row)
         if chunk.lines == chunk.rows:
             return chunk.first_line + row - chunk.first_row
@@ -156,16 +156,16 @@ class SealedRows:
         chunk = self.chunk_of(row)
         block = (row - chunk.first_row) // chunk.block_rows
         number = chunk.first_block + block
-        found = self._cache.get(number)
-        if found is not None:
+        verified = self._cache.get(number)
+        if verified is not None:
             self._cache.move_to_end(number)
-            return found
-        found = self._verified(chunk, block, block + 1)
-        self._cache[number] = found
-        self._cache_bytes += len(found.data)
+            return verified
+        verified = self._verified(chunk, block, block + 1)
+        self._cache[number] = verified
+        self._cache_bytes += len(verified.data)
         while self._cache_bytes > CACHE_BYTES_MAX and len(self._cache) > 1:
             self._cache_bytes -= len(self._cache.popitem(last=False)[1].data)
-        return found
+        return verified
 
     def _verified(self, chunk: ChunkRecord, from_block: int, to_block: int) -> RowBlock:
         """The rows of blocks from_block <= b < to_block of a chunk, read and checked."""
@@ -174,7 +174,7 @@ class SealedRows:
         rows = min((to_block - from_block) * chunk.block_rows, rows_left)
         starts = self._u64(first, first + rows + 1)
         if rows == rows_left:
-            starts[-1] = chunk.end  # the next row may lie behind blank lines, or in the next file
+            starts[-1] = chunk.end  # the next row may follow blank lines, or be in the next file
         base = starts[0]
         if not chunk.start <= base <= starts[-1] <= chunk.end:
             raise self._changed(0, first, first + rows)
@@ -189,7 +189,7 @@ class SealedRows:
         return RowBlock(first, first + rows, data, starts)
 
     def _pread(self, start: int, end: int, first: int, last: int) -> bytes:
-        """Bytes start..end of all files; they lie in one file."""
+        """Bytes start..end, counted in all files; they are in one file."""
         number = bisect_right(self._bases, start) - 1
         fd = self._files.get(number)
         if fd is None:
@@ -200,7 +200,7 @@ class SealedRows:
         return data
 
     def _open(self, number: int, first: int, last: int) -> int:
-        """A file that still has its size. Time and inode may differ: then the checksums decide."""
+        """Open a file that still has its size. Its time and inode may differ: the checksums decide."""
         file = self._seal.files[number]
         try:
             fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -212,23 +212,23 @@ class SealedRows:
         return fd
 
     def _changed(self, start: int, first: int, last: int) -> InputChanged:
-        wrong = faults(self._home)
-        if wrong:
-            return damaged(self._home, wrong)
+        index_faults = faults(self._home)
+        if index_faults:
+            return damaged(self._home, index_faults)
         path = self._seal.files[bisect_right(self._bases, start) - 1].path
         if Path(path).parent == self._home:
-            return damaged(self._home, [f"{Path(path).name} is not what was written"])
+            return damaged(self._home, [f"{Path(path).name} was changed or damaged"])
         return InputChanged(
-            f"{path} changed since it was sealed (rows {first} to {last - 1} are not what they were); "
+            f"{path} changed since it was sealed (rows {first} to {last - 1} differ); "
             "restore it, or start over with --restart"
         )
 
     def _u64(self, first: int, last: int) -> array[int]:
-        found = array("Q")
-        found.frombytes(os.pread(self._offsets, (last - first) * OFFSET_BYTES, first * OFFSET_BYTES))
-        return found
+        offsets = array("Q")
+        offsets.frombytes(os.pread(self._offsets, (last - first) * OFFSET_BYTES, first * OFFSET_BYTES))
+        return offsets
 
     def _u32(self, first: int, last: int) -> array[int]:
-        found = array("I")
-        found.frombytes(os.pread(self._crcs, (last - first) * CRC_BYTES, first * CRC_BYTES))
-        return found
+        crcs = array("I")
+        crcs.frombytes(os.pread(self._crcs, (last - first) * CRC_BYTES, first * CRC_BYTES))
+        return crcs

@@ -1,6 +1,6 @@
-"""Sealing: every row of a dataset read once, checked, indexed and checksummed; `seal.json` is written last.
+"""Seals a dataset: reads, checks, indexes and checksums every row once, and writes `seal.json` last.
 
-It runs in a child of the owner. Memory does not grow with the files: rows are on their way in ranges.
+It runs in a child process of the owner. Rows are processed in ranges, so that memory does not grow with the files.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from batchmill.datasets import layout, readers
-from batchmill.datasets.conversion import Material, Tables, convert, copied, in_place
-from batchmill.datasets.fan_out import VALIDATOR_DIED, Crew, validators
+from batchmill.datasets.conversion import Material, Tables, convert, copy_sources, read_in_place
+from batchmill.datasets.fan_out import VALIDATOR_DIED, ValidatorPool, validators
 from batchmill.datasets.formats import Detected, classify, describe, detect, names_at_first, unchanged
 from batchmill.datasets.orders import RangeEnd, SealOrder, SizeLimits, ValidatedChunk
 from batchmill.datasets.sealed import SealedRows
@@ -26,11 +26,11 @@ from batchmill.wire.native import SealReport
 
 __all__ = ["SealOrder", "SealReport", "seal"]
 
-COPY_SHARE = 0.5  # of the progress, where rows are copied or converted first
+COPY_SHARE = 0.5  # of the progress, if rows are copied or converted first
 
 
-def seal_patiently(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
-    """As `seal`; anew, once, where a validator died: it was killed from outside, perhaps."""
+def seal_with_retry(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
+    """Call `seal`, and once more if a validator died: something else may have killed it."""
     try:
         return seal(order, home, progress)
     except InvalidDataset as error:
@@ -40,7 +40,7 @@ def seal_patiently(order: SealOrder, home: Path, progress: Callable[[float], Non
 
 
 def seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
-    """Seal a dataset into `home`, an existing directory; what an earlier attempt left there is replaced.
+    """Seal a dataset into `home`, an existing directory. The files of an earlier attempt are replaced.
 
     Args: progress: called with the share that is done, 0 to 1, every few MiB.
     Raises: InvalidDataset when a file as a whole cannot be read; InputChanged when one changes meanwhile; StorageFull.
@@ -48,7 +48,7 @@ def seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Sea
     try:
         return _seal(order, home, progress)
     except BatchmillError:
-        clear(home)  # the unpacked files of a refused dataset are useless
+        clear(home)  # the files of a refused dataset are useless
         raise
     except OSError as error:
         clear(home)
@@ -63,16 +63,16 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
     order = _with_form(order, detected)
     clear(home)
     steps = _ProgressSteps(progress)
-    allowance = SizeLimits(order, home, sum(source.size_bytes for source in sources), steps.again)
-    material, progress = _material(order, detected, home, steps.progress, allowance)
-    with Tables(home, order, material, allowance) as tables:
+    size_limits = SizeLimits(order, home, sum(source.size_bytes for source in sources), steps.repeat)
+    material, progress = _material(order, detected, home, steps.progress, size_limits)
+    with Tables(home, order, material, size_limits) as tables:
         digests, adapters = _check_rows(order, material, tables, progress)
         if tables.rows == 0:
             raise InvalidDataset("the dataset has no rows: there is nothing to run", code="empty_file")
         if material.converted:
             digests = [digest for source in sources for digest in _digests(source)]
-        _see_unchanged([*sources, *material.files])
-        sealed = Seal(
+        _check_unchanged([*sources, *material.files])
+        new_seal = Seal(
             rows=tables.rows,
             bytes=sum(file.size_bytes for file in material.files),
             sha256=hashlib.sha256(b"".join(digests)).hexdigest(),
@@ -81,12 +81,12 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
             files=material.files,
             sources=sources,
         )
-        report = tables.finish(sealed, _duplicates if detected.format == "openai" else None)
+        report = tables.finish(new_seal, _duplicates if detected.format == "openai" else None)
         return msgspec.structs.replace(report, adapters=sorted(adapters))
 
 
 class _ProgressSteps:
-    """Reports progress also while it does not change, so that the caller can check what was written meanwhile."""
+    """Reports progress even if it is unchanged, so that the caller can check what was written since."""
 
     def __init__(self, progress: Callable[[float], None]) -> None:
         self._progress, self._share = progress, 0.0
@@ -95,7 +95,7 @@ class _ProgressSteps:
         self._share = share
         self._progress(share)
 
-    def again(self) -> None:
+    def repeat(self) -> None:
         self._progress(self._share)
 
 
@@ -105,7 +105,7 @@ def digest(paths: list[str]) -> str:
 
 
 def clear(home: Path) -> None:
-    """Remove what an attempt that was cut off, or refused, left here."""
+    """Remove the files of an interrupted or refused attempt."""
     for name in layout.FILES:
         (home / name).unlink(missing_ok=True)
     for copy in home.glob(layout.COPIES):
@@ -113,21 +113,21 @@ def clear(home: Path) -> None:
 
 
 def _with_form(order: SealOrder, detected: Detected) -> SealOrder:
-    """The order with the form that its rows have. Raises: InvalidDataset when they cannot have it."""
+    """Add the detected form of the rows to the order. Raises: InvalidDataset if they do not fit the order."""
     form = order.form
     if form is None:
         form = OpenAIForm() if detected.format == "openai" else TableForm()
     if isinstance(form, OpenAIForm) != (detected.format == "openai"):
         raise InvalidDataset(
-            f"the rows are {'OpenAI requests' if detected.format == 'openai' else 'a table'}, which does not fit what "
-            "was asked for: a prompt is for the columns of a table",
+            f"the rows are {'OpenAI requests' if detected.format == 'openai' else 'a table'}, which does not fit the "
+            "order: a prompt needs the columns of a table",
             code="form_mismatch",
         )
     if isinstance(form, TableForm) and form.prompt is None and order.default is None:
-        raise InvalidDataset("the rows are a table: say which model they are for", code="missing_model")
+        raise InvalidDataset("the rows are a table, which names no model: name one", code="missing_model")
     if isinstance(form, TableForm) and form.prompt is None and order.urls[order.default[0]] is not None:
         raise InvalidDataset(
-            "the rows are a table, and no requests by themselves: say how its columns become one with --prompt "
+            "the rows are a table, and the model needs requests: set how its columns become one with --prompt "
             '"… {column} …"',
             code="missing_prompt",
         )
@@ -136,15 +136,15 @@ def _with_form(order: SealOrder, detected: Detected) -> SealOrder:
         check_form(order)
     except InvalidRow as error:
         raise InvalidDataset(f"the rendered rows are not valid requests: {error.message}", code=error.code) from None
-    if flaw := _flaw_of_all(order.dataset, form, detected):
+    if flaw := _table_flaw(order.dataset, form, detected):
         raise InvalidDataset(flaw.message, code=flaw.code)
     return order
 
 
-def _flaw_of_all(spec: DatasetSpec, form: Form, detected: Detected) -> InvalidRow | None:
-    """What is wrong with the columns of a table as a whole: reported once, not for every row.
+def _table_flaw(spec: DatasetSpec, form: Form, detected: Detected) -> InvalidRow | None:
+    """The flaw of the columns of a whole table, reported once, not for every row; None: there is none.
 
-    Rows of a JSONL table may differ: only a column that none of the first has is missed in all of them.
+    Rows of a JSONL table may differ: a column counts as missing in the table only if none of the first rows has it.
     """
     if detected.format in ("csv", "parquet"):
         return column_flaw(tuple(detected.columns), form)
@@ -155,15 +155,15 @@ def _flaw_of_all(spec: DatasetSpec, form: Form, detected: Detected) -> InvalidRo
 
 
 def _material(
-    order: SealOrder, detected: Detected, home: Path, progress: Callable[[float], None], allowance: SizeLimits
+    order: SealOrder, detected: Detected, home: Path, progress: Callable[[float], None], size_limits: SizeLimits
 ) -> tuple[Material, Callable[[float], None]]:
-    """What is read, and the progress that is left for reading it."""
+    """The files to read, and the progress callback for reading them."""
     spec = order.dataset
     sources = classify(spec)
     paths = [source.path for source in sources]
     plain = all(source.format == "jsonl" and source.codec is None for source in sources)
     if plain and not spec.copy:
-        return in_place(paths), progress
+        return read_in_place(paths), progress
 
     def converting(share: float) -> None:
         progress(share * COPY_SHARE)
@@ -172,51 +172,51 @@ def _material(
         progress(COPY_SHARE + share * (1 - COPY_SHARE))
 
     if plain:
-        return copied(paths, home, converting), reading
-    return convert(sources, spec, detected.columns, home, converting, allowance), reading
+        return copy_sources(paths, home, converting), reading
+    return convert(sources, spec, detected.columns, home, converting, size_limits), reading
 
 
 def _check_rows(
     order: SealOrder, material: Material, tables: Tables, progress: Callable[[float], None]
 ) -> tuple[list[bytes], set[str]]:
-    """Have every line checked and keep what is found; the digests of the ranges, and adapters yet to be fetched."""
+    """Check every line and store the results. Returns: the digests of the ranges, and the adapters to fetch."""
     total = sum(part.end - part.start for part in material.parts)
     digests = []
     names: set[str] = set()
     adapters: set[str] = set()
     done = 0
-    with validators(order, total) as checkers:
-        for range_, found in checkers.findings(material.parts):
-            match found:
+    with validators(order, total) as validator:
+        for range_, result in validator.check(material.parts):
+            match result:
                 case ValidatedChunk():
-                    tables.add(found, range_.part)
-                case RangeEnd(digest=digest, names=new, adapters=wanted):
-                    names.update(new)
-                    _see_few(names, order.columns_max)
-                    adapters.update(wanted)
-                    _see_few_adapters(adapters)
-                    if isinstance(checkers, Crew) and not digests and tables.has_ids:
-                        readers.load("duplicates")  # numpy loads while the validators are at work
+                    tables.add(result, range_.part)
+                case RangeEnd(digest=digest, names=new_names, adapters=new_adapters):
+                    names.update(new_names)
+                    _check_columns_max(names, order.columns_max)
+                    adapters.update(new_adapters)
+                    _check_adapters_max(adapters)
+                    if isinstance(validator, ValidatorPool) and not digests and tables.has_ids:
+                        readers.load("duplicates")  # imports numpy while the validators work
                     digests.append(digest)
                     done += range_.end - range_.start
                     progress(done / total)
     return digests, adapters
 
 
-def _see_few(names: set[str], columns_max: int | None) -> None:
+def _check_columns_max(names: set[str], columns_max: int | None) -> None:
     if columns_max is not None and len(names) > columns_max:
         raise InvalidDataset(
-            f"the rows have more than {columns_max} different columns, too many for a table: name the output .jsonl, "
-            "which needs none",
+            f"the rows have more than {columns_max} different columns, too many for a table: write the results to a "
+            ".jsonl file, which has no columns",
             code="too_many_columns",
         )
 
 
-def _see_few_adapters(adapters: set[str]) -> None:
+def _check_adapters_max(adapters: set[str]) -> None:
     if len(adapters) > ADAPTERS_MAX:
         raise InvalidDataset(
-            f"the rows name more than {ADAPTERS_MAX:,} adapters of a model hub, such as {min(adapters)!r}, the most "
-            "that are fetched for one job: split the dataset, or register them before",
+            f"the rows name more than {ADAPTERS_MAX:,} adapters of a model hub, such as {min(adapters)!r}. One job "
+            "fetches no more: split the dataset, or register the adapters first",
             code="too_many_adapters",
         )
 
@@ -231,7 +231,7 @@ def _digests(source: SealedFile) -> Iterator[bytes]:
             yield hashlib.sha256(block).digest()
 
 
-def _see_unchanged(files: list[SealedFile]) -> None:
+def _check_unchanged(files: list[SealedFile]) -> None:
     for file in files:
         if not unchanged(file):
             raise InputChanged(f"{file.path} changed while it was read; run the command again")

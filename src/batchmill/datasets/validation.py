@@ -1,4 +1,4 @@
-"""The rules for one line: OpenAI batch rows, and rows of a table. They know bytes, no files and no line numbers."""
+"""The rules for one line: OpenAI batch rows, and rows of a table. They know bytes, but not files or line numbers."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from batchmill.types import Request, Row, RowError
 from batchmill.wire.forms import RowLine, TableForm
 from batchmill.wire.json_bytes import has_odd_numbers
 
-ADAPTERS_MAX = 10_000  # that the rows of one dataset may have fetched
-ID_CHARS_MAX = 190  # with its version it is the name of an adapter
+ADAPTERS_MAX = 10_000  # that may be fetched for the rows of one dataset
+ID_CHARS_MAX = 190  # with its version it becomes the name of an adapter
 _PART = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?"
 _HUB_ID = re.compile(f"{_PART}/{_PART}")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a model hub may have something under this name: OWNER/NAME."""
+    """Whether a name has the form of a model hub id: OWNER/NAME."""
     return len(name) <= ID_CHARS_MAX and _HUB_ID.fullmatch(name) is not None
 
 
 class HubPatterns:
-    """Which model an adapter is for, by the patterns of their ids; of two that match the first counts."""
+    """Finds the base model of an adapter by patterns for adapter ids; the first pattern that matches wins."""
 
     def __init__(self, patterns: Iterable[tuple[str, int, int]]) -> None:
-        """(pattern, number of the model, number of its target) each, as in SealOrder."""
+        """Args: patterns: (pattern, number of the model, number of its target), as in SealOrder."""
         self._patterns = [(re.compile(translate(text)), (model, target)) for text, model, target in patterns]
 
     def base_of(self, name: str) -> tuple[int, int] | None:
-        """The model, and the target, of the base that an adapter of this id is for; None: it may not be fetched."""
+        """The model and the target of the base for an adapter id; None: the adapter may not be fetched."""
         if self._patterns and is_hub_id(name):
             for pattern, base in self._patterns:
                 if pattern.fullmatch(name):
@@ -46,27 +46,27 @@ class HubPatterns:
         return None
 
 
-class WantedAdapters:
-    """Those that rows name. Beyond ADAPTERS_MAX no more are noted: the dataset is refused then."""
+class NamedAdapters:
+    """Collects the adapters that rows name, up to one more than ADAPTERS_MAX: such a dataset is refused."""
 
     def __init__(self, patterns: Sequence[tuple[str, int, int]]) -> None:
         self._patterns = HubPatterns(patterns)
-        self._found: dict[str, tuple[int, int]] = {}
+        self._bases: dict[str, tuple[int, int]] = {}
         self._new: list[str] = []
 
     def base_of(self, name: str) -> tuple[int, int] | None:
-        """As `HubPatterns.base_of`; the name is noted."""
-        found = self._found.get(name)
-        if found is not None:
-            return found
+        """As `HubPatterns.base_of`; also collects the name."""
+        known_base = self._bases.get(name)
+        if known_base is not None:
+            return known_base
         base = self._patterns.base_of(name)
-        if base is not None and len(self._found) <= ADAPTERS_MAX:
-            self._found[name] = base
+        if base is not None and len(self._bases) <= ADAPTERS_MAX:
+            self._bases[name] = base
             self._new.append(name)
         return base
 
     def new(self) -> list[str]:
-        """What was noted since the last call."""
+        """The names collected since the last call."""
         names, self._new = self._new, []
         return names
 
@@ -76,14 +76,14 @@ URL_CHARS_MAX = 2048
 SHOWN_CHARS = 80  # of an offending value, in a message
 NAMES_SHOWN = 20
 
-# Where the list of a model's paths can be made longer.
-_WAY_OUT = "; models.NAME.paths in the configuration adds others"
+# The setting that adds paths to a model.
+_PATHS_HINT = "; models.NAME.paths in the configuration adds others"
 
 DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
 class CheckedLine(Struct, gc=False):
-    """What a line turned out to be. `error` is None for a row that may run."""
+    """The result of checking a line. `error` is None for a row that may run."""
 
     custom_id: str | None = None
     error: RowError | None = None
@@ -93,32 +93,32 @@ class CheckedLine(Struct, gc=False):
 
 
 class Bulk(Struct, gc=False):
-    """Lines that are all good rows."""
+    """Lines that are all valid rows."""
 
-    ids: list[str]  # their custom_ids; none of tables
-    # Where the order asks for keys, of each row:
+    ids: list[str]  # their custom_ids; empty for tables
+    # For each row, if the order has `keys`:
     targets: list[int] = []  # number of model and adapter together
-    sizes: list[int] = []  # bytes of its body
+    sizes: list[int] = []  # of its body, in bytes
 
 
 class Rules(Protocol):
-    has_ids: bool  # each row has a custom_id of its own
+    has_ids: bool  # each row must have a unique custom_id
 
     def bulk(self, lines: list[bytes]) -> Bulk | None:
-        """What lines are that are all good rows; None: look at each line."""
+        """Check lines together. None: some line may be invalid, check each one."""
 
     def check(self, line: bytes) -> CheckedLine:
-        """One line that is not blank and that passes the rules for text."""
+        """Check one line, which is not blank and has no flaw as text."""
 
     def new_names(self) -> list[str]:
-        """New columns since the last call, if the order bounds their number."""
+        """New columns since the last call, if the order limits their number."""
 
     def new_adapters(self) -> list[str]:
         """New adapters to fetch since the last call."""
 
 
 class _Object(Struct, gc=False):
-    """Any JSON object: its members are skipped, and seen to be JSON."""
+    """Any JSON object: its members are checked to be JSON, but not decoded."""
 
 
 class _Envelope(Struct, forbid_unknown_fields=True, gc=False):
@@ -129,7 +129,7 @@ class _Envelope(Struct, forbid_unknown_fields=True, gc=False):
 
 
 class _Named(Struct, forbid_unknown_fields=True, gc=False):
-    """An _Envelope whose body is looked into."""
+    """An _Envelope that keeps the body to read its model."""
 
     custom_id: Annotated[str, Meta(min_length=1, max_length=CUSTOM_ID_CHARS_MAX)]
     url: str
@@ -156,7 +156,7 @@ _FIELDS = tuple(RowLine.__struct_fields__)
 
 
 def id_of(line: bytes) -> str | None:
-    """The custom_id of a line, good or not; None where there is none that can be read."""
+    """The custom_id of a line, valid or not; None if it has none that can be read."""
     try:
         return _id(line).custom_id
     except DECODE_ERRORS:
@@ -176,14 +176,14 @@ class OpenAIRules:
         self._pathless = order.pathless
         self._features = [None if each is None else frozenset(each) for each in order.features]
         self._any_model = order.any_model
-        self._wanted = WantedAdapters(order.patterns)
+        self._adapters = NamedAdapters(order.patterns)
         self._patterns = [pattern for pattern, *_ in order.patterns]
         self._endpoint = order.endpoint
-        # One function takes what it is given: what its rows hold is its own business, their model too. Where nobody
-        # knows yet which model rows are for, each is looked at.
+        # A single function accepts any body, so its rows need no check of the body or the model. While the models of
+        # rows are unknown, every row is checked.
         is_known = not order.any_model
         self._envelope_only = is_known and order.urls == [None] and not order.keys and order.default is not None
-        # Where others are beside it, its rows say for whom they are. Those that may be folded are looked at closely.
+        # With several models, the rows of functions name theirs. Rows that may be folded are checked one by one.
         self._some_functions = is_known and None in order.urls and order.fold != "all"
 
     def bulk(self, lines: list[bytes]) -> Bulk | None:
@@ -192,7 +192,7 @@ class OpenAIRules:
         try:
             rows = list(map(_envelope if self._envelope_only else _named, lines))
             bulk = Bulk([row.custom_id for row in rows])
-            if not self._envelope_only and not self._place(bulk, [row.body for row in rows]):
+            if not self._envelope_only and not self._assign_targets(bulk, [row.body for row in rows]):
                 return None
         except DECODE_ERRORS:
             return None
@@ -201,14 +201,14 @@ class OpenAIRules:
             return None
         return bulk if self._endpoint is None or urls == {self._endpoint} else None
 
-    def _place(self, bulk: Bulk, bodies: list[Raw]) -> bool:
-        """Where the rows go, if each is for a function."""
+    def _assign_targets(self, bulk: Bulk, bodies: list[Raw]) -> bool:
+        """Set the targets and sizes of the rows if each is for a function; otherwise return False."""
         names = [body.model for body in map(_model, bodies)]
-        places = {name: self._targets.get(name) if name else self._default for name in set(names)}
-        for place in places.values():
-            if place is None or self._urls[place[0]] is not None:
+        routes = {name: self._targets.get(name) if name else self._default for name in set(names)}
+        for route in routes.values():
+            if route is None or self._urls[route[0]] is not None:
                 return False
-        bulk.targets = [places[name][1] for name in names]
+        bulk.targets = [routes[name][1] for name in names]
         bulk.sizes = list(map(len, map(memoryview, bodies)))
         return True
 
@@ -216,7 +216,7 @@ class OpenAIRules:
         try:
             row = _row(line)
         except DECODE_ERRORS as error:
-            return _refusal(line, _explained(line, error))
+            return _refusal(line, _explain(line, error))
         try:
             return self._check_row(row)
         except InvalidRow as error:
@@ -232,7 +232,7 @@ class OpenAIRules:
             )
         if self._endpoint is not None and row.url != self._endpoint:
             raise InvalidRow(
-                f"url is {quoted(row.url)}, and the endpoint that was ordered is {self._endpoint!r}: they must be one",
+                f"url is {quoted(row.url)}; it must be the endpoint of the batch, {self._endpoint!r}",
                 code="invalid_url",
             )
         body = row.body
@@ -245,10 +245,10 @@ class OpenAIRules:
         return []
 
     def new_adapters(self) -> list[str]:
-        return self._wanted.new()
+        return self._adapters.new()
 
     def route(self, url: str, body: Raw) -> tuple[int, int]:
-        """Which model a body goes to, once that model is known to take it."""
+        """The model and the target of a body. Raises: InvalidRow if the model does not accept it."""
         if self._urls == [None] and self._default is not None:
             return self._default
         model, target = self.resolve(_model_of(body))
@@ -257,7 +257,7 @@ class OpenAIRules:
             return model, target
         if url not in allowed and not (model in self._pathless and url.startswith("/v1/")):
             raise InvalidRow(
-                f"url is {quoted(url)}; this model takes {', '.join(sorted(allowed))}{_WAY_OUT}", code="invalid_url"
+                f"url is {quoted(url)}; this model takes {', '.join(sorted(allowed))}{_PATHS_HINT}", code="invalid_url"
             )
         features = self._features[model] if self._features else None
         bodies.check(url, body, is_ours=model not in self._services, features=features)
@@ -268,12 +268,12 @@ class OpenAIRules:
             if self._default is None:
                 raise InvalidRow(f"body.model is missing; this job has {self._names}", code="missing_model")
             return self._default
-        found = self._targets.get(name) or self._wanted.base_of(name)
-        if found is None and self._any_model:
+        route = self._targets.get(name) or self._adapters.base_of(name)
+        if route is None and self._any_model:
             return self._default
-        if found is None:
+        if route is None:
             raise InvalidRow(f"body.model is {quoted(name)}; this job has {self._names}", code="unknown_model")
-        return found
+        return route
 
     @cached_property
     def _names(self) -> str:
@@ -292,7 +292,7 @@ class TableRules:
         self._form = form
         self._order = order
         self._resolver = OpenAIRules(order)
-        self._shapes: dict[tuple[str, ...], InvalidRow | None] = {}  # column names -> what is wrong with them
+        self._shapes: dict[tuple[str, ...], InvalidRow | None] = {}  # column names -> their flaw, if any
         self._names_max = -1 if order.columns_max is None else order.columns_max
         self._names: set[str] = set()
         self._new_names: list[str] = []
@@ -305,7 +305,7 @@ class TableRules:
         except DECODE_ERRORS:
             return None
         text = b"".join(lines)
-        if text.count(b'":') != sum(map(len, rows)) or has_odd_numbers(text):  # or objects in columns
+        if text.count(b'":') != sum(map(len, rows)) or has_odd_numbers(text):  # duplicate names or nested objects
             return None
         shapes = set(map(tuple, rows))
         return Bulk([]) if all(self._flaw(shape) is None for shape in shapes) else None
@@ -314,7 +314,7 @@ class TableRules:
         try:
             names = tuple(_members(line))
         except DECODE_ERRORS as error:
-            return CheckedLine(error=_row_error(_no_object(line, error)))
+            return CheckedLine(error=_row_error(_not_object(line, error)))
         flaw = self._flaw(names)
         if flaw is not None:
             return CheckedLine(error=_row_error(flaw))
@@ -326,17 +326,17 @@ class TableRules:
 
     def _flaw(self, names: tuple[str, ...]) -> InvalidRow | None:
         if names not in self._shapes:
-            if len(self._shapes) >= 1024:  # rows of ever new shapes must not fill the memory
+            if len(self._shapes) >= 1024:  # rows with ever new shapes must not fill the memory
                 self._shapes.clear()
-            self._count(names)
+            self._collect(names)
             self._shapes[names] = column_flaw(names, self._form)
         return self._shapes[names]
 
-    def _count(self, names: tuple[str, ...]) -> None:
-        if len(self._names) <= self._names_max:  # beyond it the dataset is refused: no more is needed to say so
-            fresh = [name for name in names if name not in self._names]
-            self._names.update(fresh)
-            self._new_names += fresh
+    def _collect(self, names: tuple[str, ...]) -> None:
+        if len(self._names) <= self._names_max:  # with more the dataset is refused: further names do not matter
+            new_names = [name for name in names if name not in self._names]
+            self._names.update(new_names)
+            self._new_names += new_names
 
     def new_names(self) -> list[str]:
         names, self._new_names = self._new_names, []
@@ -353,17 +353,15 @@ def rules_for(order: SealOrder) -> Rules:
 
 
 def column_flaw(names: tuple[str, ...], form: TableForm) -> InvalidRow | None:
-    """What is wrong with a table of these columns; None: nothing."""
+    """The flaw of a table with these columns; None: it has none."""
     for name in form.reserved:
         if name in names:
-            return InvalidRow(
-                f"a column is named {name!r}, as one of the result's own is: rename it", code="column_conflict"
-            )
+            return InvalidRow(f"a column is named {name!r}, which the results use: rename it", code="column_conflict")
     return missing_column(names, form)
 
 
 def missing_column(names: tuple[str, ...], form: TableForm) -> InvalidRow | None:
-    """The first column that the prompt needs and that is not among these; None: all are there."""
+    """The error for the first column that the prompt needs and `names` lacks; None: none is missing."""
     for name in form.columns():
         if name not in names:
             shown = ", ".join(names[:NAMES_SHOWN]) or "none"
@@ -375,7 +373,7 @@ def missing_column(names: tuple[str, ...], form: TableForm) -> InvalidRow | None
 
 
 def check_form(order: SealOrder) -> None:
-    """See once that what a table's rows are turned into is a request its model takes.
+    """Check once that the requests rendered from a table are valid for its model.
 
     Raises: InvalidRow with the code that every row would have.
     """
@@ -417,12 +415,12 @@ def _row_error(error: InvalidRow) -> RowError:
     return RowError(error.code, error.message)
 
 
-def _explained(line: bytes, error: Exception) -> InvalidRow:
-    """Why a line is no RowLine, field by field."""
+def _explain(line: bytes, error: Exception) -> InvalidRow:
+    """Why a line is not a valid RowLine: the first wrong field."""
     try:
         fields = _members(line)
     except DECODE_ERRORS as broken:
-        return _no_object(line, broken)
+        return _not_object(line, broken)
     for name in fields:
         if name not in _FIELDS:
             hint = _nearest(name, _FIELDS)
@@ -442,7 +440,7 @@ def _explained(line: bytes, error: Exception) -> InvalidRow:
     return InvalidRow(f"the row cannot be read: {error}", code="invalid_json")
 
 
-def _no_object(line: bytes, error: Exception) -> InvalidRow:
+def _not_object(line: bytes, error: Exception) -> InvalidRow:
     if isinstance(error, RecursionError):
         return InvalidRow("the JSON is nested too deep", code="nesting_too_deep")
     try:
@@ -450,11 +448,11 @@ def _no_object(line: bytes, error: Exception) -> InvalidRow:
     except DECODE_ERRORS as broken:
         hint = _line_ends(line)
         return InvalidRow(f"not JSON: {str(broken).removeprefix('JSON is malformed: ')}{hint}", code="invalid_json")
-    return InvalidRow(f"the line is JSON but no object: {quoted(value)}", code="invalid_json")
+    return InvalidRow(f"the line is JSON but not an object: {quoted(value)}", code="invalid_json")
 
 
 def _line_ends(line: bytes) -> str:
-    """A hint, where lines end with CR alone, as those of old programs for Macintosh do: to us that is one line."""
+    """A hint for lines that end with CR alone, as old Macintosh programs write them: they count as one line."""
     if b"\r" not in line.rstrip(b"\r\n"):
         return ""
     return "; lines seem to end with CR alone: convert the file with `tr '\\r' '\\n'`"
@@ -477,7 +475,7 @@ def _kind(value: Raw) -> str:
 
 
 def _kind_of(value: Raw) -> str:
-    """The value for a message, with its type if the text lacks it: `null`; `7, a number`; `[1, 2], an array`."""
+    """Describe a value for a message, with its type unless obvious: `null`; `7, a number`; `[1, 2], an array`."""
     text = bytes(value).decode(errors="replace")
     text = text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"
     return text if text in ("null", "true", "false") else f"{text}, {_kind(value)}"

@@ -1,6 +1,6 @@
-"""The validators' process: orders come in on stdin, findings go out on stdout, until stdin ends.
+"""The validator process: reads orders from stdin and writes results to stdout, until stdin ends.
 
-It imports little, to start fast. Frames: u32 length and u8 kind, then msgpack. `fan_out` is the other end.
+It imports little, to start fast. Frames: u32 length and u8 kind, then msgpack. `fan_out` starts it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def read_exactly(fd: int, size: int) -> bytes:
-    """`size` bytes; fewer only when the other end is gone."""
+    """Read `size` bytes; fewer only if the other end was closed."""
     pieces = []
     while size > 0:
         piece = os.read(fd, size)
@@ -46,16 +46,19 @@ def frame(kind: int, message: object) -> bytes:
     return FRAME.pack(len(payload), kind) + payload
 
 
-def serve(orders: int, findings: int) -> None:
-    """Answer ranges until `orders` ends. The first frame is the SealOrder; every other is a Range."""
+def serve(orders: int, results: int) -> None:
+    """Check ranges until `orders` ends. The first frame is the SealOrder, every other one a ByteRange.
+
+    Args: orders, results: file descriptors.
+    """
     decode = msgspec.msgpack.Decoder(ByteRange).decode
     order = _receive(orders)
     if not order:
         return
     inspector = Inspector(msgspec.msgpack.decode(order, type=SealOrder))
     while payload := _receive(orders):
-        for kind, message in _answer(inspector, decode(payload)):
-            write_all(findings, frame(kind, message))
+        for kind, message in _check(inspector, decode(payload)):
+            write_all(results, frame(kind, message))
 
 
 def _receive(fd: int) -> bytes:
@@ -67,10 +70,10 @@ def _receive(fd: int) -> bytes:
     return payload if len(payload) == size else b""
 
 
-def _answer(inspector: Inspector, range_: ByteRange) -> Iterator[tuple[int, ValidatedChunk | RangeEnd | RangeFailed]]:
+def _check(inspector: Inspector, range_: ByteRange) -> Iterator[tuple[int, ValidatedChunk | RangeEnd | RangeFailed]]:
     try:
-        for found in inspector.inspect(range_):
-            yield (CHUNK_FRAME if isinstance(found, ValidatedChunk) else END_FRAME), found
+        for result in inspector.inspect(range_):
+            yield (CHUNK_FRAME if isinstance(result, ValidatedChunk) else END_FRAME), result
     except InputChanged as error:
         yield FAILED_FRAME, RangeFailed(error.code, error.message, changed=True)
     except InvalidDataset as error:
@@ -78,11 +81,11 @@ def _answer(inspector: Inspector, range_: ByteRange) -> Iterator[tuple[int, Vali
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command; this process ends when its orders end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command; this process ends when stdin ends
     try:
         serve(sys.stdin.fileno(), sys.stdout.fileno())
     except BrokenPipeError:
-        os._exit(0)  # the parent has gone
+        os._exit(0)  # the parent process has ended
 
 
 if __name__ == "__main__":

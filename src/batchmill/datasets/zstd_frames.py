@@ -1,4 +1,4 @@
-"""zstd frames, one after the other, in blocks of bounded size. The only file that needs zstandard."""
+"""Decompresses zstd frames in blocks of bounded size. The only module that imports zstandard."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import zstandard
 
 from batchmill.errors import InvalidDataset
 
-SLICE_BYTES = 512  # zstd packs at most 128 KiB into 4 bytes: a slice cannot become more than 16 MiB
+SLICE_BYTES = 512  # zstd packs at most 128 KiB into 4 bytes: a slice unpacks to 16 MiB at most
 WINDOW_BYTES_MAX = 128 * 1024 * 1024
 
 
 def frames(path: str, raw: Iterator[bytes]) -> Iterator[bytes]:
-    """The contents of the frames in `raw`. Raises: InvalidDataset (`invalid_zstd`)."""
+    """Yield the contents of the frames in `raw`. Raises: InvalidDataset (`invalid_zstd`)."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES_MAX)
     frame, within = decompressor.decompressobj(), False
     for data in raw:

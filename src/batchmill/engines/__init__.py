@@ -1,4 +1,4 @@
-"""What runs rows. `types/engine_traits.py` is the table of engines; only the one that is asked for is imported."""
+"""Engines run rows. `types/engine_traits.py` lists them; only the engine of the model is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from batchmill.types import ModelSpec
 
 
 def load_engine(model: ModelSpec, home: Path) -> Engine:
-    """Construct the engine of a model, not started. `home` is a folder for its logs. Raises: UnknownName."""
+    """Create the engine of a model without starting it. `home`: a directory for its logs. Raises: UnknownName."""
     assert model.traits.class_path, "a job chooses a route before a worker starts"
     module, _, name = model.traits.class_path.partition(":")
     return getattr(import_module(module), name)(model, home)

@@ -1,6 +1,7 @@
 """Connections of engines that call services: kept alive, bounded in time and size, with uniform errors.
 
-Knows nothing of rows, pacing or retries. aiohttp's errors do not leave it: a call without a whole reply is a NoReply.
+It does not know rows, pacing or retries. It translates aiohttp's errors: a call without a complete reply raises
+NoReply.
 """
 
 from __future__ import annotations
@@ -26,21 +27,22 @@ from batchmill.models.guarded_http import ADDRESSES_S, GuardedHttp, refusal_of
 from batchmill.types import Limits, RowError
 
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")  # a header's name
-TICKS = 8  # a call may overrun its time by this part of it, and no more than a second
+TICKS = 8  # a call may exceed its timeout by one in this many parts, and by at most TICK_MAX_S
 TICK_MAX_S = 1.0
 
 
 class Deadlines:
     """Cancels tasks whose call has run for `timeout_s`.
 
-    Around a call: `begin`, and in any case `end`; when it is cancelled, `is_late` says whether that was done here.
+    Call `begin` before a call and always `end` after it. If the task is cancelled, `is_late` says whether the deadline
+    did it.
     Concurrency: one call at a time in each task.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._tick_s = min(timeout_s / TICKS, TICK_MAX_S)
-        # All have equally long, so the first in is the first to be late.
+        # All calls have the same timeout, so the first to begin is the first to be late.
         self._due: dict[asyncio.Task[Any], float] = {}
         self._late: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -57,7 +59,7 @@ class Deadlines:
             self._late.discard(task)
 
     def is_late(self, task: asyncio.Task[Any]) -> bool:
-        """Whether the deadline alone caused this cancellation; the task is then forgotten."""
+        """Whether only the deadline caused this cancellation. Undoes the deadline's cancellation."""
         return task in self._late and task.uncancel() == 0
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -72,11 +74,11 @@ class Deadlines:
         self._timer = loop.call_later(self._tick_s, self._sweep, loop) if self._due else None
 
 
-IDLE_TIMEOUT_S = 60.0  # between two pieces of a reply that has begun
-KEEPALIVE_S = 4.0  # below the 5 s after which common servers close: a call must not meet a connection being closed
-BODY_COPY_MAX = 512 * 1024  # a larger body goes out as a stream, so that it does not hold up the loop
-FILES_SPARE = 128  # descriptors left for everything but connections
-PIECE_BYTES = 1024 * 1024  # of a file that is sent
+IDLE_TIMEOUT_S = 60.0  # between two pieces of a reply
+KEEPALIVE_S = 4.0  # below the 5 s of common servers, so that no call uses a connection that the server is closing
+BODY_COPY_MAX = 512 * 1024  # a larger body is streamed, so that it does not block the event loop
+FILES_SPARE = 128  # file descriptors kept for everything except connections
+PIECE_BYTES = 1024 * 1024  # read at a time from a file that is sent
 
 
 class NoReply(Exception):
@@ -98,8 +100,8 @@ class FileRange(Struct, frozen=True):
 class Connections:
     """One pool of connections. No proxies, no .netrc, no cookies, no redirects.
 
-    `private` None: calls go wherever their URLs lead. Otherwise only where it and the rules of `models.addresses`
-    allow, judged for each socket; `addresses.EVERYWHERE` closes nothing but what is never called.
+    With `private` None, all addresses may be called. Otherwise `private` and the rules of `models.addresses` decide for
+    each socket; `addresses.EVERYWHERE` allows all addresses but those that are never called.
     """
 
     def __init__(
@@ -112,8 +114,8 @@ class Connections:
         idle_timeout_s: float = IDLE_TIMEOUT_S,
         read_timeout_s: float | None = None,
     ) -> None:
-        """Args: `headers`, of every call; `read_timeout_s`, for which a service may send nothing, a reply's beginning
-        included (None: it may think as long as a call may last)."""
+        """Args: `headers`, of every call; `read_timeout_s`, how long a service may send nothing, also before its reply
+        (None: as long as a call may last)."""
         self._limits = limits
         self._headers = dict(headers or {})
         self._guard = None if private is None else GuardedHttp(private)
@@ -135,7 +137,7 @@ class Connections:
             connector=connector,
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=self._headers,
-            # The time of a whole call is kept by `Deadlines`.
+            # `Deadlines` limits the time of a whole call.
             timeout=aiohttp.ClientTimeout(
                 total=None, connect=self._limits.connect_timeout_s, sock_read=self._read_timeout_s
             ),
@@ -162,7 +164,7 @@ class Connections:
     ) -> tuple[aiohttp.ClientResponse, bytes | None]:
         """Make a call and read its whole reply, decoded; None if it exceeds REPLY_BYTES_MAX.
 
-        A URL that is text is percent-encoded already and is sent as it is. Raises: NoReply.
+        A URL given as text must be percent-encoded and is sent unchanged. Raises: NoReply.
         """
         target = _read_url(url) if isinstance(url, str) else url
         task = asyncio.current_task()
@@ -206,10 +208,9 @@ class Connections:
         parts: Sequence[bytes | FileRange],
         headers: Mapping[str, str] | None = None,
     ) -> tuple[aiohttp.ClientResponse, bytes | None]:
-        """Send the parts as one body, one piece in memory at a time; the reply as from `exchange`.
+        """Send the parts as one body, with one piece in memory at a time; return the reply as `exchange` does.
 
-        It may take long; a service that reads nothing for `idle_timeout_s` has failed. Raises:
-        NoReply.
+        The upload has no total timeout, but the service must read something every `idle_timeout_s`. Raises: NoReply.
         """
         target = _read_url(url) if isinstance(url, str) else url
         size = sum(part.size if isinstance(part, FileRange) else len(part) for part in parts)
@@ -217,26 +218,26 @@ class Connections:
         session = self._open(target)
         try:
             with ExitStack() as opened:
-                async with asyncio.timeout(self._idle_timeout_s) as patience:
-                    body = self._pieces(parts, patience, opened)
+                async with asyncio.timeout(self._idle_timeout_s) as timeout:
+                    body = self._pieces(parts, timeout, opened)
                     response = await session.request(
                         method, target, data=body, headers=sent_headers, allow_redirects=False
                     )
-                    patience.reschedule(None)
+                    timeout.reschedule(None)
                     return response, await self._read_whole(response)
         except (aiohttp.ClientError, OSError) as error:
             raise NoReply(self._translate(error, target)) from None
 
     async def _pieces(
-        self, parts: Sequence[bytes | FileRange], patience: asyncio.Timeout, opened: ExitStack
+        self, parts: Sequence[bytes | FileRange], timeout: asyncio.Timeout, opened: ExitStack
     ) -> AsyncIterator[bytes]:
-        """What is sent, each piece once the one before is on its way; what follows the last is the service's time.
+        """Yield the body in pieces, and extend the timeout for each; after the last, to the timeout of a call.
 
-        The files of a body that is not sent to its end are closed with `opened`.
+        `opened` closes the files of a body that is not sent to its end.
         """
         for part in parts:
             if isinstance(part, bytes):
-                _extend(patience, self._idle_timeout_s)
+                _extend(timeout, self._idle_timeout_s)
                 yield part
                 continue
             file = opened.enter_context(_open_part(part))
@@ -244,15 +245,15 @@ class Connections:
             while left:
                 piece = await asyncio.to_thread(file.read, min(PIECE_BYTES, left))
                 if not piece:
-                    raise EOFError(f"{part.path} is shorter than it was")
+                    raise EOFError(f"{part.path} has become shorter")
                 left -= len(piece)
-                _extend(patience, self._idle_timeout_s)
+                _extend(timeout, self._idle_timeout_s)
                 yield piece
-        _extend(patience, self._limits.attempt_timeout_s)
+        _extend(timeout, self._limits.attempt_timeout_s)
 
     def _open(self, target: URL) -> aiohttp.ClientSession:
-        """The session, for a call to this address. Raises: NoReply if the address is not allowed."""
-        assert self._session is not None, "start() comes first"
+        """The session for a call to this address. Raises: NoReply if the address is not allowed."""
+        assert self._session is not None, "call start() first"
         if self._guard is not None:
             try:
                 self._guard.admit(str(target))
@@ -270,7 +271,7 @@ class Connections:
     async def _read_whole(self, response: aiohttp.ClientResponse) -> bytes | None:
         content = response.content
         try:
-            # Most replies are there with their head. What is packed may unpack to anything, so it is read in pieces.
+            # Most replies are complete with their head. A compressed reply may have any size, so it is read in pieces.
             if content.is_eof() and hdrs.CONTENT_ENCODING not in response.headers:
                 body = content.read_nowait()
                 body = body if len(body) <= REPLY_BYTES_MAX else None
@@ -309,12 +310,12 @@ class Connections:
             case aiohttp.InvalidURL():
                 return Fault(FaultKind.PERMANENT, RowError("invalid_url", f"{where} cannot be called: {error}"))
             case TimeoutError():
-                text = f"no whole reply within {self._limits.attempt_timeout_s:g} s, or none of it for too long"
+                text = f"no complete reply within {self._limits.attempt_timeout_s:g} s, or no part of it for too long"
                 return Fault(FaultKind.TRANSIENT, RowError("timeout", text))
             case aiohttp.ServerDisconnectedError():
-                # Most often a kept-alive connection that the service closed at this very moment: try again at once.
+                # Usually a kept-alive connection that the service has just closed: retry at once.
                 text = f"{where} ended the connection without a reply"
-                return Fault(FaultKind.TRANSIENT, RowError("connection_failed", text), rest_s=0.0)
+                return Fault(FaultKind.TRANSIENT, RowError("connection_failed", text), retry_after_s=0.0)
             case aiohttp.ClientPayloadError() | aiohttp.ClientResponseError():
                 return Fault(FaultKind.TRANSIENT, RowError("bad_response", f"the reply of {where} is broken: {error}"))
             case _:
@@ -326,7 +327,7 @@ def _read_url(text: str) -> URL:
     """Parse a URL. Raises: NoReply if it is not one."""
     try:
         if not (text.isascii() and text.isprintable()) or " " in text:
-            raise ValueError("it holds characters that must be percent-encoded")
+            raise ValueError("it has characters that must be percent-encoded")
         url = URL(text, encoded=True)
         if url.scheme not in ("http", "https") or not url.host:
             raise ValueError("it does not begin with https:// and a host")
@@ -336,24 +337,24 @@ def _read_url(text: str) -> URL:
     return url
 
 
-def _extend(patience: asyncio.Timeout, wait_s: float) -> None:
-    if patience.when() is not None:  # a service may reply before it has taken everything
-        patience.reschedule(asyncio.get_running_loop().time() + wait_s)
+def _extend(timeout: asyncio.Timeout, wait_s: float) -> None:
+    if timeout.when() is not None:  # None: the service has replied before it read everything
+        timeout.reschedule(asyncio.get_running_loop().time() + wait_s)
 
 
-def allow_files(wanted: int) -> int:
-    """How many connections this process may hold, after raising its limit of open files as far as possible."""
+def allow_files(connections: int) -> int:
+    """Raise this process's limit of open files for this many connections; return how many it may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
-    needed = wanted + FILES_SPARE
+    needed = connections + FILES_SPARE
     if soft != unlimited and soft < needed:
         soft = needed if hard == unlimited else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return wanted if soft == unlimited else max(1, soft - FILES_SPARE)
+    return connections if soft == unlimited else max(1, soft - FILES_SPARE)
 
 
 def _open_part(part: FileRange) -> BinaryIO:
-    """Not in a thread: a file that is opened after its caller was cancelled would stay open."""
+    """Open a file at its range. Not in a thread: a file that is opened after a cancellation would stay open."""
     file = part.path.open("rb")
     file.seek(part.first)
     return file
@@ -362,4 +363,6 @@ def _open_part(part: FileRange) -> BinaryIO:
 def check_header(name: str, value: str) -> None:
     """Raises: ModelFailed for a name or value that is not a valid header."""
     if not _TOKEN.fullmatch(name) or not value.isascii() or not value.isprintable():
-        raise ModelFailed(f"{name!r} with its value is no HTTP header: both must be plain text", code="invalid_header")
+        raise ModelFailed(
+            f"{name!r} with its value is not an HTTP header: both must be plain text", code="invalid_header"
+        )

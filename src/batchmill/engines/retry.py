@@ -1,4 +1,4 @@
-"""Reads replies of services, and decides what may be tried again, and when."""
+"""Reads replies of services, and decides which calls may be retried, and when."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Reply(Struct, frozen=True, gc=False):
     """A complete reply."""
 
     status: int
-    body: bytes | None = None  # one JSON object on one line; None: the bytes were no such thing
+    body: bytes | None = None  # a JSON object on one line; None if the reply is not a JSON object
     usage: Usage | None = None
-    error: RowError | None = None  # what its error envelope says, where it has one
-    text: str = ""  # the beginning of a body that is no JSON object
-    flaw: str = ""  # of JSON that could be read and is not to be kept
-    is_half_text: bool = False  # it would be one, but for an escape of half a character
+    error: RowError | None = None  # from its error envelope, if it has one
+    text: str = ""  # the beginning of a body that is not a JSON object
+    flaw: str = ""  # why readable JSON cannot be stored
+    is_half_text: bool = False  # it would be a JSON object but for an escape of half a surrogate pair
 
     def ok(self, row: Row, request_id: str | None = None) -> Outcome:
         """The outcome of a row with a result."""
@@ -45,7 +45,7 @@ class Reply(Struct, frozen=True, gc=False):
         return Outcome(row, self.body, self.row_error(), self.status, self.usage, request_id)
 
     def row_error(self) -> RowError:
-        """The reply as an error: its own code where it has one, else `http_STATUS`."""
+        """The reply as an error, with its own code or else `http_STATUS`."""
         error = self.error or RowError("", self.text)
         message = redact(error.message) or f"the service answered with HTTP status {self.status} and no reason"
         return RowError(error.code or f"http_{self.status}", message)
@@ -65,7 +65,7 @@ class _Tokens(Struct, gc=False):
 
 
 class _Skim(Struct, gc=False):
-    """The two members of a reply that matter here; the decoder checks the rest and keeps none of it."""
+    """The two members of a reply that are read here. The decoder checks the rest and drops it."""
 
     usage: _Tokens | None = None
     error: Raw = Raw(b"null")
@@ -77,7 +77,7 @@ _EMPTY = (b"null", b"false", b'""', b"{}", b"[]", b"0")
 
 
 def read_reply(status: int, data: bytes) -> Reply:
-    """Read a reply's bytes. A body that is not strict JSON (or no object) has `body` None."""
+    """Read a reply's bytes. If they are not a strict JSON object, `body` is None."""
     if is_too_deep(data, DEPTH_MAX):
         return Reply(status, text=_start_of(data))
     try:
@@ -91,19 +91,19 @@ def read_reply(status: int, data: bytes) -> Reply:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Reply(status, text=_start_of(data), is_half_text=_is_half_text(data))
     usage = None if skim.usage is None else _usage(skim.usage)
-    return _kept(status, data, usage, error)
+    return _storable(status, data, usage, error)
 
 
-def _kept(status: int, data: bytes, usage: Usage | None, error: RowError | None) -> Reply:
-    """The part of a reply that may be in a result: JSON that every reader reads the same way."""
+def _storable(status: int, data: bytes, usage: Usage | None, error: RowError | None) -> Reply:
+    """A reply whose body may be stored as a result: JSON that every parser reads the same way."""
     odd = oddity(data)
     if odd is not None:
-        return Reply(status, None, usage, error, flaw=f"the reply cannot be kept: {odd}")
+        return Reply(status, None, usage, error, flaw=f"the reply cannot be stored: {odd}")
     return Reply(status, _one_line(data), usage, error)
 
 
 def redact(message: str) -> str:
-    """A message without keys or what looks like one, of at most 2 KiB."""
+    """A message of at most 2 KiB, with everything that looks like a key masked."""
     message = mask(message)
     data = message.encode(errors="replace")
     return message if len(data) <= MESSAGE_BYTES_MAX else data[: MESSAGE_BYTES_MAX - 3].decode(errors="ignore") + "…"
@@ -115,14 +115,14 @@ def _read_odd(status: int, data: bytes) -> Reply:
         reply = _object.decode(data)
     except (msgspec.MsgspecError, RecursionError):
         return Reply(status, text=_start_of(data))
-    failed = status >= 400 or bool(reply.get("error"))
-    return _kept(status, data, usage_of(reply), _error_of(reply) if failed else None)
+    is_error = status >= 400 or bool(reply.get("error"))
+    return _storable(status, data, usage_of(reply), _error_of(reply) if is_error else None)
 
 
 def _is_half_text(data: bytes) -> bool:
     """Whether bytes that are not a strict JSON object would be one if halves of surrogate pairs were characters.
 
-    A model that is cut off within a character brings such a reply, and brings it again as long as it is asked the same.
+    A model whose output is cut off within a character sends such a reply, and sends it again for the same request.
     """
     if _SURROGATE.search(data) is None:
         return False
@@ -133,7 +133,7 @@ def _is_half_text(data: bytes) -> bool:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _one_line(data: bytes) -> bytes:
@@ -167,7 +167,7 @@ def _start_of(data: bytes) -> str:
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.5, 30.0
 REST_MAX_S = 3600.0  # a service that requests a longer wait pauses the job
-REST_BELIEVED_MAX_S = 31 * 86400.0  # a header that asks for more is broken, and ignored
+REST_PLAUSIBLE_MAX_S = 31 * 86400.0  # a header that requests more is ignored as broken
 RETRY_SHARE, RETRIES_SPARE = 0.1, 32.0
 OVERLOADED = 529  # Anthropic's; others use it too
 
@@ -175,22 +175,22 @@ OVERLOADED = 529  # Anthropic's; others use it too
 class FaultKind(Enum):
     """What another attempt can do about a failure."""
 
-    THROTTLED = "throttled"  # the service wants fewer calls: wait, however often; costs no attempt
-    UNREACHABLE = "unreachable"  # no connection: the row was never seen
-    TRANSIENT = "transient"  # the same call may succeed: costs an attempt
-    GARBLED = "garbled"  # an unreadable reply: repeated once, and counts as an attempt
-    PERMANENT = "permanent"  # it will not: the row has its error
-    AUTH = "auth"  # no call will, until somebody mends the credentials
-    QUOTA = "quota"  # no call will, until somebody pays or the period ends
+    THROTTLED = "throttled"  # the service requests fewer calls: wait and retry; costs no attempt
+    UNREACHABLE = "unreachable"  # no connection: the service did not receive the call
+    TRANSIENT = "transient"  # the same call may succeed later; costs an attempt
+    GARBLED = "garbled"  # an unreadable reply: retried once; costs an attempt
+    PERMANENT = "permanent"  # the same call always fails: the row gets the error
+    AUTH = "auth"  # all calls fail until the credentials are replaced
+    QUOTA = "quota"  # all calls fail until the account is paid or the period ends
 
 
 class Fault(Struct, frozen=True):
     """A failed call."""
 
     kind: FaultKind
-    error: RowError  # what the row's outcome says if no further call is made
+    error: RowError  # of the row's outcome if no further call is made
     reply: Reply | None = None  # None: no reply
-    rest_s: float | None = None  # how long the service asked to be left alone; 0: try again at once
+    retry_after_s: float | None = None  # how long the service requests to wait; 0: retry at once
     request_id: str | None = None
 
     def outcome(self, row: Row, calls: int) -> Outcome:
@@ -203,23 +203,23 @@ class Fault(Struct, frozen=True):
         return Outcome(row, self.reply.body, error, self.reply.status, self.reply.usage, self.request_id)
 
 
-class Stretch(Struct, eq=False):
-    """Failures in a row, without an answer between them, and what became of their rows when they were called again.
+class FailureStreak(Struct, eq=False):
+    """Failures in a row without an answer between them, and the results of the retries of their rows.
 
-    Rows that are answered then show that the service was down; rows that fail again are themselves to blame.
+    Rows that succeed on a retry show that the service was down; rows that fail again caused the failures themselves.
     """
 
-    is_outage: bool = False  # there were enough of them to take the service for down
-    was_down: bool = False  # it was the service, for all that is known
-    balance: int = 0  # rows answered when they were called again, less those that failed again
+    is_outage: bool = False  # there were enough failures to consider the service down
+    was_down: bool = False  # retries indicate that the service was down
+    balance: int = 0  # rows that succeeded on a retry, minus rows that failed again
 
     def answered(self) -> None:
-        """Note that one of its rows was tried again and got an answer."""
+        """Note that a row succeeded on a retry."""
         self.balance += 1
         self.was_down = self.was_down or (self.is_outage and self.balance > 0)
 
     def failed(self) -> None:
-        """Note that one of its rows was tried again and failed."""
+        """Note that a row failed on a retry."""
         self.balance -= 1
 
 
@@ -236,7 +236,7 @@ _QUOTA_CODES = frozenset(
     }
 )
 _AUTH_CODES = frozenset({"invalid_api_key", "authentication_error", "permission_error", "account_deactivated"})
-# Refusals of one row's content that some services answer with 403: they say nothing about the key.
+# Some services refuse a row's content with 403; such a refusal does not concern the key.
 _CONTENT_MARKS = ("moderation", "content_policy", "content_filter", "flagged", "safety")
 _THROTTLE_CODES = frozenset({"rate_limit_exceeded", "rate_limit_error", "overloaded_error", "slow_down"})
 _CALLER_CODES = frozenset({"invalid_request_error", "invalid_prompt", "context_length_exceeded", "content_filter"})
@@ -255,28 +255,28 @@ def judge(reply: Reply, headers: Mapping[str, str], now: float, *, request_id: s
     """
     if 300 <= reply.status < 400:
         target = headers.get("location", "nowhere").partition("?")[0]
-        error = RowError("redirected", f"the service redirects to {target}, and calls are not redirected")
+        error = RowError("redirected", f"the service redirects to {target}, and batchmill follows no redirects")
         return Fault(FaultKind.PERMANENT, error, reply, None, request_id)
     if reply.status < 300:
         if reply.error is None or reply.body is None:
             kind = FaultKind.GARBLED if reply.is_half_text or reply.flaw else FaultKind.TRANSIENT
             paid = None if reply.usage is None else Reply(0, None, reply.usage)
             return Fault(kind, _unreadable(reply), paid, None, request_id)
-        # Proxies report a failure of the service behind them in a reply of status 200; a result file must not.
+        # Proxies report a failure of the service behind them with status 200; a result file must not.
         reply = Reply(_implied_status(reply.body, reply.error.code), reply.body, reply.usage, reply.error)
     kind = _kind(reply, headers)
     error = reply.row_error()
-    rest = rest_asked(headers, now) if kind is FaultKind.THROTTLED else None
+    retry_after_s = requested_wait_s(headers, now) if kind is FaultKind.THROTTLED else None
     error = RowError(_stable_code(kind, reply.status, error.code), error.message)
-    return Fault(kind, error, reply, rest, request_id)
+    return Fault(kind, error, reply, retry_after_s, request_id)
 
 
-def rest_asked(headers: Mapping[str, str], now: float) -> float | None:
-    """The delay in seconds that a reply's headers request; None: none, or an implausible one."""
+def requested_wait_s(headers: Mapping[str, str], now: float) -> float | None:
+    """The wait in seconds that a reply's headers request; None for no wait or an implausible one."""
     return (
         _seconds(headers.get("retry-after-ms"), 0.001)
         or _retry_after(headers.get("retry-after"), now)
-        or _reset_of_what_ran_out(headers)
+        or _rate_limit_reset_s(headers)
     )
 
 
@@ -289,18 +289,20 @@ class Retries(Struct, frozen=True):
     """How often and when a failed call is repeated. Throttled calls do not count."""
 
     attempts_max: int  # calls for one row, the first included
-    delay_s: Callable[[int], float] | None = None  # after so many failed (>= 1); None: `backoff_s`, within a budget
-    lasts_s: float = math.inf  # from the first call on
+    delay_s: Callable[[int], float] | None = (
+        None  # from the number of failed calls (>= 1); None: `backoff_s`, within a budget
+    )
+    lasts_s: float = math.inf  # no retries this long after the first call
 
 
 class RetryBudget:
-    """Limits retries to a tenth of recent successes plus a constant, so that they never become the load."""
+    """Limits retries to a tenth of recent successes plus a constant, so that retries never overload the service."""
 
     def __init__(self) -> None:
         self._left = RETRIES_SPARE
 
     def earn(self) -> None:
-        """A call succeeded."""
+        """Note a successful call."""
         if self._left < 2 * RETRIES_SPARE:
             self._left += RETRY_SHARE
 
@@ -348,7 +350,7 @@ def _stable_code(kind: FaultKind, status: int, code: str) -> str:
 
 def _unreadable(reply: Reply) -> RowError:
     if reply.is_half_text:
-        return RowError("bad_response", "the reply's text holds half of a surrogate pair, which is not a character")
+        return RowError("bad_response", "the reply's text contains half of a surrogate pair, which is not a character")
     if reply.flaw:
         return RowError("bad_response", reply.flaw)
     if reply.body is None:
@@ -361,11 +363,11 @@ def _seconds(text: str | None, unit: float = 1.0) -> float | None:
         seconds = float(text or "") * unit
     except ValueError:
         return None
-    return _believable(seconds)
+    return _plausible(seconds)
 
 
-def _believable(seconds: float) -> float | None:
-    return seconds if math.isfinite(seconds) and 0 < seconds <= REST_BELIEVED_MAX_S else None
+def _plausible(seconds: float) -> float | None:
+    return seconds if math.isfinite(seconds) and 0 < seconds <= REST_PLAUSIBLE_MAX_S else None
 
 
 def _retry_after(text: str | None, now: float) -> float | None:
@@ -378,16 +380,16 @@ def _retry_after(text: str | None, now: float) -> float | None:
         date = parsedate_to_datetime(text)
     except (ValueError, TypeError):
         return None
-    return _believable(date.timestamp() - now)
+    return _plausible(date.timestamp() - now)
 
 
-def _reset_of_what_ran_out(headers: Mapping[str, str]) -> float | None:
+def _rate_limit_reset_s(headers: Mapping[str, str]) -> float | None:
     """Seconds until the exhausted one of OpenAI's `x-ratelimit-*` limits resets."""
-    for what in ("requests", "tokens"):
-        if headers.get(f"x-ratelimit-remaining-{what}") == "0":
-            rest = _duration(headers.get(f"x-ratelimit-reset-{what}", ""))
-            if rest is not None:
-                return rest
+    for unit in ("requests", "tokens"):
+        if headers.get(f"x-ratelimit-remaining-{unit}") == "0":
+            wait_s = _duration(headers.get(f"x-ratelimit-reset-{unit}", ""))
+            if wait_s is not None:
+                return wait_s
     return None
 
 
@@ -396,8 +398,8 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 
 
 def _duration(text: str) -> float | None:
-    """Parse a duration of Go: "6m0s", "20ms", "1.5s"."""
+    """Parse a Go duration: "6m0s", "20ms", "1.5s"."""
     parts = _DURATION.findall(text)
     if "".join(number + unit for number, unit in parts) != text:
         return None
-    return _believable(sum(float(number) * _UNITS[unit] for number, unit in parts))
+    return _plausible(sum(float(number) * _UNITS[unit] for number, unit in parts))

@@ -14,59 +14,59 @@ from batchmill.wire import messages
 READ_AHEAD_BYTES = 4 * 1024 * 1024  # of unread messages; beyond that the other side has to wait
 LENGTH_BYTES = 4
 BUFFER_BYTES = 64 * 1024
-SOCKET_BYTES = 4 * 1024 * 1024  # asked of the kernel for what is under way; it gives what it allows
+SOCKET_BYTES = 4 * 1024 * 1024  # requested socket buffer; the kernel may give less
 
 
 class Channel(asyncio.BufferedProtocol):
     """Made by `open_channel`. Concurrency: one task reads.
 
-    Messages are read together into one buffer and copied out of it; one that does not fit is read into a buffer of its
-    own, where it stays.
+    Small messages are read together into one buffer and copied out of it. A message that does not fit is read into its
+    own buffer and not copied.
     """
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
-        self._whole: deque[memoryview] = deque()  # unread messages
+        self._unread: deque[memoryview] = deque()  # complete messages
         self._buffer = bytearray(BUFFER_BYTES)  # for messages that fit
-        self._large: bytearray | None = None  # one that does not
-        self._filled = 0  # of the one that is read into now
-        self._ahead = 0  # bytes of `_whole`
+        self._large: bytearray | None = None  # for a message that does not fit
+        self._filled = 0  # bytes in the current buffer
+        self._ahead = 0  # bytes of `_unread`
         self._is_paused = self._is_over = False
         self._error: ConnectionError | None = None
-        self._news: asyncio.Future[None] | None = None
-        self._room = asyncio.Event()  # the kernel takes more
-        self._room.set()
+        self._waiter: asyncio.Future[None] | None = None
+        self._can_write = asyncio.Event()  # the kernel accepts more data
+        self._can_write.set()
 
     def send(self, message: Struct) -> None:
-        """Queue a message; does nothing once the other side has gone."""
+        """Queue a message; does nothing once the other side has closed the socket."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(messages.pack(message))
 
     async def read(self) -> list[memoryview]:
-        """The messages that have arrived, packed; none once the other side has gone. Raises: ConnectionError."""
-        while not self._whole:
+        """The messages that have arrived, packed; none once the other side has closed it. Raises: ConnectionError."""
+        while not self._unread:
             if self._error is not None:
                 raise self._error
             if self._is_over:
                 return []
-            self._news = asyncio.get_running_loop().create_future()
-            await self._news
-        found = list(self._whole)
-        self._whole.clear()
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        received = list(self._unread)
+        self._unread.clear()
         self._ahead = 0
         if self._is_paused and self._transport is not None and not self._transport.is_closing():
             self._is_paused = False
             self._transport.resume_reading()
-        return found
+        return received
 
     async def drain(self) -> None:
-        """Wait until there is room for more. Raises: ConnectionResetError if the other side has gone."""
-        await self._room.wait()
+        """Wait until more can be sent. Raises: ConnectionResetError if the other side has closed the socket."""
+        await self._can_write.wait()
         if self._is_over:
-            raise ConnectionResetError("the other side has gone")
+            raise ConnectionResetError("the other side has closed the socket")
 
     def finish(self) -> None:
-        """Note that the other process has ended: what it sent is still read, even if a child holds its end open."""
+        """The other process has ended: read what it sent, then end of file, even if its child has the socket open."""
         if self._transport is not None and not self._transport.is_closing():
             end_reading(self._transport.get_extra_info("socket"))
 
@@ -120,29 +120,29 @@ class Channel(asyncio.BufferedProtocol):
             self._buffer[: self._filled] = view[at:]
 
     def _take(self, message: memoryview) -> None:
-        self._whole.append(message)
+        self._unread.append(message)
         self._ahead += len(message)
 
     def eof_received(self) -> None:
-        """Drop what is still to be written, because the other side reads no more; the transport would wait for ever."""
+        """Drop unsent data: the other side reads no more, and the transport would wait for ever."""
         if self._transport is not None:
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_over = True
-        self._room.set()
+        self._can_write.set()
         self._wake()
 
     def pause_writing(self) -> None:
-        self._room.clear()
+        self._can_write.clear()
 
     def resume_writing(self) -> None:
-        self._room.set()
+        self._can_write.set()
 
     def _wake(self) -> None:
-        news, self._news = self._news, None
-        if news is not None and not news.done():
-            news.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
 
 async def open_channel(sock: socket.socket) -> Channel:

@@ -1,4 +1,4 @@
-"""Leases in a worker: rows under way, budget reservations, and notes for engines that outlive the worker."""
+"""Leases in a worker: rows in flight, budget reservations, and notes for engines that outlive the worker."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from batchmill.types import AdapterSet, Lease, Outcome, Price, Row, RowError, Se
 from batchmill.wire.forms import Form
 from batchmill.wire.messages import Note, Noted, Spending
 
-OUTPUT_GUESS = 4096  # tokens that a row without a bound is taken to write, until one such row was answered
-# Rows from which that is learned; while they are fewer than KNOWN, it is twice what the longest wrote.
+OUTPUT_GUESS = 4096  # output tokens of a row without a limit, until one such row has finished
+# The guess is then learned from this many recent rows; below KNOWN rows it is twice the longest output.
 KNOWN, MEMORY = 8, 256
-TINY = 1e-9  # USD: sums of fractions are not exact
-SHARE = 0.9  # of them that write no more
+ROUNDING_USD = 1e-9  # sums of fractions are not exact
+SHARE = 0.9  # of these rows that write no more than the guess
 UNREADABLE = (InvalidRow, msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 _WRITES_NOTHING = ("/embeddings", "/rerank", "/score", "/pooling", "/classify", "/moderations")
 
@@ -42,7 +42,7 @@ class _Bounds(Struct, gc=False):
         """The maximum output tokens; None: unlimited."""
         if url.endswith("/responses"):
             limits = [self.max_output_tokens]
-        elif url.endswith("/completions"):  # which may read one of the two or the other
+        elif url.endswith("/completions"):  # a server may apply either limit
             limits = [self.max_completion_tokens, self.max_tokens]
         else:
             limits = [self.max_completion_tokens, self.max_output_tokens, self.max_tokens]
@@ -66,7 +66,7 @@ _bounds = msgspec.json.Decoder(_Bounds)
 
 class _Reserved(Struct, gc=False):
     usd: float
-    base: float | None = None  # what its prompt may cost, of a row that does not bound itself; None: it does
+    base: float | None = None  # the maximum cost of its prompt, if it does not limit its output; None: it does
 
 
 class Allowance:
@@ -77,29 +77,29 @@ class Allowance:
     ) -> None:
         """Args:
         has_requests: its rows are requests to a model, not arguments.
-        takes_all: they are handed over together, and paid then.
+        takes_all: all rows are submitted together, and paid for then.
         """
         self.takes_all = takes_all
         self.free = 0.0
-        self.is_lean = False  # the budget is nearly spent: what a row leaves of its reservation goes back at once
+        self.is_lean = False  # the budget is nearly spent: unused reservations go back at once
         self._job, self._price, self._has_requests, self._send = job, price, has_requests, send
         self._input = max(price.input, price.cached or 0.0) / 1e6
-        self._reserved: dict[int, _Reserved] = {}  # position -> what its row has reserved
-        self._written: deque[float] = deque(maxlen=MEMORY)  # USD for what rows without a bound were answered with
+        self._reserved: dict[int, _Reserved] = {}  # position -> reservation of its row
+        self._output_costs: deque[float] = deque(maxlen=MEMORY)  # USD for the output of rows without a limit
         self._usual = price.output / 1e6 * OUTPUT_GUESS
         self._done = self._allowances_seen = 0
-        self._needs = 0.0  # what the next row would reserve, where that is too much
+        self._needs = 0.0  # reservation of the next row, if it exceeds `free`
         self._reported: Spending | None = None
 
     def reserve(self, rows: Sequence[Row], *, is_first: bool = True, at_any_price: bool = False) -> int:
         """Reserve the maximum cost of these rows in order; return how many may run.
 
-        Where that is none and no row `is_first` before them, the owner is asked for more. Rows that are paid already
-        go `at_any_price`.
+        If none may run and the first row `is_first` of its lease, request more from the owner. `at_any_price`: the rows
+        are already paid for.
         """
         for count, row in enumerate(rows):
             most = self._most(row)
-            if most.usd > self.free + TINY and not at_any_price:
+            if most.usd > self.free + ROUNDING_USD and not at_any_price:
                 if count == 0 and is_first:
                     self._needs = most.usd
                     self.report(gives_back=True)
@@ -107,14 +107,14 @@ class Allowance:
             self.free -= most.usd
             self._reserved[row.position] = most
         self._needs = 0.0
-        if self.free < -TINY:
-            self.report(gives_back=True)  # the owner is to know what it has not given
+        if self.free < -ROUNDING_USD:
+            self.report(gives_back=True)  # the owner must know what was spent beyond its allowances
         return len(rows)
 
     def settle(self, outcomes: Iterable[Outcome]) -> bool:
         """Record what rows have cost, and free the rest of their reservation.
 
-        Returns: whether that is enough for the row that waits.
+        Returns: whether the waiting row can now run.
         """
         for outcome in outcomes:
             self._done += 1
@@ -138,18 +138,18 @@ class Allowance:
         if usd:
             self._needs = 0.0
 
-    def look(self) -> None:
+    def return_unused(self) -> None:
         """Return unused money to the owner after a while, because others may need it."""
         self.report(gives_back=self.is_lean and not self._reserved)
 
     def report(self, *, gives_back: bool = False) -> None:
         """Report the budget to the owner if it has changed."""
-        given, self.free = (self.free, 0.0) if gives_back and self.free else (0.0, self.free)
-        unbounded = sum(each.base is not None for each in self._reserved.values()) if self._written else 0
-        beyond = unbounded * (max(self._written) - self._usual) if unbounded else 0.0
+        returned, self.free = (self.free, 0.0) if gives_back and self.free else (0.0, self.free)
+        unbounded = sum(each.base is not None for each in self._reserved.values()) if self._output_costs else 0
+        beyond = unbounded * (max(self._output_costs) - self._usual) if unbounded else 0.0
         spending = Spending(
             self._job,
-            given,
+            returned,
             self._needs,
             len(self._reserved),
             self._done,
@@ -157,7 +157,7 @@ class Allowance:
             self._allowances_seen,
             self.takes_all,
         )
-        if spending != self._reported or given:
+        if spending != self._reported or returned:
             self._reported = spending
             self._send(spending)
 
@@ -174,18 +174,18 @@ class Allowance:
         try:
             bounds = _bounds.decode(request.body)
             tokens = 0 if request.url.endswith(_WRITES_NOTHING) else bounds.tokens(request.url)
-        except UNREADABLE:  # a service may understand what we do not
+        except UNREADABLE:  # a service may accept what cannot be read here
             tokens = None
         if tokens is None:
             return _Reserved(max(0.0, base + self._usual), base)
         return _Reserved(base + self._price.output / 1e6 * tokens)
 
-    def _learn(self, written: float) -> None:
-        self._written.append(written)
-        if len(self._written) >= KNOWN:
-            self._usual = sorted(self._written)[int(SHARE * len(self._written))]
+    def _learn(self, output_usd: float) -> None:
+        self._output_costs.append(output_usd)
+        if len(self._output_costs) >= KNOWN:
+            self._usual = sorted(self._output_costs)[int(SHARE * len(self._output_costs))]
         else:
-            self._usual = 2 * max(self._written)
+            self._usual = 2 * max(self._output_costs)
 
 
 PAUSE, OVER = "pause", "over"
@@ -201,9 +201,9 @@ class OpenJob(Struct, eq=False):
     segment: SegmentFile
     revoked: bool = False
     adapters: AdapterSet = AdapterSet()
-    ending: str = ""  # how its leases are to be let go, once it is revoked
+    ending: str = ""  # once it is revoked: how its leases end, PAUSE or OVER
     project: str = ""
-    allowance: Allowance | None = None  # where the job has a budget
+    allowance: Allowance | None = None  # of a job with a budget
 
 
 class Unsent(Struct, eq=False):
@@ -219,10 +219,10 @@ class Unsent(Struct, eq=False):
 
 
 class LeaseHost(Protocol):
-    """What a lease needs of its worker."""
+    """The worker of a lease."""
 
     async def note(self, held: Held, key: str, data: bytes) -> Noted:
-        """Keep a note; return its result once everything put before has been counted."""
+        """Store a note; return the result once all earlier outcomes have been counted."""
 
     def leave(self, held: Held) -> None: ...
 
@@ -237,7 +237,7 @@ class Held(Struct, eq=False):
     seq: int
     base: int
     key: str  # of the job and generation, for idempotency keys
-    undone: int  # rows granted and not yet put
+    undone: int  # granted rows without an outcome
     isolated: bool
     ok: BlockRows
     failed: BlockRows
@@ -245,14 +245,14 @@ class Held(Struct, eq=False):
     failed_usage: Usage
     failures: list[RowError]
     unsent: list[Unsent]
-    stale: bool = False  # a commit was refused: nothing of it counts any more
+    stale: bool = False  # a commit was refused: further outcomes do not count
     rows: int = 0  # granted
     noted: dict[str, bytes] = msgspec.field(default_factory=dict)
     lease_host: LeaseHost | None = None
     ending: str = ""
-    is_afforded: bool = False  # what its rows may cost together is reserved
-    is_cut: bool = False  # the budget did not bear all of its rows: the others go back
-    is_left: bool = False  # no more outcomes of it come
+    is_afforded: bool = False  # the maximum cost of all its rows is reserved
+    is_cut: bool = False  # the budget was too small for all of its rows: the others go back
+    is_left: bool = False  # it gets no more outcomes
     waiters: list[asyncio.Future[None]] = []
 
     @property
@@ -272,19 +272,19 @@ class Held(Struct, eq=False):
         return self.noted
 
     async def note(self, key: str, data: bytes) -> None:
-        """See `ports.LeaseHandle`: also, everything put before it has been counted once it returns."""
-        answer = (
+        """See `ports.LeaseHandle`. Once it returns, all earlier outcomes have been counted."""
+        result = (
             REFUSED
             if self.lease_host is None or self.stale or self.is_left
             else await self.lease_host.note(self, key, data)
         )
-        if not answer.is_kept:
-            if not answer.reason:
+        if not result.is_kept:
+            if not result.reason:
                 self.stale = True
                 self.end(PAUSE)
             raise JobPaused(
-                answer.message or f"the shard {self.lease.shard} of {self.lease.job} is another worker's meanwhile",
-                reason=PauseReason(answer.reason or PauseReason.INTERRUPTED),
+                result.message or f"the shard {self.lease.shard} of {self.lease.job} now belongs to another worker",
+                reason=PauseReason(result.reason or PauseReason.INTERRUPTED),
             )
         if data:
             self.noted[key] = data
@@ -313,7 +313,7 @@ class Held(Struct, eq=False):
         return self.ending
 
     def leave(self) -> None:
-        assert self.ending, "a lease is left once it is to be let go"
+        assert self.ending, "a lease is left only while it is ending"
         self._leave()
 
     def fail(self, error: JobPaused) -> None:
@@ -340,15 +340,15 @@ class NoteClient:
         faults.point("before_note")
         self._next += 1
         number = self._next
-        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._send(Note(number, lease, key, data))
         try:
-            return await answer
+            return await future
         finally:
             del self._waiting[number]
 
     def receive(self, noted: Noted) -> None:
         """Handle the owner's reply to a note."""
-        answer = self._waiting.get(noted.id)
-        if answer is not None and not answer.done():
-            answer.set_result(noted)
+        future = self._waiting.get(noted.id)
+        if future is not None and not future.done():
+            future.set_result(noted)

@@ -31,69 +31,69 @@ from batchmill.wire.messages import (
 CHUNK_BYTES = 256 * 1024  # the longest piece of a body in one message
 
 
-class _Answer(Struct, eq=False):
+class _Reply(Struct, eq=False):
     task: asyncio.Task[None]
-    room: asyncio.Event
-    ahead: int = 0  # bytes sent that were not read yet
+    has_credit: asyncio.Event
+    ahead: int = 0  # bytes that were sent and not yet acknowledged
 
 
 class AnswerSink:
     """
     Args:
-        engine: answers; it has started.
+        engine: a started engine.
         send: queues a message to the owner.
-        drained: returns once the owner's socket has taken what was queued.
+        drained: returns once the owner's socket has accepted the queued data.
     """
 
     def __init__(self, engine: Engine, send: Callable[[Struct], None], drained: Callable[[], object]) -> None:
         self._engine, self._send, self._drained = engine, send, drained
-        self._answers: dict[int, _Answer] = {}
+        self._replies: dict[int, _Reply] = {}
 
     def begin(self, message: AnswerLive) -> None:
         task = asyncio.create_task(self._answer(message))
-        self._answers[message.id] = _Answer(task, asyncio.Event())
-        task.add_done_callback(lambda _: self._answers.pop(message.id, None))
+        self._replies[message.id] = _Reply(task, asyncio.Event())
+        task.add_done_callback(lambda _: self._replies.pop(message.id, None))
 
     def abandon(self, id_: int) -> None:
         """Abandon a request: its caller no longer waits."""
-        answer = self._answers.get(id_)
-        if answer is not None:
-            answer.task.cancel()
+        reply = self._replies.get(id_)
+        if reply is not None:
+            reply.task.cancel()
 
-    def taken(self, id_: int, size: int) -> None:
+    def add_credit(self, id_: int, size: int) -> None:
         """Note that the owner has passed on this many bytes of a reply."""
-        answer = self._answers.get(id_)
-        if answer is not None:
-            answer.ahead -= size
-            answer.room.set()
+        reply = self._replies.get(id_)
+        if reply is not None:
+            reply.ahead -= size
+            reply.has_credit.set()
 
     async def finish(self) -> None:
         """Wait until every started reply has ended."""
-        while tasks := [answer.task for answer in self._answers.values()]:
+        while tasks := [reply.task for reply in self._replies.values()]:
             await asyncio.wait(tasks)
 
     def end(self) -> None:
         """Stop replying."""
-        for answer in list(self._answers.values()):
-            answer.task.cancel()
+        for reply in list(self._replies.values()):
+            reply.task.cancel()
 
     async def _answer(self, message: AnswerLive) -> None:
         raised = None
         try:
             async with contextlib.aclosing(self._engine.predict(message.request)) as pieces:
-                await self._hand_on(message.id, pieces)
+                await self._send_pieces(message.id, pieces)
         except BatchmillError as error:
             raised = Raised.of(error)
         except ConnectionError:
-            return  # the owner has gone: the worker is about to end
-        except Exception as error:  # an engine's own bug: who waits must hear of it
+            return  # the owner has ended: so will this worker
+        except Exception as error:  # a bug of the engine: the caller must get an error
             redaction.print_exception(error)
             text = f"the engine failed: {type(error).__name__}: {error}"
             raised = Raised.of(BatchmillError(text, code="engine_bug"))
         self._send(Answered(message.id, raised and without_secrets(raised)))
 
-    async def _hand_on(self, id_: int, pieces: AsyncIterator[LiveHead | bytes]) -> None:
-        """Send a reply without the secrets that a service or a function may have repeated."""
+    async def _send_pieces(self, id_: int, pieces: AsyncIterator[LiveHead | bytes]) -> None:
+        """Send a reply with known secrets masked: a service or a function may repeat them."""
         scrubber = Scrubber(redaction.known())
         async for piece in pieces:
             if isinstance(piece, LiveHead):
@@ -103,13 +103,13 @@ class AnswerSink:
         await self._send_piece(id_, scrubber.rest())
 
     async def _send_piece(self, id_: int, piece: bytes) -> None:
-        answer = self._answers[id_]
+        reply = self._replies[id_]
         for at in range(0, len(piece), CHUNK_BYTES):
-            while answer.ahead >= LIVE_AHEAD_BYTES:
-                answer.room.clear()
-                await answer.room.wait()
+            while reply.ahead >= LIVE_AHEAD_BYTES:
+                reply.has_credit.clear()
+                await reply.has_credit.wait()
             data = piece[at : at + CHUNK_BYTES]
-            answer.ahead += len(data)
+            reply.ahead += len(data)
             self._send(ReplyChunk(id_, data))
             await self._drained()
 
@@ -120,14 +120,14 @@ def without_secrets(raised: Raised) -> Raised:
     return raised if message == raised.message else msgspec.structs.replace(raised, message=message)
 
 
-REPLY_BYTES_MAX = MESSAGE_BYTES_MAX - 64 * 1024  # so that the message around it fits too
+REPLY_BYTES_MAX = MESSAGE_BYTES_MAX - 64 * 1024  # leaves space for the rest of the message
 
 
 class Calling:
-    """A `ports.Answering` that tells the owner.
+    """A `ports.Answering` that sends replies to the owner.
 
     Args:
-        engine: has started. One that takes no Asks refuses them.
+        engine: a started engine. Calls of an engine without `ask` are refused.
         send: queues a message to the owner.
     """
 
@@ -139,15 +139,15 @@ class Calling:
         self._open: set[int] = set()
         self._ended = asyncio.Event()  # a call has its reply, or was abandoned
 
-    def begin(self, asks: Iterable[FunctionRequest]) -> None:
+    def begin(self, requests: Iterable[FunctionRequest]) -> None:
         engine, opened = self._engine, self._open
-        for ask in asks:
-            opened.add(ask.id)
+        for request in requests:
+            opened.add(request.id)
             if engine is not None:
-                engine.ask(ask, self)
+                engine.ask(request, self)
             else:
-                text = "this model is not a deployed function: it takes no such calls"
-                self.put(FunctionReply(ask.id, raised=Raised.of(InvalidInput(text, code="not_a_function"))))
+                text = "this model is not a deployed function: it cannot be called as one"
+                self.put(FunctionReply(request.id, raised=Raised.of(InvalidInput(text, code="not_a_function"))))
 
     def abandon(self, id_: int) -> None:
         if id_ in self._open and self._engine is not None:
@@ -155,16 +155,16 @@ class Calling:
             self._engine.abandon(id_)
             self._ended.set()
 
-    def put(self, answer: FunctionReply) -> None:
+    def put(self, reply: FunctionReply) -> None:
         """See `ports.Answering`."""
-        if answer.id not in self._open:
+        if reply.id not in self._open:
             return
-        self._open.discard(answer.id)
-        if answer.raised is not None:
-            answer = FunctionReply(answer.id, answer.body, answer.head, without_secrets(answer.raised))
+        self._open.discard(reply.id)
+        if reply.raised is not None:
+            reply = FunctionReply(reply.id, reply.body, reply.head, without_secrets(reply.raised))
         if not self._ready:
             asyncio.get_running_loop().call_soon(self.flush)
-        self._ready.append(answer)
+        self._ready.append(reply)
 
     def flush(self) -> None:
         """Send the available replies and counters."""
@@ -172,18 +172,18 @@ class Calling:
         if not ready:
             return
         stats = None if self._engine is None else self._engine.take_stats()
-        some: list[FunctionReply] = []
+        batch: list[FunctionReply] = []
         size = 0
-        for answer in ready:
-            bytes_ = len(answer.body) + len(answer.head)
-            if bytes_ > REPLY_BYTES_MAX:
-                answer, bytes_ = _too_large(answer.id, bytes_), 0
-            if some and size + bytes_ > LIVE_REQUESTS_BYTES:
-                self._send(Answers(some))
-                some, size = [], 0
-            some.append(answer)
-            size += bytes_
-        self._send(Answers(some, stats))
+        for reply in ready:
+            size_bytes = len(reply.body) + len(reply.head)
+            if size_bytes > REPLY_BYTES_MAX:
+                reply, size_bytes = _too_large(reply.id, size_bytes), 0
+            if batch and size + size_bytes > LIVE_REQUESTS_BYTES:
+                self._send(Answers(batch))
+                batch, size = [], 0
+            batch.append(reply)
+            size += size_bytes
+        self._send(Answers(batch, stats))
         self._ended.set()
 
     def beat(self) -> None:
@@ -193,7 +193,7 @@ class Calling:
             self._send(Answers([], stats))
 
     async def finish(self) -> None:
-        """Return when every Ask that was begun has its answer."""
+        """Return when every started call has its reply."""
         while self._open:
             self._ended.clear()
             await self._ended.wait()

@@ -19,18 +19,18 @@ from batchmill.types import ModelSpec
 from batchmill.wire import messages
 from batchmill.wire.messages import Start, ToOwner
 
-CLOSED_S = 20.0  # a worker that has closed its socket may take so long to be gone; its engine has half of that to stop
+CLOSED_S = 20.0  # for a worker to end after it has closed its socket; half of it is for its engine to stop
 
 
 class LocalWorker:
     """A worker process. `send` never waits; `messages` ends when the process has ended or has closed its socket.
 
-    What it forked may hold its socket too: its end is watched beside the socket, and its process group ended with it.
+    Its child processes may hold its socket open. So the process itself is watched too, and its group is killed with it.
     """
 
     def __init__(self, process: asyncio.subprocess.Process, channel: Channel, pid_file: Path) -> None:
         self._process, self._channel, self._pid_file = process, channel, pid_file
-        self._gone = asyncio.create_task(self._until_gone())
+        self._exited = asyncio.create_task(self._wait_exit())
 
     @property
     def pid(self) -> int:
@@ -40,14 +40,14 @@ class LocalWorker:
         self._channel.send(message)
 
     async def messages(self) -> AsyncIterator[ToOwner]:
-        while found := await self._channel.read():
-            for data in found:
+        while received := await self._channel.read():
+            for data in received:
                 yield messages.to_owner.decode(data)
-        if not self._gone.done():
+        if not self._exited.done():
             asyncio.get_running_loop().call_later(CLOSED_S, self.kill)
 
     def is_frozen(self) -> bool:
-        """The process is stopped by a signal: it will say nothing until somebody continues it."""
+        """Whether a signal has stopped the process: it sends nothing until it is continued."""
         with contextlib.suppress(OSError):
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
         return False
@@ -58,11 +58,11 @@ class LocalWorker:
 
     async def wait(self) -> int:
         """Its exit code, or minus the signal that ended it."""
-        code = await asyncio.shield(self._gone)
+        code = await asyncio.shield(self._exited)
         self._channel.close()
         return code
 
-    async def _until_gone(self) -> int:
+    async def _wait_exit(self) -> int:
         code = await self._process.wait()
         kill_group(self.pid)
         self._channel.finish()
@@ -74,9 +74,9 @@ class LocalExecutor:
     """Starts workers on this machine.
 
     Args:
-        folder: keeps their logs and the process ids that the next owner sweeps.
-        environment: what a worker of a model finds in its environment; None: all that this process has, for a command,
-            whose workers do what its user asked for.
+        folder: for the process ids of workers, which the next owner sweeps.
+        environment: returns the environment variables of a worker of a model; None: those of this process, as for a
+            command, whose workers act for its user.
     """
 
     def __init__(self, folder: Path, environment: Callable[[ModelSpec], dict[str, str]] | None = None) -> None:
@@ -94,11 +94,11 @@ class LocalExecutor:
             channel = await open_channel(ours)
             unless_started.callback(channel.close)
             process = await asyncio.create_subprocess_exec(
-                # -P: the working folder is the user's, and a queue.py there is not the library's
+                # -P: a queue.py in the working folder must not replace the library module
                 sys.executable, "-P", "-m", "batchmill.executors.worker", str(theirs.fileno()),
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
                 env=self._environ_of(start),
-                start_new_session=True,  # a Ctrl-C at the terminal is the owner's to handle
+                start_new_session=True,  # only the owner handles a Ctrl-C at the terminal
             )  # fmt: skip
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -113,20 +113,20 @@ class LocalExecutor:
         return worker
 
     def _environ_of(self, start: Start) -> dict[str, str]:
-        """A worker sees the devices that are its own, where somebody deals them."""
-        found = dict(os.environ) if self._environment is None else self._environment(start.model)
-        own = None if start.gpus is None else ",".join(start.gpus)
-        return found if own is None else {**found, devices.ASSIGNED: own, devices.VISIBLE: own}
+        """The environment of a worker, with its own devices if they are allocated."""
+        variables = dict(os.environ) if self._environment is None else self._environment(start.model)
+        gpus = None if start.gpus is None else ",".join(start.gpus)
+        return variables if gpus is None else {**variables, devices.ASSIGNED: gpus, devices.VISIBLE: gpus}
 
     def sweep(self) -> None:
-        """End the workers that an owner left which was killed, and what workers that have gone had forked.
+        """Kill the workers of a killed owner, and the child processes of ended workers.
 
-        They hold nothing that is not in their segments.
+        Every finished outcome is already in their segments.
         """
         if not self._folder.is_dir():
             return
         for pid_file in self._folder.glob("*.pid"):
             match pid_file.read_text().split():
-                case [pid, began, boot] if boot == boot_id() and started(int(pid)) in (began, ""):
+                case [pid, start, boot] if boot == boot_id() and started(int(pid)) in (start, ""):
                     kill_group(int(pid))
             pid_file.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """One process that hosts one engine: `python -m batchmill.executors.worker FD`, FD a socket to the owner.
 
-It holds leases, feeds their rows to the engine and records the outcomes. When the owner goes, so does the worker, with
-every finished outcome handed to the kernel first.
+It holds leases, feeds their rows to the engine and records the outcomes. When the owner ends, the worker writes every
+finished outcome to its segment and ends too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from batchmill.executors.leases import OVER, PAUSE, REFUSED, Allowance, Held, No
 from batchmill.executors.live_calls import AnswerSink, Calling
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.models import redaction, secrets
-from batchmill.ports import Engine, MortalEngine, PatientEngine
+from batchmill.ports import CrashReportingEngine, Engine, RetryingEngine
 from batchmill.states import PauseReason
 from batchmill.store.segments import SegmentFile, SegmentHead
 from batchmill.types import Commit, Outcome, Row, RowError
@@ -74,10 +74,10 @@ def keep_memory() -> None:
 
 
 HEARTBEAT_S = 0.5
-STEP_BACK = 5  # of niceness
+NICENESS = 5
 FULL = (errno.ENOSPC, errno.EDQUOT)
-REFUSED_FOR_ALL = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)  # for every writer there
-STOP_S = 10.0  # an engine has so long to stop once its owner is gone
+REFUSED_FOR_ALL = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)  # a retry fails in the same way
+STOP_S = 10.0  # for an engine to stop once its owner has ended
 
 
 class Worker:
@@ -88,10 +88,10 @@ class Worker:
         self._model = start.model
         secrets.take(start.provision)
         self._jobs: dict[str, OpenJob] = {}
-        self._rolls: dict[str, int] = {}  # job -> its segments that this worker has written
+        self._rolls: dict[str, int] = {}  # job -> number of segments that this worker has written
         self._held: dict[tuple[str, int, int], Held] = {}
         self._engine: Engine = load_engine(start.model, self._home)
-        if isinstance(self._engine, MortalEngine):
+        if isinstance(self._engine, CrashReportingEngine):
             self._engine.report_deaths(self._send)
             self._engine.learn(start.poison)
         self._feed = GrantFeed(
@@ -113,8 +113,8 @@ class Worker:
         """Host the engine until the owner drains or leaves. Returns the exit code."""
         working = asyncio.create_task(self._work())
         background = {asyncio.create_task(each) for each in (self._listen(), self._recorder.run(), self._beat())}
-        gone = asyncio.create_task(self._owner_gone.wait())
-        await asyncio.wait({working, gone, *background}, return_when=asyncio.FIRST_COMPLETED)
+        owner_gone = asyncio.create_task(self._owner_gone.wait())
+        await asyncio.wait({working, owner_gone, *background}, return_when=asyncio.FIRST_COMPLETED)
         for task in background:
             if not task.done() or (error := task.exception()) is None:
                 continue
@@ -123,11 +123,11 @@ class Worker:
             else:
                 self._fail(_failure(error, "the worker"), PauseReason.ENGINE_FAILED)
         if not working.done():
-            # The owner died, or this worker cannot go on: what is finished goes to the kernel, where it is found again.
+            # The owner died, or this worker cannot continue: write finished outcomes for the next owner.
             self._recorder.flush()
             working.cancel()
         self._answering.end()
-        for task in (gone, *background):
+        for task in (owner_gone, *background):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await working
@@ -142,12 +142,12 @@ class Worker:
             await self._engine.run(self._feed, self._recorder)
             await self._answering.finish()
             await self._calling.finish()
-            self._send(Heartbeat(self._engine.stats()))  # what it has counted since the last one
+            self._send(Heartbeat(self._engine.stats()))  # with the counts since the last one
         except JobPaused as error:
             self._fail(error, error.reason)
         except BatchmillError as error:
             self._fail(error, PauseReason.ENGINE_FAILED)
-        except Exception as error:  # an engine's own bug: the owner must hear of it before this process ends
+        except Exception as error:  # a bug of the engine: the owner must get the error before this process ends
             failure = _failure(error, f"the {self._model.engine} engine")
             self._fail(failure, failure.reason if isinstance(failure, JobPaused) else PauseReason.ENGINE_FAILED)
         self._recorder.flush()
@@ -166,21 +166,21 @@ class Worker:
         self._calling.flush()
         self._send(Failed(error.code, redaction.mask(error.message), reason))
 
-    # -- messages of the owner -----------------------------------------------------------------------------------------
+    # -- messages of the owner ----------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
         decode, receive = messages.to_worker.decode, self._receive
         for data in self._first:
             receive(decode(data))
-        while found := await self._channel.read():
-            for data in found:
+        while received := await self._channel.read():
+            for data in received:
                 receive(decode(data))
         self._owner_gone.set()
 
     def _receive(self, message: ToWorker) -> None:
         match message:
-            case FunctionRequests(asks):
-                self._calling.begin(asks)
+            case FunctionRequests(requests):
+                self._calling.begin(requests)
             case Abandon(id_):
                 self._answering.abandon(id_)
                 self._calling.abandon(id_)
@@ -196,7 +196,7 @@ class Worker:
             case Allow(job, usd, is_lean):
                 self._allow(job, usd, is_lean=is_lean)
             case FailRows(job):
-                if isinstance(self._engine, PatientEngine):
+                if isinstance(self._engine, RetryingEngine):
                     self._engine.fail_rows(job)
             case Revoke(job, is_over):
                 self._revoke(job, OVER if is_over else PAUSE)
@@ -205,12 +205,12 @@ class Worker:
             case Provide(provision):
                 secrets.take(provision)
             case Learn(poison):
-                if isinstance(self._engine, MortalEngine):
+                if isinstance(self._engine, CrashReportingEngine):
                     self._engine.learn(poison)
             case AnswerLive():
                 self._answering.begin(message)
             case FlowCredit(id_, size):
-                self._answering.taken(id_, size)
+                self._answering.add_credit(id_, size)
             case Drain():
                 self._feed.end()
             case Start():
@@ -218,8 +218,8 @@ class Worker:
 
     def _open(self, message: Open) -> None:
         if message.job in self._jobs:
-            known = self._jobs[message.job]
-            known.revoked, known.ending, known.allowance = False, "", None
+            job = self._jobs[message.job]
+            job.revoked, job.ending, job.allowance = False, "", None
             return
         head = SegmentHead(message.job, message.identity, self._name)
         segment = SegmentFile(Path(message.segments), head, self._rolls.get(message.job, 0))
@@ -229,7 +229,7 @@ class Worker:
         )  # fmt: skip
 
     def _allow(self, job_id: str, usd: float, *, is_lean: bool) -> None:
-        """A job has a budget, or more of it for this worker."""
+        """Add to the budget that this worker has for a job."""
         job, price = self._jobs.get(job_id), self._model.price
         if job is None or price is None:
             return
@@ -242,7 +242,7 @@ class Worker:
         self._feed.unblock(job.id)
 
     def _settled(self, held: Held, outcomes: list[Outcome]) -> None:
-        """Rows of a job with a budget are done."""
+        """Settle finished rows of a job with a budget."""
         allowance = held.job.allowance
         assert allowance is not None
         if allowance.settle(outcomes):
@@ -260,7 +260,7 @@ class Worker:
         self._held[lease.job, lease.generation, lease.shard] = held
         if grant.quarantined:
             try:
-                grant = self._record_condemned(held, grant)
+                grant = self._record_quarantined(held, grant)
             except InputChanged as error:
                 self._input_changed(job.id, error)
                 return
@@ -268,16 +268,16 @@ class Worker:
         if job.revoked:
             self._feed.drop(job.id)
 
-    def _record_condemned(self, held: Held, grant: Grant) -> Grant:
-        """Rows that killed one worker after another get their error without being run again."""
+    def _record_quarantined(self, held: Held, grant: Grant) -> Grant:
+        """Record errors for rows that killed several workers. Returns the grant of the other rows."""
         positions, numbers = messages.unpack_u32(grant.positions), messages.unpack_u32(grant.rows)
         quarantined = set(grant.quarantined)
         error = RowError("worker_crashed", "the worker died every time it ran this row, and it was given up")
         pairs = list(zip(positions, numbers, strict=True))
         rows = [Row(p, n, held.job.rows.read_many([n])[0], held.job.form, held) for p, n in pairs if p in quarantined]
         self._recorder.put([Outcome(row, error=error, status=0) for row in rows])
-        kept = [(p, n) for p, n in pairs if p not in quarantined]
-        return messages.replace_rows(grant, kept)
+        others = [(p, n) for p, n in pairs if p not in quarantined]
+        return messages.replace_rows(grant, others)
 
     def _drop_stale(self, job: str, generation: int, shard: int, epoch: int) -> None:
         held = self._held.get((job, generation, shard))
@@ -296,26 +296,26 @@ class Worker:
         self._release_revoked()
 
     def _release_revoked(self) -> None:
-        """Tell the owner of every revoked job of which nothing is in flight any more."""
+        """Report to the owner every revoked job that has no row in flight."""
         for job in [job for job in self._jobs.values() if job.revoked]:
-            mine = [held for held in self._held.values() if held.job is job]
-            if any(held.undone > 0 and not held.stale and not held.is_left for held in mine):
+            leases = [held for held in self._held.values() if held.job is job]
+            if any(held.undone > 0 and not held.stale and not held.is_left for held in leases):
                 continue
-            for held in mine:
+            for held in leases:
                 self._recorder.flush_lease(held)
-            if not all(self._recorder.is_done_with(held) for held in mine):
+            if not all(self._recorder.is_done_with(held) for held in leases):
                 continue
-            for held in mine:
+            for held in leases:
                 del self._held[held.lease.job, held.lease.generation, held.lease.shard]
             self._rolls[job.id] = job.segment.roll
             job.segment.close()
             job.rows.close()
             del self._jobs[job.id]
-            if isinstance(self._engine, PatientEngine):
+            if isinstance(self._engine, RetryingEngine):
                 self._engine.forget(job.id)
             self._send(Released(job.id))
 
-    # -- what engines ask of a lease: executors.held.Desk -------------------------------------------------------------
+    # -- leases: `LeaseHost` ------------------------------------------------------------------------------------------
 
     async def note(self, held: Held, key: str, data: bytes) -> Noted:
         await self._recorder.settle(held)
@@ -323,21 +323,21 @@ class Worker:
 
     def leave(self, held: Held) -> None:
         self._feed.drop_lease(held)
-        asyncio.get_running_loop().call_soon(self._let_go)
+        asyncio.get_running_loop().call_soon(self._release_left)
 
     def fail(self, held: Held, error: JobPaused) -> None:
         self._send(Failed(error.code, redaction.mask(error.message), error.reason, held.lease.job))
 
-    def _let_go(self) -> None:
-        """Tell the owner of every lease that was left, once its outcomes have been sent."""
-        for place, held in [(place, held) for place, held in self._held.items() if held.is_left]:
+    def _release_left(self) -> None:
+        """Report to the owner every lease that was left, once its outcomes have been sent."""
+        for key, held in [(key, held) for key, held in self._held.items() if held.is_left]:
             self._recorder.flush_lease(held)
             if self._recorder.is_done_with(held):
-                del self._held[place]
+                del self._held[key]
                 self._send(LeaseReleased(held.lease))
         self._release_revoked()
 
-    # -- what the worker says -----------------------------------------------------------------------------------------
+    # -- messages to the owner ----------------------------------------------------------------------------------------
 
     def _send(self, message: Struct) -> None:
         self._channel.send(message)
@@ -351,7 +351,7 @@ class Worker:
         elif held is not None and held.undone == 0 and not held.unsent and not held.job.revoked:
             del self._held[lease.job, lease.generation, lease.shard]
         if held is not None and (held.job.revoked or held.is_left):
-            asyncio.get_running_loop().call_soon(self._let_go)
+            asyncio.get_running_loop().call_soon(self._release_left)
 
     async def _beat(self) -> None:
         while True:
@@ -361,17 +361,17 @@ class Worker:
             self._send(Heartbeat(self._engine.stats()))
             for job in self._jobs.values():
                 if job.allowance is not None:
-                    job.allowance.look()
+                    job.allowance.return_unused()
             self._calling.beat()
-            self._let_go()
+            self._release_left()
 
     def _input_changed(self, job_id: str, error: InputChanged) -> None:
         self._send(Failed(error.code, error.message, error.reason, job_id))
 
     def _storage_failed(self, error: OSError) -> None:
-        """No byte after a failed write or sync is ever referenced: say so and end at once.
+        """Report the error and end: no byte after a failed write or sync is ever referenced.
 
-        Another worker has another segment: only where that would fail in the same way the model's jobs stop.
+        Another worker writes another segment. The jobs of the model stop only if it would fail in the same way.
         """
         detail = f"the files of a job cannot be read or written: {error}"
         if error.errno in FULL:
@@ -386,32 +386,32 @@ class Worker:
 
 
 def _failure(error: BaseException, who: str) -> BatchmillError:
-    """Our own bug as an error for the owner; the traceback goes to the worker's log."""
+    """A bug as an error for the owner; the traceback goes to the worker's log."""
     redaction.print_exception(error)
-    if isinstance(error, OSError) and (of_machine := to_storage_error(error)) is not None:
-        return of_machine
+    if isinstance(error, OSError) and (storage_error := to_storage_error(error)) is not None:
+        return storage_error
     return BatchmillError(f"{who} failed: {type(error).__name__}: {error}", code="engine_bug")
 
 
-def _step_back() -> None:
-    """Rows may wait a moment for the owner and its callers: it decides and commits for all.
+def _lower_priority() -> None:
+    """Run at a lower priority than the owner, which schedules and commits for all.
 
-    Where the kernel groups processes by session, as most desktops do, it is the group's place that counts.
+    If the kernel groups processes by session, as on most desktops, the priority of the group counts.
     """
-    os.nice(STEP_BACK)
+    os.nice(NICENESS)
     with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
-        group.write(str(STEP_BACK))
+        group.write(str(NICENESS))
 
 
 async def main(fd: int) -> int:
-    """Speak to the owner on socket `fd` until it is over."""
+    """Serve the owner on socket `fd` until the work ends."""
     keep_memory()
-    os.set_inheritable(fd, False)  # what user code starts does not hold it
+    os.set_inheritable(fd, False)  # processes of user code do not inherit it
     channel = await open_channel(socket.socket(fileno=fd))
-    found = await channel.read()
-    if not found:
+    received = await channel.read()
+    if not received:
         return 0
-    start = messages.to_worker.decode(found[0])
+    start = messages.to_worker.decode(received[0])
     assert isinstance(start, Start)
     secrets.take(start.provision)
     redaction.guard_logs()
@@ -421,9 +421,9 @@ async def main(fd: int) -> int:
         if start.model.limits.memory_bytes is not None and not traits.limits_memory:
             resource.setrlimit(resource.RLIMIT_AS, (start.model.limits.memory_bytes,) * 2)
         if not traits.starts_process:
-            _step_back()
-        worker = Worker(start, channel, found[1:])
-    except Exception as error:  # of an engine that cannot be made: the owner must hear why
+            _lower_priority()
+        worker = Worker(start, channel, received[1:])
+    except Exception as error:  # the engine cannot be created: the owner must get the reason
         failure = error if isinstance(error, BatchmillError) else _failure(error, f"the {start.model.engine} engine")
         reason = failure.reason if isinstance(failure, JobPaused) else PauseReason.ENGINE_FAILED
         channel.send(Failed(failure.code, redaction.mask(failure.message), reason))

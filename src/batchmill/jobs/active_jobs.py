@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from batchmill.jobs.runner import JobRunner, RunnerTools
 from batchmill.wire.job_spec import JobSpec
 
-CLOSE_S = 5.0  # runners that are to end at once have so long to write down that they paused
+CLOSE_S = 5.0  # for runners that end at once to store that they paused
 
 
 class ActiveJobs:
@@ -20,11 +20,11 @@ class ActiveJobs:
         self._tools = tools
         self._runners: dict[str, JobRunner] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        self._users: defaultdict[str, int] = defaultdict(int)  # lock -> those that hold it or wait for it
+        self._users: defaultdict[str, int] = defaultdict(int)  # lock -> number of tasks that hold it or wait for it
         self.outputs = asyncio.Lock()  # held, before any other, while a job is matched with the file it writes to
 
     @asynccontextmanager
-    async def alone(self, name: str) -> AsyncIterator[None]:
+    async def lock(self, name: str) -> AsyncIterator[None]:
         """Hold the lock of a job, or of any other `name`."""
         lock = self._locks.setdefault(name, asyncio.Lock())
         self._users[name] += 1
@@ -37,12 +37,12 @@ class ActiveJobs:
                 del self._users[name], self._locks[name]
 
     @asynccontextmanager
-    async def steering(self, record: sa.RowMapping) -> AsyncIterator[None]:
+    async def lock_job(self, record: sa.RowMapping) -> AsyncIterator[None]:
         """Hold the locks of a job and of its output, if the caller named one, to change the job's state."""
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as locks:
             if record["frontend"] is None:
-                await held.enter_async_context(self.outputs)
-            await held.enter_async_context(self.alone(record["id"]))
+                await locks.enter_async_context(self.outputs)
+            await locks.enter_async_context(self.lock(record["id"]))
             yield
 
     def get(self, job_id: str) -> JobRunner | None:
@@ -52,10 +52,10 @@ class ActiveJobs:
     def running(self, job_id: str) -> JobRunner | None:
         """The runner of a job that has neither paused nor ended."""
         runner = self._runners.get(job_id)
-        return None if runner is None or runner.is_resting else runner
+        return None if runner is None or runner.has_stopped else runner
 
     def all_running(self) -> list[JobRunner]:
-        return [runner for runner in self._runners.values() if not runner.is_resting]
+        return [runner for runner in self._runners.values() if not runner.has_stopped]
 
     def runner(self, spec: JobSpec) -> JobRunner:
         """Make a runner that is not started."""
@@ -72,11 +72,11 @@ class ActiveJobs:
         if self._runners.get(runner.spec.id) is runner:
             del self._runners[runner.spec.id]
 
-    async def settled(self, job_id: str) -> JobRunner | None:
+    async def wait_settled(self, job_id: str) -> JobRunner | None:
         """The runner of a running job; if it is pausing or ending, wait until its workers are released."""
         runner = self._runners.get(job_id)
-        if runner is not None and runner.is_resting:
-            await runner.rest()
+        if runner is not None and runner.has_stopped:
+            await runner.wait_stopped()
             self._forget(runner)
         return self._runners.get(job_id)
 

@@ -1,6 +1,6 @@
 """How a job ends before all of its rows have run: cancelled, or because its deadline has passed.
 
-What providers still run of it is cancelled there. Its shards go to workers once more, to collect and to begin nothing.
+Batches that providers still run are cancelled there. Workers get its shards once more, only to collect results.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from batchmill.jobs.pools.job_run import JobRun
 from batchmill.states import EXPIRED, JobState, PauseReason
 from batchmill.types import RemoteJob, RowError
 
-REMOTE_CANCELLATION_S = 3600.0  # for all of a job's shards together; an engine gives up one of them earlier
-WAYS_OUT = "resume it to ask them again, or cancel it again to end it without what they have"
+REMOTE_CANCELLATION_S = 3600.0  # for all of a job's shards; an engine gives up on one shard earlier
+WAYS_OUT = "resume it to try again, or cancel it again to end it without their results"
 REQUESTED = frozenset({PauseReason.INTERRUPTED, PauseReason.REQUESTED})  # the caller knows why the job paused
 
 
@@ -60,7 +60,7 @@ def begins_at(early: EarlyEnd, deadline: float | None, now: float) -> float:
 async def cancel_remote(run: JobRun, dispatcher: Dispatcher, *, is_at_once: bool) -> None:
     """Cancel the remote jobs of a run that is over, and count the outcomes that providers already have.
 
-    Raises: JobPaused where what providers have cannot be collected now.
+    Raises: JobPaused if their results cannot be collected now.
     """
     dispatcher.add(run)
     try:
@@ -70,7 +70,7 @@ async def cancel_remote(run: JobRun, dispatcher: Dispatcher, *, is_at_once: bool
     except JobPaused as error:
         if error.reason in REQUESTED:
             raise
-        text = f"{error.message}; providers may still have rows of this job, which ends: mend it and {WAYS_OUT}"
+        text = f"{error.message}; the job is ending, but providers may still have rows of it: fix this, then {WAYS_OUT}"
         raise JobPaused(text, reason=error.reason) from None
     finally:
         await dispatcher.remove(run, at_once=is_at_once)
@@ -79,12 +79,12 @@ async def cancel_remote(run: JobRun, dispatcher: Dispatcher, *, is_at_once: bool
 def refuse_uncancelled(remotes: Sequence[RemoteJob]) -> None:
     """Raises: JobPaused if a provider still runs, and bills, a batch that could not be cancelled."""
     if running := [each for each in remotes if each.state in (INTENT, SUBMITTED)]:
-        text = "the job is to end, but its providers did not answer: " + "; ".join(leftovers(running))
+        text = "the job is ending, but its providers did not reply: " + "; ".join(leftovers(running))
         raise JobPaused(f"{text}; {WAYS_OUT}", reason=PauseReason.ROUTE_FAILED)
 
 
 def leftovers(remotes: Sequence[RemoteJob]) -> list[str]:
-    """Batches that may still be at a provider and need attention by a person."""
+    """Batches that may still be at a provider, for a person to check."""
     return [
         f"the submission {each.tag} to {each.provider} has an unknown state: look for it there"
         if each.state == UNKNOWN

@@ -1,4 +1,4 @@
-"""A running job's ways to its models: how fast they have been, when one must be left, and where its rows go then."""
+"""Route failover of a running job: the speed of its routes, when to leave one, and which one follows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from batchmill.store.database import Database
 from batchmill.types import ModelSpec
 from batchmill.wire.job_spec import JobSpec
 
-JOBS_MEASURED = 200  # the newest, for how fast a way is
-LOOK_S = 60.0  # rows come back from providers, and deadlines are moved
+JOBS_MEASURED = 200  # the newest jobs, for the speed of a route
+POLL_S = 60.0  # rows come back from providers, and deadlines change
 
 
 class RouteFailover:
@@ -29,26 +29,26 @@ class RouteFailover:
     async def measure(self, models: list[ModelSpec]) -> None:
         """Measure the speed of earlier jobs, if any of these models has several routes."""
         if any(model.routes for model in models):
-            found = await self._database.read(records.finished_lately, JOBS_MEASURED)
-            self.rates = routing.measured([(read_spec(spec), rows, seconds) for spec, rows, seconds in found])
+            finished = await self._database.read(records.finished_lately, JOBS_MEASURED)
+            self.rates = routing.measure_rates([(read_spec(spec), rows, seconds) for spec, rows, seconds in finished])
 
     async def watch(self, run: JobRun) -> None:
         """Fail the route of a model that would miss the deadline, as long as another can still meet it."""
         while not run.ended.done():
             now = self._clock.now()
-            spans = {number: self._late(run, number) for number in run.models_left}
-            due = {number for number, (start, end) in spans.items() if start <= now <= end}
+            windows = {number: self._window(run, number) for number in run.models_left}
+            due = {number for number, (start, end) in windows.items() if start <= now <= end}
             if due:
                 names = ", ".join(run.spec.models[number].name for number in sorted(due))
                 run.failing |= due
-                run.pause(JobPaused(f"the deadline of {names} would pass otherwise", reason=PauseReason.ROUTE_FAILED))
+                run.pause(JobPaused(f"{names} would miss the deadline", reason=PauseReason.ROUTE_FAILED))
                 return
-            ahead = [start - now for start, _ in spans.values() if start > now]
-            await self._clock.sleep(min([LOOK_S, *ahead]))
+            ahead = [start - now for start, _ in windows.values() if start > now]
+            await self._clock.sleep(min([POLL_S, *ahead]))
 
-    def _late(self, run: JobRun, number: int) -> tuple[float, float]:
+    def _window(self, run: JobRun, number: int) -> tuple[float, float]:
         model, deadline = run.spec.models[number], run.spec.policy.deadline
-        return routing.late_between(model, run.rows_left_of(number), deadline, self.rates) or (math.inf, math.inf)
+        return routing.switch_window(model, run.rows_left_of(number), deadline, self.rates) or (math.inf, math.inf)
 
     @staticmethod
     def may_change(spec: JobSpec) -> bool:
@@ -60,15 +60,15 @@ class RouteFailover:
         if not isinstance(failure, JobPaused) or failure.reason is not PauseReason.ROUTE_FAILED or not run.failing:
             return None
         spec, now = run.spec, self._clock.now()
-        ways = {
-            number: routing.next_way(
+        routes = {
+            number: routing.next_route(
                 spec.models[number], run.rows_left_of(number), spec.policy.deadline, now, self.rates
             )
             for number in run.failing
         }
-        if None in ways.values():
+        if None in routes.values():
             return None
-        return with_code(routing.gone_on(spec, ways, failure.message))
+        return with_code(routing.with_next_routes(spec, routes, failure.message))
 
 
 def with_code(spec: JobSpec) -> JobSpec:

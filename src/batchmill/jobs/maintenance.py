@@ -1,7 +1,7 @@
 """Background tasks of an owner: resume stalled jobs, end jobs at their deadlines, delete old records.
 
-A job that paused for want of disk space is resumed when there is room again. A job that is to end while a provider does
-not answer is tried again in the same way, less often each time.
+Jobs that paused because the disk was full resume once space is free. Jobs that are ending while a provider does not
+reply are retried in the same way, with longer and longer pauses.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from batchmill.store.disk_room import DiskQuota, DiskReserve
 log = logging.getLogger("batchmill.jobs")
 
 POLL_S = 5.0
-FREE_BYTES = 16 * 1024 * 1024  # that must be free, the disk reserve apart, before a job is tried again
+FREE_BYTES = 16 * 1024 * 1024  # that must be free, besides the disk reserve, before a job is resumed
 TIDY_S = 3600.0
-RETRY_MAX_S = 300.0  # between two tries of a job that stops each time
-DEADLINE_SLEEP_MAX_S = 60.0  # the clock on the wall may be set, and a machine may be suspended
-DEADLINE_RETRY_S = 5.0  # before a job is tried again that could not be ended
-DEADLINES_MAX = 100  # jobs that are ended at once
+RETRY_MAX_S = 300.0  # between two attempts to resume a job that pauses again each time
+DEADLINE_SLEEP_MAX_S = 60.0  # the wall clock may be set, and the machine may be suspended
+DEADLINE_RETRY_S = 5.0  # before another attempt to end a job
+DEADLINES_MAX = 100  # jobs that end at the same time
 
 
 class Stalled(Struct, frozen=True):
@@ -44,9 +44,9 @@ class Stalled(Struct, frozen=True):
 
 class Maintenance:
     """Args:
-    stalled: the jobs that are to be tried again where there is room.
-    resume: resume one of them.
-    tidy: drop records that are out of date.
+    stalled: returns the jobs to resume once space is free.
+    resume: resumes one of them.
+    tidy: deletes expired records.
     """
 
     def __init__(
@@ -59,7 +59,9 @@ class Maintenance:
     ) -> None:
         self._clock, self._disk_reserve, self._stalled, self._resume = clock, disk_reserve, stalled, resume
         self._tidy, self._tidied = tidy, -math.inf
-        self._tries: dict[str, tuple[float, float]] = {}  # job -> (not before, and after that not for so long)
+        self._retries: dict[
+            str, tuple[float, float]
+        ] = {}  # job -> (time of the next attempt, pause after it in seconds)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -80,12 +82,12 @@ class Maintenance:
         """Resume every stalled job whose folders have enough space."""
         stalled = await self._stalled()
         now = self._clock.monotonic()
-        self._tries = {job: tried for job, tried in self._tries.items() if tried[0] + 2 * RETRY_MAX_S > now}
+        self._retries = {job: retry for job, retry in self._retries.items() if retry[0] + 2 * RETRY_MAX_S > now}
         for each in stalled:
-            not_before, pause_s = self._tries.get(each.job, (now, POLL_S))
+            not_before, pause_s = self._retries.get(each.job, (now, POLL_S))
             if now < not_before or not await asyncio.to_thread(_has_room, each.folders):
                 continue
-            self._tries[each.job] = now + pause_s, min(2 * pause_s, RETRY_MAX_S)
+            self._retries[each.job] = now + pause_s, min(2 * pause_s, RETRY_MAX_S)
             await asyncio.to_thread(self._disk_reserve.reserve)
             await self._resume(each.job)
 
@@ -102,47 +104,47 @@ def _has_room(folders: Sequence[Path]) -> bool:
 class StalledJobs:
     """Jobs that a server resumes by itself: out of disk space, or ending while a provider does not respond."""
 
-    def __init__(self, data_dir: Path, database: Database, active: ActiveJobs, room: DiskQuota) -> None:
-        """Args: room: where the bytes of projects are counted."""
-        self._data_dir, self._database, self._active, self._room = data_dir, database, active, room
-        self.stranded: set[str] = set()  # a server's jobs that are written down as running, for want of disk space
+    def __init__(self, data_dir: Path, database: Database, active: ActiveJobs, disk_quota: DiskQuota) -> None:
+        """Args: disk_quota: counts the bytes of projects."""
+        self._data_dir, self._database, self._active, self._disk_quota = data_dir, database, active, disk_quota
+        self.stranded: set[str] = set()  # a server's jobs whose stored state is wrong, because the disk was full
 
     async def poll(self) -> Sequence[Stalled]:
         """The jobs to resume. Pauses running jobs of projects that have no disk quota left."""
         await self._pause_over_quota()
-        read, room = self._database.read, self._room
-        stuck = PauseReason.STORAGE_FULL, PauseReason.STORAGE_FAILED
-        found = [record for reason in stuck for record in await read(records.paused_for, reason)]
-        kept_out = await read(records.paused_for, PauseReason.DISK_QUOTA)
-        has_room = {project: await room.has_room(project) for project in {each["project"] for each in kept_out}}
-        found += [record for record in kept_out if has_room[record["project"]]]
-        stopped = await read(records.paused_for, PauseReason.ROUTE_FAILED)
-        found += [record for record in stopped if record["cancelling"] is not None]
-        paused = {record["id"] for record in found}
-        found += [await read(records.find, job_id) for job_id in self.stranded - paused]
-        specs = [read_spec(record["spec"]) for record in found]
+        read, disk_quota = self._database.read, self._disk_quota
+        reasons = PauseReason.STORAGE_FULL, PauseReason.STORAGE_FAILED
+        stalled = [record for reason in reasons for record in await read(records.paused_for, reason)]
+        over_quota = await read(records.paused_for, PauseReason.DISK_QUOTA)
+        has_room = {project: await disk_quota.has_room(project) for project in {each["project"] for each in over_quota}}
+        stalled += [record for record in over_quota if has_room[record["project"]]]
+        unreachable = await read(records.paused_for, PauseReason.ROUTE_FAILED)
+        stalled += [record for record in unreachable if record["cancelling"] is not None]
+        paused = {record["id"] for record in stalled}
+        stalled += [await read(records.find, job_id) for job_id in self.stranded - paused]
+        specs = [read_spec(record["spec"]) for record in stalled]
         return [
             Stalled(spec.id, [self._data_dir, *([Path(spec.output).parent] if spec.output is not None else [])])
             for spec in specs
         ]
 
     async def _pause_over_quota(self) -> None:
-        room = self._room
+        disk_quota = self._disk_quota
         running = [runner for runner in self._active.all_running() if runner.spec.origin is not None]
         for project in {runner.spec.project for runner in running}:
-            has, most = await room.look(project)
-            if has > most:
+            used, limit = await disk_quota.usage(project)
+            if used > limit:
                 for runner in running:
                     if runner.spec.project == project:
-                        runner.refuse_more(room.refusal(project))
+                        runner.refuse_more(disk_quota.refusal(project))
 
 
 class JobDeadlines:
     """One task that ends the jobs whose deadline has passed; it sleeps until the next one.
 
     Args:
-    upcoming: so many (job, deadline) as asked for, the next one first, of those that have not ended.
-    expire: end a job early; it returns once that is written down, or too late.
+    upcoming: returns up to a number of (job, deadline) of unfinished jobs, the next deadline first.
+    expire: ends a job early; returns once that is stored, or if it is too late.
     """
 
     def __init__(
@@ -153,7 +155,7 @@ class JobDeadlines:
     ) -> None:
         self._clock, self._upcoming, self._expire = clock, upcoming, expire
         self._changed = asyncio.Event()
-        self._ending: dict[str, asyncio.Task[None]] = {}  # jobs on their way to their end
+        self._ending: dict[str, asyncio.Task[None]] = {}  # jobs that are being ended
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -175,18 +177,18 @@ class JobDeadlines:
                 await self._changed.wait()
                 continue
             sleep = asyncio.create_task(self._clock.sleep(min(next_s, DEADLINE_SLEEP_MAX_S)))
-            news = asyncio.create_task(self._changed.wait())
+            changed = asyncio.create_task(self._changed.wait())
             try:
-                await asyncio.wait({sleep, news}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({sleep, changed}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 sleep.cancel()
-                news.cancel()
+                changed.cancel()
 
     async def _end_due(self) -> float | None:
         """Begin to end the jobs that are due; return the seconds until the next, None if there is no deadline."""
-        known = await self._upcoming(DEADLINES_MAX + len(self._ending))
+        upcoming = await self._upcoming(DEADLINES_MAX + len(self._ending))
         now = self._clock.now()
-        for job_id, deadline in known:
+        for job_id, deadline in upcoming:
             if job_id in self._ending:
                 continue
             if deadline > now:
@@ -198,7 +200,7 @@ class JobDeadlines:
     async def _end(self, job_id: str) -> None:
         try:
             await self._expire(job_id)
-        except Exception as error:  # a full disk, a change of its state, or a bug of ours: logged, and retried
+        except Exception as error:  # a full disk, a change of its state, or a bug: logged and retried
             log.warning("the job %s could not be ended at its deadline: %s: %s", job_id, type(error).__name__, error)
             await self._clock.sleep(DEADLINE_RETRY_S)
         finally:

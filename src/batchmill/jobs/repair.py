@@ -20,7 +20,7 @@ from batchmill.jobs.ledger import audit
 from batchmill.jobs.ledger.audit import AuditOrder, BreachList
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, newest
-from batchmill.jobs.ledger.plan import PLAN, PlanReader, Progress, iter_rejected, make_again, shard_rows
+from batchmill.jobs.ledger.plan import PLAN, PlanReader, Progress, iter_rejected, plan_again, shard_rows
 from batchmill.jobs.ledger.snapshot import CommitRecord, Counters, Rebuilt, ShardRecord
 from batchmill.store.segments import Block, Damage, gaps_of, merged, read_block, read_head, read_payload, salvage
 from batchmill.types import Shard, Usage
@@ -56,7 +56,7 @@ def rebuild(order: AuditOrder, progress: Progress) -> Rebuilt:
     try:
         if not (work.files.plan(0) / PLAN).exists():
             return work.unplanned()
-        work.remake_dataset()
+        work.rebuild_dataset()
         work.keep_committed(lambda share: progress(share * 0.7))
         work.keep_orphans()
         return work.result()
@@ -87,9 +87,9 @@ class _Rebuild:
         for outcomes in self._maps.values():
             outcomes.close()
 
-    def remake_dataset(self) -> None:
+    def rebuild_dataset(self) -> None:
         """Rebuild the index of a damaged dataset. Raises: InputChanged if its input is missing."""
-        for wrong in audit.remake(seal_order(self._spec), self.files, lambda _: None):
+        for wrong in audit.rebuild_dataset(seal_order(self._spec), self.files, lambda _: None):
             self._damaged.add(f"{self.files.dataset}: {wrong}; it was rebuilt from the input")
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class _Rebuild:
         home.mkdir(exist_ok=True)
         rows = _open_rows(first, states)
         sizes = [shard_rows(model, rows) for model in self._spec.models]
-        make_again(first, lambda number: states[number] == OPEN, sizes, home)
+        plan_again(first, lambda number: states[number] == OPEN, sizes, home)
         return len(maps)
 
     def _errors(self, states: bytearray, rejected: int) -> dict[str, tuple[int, str]]:

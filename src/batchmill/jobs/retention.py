@@ -66,8 +66,8 @@ class Retention:
 
         Raises: InvalidTransition for one that has not ended; Conflict while another job reads its results.
         """
-        async with self._active.alone(job_id):
-            await self._active.settled(job_id)
+        async with self._active.lock(job_id):
+            await self._active.wait_settled(job_id)
             removal = await self._database.write(_remove, self._data_dir, job_id, by, self._clock.now())
             faults.point("after_remove")
             await self._clear(removal)
@@ -94,8 +94,8 @@ class Retention:
         return self.entry.retry_s if may_retry or not is_there else self.entry.intermediate_s
 
     async def _compact(self, job_id: str, now: float) -> None:
-        async with self._active.alone(job_id):
-            if await self._active.settled(job_id) is not None:
+        async with self._active.lock(job_id):
+            if await self._active.wait_settled(job_id) is not None:
                 return  # a retry was faster
             record = await self._database.read(records.find, job_id)
             if record["state"] not in ENDED or record["compacted"] is not None:

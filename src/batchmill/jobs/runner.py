@@ -5,8 +5,8 @@
                     └──────────┤ another route to the model
                                └─► CANCELLING ─► CANCELLED or EXPIRED
 
-A step that raises leaves the job PAUSED, or FAILED where none of its rows ran. A process that is killed anywhere leaves
-the state that was written last: the next owner pauses the job (`JobService.recover`), and `resume` enters it again.
+If a step raises, the job is PAUSED, or FAILED if none of its rows ran. After a kill, the next owner pauses the job
+(`JobService.recover`), and `resume` enters its stored state again.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ class RunnerTools(Struct, frozen=True):
     dispatcher: Dispatcher
     clock: Clock
     disk_reserve: DiskReserve
-    offload: Offload  # in children that are kept for what comes next
+    offload: Offload  # in child processes that are reused
     adapters: Adapters
-    room: DiskQuota  # where the bytes and jobs of projects are counted
+    disk_quota: DiskQuota
 
-    def room_of(self, spec: JobSpec) -> DiskQuota | None:
+    def disk_quota_of(self, spec: JobSpec) -> DiskQuota | None:
         """The disk quota that counts the bytes of a server's job; None for a command's job."""
-        return None if spec.origin is None else self.room
+        return None if spec.origin is None else self.disk_quota
 
     def quota_of(self, spec: JobSpec) -> int | None:
         """How many unfinished jobs the project may have; None for a command's job."""
-        return None if spec.origin is None else self.room.quotas.of(spec.project).unfinished_jobs
+        return None if spec.origin is None else self.disk_quota.quotas.of(spec.project).unfinished_jobs
 
 
 class _EndsEarly(Exception):
@@ -101,19 +101,19 @@ class JobRunner:
         self._routes = RouteFailover(self._ledger.database, tools.clock)
         self.task: asyncio.Task[None] | None = None
         self.at_once = False  # end without waiting for rows in flight
-        self.is_resting = False  # the job is paused or has ended; only the workers are still to be let go
-        self.fails_rows = False  # rows that fail are not to wait for their service
-        self.leaves_remote = False  # end without what providers still have
-        self.progress: float | None = None  # of the child process that works for it
+        self.has_stopped = False  # the job has paused or ended; only its workers are still being released
+        self.fails_rows = False  # failing rows do not wait until their service recovers
+        self.skips_remote = False  # end without the results that providers still have
+        self.progress: float | None = None  # share done by its child process, 0..1
         self._state: JobState | None = None  # as this runner read or wrote it last
         self._run: JobRun | None = None  # the pass over its rows, from QUEUED on
         self._publishing: Publishing | None = None  # the results of that pass
         self.rows_run: JobRun | None = None  # its rows while the dispatcher has them
         self._child: asyncio.Task[Any] | None = None  # long work that a pause interrupts
-        self.stop_reason: BatchmillError | None = None  # asked to pause
-        self._early: EarlyEnd | None = None  # asked to end without the rows that have not run
-        self._is_cancelling = asyncio.Event()  # and that is written down
-        self._writing_end = asyncio.Lock()  # held while it is being written down
+        self.stop_reason: BatchmillError | None = None  # the reason of a requested pause
+        self._early: EarlyEnd | None = None  # the requested early end
+        self._is_cancelling = asyncio.Event()  # set once the early end is stored
+        self._writing_end = asyncio.Lock()  # held while the early end is being stored
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class JobRunner:
 
     async def pause(self, reason: PauseReason, message: str) -> None:
         self._halt(JobPaused(message, reason=reason))
-        await self.rest()
+        await self.wait_stopped()
 
     def refuse_more(self, error: OverQuota) -> None:
         """Pause a job that runs rows, because there is no room for more results."""
@@ -150,11 +150,11 @@ class JobRunner:
             elif self._state is JobState.VALIDATING and self._child is not None:
                 self._child.cancel()
         if self.task is not None:
-            written = asyncio.create_task(self._is_cancelling.wait())
-            await asyncio.wait({self.task, written}, return_when=asyncio.FIRST_COMPLETED)
-            written.cancel()
+            stored = asyncio.create_task(self._is_cancelling.wait())
+            await asyncio.wait({self.task, stored}, return_when=asyncio.FIRST_COMPLETED)
+            stored.cancel()
 
-    async def rest(self) -> None:
+    async def wait_stopped(self) -> None:
         """Wait until the runner has stopped."""
         if self.task is not None:
             await asyncio.wait({self.task})
@@ -200,7 +200,7 @@ class JobRunner:
             return [self.spec.models[number] for number in run.models_left]
         return self.spec.models if len(self.spec.models) == 1 else []
 
-    # -- entering a state from rest -----------------------------------------------------------------------------------
+    # -- resume and retry ---------------------------------------------------------------------------------------------
 
     async def resume(self) -> None:
         """Leave PAUSED for the state in which the job continues, with this spec."""
@@ -215,7 +215,7 @@ class JobRunner:
     async def retry(self) -> None:
         """Queue an ended job again, with a new generation for the rows that failed.
 
-        Raises: InvalidTransition when none may be run again.
+        Raises: InvalidTransition if there is no such row.
         """
         job_id, record = self.spec.id, await self._record()
         if not self._is_planned(record):
@@ -225,17 +225,17 @@ class JobRunner:
         blocks = await self._commit_log.call(self._ledger.committed, job_id)
         opened = await plan_retry(RetryOrder(self.spec, str(self.files.data_dir), blocks, generation), self._offload)
         await asyncio.to_thread(self.files.write_spec, self.spec)
-        most = self._tools.quota_of(self.spec)
+        limit = self._tools.quota_of(self.spec)
         await self._commit_log.call(
             self._ledger.open_generation, job_id, generation, opened.settled, opened.rows_ok,
-            None if most is None else (self.spec.project, most), **columns_of(self.spec),
+            None if limit is None else (self.spec.project, limit), **columns_of(self.spec),
         )  # fmt: skip
 
     def _is_planned(self, record: sa.RowMapping) -> bool:
         """Whether the rows have been planned."""
         return bool(record["rows"]) and (self.files.plan(0) / "plan.json").exists()
 
-    # -- from state to state ------------------------------------------------------------------------------------------
+    # -- states -------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Run steps until the job pauses or ends, and store why."""
@@ -253,18 +253,18 @@ class JobRunner:
         except (InvalidInput, OverQuota) as error:
             if await self._may_fail(unrun=False):
                 await self._fail(error.code, error.message)
-            else:  # once rows have run it is a pause: nothing of them is given up
+            else:  # rows have run: a pause keeps their results
                 await self._pause(PauseReason.ENGINE_FAILED, error.message)
         except BatchmillError as error:
             await self._pause(PauseReason.ENGINE_FAILED, error.message)
         except OSError as error:
-            known = to_storage_error(error) or StorageFailed(f"a file of the job cannot be used: {error}")
-            await self._pause(known.reason, known.message)
-        except Exception as error:  # our own bug: the job must say so, not look as if it ran
+            storage_error = to_storage_error(error) or StorageFailed(f"a file of the job cannot be used: {error}")
+            await self._pause(storage_error.reason, storage_error.message)
+        except Exception as error:  # a bug of this program: the job must report it, not look as if it ran
             redaction.print_exception(error)
             await self._pause(PauseReason.ENGINE_FAILED, f"internal error: {type(error).__name__}: {error}")
         finally:
-            self.is_resting = True
+            self.has_stopped = True
             await self._dispatcher.unreserve(self.spec.id, at_once=self.at_once)
 
     async def _advance(self) -> None:
@@ -272,9 +272,9 @@ class JobRunner:
         self._state = JobState((await self._record())["state"])
         try:
             while self._state not in ENDED:
-                entered = self._state
-                await STEPS[entered](self)
-                assert self._state is not entered, f"the step of {entered} wrote no other state down"
+                before = self._state
+                await STEPS[before](self)
+                assert self._state is not before, f"the step of {before} stored no other state"
         finally:
             await self._close_run()
 
@@ -286,13 +286,13 @@ class JobRunner:
         try:
             prepared = await self._prepared()
         except _EndsEarly:
-            assert self._early is not None, "somebody asked for it"
+            assert self._early is not None, "an early end was requested"
             await asyncio.to_thread(self.files.clear_refused)
             await self._end(self._early.state, cancelling=self._clock.now())
             return
-        finally:  # its child may have been killed
+        finally:  # the child process may have been killed
             await asyncio.to_thread(self.files.clear_unsealed)
-        if self.spec.models != models:  # it goes by other routes, or to other adapters, than it was ordered with
+        if self.spec.models != models:  # its routes or adapters have changed
             await asyncio.to_thread(self.files.write_spec, self.spec)
         report, plan = prepared.report, prepared.plan
         problems = {"problems": listed(report.problems), "problems_total": report.problems_total}
@@ -329,7 +329,7 @@ class JobRunner:
 
     async def _running(self) -> None:
         """Have workers run the rows. A model whose route failed gets its next one; then the job is QUEUED again."""
-        assert self._run is not None, "a job is RUNNING once it was QUEUED"
+        assert self._run is not None, "a RUNNING job was QUEUED before"
         run = self._run
         failure = await self._run_rows(run)
         if await self._ends_early(is_cut_off=failure is not None or run.is_cancelled):
@@ -343,7 +343,7 @@ class JobRunner:
 
     async def _finalizing(self) -> None:
         """Publish the results: every row has its outcome."""
-        assert self._publishing is not None, "a job is FINALIZING once it was RUNNING"
+        assert self._publishing is not None, "a FINALIZING job was RUNNING before"
         manifest = await self._publish(self._publishing)
         await self._end(JobState.COMPLETED, manifest)
 
@@ -359,24 +359,24 @@ class JobRunner:
         generation = record["generation"]
         with closing(PlanReader(self.files.plan(generation))) as plan:
             await self._cancel_remote(plan, generation)
-            if not self.leaves_remote:
+            if not self.skips_remote:
                 early_end.refuse_uncancelled(await self._remotes(generation))
             await self._commit_log.call(self._ledger.fence, self.spec.id, generation)
             await self._adopt(plan, generation)
         try:
             manifest = await self._publish(Publishing(self.spec, self.files, self._offload), early)
         except DatasetDamaged:
-            raise  # it can be mended
+            raise  # it can be repaired
         except InputChanged as error:
             await self._end(early.state, message=f"its results were not written: {error.message}")
             return
-        left = early_end.leftovers(await self._remotes(generation))
-        await self._end(early.state, manifest, message="; ".join(left))
+        message = "; ".join(early_end.leftovers(await self._remotes(generation)))
+        await self._end(early.state, manifest, message=message)
 
     # -- VALIDATING ---------------------------------------------------------------------------------------------------
 
     def _reserve(self) -> None:
-        """Start the workers that the job will need while its rows are read."""
+        """Start the workers while the rows are read."""
         if len(self.spec.models) == 1 and not self.spec.models[0].needs_route:
             self._dispatcher.reserve(self.spec.id, self.spec.models, self.spec.code)
 
@@ -386,8 +386,8 @@ class JobRunner:
             await self._routes.measure(self.spec.models)
             folders = str(self.files.dataset), str(self.files.plan(0))
             order = PrepareOrder(self.spec, *folders, self._clock.now(), self._routes.rates)
-            room = self._tools.room_of(self.spec)
-            prepared = await self._interruptible(seal_and_plan(order, room, self._offload, self._show_progress))
+            disk_quota = self._tools.disk_quota_of(self.spec)
+            prepared = await self._interruptible(seal_and_plan(order, disk_quota, self._offload, self._show_progress))
             faults.point("after_prepare")
             if not prepared.wanted:
                 break
@@ -398,14 +398,14 @@ class JobRunner:
         if prepared.choices:
             spec = await asyncio.to_thread(with_code, routing.with_choices(spec, prepared.choices))
         used = adapters.used_by(spec.models, prepared.plan)
-        spec = adapters.only_used(spec, used)
+        spec = adapters.drop_unused(spec, used)
         await self._set_adapters(await self._interruptible(self._adapters.check(spec, used)) if used else spec)
         return prepared
 
     async def _set_adapters(self, spec: JobSpec) -> None:
         """Replace the spec. The ranks of its adapters may require another engine."""
         ranks = [[model.adapter_rank for model in each.models] for each in (self.spec, spec)]
-        self.spec = replace(spec, policy=self.spec.policy)  # which may have been amended meanwhile
+        self.spec = replace(spec, policy=self.spec.policy)  # it may have been amended meanwhile
         if ranks[0] != ranks[1]:
             await self._dispatcher.unreserve(spec.id)
             self._reserve()
@@ -457,14 +457,14 @@ class JobRunner:
         finally:
             if watching is not None:
                 watching.cancel()
-            is_over = self._routes.next(run, failure) is not None  # what goes another way is not left where it is
+            is_over = self._routes.next(run, failure) is not None  # a changed route ends what the old one has
             await self._dispatcher.remove(run, at_once=self.at_once, is_over=is_over)
             await self._commit_log.call(self._ledger.spent, self.spec.id, run.elapsed_s)
             self.rows_run = None
         return failure
 
     async def _adopt(self, plan: PlanReader, generation: int) -> float:
-        """Commit outcomes that are in a segment and in no commit, with their cost."""
+        """Commit outcomes that are in a segment but in no commit. Returns their cost in USD."""
         adopted = await self._commit_log.call(outcome_map.adopt, self._ledger, self.spec, generation, plan, self.files)
         return sum(cost or 0.0 for _, cost in adopted)
 
@@ -478,13 +478,13 @@ class JobRunner:
         if await self._ends_early(is_cut_off=True):
             return
         remotes = await self._remotes(run.generation)
-        doubtful = [each for each in remotes if each.state == ledger.UNKNOWN]
-        if doubtful:
-            raise SubmitUnknown("; ".join(early_end.leftovers(doubtful)))
-        spec = routing.warned(spec, run.failing, early_end.leftovers(remotes))
+        unknown = [each for each in remotes if each.state == ledger.UNKNOWN]
+        if unknown:
+            raise SubmitUnknown("; ".join(early_end.leftovers(unknown)))
+        spec = routing.with_warnings(spec, run.failing, early_end.leftovers(remotes))
         await self._commit_log.call(self._ledger.fence, self.spec.id, run.generation)
         await self._adopt(run.plan, run.generation)
-        spec = replace(spec, policy=self.spec.policy)  # which may have been amended meanwhile
+        spec = replace(spec, policy=self.spec.policy)  # it may have been amended meanwhile
         await asyncio.to_thread(self.files.write_spec, spec)
         self.spec = spec
         await self._move(JobState.QUEUED, **columns_of(spec))
@@ -493,7 +493,7 @@ class JobRunner:
     async def _cancel_remote(self, plan: PlanReader, generation: int) -> None:
         """Cancel the remote jobs of a generation and count the outcomes that providers have. Raises: JobPaused."""
         only = ledger.uncollected_shards(await self._remotes(generation))
-        if not only or self.leaves_remote:
+        if not only or self.skips_remote:
             return
         self._raise_if_stopped()
         run = self.rows_run = self._new_run(plan, generation, is_over=True)
@@ -523,7 +523,7 @@ class JobRunner:
                 self._early = None
                 return False
             except BatchmillError:
-                self._early = None  # it could not be recorded, so it was refused: the caller gets the error
+                self._early = None  # it could not be stored, so it is refused: the caller gets the error
                 raise
             self._is_cancelling.set()
             return True
@@ -543,7 +543,7 @@ class JobRunner:
         if self.stop_reason is not None:
             raise self.stop_reason
 
-    # -- its record ---------------------------------------------------------------------------------------------------
+    # -- record -------------------------------------------------------------------------------------------------------
 
     async def _record(self) -> sa.RowMapping:
         return await self._commit_log.look(self._ledger.job, self.spec.id)
@@ -559,7 +559,7 @@ class JobRunner:
         except StorageFull:
             if state not in (JobState.PAUSED, JobState.FAILED):
                 raise
-            self._tools.disk_reserve.release()  # the disk reserve: at least the reason can be written down
+            self._tools.disk_reserve.release()  # so that at least the reason can be stored
             await self._commit_log.call(self._ledger.move, self.spec.id, state, **fields)
         self._state = state
 

@@ -1,6 +1,6 @@
 """JobService: the only entrance to jobs, in the owner of the data directory. `ports.Jobs` documents it.
 
-An order becomes a job that it already is, by its key or by what it asks for, or a new one, which a `JobRunner` runs.
+An order becomes a job: an existing one with the same key or the same content, or a new one. A `JobRunner` runs it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from batchmill.types import (
 from batchmill.wire.job_spec import JobSpec
 
 REMOTE_ID_CHARS_MAX = 512
-ENDING_S = 60.0  # a command waits so long for the ends of jobs before it; what providers still have may take longer
+ENDING_S = 60.0  # a command waits so long for ending jobs; collecting from providers may take longer
 HERE = "a command on this machine"
 INTERRUPTED = "the process that ran this job ended; resume the job to continue"
 
@@ -66,15 +66,15 @@ class JobService:
         dispatcher: Dispatcher,
         clock: Clock,
         *,
-        room: DiskQuota,
+        disk_quota: DiskQuota,
         adapters: Adapters = adapters.NoAdapters(),
         retention: RetentionEntry = RetentionEntry(),
     ) -> None:
         """Take over a data directory; `recover` comes next.
 
         Args:
-            books, dispatcher: this service closes them.
-            room: counts the bytes of projects.
+            commit_log, dispatcher: this service closes them.
+            disk_quota: counts the bytes of projects.
             adapters: fetches the adapters that rows name.
         """
         self._data_dir, self._clock = data_dir, clock
@@ -83,13 +83,13 @@ class JobService:
         self._children = Children()
         self._tools = RunnerTools(
             data_dir, self._commit_log, self._dispatcher, clock, self._disk_reserve, self._children.offload,
-            adapters, room,
+            adapters, disk_quota,
         )  # fmt: skip
         self._active = ActiveJobs(self._tools)
         self._submitting: set[asyncio.Task[Submitted]] = set()
         self.retention = Retention(data_dir, database, self._active, clock, retention)
         self._deadlines = JobDeadlines(clock, self._upcoming, self._expire)
-        self._stalled = StalledJobs(data_dir, database, self._active, room)
+        self._stalled = StalledJobs(data_dir, database, self._active, disk_quota)
         self._maintenance = Maintenance(clock, self._disk_reserve, self._stalled.poll, self._resume_or_note, self._tidy)
         self._resuming: asyncio.Task[None] | None = None
 
@@ -110,8 +110,8 @@ class JobService:
     async def recover(self, *, resume_server_jobs: bool = False) -> None:
         """Pause the jobs that an earlier owner left running, and bring those that were CANCELLING to their end.
 
-        On a full disk nothing can be written down, but all can be looked at. With `resume_server_jobs`, in a server,
-        jobs that came over HTTP are resumed, also those that wait for room on the disk.
+        If the disk is full, nothing can be stored, but jobs can be read. `resume_server_jobs`: resume the jobs that
+        came over HTTP, also those that wait for disk space.
         """
         await self._dispatcher.quarantine.load()
         await self.retention.finish()
@@ -127,8 +127,8 @@ class JobService:
                 to_resume += [spec.id] if spec.origin and record["reason"] == PauseReason.INTERRUPTED else []
             elif await self._pause_interrupted(spec.id) or resume_server_jobs:
                 to_resume += [spec.id] if spec.origin else []
-        known = await self._read(job_records.ids)
-        await asyncio.to_thread(sweep_orphans, self._data_dir, known)
+        job_ids = await self._read(job_records.ids)
+        await asyncio.to_thread(sweep_orphans, self._data_dir, job_ids)
         self._disk_reserve.reserve()
         self._deadlines.start()
         if resume_server_jobs:
@@ -138,7 +138,7 @@ class JobService:
             await asyncio.wait({each.task for each in ending if each.task is not None}, timeout=ENDING_S)
 
     async def _pause_interrupted(self, job_id: str) -> bool:
-        """Write down that a job was interrupted. False on a full disk: its record still says that it runs."""
+        """Store that a job was interrupted. False if the disk is full: its record still has a running state."""
         try:
             if (await self._record(job_id))["state"] != JobState.PAUSED:
                 await self._move(job_id, JobState.PAUSED, reason=PauseReason.INTERRUPTED, message=INTERRUPTED)
@@ -159,7 +159,7 @@ class JobService:
             if not is_stranded or await self._pause_interrupted(job_id):
                 await self.resume(job_id)
         except InvalidTransition:
-            return  # somebody else was faster
+            return  # its state was changed meanwhile
         except StorageFull:
             self._stalled.stranded.add(job_id)  # maintenance tries again
         except BatchmillError as error:
@@ -180,10 +180,10 @@ class JobService:
     async def _move(self, job_id: str, state: JobState, **fields: object) -> None:
         await self._call(self._ledger.move, job_id, state, **fields)
 
-    # -- submitting ---------------------------------------------------------------------------------------------------
+    # -- submit -------------------------------------------------------------------------------------------------------
 
     async def submit(self, order: JobOrder) -> Submitted:
-        """As `ports.Jobs.submit`. A submission that has begun is finished, though its caller may have gone."""
+        """As `ports.Jobs.submit`. A submission that has begun is completed, even if its caller is cancelled."""
         assert order.origin is None or order.output is None, "a server keeps results with their job"
         task = asyncio.create_task(self._submit(order))
         self._submitting.add(task)
@@ -193,33 +193,33 @@ class JobService:
     def _submitted(self, task: asyncio.Task[Submitted]) -> None:
         self._submitting.discard(task)
         if not task.cancelled():
-            task.exception()  # the caller has it, if it is still there
+            task.exception()  # the caller gets it, if it still waits
 
     async def _submit(self, order: JobOrder) -> Submitted:
         once = order.once
         if once is None:
-            submitted = await self._match_or_enter(order)
+            submitted = await self._match_or_create(order)
         else:
-            async with self._active.alone(once.key):
+            async with self._active.lock(once.key):
                 known = await submissions.known(self._ledger.database, once, self._clock.now())
-                submitted = await self._match_or_enter(order) if known is None else Submitted(known, "repeated")
+                submitted = await self._match_or_create(order) if known is None else Submitted(known, "repeated")
         if order.policy.deadline is not None:
             self._deadlines.changed()
         return submitted
 
-    async def _match_or_enter(self, order: JobOrder) -> Submitted:
+    async def _match_or_create(self, order: JobOrder) -> Submitted:
         if order.origin is not None:  # over a server's API: always another job
-            return await self._enter(await self._described(order), order.once)
+            return await self._create(await self._describe(order), order.once)
         async with self._active.outputs:
-            return await self._match(order, await self._described(order))
+            return await self._match(order, await self._describe(order))
 
-    async def _described(self, order: JobOrder) -> JobSpec:
+    async def _describe(self, order: JobOrder) -> JobSpec:
         return await asyncio.to_thread(orders.describe, order, self._clock.now())
 
-    async def _enter(self, spec: JobSpec, once: Once | None) -> Submitted:
+    async def _create(self, spec: JobSpec, once: Once | None) -> Submitted:
         """Create a job. Its folder exists before its ledger record; if that cannot be stored, the folder is removed."""
-        if (room := self._tools.room_of(spec)) is not None:
-            await room.check(spec.project)
+        if (disk_quota := self._tools.disk_quota_of(spec)) is not None:
+            await disk_quota.check(spec.project)
         files = JobFiles(self._data_dir, spec.id)
         try:
             with full_disk_named(files.home):
@@ -235,8 +235,8 @@ class JobService:
 
     async def _match(self, order: JobOrder, spec: JobSpec) -> Submitted:
         """Find the job that an identical order created, unless it must run again."""
-        known, is_same = await self._known(spec)
-        if known is not None and is_same and not submissions.is_anew(known, order):
+        known, is_same = await self._find_existing(spec)
+        if known is not None and is_same and not submissions.must_run_again(known, order):
             return await self._continue(known, spec)
         unfinished = known is not None and known["state"] != JobState.COMPLETED
         if unfinished and not is_same and not order.restart:
@@ -247,15 +247,15 @@ class JobService:
             )
         if spec.output is not None:
             if known is None and not order.overwrite:
-                await asyncio.to_thread(orders.refuse_if_there, spec)
-            records = await self._read(job_records.at_home)
+                await asyncio.to_thread(orders.refuse_existing_output, spec)
+            records = await self._read(job_records.command_jobs)
             others = [record for record in records if known is None or record["id"] != known["id"]]
-            await asyncio.to_thread(orders.refuse_if_taken, spec, others)
+            await asyncio.to_thread(orders.refuse_shared_output, spec, others)
         if unfinished:
             await self._abandon(known)
-        return await self._enter(spec, order.once)
+        return await self._create(spec, order.once)
 
-    async def _known(self, spec: JobSpec) -> tuple[sa.RowMapping | None, bool]:
+    async def _find_existing(self, spec: JobSpec) -> tuple[sa.RowMapping | None, bool]:
         """The existing job for a spec, and whether its input is the same.
 
         A job over other input is another job, unless the two would write to one output from the same files.
@@ -271,7 +271,7 @@ class JobService:
     async def _continue(self, record: sa.RowMapping, spec: JobSpec) -> Submitted:
         """Continue an existing job: it is finished, running, or must be resumed."""
         job_id, earlier = record["id"], read_spec(record["spec"])
-        kept = adapters.kept(routing.kept(orders.new_id_form(spec, job_id), earlier), earlier)  # since it was prepared
+        kept = adapters.keep_adapters(routing.keep_routes(orders.new_id_form(spec, job_id), earlier), earlier)
         spec = await asyncio.to_thread(with_code, kept)
         if record["state"] == JobState.COMPLETED:
             orders.check_code(earlier, spec.code, "run it again with --overwrite")
@@ -279,13 +279,13 @@ class JobService:
                 return Submitted(job_id, "finished")
         elif orders.has_run(record):
             orders.check_code(earlier, spec.code, "finish it with the code it began with, or start over with --restart")
-        async with self._active.alone(job_id):
-            if await self._active.settled(job_id) is not None:
+        async with self._active.lock(job_id):
+            if await self._active.wait_settled(job_id) is not None:
                 return Submitted(job_id, "joined")
-            await self._reenter(spec)
+            await self._restart(spec)
         return Submitted(job_id, "resumed")
 
-    async def _reenter(self, spec: JobSpec) -> None:
+    async def _restart(self, spec: JobSpec) -> None:
         """Resume a paused job with this spec."""
         runner = self._active.runner(spec)
         await runner.resume()
@@ -294,7 +294,7 @@ class JobService:
     async def _abandon(self, record: sa.RowMapping) -> None:
         """End an unfinished job that is started over: it writes no results."""
         job_id = record["id"]
-        async with self._active.alone(job_id):
+        async with self._active.lock(job_id):
             runner = self._active.get(job_id)
             if runner is not None:
                 await runner.pause(PauseReason.REQUESTED, "about to be started over")
@@ -303,7 +303,7 @@ class JobService:
             await self._move(job_id, JobState.CANCELLING, reason=None, message=text, cancelling=now)
             await self._move(job_id, JobState.CANCELLED, finished=now)
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- views --------------------------------------------------------------------------------------------------------
 
     async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
         return [self._view(record, errors) for record, errors in await self._read(job_records.page, query)]
@@ -324,7 +324,7 @@ class JobService:
             view = await self.show(job_id)
             runner = self._active.running(view.id)
             if runner is None:
-                async with self._active.alone(view.id):  # somebody may be about to resume it
+                async with self._active.lock(view.id):  # it may be about to be resumed
                     runner = self._active.running(view.id)
                 view = await self.show(view.id)  # it may have changed meanwhile
             if runner is None or runner.task is None:
@@ -337,8 +337,8 @@ class JobService:
         view = await self.show(job_id)
         runner = self._active.running(view.id)
         if runner is None:
-            return views.unattended(view, is_stranded=view.id in self._stalled.stranded)
-        return views.attended(view, runner, self._dispatcher, self._clock.monotonic())
+            return views.wait_without_runner(view, is_stranded=view.id in self._stalled.stranded)
+        return views.wait_with_runner(view, runner, self._dispatcher, self._clock.monotonic())
 
     async def partial(self, job_id: str) -> str:
         record = await self._record(job_id)
@@ -347,14 +347,14 @@ class JobService:
         committed = await self._call(self._ledger.committed, spec.id)
         return await publishing.write_partial(spec, files, committed, self._children.offload)
 
-    # -- steering -----------------------------------------------------------------------------------------------------
+    # -- changes ------------------------------------------------------------------------------------------------------
 
     async def pause(self, job_id: str) -> JobView:
         record = await self._record(job_id)
         runner = self._active.get(record["id"])
         if runner is None or record["state"] == JobState.CANCELLING:
             raise InvalidTransition(f"the job {record['id']} is {record['state']}: only a running job can be paused")
-        await runner.pause(PauseReason.REQUESTED, f"paused; `batchmill resume {record['id']}` goes on")
+        await runner.pause(PauseReason.REQUESTED, f"paused; `batchmill resume {record['id']}` continues it")
         return await self.show(record["id"])
 
     async def fail_rows(self, job_id: str) -> JobView:
@@ -367,14 +367,14 @@ class JobService:
 
     async def resume(self, job_id: str) -> JobView:
         record = await self._record(job_id)
-        async with self._active.steering(record):
-            if await self._active.settled(record["id"]) is None:
+        async with self._active.lock_job(record):
+            if await self._active.wait_settled(record["id"]) is None:
                 record = await self._record(record["id"])
                 if record["state"] != JobState.PAUSED:
                     raise InvalidTransition(
                         f"the job {record['id']} is {record['state']}: only a paused job is resumed"
                     )
-                await self._reenter(await self._checked(record))
+                await self._restart(await self._checked(record))
         self._deadlines.changed()
         return await self.show(record["id"])
 
@@ -386,23 +386,23 @@ class JobService:
         code = await self._code_now(spec)
         if orders.has_run(record):
             orders.check_code(spec, code, "restore it and resume, or start over with --restart")
-        await self._refuse_if_taken(spec, record)
+        await self._refuse_shared_output(spec, record)
         return msgspec.structs.replace(spec, code=code)
 
     @staticmethod
     async def _code_now(spec: JobSpec) -> dict[str, str]:
         return await asyncio.to_thread(orders.code_of, spec.models, by_frontend=spec.origin is not None)
 
-    async def _refuse_if_taken(self, spec: JobSpec, record: sa.RowMapping) -> None:
+    async def _refuse_shared_output(self, spec: JobSpec, record: sa.RowMapping) -> None:
         if spec.output is not None:
-            others = await self._read(job_records.at_home)
-            await asyncio.to_thread(orders.refuse_if_taken, spec, others, record["finished"])
+            others = await self._read(job_records.command_jobs)
+            await asyncio.to_thread(orders.refuse_shared_output, spec, others, record["finished"])
 
     async def cancel(self, job_id: str) -> JobView:
         record = await self._record(job_id)
         runner = await self._end_early(record["id"], early_end.CANCELLED)
         if record["frontend"] is None:  # a command waits for the results
-            await runner.rest()
+            await runner.wait_stopped()
         return await self.show(record["id"])
 
     async def _end_early(self, job_id: str, early: EarlyEnd) -> JobRunner:
@@ -416,22 +416,24 @@ class JobService:
                 await runner.end_early(early)
                 if (await self._record(job_id))["state"] != JobState.PAUSED:
                     return runner
-            async with self._active.alone(job_id):
-                if await self._active.settled(job_id) is not None:
-                    continue  # somebody has resumed it meanwhile
+            async with self._active.lock(job_id):
+                if await self._active.wait_settled(job_id) is not None:
+                    continue  # it was resumed meanwhile
                 record = await self._record(job_id)
                 if record["state"] != JobState.PAUSED:
                     raise InvalidTransition(f"the job {job_id} is {record['state']}: there is nothing left to cancel")
                 cancelling = early_end.begins_at(early, record["deadline"], self._clock.now())
                 await self._move(job_id, JobState.CANCELLING, reason=early.reason, message="", cancelling=cancelling)
                 runner = self._active.runner(read_spec(record["spec"]))
-                runner.leaves_remote = record["cancelling"] is not None  # it could not collect, and is asked once more
+                runner.skips_remote = (
+                    record["cancelling"] is not None
+                )  # a second cancellation: results could not be collected
                 return self._active.start(runner)
 
     async def retry(self, job_id: str) -> JobView:
         record = await self._record(job_id)
-        async with self._active.steering(record):
-            runner = await self._active.settled(record["id"])
+        async with self._active.lock_job(record):
+            runner = await self._active.wait_settled(record["id"])
             record = await self._record(record["id"])
             if runner is not None or record["state"] not in ENDED - {JobState.FAILED}:
                 raise InvalidTransition(
@@ -439,8 +441,8 @@ class JobService:
                 )
             refuse_compacted(record, "a retry")
             spec = policies.without_past_deadline(read_spec(record["spec"]), self._clock.now())
-            await self._refuse_if_taken(spec, record)
-            # Code that was mended is what a retry is for.
+            await self._refuse_shared_output(spec, record)
+            # A retry uses the current code, which may have been fixed.
             runner = self._active.runner(msgspec.structs.replace(spec, code=await self._code_now(spec)))
             await runner.retry()
             self._active.start(runner)
@@ -449,7 +451,7 @@ class JobService:
 
     async def amend(self, job_id: str, change: Amendment) -> JobView:
         record = await self._record(job_id)
-        async with self._active.alone(record["id"]):
+        async with self._active.lock(record["id"]):
             record = await self._record(record["id"])
             if record["state"] in ENDED or record["cancelling"] is not None:
                 raise InvalidTransition(f"the job {record['id']} is {record['state']}: nothing of it can be changed")
@@ -459,7 +461,7 @@ class JobService:
         self._deadlines.changed()
         return await self.show(record["id"])
 
-    # -- background work ------------------------------------------------------------------------------------------
+    # -- background work ----------------------------------------------------------------------------------------------
 
     async def _upcoming(self, count: int) -> Sequence[tuple[str, float]]:
         return await self._read(job_records.next_deadlines, count)
@@ -468,7 +470,7 @@ class JobService:
         try:
             await self._end_early(job_id, early_end.PAST_DEADLINE)
         except StorageFull:
-            self._disk_reserve.release()  # so that at least this can be written down
+            self._disk_reserve.release()  # so that at least this can be stored
             await self._end_early(job_id, early_end.PAST_DEADLINE)
 
     async def _tidy(self) -> None:
@@ -484,18 +486,18 @@ class JobService:
         record = await self._record(job_id)
         if remote_id is not None and not 0 < len(remote_id) <= REMOTE_ID_CHARS_MAX:
             raise InvalidInput("a job at a provider has an id", code="invalid_remote_id")
-        async with self._active.alone(record["id"]):
-            runner, record = await self._active.settled(record["id"]), await self._record(record["id"])
+        async with self._active.lock(record["id"]):
+            runner, record = await self._active.wait_settled(record["id"]), await self._record(record["id"])
             if runner is not None or record["state"] != JobState.PAUSED:
                 raise InvalidTransition(
-                    f"the job {record['id']} is {record['state']}: say what became of a submission while it is paused"
+                    f"the job {record['id']} is {record['state']}: adopt or forget a submission while the job is paused"
                 )
             return await self._ledger.database.write(
                 ledger.settle, record["id"], record["generation"], tag=tag, remote_id=remote_id,
                 now=self._clock.now(),
             )  # fmt: skip
 
-    # -- the ledger itself --------------------------------------------------------------------------------------------
+    # -- ledger -------------------------------------------------------------------------------------------------------
 
     async def remove(self, job_id: str, by: str = HERE) -> JobView:
         await self.retention.remove((view := await self.show(job_id)).id, by)
@@ -509,7 +511,9 @@ class JobService:
             "batchmill.jobs.ledger.audit:verify_offloaded", msgspec.json.encode(order), lambda _: None
         )
         report = msgspec.json.decode(await work, type=LedgerReport)
-        refuse_compacted(await self._record(record["id"]), "an audit")  # meanwhile: what it missed was to go
+        refuse_compacted(
+            await self._record(record["id"]), "an audit"
+        )  # if it was compacted meanwhile, the audit missed files
         return report
 
     async def _audit_order(self, spec: JobSpec) -> AuditOrder:
@@ -525,7 +529,7 @@ class JobService:
             "batchmill.jobs.repair:rebuild_offloaded", msgspec.json.encode(order), lambda _: None
         )
         rebuilt = msgspec.json.decode(await work, type=Rebuilt)
-        async with self._active.alone(spec.id):
+        async with self._active.lock(spec.id):
             self._refuse_running(spec.id)
             await self._call(self._ledger.replace, spec, order.before, rebuilt)
         report = await self.verify(spec.id)

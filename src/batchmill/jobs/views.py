@@ -160,7 +160,7 @@ def _models_at_work(runner: JobRunner, dispatcher: Dispatcher, now: float) -> It
 
 
 def _silent(worker: PoolWorker, now: float) -> Silent | None:
-    for_s = now - worker.heard_at
+    for_s = now - worker.last_message_at
     if for_s < SILENT_S or not worker.is_ready:  # one that starts may load a model without a word
         return None
     return Silent(worker.handle.pid, for_s, worker.handle.is_frozen())
@@ -171,7 +171,7 @@ def _standstill_of(runner: JobRunner, now: float) -> Standstill | None:
     run = runner.rows_run
     if run is None or run.ended.done():
         return Standstill(0.0, 0, is_between=True)
-    since = run.moved
+    since = run.progressed_at
     if since is None:
         return Standstill(0.0, 0)
     return Standstill(now - since, run.rows_out) if now - since >= STILL_S else None
@@ -196,7 +196,7 @@ def reasons(
     return []
 
 
-def attended(view: JobView, runner: JobRunner, dispatcher: Dispatcher, now: float) -> Wait:
+def wait_with_runner(view: JobView, runner: JobRunner, dispatcher: Dispatcher, now: float) -> Wait:
     """Why a job with a runner is not done yet. Args: now: monotonic seconds."""
     ahead = dispatcher.ahead_of(view.id)
     first = [runner.waits_for] if runner.waits_for else []
@@ -206,7 +206,7 @@ def attended(view: JobView, runner: JobRunner, dispatcher: Dispatcher, now: floa
     return Wait(view.id, view.state, [*first, *found, *view.routing], ahead)
 
 
-def unattended(view: JobView, *, is_stranded: bool) -> Wait:
+def wait_without_runner(view: JobView, *, is_stranded: bool) -> Wait:
     """Why a job without a runner is not done; `is_stranded`: its interruption could not be stored."""
     state = JobState(view.state)
     if state is JobState.PAUSED or state.is_at_rest:

@@ -136,7 +136,7 @@ def read_url(url: str, private: Private = Private()) -> Target:
     host, port = _read_authority(url, match["authority"], 443 if scheme == "https" else 80)
     address = _address_of(host)
     is_listed = host in private.names or (address is not None and private.holds(address))
-    if address is not None and (flaw := flaw_of(address, is_listed)):
+    if address is not None and (flaw := find_address_flaw(address, is_listed)):
         raise _refusal(url, flaw)
     if scheme == "http" and not is_listed:
         raise _refusal(url, "it is not https; plain http is allowed only for hosts in server.private_hosts")
@@ -179,7 +179,7 @@ def _address_of(host: str) -> Address | None:
         return None
 
 
-def flaw_of(address: Address, is_open: bool = False) -> str:
+def find_address_flaw(address: Address, is_open: bool = False) -> str:
     """The reason to refuse an address; empty if it is allowed. `is_open`: a private address is allowed."""
     addresses = (address, *_embedded_ipv4(address))
     if any(item in network for item in addresses for network in ALWAYS_REFUSED):
@@ -191,7 +191,7 @@ def flaw_of(address: Address, is_open: bool = False) -> str:
 
 def refusal_for(address: Address, target: Target, private: Private) -> str:
     """The reason to refuse an address that the name of `target` resolved to; empty if it is allowed."""
-    return flaw_of(address, target.is_listed or private.holds(address))
+    return find_address_flaw(address, target.is_listed or private.holds(address))
 
 
 def _embedded_ipv4(address: Address) -> list[Address]:

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-from batchmill.models.addresses import Private, Target, flaw_of, read_url, refusal_for
+from batchmill.models.addresses import Private, Target, find_address_flaw, read_url, refusal_for
 
 RESOLVING_MAX = 16  # concurrent name lookups, so that a resolver that hangs delays only its own callers
 CONNECT_S = 5.0
@@ -88,7 +88,7 @@ class GuardedHttp:
         def make_socket(address: Any) -> socket.socket:
             text = str(address[4][0])
             ip = _parse_ip(text)
-            if reason := flaw_of(ip, self.private.holds(ip) or str(ip) in allowed):
+            if reason := find_address_flaw(ip, self.private.holds(ip) or str(ip) in allowed):
                 raise NotAllowed(reason)
             return _new_socket(address)
 
@@ -176,7 +176,7 @@ class _Resolver(AbstractResolver):
         is_listed = host.lower() in private.names
         for result in results:
             ip = _parse_ip(result["host"])
-            if reason := flaw_of(ip, is_listed or private.holds(ip)):
+            if reason := find_address_flaw(ip, is_listed or private.holds(ip)):
                 raise NotAllowed(reason)
             if is_listed and len(self._allowed) < ALLOWED_MAX:
                 self._allowed.add(str(ip))

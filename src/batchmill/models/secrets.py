@@ -114,14 +114,14 @@ def resolve(reference: str, *, key: str = "") -> Secret:
     value = value.strip()
     if not value:
         raise ModelFailed(f"{location} has no key: it is empty", code="missing_secret")
-    if flaw := flaw_of(value):
+    if flaw := find_secret_flaw(value):
         raise ModelFailed(f"{location} has no key: {flaw}", code="invalid_secret")
     if key not in redaction.OPEN:
         redaction.learn(value)
     return Secret(value)
 
 
-def flaw_of(value: str) -> str:
+def find_secret_flaw(value: str) -> str:
     """Why a text cannot be a secret; empty if it can."""
     if not value:
         return "it is empty"

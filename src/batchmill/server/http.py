@@ -161,8 +161,8 @@ class HttpRoot:
         if operation.scope is not None and not operation.spends_itself:
             spend()
         query = None if operation.has_free_query else parse_query(scope["query_string"], operation.query)
-        if operation.admits is not None:
-            operation.admits(caller, match.parameters)
+        if operation.check_access is not None:
+            operation.check_access(caller, match.parameters)
         slot = reply.slot
         assert slot is not None, "the request was admitted"
         reader = BodyReader(

@@ -28,7 +28,7 @@ from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.children.offload import Children
 from batchmill.config import Config
 from batchmill.datasets.orders import SealOrder
-from batchmill.datasets.sealing import seal_patiently
+from batchmill.datasets.sealing import seal_with_retry
 from batchmill.errors import BatchmillError, Conflict, InvalidInput, InvalidTransition, Refused, UnknownName
 from batchmill.jobs.intake import preview
 from batchmill.ports import Clock
@@ -234,7 +234,7 @@ def check(order: bytes, progress: Callable[[float], None]) -> bytes:
         check_order.dataset, any_model=True, urls=[None], rows_max=check_order.rows_max, problems_max=PROBLEMS_MAX,
         bytes_left=check_order.bytes_left, no_room=check_order.no_room,
     )  # fmt: skip
-    report = seal_patiently(seal_order, Path(check_order.home), progress)
+    report = seal_with_retry(seal_order, Path(check_order.home), progress)
     return msgspec.json.encode(DatasetReport(report.seal.rows, report.problems, report.problems_total, report.rejected))
 
 
@@ -517,7 +517,7 @@ class DatasetService:
         details, state = record.details, DatasetState.FAILED
         path = self._files.home / (record.file or "")
         try:
-            async with self._semaphore.place(record.project):
+            async with self._semaphore.slot(record.project):
                 report = await self._check_rows(record.project, path)
             details = replace(
                 details, rows=report.rows, problems=report.problems, problems_total=report.problems_total

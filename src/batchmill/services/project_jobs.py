@@ -202,15 +202,15 @@ class PreviewService:
 
     async def validate(self, order: JobOrder) -> SealReport:
         """Check every row."""
-        async with self._semaphore.place(order.project):
+        async with self._semaphore.slot(order.project):
             return await preview.validate(order, self._data_dir, _ignore_progress, self._disk)
 
     async def plan(self, order: JobOrder) -> Planned:
         """Return the order in which the rows would run."""
-        async with self._semaphore.place(order.project):
+        async with self._semaphore.slot(order.project):
             return Planned(*await preview.plan(order, self._data_dir, _ignore_progress, self._disk))
 
     async def estimate(self, order: JobOrder, rows_per_s: float | None) -> Estimated:
         """Estimate tokens, cost and, at the given rate, time."""
-        async with self._semaphore.place(order.project):
+        async with self._semaphore.slot(order.project):
             return Estimated(*await preview.estimate(order, self._data_dir, _ignore_progress, rows_per_s, self._disk))

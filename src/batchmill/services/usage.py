@@ -53,11 +53,11 @@ COUNTED: dict[str, tuple[sa.Table, sa.ColumnElement[bool]]] = {
 }
 
 
-async def usage(room: DiskQuota, project: str, now: float) -> list[QuotaInfo]:
+async def usage(disk_quota: DiskQuota, project: str, now: float) -> list[QuotaInfo]:
     """Return each quota of a project: the amount in use and the limit."""
-    quotas = room.quotas.of(project)
-    counts = await room.database.read(_count, project, now)
-    used, limit = await room.look(project)
+    quotas = disk_quota.quotas.of(project)
+    counts = await disk_quota.database.read(_count, project, now)
+    used, limit = await disk_quota.usage(project)
     quotas_used = [
         QuotaInfo(name, counts[name], getattr(quotas, name)) for name in Quotas.__struct_fields__ if name in counts
     ]

@@ -21,25 +21,25 @@ from sqlalchemy.dialects import sqlite
 from batchmill.store.database import Database
 from batchmill.store.tables import metadata
 
-FAILURES_MAX = 50_000  # reads of one table that may fail: each finds one end of a gap, or one row of it
-GAP_ROWS = 2000  # so many rows that fail one after the other are a gap, which is passed in growing steps
+FAILURES_MAX = 50_000  # failed reads of one table: each finds one end of a gap, or one row of it
+GAP_ROWS = 2000  # this many failed rows in a row are a gap, which is skipped in growing steps
 ROWID_MAX = 2**63 - 1
 HEADER = struct.Struct(">16sHBBBBBBII")
-HEADER_BYTES, PAGES_AT = 100, 28  # of the file's first page: its own header, and where it counts the pages
+HEADER_BYTES, PAGES_AT = 100, 28  # of the file's header: its size, and the offset of the number of pages
 FREELIST = slice(32, 40)
-INTERIOR = 0x05  # the kind of a page that only names others
+INTERIOR = 0x05  # the type of a page that only refers to other pages
 Row = tuple[Any, ...]
 
 
-class TableFound(Struct):
+class ReadableTable(Struct):
     """The readable rows of a table, in the order of its columns."""
 
     rows: list[Row]
-    is_damaged: bool  # something of it could not be read
+    is_damaged: bool  # some of it could not be read
 
 
 def is_sound(path: Path) -> bool:
-    """Whether SQLite finds no error in a database, with its log. Changes nothing."""
+    """Whether SQLite finds no error in a database and its write-ahead log. Changes nothing."""
     try:
         with contextlib.closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
             if db.execute("PRAGMA integrity_check(1)").fetchone() != ("ok",):
@@ -51,12 +51,10 @@ def is_sound(path: Path) -> bool:
 
 
 class DamagedDatabase:
-    """A database read as it lies; where SQLite cannot, with another header, or with other pages for its schema."""
+    """Reads a damaged database: unchanged, else with a new header, else with new pages for its schema."""
 
     def __init__(self, path: Path, work: Path) -> None:
-        """
-        Args: work: an empty folder for copies.
-        """
+        """Args: work: an empty folder for copies."""
         self._db: sqlite3.Connection | None = None
         if not path.exists() or not path.stat().st_size:
             return
@@ -69,21 +67,21 @@ class DamagedDatabase:
         for name, donor in (("as-it-lies", None), ("header", blank)):
             if self._db is None:
                 self._db = _try(path, work / f"{name}.db", donor, page, whole=False)
-        if self._db is None:  # where its tables begin follows from how it was made
-            ways = [
+        if self._db is None:  # the positions of its tables depend on how it was created
+            candidates = [
                 _try(path, work / f"{donor.stem}-schema.db", donor, page, whole=True) for donor in (blank, vacuumed)
             ]
-            sums = [-1 if way is None else _rows_in(way) for way in ways]
-            self._db = ways.pop(sums.index(max(sums)))
-            if ways[0] is not None:
-                ways[0].close()
+            sums = [-1 if candidate is None else _rows_in(candidate) for candidate in candidates]
+            self._db = candidates.pop(sums.index(max(sums)))
+            if candidates[0] is not None:
+                candidates[0].close()
 
-    def read(self, table: sa.Table) -> TableFound:
-        """The rows of a table that can be read."""
-        return TableFound([], True) if self._db is None else _read(self._db, table)
+    def read(self, table: sa.Table) -> ReadableTable:
+        """The readable rows of a table."""
+        return ReadableTable([], True) if self._db is None else _read(self._db, table)
 
     def version(self) -> int | None:
-        """The version of its tables, where that can be read."""
+        """The version of its schema; None if unreadable."""
         rows = self.read(metadata.tables["schema"]).rows
         return rows[0][0] if rows else None
 
@@ -93,17 +91,17 @@ class DamagedDatabase:
 
 
 def in_sql(statement: sa.Select | sa.Insert) -> str:
-    """A statement as SQLite's own module takes it, its values bound by place."""
+    """A statement for the `sqlite3` module, with positional parameters."""
     return str(statement.compile(dialect=sqlite.dialect()))
 
 
 def _try(path: Path, copy: Path, donor: Path | None, page: int, *, whole: bool) -> sqlite3.Connection | None:
-    """A copy that SQLite reads; None: it does not."""
-    _copied(path, copy)
+    """A copy that SQLite can read; None if it cannot."""
+    _copy(path, copy)
     if donor is not None:
         _transplant(copy, donor, page, whole=whole)
     try:
-        return _opened(copy)
+        return _open(copy)
     except sqlite3.DatabaseError:
         return None
 
@@ -117,22 +115,21 @@ def _page_bytes(path: Path) -> int:
         return HEADER.unpack(file.read(HEADER.size))[1]
 
 
-def _copied(path: Path, target: Path) -> Path:
-    """With the log that belongs to it: its newest pages are there."""
+def _copy(path: Path, target: Path) -> None:
+    """Copy a database with its write-ahead log, which has the newest pages."""
     shutil.copyfile(path, target)
     log = path.with_name(path.name + "-wal")
     if log.exists():
         shutil.copyfile(log, target.with_name(target.name + "-wal"))
-    return target
 
 
 def _transplant(copy: Path, donor: Path, page: int, *, whole: bool) -> None:
-    """Put the header of a sound database into a copy; `whole`: and the pages that its schema lies on."""
+    """Put the header of a sound database into a copy. `whole`: also the pages of its schema."""
     data = donor.read_bytes()
     size = copy.stat().st_size
     header = bytearray(data[:HEADER_BYTES])
     header[PAGES_AT : PAGES_AT + 4] = struct.pack(">I", -(-size // page))
-    header[FREELIST] = bytes(8)  # nothing is written to the copy: what is free in it does not matter
+    header[FREELIST] = bytes(8)  # the copy is only read, so its list of free pages does not matter
     with open(copy, "r+b") as file:
         file.write(header)
         if not whole:
@@ -144,7 +141,7 @@ def _transplant(copy: Path, donor: Path, page: int, *, whole: bool) -> None:
 
 
 def _schema_pages(data: bytes, page: int) -> Iterator[int]:
-    """The pages of the table that names all others: the first, and those below it."""
+    """The pages of the schema table: the first page, and the pages below it."""
     waiting = [1]
     while waiting:
         number = waiting.pop()
@@ -153,15 +150,15 @@ def _schema_pages(data: bytes, page: int) -> Iterator[int]:
         at = HEADER_BYTES if number == 1 else 0
         if own[at] == INTERIOR:
             cells = struct.unpack_from(">H", own, at + 3)[0]
-            places = struct.unpack_from(f">{cells}H", own, at + 12)
-            waiting += [struct.unpack_from(">I", own, place)[0] for place in places]
+            offsets = struct.unpack_from(f">{cells}H", own, at + 12)
+            waiting += [struct.unpack_from(">I", own, offset)[0] for offset in offsets]
             waiting.append(struct.unpack_from(">I", own, at + 8)[0])
 
 
-def _opened(path: Path) -> sqlite3.Connection:
+def _open(path: Path) -> sqlite3.Connection:
     db = sqlite3.connect(path)
     try:
-        # With a schema that may be written SQLite bears a file that is shorter than its header says.
+        # With a writable schema, SQLite accepts a file that is shorter than its header says.
         db.executescript("PRAGMA writable_schema=ON; PRAGMA cell_size_check=ON; PRAGMA mmap_size=0;")
         db.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     except sqlite3.DatabaseError:
@@ -170,43 +167,43 @@ def _opened(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _read(db: sqlite3.Connection, table: sa.Table) -> TableFound:
+def _read(db: sqlite3.Connection, table: sa.Table) -> ReadableTable:
     number = sa.literal_column("rowid")
     between = number.between(sa.bindparam("first", 0), sa.bindparam("last", 0))
     chosen = sa.select(number, *table.columns).where(between).order_by(number)
     query = in_sql(chosen.with_hint(table, "NOT INDEXED"))
-    found, failures, in_a_row = TableFound([], False), 0, 0
+    result, failures, in_a_row = ReadableTable([], False), 0, 0
     waiting = [(1, ROWID_MAX)]
     while waiting:
         first, last = waiting.pop()
         try:
-            for place, *values in db.execute(query, (first, last)):
-                first, in_a_row = place + 1, 0
+            for rowid, *values in db.execute(query, (first, last)):
+                first, in_a_row = rowid + 1, 0
                 if _fits(table, values):
-                    found.rows.append(tuple(values))
+                    result.rows.append(tuple(values))
                 else:
-                    found.is_damaged = True
+                    result.is_damaged = True
             continue
         except (sqlite3.DatabaseError, OverflowError, UnicodeDecodeError):
-            found.is_damaged, failures, in_a_row = True, failures + 1, in_a_row + 1
+            result.is_damaged, failures, in_a_row = True, failures + 1, in_a_row + 1
         if failures > FAILURES_MAX:
             break
         if in_a_row > GAP_ROWS:
             in_a_row = 0
-            behind = _behind(db, query, first)
-            waiting = [] if behind is None else [(behind, ROWID_MAX)]
+            gap_end = _find_gap_end(db, query, first)
+            waiting = [] if gap_end is None else [(gap_end, ROWID_MAX)]
         elif first < last:
             middle = (first + last) // 2
-            waiting += [(middle + 1, last), (first, middle)]  # the lower one is looked at first
-    return found
+            waiting += [(middle + 1, last), (first, middle)]  # the lower half is read first
+    return result
 
 
-def _behind(db: sqlite3.Connection, query: str, first: int) -> int | None:
-    """The end of the gap that contains `first`: the rest can be read. None: it extends to the end."""
+def _find_gap_end(db: sqlite3.Connection, query: str, first: int) -> int | None:
+    """The first readable row id after the gap that contains `first`; None if the gap extends to the end."""
 
-    def can_read(place: int) -> bool:
+    def can_read(rowid: int) -> bool:
         try:
-            return db.execute(query, (place, ROWID_MAX)).fetchone() is not None
+            return db.execute(query, (rowid, ROWID_MAX)).fetchone() is not None
         except (sqlite3.DatabaseError, OverflowError, UnicodeDecodeError):
             return False
 
@@ -215,15 +212,15 @@ def _behind(db: sqlite3.Connection, query: str, first: int) -> int | None:
         step *= 2
         if first + step > ROWID_MAX:
             return None
-    before, behind = first, first + step
-    while behind - before > 1:
-        middle = (before + behind) // 2
-        before, behind = (before, middle) if can_read(middle) else (middle, behind)
-    return behind
+    low, high = first, first + step
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if can_read(middle) else (middle, high)
+    return high
 
 
 def _fits(table: sa.Table, values: list[Any]) -> bool:
-    """Whether every value is one that its column can hold."""
+    """Whether every value has a type that its column allows."""
     for column, value in zip(table.columns, values, strict=True):
         if value is None:
             if not column.nullable or column.primary_key:

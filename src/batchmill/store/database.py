@@ -33,7 +33,7 @@ def check(db: sa.Connection) -> None:
     version = db.execute(sa.select(schema.c.version)).scalar()
     if version not in (None, VERSION):
         raise InvalidConfig(
-            f"has schema version {version}, this batchmill knows {VERSION}: use the batchmill that wrote it, or "
+            f"has schema version {version}, and this batchmill requires {VERSION}: use the batchmill that wrote it, or "
             "another --data-dir"
         )
 
@@ -52,15 +52,18 @@ DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 
 __all__ = ["NAME", "Database", "connector_tables", "dataset_tables", "llm_tables", "service_tables"]
 
-# Errors that say nothing of what lies in the database: SQLite was not given what it needs.
+# Errors of the disk or file system, which do not indicate a damaged database.
 _OF_THE_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
 
 
 class Database:
-    """Raises: InvalidConfig for a database of another version, or one that cannot be opened."""
+    """An open database.
+
+    Raises: InvalidConfig for a database of another version, or one that cannot be opened.
+    """
 
     def __init__(self, path: Path) -> None:
-        # SQLite gives its own files the mode of this one: they are this user's alone from their first byte on.
+        # SQLite gives its other files the mode of this file, so only this user can ever read them.
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError as error:
@@ -75,7 +78,7 @@ class Database:
                 write(db)
         except sa.exc.DatabaseError as error:
             self.writer.dispose()
-            raise _unopened(path, error) from error
+            raise _open_error(path, error) from error
         except InvalidConfig as error:
             self.writer.dispose()
             raise InvalidConfig(f"the database {path} {error.message}") from None
@@ -89,7 +92,7 @@ class Database:
         return await self.call(_within, self.writer, function, *args, **kwargs)
 
     async def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `function(db, ...)` on the last commit; it must not write."""
+        """Run `function(db, ...)` on the last committed state. It must not write."""
         return await self.look(_within, self.reader, function, *args, **kwargs)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -106,7 +109,7 @@ class Database:
         try:
             return await asyncio.get_running_loop().run_in_executor(thread, call)
         except sa.exc.SQLAlchemyError as error:
-            raise _translated(error) from error
+            raise _translate(error) from error
 
     def close(self) -> None:
         """Wait for running work, and close."""
@@ -126,7 +129,7 @@ def _open(path: Path, begin: str, pragma: str = "") -> sa.Engine:
     engine = sa.create_engine(f"sqlite:///{path}", connect_args={"check_same_thread": False, "timeout": 5.0})
 
     def configure(connection: sqlite3.Connection, _: Any) -> None:
-        connection.isolation_level = None  # transactions begin where we say
+        connection.isolation_level = None  # `begin` below starts transactions
         connection.executescript(
             "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA busy_timeout=5000; PRAGMA foreign_keys=ON;"
             "PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; PRAGMA mmap_size=0;"
@@ -139,7 +142,7 @@ def _open(path: Path, begin: str, pragma: str = "") -> sa.Engine:
     return engine
 
 
-def _translated(error: sa.exc.SQLAlchemyError) -> BatchmillError:
+def _translate(error: sa.exc.SQLAlchemyError) -> BatchmillError:
     cause = getattr(error, "orig", None)
     text = str(cause or error)
     if _code(error) == sqlite3.SQLITE_FULL:
@@ -152,20 +155,20 @@ def _translated(error: sa.exc.SQLAlchemyError) -> BatchmillError:
     return LedgerBroken(f"the database failed: {text}", code="database_failed")
 
 
-def _unopened(path: Path, error: sa.exc.DatabaseError) -> BatchmillError:
+def _open_error(path: Path, error: sa.exc.DatabaseError) -> BatchmillError:
     """Why a database cannot be opened, and what to do."""
     code, message = _code(error), f"the database {path} cannot be opened: {error.orig}"
     if code in _OF_THE_DISK:
         return (StorageFull if code == sqlite3.SQLITE_FULL else StorageFailed)(message)
     if code in DAMAGED:
         return InvalidConfig(
-            f"the database {path} is damaged: {error.orig}; run `batchmill ledger salvage`, which makes another of "
-            "what can be read, of backups and of the jobs' own files",
+            f"the database {path} is damaged: {error.orig}; run `batchmill ledger salvage`, which creates a new one "
+            "from what can be read, from backups and from the jobs' files",
             code="database_damaged",
         )
     return InvalidConfig(message)
 
 
 def _code(error: sa.exc.SQLAlchemyError) -> int:
-    """What SQLite calls it, without what it says besides."""
+    """SQLite's primary error code; 0 if there is none."""
     return getattr(getattr(error, "orig", None), "sqlite_errorcode", 0) & 0xFF

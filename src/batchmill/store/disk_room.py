@@ -26,11 +26,13 @@ RESERVE_BYTES = 4 * 1024 * 1024
 
 
 class DiskReserve:
+    """A file that reserves disk space for recording that the disk is full."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def reserve(self) -> None:
-        """Allocate the reserve. If there is no space, the next owner tries again."""
+        """Allocate the reserve. Without enough space there is none until the next call."""
         if self._path.exists() and self._path.stat().st_size == RESERVE_BYTES:
             return
         fd = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
@@ -52,10 +54,10 @@ def _of(table: sa.Table, *where: sa.ColumnElement[bool]) -> sa.ScalarSelect[int]
     return sa.select(sa.func.coalesce(sa.func.sum(table.c.bytes), 0)).where(mine, *where).scalar_subquery()
 
 
-# What holds bytes of a project: results of jobs are among the files, once somebody may fetch them.
+# The bytes of a project. The results of jobs are counted as files once they can be downloaded.
 USED = sa.select(_of(files) + _of(upload_parts) + _of(adapters, adapters.c.state != "removed") + _of(jobs))
-RECENT_S = 1.0  # for so long a project with a tenth of its quota left is not looked at again
-ROOM_BYTES, ROOM_SHARE = 16 * 1024 * 1024, 10  # free, or this share of its quota, before a job continues
+RECENT_S = 1.0  # how long the usage of a project with over a tenth of its quota left is not read again
+ROOM_BYTES, ROOM_SHARE = 16 * 1024 * 1024, 10  # free bytes, or part of the quota, before a job resumes
 WAY_OUT = "delete files, uploads or adapters"
 T = TypeVar("T")
 
@@ -66,17 +68,19 @@ def used(db: sa.Connection, project: str) -> int:
 
 
 class DiskQuota:
+    """The disk usage of each project against its quota. Concurrency: one event loop."""
+
     def __init__(self, database: Database, data_dir: Path, quotas: ProjectQuotas) -> None:
         self.database, self._data_dir, self.quotas = database, data_dir, quotas
-        self._known: dict[str, tuple[int, int]] = {}  # project -> bytes it had when somebody last looked, and may have
-        self._seen: dict[str, float] = {}  # project -> when that was
+        self._usage: dict[str, tuple[int, int]] = {}  # project -> bytes used when last read, and the quota
+        self._read_at: dict[str, float] = {}  # project -> when it was last read, on the monotonic clock
         self._pending: Counter[str] = Counter()  # project -> bytes that are being written
 
-    async def look(self, project: str) -> tuple[int, int]:
+    async def usage(self, project: str) -> tuple[int, int]:
         """The bytes of a project, including those being written, and its limit."""
-        known = self._known[project] = await self.database.read(self._read, project)
-        self._seen[project] = time.monotonic()
-        return known[0] + self._pending[project], known[1]
+        usage = self._usage[project] = await self.database.read(self._read, project)
+        self._read_at[project] = time.monotonic()
+        return usage[0] + self._pending[project], usage[1]
 
     def _read(self, db: sa.Connection, project: str) -> tuple[int, int]:
         disk = os.statvfs(self._data_dir)
@@ -84,17 +88,17 @@ class DiskQuota:
 
     async def check(self, project: str, adding: int = 1) -> None:
         """Raises: OverQuota if a project has no room for this many more bytes."""
-        seen = self._seen.get(project, 0.0)
-        is_recent = seen and time.monotonic() - seen < RECENT_S
-        if is_recent and self.left(project) - adding > self._known[project][1] // 10:
-            return  # far from its quota a moment ago: what was kept since is counted
-        has, most = await self.look(project)
+        read_at = self._read_at.get(project, 0.0)
+        is_recent = read_at and time.monotonic() - read_at < RECENT_S
+        if is_recent and self.left(project) - adding > self._usage[project][1] // 10:
+            return  # recently far from its quota, and later bytes are counted
+        has, most = await self.usage(project)
         if has + adding > most:
             raise self.refusal(project)
 
     async def has_room(self, project: str) -> bool:
-        """Whether a project has room for more than the next few bytes, so that its jobs may resume."""
-        has, most = await self.look(project)
+        """Whether a project has enough free bytes for its jobs to resume."""
+        has, most = await self.usage(project)
         return most - has >= min(ROOM_BYTES, most // ROOM_SHARE)
 
     async def begin(self, project: str) -> Writing:
@@ -104,68 +108,68 @@ class DiskQuota:
 
     def refusal(self, project: str) -> OverQuota:
         """The error of a project without room."""
-        known, most = self._known[project]
-        held = size_text(known + self._pending[project])
-        return over_quota("disk", project, f"has {held} on the disk", size_text(most), WAY_OUT)
+        used_bytes, most = self._usage[project]
+        size = size_text(used_bytes + self._pending[project])
+        return over_quota("disk", project, f"has {size} on the disk", size_text(most), WAY_OUT)
 
     def grow(self, project: str, by: int) -> None:
-        """Raises: OverQuota where it is too much; it counts all the same."""
+        """Count more bytes being written. Raises: OverQuota if they are too many; they count nevertheless."""
         self._pending[project] += by
         if by > 0 and self.left(project) < 0:
             raise self.refusal(project)
 
     def left(self, project: str) -> int:
-        known, most = self._known[project]
-        return most - known - self._pending[project]
+        used_bytes, most = self._usage[project]
+        return most - used_bytes - self._pending[project]
 
     def end(self, project: str, size_bytes: int, is_kept: bool) -> None:
-        known, most = self._known[project]
+        used_bytes, most = self._usage[project]
         self._pending[project] -= size_bytes
-        if is_kept:  # the next to begin looks for itself
-            self._known[project] = known + size_bytes, most
+        if is_kept:
+            self._usage[project] = used_bytes + size_bytes, most
 
 
 class Writing:
-    """Bytes being written."""
+    """Bytes of a project that are being written."""
 
-    def __init__(self, room: DiskQuota, project: str) -> None:
-        self._room, self._project = room, project
+    def __init__(self, quota: DiskQuota, project: str) -> None:
+        self._quota, self._project = quota, project
         self._size, self._has_ended = 0, False
 
     def grew_to(self, size_bytes: int) -> None:
-        """Count the bytes written, or about to be. Raises: OverQuota."""
+        """Set the number of bytes written, or about to be written. Raises: OverQuota."""
         if not self._has_ended and size_bytes != self._size:
             by, self._size = size_bytes - self._size, size_bytes
-            self._room.grow(self._project, by)
+            self._quota.grow(self._project, by)
 
     @property
     def left(self) -> int:
-        """How many more bytes there may be."""
-        return max(0, self._room.left(self._project))
+        """The number of bytes that the quota still allows."""
+        return max(0, self._quota.left(self._project))
 
     @property
     def refusal(self) -> OverQuota:
-        return self._room.refusal(self._project)
+        return self._quota.refusal(self._project)
 
     def end(self, *, is_kept: bool = False) -> None:
         """Finish: the bytes are in the database now (`is_kept`), or deleted. May be called twice."""
         if not self._has_ended:
             self._has_ended = True
-            self._room.end(self._project, self._size, is_kept)
+            self._quota.end(self._project, self._size, is_kept)
 
 
 class Preparing(Struct):
-    """A dataset that is being unpacked, or checked. `bytes_left` None: only the disk bounds it."""
+    """A dataset that is being unpacked or checked. `bytes_left` None: only the disk limits it."""
 
     folder: Path
     writing: Writing | None = None
     bytes_left: int | None = None
     no_room: str = ""
-    over: OverQuota | None = None  # its project has no room any more
+    over: OverQuota | None = None  # its project has reached its quota
     work: asyncio.Future[object] | None = None
 
-    def look(self) -> None:
-        """Count what is written now; stop the work if it is too much."""
+    def check_usage(self) -> None:
+        """Count the bytes written so far; cancel the work if they exceed the quota."""
         if self.writing is None or self.over is not None:
             return
         try:
@@ -176,7 +180,7 @@ class Preparing(Struct):
                 self.work.cancel()
 
     async def stoppable(self, work: Awaitable[T]) -> T:
-        """The result of work that writes to the folder. Raises: OverQuota where `look` has stopped it."""
+        """Run work that writes to the folder; return its result. Raises: OverQuota if `check_usage` cancelled it."""
         future = self.work = asyncio.ensure_future(work)
         try:
             result = await future
@@ -189,12 +193,12 @@ class Preparing(Struct):
 
 
 @asynccontextmanager
-async def preparing(room: DiskQuota | None, project: str, folder: Path) -> AsyncIterator[Preparing]:
-    """Room for a dataset that is written to `folder`; None: a command's, without a quota. Raises: OverQuota."""
-    if room is None:
+async def preparing(disk_quota: DiskQuota | None, project: str, folder: Path) -> AsyncIterator[Preparing]:
+    """Count a dataset that is written to `folder`. `disk_quota` None: a command without a quota. Raises: OverQuota."""
+    if disk_quota is None:
         yield Preparing(folder)
         return
-    writing = await room.begin(project)
+    writing = await disk_quota.begin(project)
     try:
         yield Preparing(folder, writing, writing.left, writing.refusal.message)
     finally:
@@ -202,7 +206,7 @@ async def preparing(room: DiskQuota | None, project: str, folder: Path) -> Async
 
 
 def bytes_in(folder: Path) -> int:
-    """What the files of a folder take. Some may go meanwhile."""
+    """The total size of the files in a folder. Files may be deleted meanwhile."""
     total = 0
     with suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:

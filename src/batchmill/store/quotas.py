@@ -1,5 +1,6 @@
-"""Quotas where they count: within the transaction that makes one more. One thread writes, so nobody comes between the
-count and the insertion.
+"""Checks quotas within the transaction that inserts a record.
+
+Only one thread writes, so nothing changes between the count and the insertion.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ def refuse_beyond(
         quota: the field of `types.Quotas`.
         way_out: what the caller can do: "delete some".
         where: which of its records count.
-        adding: how many are to be made.
+        adding: how many records will be inserted.
     """
     mine = sa.select(sa.func.count()).select_from(table).where(table.c.project == project)
-    held = db.execute(mine if where is None else mine.where(where)).scalar_one()
-    if held + adding > most:
-        raise over_quota(quota, project, f"has {held:,} {quota.replace('_', ' ')}", f"{most:,}", way_out)
+    count = db.execute(mine if where is None else mine.where(where)).scalar_one()
+    if count + adding > most:
+        raise over_quota(quota, project, f"has {count:,} {quota.replace('_', ' ')}", f"{most:,}", way_out)
 
 
 def over_quota(quota: str, project: str, has: str, most: str, way_out: str) -> OverQuota:
-    """`has`: what the project has, as the message tells it; `most`: what it may have."""
+    """The error of a full quota. `has`: what the project has, like "has 3 keys"; `most`: its maximum."""
     return OverQuota(
         f"the project {project} {has}, and may have {most}: {way_out}, or ask the operator of this server to raise "
         f"quotas.{quota} or projects.{project}.quotas.{quota}"

@@ -12,7 +12,7 @@ from msgspec import Struct
 from batchmill.errors import Gone
 from batchmill.store.tables import jobs, removals
 
-REMEMBERED_S = 90 * 86_400.0  # what was deleted so long ago with its job is unknown again
+REMEMBERED_S = 90 * 86_400.0  # how long removals are remembered after their job was deleted
 ELSEWHERE = "somebody outside of batchmill"
 
 
@@ -24,7 +24,7 @@ class Removal(Struct, frozen=True):
     job: str
     by: str  # in words: "the key k1"
     at: float  # seconds since the epoch, UTC
-    pending: bool = False  # some of it still lies on the disk
+    pending: bool = False  # some of its files are still on the disk
 
     def error(self) -> Gone:
         when = datetime.fromtimestamp(self.at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -38,7 +38,7 @@ _FIELDS = [removals.c[name] for name in Removal.__struct_fields__]
 
 
 def insert(db: sa.Connection, removal: Removal) -> None:
-    """Insert a removal; the first one stays."""
+    """Insert a removal, unless there is one already."""
     db.execute(removals.insert().prefix_with("OR IGNORE").values(msgspec.structs.asdict(removal)))
 
 
@@ -47,11 +47,11 @@ def find(db: sa.Connection, removed_id: str) -> Removal | None:
 
 
 def find_all(db: sa.Connection, ids: Sequence[str]) -> dict[str, Removal]:
-    found = db.execute(sa.select(*_FIELDS).where(removals.c.id.in_(ids)))
-    return {removal.id: removal for removal in (Removal(*row) for row in found)}
+    rows = db.execute(sa.select(*_FIELDS).where(removals.c.id.in_(ids)))
+    return {removal.id: removal for removal in (Removal(*row) for row in rows)}
 
 
 def forget_old(db: sa.Connection, now: float) -> None:
-    """Of jobs that are still there every deleted result is remembered."""
-    known = sa.select(jobs.c.id).where(jobs.c.id == removals.c.job).exists()
-    db.execute(removals.delete().where(removals.c.at < now - REMEMBERED_S, ~removals.c.pending, ~known))
+    """Delete old removals. Removed results of existing jobs are always remembered."""
+    job_exists = sa.select(jobs.c.id).where(jobs.c.id == removals.c.job).exists()
+    db.execute(removals.delete().where(removals.c.at < now - REMEMBERED_S, ~removals.c.pending, ~job_exists))

@@ -32,7 +32,7 @@ VERSION = 1
 IS_ERROR, IS_CONTIGUOUS = 1, 2
 SEGMENT_BYTES_MAX = 128 * 1024 * 1024  # a worker begins another file beyond this
 FILE_HEAD_BYTES_MAX = 64 * 1024
-SEARCH_BYTES = 1024 * 1024  # read at a time while a sound header is looked for
+SEARCH_BYTES = 1024 * 1024  # read at a time while searching for a valid header
 
 SEGMENTS_OPEN_MAX = 64  # by one reader
 
@@ -62,7 +62,7 @@ class BlockMeta(Struct, frozen=True, omit_defaults=True):
 
 
 class Block(Struct, frozen=True):
-    """A block as its header tells it. `table` is None where rows and positions run on without a gap."""
+    """A block as described by its header. `table` is None if rows and positions are consecutive."""
 
     path: str
     offset: int
@@ -101,7 +101,7 @@ class Block(Struct, frozen=True):
 
 
 class BlockRows(Struct):
-    """Lines that are to become one block: three parallel lists."""
+    """The lines for one block: three parallel lists."""
 
     positions: list[int]
     rows: list[int]
@@ -144,8 +144,8 @@ class Damage(Struct, frozen=True):
     path: str
     offset: int
     length: int
-    is_tail: bool  # they run to the end of the file, as a block that was being written does
-    rows: int | None = None  # in the block that was there, where its header is sound
+    is_tail: bool  # they extend to the end of the file, like an incomplete block
+    rows: int | None = None  # of the damaged block, if its header is valid
     generation: int | None = None
     shard: int | None = None
 
@@ -159,16 +159,16 @@ def scan(path: str | os.PathLike[str], start: int = 0, end: int | None = None) -
 
     `start` is 0 or the offset of a block. `end` is where to stop, at most the size of the file.
     """
-    for found in salvage(path, start, end):
-        if isinstance(found, Damage):
+    for item in salvage(path, start, end):
+        if isinstance(item, Damage):
             return
-        yield found
+        yield item
 
 
 def salvage(path: str | os.PathLike[str], start: int = 0, end: int | None = None) -> Iterator[Block | Damage]:
     """Every valid block of a segment between two bytes, and the damage between them.
 
-    JSON lines hold no NUL, which every header has: so a header that is found after damage is not part of a row.
+    Every header contains NUL and JSON lines do not, so a header after damage is never part of a row.
     """
     with open(path, "rb", buffering=0) as file:
         fd, name = file.fileno(), os.fspath(path)
@@ -187,29 +187,29 @@ def salvage(path: str | os.PathLike[str], start: int = 0, end: int | None = None
                 after = offset + header.length
             else:
                 header, after = None, _next_header(fd, offset + 1, end)
-            known = (None, None, None) if header is None else (header.n, header.generation, header.shard)
-            yield Damage(name, offset, after - offset, after == size, *known)
+            details = (None, None, None) if header is None else (header.n, header.generation, header.shard)
+            yield Damage(name, offset, after - offset, after == size, *details)
             offset = after
 
 
 def read_block(path: str | os.PathLike[str], offset: int) -> Block:
-    """The block at `offset`. Raises: LedgerBroken when there is none."""
+    """The block at `offset`. Raises: LedgerBroken if there is none."""
     for block in scan(path, offset):
         return block
-    raise LedgerBroken(f"{path} has no sound block at byte {offset}", code="segment_corrupt")
+    raise LedgerBroken(f"{path} has no valid block at byte {offset}", code="segment_corrupt")
 
 
-REPAIR = "`batchmill ledger rebuild` of its job keeps what is sound; resuming the job then runs the other rows again"
+REPAIR = "`batchmill ledger rebuild` of its job keeps the valid results; resuming the job then runs the other rows"
 
 
 def read_ref(folder: Path, ref: SegmentRef) -> list[Block]:
-    """The blocks of a committed range. Raises: LedgerBroken when they are not what was committed."""
+    """The blocks of a committed range. Raises: LedgerBroken if they differ from what was committed."""
     path = folder / ref.segment
     end = ref.offset + ref.length
     try:
         blocks = list(scan(path, ref.offset, end))
     except FileNotFoundError:
-        raise LedgerBroken(f"the segment {path} is gone: {REPAIR}", code="segment_missing") from None
+        raise LedgerBroken(f"the segment {path} is missing: {REPAIR}", code="segment_missing") from None
     if sum(block.length for block in blocks) != ref.length:
         raise LedgerBroken(
             f"{path} is damaged between bytes {ref.offset} and {end}, checksums do not match: {REPAIR}",
@@ -225,7 +225,7 @@ def read_payload(block: Block) -> bytes:
 
 
 def read_head(path: str | os.PathLike[str]) -> SegmentHead | None:
-    """The owner of a segment; None if the head of the file is torn or damaged."""
+    """The owner of a segment; None if the head of the file is incomplete or damaged."""
     with open(path, "rb", buffering=0) as file:
         return _read_file_head(file.fileno())[0]
 
@@ -257,7 +257,7 @@ def unpack_positions(runs: bytes) -> Iterator[tuple[int, int]]:
 
 
 class _OpenFile:
-    """One file of a segment, and how much of it is written and on the disk."""
+    """One file of a segment, with the sizes that are written and synced."""
 
     def __init__(self, path: Path) -> None:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
@@ -298,9 +298,9 @@ class SegmentFile:
         self.folder, self.head = folder, head
         self.roll = roll
         self._file: _OpenFile | None = None
-        self._full: list[_OpenFile] = []  # files that still have to reach the disk
-        self._writing = threading.Lock()  # held while bytes are appended, or taken back
-        self._syncing = threading.Lock()  # held until a sync has ended: another one covers what that one does
+        self._full: list[_OpenFile] = []  # files that are not yet synced
+        self._writing = threading.Lock()  # held while bytes are appended or truncated
+        self._syncing = threading.Lock()  # held during a sync; the next sync also covers its bytes
         self._broken: OSError | None = None
 
     def append(self, blocks: bytes) -> SegmentRef:
@@ -326,7 +326,7 @@ class SegmentFile:
         return f"{self.head.worker}-{self.roll:04d}.seg"
 
     def sync(self) -> None:
-        """Sync to disk. May run in a thread while another appends: it covers earlier appends."""
+        """Sync earlier appends to disk. May run in a thread while another thread appends."""
         with self._syncing:
             self._raise_if_broken()
             with self._writing:
@@ -392,7 +392,7 @@ def _read_file_head(fd: int) -> tuple[SegmentHead | None, int]:
 
 
 class _Header(NamedTuple):
-    """What a block's header says, in the order of `_HEAD`."""
+    """The fields of a block's header, in the order of `_HEAD`."""
 
     magic: bytes
     version: int
@@ -414,7 +414,7 @@ class _Header(NamedTuple):
 
 
 def _read_header(fd: int, offset: int) -> _Header | None:
-    """The header at `offset`, if there is a sound one."""
+    """The header at `offset`; None if it is not valid."""
     return _parse_header(os.pread(fd, HEADER_BYTES, offset))
 
 
@@ -426,7 +426,7 @@ def _parse_header(head: bytes) -> _Header | None:
 
 
 def _next_header(fd: int, offset: int, end: int) -> int:
-    """Where the next sound header begins, or `end`."""
+    """The offset of the next valid header, or `end`."""
     while offset < end:
         chunk = os.pread(fd, min(SEARCH_BYTES, end - offset), offset)
         at = chunk.find(BLOCK_MAGIC)
@@ -472,7 +472,7 @@ def error_meta(errors: Sequence[RowError], usage: Usage) -> BlockMeta:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same bytes, ascending, in as few spans as there can be."""
+    """The same bytes in ascending order and as few spans as possible."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -483,7 +483,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def gaps_of(path: Path, spans: Iterable[Span]) -> Iterator[Span]:
-    """What lies between merged spans, before and behind them; the first gap holds the head of the file."""
+    """The gaps before, between and after merged spans. The first gap includes the head of the file."""
     size, reached = os.stat(path).st_size, 0
     for start, end in spans:
         if start > reached:
@@ -500,11 +500,11 @@ class SegmentReader:
         self._open: OrderedDict[str, int] = OrderedDict()
 
     def payload(self, block: Block) -> bytes:
-        """The lines of a block, one after the other."""
+        """Iterate over the lines of a block."""
         return self.read(block.path, block.payload_bytes, block.payload_offset)
 
     def read(self, path: str, size: int, offset: int) -> bytes:
-        """Exactly these bytes. Raises: LedgerBroken when the segment is shorter now."""
+        """Read exactly these bytes. Raises: LedgerBroken if the segment has become shorter."""
         data = os.pread(self._descriptor(path), size, offset)
         while len(data) < size:
             more = os.pread(self._descriptor(path), size - len(data), offset + len(data))

@@ -26,7 +26,7 @@ metadata = MetaData()
 
 schema = Table("schema", metadata, Column("version", Integer, primary_key=True))
 
-_UNANNOUNCED = column("announced") <= column("generation")  # true of few, so that looking for them costs little
+_UNANNOUNCED = column("announced") <= column("generation")  # true for few jobs, so that finding them is cheap
 _WHOLE = column("compacted").is_(None)
 
 jobs = Table(
@@ -61,10 +61,10 @@ jobs = Table(
     Column("priority", Integer, nullable=False, server_default="0"),
     Column("deadline", Float),  # seconds since the epoch, UTC
     Column("finalizing", Float),  # when its results began to be written
-    Column("cancelling", Float),  # when it was asked to end early
-    Column("announced", Integer, nullable=False, server_default="0"),  # generations whose end was made known, plus 1
-    Column("bytes", BigInteger, nullable=False, server_default="0"),  # on the disk, its results apart
-    Column("compacted", Float),  # when its segments went: what is left of it are its results
+    Column("cancelling", Float),  # when its cancellation was requested
+    Column("announced", Integer, nullable=False, server_default="0"),  # generations whose end was announced, plus 1
+    Column("bytes", BigInteger, nullable=False, server_default="0"),  # on the disk, without its results
+    Column("compacted", Float),  # when its segments were deleted and only its results remained
     Index("jobs_by_project", "project", "created"),
     Index("jobs_by_bytes", "project", "bytes"),
     Index("jobs_by_state", "project", "state"),
@@ -74,7 +74,7 @@ jobs = Table(
     Index("jobs_to_announce", "finished", sqlite_where=_UNANNOUNCED, postgresql_where=_UNANNOUNCED),
 )
 
-job_models = Table(  # names of the models and adapters that a job's rows go to, once that is known
+job_models = Table(  # names of the models and adapters of a job's rows, once known
     "job_models",
     metadata,
     Column("job", String(64), primary_key=True),
@@ -82,17 +82,17 @@ job_models = Table(  # names of the models and adapters that a job's rows go to,
     Index("job_models_by_model", "model", "job"),
 )
 
-submissions = Table(  # which job an order that may arrive again has become; written with the job
+submissions = Table(  # the job of an order that clients may repeat; written with the job
     "submissions",
     metadata,
     Column("key", String(512), primary_key=True),  # types.Once
     Column("job", String(64), nullable=False),
     Column("fingerprint", String(64), nullable=False),
     Column("created", Float, nullable=False),
-    Column("answered", Float),  # when the reply went out; None: it may not have arrived
+    Column("answered", Float),  # when the reply was sent; None: it may not have arrived
 )
 
-shards = Table(  # only shards that were leased at least once: the others follow from the plan
+shards = Table(  # only shards that were leased at least once; the plan gives the others
     "shards",
     metadata,
     Column("job", String(64), primary_key=True),
@@ -122,7 +122,7 @@ commits = Table(
     Column("cost", Float),
 )
 
-notes = Table(  # what an engine must find again after a crash: which jobs at a provider hold the rows of a shard
+notes = Table(  # what an engine must recover after a crash: the provider's jobs for the rows of a shard
     "notes",
     metadata,
     Column("job", String(64), primary_key=True),
@@ -143,15 +143,15 @@ error_counts = Table(  # rows whose outcome now is an error, by cause
 )
 
 
-secrets = Table(  # encrypted; what a secret belongs to is its name: "openai", "connector/ID/KEY"
+secrets = Table(  # encrypted; the name tells the owner: "openai", "connector/ID/KEY"
     "secrets",
     metadata,
     Column("name", String(256), primary_key=True),
     Column("sealed", LargeBinary, nullable=False),
-    Column("hint", String(8), nullable=False),  # its last characters, where it is long enough to show some
+    Column("hint", String(8), nullable=False),  # its last characters, if it is long enough to show some
     Column("created", Float, nullable=False),
     Column("changed", Float, nullable=False),
-    Column("project", String(64), index=True),  # whose quota it counts to; None: the machine's user put it in
+    Column("project", String(64), index=True),  # whose quota it counts toward; None: the machine's user added it
 )
 
 connectors = Table(
@@ -161,7 +161,7 @@ connectors = Table(
     Column("project", String(64), nullable=False),
     Column("name", String(256), nullable=False),
     Column("spec", LargeBinary, nullable=False),  # types.Connector as JSON; credentials by reference
-    Column("access", LargeBinary, nullable=False),  # what a dialect keeps of it and the core never reads, as JSON
+    Column("access", LargeBinary, nullable=False),  # data of a dialect that the core never reads, as JSON
     Column("revision", Integer, nullable=False),  # 1 at first, one more with every change
     Column("created", Float, nullable=False),
     Column("changed", Float, nullable=False),
@@ -200,7 +200,7 @@ model_groups = Table(
     Index("model_groups_by_project", "project", "created"),
 )
 
-remote_tasks = Table(  # what was asked of a remote model and takes its time
+remote_tasks = Table(  # long-running requests to a remote model
     "remote_tasks",
     metadata,
     Column("id", String(64), primary_key=True),
@@ -208,12 +208,12 @@ remote_tasks = Table(  # what was asked of a remote model and takes its time
     Column("model", String(64), nullable=False),
     Column("type", String(32), nullable=False),  # BATCH_PREDICTION, REGISTER_MODEL, DEPLOY_MODEL
     Column("state", String(32), nullable=False),  # RUNNING, COMPLETED, FAILED, CANCELLING, CANCELLED, EXPIRED …
-    Column("job", String(64)),  # of batchmill, where its rows came from a dataset
+    Column("job", String(64)),  # of batchmill, if its rows are from a dataset
     Column("once", String(80)),  # the name of its order while the same order is not another one: see services.repeats
-    Column("remote_job", LargeBinary),  # what the provider last said of it, as JSON
+    Column("remote_job", LargeBinary),  # its last known state at the provider, as JSON
     Column("details", LargeBinary, nullable=False),  # the rest of its document, as JSON
-    Column("failures", Integer, nullable=False, server_default="0"),  # looks at the provider in a row that failed
-    Column("due", Float),  # when to look again; None: it has ended
+    Column("failures", Integer, nullable=False, server_default="0"),  # failed polls of the provider in a row
+    Column("due", Float),  # when to poll again; None: it has ended
     Column("created", Float, nullable=False),
     Column("changed", Float, nullable=False),
     Index("remote_tasks_by_project", "project", "created"),
@@ -223,13 +223,13 @@ remote_tasks = Table(  # what was asked of a remote model and takes its time
 )
 
 
-datasets = Table(  # uploads that have arrived or are to arrive, and what their owner calls them
+datasets = Table(  # uploads, complete or expected, with their owner's names
     "datasets",
     metadata,
     Column("id", String(64), primary_key=True),
     Column("project", String(64), nullable=False),
     Column("connection", String(64), nullable=False),
-    Column("name", String(256)),  # None while it is not named
+    Column("name", String(256)),  # None while it has no name
     Column("file", String(64)),  # None while its bytes have not arrived
     Column("state", String(16), nullable=False),  # arriving, checking, connected, failed
     Column("details", LargeBinary, nullable=False),  # file name, media type, rows, problems …, as JSON
@@ -238,11 +238,11 @@ datasets = Table(  # uploads that have arrived or are to arrive, and what their 
     Index("datasets_by_name", "project", "connection", "name", unique=True),
 )
 
-used_links = Table(  # of links that work once
+used_links = Table(  # links that work only once
     "used_links",
     metadata,
     Column("id", String(64), primary_key=True),
-    Column("expires", Float, nullable=False),  # of the link itself: then it is forgotten here
+    Column("expires", Float, nullable=False),  # of the link; afterwards this row is deleted
     Column("project", String(64), nullable=False, server_default="default", index=True),
 )
 
@@ -253,9 +253,9 @@ adapters = Table(
     Column("id", String(64), primary_key=True),
     Column("project", String(64), nullable=False),
     Column("name", String(200), nullable=False),
-    Column("version", Integer, nullable=False),  # 1, 2 … of its name; a number is never given twice
+    Column("version", Integer, nullable=False),  # 1, 2 … of its name; a number is never reused
     Column("base", String(256), nullable=False),  # the model it is for, by its name
-    Column("source", String(1024), nullable=False),  # where it was fetched from, credentials left out
+    Column("source", String(1024), nullable=False),  # where it was fetched from, without credentials
     Column("state", String(16), nullable=False),  # fetching, ready, failed, removed
     Column("details", LargeBinary, nullable=False),  # digest, rank, bytes, message …, as JSON
     Column("created", Float, nullable=False),
@@ -272,20 +272,20 @@ llm_deployments = Table(
     Column("project", String(64), nullable=False),
     Column("name", String(200), nullable=False),
     Column("settings", LargeBinary, nullable=False),  # types.LlmSettings as JSON
-    Column("details", LargeBinary, nullable=False),  # its description, and what a dialect keeps of it, as JSON
+    Column("details", LargeBinary, nullable=False),  # its description, and data of a dialect, as JSON
     Column("created", Float, nullable=False),
     Column("changed", Float, nullable=False),
     Index("llm_deployments_by_name", "project", "name", unique=True),
 )
 
-quarantine = Table(  # requests that engines died of
+quarantine = Table(  # requests that crashed engines
     "quarantine",
     metadata,
     Column("digest", String(64), primary_key=True),
     Column("model", String(1024), nullable=False),  # the base model, as its engine loads it
     Column("project", String(64), nullable=False),  # whose request it was
     Column("url", String(256), nullable=False),
-    Column("deaths", Integer, nullable=False),  # with it alone in flight
+    Column("deaths", Integer, nullable=False),  # with only this request in flight
     Column("at", Float, nullable=False),  # the last of them
 )
 
@@ -296,17 +296,17 @@ files = Table(
     Column("id", String(64), primary_key=True),
     Column("project", String(64), nullable=False),
     Column("purpose", String(32), nullable=False),
-    Column("filename", Text, nullable=False),  # for people: no path is ever made of it
+    Column("filename", Text, nullable=False),  # for people; never used in a path
     Column("bytes", BigInteger, nullable=False),
     Column("sha256", String(64)),  # of an upload; None for results
     Column("created", Float, nullable=False),
     Column("expires", Float),
-    Column("job", String(64)),  # of results: the job they are of
+    Column("job", String(64)),  # for results: their job
     Index("files_by_project", "project", "created"),
     Index("files_by_bytes", "project", "job", "bytes"),
 )
 
-removals = Table(  # what was deleted, for later requests for it; `pending`: some files still exist
+removals = Table(  # deleted objects, for later requests for them; `pending`: some files still exist
     "removals",
     metadata,
     Column("id", String(64), primary_key=True),  # of a result file or a job
@@ -355,7 +355,7 @@ keys = Table(
     Column("project", String(64), nullable=False, index=True),
     Column("hash", String(64), nullable=False),  # sha256 of the whole key, as hexadecimal digits
     Column("scopes", String(256), nullable=False),  # types.Scope values, separated by spaces
-    Column("models", Text),  # names it may use, as a JSON list; None: all that its project may
+    Column("models", Text),  # names it may use, as a JSON list; None: all of its project
     Column("requests_per_minute", Integer),
     Column("created", Float, nullable=False),
     Column("expires", Float),
@@ -374,15 +374,17 @@ webhook_endpoints = Table(
     Column("name", String(256), nullable=False),
     Column("url", Text, nullable=False),
     Column("events", Text, nullable=False),  # types of events, as a JSON list
-    Column("secret", LargeBinary, nullable=False),  # what deliveries are signed with, encrypted
+    Column("secret", LargeBinary, nullable=False),  # the key that signs deliveries, encrypted
     Column("created", Float, nullable=False),
     Column("updated", Float, nullable=False),
 )
 
-outbox = Table(  # events on their way to an endpoint; written with, or made from, what they tell of
+outbox = Table(  # events to deliver to an endpoint; written with the event or derived from it
     "outbox",
     metadata,
-    Column("id", String(64), primary_key=True),  # made of the event and the endpoint: written twice, it is one
+    Column(
+        "id", String(64), primary_key=True
+    ),  # derived from event and endpoint, so that a repeated insert has no effect
     Column("endpoint", String(64), nullable=False),
     Column("project", String(64), nullable=False),
     Column("type", String(64), nullable=False),
@@ -395,7 +397,7 @@ outbox = Table(  # events on their way to an endpoint; written with, or made fro
     Index("outbox_by_due", "due", "endpoint"),
 )
 
-model_versions = Table(  # functions as they were deployed; a row never changes once its state is ready or failed
+model_versions = Table(  # deployed functions; a row never changes once its state is ready or failed
     "model_versions",
     metadata,
     Column("name", String(200), primary_key=True),
@@ -407,8 +409,8 @@ model_versions = Table(  # functions as they were deployed; a row never changes 
     Column("source", Text, nullable=False),  # for people: app.py:fn, a git URL at its revision
     Column("spec", LargeBinary),  # types.ModelSpec as JSON, once it is ready
     Column("error", Text),  # why it failed: the traceback
-    Column("project", String(64), nullable=False, server_default="default"),  # whose it is
-    Column("key", String(64)),  # the public id of the key that brought it; None: the machine's user
+    Column("project", String(64), nullable=False, server_default="default"),  # its owner
+    Column("key", String(64)),  # the public id of the key that deployed it; None: the machine's user
     Column("shared", Boolean, nullable=False, server_default="1"),  # other projects may call it
 )
 
@@ -422,23 +424,23 @@ model_routes = Table(  # the versions of a branch's `latest` or of an alias
     Column("changed", Float, nullable=False),
 )
 
-late_calls = Table(  # calls whose answers are sent to a URL once they are there; a row goes when that was done
+late_calls = Table(  # calls whose answers are sent to a URL later; the row is deleted after the delivery
     "late_calls",
     metadata,
     Column("id", String(64), primary_key=True),
     Column("project", String(64), nullable=False),
-    Column("key", String(64)),  # the public id of the caller's
+    Column("key", String(64)),  # the public id of the caller's key
     Column("name", String(200), nullable=False),  # of the function; its version:
     Column("branch", String(200), nullable=False),
     Column("number", Integer, nullable=False),
     Column("order", LargeBinary, nullable=False),  # the inputs and outputs of its interface: JSON
-    Column("body", LargeBinary, nullable=False),  # empty once it was answered
+    Column("body", LargeBinary, nullable=False),  # empty once the call is answered
     Column("reply", LargeBinary),  # None: not answered yet
     Column("bytes", BigInteger, nullable=False),  # of both
     Column("created", Float, nullable=False),
-    Column("begun", Float),  # when it was asked
+    Column("begun", Float),  # when its current attempt began
     Column("attempts", Integer, nullable=False, server_default="0"),
-    Column("due", Float, nullable=False),  # when to go on with it
+    Column("due", Float, nullable=False),  # when to work on it next
     Index("late_calls_by_due", "due"),
     Index("late_calls_by_project", "project"),
 )

@@ -14,7 +14,7 @@ from fakes.webhook_receiver import WebhookReceiver
 
 from batchmill.errors import OverQuota, Unavailable
 from batchmill.services.functions import late_replies
-from batchmill.services.functions.late_replies import RUNNING_MAX, RUNNING_PROJECT_MAX, LateCall, Order
+from batchmill.services.functions.late_replies import RUNNING_MAX, RUNNING_PROJECT_MAX, LateCall, LateCallOptions
 from batchmill.store.database import Database
 from batchmill.store.tables import late_calls
 
@@ -96,7 +96,7 @@ async def test_a_call_that_a_dead_server_had(tmp_path, receiver, begun, expected
     async with open_deployments(tmp_path, "doubler", config=HOOKS):
         pass
     database = Database(tmp_path / "data" / "batchmill.db")
-    order = Order("modelbit", "rows", receiver.url(), "x-mb-batch-id")
+    order = LateCallOptions("modelbit", "rows", receiver.url(), "x-mb-batch-id")
     left = LateCall("ab12", "default", None, "doubler", "main", 1, order, b'{"data":4}', begun=begun)
     await database.write(late_replies.insert, left, 100)
     database.close()
@@ -114,7 +114,7 @@ async def test_a_project_of_dead_urls_holds_up_no_other(tmp_path, receiver):
     database = Database(tmp_path / "data" / "batchmill.db")
 
     async def leave(number: int, project: str, path: str) -> None:
-        order = Order("modelbit", "rows", receiver.url(path), "x-mb-batch-id")
+        order = LateCallOptions("modelbit", "rows", receiver.url(path), "x-mb-batch-id")
         call = LateCall(f"{number:04x}", project, None, "f", "main", 1, order, b"", reply=b"{}", created=float(number))
         await database.write(late_replies.insert, call, 100)
 
@@ -131,7 +131,7 @@ async def test_a_project_of_dead_urls_holds_up_no_other(tmp_path, receiver):
 async def test_a_project_is_promised_its_share_of_answers(tmp_path):
     """Where calls of one project wait up to its share, its next one is refused, and another project's is not."""
     database, quota = Database(tmp_path / "batchmill.db"), 3
-    order = Order("modelbit", "rows", "https://example.com/", "x-mb-batch-id")
+    order = LateCallOptions("modelbit", "rows", "https://example.com/", "x-mb-batch-id")
 
     def waiting(name: str, project: str, size_bytes: int) -> dict[str, object]:
         call = {"id": name, "project": project, "name": "f", "branch": "main", "number": 1, "order": b"{}"}

@@ -1,4 +1,4 @@
-"""`batchmill keys`: make, list and revoke the keys of a server. A running server knows of it at once."""
+"""`batchmill keys`: create, list and revoke the keys of a server. A running server applies changes at once."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def keys() -> None:
 
 @keys.command()
 @click.option("--name", required=True, callback=utf8, metavar="TEXT", help="What the key is for.")
-@click.option("--project", callback=utf8, help="Whose files and jobs it sees [default; at a server: your key's own].")
+@click.option("--project", callback=utf8, help="The project of the key [default; at a server: that of your key].")
 @click.option(
     "--scope", type=click.Choice([each.value for each in Scope]), default=Scope.SUBMIT.value, show_default=True,
     help="read: look; submit: upload, run, call models; admin: keys, webhooks and connectors of its project; deploy: "
-         "functions too, whose code runs as the server's user. A deploy key is made beside the data directory alone.",
+         "functions too, whose code runs as the server's user. Deploy keys are created only beside the data directory.",
 )  # fmt: skip
 @click.option("--model", "models", multiple=True, metavar="NAME", help="A model or adapter that it may use [all].")
 @click.option("--expires", type=LONG_TIME, metavar="SPAN", help="Expiry: 90d, 12h [never].")
@@ -38,14 +38,18 @@ def create(
     """Create a key. It is shown once; batchmill stores only its digest."""
 
     async def make() -> None:
-        async with session.open() as opened:
-            until = None if expires is None else time.time() + expires
-            made = await opened.create_key(NewKey(name, Scope(scope), project, list(models) or None, rpm, until))
+        async with session.open() as client:
+            expires_at = None if expires is None else time.time() + expires
+            created = await client.create_key(
+                NewKey(name, Scope(scope), project, list(models) or None, rpm, expires_at)
+            )
         if session.as_json:
-            session.emit("key", key=made.key, record=made.record)
+            session.emit("key", key=created.key, record=created.record)
         else:
-            session.print(made.key)
-            session.say(f"key {made.record.id} of the project {clean(made.record.project)}; it is not shown again")
+            session.print(created.key)
+            session.say(
+                f"key {created.record.id} of the project {clean(created.record.project)}; it is not shown again"
+            )
 
     return session.run(make())
 
@@ -58,8 +62,8 @@ def list_keys(session: Session, project: str | None) -> int:
     """List the keys, newest first, including revoked ones."""
 
     async def show() -> None:
-        async with session.open() as opened:
-            records = [each for each in await opened.keys() if project in (None, each.project)]
+        async with session.open() as client:
+            records = [each for each in await client.keys() if project in (None, each.project)]
         if session.as_json:
             for record in records:
                 session.emit("key", record=record)
@@ -99,8 +103,8 @@ def revoke(session: Session, key_id: str, with_minted: bool) -> int:
     """Revoke a key permanently."""
 
     async def end() -> None:
-        async with session.open() as opened:
-            record = await opened.revoke_key(key_id, with_minted=with_minted)
+        async with session.open() as client:
+            record = await client.revoke_key(key_id, with_minted=with_minted)
         minted = ", ".join(record.minted)
         if session.as_json:
             session.emit("key", record=record, minted=record.minted)
@@ -108,6 +112,6 @@ def revoke(session: Session, key_id: str, with_minted: bool) -> int:
             session.print(f"key {record.id} ({clean(record.name)}) is revoked{minted and f', and {minted}'}")
         else:
             session.print(f"key {record.id} ({clean(record.name)}) is revoked")
-            session.say(f"keys that it minted are still valid: {minted}; --with-minted ends them too")
+            session.say(f"keys that it created are still valid: {minted}; --with-minted revokes them too")
 
     return session.run(end())

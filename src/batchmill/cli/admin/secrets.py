@@ -1,4 +1,4 @@
-"""`batchmill secrets`: keys of remote services that batchmill keeps, encrypted. A running server has them at once."""
+"""`batchmill secrets`: stores keys of remote services, encrypted. A running server uses them at once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from batchmill.cli.session import Session, global_options
 from batchmill.cli.text import clean, count, moment, table
 from batchmill.cli.values import utf8
 from batchmill.client.calls import ask
-from batchmill.control import operations as own
+from batchmill.control import operations
 from batchmill.errors import InvalidInput
 from batchmill.models.secrets import SECRET_BYTES_MAX, check_name
 
-LOCAL = "secrets are kept by the machine that runs the models; work there"
+LOCAL = "secrets are stored on the machine that runs the models: run the command there"
 
 
 @click.group()
@@ -33,8 +33,8 @@ def set_secret(session: Session, name: str) -> int:
     value = _read(name)
 
     async def put() -> None:
-        async with session.open() as opened:
-            await opened.call(ask(own.PUT_SECRET, name, body=own.SecretValue(value)))
+        async with session.open() as client:
+            await client.call(ask(operations.PUT_SECRET, name, body=operations.SecretValue(value)))
         if session.as_json:
             session.emit("secret", name=name)
         else:
@@ -44,7 +44,7 @@ def set_secret(session: Session, name: str) -> int:
 
 
 def _read(name: str) -> str:
-    """Never from the command line: others can see that, and shells remember it."""
+    """Read the secret from standard input. Other users can see a command line, and shells store it."""
     if sys.stdin.isatty():
         return click.prompt(f"The secret {name}", hide_input=True, err=True).strip()
     data = sys.stdin.buffer.read(SECRET_BYTES_MAX + 1)
@@ -53,9 +53,7 @@ def _read(name: str) -> str:
     try:
         return data.decode().strip()
     except UnicodeDecodeError:
-        raise InvalidInput(
-            f"the secret {name} cannot be kept: it is not one line of plain text", code="invalid_secret"
-        ) from None
+        raise InvalidInput(f"the secret {name} is not one line of plain text", code="invalid_secret") from None
 
 
 @secrets.command("list")
@@ -66,15 +64,15 @@ def list_secrets(session: Session) -> int:
     session.local_only("secrets list", LOCAL)
 
     async def show() -> None:
-        async with session.open() as opened:
-            found = (await opened.call(ask(own.LIST_SECRETS))).secrets
+        async with session.open() as client:
+            records = (await client.call(ask(operations.LIST_SECRETS))).secrets
         if session.as_json:
-            for each in found:
+            for each in records:
                 session.emit("secret", secret=each)
-        elif not found:
+        elif not records:
             session.print("there are no secrets")
         else:
-            rows = [[each.name, f"…{each.hint}" if each.hint else "", moment(each.changed)] for each in found]
+            rows = [[each.name, f"…{each.hint}" if each.hint else "", moment(each.changed)] for each in records]
             for line in table([["NAME", "ENDS IN", "CHANGED"], *rows]):
                 session.print(clean(line, lines=True))
 
@@ -90,8 +88,8 @@ def remove(session: Session, name: str) -> int:
     session.local_only("secrets remove", LOCAL)
 
     async def forget() -> None:
-        async with session.open() as opened:
-            await opened.call(ask(own.REMOVE_SECRET, name))
+        async with session.open() as client:
+            await client.call(ask(operations.REMOVE_SECRET, name))
         if session.as_json:
             session.emit("secret_removed", name=name)
         else:
@@ -107,14 +105,16 @@ def rotate(session: Session) -> int:
     """Encrypt all secrets with a new key and remove the old key. The secrets do not change."""
     session.local_only("secrets rotate", LOCAL)
 
-    async def turn() -> None:
-        async with session.open() as opened:
-            done = await opened.call(ask(own.ROTATE_SECRETS))
+    async def replace_key() -> None:
+        async with session.open() as client:
+            rotated = await client.call(ask(operations.ROTATE_SECRETS))
         if session.as_json:
-            session.emit("rotated", rotated=done)
+            session.emit("rotated", rotated=rotated)
             return
-        session.print(f"now under a new key: {count(done.rewrapped, 'secret')}; keys removed: {done.keys_removed}")
-        for owner in done.unreadable:
-            session.say(f"{clean(owner)} cannot be read, before and after: give it a new secret")
+        session.print(
+            f"now under a new key: {count(rotated.rewrapped, 'secret')}; keys removed: {rotated.keys_removed}"
+        )
+        for owner in rotated.unreadable:
+            session.say(f"{clean(owner)} cannot be read, before and after: set its secret again")
 
-    return session.run(turn())
+    return session.run(replace_key())

@@ -1,4 +1,4 @@
-"""`batchmill serve`: the server in the foreground, until a signal ends it."""
+"""`batchmill serve`: runs the server in the foreground until a signal stops it."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from batchmill.serving import serve as open_server
 
 log = logging.getLogger("batchmill.server")
 
-THREADS_S = 1.0  # for threads that are at work when everything else has been closed
+THREADS_S = 1.0  # for threads that still run when everything else is closed
 EXIT_STUCK = 1
 
 
 def own_threads() -> ThreadPoolExecutor:
-    """Have the running loop's work in threads done by these: `leave` does not wait for them without an end."""
+    """Set a thread pool for the running loop, so that `leave` can limit how long it waits for the threads."""
     threads = ThreadPoolExecutor(thread_name_prefix="work")
     asyncio.get_running_loop().set_default_executor(threads)
     return threads
 
 
 def end_within(seconds: float) -> None:
-    """End this process then, whatever it does. What is durable stays so, as after a kill."""
+    """End this process after `seconds` in any case. Durable state is safe, as after a kill."""
 
     def end() -> None:
         log.error(
-            "the server did not end within %g s: it is stopped now, and its jobs resume at the next start", seconds
+            "the server did not end within %g s: it is killed now, and its jobs resume at the next start", seconds
         )
         _exit(EXIT_STUCK)
 
@@ -48,12 +48,12 @@ def end_within(seconds: float) -> None:
 
 
 def leave(threads: ThreadPoolExecutor, code: int) -> None:
-    """Return where no thread is at work any more; else end the process, which Python would keep for their sake."""
+    """Return if all threads have ended. Otherwise end the process: Python would wait for the threads."""
     threads.shutdown(wait=False, cancel_futures=True)
-    until = time.monotonic() + THREADS_S
+    deadline = time.monotonic() + THREADS_S
     others = [each for each in threading.enumerate() if each is not threading.main_thread() and not each.daemon]
     for each in others:
-        each.join(max(0.0, until - time.monotonic()))
+        each.join(max(0.0, deadline - time.monotonic()))
     if stuck := [each.name for each in others if each.is_alive()]:
         log.warning("threads that did not end: %s", ", ".join(stuck[:10]))
         _exit(code)
@@ -66,7 +66,7 @@ def _exit(code: int) -> None:
     os._exit(code)
 
 
-SPARE_S = 5.0  # besides what requests and rows have to end, for everything else
+SPARE_S = 5.0  # for everything but the requests and rows in flight
 
 
 @click.command()
@@ -92,10 +92,10 @@ def serve(session: Session, host: str | None, port: int | None, grpc_port: int |
     Models are those of the configuration. SIGTERM or Ctrl-C lets requests and rows in flight finish; a second one
     stops the server at once. Running jobs resume at the next start.
     """
-    session.local_only("serve", "it is one")
+    session.local_only("serve", "it runs a server itself")
     config = session.config()
-    given = {"host": host, "port": port, "grpc_port": grpc_port}
-    fields = {name: value for name, value in given.items() if value is not None}
+    options = {"host": host, "port": port, "grpc_port": grpc_port}
+    fields = {name: value for name, value in options.items() if value is not None}
     config = replace(config, server=replace(config.server, **fields))
     access_log.configure(log_level)
     os.umask(0o077)  # files of the server and its workers are not readable by other users
@@ -105,14 +105,14 @@ def serve(session: Session, host: str | None, port: int | None, grpc_port: int |
 async def _serve(session: Session, config: Config) -> int:
     stop, threads = asyncio.Event(), own_threads()
 
-    def stop_orderly() -> None:
+    def begin_stop() -> None:
         end_within(REQUESTS_DRAIN_S + ROWS_DRAIN_S + SPARE_S)
         stop.set()
 
-    with session.interrupts.first_does(stop_orderly, lambda: log.warning("stopping at once")):
+    with session.interrupts.first_does(begin_stop, lambda: log.warning("stopping at once")):
         async with open_server(config) as running:
             gc.collect()
-            gc.freeze()  # what is there now stays: to look at it again and again would hold up every request
+            gc.freeze()  # these objects stay: scanning them again and again would delay every request
             if session.as_json:
                 more = {} if running.grpc is None else {"grpc": running.grpc}
                 session.emit("serving", url=running.url, **more)

@@ -1,4 +1,4 @@
-"""A running job as a bar on a terminal. Imports rich, which other displays do without."""
+"""Shows a running job as a progress bar on a terminal. The only display that imports rich."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from batchmill.types import JobView
 
 
 class BarDisplay:
-    """Two lines and the engines' notes, drawn anew with each view. Nothing foreign is read as markup."""
+    """Two lines and the engines' notes, redrawn for each view. No text is read as markup."""
 
     def __init__(self, session: Session, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False, markup=False)
@@ -33,7 +33,7 @@ class BarDisplay:
 
 
 def draw(view: JobView) -> Group:
-    """The picture of one view."""
+    """Render one view."""
     part = share(view)
     line = Table.grid(padding=(0, 1), expand=True)
     line.add_column(no_wrap=True)

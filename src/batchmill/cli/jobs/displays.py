@@ -1,4 +1,4 @@
-"""How a running job is shown: a bar on a terminal, plain lines elsewhere, JSON for machines."""
+"""Displays of a running job: a bar on a terminal, plain lines elsewhere, JSON for programs."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Display(Protocol):
     """Shows one job while it runs."""
 
     def update(self, view: JobView) -> None:
-        """Show where the job is now."""
+        """Show the current state of the job."""
 
     def say(self, text: str) -> None:
-        """Tell the person who looks something, once."""
+        """Print a message to the user."""
 
     def close(self) -> None:
         """Leave the terminal as it was. Safe to call twice."""
@@ -43,14 +43,14 @@ _DIGITS = re.compile(r"[\d.,]+")
 
 
 def display_for(session: Session) -> Display:
-    """The display that fits where the output goes."""
+    """The display for the kind of output."""
     name = "json" if session.as_json else "bar" if sys.stderr.isatty() else "lines"
     module, _, cls = DISPLAYS[name].partition(":")
     return getattr(import_module(module), cls)(session)
 
 
 class LineDisplay:
-    """One line on standard error when something changed, and every few seconds while rows are counted."""
+    """Prints one line on standard error when the state changes, and every few seconds while figures change."""
 
     def __init__(self, session: Session, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._say = session.say
@@ -61,9 +61,10 @@ class LineDisplay:
 
     def update(self, view: JobView) -> None:
         if view.state in _AT_REST:
-            return  # the summary says it
+            return  # the summary shows it
         now = self._monotonic()
-        state = (view.state, *(_DIGITS.sub("", note) for note in view.notes))  # not for new numbers alone
+        # Changed numbers in a note are not a new state.
+        state = (view.state, *(_DIGITS.sub("", note) for note in view.notes))
         figures = (view.rows_ok, view.rows_failed, view.progress, view.notes)
         is_due = now - self._shown_at >= LINE_EVERY_S and figures != self._figures
         if state == self._shown and not is_due:
@@ -80,7 +81,7 @@ class LineDisplay:
 
 
 class JsonDisplay:
-    """Every view as one JSON object on standard output; what is said goes to standard error."""
+    """Prints every view as one JSON object on standard output; messages go to standard error."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -96,24 +97,24 @@ class JsonDisplay:
 
 
 def done(view: JobView) -> int:
-    """Rows that have their outcome."""
+    """The number of finished rows, ok or failed."""
     return view.rows_ok + view.rows_failed
 
 
 def is_phase(view: JobView) -> bool:
-    """It is at something before or after its rows run: `progress` says how far, not the rows."""
+    """Whether the job is in a phase before or after its rows run, where `progress` counts, not rows."""
     return view.state in _PHASES or not view.id
 
 
 def share(view: JobView) -> float | None:
-    """0..1 of the present phase, or None if unknown."""
+    """The finished share of the current phase, 0..1; None if unknown."""
     if is_phase(view):
         return view.progress
     return min(1.0, done(view) / view.rows) if view.rows else None
 
 
 def headline(view: JobView) -> str:
-    """How far the job is."""
+    """The progress of the job in words."""
     if is_phase(view):
         return "" if view.progress is None else percent(view.progress, 1)
     if not view.rows:
@@ -122,7 +123,7 @@ def headline(view: JobView) -> str:
 
 
 def details(view: JobView) -> list[str]:
-    """The figures of a running job that are known, each in a few words."""
+    """The known figures of a running job, each in a few words."""
     if is_phase(view):
         return []
     parts = [f"{count(view.rows_failed)} failed" if view.rows_failed else ""]

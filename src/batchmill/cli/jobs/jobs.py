@@ -1,4 +1,4 @@
-"""Commands about jobs that exist: list, show, results, and steering them."""
+"""Commands about existing jobs: list and show them, print results, pause, resume or cancel them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from batchmill.cli.jobs.displays import Display, display_for, done
-from batchmill.cli.jobs.order_options import deadline_option, written_by
-from batchmill.cli.jobs.result_files import kind_of, must_convert, write_as, written_whole
-from batchmill.cli.jobs.run import PRIORITY, attend, follow
+from batchmill.cli.jobs.order_options import deadline_option, output_files
+from batchmill.cli.jobs.result_files import kind_of, must_convert, write_as, write_atomically
+from batchmill.cli.jobs.run import PRIORITY, follow, follow_to_end
 from batchmill.cli.jobs.summary import lines, pause_lines, show_problems
 from batchmill.cli.session import (
     EXIT_FAILED,
@@ -25,10 +25,10 @@ from batchmill.cli.session import (
     Session,
     global_options,
     job_argument,
-    refuse_half_text,
+    refuse_non_utf8,
 )
 from batchmill.cli.text import brief, clean, count, moment, short, table
-from batchmill.cli.values import LONG_TIME, MORE_THAN_NOTHING, Past
+from batchmill.cli.values import LONG_TIME, POSITIVE, Past
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition
 from batchmill.states import ENDED, JobState
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @click.pass_obj
 def rm(session: Session, job_ids: tuple[str, ...]) -> int:
     """Remove ended jobs and their results. Files written with -o stay."""
-    return session.run(_remove(session, [refuse_half_text(each) for each in job_ids]))
+    return session.run(_remove(session, [refuse_non_utf8(each) for each in job_ids]))
 
 
 @click.command()
@@ -66,19 +66,19 @@ def prune(session: Session, older_than: float, state: str | None, dry_run: bool)
 
 
 async def _remove(session: Session, job_ids: list[str]) -> int:
-    async with session.app.open_jobs(session.config()) as opened:
-        return await _remove_each(session, opened, job_ids)
+    async with session.app.open_jobs(session.config()) as jobs:
+        return await _remove_each(session, jobs, job_ids)
 
 
 async def _prune(session: Session, age: float, state: str | None, *, is_dry: bool) -> int:
     before = time.time() - age
-    async with session.app.open_jobs(session.config()) as opened:
-        old = [view for view in await opened.list() if _is_old(view, before, state)]
+    async with session.app.open_jobs(session.config()) as jobs:
+        old = [view for view in await jobs.list() if _is_old(view, before, state)]
         if is_dry:
             for view in old:
                 _print_removed(session, view, "would be removed")
             return EXIT_OK
-        code = await _remove_each(session, opened, [view.id for view in old])
+        code = await _remove_each(session, jobs, [view.id for view in old])
     if not session.as_json:
         session.print(f"{count(len(old), 'job')} ended so long ago")
     return code
@@ -89,12 +89,12 @@ def _is_old(view: JobView, before: float, state: str | None) -> bool:
     return has_ended and state in (None, view.state)
 
 
-async def _remove_each(session: Session, opened: JobsClient, job_ids: list[str]) -> int:
-    """One that cannot be removed does not keep the others."""
+async def _remove_each(session: Session, jobs: JobsClient, job_ids: list[str]) -> int:
+    """Remove each job, even if another cannot be removed."""
     code = EXIT_OK
     for job_id in job_ids:
         try:
-            _print_removed(session, await opened.remove(job_id), "removed")
+            _print_removed(session, await jobs.remove(job_id), "removed")
         except BatchmillError as error:
             if len(job_ids) == 1:
                 raise
@@ -103,27 +103,27 @@ async def _remove_each(session: Session, opened: JobsClient, job_ids: list[str])
     return code
 
 
-def _print_removed(session: Session, view: JobView, what: str) -> None:
+def _print_removed(session: Session, view: JobView, outcome: str) -> None:
     if session.as_json:
-        session.emit("removed" if what == "removed" else "old", job=view)
+        session.emit("removed" if outcome == "removed" else "old", job=view)
         return
-    kept = f"; {view.output} stays" if view.output is not None and f"/jobs/{view.id}/" not in view.output else ""
+    note = f"; {view.output} stays" if view.output is not None and f"/jobs/{view.id}/" not in view.output else ""
     is_path = view.output is not None and view.output.startswith("/")  # a server names its files by their ids
-    session.print(clean(f"{view.id}: {what}{kept if is_path else ''}", 4096))
+    session.print(clean(f"{view.id}: {outcome}{note if is_path else ''}", 4096))
 
 
 @click.command()
 @job_argument
 @click.option("--priority", type=PRIORITY, help="Jobs with a higher priority run first.")
 @deadline_option
-@click.option("--budget", type=MORE_THAN_NOTHING, metavar="USD", help="Pause before the cost exceeds this amount.")
+@click.option("--budget", type=POSITIVE, metavar="USD", help="Pause before the cost exceeds this amount.")
 @global_options
 @click.pass_obj
 def amend(session: Session, job_id: str, *, priority: int | None, deadline: float | None, budget: float | None) -> int:
     """Change the priority, deadline or budget of an unfinished job."""
     change = Change(priority, deadline, budget)
     if change == Change():
-        raise InvalidInput("nothing is to be changed: give --priority, --deadline or --budget")
+        raise InvalidInput("nothing to change: give --priority, --deadline or --budget")
     return session.run(_amend(session, job_id, change))
 
 
@@ -164,13 +164,13 @@ async def _explain(session: Session, job_id: str) -> int:
     return EXIT_OK
 
 
-PARTIAL = "partial.jsonl"  # what results that are not all there would be called
+PARTIAL = "partial.jsonl"  # the name of incomplete results
 PIECE_BYTES = 1024 * 1024
 LINE_CHARS_MAX = 80
 STATE_CHARS_MAX = 22  # paused (engine_failed)
-LISTED, LISTED_MAX = 100, 10_000  # jobs of one list
-EXACT_MAX = 10_000  # counts from here on are shown with three figures
-QUIET_S = 2.0  # after so long, the reason for waiting is printed
+LISTED, LISTED_MAX = 100, 10_000  # the most jobs in a list: default, maximum
+EXACT_MAX = 10_000  # larger counts are shown with three digits
+QUIET_S = 2.0  # after this time, the reason for waiting is printed
 
 
 @click.group(invoke_without_command=True)
@@ -191,7 +191,7 @@ def jobs(
     if ctx.invoked_subcommand is not None:
         return None
     for text in (model, project):
-        refuse_half_text(text or "")
+        refuse_non_utf8(text or "")
     query = JobQuery(state=state, model=model, since=since, limit=limit + 1)
     return session.run(_list(session, query, project))
 
@@ -201,8 +201,8 @@ jobs.add_command(prune)
 
 
 async def _list(session: Session, query: JobQuery, project: str | None) -> None:
-    async with session.app.open_jobs(session.config(), project) as opened:
-        *views, more = [*await opened.list(query), None]
+    async with session.app.open_jobs(session.config(), project) as jobs:
+        *views, more = [*await jobs.list(query), None]
     if len(views) == query.limit:
         more = views.pop()
     if session.as_json:
@@ -217,18 +217,18 @@ async def _list(session: Session, query: JobQuery, project: str | None) -> None:
     for line in table([head, *(_columns(view) for view in views)]):
         session.print(clean(line, LINE_CHARS_MAX))
     if more is not None:
-        session.say(f"there are more than {count(len(views))}: --limit, --state, --model and --since choose")
+        session.say(f"there are more than {count(len(views))}: use --limit, --state, --model or --since")
 
 
 def _columns(view: JobView) -> list[str]:
     state = f"{view.state} ({view.reason})" if view.state == JobState.PAUSED and view.reason else view.state
     return [
-        view.id, clean(state, STATE_CHARS_MAX), f"{_few(done(view))}/{_few(view.rows)}", _few(view.rows_failed),
-        brief(view.created), clean(view.model, 40),
+        view.id, clean(state, STATE_CHARS_MAX), f"{_short_count(done(view))}/{_short_count(view.rows)}",
+        _short_count(view.rows_failed), brief(view.created), clean(view.model, 40),
     ]  # fmt: skip
 
 
-def _few(number: int) -> str:
+def _short_count(number: int) -> str:
     return str(number) if number < EXACT_MAX else short(number)
 
 
@@ -242,8 +242,8 @@ def show(session: Session, job_id: str) -> int:
 
 
 async def _show(session: Session, job_id: str) -> None:
-    async with session.app.open_jobs(session.config()) as opened:
-        view = await opened.show(job_id)
+    async with session.app.open_jobs(session.config()) as jobs:
+        view = await jobs.show(job_id)
     if session.as_json:
         session.emit("job", job=view)
         return
@@ -279,13 +279,13 @@ async def _show(session: Session, job_id: str) -> None:
 def results(session: Session, job_id: str, *, partial: bool, errors: bool, failed: bool, output: str | None) -> int:
     """Print a job's results; with --json, the paths of the result files."""
     if errors and failed:
-        raise InvalidInput("--errors and --failed do not go together: --failed finds the rows in every file")
+        raise InvalidInput("--errors and --failed exclude each other: --failed finds the rows in every file")
     if partial and errors:
-        raise InvalidInput("--partial and --errors do not go together: finished rows come with their errors")
+        raise InvalidInput("--partial and --errors exclude each other: finished rows include their errors")
     if session.as_json and (partial or errors or failed or output is not None):
-        raise InvalidInput("--json says where all results lie and prints none: leave out every other option")
+        raise InvalidInput("--json prints the paths of all results, not the results: leave out the other options")
     if output is not None:
-        kind_of(output)  # refuses a name before anything is looked at
+        kind_of(output)  # refuses a wrong name at once
     return session.run(_results(session, job_id, output, partial=partial, errors=errors, failed=failed))
 
 
@@ -293,8 +293,8 @@ async def _results(
     session: Session, job_id: str, output: str | None, *, partial: bool, errors: bool, failed: bool
 ) -> None:
     config = session.config()
-    async with session.app.open_jobs(config) as opened:
-        view = await opened.show(job_id)
+    async with session.app.open_jobs(config) as jobs:
+        view = await jobs.show(job_id)
     if partial:
         await _write_partial(session, config, view, output, failed=failed)
         return
@@ -307,17 +307,17 @@ async def _results(
         return
     if failed:
         errors = view.errors_output is not None
-    async with session.app.results(config, view, errors=errors) as found:
-        if failed or (output is not None and must_convert(found.name, output)):
-            await write_as(found.name, found.pieces, output, _files_of(view), only_failed=failed)
+    async with session.app.results(config, view, errors=errors) as stream:
+        if failed or (output is not None and must_convert(stream.name, output)):
+            await write_as(stream.name, stream.pieces, output, _files_of(view), only_failed=failed)
         elif output is not None:
-            with written_whole(output, _files_of(view)) as out:
-                async for piece in found.pieces:
+            with write_atomically(output, _files_of(view)) as out:
+                async for piece in stream.pieces:
                     out.write(piece)
         elif sys.stdout.isatty():
-            await _print_file(session, found)
+            await _print_file(session, stream)
         else:
-            async for piece in found.pieces:
+            async for piece in stream.pieces:
                 sys.stdout.buffer.write(piece)
 
 
@@ -328,13 +328,13 @@ async def _write_partial(session: Session, config: Config, view: JobView, output
             file.seek(0)
             rows = await write_as(PARTIAL, _pieces(file), output, _files_of(view), only_failed=failed)
     elif output is not None:
-        with written_whole(output, _files_of(view)) as out:
+        with write_atomically(output, _files_of(view)) as out:
             rows = await session.app.partial_results(config, view.id, out)
     else:
         rows = await session.app.partial_results(config, view.id, sys.stdout.buffer)
         sys.stdout.buffer.flush()
-    what = "have failed so far" if failed else "are finished"
-    session.say(f"{count(rows)} of {count(view.rows, 'row')} {what}")
+    state = "have failed so far" if failed else "are finished"
+    session.say(f"{count(rows)} of {count(view.rows, 'row')} {state}")
 
 
 async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
@@ -343,37 +343,37 @@ async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
 
 
 def _files_of(view: JobView) -> list[str]:
-    """What the job reads and writes, the files that it is only going to make included."""
+    """The files that the job reads and writes, including those that it has yet to write."""
     is_path = view.output is not None and os.path.isabs(view.output)  # a server names its files by their ids
-    return [*view.input, *(written_by(view.output) if is_path else [])]
+    return [*view.input, *(output_files(view.output) if is_path else [])]
 
 
 def _refuse_early(view: JobView, *, errors: bool) -> None:
-    """Raises: InvalidTransition before the job has ended, InvalidInput where it left no such file."""
+    """Raises: InvalidTransition before the job has ended, InvalidInput if it has no such file."""
     if view.state not in (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED):
         raise InvalidTransition(
             f"the job {view.id} is {view.state}, {count(done(view))} of {count(view.rows)} rows are done: "
             "--partial prints those"
         )
-    is_there = view.errors_output if errors else view.output or view.errors_output
-    if is_there is None and errors and view.output is not None:
-        why = (
+    file = view.errors_output if errors else view.output or view.errors_output
+    if file is None and errors and view.output is not None:
+        reason = (
             "its failed rows are among the others, with the cause in `error`: --failed prints those"
             if view.rows_failed
             else "none of its rows failed"
         )
-        raise InvalidInput(f"the job {view.id} has no error file: {why}", code="no_file")
-    if is_there is None:
+        raise InvalidInput(f"the job {view.id} has no error file: {reason}", code="no_file")
+    if file is None:
         raise InvalidInput(f"the job {view.id} has no {'error' if errors else 'result'} file", code="no_file")
 
 
-async def _print_file(session: Session, found: ResultStream) -> None:
-    """Results on a terminal: text, line by line, without what could steer it; other formats by their name."""
-    if not found.name.endswith((".jsonl", ".csv")):
-        session.print(found.name)
+async def _print_file(session: Session, stream: ResultStream) -> None:
+    """Print results on a terminal: text without control sequences; of other formats only the file name."""
+    if not stream.name.endswith((".jsonl", ".csv")):
+        session.print(stream.name)
         return
     rest = b""
-    async for piece in found.pieces:
+    async for piece in stream.pieces:
         *whole, rest = (rest + piece).split(b"\n")
         for line in whole:
             session.print(clean(line.decode(errors="replace"), chars_max=len(line)))
@@ -387,7 +387,7 @@ async def _print_file(session: Session, found: ResultStream) -> None:
 @click.pass_obj
 def cancel(session: Session, job_id: str) -> int:
     """Cancel a job. Finished rows are kept and written; the rest become errors."""
-    return session.run(_steer(session, job_id, lambda opened: opened.steer(job_id, "cancel")))
+    return session.run(_steer(session, job_id, lambda jobs: jobs.steer(job_id, "cancel")))
 
 
 @click.command()
@@ -396,7 +396,7 @@ def cancel(session: Session, job_id: str) -> int:
 @click.pass_obj
 def pause(session: Session, job_id: str) -> int:
     """Pause a job. Rows in flight may finish; `resume` continues it."""
-    return session.run(_steer(session, job_id, lambda opened: opened.steer(job_id, "pause")))
+    return session.run(_steer(session, job_id, lambda jobs: jobs.steer(job_id, "pause")))
 
 
 @click.command()
@@ -405,7 +405,7 @@ def pause(session: Session, job_id: str) -> int:
 @click.pass_obj
 def resume(session: Session, job_id: str) -> int:
     """Resume a paused job and follow it to its end."""
-    return session.run(_go_on(session, lambda opened: opened.steer(job_id, "resume"), "resumed"))
+    return session.run(_continue(session, lambda jobs: jobs.steer(job_id, "resume"), "resumed"))
 
 
 @click.command()
@@ -414,7 +414,7 @@ def resume(session: Session, job_id: str) -> int:
 @click.pass_obj
 def retry(session: Session, job_id: str) -> int:
     """Run the failed rows of a job again and rewrite its results."""
-    return session.run(_go_on(session, lambda opened: opened.steer(job_id, "retry"), "retried"))
+    return session.run(_continue(session, lambda jobs: jobs.steer(job_id, "retry"), "retried"))
 
 
 @click.command()
@@ -424,22 +424,22 @@ def retry(session: Session, job_id: str) -> int:
 def fail(session: Session, job_id: str) -> int:
     """Give up the rows of a job that their service answered with failures: they become errors now.
 
-    For a job that waits for a service which works, but for these rows. A paused job is resumed. Until a row is answered
-    again, further rows that fail are not tried again either. Rows that had no reply go on waiting.
+    Use it for a job that waits although the service works for other rows. A paused job is resumed. Until a row is
+    answered again, further rows that fail are not tried again either. Rows without a reply keep waiting.
     """
-    return session.run(_go_on(session, lambda opened: opened.steer(job_id, "fail_rows"), "resumed"))
+    return session.run(_continue(session, lambda jobs: jobs.steer(job_id, "fail_rows"), "resumed"))
 
 
-async def _steer(session: Session, job_id: str, ask: Callable[[JobsClient], Awaitable[JobView]]) -> int:
-    """Ask for something and wait until the job has come to rest."""
-    async with session.app.open_jobs(session.config()) as opened:
+async def _steer(session: Session, job_id: str, change: Callable[[JobsClient], Awaitable[JobView]]) -> int:
+    """Change the state of a job and wait until it has ended or paused."""
+    async with session.app.open_jobs(session.config()) as jobs:
         display = display_for(session)
         try:
-            request = await _answered(ask(opened), opened, job_id, display)
-            view = (await follow(opened, request.id, display, session=session)).view
+            changed = await _await_change(change(jobs), jobs, job_id, display)
+            view = (await follow(jobs, changed.id, display, session=session)).view
         finally:
             display.close()
-    is_stopped = view.state == JobState.PAUSED and view.cancelling is not None  # a provider was not to be reached
+    is_stopped = view.state == JobState.PAUSED and view.cancelling is not None  # a provider could not be reached
     code = EXIT_PAUSED if is_stopped else EXIT_OK
     if session.as_json:
         session.emit("summary", exit_code=code, job=view)
@@ -451,13 +451,13 @@ async def _steer(session: Session, job_id: str, ask: Callable[[JobsClient], Awai
     return code
 
 
-async def _answered(asking: Awaitable[JobView], jobs: JobsClient, job_id: str, display: Display) -> JobView:
-    """What was asked for; while that takes long, how the job is."""
-    request = asyncio.ensure_future(asking)
+async def _await_change(change: Awaitable[JobView], jobs: JobsClient, job_id: str, display: Display) -> JobView:
+    """Wait for a change of the job; if it takes long, show the job meanwhile."""
+    request = asyncio.ensure_future(change)
     try:
         await asyncio.wait({request}, timeout=QUIET_S)
         if not request.done():
-            display.say("rows in flight may still finish, and providers end what they have of a job that is cancelled")
+            display.say("rows in flight may still finish, and providers cancel their part of a cancelled job")
             async for view in jobs.watch(job_id):
                 display.update(view)
                 if request.done():
@@ -467,7 +467,7 @@ async def _answered(asking: Awaitable[JobView], jobs: JobsClient, job_id: str, d
         request.cancel()
 
 
-async def _go_on(session: Session, ask: Callable[[JobsClient], Awaitable[JobView]], how: str) -> int:
-    async with session.app.open_jobs(session.config()) as opened:
-        view = await ask(opened)
-        return await attend(session, opened, Submitted(view.id, how))
+async def _continue(session: Session, change: Callable[[JobsClient], Awaitable[JobView]], how: str) -> int:
+    async with session.app.open_jobs(session.config()) as jobs:
+        view = await change(jobs)
+        return await follow_to_end(session, jobs, Submitted(view.id, how))

@@ -1,4 +1,4 @@
-"""`batchmill ledger`: the record of which rows are done, audited or made anew."""
+"""`batchmill ledger`: verifies or rebuilds the record of finished rows, and salvages a damaged database."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def verify(session: Session, job_id: str) -> int:
 @click.pass_obj
 def rebuild(session: Session, job_id: str) -> int:
     """Rebuild the ledger from the job's description and its segments."""
-    session.local_only("ledger rebuild", "who looks after the server runs it there, in its data directory")
+    session.local_only("ledger rebuild", "run it on the server's machine, in its data directory")
     return session.run(_rebuild(session, job_id))
 
 
@@ -40,7 +40,7 @@ def rebuild(session: Session, job_id: str) -> int:
 @click.pass_obj
 def salvage(session: Session) -> int:
     """Rebuild a damaged or missing database from readable data, backups and the jobs' files."""
-    session.local_only("ledger salvage", "who looks after the server stops it and runs it there")
+    session.local_only("ledger salvage", "stop the server and run it on its machine")
     report = session.app.salvage(session.config(), session.say)
     code = EXIT_FAILED if report.failed else EXIT_OK
     if session.as_json:
@@ -49,32 +49,32 @@ def salvage(session: Session) -> int:
     if report.is_sound:
         session.print("the database is sound: nothing was changed")
         return code
-    for line in _salvaged(report):
+    for line in _salvage_lines(report):
         session.print(clean(line, 1000))
     for text in report.failed:
-        session.say(f"  not had: {clean(text, 1000)}")
+        session.say(f"  not recovered: {clean(text, 1000)}")
     return code
 
 
-def _salvaged(report: SalvageReport) -> Iterator[str]:
-    lost = [table for table in report.tables if table.is_damaged]
-    yield f"the database is whole again; what it was lies in {report.damaged}"
-    nothing = [table.name for table in lost if not table.rows and not table.from_backup]
-    if nothing:
-        yield f"  nothing could be read of {'it' if len(nothing) == len(report.tables) else ', '.join(nothing)}"
-    for table in lost:
-        if table.name in nothing:
+def _salvage_lines(report: SalvageReport) -> Iterator[str]:
+    damaged = [table for table in report.tables if table.is_damaged]
+    yield f"the database is repaired; the damaged one is kept in {report.damaged}"
+    empty = [table.name for table in damaged if not table.rows and not table.from_backup]
+    if empty:
+        yield f"  nothing could be read of {'it' if len(empty) == len(report.tables) else ', '.join(empty)}"
+    for table in damaged:
+        if table.name in empty:
             continue
         text = f"  {table.name}: some of it could not be read, {count(table.rows, 'row')} could"
         yield text + (f", {count(table.from_backup)} come from the backup" if table.from_backup else "")
-    if any(table.name == "keys" and table.from_backup for table in lost):
-        yield "  look at `batchmill keys list`: keys of the backup are as they were then, revoked since or not"
-    if lost and report.backup is None:
-        yield "  there was no backup: rows that could not be read are lost, unless the jobs' own files tell them"
+    if any(table.name == "keys" and table.from_backup for table in damaged):
+        yield "  check `batchmill keys list`: keys from the backup are as they were then, even if revoked since"
+    if damaged and report.backup is None:
+        yield "  there was no backup: rows that could not be read are lost, unless the jobs' own files have them"
     for job_id in report.rebuilt:
-        yield f"  {job_id}: its ledger was made anew; `batchmill resume {job_id}` goes on with it"
+        yield f"  {job_id}: its ledger was rebuilt; `batchmill resume {job_id}` continues the job"
     for path in report.moved:
-        yield f"  {path}: it belonged to nothing, and was moved there"
+        yield f"  {path}: moved there, because nothing refers to it"
 
 
 async def _verify(session: Session, job_id: str) -> int:
@@ -98,7 +98,7 @@ def _print(session: Session, report: LedgerReport) -> int:
         f"{count(report.segments, 'segment')}, {size(report.bytes)}"
     )
     if report.adopted:
-        session.print(f"  {count(report.adopted, 'row')} found that the ledger did not know")
+        session.print(f"  {count(report.adopted, 'row')} found that the ledger lacked")
     if report.reopened:
         session.print(f"  {count(report.reopened, 'row')} cannot be read; resuming the job runs them again")
     for text in report.damaged + report.broken:

@@ -1,4 +1,4 @@
-"""The options that say what to run, shared by `run` and the commands that only look, and the order they make."""
+"""The options of an order, shared by `run`, `validate`, `plan` and `estimate`, and the order that they make."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, NoReturn, TypeVar
 import click
 import msgspec
 
-from batchmill.cli.session import Session, global_options, refuse_half_text
-from batchmill.cli.values import COUNT, MORE_THAN_NOTHING, Moment
+from batchmill.cli.session import Session, global_options, refuse_non_utf8
+from batchmill.cli.values import COUNT, POSITIVE, Moment
 from batchmill.config import Config
 from batchmill.datasets import formats
 from batchmill.errors import InvalidInput
@@ -22,24 +22,24 @@ from batchmill.models.registry import KINDS, ModelFlags, checked_budget, resolve
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
 from batchmill.wire.json_bytes import is_too_deep
 
-OF_THE_PROMPT = ("messages", "prompt", "input", "instructions")  # fields of a body that --prompt and --system fill
+PROMPT_FIELDS = ("messages", "prompt", "input", "instructions")  # fields of a body that --prompt and --system fill
 
 
 def pairs(texts: Sequence[str], flag: str, bare: str | None = None) -> dict[str, str]:
-    """KEY=VALUE texts; `bare` is the value of a KEY alone."""
-    found: dict[str, str] = {}
+    """Parse KEY=VALUE texts. `bare` is the value of a KEY alone; None: a value is required."""
+    values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not name or (not equals and bare is None):
             raise InvalidInput(f"{flag} is given as KEY=VALUE, not {text!r}")
-        if name in found:
+        if name in values:
             raise InvalidInput(f"{flag} {name} is given twice")
-        found[name] = value if equals else str(bare)
-    return found
+        values[name] = value if equals else str(bare)
+    return values
 
 
 def scalar(text: str) -> str | int | float | bool:
-    """A flag's value as the configuration would have it."""
+    """Parse the value of a flag to a type of the configuration."""
     if text in ("true", "false"):
         return text == "true"
     for kind in (int, float):
@@ -47,30 +47,30 @@ def scalar(text: str) -> str | int | float | bool:
             value = kind(text)
         except ValueError:
             continue
-        # "007", "1_000", "inf" and "1.50" are texts: a flag must reach the engine as it was written.
+        # "007", "1_000", "inf" and "1.50" stay text: a flag must reach the engine unchanged.
         return value if math.isfinite(value) and str(value) == text else text
     return text
 
 
 def request_fields(texts: Sequence[str], depth_max: int) -> dict[str, Any]:
-    """What --param says: further fields of every request, each JSON, or text where it is no JSON."""
-    found: dict[str, Any] = {}
+    """Parse --param: further fields of every request. A value is JSON, or text if it is not JSON."""
+    fields: dict[str, Any] = {}
     for name, text in pairs(texts, "--param").items():
-        if name in OF_THE_PROMPT:
-            raise InvalidInput(f"--param cannot set {name}: --prompt and --system say what each row asks")
+        if name in PROMPT_FIELDS:
+            raise InvalidInput(f"--param cannot set {name}: use --prompt and --system")
         if is_too_deep(text.encode(errors="replace"), depth_max):
             raise InvalidInput(f"--param {name} is nested deeper than {depth_max} levels")
         try:
-            found[name] = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
+            fields[name] = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
         except ValueError:
-            found[name] = text
+            fields[name] = text
         except _NotFinite as error:
-            raise InvalidInput(f"--param {name} holds {error}, a number that JSON has no form for") from None
-    return found
+            raise InvalidInput(f"--param {name} holds {error}, which is not a JSON number") from None
+    return fields
 
 
 class _NotFinite(Exception):
-    """A number that would reach the service as null."""
+    """A number that JSON cannot express: the service would get null."""
 
 
 def _refuse_number(name: str) -> NoReturn:
@@ -111,7 +111,7 @@ ORDER_OPTIONS = (
     click.option("--rpm", type=COUNT, help="The most requests per minute."),
     click.option("--tpm", type=COUNT, help="The most tokens per minute."),
     click.option("--in-flight", type=COUNT, help="The most concurrent rows of each worker."),
-    click.option("--timeout", type=MORE_THAN_NOTHING, metavar="S", help="Time limit of one call, in seconds."),
+    click.option("--timeout", type=POSITIVE, metavar="S", help="Time limit of one call, in seconds."),
 )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def order_options(command: C) -> C:
 
 
 async def build_order(session: Session, config: Config, options: dict[str, Any]) -> JobOrder:
-    """The order that the options of a command line make. Raises: InvalidInput."""
+    """Build the order from the options of a command line. Raises: InvalidInput."""
     is_local = session.server_url is None
     models = await _models(session, config, options) if is_local else named_models(session, options)
     output = options["output"]
@@ -132,7 +132,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
         output = os.path.abspath(session.cwd / Path(output).expanduser())
     order = JobOrder(
         dataset=DatasetSpec(
-            paths=formats.resolve(list(options["inputs"]), [] if output is None else written_by(output)),
+            paths=formats.resolve(list(options["inputs"]), [] if output is None else output_files(output)),
             format=options["format_"],
             copy=options["copy"],
             **msgspec.structs.asdict(config.limits),
@@ -155,22 +155,22 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
         restart=options.get("restart", False),
         overwrite=options.get("overwrite", False),
     )
-    _refuse_half_text(order)
+    _refuse_non_utf8_order(order)
     return order
 
 
-def written_by(output: str) -> list[str]:
-    """What a job with this output leaves beside its input: no later run of the same command may take it for input."""
+def output_files(output: str) -> list[str]:
+    """The files that a job with this output writes: the same command must not read them as input later."""
     files = [output, str(errors_path(Path(output)))]
     return [*files, *(f"{file}.part" for file in files)]
 
 
-def _refuse_half_text(order: JobOrder) -> None:
-    """Bytes of a command line or a file's name that are no UTF-8 have no form in a job's description."""
+def _refuse_non_utf8_order(order: JobOrder) -> None:
+    """Refuse text that is not UTF-8, from the command line or a file name: a job's description cannot store it."""
     try:
         msgspec.json.encode(order)
     except UnicodeEncodeError as error:
-        refuse_half_text(error.object)
+        refuse_non_utf8(error.object)
         raise
 
 
@@ -191,7 +191,7 @@ async def _models(session: Session, config: Config, options: dict[str, Any]) -> 
     )
     names = options["models"]
     if len(names) > 1 and flags != ModelFlags():
-        raise InvalidInput("with several --model, say in the configuration what holds for which: flags fit one only")
+        raise InvalidInput("flags describe one model: with several --model, describe each in the configuration")
     models = [await _model(session, config, name, flags) for name in names]
     for at, model in enumerate(models):
         if model.name in [other.name for other in models[:at]]:
@@ -204,13 +204,13 @@ async def _model(session: Session, config: Config, name: str, flags: ModelFlags)
         deployed = await session.app.deployed(config, name)
         if deployed is not None:
             if flags != ModelFlags():
-                raise InvalidInput(f"{name} is deployed with settings of its own: `batchmill deploy` changes them")
+                raise InvalidInput(f"{name} is deployed with its own settings: `batchmill deploy` changes them")
             return deployed
     return await session.app.adapted(config, resolve(name, config, cwd=session.cwd, flags=flags))
 
 
-# Flags that describe a model, or that say something about this machine: a server has its models, and its own disk.
-OF_THIS_MACHINE = {
+# Flags that describe a model or this machine: a server has its own models and its own disk.
+LOCAL_FLAGS = {
     "adapters": "--adapter", "base_url": "--base-url", "engine_args": "--engine-arg", "python": "--python",
     "workers": "--workers", "rpm": "--rpm", "tpm": "--tpm", "in_flight": "--in-flight", "timeout": "--timeout",
     "copy": "--copy",
@@ -218,18 +218,18 @@ OF_THIS_MACHINE = {
 
 
 def named_models(session: Session, options: dict[str, Any]) -> list[ModelSpec]:
-    """Models of a server, by name alone. Raises: InvalidInput for what only a configuration may say."""
-    for name, flag in OF_THIS_MACHINE.items():
+    """The models of a server by name. Raises: InvalidInput for flags that only a configuration may set."""
+    for name, flag in LOCAL_FLAGS.items():
         if options[name]:
-            raise InvalidInput(f"{flag} has no meaning at a server: {session.server_url} says it in its configuration")
+            raise InvalidInput(f"{flag} has no meaning at a server: the configuration of {session.server_url} sets it")
     if options.get("restart"):
-        raise InvalidInput("--restart has no meaning at a server: each `run` there is a job of its own")
+        raise InvalidInput("--restart has no meaning at a server: each `run` there starts a new job")
     names = options["models"]
     for at, name in enumerate(names):
         kind, colon, _ = name.partition(":")
         if colon and (kind in KINDS or kind.endswith(".py")):
             raise InvalidInput(
-                f"{name!r} defines a model in place, and a server runs only its own: `batchmill models` lists them"
+                f"{name!r} defines a model, but a server runs only its own: `batchmill models` lists them"
             )
         if name in names[:at]:
             raise InvalidInput(f"the model {name!r} is named twice")

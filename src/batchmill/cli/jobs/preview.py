@@ -1,4 +1,4 @@
-"""Commands that look at a dataset and run nothing: validate, plan, estimate."""
+"""Commands that check a dataset and run nothing: validate, plan, estimate."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ WIDTH = 15
 NOTE_CHARS_MAX = 300
 
 
-def estimate_lines(found: Estimate) -> list[str]:
-    """Every figure of an estimate, with "unknown" where there is none."""
-    head = f"{count(found.rows, 'row')}: {count(found.run)} run"
-    head += f", {count(found.folded)} folded into identical ones" if found.folded else ""
-    head += f", {count(found.rejected)} refused" if found.rejected else ""
+def estimate_lines(estimated: Estimate) -> list[str]:
+    """The lines of an estimate, with "unknown" for missing figures."""
+    head = f"{count(estimated.rows, 'row')}: {count(estimated.run)} run"
+    head += f", {count(estimated.folded)} folded into identical ones" if estimated.folded else ""
+    head += f", {count(estimated.rejected)} refused" if estimated.rejected else ""
     lines = [head]
-    if found.sampled:
-        lines.append(_line("sample", f"{count(found.sampled, 'row')} read"))
-    lines.append(_line("input tokens", ranged(found.input_tokens, short)))
-    lines.append(_line("output tokens", ranged(found.output_tokens, short)))
-    if found.shared_prefix is not None:
-        lines.append(_line("shared prefix", f"{percent(found.shared_prefix, 1)} of the input"))
-    cost = ranged(found.cost, money)
-    if found.cost_input is not None:
-        cost += f"; the input alone {ranged(found.cost_input, money)}"
+    if estimated.sampled:
+        lines.append(_line("sample", f"{count(estimated.sampled, 'row')} read"))
+    lines.append(_line("input tokens", ranged(estimated.input_tokens, short)))
+    lines.append(_line("output tokens", ranged(estimated.output_tokens, short)))
+    if estimated.shared_prefix is not None:
+        lines.append(_line("shared prefix", f"{percent(estimated.shared_prefix, 1)} of the input"))
+    cost = ranged(estimated.cost, money)
+    if estimated.cost_input is not None:
+        cost += f"; the input alone {ranged(estimated.cost_input, money)}"
     lines.append(_line("cost", cost))
-    lines.append(_line("time", "unknown" if found.time_s is None else duration(found.time_s)))
-    if found.time_s_min is not None:
-        lines.append(_line("", f"at least {duration(found.time_s_min)}, by the limits per minute"))
-    if len(found.models) > 1:
+    lines.append(_line("time", "unknown" if estimated.time_s is None else duration(estimated.time_s)))
+    if estimated.time_s_min is not None:
+        lines.append(_line("", f"at least {duration(estimated.time_s_min)}, by the limits per minute"))
+    if len(estimated.models) > 1:
         columns = ["MODEL", "ROWS", "SAMPLED", "INPUT", "OUTPUT", "COST"]
-        lines += table([columns, *(_model(model) for model in found.models)])
-    counted = dict.fromkeys(model.counted_by for model in found.models if model.counted_by)
+        lines += table([columns, *(_model(model) for model in estimated.models)])
+    counted = dict.fromkeys(model.counted_by for model in estimated.models if model.counted_by)
     if counted:
         lines.append(_line("counted with", ", ".join(clean(name, 200) for name in counted)))
-    return lines + [f"note: {clean(note, NOTE_CHARS_MAX)}" for note in found.notes]
+    return lines + [f"note: {clean(note, NOTE_CHARS_MAX)}" for note in estimated.notes]
 
 
-def ranged(found: EstimateRange | None, show: Callable[[float], str]) -> str:
-    """The middle of a figure, and its range where that shows."""
-    if found is None:
+def ranged(figure: EstimateRange | None, show: Callable[[float], str]) -> str:
+    """The middle value, and its range if the bounds look different."""
+    if figure is None:
         return "unknown"
-    low, mid, high = show(found.low), show(found.mid), show(found.high)
+    low, mid, high = show(figure.low), show(figure.mid), show(figure.high)
     return mid if low == high else f"{mid} ({low} to {high})"
 
 
@@ -123,19 +123,19 @@ async def _estimate(session: Session, options: dict[str, Any]) -> int:
     config = session.config()
     order = await build_order(session, config, options)
     with progress_of(session, "estimating") as progress:
-        report, found = await session.app.preview_estimate(order, config, progress)
-    if found is None:
+        report, estimated = await session.app.preview_estimate(order, config, progress)
+    if estimated is None:
         return _report(session, report, order)
     if session.as_json:
-        session.emit("estimate", estimate=found)
+        session.emit("estimate", estimate=estimated)
         return EXIT_OK
-    for line in estimate_lines(found):
+    for line in estimate_lines(estimated):
         session.print(line)
     return EXIT_OK
 
 
 def _report(session: Session, report: SealReport, order: JobOrder) -> int:
-    """Print what validation found; bad rows are an error unless they are to be skipped."""
+    """Print the report of validation. Invalid rows are an error unless they are skipped."""
     is_bad = report.problems_total > 0 and order.policy.on_invalid == "fail"
     code = EXIT_USAGE if is_bad else EXIT_OK
     if session.as_json:
@@ -152,20 +152,20 @@ def _report(session: Session, report: SealReport, order: JobOrder) -> int:
 
 
 def plan_lines(plan: Explanation) -> list[str]:
-    """A plan for people."""
-    found = [f"{count(plan.rows, 'row')}: {count(plan.run)} run"]
-    found[0] += f", {count(plan.folded)} folded into identical ones" if plan.folded else ""
-    found[0] += f", {count(plan.rejected)} refused" if plan.rejected else ""
-    found.append("order: the file's own" if plan.in_file_order else "order: by model, adapter, shared prefix and cost")
+    """The lines of a plan."""
+    lines = [f"{count(plan.rows, 'row')}: {count(plan.run)} run"]
+    lines[0] += f", {count(plan.folded)} folded into identical ones" if plan.folded else ""
+    lines[0] += f", {count(plan.rejected)} refused" if plan.rejected else ""
+    lines.append("order: the file's own" if plan.in_file_order else "order: by model, adapter, shared prefix and cost")
     if plan.shared_prefix is not None:
-        found.append(
+        lines.append(
             f"shared prefix: {percent(plan.shared_prefix, 1)} of the input repeats the beginning of the row before"
         )
     tokens = "" if plan.tokens is None else f", about {short(plan.tokens)} tokens"
-    found.append(f"{count(plan.shards, 'shard')}{tokens}")
+    lines.append(f"{count(plan.shards, 'shard')}{tokens}")
     head = ["MODEL", "ADAPTER", "ROWS", "FOLDED", "SHARDS", "PREFIX GROUPS", "SHARED", "TOKENS"]
     notes = [f"note: {clean(note, 2000)}" for note in plan.notes]
-    return [*found, *table([head, *(_group(group) for group in plan.groups)]), *notes]
+    return [*lines, *table([head, *(_group(group) for group in plan.groups)]), *notes]
 
 
 def _group(group: PlanGroup) -> list[str]:
@@ -178,7 +178,7 @@ def _group(group: PlanGroup) -> list[str]:
 
 @contextlib.contextmanager
 def progress_of(session: Session, state: str) -> Iterator[Callable[[float], None]]:
-    """The share of a phase that is done, shown as that of a job in this phase."""
+    """Show the progress of a phase, as for a job in the state `state`."""
     display = display_for(session)
     try:
         yield lambda share: display.update(JobView(id="", state=state, progress=share))

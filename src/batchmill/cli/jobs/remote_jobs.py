@@ -1,4 +1,4 @@
-"""`batchmill remote`: the jobs at providers that hold rows of a job, and how those in doubt were settled."""
+"""`batchmill remote`: lists the provider jobs of a job, and settles unknown submissions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from batchmill.cli.text import clean, count, moment, table
 from batchmill.cli.values import utf8
 from batchmill.types import RemoteJob
 
-LOOK = "look"  # what `batchmill remote JOB` means
+LOOK = "look"  # the command of `batchmill remote JOB`
 
 
 class _Remote(click.Group):
-    """A first word that is none of its commands is a job."""
+    """Treats a first argument that is not a command as a job."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = [word for word in args if not word.startswith("-")]
@@ -37,18 +37,18 @@ def look(session: Session, job_id: str) -> int:
 
 async def _look(session: Session, job_id: str) -> int:
     async with session.app.open_jobs(session.config()) as jobs:
-        found = await jobs.remote(job_id)
+        remote_jobs = await jobs.remote(job_id)
     if session.as_json:
-        for each in found:
+        for each in remote_jobs:
             session.emit("remote_job", remote_job=each)
         return EXIT_OK
-    if not found:
-        session.print("no provider has been given rows of this job")
+    if not remote_jobs:
+        session.print("no provider has rows of this job")
         return EXIT_OK
     head = ["TAG", "PROVIDER", "STATE", "ID", "ROWS", "DONE", "FAILED", "SUBMITTED"]
-    for line in table([head, *(_columns(each) for each in found)]):
+    for line in table([head, *(_columns(each) for each in remote_jobs)]):
         session.print(line)
-    for each in found:
+    for each in remote_jobs:
         if each.message:
             session.print(f"{clean(each.tag, 80)}: {clean(each.message, 2000)}")
     return EXIT_OK
@@ -92,6 +92,8 @@ async def _settle(session: Session, job_id: str, tag: str, remote_id: str | None
     if session.as_json:
         session.emit("remote_job", remote_job=settled)
         return EXIT_OK
-    became = "is forgotten" if remote_id is None else f"is the job {clean(settled.id, 80)} of {clean(settled.provider)}"
-    session.print(f"{clean(settled.tag, 80)} {became}; `batchmill resume {clean(job_id, 64)}` goes on")
+    outcome = (
+        "is forgotten" if remote_id is None else f"is the job {clean(settled.id, 80)} of {clean(settled.provider)}"
+    )
+    session.print(f"{clean(settled.tag, 80)} {outcome}; `batchmill resume {clean(job_id, 64)}` continues the job")
     return EXIT_OK

@@ -1,4 +1,4 @@
-"""Results written in the form that a file's name says, whatever form the job wrote them in; and those that failed."""
+"""Writes results in the format of a file name, whatever the format of the job's own files; or only the failed rows."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
-def written_whole(path: str, kept: Sequence[str]) -> Iterator[BinaryIO]:
-    """What is written gets its name at the end; until then what was there stays. A device or pipe is written as it is.
+def write_atomically(path: str, protected: Sequence[str]) -> Iterator[BinaryIO]:
+    """Open a file that replaces `path` at the end, if nothing fails. A device or pipe is written directly.
 
-    Args: kept: files that must not be written over.
+    Args: protected: files that must not be overwritten.
     Raises: InvalidInput when `path` is one of them or cannot be written; BatchmillError when the disk is full.
     """
     target = Path(os.path.realpath(path))
-    for own in kept:
-        if target == Path(os.path.realpath(own)) or _is_same(target, own):
+    for protected_path in protected:
+        if target == Path(os.path.realpath(protected_path)) or _is_same(target, protected_path):
             raise InvalidInput(f"{path} belongs to the job itself: choose another name", code="output_is_input")
     is_special = target.exists() and not target.is_file()
     part = target if is_special else target.with_name(f".{target.name}.{os.getpid()}.part")
@@ -42,7 +42,7 @@ def written_whole(path: str, kept: Sequence[str]) -> Iterator[BinaryIO]:
     except OSError as error:
         raise InvalidInput(f"{path} cannot be written: {error.strerror}", code="invalid_output") from None
     try:
-        with _full_disk_named(path), out:
+        with _report_full_disk(path), out:
             yield out
         if not is_special:
             part.replace(target)
@@ -51,27 +51,27 @@ def written_whole(path: str, kept: Sequence[str]) -> Iterator[BinaryIO]:
             part.unlink(missing_ok=True)
 
 
-def _is_same(target: Path, own: str) -> bool:
+def _is_same(target: Path, path: str) -> bool:
     try:
-        return os.path.samefile(target, own)
-    except OSError:  # one of them is not there
+        return os.path.samefile(target, path)
+    except OSError:  # one of them does not exist
         return False
 
 
 @contextlib.contextmanager
-def _full_disk_named(path: str) -> Iterator[None]:
+def _report_full_disk(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        raise BatchmillError(f"there is no room to write {path}: {error.strerror}", code="storage_full") from error
+        raise BatchmillError(f"there is no space to write {path}: {error.strerror}", code="storage_full") from error
 
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-FOREIGN = frozenset((".arrow", ".avro", ".feather", ".json", ".orc", ".pkl", ".tsv", ".xls", ".xlsx", ".zip"))
-LINES_TOGETHER = 1000
-CELL_BYTES_MAX = 1024 * 1024 * 1024  # as lines of input files at most
+UNSUPPORTED = frozenset((".arrow", ".avro", ".feather", ".json", ".orc", ".pkl", ".tsv", ".xls", ".xlsx", ".zip"))
+LINES_AT_ONCE = 1000
+CELL_BYTES_MAX = 1024 * 1024 * 1024  # the most for a line of an input file
 JSONL, CSV, PARQUET = "jsonl", "csv", "parquet"
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
@@ -79,58 +79,60 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def kind_of(name: str) -> tuple[str, str]:
-    """(jsonl, csv, parquet, or "" where the name says nothing; "", ".gz" or ".zst"). Raises: InvalidInput."""
+    """(jsonl, csv, parquet, or "" if unknown; "", ".gz" or ".zst") by the name of a file. Raises: InvalidInput."""
     suffixes = [each.lower() for each in Path(name).suffixes]
-    packed = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSED else ""
+    codec = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSED else ""
     last = suffixes[-1] if suffixes else ""
-    if last in FOREIGN:
+    if last in UNSUPPORTED:
         raise InvalidInput(
-            f"results cannot be written as {last[1:]}, which {name} says: end it in {', '.join(KINDS)}",
+            f"results cannot be written as {last[1:]}: end {name} in {', '.join(KINDS)}",
             code="invalid_output",
         )
-    return KINDS.get(last, ""), packed
+    return KINDS.get(last, ""), codec
 
 
 def must_convert(name: str, output: str) -> bool:
-    """Whether results in a file of this name are to become something else for `output`. Raises: InvalidInput."""
-    (had, had_packed), (wanted, packed) = kind_of(name), kind_of(output)
-    if not wanted or (had, had_packed) == (wanted, packed):
+    """Whether results in a file of this name must be converted for `output`. Raises: InvalidInput."""
+    source, target = kind_of(name), kind_of(output)
+    if not target[0] or source == target:
         return False
-    if packed:
-        plain = output[: -len(packed)]
-        raise InvalidInput(f"{output} would be packed anew: name it {plain}, and pack it then", code="invalid_output")
+    if codec := target[1]:
+        plain = output[: -len(codec)]
+        raise InvalidInput(
+            f"converted results are not compressed: write {plain}, then compress it", code="invalid_output"
+        )
     return True
 
 
 async def write_as(
-    name: str, pieces: AsyncIterator[bytes], output: str | None, kept: Sequence[str], *, only_failed: bool
+    name: str, pieces: AsyncIterator[bytes], output: str | None, protected: Sequence[str], *, only_failed: bool
 ) -> int:
-    """Write results of a file of this name in the form that `output` says, on standard output as JSON lines.
+    """Write results from a file of this name in the format of `output`, or as JSON lines on standard output.
 
-    Returns: how many rows were written. Raises: InvalidInput for rows that such a file cannot hold.
+    Returns: the number of rows written. Raises: InvalidInput for rows that such a file cannot hold.
     """
     kind = kind_of(output)[0] if output is not None else ""
     folder = Path(os.path.realpath(output)).parent if output is not None else None
     if folder is not None and not os.access(folder, os.W_OK):
-        folder = None  # a device, as /dev/stdout is: what is made first lies with the temporary files
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".batchmill-results-") as made:
-        source = Path(made, "source")
+        folder = None  # a device such as /dev/stdout: use the folder for temporary files
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".batchmill-results-") as scratch:
+        source = Path(scratch, "source")
         with source.open("wb") as file:
             async for piece in pieces:
                 file.write(piece)
-        lines = lambda: _chosen(_lines(source, name), only_failed)  # noqa: E731
+        lines = lambda: _select(_lines(source, name), only_failed)  # noqa: E731
         if kind not in (CSV, PARQUET):
-            return _copy_lines(lines(), output, kept)
-        rows = _make_table(lines, Path(made, f"table.{kind}"), output or "")
-        with written_whole(output or "", kept) as out, Path(made, f"table.{kind}").open("rb") as file:
-            while piece := file.read(LINES_TOGETHER * LINES_TOGETHER):
+            return _copy_lines(lines(), output, protected)
+        rows = _make_table(lines, Path(scratch, f"table.{kind}"), output or "")
+        with write_atomically(output or "", protected) as out, Path(scratch, f"table.{kind}").open("rb") as file:
+            while piece := file.read(LINES_AT_ONCE * LINES_AT_ONCE):
                 out.write(piece)
         return rows
 
 
-def _copy_lines(lines: Iterator[bytes], output: str | None, kept: Sequence[str]) -> int:
+def _copy_lines(lines: Iterator[bytes], output: str | None, protected: Sequence[str]) -> int:
     if output is not None:
-        with written_whole(output, kept) as out:
+        with write_atomically(output, protected) as out:
             return _write_lines(lines, out)
     return _write_lines(lines, sys.stdout.buffer)
 
@@ -144,7 +146,7 @@ def _write_lines(lines: Iterator[bytes], out: BinaryIO) -> int:
 
 
 def _make_table(lines: Callable[[], Iterator[bytes]], path: Path, output: str) -> int:
-    check_kind(output, JSONL)  # says what is not installed
+    check_kind(output, JSONL)  # refuses a format whose package is not installed
     names: dict[str, None] = {}
     rows = 0
     for line in lines():
@@ -160,10 +162,10 @@ def _make_table(lines: Callable[[], Iterator[bytes]], path: Path, output: str) -
     columns = [each for each in names if each not in ("output", "error", "folded_from")]
     table = create_table(path.suffix[1:], path, TableSource(path.parent, columns, False, "folded_from" in names))
     try:
-        for act in (table.learn, table.write) if table.must_learn else (table.write,):
-            each = lines()
-            while some := list(islice(each, LINES_TOGETHER)):
-                act(some)
+        for add in (table.learn, table.write) if table.must_learn else (table.write,):
+            remaining = lines()
+            while batch := list(islice(remaining, LINES_AT_ONCE)):
+                add(batch)
         table.publish()
     except BaseException:
         table.discard()
@@ -171,12 +173,12 @@ def _make_table(lines: Callable[[], Iterator[bytes]], path: Path, output: str) -
     return rows
 
 
-def _chosen(lines: Iterator[bytes], only_failed: bool) -> Iterator[bytes]:
+def _select(lines: Iterator[bytes], only_failed: bool) -> Iterator[bytes]:
     return (line for line in lines if _has_failed(line)) if only_failed else lines
 
 
 def _has_failed(line: bytes) -> bool:
-    """Of a table's row, or of an OpenAI result line."""
+    """Whether a row of a table, or an OpenAI result line, is an error."""
     members = _decode(line)
     if members.get("error") is not None:
         return True
@@ -185,13 +187,13 @@ def _has_failed(line: bytes) -> bool:
 
 
 def _lines(path: Path, name: str) -> Iterator[bytes]:
-    """Every row of a result file as a JSON object."""
-    kind, packed = kind_of(name)
+    """Yield every row of a result file as a JSON object."""
+    kind, codec = kind_of(name)
     if kind == PARQUET:
         yield from _parquet_lines(path)
         return
-    found = _split(blocks(str(path), CODECS.get(packed), lambda _: None))
-    yield from found if kind != CSV else _csv_lines(found)
+    lines = _split(blocks(str(path), CODECS.get(codec), lambda _: None))
+    yield from lines if kind != CSV else _csv_lines(lines)
 
 
 def _split(pieces: Iterator[bytes]) -> Iterator[bytes]:
@@ -204,7 +206,7 @@ def _split(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _csv_lines(lines: Iterator[bytes]) -> Iterator[bytes]:
-    """Cells are text; where a table has nothing in `output` or `error` they are empty, and mean null."""
+    """Yield CSV rows as JSON. Cells are text; an empty cell in `output`, `error` or `folded_from` is null."""
     limit = csv.field_size_limit(CELL_BYTES_MAX)
     try:
         records = csv.reader((f"{line.decode()}\n" for line in lines), strict=True)
@@ -220,5 +222,5 @@ def _csv_lines(lines: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _parquet_lines(path: Path) -> Iterator[bytes]:
-    for row in readers.load(PARQUET).values(path, LINES_TOGETHER):
+    for row in readers.load(PARQUET).values(path, LINES_AT_ONCE):
         yield _encode(row)

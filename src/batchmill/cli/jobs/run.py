@@ -1,4 +1,4 @@
-"""`batchmill run`: submit, follow, sum up."""
+"""`batchmill run`: submits a job, follows it and prints a summary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from batchmill.cli.jobs.order_options import build_order, deadline_option, order
 from batchmill.cli.jobs.summary import show_end
 from batchmill.cli.session import Session
 from batchmill.cli.text import clean, count
-from batchmill.cli.values import MORE_THAN_NOTHING
+from batchmill.cli.values import POSITIVE
 from batchmill.config import Config
 from batchmill.errors import InvalidTransition
 from batchmill.types import JobView, Submitted
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Followed(Struct, frozen=True):
-    """The last view of a job, and whether somebody at this terminal interrupted it."""
+    """The last view of a job, and whether a signal to this command interrupted it."""
 
     view: JobView
     was_interrupted: bool = False
@@ -38,28 +38,28 @@ async def follow(
 ) -> Followed:
     """Show a job until it is paused or has ended.
 
-    The first Ctrl-C (SIGTERM, SIGHUP) pauses it and waits; the second cancels this task, which stops at once. A job at
-    a server is only left: it goes on there.
+    The first Ctrl-C (SIGTERM, SIGHUP) pauses the job and waits; the second cancels this task, which stops at once. For
+    a job at a server, Ctrl-C only stops watching: the job continues.
 
-    Args: is_shared: another process runs the job, and the person has to know whom a pause concerns.
+    Args: is_shared: another process runs the job too, so that a message says that a pause concerns it.
     """
     interrupts = session.interrupts
-    first = _Pause(jobs, job_id, display, is_shared=is_shared) if session.server_url is None else _Leave(display)
+    reaction = _Pause(jobs, job_id, display, is_shared=is_shared) if session.server_url is None else _Leave(display)
     view = None
-    with interrupts.first_does(first.begin, lambda: display.say("stopping at once")):
+    with interrupts.first_does(reaction.begin, lambda: display.say("stopping at once")):
         try:
-            async with contextlib.aclosing(first.watched(jobs.watch(job_id))) as views:
+            async with contextlib.aclosing(reaction.watched(jobs.watch(job_id))) as views:
                 async for view in views:
                     display.update(view)
-            await first.settle()
+            await reaction.settle()
         finally:
-            await first.abandon()
+            await reaction.abandon()
     assert view is not None, "watch() yields at least one view"
     return Followed(view, interrupts.count > 0)
 
 
 class _Leave:
-    """Ctrl-C while the job runs at a server: watching ends, and nothing else changes."""
+    """Reacts to Ctrl-C for a job at a server: stops watching, and changes nothing else."""
 
     def __init__(self, display: Display) -> None:
         self._display = display
@@ -70,62 +70,62 @@ class _Leave:
         self._left.set()
 
     async def watched(self, views: AsyncIterator[JobView]) -> AsyncGenerator[JobView]:
-        """The views until somebody leaves; the first one in any case."""
-        leaving = asyncio.ensure_future(self._left.wait())
-        following: asyncio.Future[JobView | None] | None = None
+        """Yield views until Ctrl-C, but always the first one."""
+        left = asyncio.ensure_future(self._left.wait())
+        next_view: asyncio.Future[JobView | None] | None = None
         is_first = True
         try:
-            while is_first or not leaving.done():
-                following = asyncio.ensure_future(anext(views, None))
-                await asyncio.wait({following} if is_first else {following, leaving}, return_when=FIRST_COMPLETED)
-                if not following.done() or (view := following.result()) is None:
+            while is_first or not left.done():
+                next_view = asyncio.ensure_future(anext(views, None))
+                await asyncio.wait({next_view} if is_first else {next_view, left}, return_when=FIRST_COMPLETED)
+                if not next_view.done() or (view := next_view.result()) is None:
                     return
                 is_first = False
                 yield view
         finally:
-            for task in filter(None, (leaving, following)):
+            for task in filter(None, (left, next_view)):
                 task.cancel()
-            await asyncio.gather(*filter(None, (leaving, following)), return_exceptions=True)
+            await asyncio.gather(*filter(None, (left, next_view)), return_exceptions=True)
 
     async def settle(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     async def abandon(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is nothing to end."""
 
 
 class _Pause:
-    """The pause that Ctrl-C asks for, while the job is still being watched."""
+    """Reacts to Ctrl-C for a job on this machine: pauses it while watching continues."""
 
     def __init__(self, jobs: JobsClient, job_id: str, display: Display, *, is_shared: bool) -> None:
         self._jobs, self._job_id, self._display = jobs, job_id, display
         self._is_shared = is_shared
-        self._asking: asyncio.Task[JobView] | None = None
+        self._pausing: asyncio.Task[JobView] | None = None
 
     def begin(self) -> None:
-        whose = " the job for all who run or follow it" if self._is_shared else ""
-        self._display.say(f"pausing{whose}: storing finished rows; Ctrl-C again stops at once")
-        self._asking = asyncio.get_running_loop().create_task(self._ask())
+        scope = " the job for all who run or follow it" if self._is_shared else ""
+        self._display.say(f"pausing{scope}: storing finished rows; Ctrl-C again stops at once")
+        self._pausing = asyncio.get_running_loop().create_task(self._pause())
 
-    async def _ask(self) -> JobView:
+    async def _pause(self) -> JobView:
         return await self._jobs.steer(self._job_id, "pause")
 
     async def watched(self, views: AsyncIterator[JobView]) -> AsyncGenerator[JobView]:
-        """All of them: the pause shows in the last."""
+        """Yield all views; the last one shows the pause."""
         async for view in views:
             yield view
 
     async def settle(self) -> None:
-        """Let the pause that was asked for end; a job that ended first needs none."""
-        if self._asking is not None:
+        """Wait for the pause, if any. A job that ended first needs none."""
+        if self._pausing is not None:
             with contextlib.suppress(InvalidTransition):
-                await self._asking
+                await self._pausing
 
     async def abandon(self) -> None:
-        """End both tasks and retrieve their errors; the error that ended the watching is raised."""
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
+        """Cancel the request to pause. Its error is dropped: the one that ended the watching is raised."""
+        if self._pausing is not None:
+            self._pausing.cancel()
+            await asyncio.gather(self._pausing, return_exceptions=True)
 
 
 PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
@@ -134,7 +134,7 @@ PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
 @click.command()
 @order_options
 @click.option("--together", is_flag=True, help="Write failed OpenAI rows to the same file, in input order.")
-@click.option("--budget", type=MORE_THAN_NOTHING, metavar="USD", help="Pause before the cost exceeds this amount.")
+@click.option("--budget", type=POSITIVE, metavar="USD", help="Pause before the cost exceeds this amount.")
 @click.option("--priority", type=PRIORITY, default=0, show_default=True, help="Jobs with a higher priority run first.")
 @deadline_option
 @click.option("--label", "labels", metavar="KEY=VALUE", multiple=True, help="A label of your own for the job.")
@@ -155,11 +155,11 @@ async def _run(session: Session, config: Config, options: dict[str, Any]) -> int
     async with session.app.open_jobs(config) as jobs:
         order = await build_order(session, config, options)
         submitted = await jobs.submit(order)
-        return await attend(session, jobs, submitted)
+        return await follow_to_end(session, jobs, submitted)
 
 
-async def attend(session: Session, jobs: JobsClient, submitted: Submitted) -> int:
-    """Show a job that is under way to its end and sum it up; returns the exit code."""
+async def follow_to_end(session: Session, jobs: JobsClient, submitted: Submitted) -> int:
+    """Show a submitted job until it ends or pauses, and print its summary. Returns: the exit code."""
     display = display_for(session)
     try:
         await _announce(session, jobs, submitted, display)

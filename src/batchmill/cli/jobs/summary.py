@@ -1,4 +1,4 @@
-"""What is printed when a job has ended or paused, and the exit code that says the same to a script."""
+"""The summary of a job that has ended or paused, and its exit code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ PAUSES = {
     PauseReason.QUOTA: ("the account has nothing left to spend", f"add to its quota; then {RESUME}"),
     PauseReason.AUTH: ("the service refused the credentials", f"correct the key; then {RESUME}"),
     PauseReason.STORAGE_FULL: ("there is no room left on the disk", f"make room; then {RESUME}"),
-    PauseReason.STORAGE_FAILED: ("the disk, or the limit of open files, was in the way", f"see to it; then {RESUME}"),
+    PauseReason.STORAGE_FAILED: (
+        "a disk error or the limit of open files stopped it",
+        f"remove the cause; then {RESUME}",
+    ),
     PauseReason.DISK_QUOTA: (
         "its project has no room left on the server's disk",
         "delete files, uploads or adapters; the job then resumes by itself",
@@ -43,21 +46,21 @@ PAUSES = {
     PauseReason.INPUT_CHANGED: ("an input file changed since it was sealed", f"restore it; then {RESUME}"),
     PauseReason.ENGINE_FAILED: (
         "the engine failed",
-        "mend it; then batchmill resume {id}, or where a flag was wrong the same command again with the flag mended: "
-        "resume keeps the flags",
+        "fix it; then batchmill resume {id}. If a flag was wrong, run the same command with the right flag: resume "
+        "keeps the old ones",
     ),
     PauseReason.DATASET_DAMAGED: (
-        "what was kept of the input is damaged, the input itself is not to blame",
-        "batchmill ledger rebuild {id} makes it anew from the input, then batchmill resume {id}",
+        "the index of the input is damaged; the input itself is not the cause",
+        "batchmill ledger rebuild {id} rebuilds the index from the input; then batchmill resume {id}",
     ),
     PauseReason.SUBMIT_UNKNOWN: (
         "it is unknown whether a provider accepted rows",
-        "look for them there (batchmill remote {id} lists them), then batchmill remote adopt or forget, then "
+        "look for them at the provider (batchmill remote {id} lists them), then batchmill remote adopt or forget, then "
         "batchmill resume {id}",
     ),
     PauseReason.ROUTE_FAILED: (
-        "the way to the model failed",
-        "see to the provider, then batchmill resume {id}; the same command with another --model goes another way",
+        "the route to the model failed",
+        "check the provider, then batchmill resume {id}; the same command with another --model uses another route",
     ),
 }
 
@@ -70,7 +73,7 @@ def exit_code(view: JobView, *, was_interrupted: bool = False) -> int:
         case JobState.CANCELLED | JobState.EXPIRED:
             return EXIT_ROWS_FAILED
         case JobState.FAILED:
-            return EXIT_USAGE  # a job fails for what it was given, and for nothing else
+            return EXIT_USAGE  # a job fails only because of its input
     if was_interrupted or view.reason == PauseReason.INTERRUPTED:
         return EXIT_INTERRUPTED
     if view.reason == PauseReason.ENGINE_FAILED and not view.rows_ok + view.rows_failed - view.rows_rejected:
@@ -101,16 +104,16 @@ def lines(view: JobView) -> list[str]:
         head += f", {duration(view.elapsed_s)} of running"
     if view.state == JobState.FAILED:
         return [f"{head}: {clean(view.message, 2000, lines=True)}" if view.message else head]
-    found = [head]
+    texts = [head]
     if view.rows:
-        found.append(_line("rows", count(view.rows)))
-        found.append(_line("ok", count(view.rows_ok)))
-        found.append(_line("failed", count(view.rows_failed)))
-        found += causes(view)
+        texts.append(_line("rows", count(view.rows)))
+        texts.append(_line("ok", count(view.rows_ok)))
+        texts.append(_line("failed", count(view.rows_failed)))
+        texts += causes(view)
         left = view.rows - view.rows_ok - view.rows_failed
-        found += [_line("left", count(left))] if left else []
+        texts += [_line("left", count(left))] if left else []
     if view.rows_folded:
-        found.append(
+        texts.append(
             _line(
                 "folded",
                 f"{count(view.rows_folded)} share{'s' if view.rows_folded == 1 else ''} the answer of an identical row",
@@ -119,19 +122,19 @@ def lines(view: JobView) -> list[str]:
     usage = view.usage
     if usage.input_tokens or usage.output_tokens:
         cached = f" ({percent(usage.cached_tokens, usage.input_tokens)} cached)" if usage.cached_tokens else ""
-        found.append(_line("tokens", f"{count(usage.input_tokens)} in{cached}, {count(usage.output_tokens)} out"))
+        texts.append(_line("tokens", f"{count(usage.input_tokens)} in{cached}, {count(usage.output_tokens)} out"))
     if view.cost is not None:
-        found.append(_line("cost", money(view.cost)))
-    found += [_line("price", price_line) for price_line in prices(view)]
+        texts.append(_line("cost", money(view.cost)))
+    texts += [_line("price", price_line) for price_line in prices(view)]
     if view.state in (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED):
-        found += [_line("results", clean(view.output, 4096))] if view.output else []
-        found += [_line("errors", clean(view.errors_output, 4096))] if view.errors_output else []
-        found += [_line("note", clean(view.message, 2000))] if view.message else []
-    return found
+        texts += [_line("results", clean(view.output, 4096))] if view.output else []
+        texts += [_line("errors", clean(view.errors_output, 4096))] if view.errors_output else []
+        texts += [_line("note", clean(view.message, 2000))] if view.message else []
+    return texts
 
 
 def prices(view: JobView) -> list[str]:
-    """What a million tokens cost, with the name of the model where there are several."""
+    """The price of a million tokens, with the name of the model if there are several."""
     is_one = len(view.prices) == 1 and view.model in view.prices
     fields = {name: f"USD {price.in_words} per million tokens" for name, price in view.prices.items()}
     return [text if is_one else f"{clean(name, NAME_CHARS_MAX)}: {text}" for name, text in fields.items()]
@@ -140,28 +143,28 @@ def prices(view: JobView) -> list[str]:
 def causes(view: JobView) -> list[str]:
     """The failed rows by cause, the most frequent first."""
     by_rows = sorted(view.errors.items(), key=lambda item: (-item[1], item[0]))
-    found = [
+    texts = [
         f"  {count(rows):>{WIDTH}}  {clean(code, 80)}: {clean(view.error_samples.get(code, ''), SAMPLE_CHARS_MAX)}"
         for code, rows in by_rows[:CAUSES_MAX]
     ]
     if len(by_rows) > CAUSES_MAX:
         rest = by_rows[CAUSES_MAX:]
-        found.append(f"  {count(sum(rows for _, rows in rest)):>{WIDTH}}  of {count(len(rest), 'further cause')}")
-    return [line.removesuffix(": ") for line in found]
+        texts.append(f"  {count(sum(rows for _, rows in rest)):>{WIDTH}}  of {count(len(rest), 'further cause')}")
+    return [line.removesuffix(": ") for line in texts]
 
 
 def pause_lines(view: JobView) -> list[str]:
     """Why a job stopped and how to continue it."""
-    known = PAUSES.get(PauseReason(view.reason)) if view.reason in list(PauseReason) else None
-    why, then = known or (clean(view.reason or view.state), RESUME)
+    pause = PAUSES.get(PauseReason(view.reason)) if view.reason in list(PauseReason) else None
+    reason, remedy = pause or (clean(view.reason or view.state), RESUME)
     message = "" if view.reason == PauseReason.REQUESTED else clean(view.message, 2000, lines=True)
-    if not message.startswith(why):  # many a message begins with the reason itself
-        message = f"{why}: {message}" if message else why
-    return [f"batchmill: {message}", f"to go on: {then.format(id=view.id)}"]
+    if not message.startswith(reason):  # many messages begin with the reason
+        message = f"{reason}: {message}" if message else reason
+    return [f"batchmill: {message}", f"to go on: {remedy.format(id=view.id)}"]
 
 
 def leave_lines(view: JobView) -> list[str]:
-    """How to watch a job again that continues at a server."""
+    """How to follow or cancel a job that continues at a server."""
     return [
         f"to follow it: batchmill resume {view.id}",
         f"to end it: batchmill cancel {view.id}; its results: batchmill results {view.id}",
@@ -169,20 +172,20 @@ def leave_lines(view: JobView) -> list[str]:
 
 
 def show_problems(session: Session, problems: list[Problem], total: int) -> None:
-    """`FILE:LINE: code: message` for the first problems, and how many there are in all."""
+    """Print `FILE:LINE: code: message` for the first problems, and their total number."""
     for problem in problems[:PROBLEMS_MAX]:
-        session.say(f"{place(problem)}: {clean(problem.code)}: {clean(problem.message)}")
+        session.say(f"{location(problem)}: {clean(problem.code)}: {clean(problem.message)}")
     shown = min(len(problems), PROBLEMS_MAX)
     if total:
         rest = f"; the first {count(shown)} are listed" if total > shown else ""
         session.say(f"{count(total, 'problem')} in all{rest}")
 
 
-def place(problem: Problem) -> str:
-    """FILE:LINE, the file as seen from the working directory where it lies in it."""
+def location(problem: Problem) -> str:
+    """FILE:LINE; a file in the working directory is relative to it."""
     path = problem.path
-    with_base = os.path.join(os.getcwd(), "")
-    return f"{clean(path.removeprefix(with_base), 4096) or '-'}:{problem.line}"
+    base = os.path.join(os.getcwd(), "")
+    return f"{clean(path.removeprefix(base), 4096) or '-'}:{problem.line}"
 
 
 def _line(name: str, value: str) -> str:

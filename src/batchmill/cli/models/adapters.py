@@ -1,4 +1,4 @@
-"""`batchmill adapters`: LoRA weights under names that rows can ask for. A running server has them at once."""
+"""`batchmill adapters`: registers LoRA adapters under names that rows use. A running server has them at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from batchmill.cli.session import Session, global_options
 from batchmill.cli.text import clean, moment, table
 from batchmill.cli.values import utf8
 from batchmill.client.calls import ask
-from batchmill.control import operations as own
+from batchmill.control import operations
 from batchmill.services.adapters.records import read_reference
 from batchmill.wire.native_models import AdapterInfo, NewAdapter
 
@@ -53,28 +53,28 @@ def add(session: Session, name: str, source: str, *, base: str, token: str | Non
     a name again creates its next version.
     """
 
-    async def make(opened: AsyncClient) -> None:
-        found = await _added(session, opened, NewAdapter(name, base, source, token))
+    async def make(client: AsyncClient) -> None:
+        adapter = await _add(session, client, NewAdapter(name, base, source, token))
         if session.as_json:
-            session.emit("adapter", adapter=found)
+            session.emit("adapter", adapter=adapter)
             return
-        session.print(found.own_name)
-        session.say(f"{clean(found.own_name)} is ready for {clean(found.base)}: rank {found.rank}")
+        session.print(adapter.own_name)
+        session.say(f"{clean(adapter.own_name)} is ready for {clean(adapter.base)}: rank {adapter.rank}")
 
     return _with(session, project, make)
 
 
-async def _added(session: Session, opened: AsyncClient, request: NewAdapter) -> AdapterInfo:
-    """A server is sent a folder of this machine; the owner of a data directory reads it where it lies."""
+async def _add(session: Session, client: AsyncClient, request: NewAdapter) -> AdapterInfo:
+    """Register an adapter. A folder is uploaded to a server; the owner of a data directory reads it in place."""
     if session.server_url is not None:
-        return await opened.add_adapter(
+        return await client.add_adapter(
             request.name, os.path.expanduser(request.source), base=request.base, token=request.token
         )
     source = request.source
     if Path(source).expanduser().is_dir() or source.startswith((".", "~")):
         source = os.path.abspath(Path(source).expanduser())
     token = request.token and session.absolute(request.token)
-    return await opened.call(ask(own.ADD_ADAPTER, body=replace(request, source=source, token=token)))
+    return await client.call(ask(operations.ADD_ADAPTER, body=replace(request, source=source, token=token)))
 
 
 @adapters.command("list")
@@ -85,16 +85,16 @@ async def _added(session: Session, opened: AsyncClient, request: NewAdapter) -> 
 def list_adapters(session: Session, base: str | None, project: str | None) -> int:
     """List the registered adapters, all versions."""
 
-    async def show_all(opened: AsyncClient) -> None:
-        found = await opened.adapters(base)
+    async def show_all(client: AsyncClient) -> None:
+        adapters = await client.adapters(base)
         if session.as_json:
-            for each in found:
+            for each in adapters:
                 session.emit("adapter", adapter=each)
-        elif not found:
+        elif not adapters:
             session.print("there are no adapters: `batchmill adapters add NAME SOURCE --base MODEL` registers one")
         else:
             head = ["NAME", "BASE", "STATE", "RANK", "SIZE", "SOURCE", "CHANGED"]
-            for line in table([head, *(_columns(each) for each in found)]):
+            for line in table([head, *(_columns(each) for each in adapters)]):
                 session.print(line)
 
     return _with(session, project, show_all)
@@ -122,10 +122,10 @@ def _size(size_bytes: int) -> str:
 @click.pass_obj
 def show(session: Session, name: str, project: str | None) -> int:
     """Show an adapter; without a version, the newest that is ready."""
-    wanted, version = read_reference(name)
+    base_name, version = read_reference(name)
 
-    async def print_all(opened: AsyncClient) -> None:
-        info = await opened.adapter(wanted, version)
+    async def print_all(client: AsyncClient) -> None:
+        info = await client.adapter(base_name, version)
         if session.as_json:
             session.emit("adapter", adapter=info)
             return
@@ -148,21 +148,21 @@ def show(session: Session, name: str, project: str | None) -> int:
 @click.pass_obj
 def remove(session: Session, name: str, project: str | None) -> int:
     """Remove a version, or all versions of a name. Unfinished jobs keep their versions."""
-    wanted, version = read_reference(name)
+    base_name, version = read_reference(name)
 
-    async def end(opened: AsyncClient) -> None:
-        gone = await opened.remove_adapter(wanted, version)
+    async def end(client: AsyncClient) -> None:
+        removed = await client.remove_adapter(base_name, version)
         if session.as_json:
-            session.emit("adapters_removed", names=[each.own_name for each in gone])
+            session.emit("adapters_removed", names=[each.own_name for each in removed])
         else:
-            session.print(f"removed: {', '.join(clean(each.own_name) for each in gone)}")
+            session.print(f"removed: {', '.join(clean(each.own_name) for each in removed)}")
 
     return _with(session, project, end)
 
 
 def _with(session: Session, project: str | None, work: Callable[[AsyncClient], Awaitable[None]]) -> int:
     async def run() -> None:
-        async with session.open(project) as opened:
-            await work(opened)
+        async with session.open(project) as client:
+            await work(client)
 
     return session.run(run())

@@ -1,4 +1,4 @@
-"""`batchmill connectors`: remote APIs that the machine's user describes. A running server has them at once."""
+"""`batchmill connectors`: manages connectors to remote APIs. A running server has them at once."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from batchmill.cli.session import Session, global_options
 from batchmill.cli.text import clean, moment, table
 from batchmill.cli.values import utf8
 from batchmill.client.calls import ask
-from batchmill.control import operations as own
+from batchmill.control import operations
 from batchmill.errors import InvalidInput
 from batchmill.models.connectors.reading import FILE_BYTES_MAX, refuse_unknown
 from batchmill.services.remote.connector_records import ConnectorRecord
 from batchmill.services.remote.model_records import RemoteModel
 
-LOCAL = "only the operator of the machine sets what they may reach; callers of a server create connectors over the API"
+LOCAL = "its connectors may call any address, so it runs on this machine; a server's API creates other connectors"
 SHOWN_CHARS = 60
 
 
@@ -43,17 +43,19 @@ def create(session: Session, file: str, project: str, name: str | None) -> int:
     "file:PATH" stay references."""
     fields = _read(session, "create", file)
 
-    async def make(opened: Any) -> None:
-        made: ConnectorRecord = await opened.call(ask(own.CREATE_CONNECTOR, body=own.ConnectorFields(fields)))
+    async def make(client: Any) -> None:
+        created: ConnectorRecord = await client.call(
+            ask(operations.CREATE_CONNECTOR, body=operations.ConnectorFields(fields))
+        )
         model: RemoteModel | None = None
         if name is not None:
-            model = await opened.call(ask(own.REGISTER_MODEL, made.id, body=own.NewRemoteModel(name)))
+            model = await client.call(ask(operations.REGISTER_MODEL, created.id, body=operations.NewRemoteModel(name)))
         if session.as_json:
-            session.emit("connector", connector=made, model=model)
+            session.emit("connector", connector=created, model=model)
             return
-        session.print(made.id if model is None else model.id)
-        message = "" if model is None else f"; the model {clean(model.name)} goes through it"
-        session.say(f"connector {made.id}: {clean(made.connector.name)}{message}")
+        session.print(created.id if model is None else model.id)
+        message = "" if model is None else f"; the model {clean(model.name)} uses it"
+        session.say(f"connector {created.id}: {clean(created.connector.name)}{message}")
 
     return _with(session, make, project)
 
@@ -66,17 +68,17 @@ def list_connectors(session: Session, project: str | None) -> int:
     """List the connectors and their models."""
     session.local_only("connectors list", LOCAL)
 
-    async def print_all(opened: Any) -> None:
-        listed = await opened.call(ask(own.LIST_CONNECTORS))
-        found, models = listed.connectors, listed.models
+    async def print_all(client: Any) -> None:
+        listed = await client.call(ask(operations.LIST_CONNECTORS))
+        connectors, models = listed.connectors, listed.models
         if session.as_json:
-            for each in found:
+            for each in connectors:
                 session.emit("connector", connector=each)
-        elif not found:
+        elif not connectors:
             session.print("there are no connectors")
         else:
             head = ["ID", "NAME", "PROJECT", "BY", "MODELS", "CHANGED"]
-            for line in table([head, *(_columns(each, models) for each in found)]):
+            for line in table([head, *(_columns(each, models) for each in connectors)]):
                 session.print(line)
 
     return _with(session, print_all, project)
@@ -97,20 +99,22 @@ def show(session: Session, connector_id: str) -> int:
     """Show a connector: its actions, parameters, and the references of its credentials."""
     session.local_only("connectors show", LOCAL)
 
-    async def print_all(opened: Any) -> None:
-        record: ConnectorRecord = await opened.call(ask(own.SHOW_CONNECTOR, connector_id))
+    async def print_all(client: Any) -> None:
+        record: ConnectorRecord = await client.call(ask(operations.SHOW_CONNECTOR, connector_id))
         if session.as_json:
             session.emit("connector", connector=record)
             return
-        found = record.connector
-        session.print(f"{found.id}: {clean(found.name)} ({found.protocol}, version {clean(found.version)})")
-        if found.description:
-            session.print(f"  {clean(found.description)}")
-        for action in found.actions:
+        connector = record.connector
+        session.print(
+            f"{connector.id}: {clean(connector.name)} ({connector.protocol}, version {clean(connector.version)})"
+        )
+        if connector.description:
+            session.print(f"  {clean(connector.description)}")
+        for action in connector.actions:
             session.print(f"  {action.action_type.lower()}: {action.method} {clean(action.url)}")
-        for name, value in found.parameters.items():
+        for name, value in connector.parameters.items():
             session.print(f"  parameter {clean(name)}: {clean(value)}")
-        for name, reference in found.credential.items():
+        for name, reference in connector.credential.items():
             session.print(f"  credential {clean(name)}: {clean(reference)}")
 
     return _with(session, print_all)
@@ -127,9 +131,9 @@ def update(session: Session, connector_id: str, file: str, redeploy: bool) -> in
     models are deployed."""
     fields = _read(session, "update", file)
 
-    async def change(opened: Any) -> None:
-        record: ConnectorRecord = await opened.call(
-            ask(own.CHANGE_CONNECTOR, connector_id, body=own.ConnectorFields(fields), redeploy=redeploy)
+    async def change(client: Any) -> None:
+        record: ConnectorRecord = await client.call(
+            ask(operations.CHANGE_CONNECTOR, connector_id, body=operations.ConnectorFields(fields), redeploy=redeploy)
         )
         if session.as_json:
             session.emit("connector", connector=record)
@@ -153,8 +157,10 @@ def delete(session: Session, connector_id: str, with_models: bool) -> int:
     """Delete a connector and its credentials. No model may use it."""
     session.local_only("connectors delete", LOCAL)
 
-    async def end(opened: Any) -> None:
-        record: ConnectorRecord = await opened.call(ask(own.DELETE_CONNECTOR, connector_id, with_models=with_models))
+    async def end(client: Any) -> None:
+        record: ConnectorRecord = await client.call(
+            ask(operations.DELETE_CONNECTOR, connector_id, with_models=with_models)
+        )
         if session.as_json:
             session.emit("connector_deleted", id=record.id)
         else:
@@ -164,12 +170,12 @@ def delete(session: Session, connector_id: str, with_models: bool) -> int:
 
 
 def _read(session: Session, verb: str, file: str) -> dict[str, Any]:
-    """The fields of a JSON file; a misspelt one is an error. Raises: InvalidInput."""
+    """Read the fields of a JSON file. Raises: InvalidInput, also for an unknown field."""
     session.local_only(f"connectors {verb}", LOCAL)
     path = session.cwd / Path(file).expanduser()
     try:
-        with path.open("rb") as opened:
-            data = opened.read(FILE_BYTES_MAX + 1)
+        with path.open("rb") as stream:
+            data = stream.read(FILE_BYTES_MAX + 1)
     except OSError as error:
         raise InvalidInput(f"the connector {path} cannot be read: {error.strerror}", code="no_file") from None
     if len(data) > FILE_BYTES_MAX:
@@ -177,14 +183,14 @@ def _read(session: Session, verb: str, file: str) -> dict[str, Any]:
     try:
         fields = msgspec.json.decode(data, type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidInput(f"the connector {path} is no JSON object: {error}", code="invalid_connector") from None
+        raise InvalidInput(f"the connector {path} is not a JSON object: {error}", code="invalid_connector") from None
     refuse_unknown(fields)
     return fields
 
 
 def _with(session: Session, work: Callable[[Any], Awaitable[None]], project: str | None = None) -> int:
     async def run() -> None:
-        async with session.open(project) as opened:
-            await work(opened)
+        async with session.open(project) as client:
+            await work(client)
 
     return session.run(run())

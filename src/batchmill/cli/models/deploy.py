@@ -1,4 +1,4 @@
-"""`batchmill deploy`: a Python function becomes a model, on this machine or at a server."""
+"""`batchmill deploy`: deploys a Python function as a model, on this machine or at a server."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ async def _deploy(session: Session, source: str, options: dict[str, Any]) -> int
     include = options.pop("include")
     samples = {"input.json": options.pop("input_json"), "output.json": options.pop("output_json")}
     settings = settings_of(session, options)
-    chosen = {name: Path(path).absolute() for name, path in samples.items() if path is not None}
+    sample_paths = {name: Path(path).absolute() for name, path in samples.items() if path is not None}
     config = session.config()
-    with bundled(source, settings, include=include, samples=chosen, cwd=session.cwd) as (order, bundle):
+    with bundled(source, settings, include=include, samples=sample_paths, cwd=session.cwd) as (order, bundle):
         if not session.as_json:
             session.say(f"deploying {clean(order.source)} as {clean(order.name)} …")
-        async with session.open() as opened:
-            reply = await session.app.deploy(opened, config, bundle)
+        async with session.open() as client:
+            reply = await session.app.deploy(client, config, bundle)
     show_deployed(session, reply)
     return EXIT_OK
 
@@ -110,15 +110,15 @@ def settings_of(session: Session, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _secret(session: Session, reference: str) -> str:
-    """A path is of this machine, unless a server is to read it."""
-    kind, _, place = reference.partition(":")
+    """A reference to a secret with an absolute path, unless a server reads the file."""
+    kind, _, path = reference.partition(":")
     if kind == "file" and session.server_url is None:
-        return f"file:{session.cwd / Path(place).expanduser()}"
+        return f"file:{session.cwd / Path(path).expanduser()}"
     return reference
 
 
 def columns_of(text: str, cwd: Path) -> list[str]:
-    """The columns that are named, or those of an example: CSV with a head, or JSON rows. Raises: InvalidInput."""
+    """The columns in `text`, or those of an example file: CSV with a header, or JSON rows. Raises: InvalidInput."""
     path = cwd / Path(text).expanduser()
     if not path.is_file():
         columns = [each.strip() for each in text.split(",")]
@@ -127,7 +127,7 @@ def columns_of(text: str, cwd: Path) -> list[str]:
     else:
         columns = _json_columns(_read(path), text)
     if not columns or not all(columns) or len(set(columns)) < len(columns):
-        raise InvalidInput(f"--dataframe {text!r} names no columns, or one of them twice", code="missing_example")
+        raise InvalidInput(f"--dataframe {text!r} names no columns, or one column twice", code="missing_example")
     return columns
 
 
@@ -142,7 +142,7 @@ def _json_columns(text: str, shown: str) -> list[str]:
 
 
 def _example(text: str, cwd: Path) -> Any:
-    """Arguments by name, by position, or the one argument of a function that has one."""
+    """Parse arguments: by name, by position, or the only argument of a function."""
     path = cwd / Path(text).expanduser() if not text.lstrip().startswith(("{", "[")) else None
     if path is not None and path.is_file():
         text = _read(path)
@@ -170,7 +170,7 @@ def show_deployed(session: Session, reply: DeployReply) -> None:
         return
     version = reply.version
     if not reply.is_new:
-        session.print(f"already version {version.number}: {clean(version.reference)} is this very code")
+        session.print(f"already version {version.number}: {clean(version.reference)} is the same code")
         return
     session.print(f"{clean(version.reference)} is ready: {clean(signature_of(version), NAMES_CHARS_MAX)}")
     session.say(
@@ -179,14 +179,14 @@ def show_deployed(session: Session, reply: DeployReply) -> None:
 
 
 def signature_of(version: VersionInfo) -> str:
-    """What it takes, as one would write it."""
+    """The signature of a version, in the form NAME(inputs)."""
     if version.interface is None:
         return version.name
-    described = []
+    inputs = []
     for tensor in version.interface.inputs:
         kind = tensor.datatype or "any"
         shape = "" if tensor.shape == [1] else str(tensor.shape).replace(" ", "")
-        described.append(f"{tensor.name}{'' if tensor.required else '?'}: {kind}{shape}")
+        inputs.append(f"{tensor.name}{'' if tensor.required else '?'}: {kind}{shape}")
     if version.interface.takes_more:
-        described.append("…")
-    return f"{version.name}({', '.join(described)})"
+        inputs.append("…")
+    return f"{version.name}({', '.join(inputs)})"

@@ -1,4 +1,4 @@
-"""`batchmill llms`: language models that batchmill serves itself. A running server has them at once."""
+"""`batchmill llms`: manages language models that batchmill serves. A running server has them at once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ project_option = click.option(
 
 
 def settings_options(command):
-    """What can be said of an engine. Nothing said: as the base model has it."""
+    """Add the options of an engine. Omitted settings are those of the base model."""
     options = (
         click.option(
             "--engine-arg", "args", metavar="NAME=VALUE", multiple=True, callback=utf8,
@@ -66,7 +66,7 @@ def settings_options(command):
 
 
 def _settings(flags: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a body that flags say something of."""
+    """The fields of a request body that flags set."""
     args = {name: scalar(value) for name, value in pairs(flags.pop("args"), "--engine-arg", bare="true").items()}
     fields = {"cooldown_s": flags.pop("cooldown"), "memory_bytes": flags.pop("memory")} | flags
     fields |= {"engine_args": args or None, "preloaded_adapters": list(fields.pop("preloaded")) or None}
@@ -74,8 +74,8 @@ def _settings(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_token(session: Session, body: T) -> T:
-    """A server is given the token itself, which is read here and kept there; the owner of a data directory a reference,
-    a file's with its absolute path. Raises: InvalidInput for a plain token, which everybody on the machine could see.
+    """Replace the reference to a token: for a server by the token itself, for the owner of a data directory by one with
+    an absolute path. Raises: InvalidInput for a plain token, which every user of the machine could see.
     """
     token = body.hf_token
     if not isinstance(token, str):
@@ -88,7 +88,7 @@ def _with_token(session: Session, body: T) -> T:
         return replace(body, hf_token=session.absolute(token))
     if token.startswith("secret:"):
         raise InvalidInput(
-            'a server\'s secrets are not for its callers: --hf-token is "env:NAME" or "file:PATH" of this machine',
+            'callers cannot use the secrets of a server: --hf-token is "env:NAME" or "file:PATH" of this machine',
             code="invalid_secret",
         )
     return replace(body, hf_token=secrets.resolve(token).reveal())
@@ -109,8 +109,8 @@ def llms() -> None:
 def create(session: Session, name: str, base_model: str, project: str | None, **flags: Any) -> int:
     """Deploy BASE as NAME. BASE is a configured model, or a model hub id that the configuration allows."""
     body = NewLlm(name, base_model, **_settings(flags))
-    return _changed(
-        session, project, lambda opened: opened.call(llm_calls.create(_with_token(session, body))), "is deployed"
+    return _change(
+        session, project, lambda client: client.call(llm_calls.create(_with_token(session, body))), "is deployed"
     )
 
 
@@ -121,16 +121,16 @@ def create(session: Session, name: str, base_model: str, project: str | None, **
 def list_llms(session: Session, project: str | None) -> int:
     """List the language models and the state of their engines."""
 
-    async def show_all(opened: AsyncClient) -> None:
-        found: LlmList = await opened.call(llm_calls.llms())
+    async def show_all(client: AsyncClient) -> None:
+        listed: LlmList = await client.call(llm_calls.llms())
         if session.as_json:
-            for each in found.llms:
+            for each in listed.llms:
                 session.emit("llm", llm=each)
-        elif not found.llms:
+        elif not listed.llms:
             session.print("there are no language models: `batchmill llms create NAME BASE` deploys one")
         else:
             head = ["NAME", "BASE", "STATE", "REPLICAS", "USD PER MILLION TOKENS", "BY"]
-            for line in table([head, *(_columns(each) for each in found.llms)]):
+            for line in table([head, *(_columns(each) for each in listed.llms)]):
                 session.print(line)
 
     return _with(session, project, show_all)
@@ -158,8 +158,8 @@ def _state(info: LlmInfo) -> str:
 def show(session: Session, name: str, project: str | None) -> int:
     """Show a language model: its settings, adapters and the state of its engine."""
 
-    async def print_all(opened: AsyncClient) -> None:
-        info = await opened.llm(name)
+    async def print_all(client: AsyncClient) -> None:
+        info = await client.llm(name)
         if session.as_json:
             session.emit("llm", llm=info)
         else:
@@ -201,7 +201,7 @@ def update(session: Session, name: str, base_model: str | None, project: str | N
     if not settings:
         raise InvalidInput("nothing to update: see `batchmill llms update --help`")
     body = _with_token(session, LlmChange(**settings))
-    return _changed(session, project, lambda opened: opened.call(llm_calls.change(name, body)), "is changed")
+    return _change(session, project, lambda client: client.call(llm_calls.change(name, body)), "is changed")
 
 
 @llms.command()
@@ -211,7 +211,7 @@ def update(session: Session, name: str, base_model: str | None, project: str | N
 @click.pass_obj
 def delete(session: Session, name: str, project: str | None) -> int:
     """Remove a deployment. Running jobs continue."""
-    return _changed(session, project, lambda opened: opened.remove_llm(name), "is deleted")
+    return _change(session, project, lambda client: client.remove_llm(name), "is deleted")
 
 
 @llms.command()
@@ -221,7 +221,7 @@ def delete(session: Session, name: str, project: str | None) -> int:
 @click.pass_obj
 def start(session: Session, name: str, project: str | None) -> int:
     """Start an engine now."""
-    return _changed(session, project, lambda opened: opened.start_llm(name), "starts")
+    return _change(session, project, lambda client: client.start_llm(name), "starts")
 
 
 @llms.command()
@@ -231,7 +231,7 @@ def start(session: Session, name: str, project: str | None) -> int:
 @click.pass_obj
 def stop(session: Session, name: str, project: str | None) -> int:
     """Stop a deployment until it is started again. Its engine stops when it is idle."""
-    return _changed(session, project, lambda opened: opened.stop_llm(name), "is stopped")
+    return _change(session, project, lambda client: client.stop_llm(name), "is stopped")
 
 
 @llms.command()
@@ -242,46 +242,47 @@ def stop(session: Session, name: str, project: str | None) -> int:
 def events(session: Session, name: str, project: str | None) -> int:
     """Print recent events: starts, failures with the engine's last lines, preloaded adapters."""
 
-    async def print_all(opened: AsyncClient) -> None:
-        for each in await opened.llm_events(name):
+    async def print_all(client: AsyncClient) -> None:
+        for each in await client.llm_events(name):
             if session.as_json:
                 session.emit("event", event=each)
                 continue
             replica = "" if each.replica is None else f" (replica {each.replica})"
-            if (own := sum(each.by_project.values()) if each.in_flight is None else each.in_flight) or each.by_project:
-                replica += f", {own} requests in flight"
+            in_flight = sum(each.by_project.values()) if each.in_flight is None else each.in_flight
+            if in_flight or each.by_project:
+                replica += f", {in_flight} requests in flight"
             message = f": {each.message}" if each.message else ""
             session.print(clean(f"{moment(each.at)}  {each.kind}{replica}{message}", MESSAGE_CHARS, lines=True))
 
     return _with(session, project, print_all)
 
 
-def _changed(
-    session: Session, project: str | None, do: Callable[[AsyncClient], Awaitable[LlmInfo]], outcome: str
+def _change(
+    session: Session, project: str | None, change: Callable[[AsyncClient], Awaitable[LlmInfo]], outcome: str
 ) -> int:
-    """Do something to a deployment and say what became of it."""
+    """Change a deployment and print the outcome."""
 
-    async def work(opened: AsyncClient) -> None:
-        info = await do(opened)
+    async def work(client: AsyncClient) -> None:
+        info = await change(client)
         if session.as_json:
             session.emit("llm", llm=info)
             return
-        why = f": {info.message}" if info.message else ""
-        session.print(clean(f"{info.name} {outcome}{why}", MESSAGE_CHARS, lines=True))
+        message = f": {info.message}" if info.message else ""
+        session.print(clean(f"{info.name} {outcome}{message}", MESSAGE_CHARS, lines=True))
 
     return _with(session, project, work)
 
 
 def _with(session: Session, project: str | None, work: Callable[[AsyncClient], Awaitable[None]]) -> int:
     async def run() -> None:
-        async with session.open(project) as opened:
-            await work(opened)
+        async with session.open(project) as client:
+            await work(client)
 
     return session.run(run())
 
 
 ROW_SHOWN_CHARS = 60
-DIGEST_CHARS = 12  # shown, and enough to name one
+DIGEST_CHARS = 12  # shown; enough to identify one
 
 
 @click.group()
@@ -297,16 +298,16 @@ def list_requests(session: Session, project: str | None) -> int:
     """List quarantined requests; on this machine, those of all projects."""
 
     async def run() -> None:
-        async with session.open(project) as opened:
-            found = await opened.quarantine()
+        async with session.open(project) as client:
+            requests = await client.quarantine()
         if session.as_json:
-            for each in found:
+            for each in requests:
                 session.emit("request", request=each)
-        elif not found:
-            session.print("no engine has died of a request lately")
+        elif not requests:
+            session.print("no request has crashed an engine lately")
         else:
             head = ["REQUEST", "PROJECT", "MODEL", "URL", "DEATHS", "IT", "LAST"]
-            for line in table([head, *map(_row_columns, found)]):
+            for line in table([head, *map(_row_columns, requests)]):
                 session.print(line)
 
     return session.run(run())
@@ -332,18 +333,18 @@ def clear(session: Session, digest: str | None, everything: bool, project: str |
         raise InvalidInput("name a request of `batchmill quarantine list`, or give --all")
 
     async def run() -> None:
-        async with session.open(project) as opened:
-            gone = await opened.clear_quarantine(digest)
+        async with session.open(project) as client:
+            released = await client.clear_quarantine(digest)
         if session.as_json:
-            for each in gone:
+            for each in released:
                 session.emit("request", request=each)
         else:
-            session.print(f"{len(gone)} requests may run again")
+            session.print(f"{len(released)} requests may run again")
 
     return session.run(run())
 
 
-DISK = "disk"  # the one that is in bytes
+DISK = "disk"  # the only quota in bytes
 
 
 @click.command()
@@ -354,18 +355,18 @@ def quotas(session: Session, project: str | None) -> int:
     """Show a project's usage and limit of each quota."""
 
     async def run() -> None:
-        async with session.open(project) as opened:
-            found = await opened.quotas()
+        async with session.open(project) as client:
+            usage = await client.quotas()
         if session.as_json:
-            for each in found:
+            for each in usage:
                 session.emit("quota", quota=each)
         else:
-            for line in table([["QUOTA", "HAS", "MAY HAVE"], *map(_quota_columns, found)]):
+            for line in table([["QUOTA", "HAS", "MAY HAVE"], *map(_quota_columns, usage)]):
                 session.print(line)
 
     return session.run(run())
 
 
 def _quota_columns(each: QuotaInfo) -> list[str]:
-    shown = size_text if each.quota == DISK else "{:,}".format
-    return [each.quota, shown(each.used), shown(each.most)]
+    render = size_text if each.quota == DISK else "{:,}".format
+    return [each.quota, render(each.used), render(each.most)]

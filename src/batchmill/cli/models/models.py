@@ -1,4 +1,4 @@
-"""`batchmill models`: what rows and requests can be sent to, and the versions of what was deployed."""
+"""`batchmill models`: lists models, and manages the versions of deployed functions."""
 
 from __future__ import annotations
 
@@ -29,46 +29,46 @@ REQUESTS_SHOWN = 3
 
 
 async def show_logs(session: Session, name: str, query: LogQuery, *, follow: bool, is_build: bool) -> None:
-    """Print them; with `follow` until interrupted."""
+    """Print the logs of a function; with `follow` until interrupted."""
     if is_build and (follow or query.request is not None):
         raise InvalidInput("--build shows the log of the build, not of calls: leave out --follow and --request")
-    async with session.open() as opened:
+    async with session.open() as client:
         if not follow and query.request is None:
-            _build(session, await opened.model(name).log(branch=query.branch, version=query.version or "latest"))
+            _print_build(session, await client.model(name).log(branch=query.branch, version=query.version or "latest"))
         if not is_build:
-            await _calls(session, opened, name, query, follow=follow)
+            await _print_calls(session, client, name, query, follow=follow)
 
 
-def _build(session: Session, text: str) -> None:
+def _print_build(session: Session, text: str) -> None:
     if session.as_json:
         session.emit("log", text=text)
     elif text:
         session.print(clean(text, BUILD_CHARS_MAX, lines=True))
 
 
-async def _calls(session: Session, opened: AsyncClient, name: str, query: LogQuery, *, follow: bool) -> None:
-    page: LogPage | None = await opened.call(calls.model_calls(name, query))
+async def _print_calls(session: Session, client: AsyncClient, name: str, query: LogQuery, *, follow: bool) -> None:
+    page: LogPage | None = await client.call(calls.model_calls(name, query))
     while page is not None:
         if page.is_lost:
-            session.say("some lines are kept no longer")
+            session.say("some lines are already deleted")
         for entry in page.entries:
-            _entry(session, entry)
+            _print_entry(session, entry)
         if not follow:
             return
         if not page.entries:
             await asyncio.sleep(POLL_S)
-        page = await opened.call(calls.model_calls(name, replace(query, after=page.next)))
+        page = await client.call(calls.model_calls(name, replace(query, after=page.next)))
 
 
-def _entry(session: Session, entry: LogEntry) -> None:
+def _print_entry(session: Session, entry: LogEntry) -> None:
     if session.as_json:
         session.emit("line", entry=entry)
         return
     requests = [clean(each, 100) for each in entry.requests[:REQUESTS_SHOWN]]
     more = len(entry.requests) - len(requests)
-    of = ", ".join(requests) + (f" and {more} more" if more else "") or entry.stage
+    origin = ", ".join(requests) + (f" and {more} more" if more else "") or entry.stage
     for line in clean(entry.text, TEXT_CHARS_MAX, lines=True).split("\n"):
-        session.print(f"{moment(entry.at)} {of} | {line}")
+        session.print(f"{moment(entry.at)} {origin} | {line}")
 
 
 NAME_CHARS_MAX = 80
@@ -90,16 +90,16 @@ def models(ctx: click.Context) -> int:
 
 
 async def _models(session: Session) -> int:
-    found = await session.app.models(session.config())
+    listed = await session.app.models(session.config())
     if session.as_json:
-        for model in found:
+        for model in listed:
             session.emit("model", model=model)
         return EXIT_OK
-    if not found:
+    if not listed:
         session.print("there are no models: name some in batchmill.toml, as [models.NAME], or `batchmill deploy` one")
         return EXIT_OK
     head = ["NAME", "ENGINE", "ADAPTERS", "USD PER MILLION TOKENS"]
-    for line in table([head, *(_columns(model) for model in found)]):
+    for line in table([head, *(_columns(model) for model in listed)]):
         session.print(line)
     return EXIT_OK
 
@@ -118,18 +118,18 @@ def show(session: Session, name: str) -> int:
     """Show a deployed function: its inputs, versions and example calls."""
 
     async def print_all() -> None:
-        async with session.open() as opened:
-            found = await opened.model(name).show()
+        async with session.open() as client:
+            function = await client.model(name).show()
         if session.as_json:
-            session.emit("model", model=found)
+            session.emit("model", model=function)
         else:
-            _show(session, found)
+            _print_function(session, function)
 
     return session.run(print_all())
 
 
-def _show(session: Session, found: FunctionDetail) -> None:
-    latest = [each for each in found.versions if found.latest.get(each.branch) == each.number]
+def _print_function(session: Session, function: FunctionDetail) -> None:
+    latest = [each for each in function.versions if function.latest.get(each.branch) == each.number]
     for version in latest:
         session.print(f"{clean(version.reference)}: {clean(signature_of(version))}")
         if version.interface is not None and version.interface.summary:
@@ -137,15 +137,15 @@ def _show(session: Session, found: FunctionDetail) -> None:
         session.print(f"  from {clean(version.source)}, {moment(version.created)}, workers: {version.workers}")
         if version.packages:
             session.print(f"  packages: {clean(', '.join(version.packages), 4000)}")
-    for alias in found.aliases:
-        session.print(f"{found.name}@{clean(alias.name)}: {_split(alias)}")
-    for api, command in found.examples.items():
+    for alias in function.aliases:
+        session.print(f"{function.name}@{clean(alias.name)}: {_shares(alias)}")
+    for api, command in function.examples.items():
         session.print(f"\n{api}:\n  {clean(command, 4000)}")
 
 
-def _split(alias: AliasInfo) -> str:
-    whole = sum(each.weight for each in alias.backends)
-    shares = [f"{each.branch}/{each.number} {100 * each.weight / whole:.0f} %" for each in alias.backends]
+def _shares(alias: AliasInfo) -> str:
+    total = sum(each.weight for each in alias.backends)
+    shares = [f"{each.branch}/{each.number} {100 * each.weight / total:.0f} %" for each in alias.backends]
     copies = [f"{each.branch}/{each.number}" for each in alias.mirrors]
     return clean(", ".join(shares) + (f"; copies to {', '.join(copies)}" if copies else ""))
 
@@ -158,25 +158,25 @@ def versions(session: Session, name: str) -> int:
     """List the versions of a deployed function, including failed ones."""
 
     async def print_all() -> None:
-        async with session.open() as opened:
-            found = await opened.model(name).show()
+        async with session.open() as client:
+            function = await client.model(name).show()
         if session.as_json:
-            for version in found.versions:
+            for version in function.versions:
                 session.emit("version", version=version)
             return
         head = ["VERSION", "STATE", "CREATED", "SOURCE", "WHY"]
-        for line in table([head, *(_version(each, found) for each in found.versions)]):
+        for line in table([head, *(_version(each, function) for each in function.versions)]):
             session.print(line)
 
     return session.run(print_all())
 
 
-def _version(version: VersionInfo, found: FunctionDetail) -> list[str]:
-    is_latest = found.latest.get(version.branch) == version.number
-    why = (version.error or "").rstrip().rpartition("\n")[2]
+def _version(version: VersionInfo, function: FunctionDetail) -> list[str]:
+    is_latest = function.latest.get(version.branch) == version.number
+    error = (version.error or "").rstrip().rpartition("\n")[2]
     return [
         clean(f"{version.branch}/{version.number}"), LATEST if is_latest else version.state, moment(version.created),
-        clean(version.source, NAME_CHARS_MAX), clean(why, NAME_CHARS_MAX) or "-",
+        clean(version.source, NAME_CHARS_MAX), clean(error, NAME_CHARS_MAX) or "-",
     ]  # fmt: skip
 
 
@@ -207,8 +207,8 @@ def logs(
     is_build: bool,
     limit: int,
 ) -> int:
-    """Print what was printed while a version was made (pip's output, the function's own, the traceback), then what its
-    calls printed and raised."""
+    """Print the output of a version's creation (pip's, the function's own, a traceback), then what its calls printed
+    and raised."""
     query = LogQuery(branch, version, request, None, limit)
     return session.run(show_logs(session, name, query, follow=follow, is_build=is_build))
 
@@ -222,9 +222,9 @@ def logs(
 def rollback(session: Session, name: str, number: int | None, branch: str | None) -> int:
     """Make an earlier version the latest: NUMBER, or the previous one."""
 
-    async def move(opened: AsyncClient) -> str:
-        found = await opened.model(name).rollback(number, branch=branch or MAIN)
-        return f"latest of {found.name} is {found.reference} now"
+    async def move(client: AsyncClient) -> str:
+        version = await client.model(name).rollback(number, branch=branch or MAIN)
+        return f"latest of {version.name} is {version.reference} now"
 
     return _change(session, move)
 
@@ -238,9 +238,9 @@ def rollback(session: Session, name: str, number: int | None, branch: str | None
 def merge(session: Session, name: str, source: str, into: str) -> int:
     """Make the latest of one branch a new version of another."""
 
-    async def move(opened: AsyncClient) -> str:
-        found = await opened.model(name).merge(source, into=into)
-        return f"{found.reference} is ready: {found.source}"
+    async def move(client: AsyncClient) -> str:
+        version = await client.model(name).merge(source, into=into)
+        return f"{version.reference} is ready: {version.source}"
 
     return _change(session, move)
 
@@ -251,11 +251,11 @@ def merge(session: Session, name: str, source: str, into: str) -> int:
 @global_options
 @click.pass_obj
 def restart(session: Session, name: str, branch: str | None) -> int:
-    """Create the latest again as a new version, with new workers. No call is lost."""
+    """Create the latest version again as a new one, with new workers. No call is lost."""
 
-    async def move(opened: AsyncClient) -> str:
-        found = await opened.model(name).restart(branch=branch or MAIN)
-        return f"{found.reference} is ready: {found.source}"
+    async def move(client: AsyncClient) -> str:
+        version = await client.model(name).restart(branch=branch or MAIN)
+        return f"{version.reference} is ready: {version.source}"
 
     return _change(session, move)
 
@@ -275,12 +275,12 @@ def alias(
     if is_removal == bool(backends):
         raise InvalidInput("name the versions of the alias, or give --remove")
 
-    async def change(opened: AsyncClient) -> str:
+    async def change(client: AsyncClient) -> str:
         if is_removal:
-            await opened.model(name).remove_alias(label)
+            await client.model(name).remove_alias(label)
             return f"{name}@{label} is removed"
         body = NewAlias([_backend(each) for each in backends], [_backend(each) for each in mirrors])
-        return f"{name}@{label}: {_split(await opened.call(calls.set_alias(name, label, body)))}"
+        return f"{name}@{label}: {_shares(await client.call(calls.set_alias(name, label, body)))}"
 
     return _change(session, change)
 
@@ -305,22 +305,22 @@ def _backend(text: str) -> BackendInfo:
 def remove(session: Session, name: str, branch: str | None, version: str | None) -> int:
     """Remove a version, a branch, or all of a deployed function."""
 
-    async def end(opened: AsyncClient) -> str:
-        gone = (await opened.call(calls.remove_model(name, branch=branch, version=version))).versions
-        return f"removed: {', '.join(each.reference for each in gone)}"
+    async def end(client: AsyncClient) -> str:
+        removed = (await client.call(calls.remove_model(name, branch=branch, version=version))).versions
+        return f"removed: {', '.join(each.reference for each in removed)}"
 
     return _change(session, end)
 
 
 def _change(session: Session, change) -> int:
-    """Do something to a function and say what became of it."""
+    """Change a function and print the outcome."""
 
     async def work() -> None:
-        async with session.open() as opened:
-            changed = await change(opened)
+        async with session.open() as client:
+            message = await change(client)
         if session.as_json:
-            session.emit("changed", message=changed)
+            session.emit("changed", message=message)
         else:
-            session.print(clean(changed, 4000))
+            session.print(clean(message, 4000))
 
     return session.run(work())

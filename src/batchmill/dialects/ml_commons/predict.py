@@ -181,17 +181,17 @@ class PredictHandlers:
             operation(
                 "predictModel", f"POST {ONE}/_predict", "Call a model", Scope.SUBMIT, self.predict,
                 body="required", errors=errors, body_bytes_max=None, values_max=PREDICT_VALUES_MAX,
-                admits=self.admits,
+                check_access=self.check_access,
             ),
             operation(
                 "predictWithAlgorithm", f"POST {PREFIX}/_predict/{{algorithm}}/{{model_id}}",
                 "Call a model with documents", Scope.SUBMIT, self.predict, body="required", errors=errors,
-                body_bytes_max=None, values_max=PREDICT_VALUES_MAX, admits=self.admits,
+                body_bytes_max=None, values_max=PREDICT_VALUES_MAX, check_access=self.check_access,
             ),
             operation(
                 "batchPredictModel", BATCH_ROUTE, "Start a batch at the provider, or run the rows of a dataset",
                 Scope.SUBMIT, self.batch, body="required", errors=(*errors, CONFLICT), body_bytes_max=None,
-                admits=self.admits,
+                check_access=self.check_access,
             ),
         ]  # fmt: skip
 
@@ -231,7 +231,7 @@ class PredictHandlers:
             raise UnknownName(f"Failed to find model with the provided model id: {model.id}", code="model_not_found")
         return model
 
-    def admits(self, caller: Caller, path: dict[str, str]) -> None:
+    def check_access(self, caller: Caller, path: dict[str, str]) -> None:
         """Check that the caller may use the model of the path. Raises: UnknownName."""
         self._model(caller, path)
 

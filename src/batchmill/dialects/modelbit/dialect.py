@@ -19,7 +19,7 @@ from batchmill.server.fast_path import Cancel, Headers, Reply
 from batchmill.server.function_replies import Events, answer, reply_of
 from batchmill.server.operations import Call, Content, Operation, TryNextRoute, json_reply
 from batchmill.server.replies import SCHEMA, Envelope, FileReply, text_reply
-from batchmill.services.functions.late_replies import LateCall, Order
+from batchmill.services.functions.late_replies import LateCall, LateCallOptions
 from batchmill.services.links import SIGNATURE_CHARS_MAX
 from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.services import Services
@@ -261,10 +261,10 @@ class WebhookReplies:
     async def enqueue(self, caller: Caller, target: VersionTarget, request: Request, links: str | None) -> str:
         """Store a call and return the id of its reply to the webhook. Raises: InvalidInput for a forbidden URL."""
         assert request.webhook is not None
-        order = Order(
+        order = LateCallOptions(
             FRONTEND, ROWS, request.webhook, HEADER, ignores_timeout=request.ignores_timeout, state=links or ""
         )
-        return await self._late.promise(caller, target, request.body, order)
+        return await self._late.store_call(caller, target, request.body, order)
 
     async def write(self, call: LateCall, result: FunctionReply | BatchmillError) -> bytes:
         """Return the body for the webhook, which is the same as a reply's."""

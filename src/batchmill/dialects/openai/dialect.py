@@ -142,13 +142,13 @@ class InferenceHandlers:
             Operation(
                 name, "POST", path, summary, Scope.SUBMIT, self.answer,
                 body=_BODY, body_bytes_max=None, values_max=HANDED_ON_VALUES_MAX,
-                reply=_STREAMED if may_stream else _REPLY, errors=(404, 503), admits=self.admits,
+                reply=_STREAMED if may_stream else _REPLY, errors=(404, 503), check_access=self.check_access,
             )
             for name, path, summary, may_stream in _PATHS
         ]  # fmt: skip
 
     @staticmethod
-    def admits(caller: Caller, path: dict[str, str]) -> None:
+    def check_access(caller: Caller, path: dict[str, str]) -> None:
         """Raises: UnknownName for a path that belongs to another resource."""
         url = path.get("path", "")
         if url.split("/")[0] in RESERVED:
@@ -157,7 +157,8 @@ class InferenceHandlers:
     async def answer(self, call: Call) -> Response:
         """Reply with a model's answer. An engine's error keeps its message and gets this API's envelope."""
         url = call.request.scope["path"]
-        self.admits(call.caller, {"path": url.removeprefix("/v1/")})  # another operation may have passed the call on
+        # Another operation may have passed the call on.
+        self.check_access(call.caller, {"path": url.removeprefix("/v1/")})
         response = await run_until_disconnect(call, self._predict(call, url, call.raw))
         return Response(status_code=CLIENT_LEFT) if response is None else response
 

@@ -194,7 +194,7 @@ class Serving:
         self._windows: dict[str, int] = {}  # engine -> its window in tokens, from its error message
 
     def operations(self) -> Sequence[Operation]:
-        limits: dict[str, Any] = {"body_bytes_max": None, "admits": self._admits}
+        limits: dict[str, Any] = {"body_bytes_max": None, "check_access": self._check_access}
         own = [
             Operation(
                 "loraxGenerate", "POST", PATH, "Continue a text with a deployment, in LoRAX's API", Scope.SUBMIT,
@@ -216,7 +216,8 @@ class Serving:
                 f"deployment{name}", "POST", f"{PATH}{url}", summary, Scope.SUBMIT,
                 self._handler(partial(self._openai, url), is_openai=True), body=_JSON,
                 reply=_JSON if url == EMBEDDINGS else (_JSON, _STREAMED), errors=errors.LORAX_DOCUMENTED,
-                body_bytes_max=None, values_max=HANDED_ON_VALUES_MAX, admits=partial(self._admits, is_openai=True),
+                body_bytes_max=None, values_max=HANDED_ON_VALUES_MAX,
+                check_access=partial(self._check_access, is_openai=True),
             )
             for name, url, summary in _OPENAI
         ]  # fmt: skip
@@ -310,7 +311,7 @@ class Serving:
             raise UnknownName(message, code="unknown_tenant")
         return self._services.llms.get(caller, path["name"]), self._services.directory.find(caller, path["name"])
 
-    def _admits(self, caller: Caller, path: dict[str, str], *, is_openai: bool = False) -> None:
+    def _check_access(self, caller: Caller, path: dict[str, str], *, is_openai: bool = False) -> None:
         """Check the path before the body is read. Raises: LoraxRefused, so that the reply has LoRAX's form."""
         try:
             self._deployment(caller, path)

@@ -1,6 +1,6 @@
-"""AdapterCache: the adapters that an engine server holds, loaded ahead of need, evicted least recently used.
+"""AdapterCache: the adapters that an engine server has loaded. It loads ahead of need and evicts by LRU.
 
-Senders of rows and live requests register here; adapters in use stay. Live requests go first.
+Rows and live requests register the adapters that they use, which then stay loaded. Live requests go first.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from batchmill.errors import InvalidInput, Unavailable
 from batchmill.ports import Clock
 
 FAILED_S = 60.0  # how long a failed load is remembered
-LOSSES_MAX = 3  # loads that the server did not outlive, of one adapter
-DEADLY_S = 3600.0  # how long it is remembered then: the next server takes its time to start
-LIVE_PATIENCE_S = 2.0  # how long a live request waits for rows to end, before those of an adapter are called back
-LIVE_WAIT_S = 120.0
+CRASHES_MAX = 3  # server crashes while one adapter loads, before the adapter is given up
+CRASHED_S = 3600.0  # how long that is remembered: the next server takes its time to start
+LIVE_PATIENCE_S = 2.0  # how long a live request waits for rows to end, before the rows of an adapter are recalled
+LIVE_WAIT_S = 120.0  # how long a live request waits for a slot
 
 
 class Host(Protocol):
@@ -38,8 +38,8 @@ class Host(Protocol):
     def recall_rows(self, adapter: Adapter) -> None:
         """Take the rows of an adapter out of the engine; they run again later."""
 
-    async def revived(self, wait_s: float) -> None:
-        """Wait until the server lives. Raises: Unavailable."""
+    async def wait_until_alive(self, wait_s: float) -> None:
+        """Wait until the server is alive. Raises: Unavailable."""
 
 
 class AdapterSlot(Struct, eq=False):
@@ -47,10 +47,10 @@ class AdapterSlot(Struct, eq=False):
 
     adapter: Adapter
     is_loading: bool = True
-    is_leaving: bool = False  # no more rows are sent to it: another adapter waits for its place
+    is_leaving: bool = False  # no more rows are sent to it: another adapter waits for the slot
     rows: int = 0
     live: int = 0
-    used: int = 0  # the larger the later
+    used: int = 0  # a counter: the larger, the more recent the last use
 
     @property
     def is_idle(self) -> bool:
@@ -58,43 +58,43 @@ class AdapterSlot(Struct, eq=False):
 
 
 class AdapterCache:
-    """The adapters of one engine. `room`: the number of slots. Concurrency: one event loop."""
+    """The adapters of one engine, in at most `slots_max` slots. Concurrency: one event loop."""
 
     def __init__(
-        self, host: Host, *, room: int, names: AdapterNames, counts: AdapterCounts, clock: Clock, timeout_s: float
+        self, host: Host, *, slots_max: int, names: AdapterNames, counts: AdapterCounts, clock: Clock, timeout_s: float
     ) -> None:
-        self.room = room
+        self.slots_max = slots_max
         self._host = host
         self._names = names
         self.counts = counts
         self._clock = clock
         self._timeout_s = timeout_s  # of one load
         self._slots: dict[Adapter, AdapterSlot] = {}
-        self._wanted: dict[Adapter, int] = {}  # by rows that wait, in their order
-        self._live: deque[Adapter] = deque()  # that live requests wait for
-        self._failed: dict[Adapter, tuple[float, str]] = {}  # until when, why
-        self._losses: dict[Adapter, int] = {}
-        self._moving: asyncio.Task[None] | None = None
+        self._row_ranks: dict[Adapter, int] = {}  # the adapters that rows wait for, in the order of the rows
+        self._live: deque[Adapter] = deque()  # the adapters that live requests wait for
+        self._failed: dict[Adapter, tuple[float, str]] = {}  # until when on the monotonic clock, and the reason
+        self._crashes: dict[Adapter, int] = {}
+        self._load_task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()  # replaced when it is set
         self._uses = 0
-        self.bug: BaseException | None = None  # no exchange is meant to raise; what one does raise must not be lost
+        self.bug: BaseException | None = None  # an unexpected error of a load; `Flow` and live requests raise it
 
     @property
     def loaded(self) -> int:
         return sum(not slot.is_loading for slot in self._slots.values())
 
-    def may_go(self, adapter: Adapter) -> bool:
+    def can_send(self, adapter: Adapter) -> bool:
         """Whether rows of this adapter may be sent now."""
         slot = self._slots.get(adapter)
         return slot is not None and not (slot.is_loading or slot.is_leaving)
 
     def failure(self, adapter: Adapter) -> str:
-        """Why an adapter could not be loaded recently; empty: it could, or was not tried."""
+        """Why a recent load of an adapter failed; empty if none failed."""
         until, why = self._failed.get(adapter, (0.0, ""))
         return why if self._clock.monotonic() < until else ""
 
     def use(self, adapter: Adapter) -> AdapterSlot:
-        """Count a row that is sent to an adapter that `may_go`; return the slot with `release`."""
+        """Count a row that is sent to an adapter for which `can_send` is true. `release` gives the slot back."""
         slot = self._slots[adapter]
         slot.rows += 1
         self._touch(slot)
@@ -103,16 +103,16 @@ class AdapterCache:
     def release(self, slot: AdapterSlot) -> None:
         slot.rows -= 1
         if slot.is_idle:
-            self._move()
+            self._start_next_load()
             self._publish()
 
-    def want(self, adapters: Sequence[Adapter]) -> None:
+    def set_waiting(self, adapters: Sequence[Adapter]) -> None:
         """Set the adapters that rows wait for, in this order."""
-        self._wanted = {adapter: rank for rank, adapter in enumerate(adapters)}
-        self._move()
+        self._row_ranks = {adapter: rank for rank, adapter in enumerate(adapters)}
+        self._start_next_load()
 
-    def make_way(self, adapter: Adapter) -> AdapterSlot | None:
-        """Have rows leave a slot for this adapter. None: it has one, or no rows can leave."""
+    def vacate_slot(self, adapter: Adapter) -> AdapterSlot | None:
+        """Send no more rows to one slot, so that this adapter gets it. None: it has a slot, or none can be vacated."""
         if adapter in self._slots:
             return None
         leaving = [slot for slot in self._slots.values() if slot.is_leaving]
@@ -128,40 +128,40 @@ class AdapterCache:
         return slot
 
     @contextlib.asynccontextmanager
-    async def held(self, adapter: Adapter) -> AsyncGenerator[bool]:
+    async def hold(self, adapter: Adapter) -> AsyncGenerator[bool]:
         """Load the adapter for a live request and hold it; yields whether it was loaded before.
 
-        Raises: InvalidInput for an adapter that cannot be loaded, Unavailable where no place becomes free in time.
+        Raises: InvalidInput for an adapter that cannot be loaded, Unavailable if no slot becomes free in time.
         """
-        was_there = self.may_go(adapter)
+        was_loaded = self.can_send(adapter)
         self._live.append(adapter)
         try:
-            slot = await self._reach(adapter)
+            slot = await self._wait_for_slot(adapter)
         finally:
             self._live.remove(adapter)
         slot.live += 1
         self._touch(slot)
         try:
-            yield was_there
+            yield was_loaded
         finally:
             slot.live -= 1
             if slot.is_idle:
-                self._move()
+                self._start_next_load()
                 self._publish()
 
     def restarted(self) -> None:
         """Forget all slots: the server is a new one."""
         self._slots.clear()
-        self._move()
+        self._start_next_load()
         self._publish()
 
     async def stop(self) -> None:
-        if self._moving is not None:
-            self._moving.cancel()
-            await asyncio.gather(self._moving, return_exceptions=True)
+        if self._load_task is not None:
+            self._load_task.cancel()
+            await asyncio.gather(self._load_task, return_exceptions=True)
 
     def note(self, rows: int) -> str:
-        """What these rows wait for, if it is an adapter; for users."""
+        """Tell users what `rows` waiting rows wait for; empty if they wait for no adapter."""
         loading = [slot.adapter.name for slot in self._slots.values() if slot.is_loading]
         if loading:
             return (
@@ -169,11 +169,11 @@ class AdapterCache:
                 if not rows
                 else f"{rows} rows wait for the adapter {loading[0]!r}, which is being loaded"
             )
-        return f"{rows} rows wait for one of the {self.room} adapter slots: all are in use" if rows else ""
+        return f"{rows} rows wait for one of the {self.slots_max} adapter slots: all are in use" if rows else ""
 
-    # -- who waits -----------------------------------------------------------------------------------------------------
+    # -- live requests -------------------------------------------------------------------------------------------------
 
-    async def _reach(self, adapter: Adapter) -> AdapterSlot:
+    async def _wait_for_slot(self, adapter: Adapter) -> AdapterSlot:
         until = self._clock.monotonic() + LIVE_WAIT_S
         patience_until = self._clock.monotonic() + LIVE_PATIENCE_S
         while True:
@@ -183,15 +183,15 @@ class AdapterCache:
                 raise InvalidInput(why, code="bad_adapter")
             now = self._clock.monotonic()
             if now >= until:
-                text = f"no place for the adapter {adapter.name!r} became free in {LIVE_WAIT_S:g} s: live requests "
-                raise Unavailable(f"{text}use all {self.room}; try again later", code="adapters_busy")
-            await self._host.revived(until - now)
+                text = f"no adapter slot became free for {adapter.name!r} in {LIVE_WAIT_S:g} s: live requests use "
+                raise Unavailable(f"{text}all {self.slots_max}; try again later", code="adapters_busy")
+            await self._host.wait_until_alive(until - now)
             slot = self._slots.get(adapter)
             if slot is not None and not slot.is_loading:
                 return slot
             changed = self._changed
-            self._move()
-            leaving = None if self._moving is not None else self.make_way(adapter)
+            self._start_next_load()
+            leaving = None if self._load_task is not None else self.vacate_slot(adapter)
             if leaving is not None and now >= patience_until:
                 self._host.recall_rows(leaving.adapter)
             with contextlib.suppress(TimeoutError):
@@ -209,26 +209,26 @@ class AdapterCache:
         slot.used = self._uses
 
     def _rank(self, adapter: Adapter) -> float:
-        return self._wanted.get(adapter, math.inf)
+        return self._row_ranks.get(adapter, math.inf)
 
-    # -- what moves ----------------------------------------------------------------------------------------------------
+    # -- loads ---------------------------------------------------------------------------------------------------------
 
-    def _move(self) -> None:
+    def _start_next_load(self) -> None:
         """Start the next load, if one is due and a slot is free or can be freed."""
-        if self._moving is not None or not self._host.server.process.is_alive:
+        if self._load_task is not None or not self._host.server.process.is_alive:
             return
-        for adapter in (*self._live, *self._wanted):
+        for adapter in (*self._live, *self._row_ranks):
             if adapter in self._slots or self.failure(adapter):
                 continue
             evicted = None
-            if len(self._slots) >= self.room:
+            if len(self._slots) >= self.slots_max:
                 evicted = self._eviction_candidate(adapter)
                 if evicted is None:
                     return
                 del self._slots[evicted.adapter]
             self._slots[adapter] = AdapterSlot(adapter)
-            self._moving = asyncio.create_task(self._exchange(evicted, adapter))
-            self._moving.add_done_callback(self._moved)
+            self._load_task = asyncio.create_task(self._exchange(evicted, adapter))
+            self._load_task.add_done_callback(self._on_load_end)
             return
         leaving = [slot for slot in self._slots.values() if slot.is_leaving]
         for slot in leaving:
@@ -237,58 +237,59 @@ class AdapterCache:
             self._host.wake_rows()
 
     def _eviction_candidate(self, adapter: Adapter) -> AdapterSlot | None:
-        """The slot to evict for an adapter: unused, and no earlier row waits for it."""
+        """The slot to evict for an adapter: an unused one whose adapter no earlier row waits for."""
         rank = -1 if adapter in self._live else self._rank(adapter)
         idle = [slot for slot in self._slots.values() if slot.is_idle and slot.adapter not in self._live]
         idle = [slot for slot in idle if slot.is_leaving or self._rank(slot.adapter) > rank]
         return max(idle, key=lambda slot: (slot.is_leaving, self._rank(slot.adapter), -slot.used), default=None)
 
     async def _exchange(self, evicted: AdapterSlot | None, adapter: Adapter) -> None:
+        """Unload the evicted adapter and load the other."""
         server, slot = self._host.server, self._slots[adapter]
         try:
             if evicted is not None:
                 await server.unload_adapter(self._names.of(evicted.adapter), self._timeout_s)
-            why = await server.load_adapter(self._names.of(adapter), adapter.place, self._timeout_s)
+            why = await server.load_adapter(self._names.of(adapter), adapter.path, self._timeout_s)
             if why and not await server.is_healthy():
                 raise CallLost(why)
         except CallLost as lost:
             self._slots.pop(adapter, None)
-            self._lost(adapter, lost)
+            self._record_crash(adapter, lost)
             if not await server.is_healthy():
-                await server.stop()  # the rows and calls that wait start a new one
+                await server.stop()  # waiting rows and live requests start a new one
         else:
-            self._settle(slot, why)
+            self._record_load(slot, why)
 
-    def _moved(self, task: asyncio.Task[None]) -> None:
-        self._moving = None
+    def _on_load_end(self, task: asyncio.Task[None]) -> None:
+        self._load_task = None
         if task.cancelled():
             return
         self.bug = task.exception()
         self._publish()
         if self.bug is None:
-            asyncio.get_running_loop().call_soon(self._move)  # after rows that can go now have gone
+            asyncio.get_running_loop().call_soon(self._start_next_load)  # after the rows that can run now are sent
 
-    def _settle(self, slot: AdapterSlot, why: str) -> None:
+    def _record_load(self, slot: AdapterSlot, why: str) -> None:
         adapter = slot.adapter
-        self._losses.pop(adapter, None)
+        self._crashes.pop(adapter, None)
         if why:
             self._slots.pop(adapter, None)
-            if os.path.isabs(adapter.place):  # which callers need not know
-                why = why.replace(adapter.place, "its folder")
-            self._fail(adapter, f"the adapter {adapter.name!r} cannot be loaded: {why}")
+            if os.path.isabs(adapter.path):  # which callers must not see
+                why = why.replace(adapter.path, "its folder")
+            self._remember_failure(adapter, f"the adapter {adapter.name!r} cannot be loaded: {why}")
             return
         slot.is_loading = False
         self._touch(slot)
-        self.counts.loaded(adapter.name)
+        self.counts.record_load(adapter.name)
 
-    def _lost(self, adapter: Adapter, lost: CallLost) -> None:
-        losses = self._losses[adapter] = self._losses.get(adapter, 0) + 1
-        if losses >= LOSSES_MAX:
-            del self._losses[adapter]
-            why = f"the engine did not live through {losses} loads of the adapter {adapter.name!r}: {lost}"
-            self._fail(adapter, why, DEADLY_S)
+    def _record_crash(self, adapter: Adapter, lost: CallLost) -> None:
+        crashes = self._crashes[adapter] = self._crashes.get(adapter, 0) + 1
+        if crashes >= CRASHES_MAX:
+            del self._crashes[adapter]
+            why = f"the engine crashed {crashes} times while it loaded the adapter {adapter.name!r}: {lost}"
+            self._remember_failure(adapter, why, CRASHED_S)
 
-    def _fail(self, adapter: Adapter, why: str, for_s: float = FAILED_S) -> None:
+    def _remember_failure(self, adapter: Adapter, why: str, for_s: float = FAILED_S) -> None:
         now = self._clock.monotonic()
-        self._failed = {each: failed for each, failed in self._failed.items() if failed[0] > now}
+        self._failed = {each: failure for each, failure in self._failed.items() if failure[0] > now}
         self._failed[adapter] = (now + for_s, why)

@@ -1,4 +1,4 @@
-"""Turns rows and live requests into calls of vLLM, and refuses those with parts that it would ignore."""
+"""Turns rows and live requests into calls of vLLM, and refuses fields that vLLM would ignore."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from batchmill.wire.forms import CLASSIFY, with_model
 from batchmill.wire.json_bytes import join_object, split_object
 
 POLICY_FLAG = "scheduling-policy"
-LIVE_PRIORITY = -(2**31)  # lower goes first; rows have 0, or what they say themselves
+LIVE_PRIORITY = -(2**31)  # lower goes first; rows have 0, or their own value
 NAMES_SHOWN = 20
 SHOWN_CHARS = 100  # of a path, in a message
 
@@ -28,7 +28,18 @@ SHOWN_CHARS = 100  # of a path, in a message
 class LlmRow:
     """One row with all its attempts."""
 
-    __slots__ = ("adapter", "attempts", "body", "deaths", "found_it", "is_prime", "row", "tracked", "turn", "url")
+    __slots__ = (
+        "adapter",
+        "adapter_was_loaded",
+        "attempts",
+        "body",
+        "deaths",
+        "must_run_alone",
+        "row",
+        "tracked",
+        "turn",
+        "url",
+    )
 
     def __init__(
         self, row: Row, url: str, body: bytes, adapter: Adapter | None = None, tracked: Tracked | None = None
@@ -37,12 +48,12 @@ class LlmRow:
         self.url = url
         self.body = body
         self.adapter = adapter
-        self.turn = -1  # its place among the rows that wait, once it has one
-        self.found_it = True  # its adapter was there when it could go
-        self.attempts = 0  # failed calls that the server outlived
+        self.turn = -1  # its position among the waiting rows, once it has one
+        self.adapter_was_loaded = True  # its adapter was loaded when the row could have been sent
+        self.attempts = 0  # failed calls that the server survived
         self.deaths = 0  # of the server, while this row was in flight
         self.tracked = tracked or Tracked("", "", url, body, adapter)
-        self.is_prime = False  # it is to be tried with nothing at all beside it
+        self.must_run_alone = False  # it must run with no other row in flight
 
     @property
     def project(self) -> str:
@@ -58,12 +69,12 @@ _head = msgspec.json.Decoder(_Head)
 
 
 class LlmCalls:
-    """Composes the calls of one model. `known`: the fields that its server understands, by URL."""
+    """Builds the calls of one model. `known`: the fields that its server understands, by URL."""
 
     def __init__(self, model: ModelSpec, known: Mapping[str, frozenset[str]] = KNOWN_FIELDS) -> None:
         self._bases = {name for name, adapter in model.targets().items() if adapter is None}
         self._adapters = model.adapter_set()
-        self._has_room = bool(model.adapters or model.adapter_rank)
+        self._takes_adapters = bool(model.adapters or model.adapter_rank)
         self._model, self._source = model.name, model.source
         self._paths = paths_of(model) or frozenset()
         self._live_paths = self._paths | {CLASSIFY}
@@ -77,16 +88,16 @@ class LlmCalls:
         """The body and the adapter of a live request. Raises: InvalidInput."""
         url = request.url
         if url not in self._live_paths:
-            known = ", ".join(sorted(self._live_paths))
-            raise UnknownName(f"no engine answers {url[:SHOWN_CHARS]!r}; there are {known}", code="unknown_url")
+            paths = ", ".join(sorted(self._live_paths))
+            raise UnknownName(f"no engine answers {url[:SHOWN_CHARS]!r}; choose from {paths}", code="unknown_url")
         try:
-            request.body.decode()  # the parts that are not looked into must be text too
+            request.body.decode()  # fields that are not parsed must be text too
             members = fields.translate_fields(split_object(request.body))
             model = _head.decode(request.body).model or self._model
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise InvalidInput(f"the body cannot be read as a request: {error}", code="invalid_json") from None
         if "priority" in members:
-            text = "`priority` is not the caller's to set: a live request goes ahead of every row; leave it out"
+            text = "`priority` cannot be set: a live request goes ahead of every row; leave it out"
             raise InvalidInput(text, code="parameter_not_allowed")
         if unknown := unknown_fields(url, members, self.known):
             raise InvalidInput(refusal(url, unknown, self.known), code="unknown_parameter")
@@ -98,26 +109,26 @@ class LlmCalls:
         return join_object(members), adapter
 
     def _live_adapter(self, request: LiveRequest, model: str) -> Adapter | None:
-        if request.adapter is not None and request.adapter_place and self._has_room:
+        if request.adapter is not None and request.adapter_place and self._takes_adapters:
             return Adapter(request.adapter, request.adapter_place)
-        found = self._adapter(self._adapters, request.adapter or model)
-        if isinstance(found, RowError):
-            if found.code == "bad_adapter":
-                raise InvalidInput(found.message, code=found.code)
-            raise UnknownName(found.message, code="model_not_found")
-        return found
+        adapter = self._adapter(self._adapters, request.adapter or model)
+        if isinstance(adapter, RowError):
+            if adapter.code == "bad_adapter":
+                raise InvalidInput(adapter.message, code=adapter.code)
+            raise UnknownName(adapter.message, code="model_not_found")
+        return adapter
 
     def _adapter(self, adapters: AdapterSet, name: str) -> Adapter | RowError | None:
-        """The adapter that a body's model name means; None: the base."""
+        """The adapter that a body's model name means; None for the base model."""
         if name in self._bases:
             return None
         own = adapters.names.get(name, name)
         if own in adapters.bad:
             return RowError("bad_adapter", adapters.bad[own])
-        place = adapters.places.get(own) if self._has_room else None
-        if place is not None:
-            return Adapter(own, place)
-        return RowError("unknown_model", f"the model {name!r} is not served here; there are {self._served(adapters)}")
+        path = adapters.places.get(own) if self._takes_adapters else None
+        if path is not None:
+            return Adapter(own, path)
+        return RowError("unknown_model", f"the model {name!r} is not served here; choose from {self._served(adapters)}")
 
     def _served(self, adapters: AdapterSet) -> str:
         names = sorted({*self._bases, *adapters.places, *adapters.names})
@@ -125,7 +136,7 @@ class LlmCalls:
         return ", ".join(names[:NAMES_SHOWN]) + more
 
     def read(self, row: Row) -> LlmRow | RowError:
-        """The call of a row, or why it cannot be made."""
+        """The call of a row, or the error of a row that cannot be called."""
         try:
             return self._read(row)
         except InvalidRow as error:
@@ -136,8 +147,10 @@ class LlmCalls:
     def _read(self, row: Row) -> LlmRow | RowError:
         request = row.form.request(row)
         if request.url not in self._paths:
-            known = ", ".join(sorted(self._paths))
-            raise InvalidRow(f"no engine answers {request.url[:SHOWN_CHARS]!r}; there are {known}", code="unknown_url")
+            paths = ", ".join(sorted(self._paths))
+            raise InvalidRow(
+                f"no engine answers {request.url[:SHOWN_CHARS]!r}; choose from {paths}", code="unknown_url"
+            )
         translated = fields.translate_body(request.body)
         members = split_object(translated)
         if unknown := unknown_fields(request.url, members, self.known):
@@ -149,14 +162,14 @@ class LlmCalls:
         if not head.model:
             return self._call(row, request.url, with_model(translated, self._model))
         adapters: AdapterSet | None = getattr(row.lease, "adapters", None)
-        found = self._adapter(self._adapters if adapters is None else adapters, head.model)
-        if found is None:
+        adapter = self._adapter(self._adapters if adapters is None else adapters, head.model)
+        if adapter is None:
             return self._call(row, request.url, translated)
-        if isinstance(found, RowError):
-            return found
-        name = self.names.of(found)
+        if isinstance(adapter, RowError):
+            return adapter
+        name = self.names.of(adapter)
         body = translated if name == head.model else with_model(translated, name)
-        return self._call(row, request.url, body, found)
+        return self._call(row, request.url, body, adapter)
 
     def _call(self, row: Row, url: str, body: bytes, adapter: Adapter | None = None) -> LlmRow:
         return LlmRow(row, url, body, adapter, self.tracked(getattr(row.lease, "project", ""), url, body, adapter))
@@ -172,6 +185,6 @@ def has_priority(engine_args: Mapping[str, object]) -> bool:
 
 
 def stable_code(code: str) -> str:
-    """vLLM's error types under one spelling: "BadRequestError" and "Bad Request" are both bad_request."""
+    """Give vLLM's error types one spelling: "BadRequestError" and "Bad Request" both become bad_request."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+", "_", code.strip())
     return words.lower().removesuffix("_error")

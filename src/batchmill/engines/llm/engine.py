@@ -16,7 +16,7 @@ from batchmill.engines.llm.adapter_cache import AdapterCache
 from batchmill.engines.llm.adapters import Adapter, AdapterCounts
 from batchmill.engines.llm.calls import LlmCalls
 from batchmill.engines.llm.flow import Flow
-from batchmill.engines.llm.launch import Hardware, adapter_room, find_python, secret_variables
+from batchmill.engines.llm.launch import Hardware, adapter_slots, find_python, secret_variables
 from batchmill.engines.llm.live import LlmLive
 from batchmill.engines.llm.quarantine import Deaths, SuspectIsolation
 from batchmill.engines.llm.row_queue import Flight, Yielding
@@ -29,18 +29,18 @@ from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec
 
 RESTARTS_MAX = 5  # without a finished row between them
 RESTARTS_WINDOW_S = 600.0
-GIVEN_UP_MAX = 30  # rows that the server died of, without an answer between them: then it is not the rows
+GIVEN_UP_MAX = 30  # rows given up one after another without an answer between them: then the rows are not the cause
 RESTART_DELAY_MAX_S = 30.0
 
 
 class LlmEngine:
     """Runs rows of `model.source` and its adapters on a vLLM server.
 
-    `engine_args` are vLLM's flags. `limits.in_flight_max` bounds the rows in flight; `limits.attempt_timeout_s` is how
-    long the engine may be silent, not one token in or out, before it is started anew: a row alone may take longer.
-    `limits.adapters_max` is how many adapters it holds at once. `secrets` are variables of the server's environment.
-    `home` keeps the server's log (`engine-N.log`), and what the next start needs to end a server that was left behind;
-    engines that run at the same time may share it, and should.
+    `engine_args` are vLLM's flags. `limits.in_flight_max` bounds the rows in flight. `limits.attempt_timeout_s` is how
+    long the engine may process no token before it is restarted; one row may take longer. `limits.adapters_max` is how
+    many adapters are loaded at once. `secrets` are variables of the server's environment. `home` has the server's log
+    (`engine-N.log`) and the record with which the next start ends a server that was left running. Engines that run at
+    the same time should share it.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class LlmEngine:
         self._calls = LlmCalls(model)
         self._adapter_cache = AdapterCache(
             self,
-            room=adapter_room(model, Hardware.here(self._env)),
+            slots_max=adapter_slots(model, Hardware.detect(self._env)),
             names=self._calls.names,
             counts=AdapterCounts(),
             clock=self._clock,
@@ -77,15 +77,15 @@ class LlmEngine:
         self._restarts: list[float] = []  # when, on the monotonic clock
         self._server: VllmServer | None = None
         self._flow: Flow | None = None  # while rows run
-        self._reviving: asyncio.Task[None] | None = None  # a restart that no flow sees to
-        self._changed = asyncio.Event()  # replaced when it is set: a server has been started, or a run has ended
+        self._reviving: asyncio.Task[None] | None = None  # a restart while no rows run
+        self._changed = asyncio.Event()  # set when a server has started or a run has ended; then replaced
         self._python = ""
         self._note = ""
         self._stopped = False
 
     @property
     def server(self) -> VllmServer:
-        assert self._server is not None, "start() comes first"
+        assert self._server is not None, "call start() first"
         return self._server
 
     @property
@@ -114,7 +114,7 @@ class LlmEngine:
             await self._flow.run()
         finally:
             self._flow = None
-            self._report_waiting()
+            self._wake_waiting()
 
     def report_deaths(self, report: Callable[[Struct], None]) -> None:
         self._deaths.report = report
@@ -133,13 +133,13 @@ class LlmEngine:
         if self._flow is not None:
             self._flow.recall(adapter)
 
-    async def revived(self, wait_s: float) -> None:
-        """Wait until the server lives, usually no time. Raises: Unavailable after `wait_s`, or when stopping."""
+    async def wait_until_alive(self, wait_s: float) -> None:
+        """Wait until the server is alive. Raises: Unavailable after `wait_s`, or when stopping."""
         until = self._clock.monotonic() + wait_s
         while not self.server.process.is_alive:
             left_s = until - self._clock.monotonic()
             if self._stopped or left_s <= 0:
-                raise Unavailable(f"the engine is not there: {self._note or 'it was stopped'}", code="engine_lost")
+                raise Unavailable(f"the engine is not running: {self._note or 'it was stopped'}", code="engine_lost")
             changed = self._changed
             self.wake_rows()
             if self._flow is None and self._reviving is None:
@@ -148,25 +148,25 @@ class LlmEngine:
                 await asyncio.wait_for(changed.wait(), left_s)
 
     async def _revive(self) -> None:
-        """Restart the server if no rows run, which would restart it."""
+        """Restart the server while no rows run. A running flow restarts it itself."""
         try:
             await self.server.stop()
-            self._deaths.died(self.server, self.server.process.complaint())
+            self._deaths.record_death(self.server, self.server.process.complaint())
             await self.relaunch()
         except BatchmillError as error:
             self._note = error.message
             self._stopped = True
         finally:
             self._reviving = None
-            self._report_waiting()
+            self._wake_waiting()
 
-    def _report_waiting(self) -> None:
+    def _wake_waiting(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def stop(self) -> None:
         self._stopped = True
-        self._report_waiting()
+        self._wake_waiting()
         if self._reviving is not None:
             self._reviving.cancel()
             await asyncio.gather(self._reviving, return_exceptions=True)
@@ -197,7 +197,7 @@ class LlmEngine:
         why = self.server.process.complaint()
         while not self._stopped:
             delay_s = self._next_delay(why)
-            self._set_note(f"vLLM died and is started again in {delay_s:g} s ({mask(why.splitlines()[0])})")
+            self._set_note(f"vLLM died and restarts in {delay_s:g} s ({mask(why.splitlines()[0])})")
             await self._clock.sleep(delay_s)
             try:
                 await self._launch()
@@ -215,7 +215,7 @@ class LlmEngine:
         self._given_up += 1
         if self._given_up > GIVEN_UP_MAX:
             raise JobPaused(
-                f"vLLM died of {self._given_up} rows one after another and answered nothing in between; its log: "
+                f"vLLM died with each of {self._given_up} rows in turn and answered none in between; its log: "
                 f"{self.server.process.log_path}",
                 reason=PauseReason.ENGINE_FAILED,
             )
@@ -226,14 +226,14 @@ class LlmEngine:
             self._model, self._python, home=self._home, env=env, clock=self._clock, note=self._set_note
         )
         self._adapter_cache.restarted()
-        self._report_waiting()
+        self._wake_waiting()
 
     def _next_delay(self, why: str) -> float:
         now = self._clock.monotonic()
         self._restarts = [when for when in self._restarts if now - when < RESTARTS_WINDOW_S]
         if len(self._restarts) >= RESTARTS_MAX:
             raise JobPaused(
-                f"vLLM died {RESTARTS_MAX + 1} times and finished no row in between; the last time: {why}\n"
+                f"vLLM died {RESTARTS_MAX + 1} times and finished no row in between; the last error: {why}\n"
                 f"(its log: {self.server.process.log_path})",
                 reason=PauseReason.ENGINE_FAILED,
             )
@@ -246,10 +246,10 @@ class LlmEngine:
 
 
 def _refuse_settings(model: ModelSpec) -> None:
-    """Refuse settings that an own engine cannot have. Raises: ModelFailed."""
+    """Refuse settings that an engine started by batchmill cannot have. Raises: ModelFailed."""
     limits = model.limits
     reasons = {
-        "base_url": (model.base_url, "its server is started by batchmill; for one that runs already use openai:"),
+        "base_url": (model.base_url, "batchmill starts its server; for one that runs already use openai:"),
         "api_key": (model.api_key, "its server needs no key"),
         "limits.requests_per_minute": (limits.requests_per_minute, "it runs as fast as it can; use in_flight_max"),
         "limits.tokens_per_minute": (limits.tokens_per_minute, "it runs as fast as it can; use in_flight_max"),

@@ -1,4 +1,4 @@
-"""Flow: runs rows on a server that may die: what is in flight, what is retried, which row is to blame."""
+"""Flow: runs rows on a server that may die. It tracks rows in flight, retries them and blames rows for deaths."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from batchmill.types.models import ALONE_DEATHS_MAX
 
 TUNE_S = 0.5
 RETRY_S = 0.5  # doubled with each attempt of a row
-QUIET_S = 2.0  # others have had no row for so long: rows of a project beyond its budget of deaths may come
-LAST_ROWS = 16  # of those, so many are taken at once
-TAKE_SHARE = 16  # rows are taken when one in so many of the limit is free
+QUIET_S = 2.0  # after others had no row for this long, rows of a project beyond its budget of deaths may run
+LAST_ROWS = 16  # how many of those are taken at once
+TAKE_SHARE = 16  # rows are taken when one in this many of the limit is free
 QUARANTINED = "quarantined"
 REFUSAL = (
-    "the engine died twice with this request alone in flight: it is refused for a while; the operator of the "
+    "the engine died twice with only this request in flight: it is refused for a while; the operator of the "
     "server can release it with `batchmill quarantine clear`"
 )
-AHEAD_MIN = 64  # rows beyond the limit that are looked at, so that their adapters come before their turn
+AHEAD_MIN = 64  # rows to read beyond the limit, so that their adapters load before their turn
 
 
 class Host(Protocol):
@@ -38,7 +38,7 @@ class Host(Protocol):
     server: VllmServer
 
     async def relaunch(self) -> None:
-        """Replace a dead server. Raises: JobPaused if that has been going on for too long."""
+        """Replace a dead server. Raises: JobPaused after too many restarts."""
 
     def progressed(self) -> None:
         """Called when a row is finished."""
@@ -57,7 +57,7 @@ class _InFlight(Struct, eq=False):
 
 
 class _Lost(Struct):
-    """A call without a reply, or with one that says the server failed."""
+    """A call without a reply, or with a reply that reports a failure of the server."""
 
     call: LlmRow
     server: VllmServer
@@ -92,20 +92,20 @@ class Flow:
         self._limits = calls.limits
         self._clock = clock
         self._queue = AdapterQueue()
-        self._suspects = QuarantineQueue()  # rows that wait to be tried with nothing beside them
-        self._trial: set[LlmRow] = set()  # those that are tried now
+        self._suspects = QuarantineQueue()  # rows that wait to run in isolation
+        self._trial: set[LlmRow] = set()  # suspects that run now
         self._holds_back = False  # rows of projects beyond their budget wait in the feed
-        self._others_at: dict[str, float] = {}  # project -> when it last had a row that ran, or waited to
+        self._others_at: dict[str, float] = {}  # project -> when it last had a running or waiting row
         self._in_flight: dict[asyncio.Task[None], _InFlight] = {}
-        self._overtaken: tuple[Adapter | None, int] = None, 0  # whose rows wait, and how many later ones have gone
-        self._lost: list[_Lost] = []
-        self._taking: asyncio.Task[list[Row]] | None = None
+        self._overtaken: tuple[Adapter | None, int] = None, 0  # a blocked adapter, and how many later rows were sent
+        self._lost_calls: list[_Lost] = []
+        self._take_task: asyncio.Task[list[Row]] | None = None
         self._ended = False
         self._finished = 0  # rows
-        self._late = 0
+        self._adapter_waits = 0  # rows that wait only for their adapters
         self._bug: BaseException | None = None
         self._wake = asyncio.Event()
-        self._moved_at = clock.monotonic()
+        self._progress_at = clock.monotonic()
 
     @property
     def in_flight(self) -> int:
@@ -118,13 +118,13 @@ class Flow:
     @property
     def waiting_for_adapters(self) -> int:
         """The number of rows that wait only for their adapters."""
-        return self._late
+        return self._adapter_waits
 
     def recall(self, adapter: Adapter) -> None:
         """Take rows of an adapter out of the engine; they keep their turn."""
-        for task, flying in self._in_flight.items():
-            if flying.call.adapter == adapter and task.cancel():
-                flying.is_recalled = True
+        for task, entry in self._in_flight.items():
+            if entry.call.adapter == adapter and task.cancel():
+                entry.is_recalled = True
 
     def _limit(self) -> int:
         """The limit of rows in flight."""
@@ -133,10 +133,10 @@ class Flow:
     async def run(self) -> None:
         """Run until the feed has ended and every row has its outcome."""
         tuning = asyncio.create_task(self._tune())
-        tuning.add_done_callback(self._task_ended)
+        tuning.add_done_callback(self._on_task_end)
         try:
             while not self._is_done():
-                if self._lost or not self._host.server.process.is_alive:
+                if self._lost_calls or not self._host.server.process.is_alive:
                     await self._recover()
                 self._hold_back()
                 self._send()
@@ -148,12 +148,12 @@ class Flow:
                     self._wake.clear()
             self._raise_bug()
         finally:
-            await self._cancel([tuning, *self._in_flight, *([self._taking] if self._taking else [])])
+            await self._cancel([tuning, *self._in_flight, *([self._take_task] if self._take_task else [])])
             self._isolation.release(self)
-            self._adapter_cache.want([])
+            self._adapter_cache.set_waiting([])
 
     def _is_done(self) -> bool:
-        return self._ended and not (self._queue or self._suspects or self._in_flight or self._lost)
+        return self._ended and not (self._queue or self._suspects or self._in_flight or self._lost_calls)
 
     def _raise_bug(self) -> None:
         if (bug := self._bug or self._adapter_cache.bug) is not None:
@@ -165,39 +165,39 @@ class Flow:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _task_ended(self, task: asyncio.Task) -> None:
-        """Re-raise the error of a task, none of which should fail."""
+    def _on_task_end(self, task: asyncio.Task) -> None:
+        """Note the unexpected error of a task; `run` raises it."""
         if not task.cancelled() and task.exception() is not None:
             self._bug = task.exception()
         self._wake.set()
 
-    # -- rows in -------------------------------------------------------------------------------------------------------
+    # -- rows ----------------------------------------------------------------------------------------------------------
 
     def _take(self) -> None:
-        if self._ended or self._taking is not None:
+        if self._ended or self._take_task is not None:
             return
         limit = self._limit()
         room = limit + self._ahead() - len(self._in_flight) - len(self._queue)
         if any(self._deaths.is_over_budget(project) for project in self._suspects.projects()):
             room = min(room, LAST_ROWS)
         if room > 0 and room * TAKE_SHARE >= limit:
-            self._taking = asyncio.create_task(self._feed.take(room))
-            self._taking.add_done_callback(self._taken)
+            self._take_task = asyncio.create_task(self._feed.take(room))
+            self._take_task.add_done_callback(self._on_rows_taken)
 
     def _ahead(self) -> int:
-        """The number of rows to take before there is room for them."""
-        return max(AHEAD_MIN, self._flight.limit // 2) if self._adapter_cache.room else 0
+        """The number of rows to take before they can be sent."""
+        return max(AHEAD_MIN, self._flight.limit // 2) if self._adapter_cache.slots_max else 0
 
-    def _taken(self, task: asyncio.Task[list[Row]]) -> None:
-        self._taking = None
-        self._task_ended(task)
+    def _on_rows_taken(self, task: asyncio.Task[list[Row]]) -> None:
+        self._take_task = None
+        self._on_task_end(task)
         if task.cancelled() or task.exception() is not None:
             return
         rows = task.result()
         self._ended = not rows
         refused = []
         for row in rows:
-            self._deaths.here(getattr(row.lease, "project", ""))
+            self._deaths.record_work(getattr(row.lease, "project", ""))
         for row in rows:
             call = self._calls.read(row)
             if isinstance(call, RowError):
@@ -211,34 +211,34 @@ class Flow:
         if refused:
             self._sink.put(refused)
 
-    # -- calls out -----------------------------------------------------------------------------------------------------
+    # -- calls ---------------------------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        """Fill the engine, or run suspects with nothing beside them."""
+        """Fill the engine, or run suspects in isolation."""
         if self._trial or self._isolation.is_closed(self):
             return
-        if self._suspects and self._try():
+        if self._suspects and self._run_suspects():
             return
         limit = self._limit()
-        behind = self._first_held_up()
-        while len(self._in_flight) < limit and (call := self._queue.pop(self._adapter_cache.may_go)) is not None:
+        blocked = self._first_blocked()
+        while len(self._in_flight) < limit and (call := self._queue.pop(self._adapter_cache.can_send)) is not None:
             self._start(call)
-            if behind is not None and call.turn > behind[1]:
-                self._overtaken = behind[0], self._overtaken[1] + 1
-        if behind is not None and self._overtaken[1] > limit:
-            self._adapter_cache.make_way(behind[0])
+            if blocked is not None and call.turn > blocked[1]:
+                self._overtaken = blocked[0], self._overtaken[1] + 1
+        if blocked is not None and self._overtaken[1] > limit:
+            self._adapter_cache.vacate_slot(blocked[0])
 
     # -- suspects ------------------------------------------------------------------------------------------------------
 
     def _suspect(self, call: LlmRow) -> None:
-        self._queue.number(call)
+        self._queue.assign_turn(call)
         self._suspects.add(call)
 
-    def _try(self) -> bool:
-        """Start the next suspects once nothing else is in flight. True: nothing else may begin until then."""
-        group = self._suspects.next_group(is_last=self._deaths.is_over_budget, may_go=self._may_try)
+    def _run_suspects(self) -> bool:
+        """Start the next suspects once nothing else is in flight. Returns whether other rows must wait."""
+        group = self._suspects.next_group(is_last=self._deaths.is_over_budget, can_send=self._can_run_suspect)
         has_others = bool(self._queue) or bool(self._in_flight)
-        is_ours = self._isolation.is_closed() or self._isolation.may_begin(has_others=has_others)
+        is_ours = self._isolation.is_closed() or self._isolation.can_start(has_others=has_others)
         if not group or not is_ours:
             self._isolation.release(self)
             return False
@@ -250,84 +250,84 @@ class Flow:
             self._start(call)
         return True
 
-    def _may_try(self, call: LlmRow) -> bool:
+    def _can_run_suspect(self, call: LlmRow) -> bool:
         """Whether a suspect may run: its adapter is loaded, and its project's turn has come."""
-        if call.adapter is not None and not self._adapter_cache.may_go(call.adapter):
+        if call.adapter is not None and not self._adapter_cache.can_send(call.adapter):
             return False
         return not self._deaths.is_over_budget(call.project) or self._is_turn_of(call.project)
 
     def _is_turn_of(self, project: str) -> bool:
         """Whether a project may run suspects: one beyond its budget of deaths only if no other has work."""
-        return not (self._deaths.rests(project) or self.has_others(project))
+        return not (self._deaths.must_wait(project) or self.has_others(project))
 
     def has_others(self, project: str) -> bool:
-        """Whether rows of other projects run, wait, or did so a moment ago."""
+        """Whether rows of other projects run or wait, or did so a moment ago."""
         now = self._clock.monotonic()
-        calls = [*self._suspects.calls, *(flying.call for flying in self._in_flight.values())]
+        calls = [*self._suspects.calls, *(entry.call for entry in self._in_flight.values())]
         for name in {call.project for call in calls} | self._queue.projects():
             if name == project or not self._deaths.is_over_budget(name):
                 self._others_at[name] = now
         self._others_at = {name: at for name, at in self._others_at.items() if now - at < QUIET_S}
-        return any(name != project for name in self._others_at) or self._isolation.live_of_others(project)
+        return any(name != project for name in self._others_at) or self._isolation.has_live_of_others(project)
 
     def _hold_back(self) -> None:
         """Hold rows of projects beyond their budget back until their turn."""
         over = self._deaths.over_budget()
-        for call in self._queue.take_of(over) if over else ():
+        for call in self._queue.take_projects(over) if over else ():
             self._suspects.add(call)
         if isinstance(self._feed, ProjectFeed):
             held_back = frozenset(project for project in over if not self._is_turn_of(project))
             self._feed.hold_back(held_back)
             self._holds_back = bool(held_back)
 
-    def _first_held_up(self) -> tuple[Adapter, int] | None:
+    def _first_blocked(self) -> tuple[Adapter, int] | None:
         """The first adapter whose rows cannot run, and the turn of the first of them."""
-        adapter = next((each for each in self._queue.adapters() if not self._adapter_cache.may_go(each)), None)
+        adapter = next((each for each in self._queue.adapters() if not self._adapter_cache.can_send(each)), None)
         if self._overtaken[0] != adapter:
             self._overtaken = adapter, 0
         return None if adapter is None else (adapter, self._queue.first_turn(adapter))
 
     def _load(self) -> None:
         """Request the adapters of waiting rows in the rows' order; fail rows whose adapter cannot be loaded."""
-        if not self._adapter_cache.room:
+        if not self._adapter_cache.slots_max:
             return
         waiting = list(dict.fromkeys([*self._suspects.adapters(), *self._queue.adapters()]))
         for adapter in waiting:
             if why := self._adapter_cache.failure(adapter):
-                self._refuse(adapter, why)
-        self._adapter_cache.want([adapter for adapter in waiting if not self._adapter_cache.failure(adapter)])
+                self._fail_rows(adapter, why)
+        self._adapter_cache.set_waiting([adapter for adapter in waiting if not self._adapter_cache.failure(adapter)])
         room = max(0, self._limit() - len(self._in_flight))
-        self._late = self._queue.mark_late(
-            (a for a in waiting if self._queue.waiting(a) and not self._adapter_cache.may_go(a)), room
+        self._adapter_waits = self._queue.mark_late(
+            (a for a in waiting if self._queue.waiting(a) and not self._adapter_cache.can_send(a)), room
         )
 
-    def _refuse(self, adapter: Adapter, why: str) -> None:
+    def _fail_rows(self, adapter: Adapter, why: str) -> None:
         error = RowError("bad_adapter", why)
-        refused = [*self._suspects.take(adapter), *self._queue.take_all(adapter)]
+        refused = [*self._suspects.take(adapter), *self._queue.take_adapter(adapter)]
         self._sink.put([Outcome(call.row, error=error, status=0) for call in refused])
 
     def _start(self, call: LlmRow) -> None:
         if not self._in_flight:
-            self._moved_at = self._clock.monotonic()
+            self._progress_at = self._clock.monotonic()
         slot = None
         if call.adapter is not None:
             slot = self._adapter_cache.use(call.adapter)
-            self._counts.began(call.adapter.name, self._clock.monotonic())
+            self._counts.record_start(call.adapter.name, self._clock.monotonic())
         server = self._host.server
-        self._deaths.began(server, call.tracked)
+        self._deaths.record_start(server, call.tracked)
         task = asyncio.create_task(self._call(call, server))
         self._in_flight[task] = _InFlight(call, server, slot)
-        task.add_done_callback(self._call_ended)
+        task.add_done_callback(self._on_call_end)
 
-    def _call_ended(self, task: asyncio.Task[None]) -> None:
-        flying = self._in_flight.pop(task)
-        self._task_ended(task)
-        if flying.slot is not None:
-            self._counts.ended(flying.slot.adapter.name, self._clock.monotonic())
-            self._adapter_cache.release(flying.slot)
-        call = flying.call
-        if flying.is_recalled and task.cancelled():
-            self._deaths.gone(flying.server, call.tracked)
+    def _on_call_end(self, task: asyncio.Task[None]) -> None:
+        entry = self._in_flight.pop(task)
+        self._on_task_end(task)
+        if entry.slot is not None:
+            self._counts.record_end(entry.slot.adapter.name, self._clock.monotonic())
+            self._adapter_cache.release(entry.slot)
+        call = entry.call
+        if entry.is_recalled and task.cancelled():
+            self._deaths.withdraw(entry.server, call.tracked)
             if call in self._trial:
                 self._suspect(call)
             else:
@@ -344,33 +344,33 @@ class Flow:
             status, data = await server.post(call.url, call.body)
         except CallLost as fault:
             cause = RowError("connection_failed", f"the connection to the engine broke: {fault}")
-            self._lost.append(_Lost(call, server, cause))
+            self._lost_calls.append(_Lost(call, server, cause))
             return
         except ReplyTooLarge as fault:
-            self._deaths.answered(server, call.tracked)
+            self._deaths.record_reply(server, call.tracked)
             self._finish(call, Outcome(call.row, error=RowError("reply_too_large", str(fault)), status=0))
             return
         if call.adapter is not None and (restorer := self._calls.names.restorer(call.adapter)) is not None:
-            data = restorer.whole(data)
+            data = restorer.restore(data)
         reply = read_reply(status, data)
         if is_result(reply) or not (status < 300 or (status >= 500 and status != 501)):
-            self._deaths.answered(server, call.tracked)
+            self._deaths.record_reply(server, call.tracked)
         if is_result(reply):
             self._finish(call, reply.ok(call.row))
         elif status < 300 or (status >= 500 and status != 501):
-            self._lost.append(_Lost(call, server, reply.row_error(), _refused(call, reply)))
+            self._lost_calls.append(_Lost(call, server, reply.row_error(), _error_outcome(call, reply)))
         elif status == 404 and (reply.error is None or not reply.error.code):
             text = f"the engine does not answer {call.url} for this model; a pooling model may need runner=pooling"
             self._finish(call, Outcome(call.row, reply.body, RowError("url_not_supported", text), status))
         else:
-            self._finish(call, _refused(call, reply))
+            self._finish(call, _error_outcome(call, reply))
 
     def _finish(self, call: LlmRow, outcome: Outcome) -> None:
         self._sink.put([outcome])
         if call.adapter is not None:
-            self._counts.answered(call.adapter.name, outcome.usage, found=call.found_it)
+            self._counts.record_reply(call.adapter.name, outcome.usage, was_loaded=call.adapter_was_loaded)
         self._finished += 1
-        self._moved_at = self._clock.monotonic()
+        self._progress_at = self._clock.monotonic()
         self._host.progressed()
 
     # -- when calls are lost -------------------------------------------------------------------------------------------
@@ -378,48 +378,49 @@ class Flow:
     async def _recover(self) -> None:
         server = self._host.server
         if server.process.is_alive and await server.is_healthy():
-            self._try_again()
+            self._retry_lost()
             return
         await server.stop()
         if self._in_flight:
             await asyncio.wait(self._in_flight)
-        self._deaths.died(server, server.process.complaint())
-        self._isolation.died()
-        self._record_death()
+        self._deaths.record_death(server, server.process.complaint())
+        self._isolation.record_death()
+        self._queue_suspects()
         await self._host.relaunch()
         self._flight.restarted()
-        self._moved_at = self._clock.monotonic()
+        self._progress_at = self._clock.monotonic()
 
-    def _take_lost(self) -> list[_Lost]:
-        lost, self._lost = self._lost, []
-        return sorted(lost, key=lambda one: one.call.row.position)
+    def _take_lost_calls(self) -> list[_Lost]:
+        lost, self._lost_calls = self._lost_calls, []
+        return sorted(lost, key=lambda lost: lost.call.row.position)
 
-    def _try_again(self) -> None:
-        """Retry a call while the server lives: the fault is the row's, or temporary."""
-        for lost in self._take_lost():
+    def _retry_lost(self) -> None:
+        """Retry lost calls while the server lives: the row caused the fault, or it is temporary."""
+        for lost in self._take_lost_calls():
             call = lost.call
             call.attempts += 1
             if call.attempts >= self._limits.attempts_max:
-                self._deaths.answered(lost.server, call.tracked)
+                self._deaths.record_reply(lost.server, call.tracked)
                 self._finish(call, lost.outcome or Outcome(call.row, error=lost.cause, status=0))
                 continue
-            self._deaths.gone(lost.server, call.tracked)
+            self._deaths.withdraw(lost.server, call.tracked)
             if self._deaths.is_suspect(call.tracked):
                 self._suspect(call)
             else:
                 self._queue.push(call)
 
-    def _record_death(self) -> None:
-        """After the server has died: queue its rows as suspects, to run in small groups, then one by one."""
-        for lost in self._take_lost():
+    def _queue_suspects(self) -> None:
+        """Queue the rows of a dead server as suspects, to run in small groups, then one by one."""
+        for lost in self._take_lost_calls():
             call = lost.call
             call.deaths += 1
-            call.is_prime = call.is_prime or call.deaths > 1 or bool(call.tracked.alone)
-            beyond = self._deaths.is_over_budget(call.project)
-            if call.tracked.alone >= ALONE_DEATHS_MAX or (beyond and call.tracked.alone and call.deaths > 1):
+            call.must_run_alone = call.must_run_alone or call.deaths > 1 or bool(call.tracked.alone)
+            is_over_budget = self._deaths.is_over_budget(call.project)
+            if call.tracked.alone >= ALONE_DEATHS_MAX or (is_over_budget and call.tracked.alone and call.deaths > 1):
                 complaint = self._host.server.process.complaint()
                 message = (
-                    f"the engine died {call.deaths} times with this row in flight, at last with it alone: {complaint}"
+                    f"the engine died {call.deaths} times with this row in flight, the last time with no other: "
+                    f"{complaint}"
                 )
                 self._sink.put([Outcome(call.row, error=RowError("engine_crashed", message), status=0)])
                 self._host.gave_up()
@@ -435,7 +436,7 @@ class Flow:
             await self._clock.sleep(TUNE_S)
             server = self._host.server
             if self._suspects or self._holds_back or self._deaths.over_budget():
-                self._wake.set()  # their time may have come
+                self._wake.set()  # it may be their turn
             is_idle = not (self._in_flight or self._yielding.live or self._flight.gauges.running)
             if is_idle or not server.process.is_alive:
                 continue
@@ -444,19 +445,19 @@ class Flow:
                 continue
             now = self._clock.monotonic()
             if gauges is not None and not self._in_flight:
-                self._flight.gauges = gauges  # of live requests alone, which say nothing of how many rows fit
-                self._wake.set()  # time passes: rows may go beside them again
+                self._flight.gauges = gauges  # of live requests only, which do not show how many rows fit
+                self._wake.set()  # rows may run beside them again
             elif gauges is not None:
                 if gauges.tokens != tokens:
-                    tokens, self._moved_at = gauges.tokens, now
+                    tokens, self._progress_at = gauges.tokens, now
                 self._flight.observe(gauges, len(self._in_flight))
                 self._yielding.observe(gauges.running, self._finished, now)
                 self._wake.set()
-            if now - self._moved_at > self._limits.attempt_timeout_s and self._in_flight:
+            if now - self._progress_at > self._limits.attempt_timeout_s and self._in_flight:
                 await server.stop()
 
 
-def _refused(call: LlmRow, reply: Reply) -> Outcome:
+def _error_outcome(call: LlmRow, reply: Reply) -> Outcome:
     """The error outcome of a reply, with a stable code."""
     outcome = reply.refused(call.row)
     assert outcome.error is not None

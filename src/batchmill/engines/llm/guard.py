@@ -1,8 +1,8 @@
 """Guard: ends an engine server when the worker that started it ends.
 
-A program of its own, in a session of its own, standard library only. It starts the server, writes its log, and ends the
-server and everything below it when its standard input closes: that is, whenever the worker dies, SIGKILL included.
-`sweep`, which the worker imports, ends what a guard left that was itself killed.
+A separate program in its own session that uses only the standard library. It starts the server, writes its log, and
+ends the server and its descendants when its standard input closes, which happens whenever the worker dies, even of
+SIGKILL. The worker imports `sweep`, which ends processes that a killed guard left running.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from types import FrameType
 
 MARKER = "BATCHMILL_ENGINE"  # in the environment of the server and of everything it starts
 LOG_BYTES_MAX = 8 * 1024 * 1024  # twice this on disk: the log and the one before it
-TICK_S = 0.25  # how often the guard looks whether its worker is still its parent
+TICK_S = 0.25  # how often the guard checks that its worker is still its parent
 KILL_WAIT_S = 20.0  # how long a killed process may take to be gone
 EXIT_NOT_STARTED = 127
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LINUX = sys.platform == "linux"
 
 
-# Processes, as /proc shows them
+# Processes in /proc
 
 
 def _fields(pid: int) -> list[str] | None:
@@ -72,26 +72,26 @@ def descendants(root: int) -> list[int]:
             children.setdefault(int(fields[1]), []).append(pid)
             if fields[0] in "ZX":
                 dead.add(pid)
-    found: list[int] = []
+    below: list[int] = []
     level = [root]
     while level:
         level = [child for parent in level for child in children.get(parent, ())]
-        found += level
-    return [pid for pid in found if pid not in dead]
+        below += level
+    return [pid for pid in below if pid not in dead]
 
 
-def marked(marker: str) -> list[int]:
+def find_marked(marker: str) -> list[int]:
     """Every live process of this user with the marker in its environment."""
-    wanted = f"{MARKER}={marker}".encode()
-    found = []
+    variable = f"{MARKER}={marker}".encode()
+    pids = []
     for pid in _pids():
         try:
             environ = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:  # gone, or another user's
+        except OSError:  # it ended, or belongs to another user
             continue
-        if wanted in environ.split(b"\0") and pid != os.getpid():
-            found.append(pid)
-    return found
+        if variable in environ.split(b"\0") and pid != os.getpid():
+            pids.append(pid)
+    return pids
 
 
 def signal_all(pids: list[int], number: int) -> None:
@@ -101,7 +101,7 @@ def signal_all(pids: list[int], number: int) -> None:
 
 
 def kill_until_gone(list_pids: Callable[[], list[int]]) -> list[int]:
-    """SIGKILL what `list_pids` returns until it is empty; return those that do not end."""
+    """SIGKILL the processes of `list_pids` until there are none; return those that do not end."""
     deadline = time.monotonic() + KILL_WAIT_S
     while pids := list_pids():
         signal_all(pids, signal.SIGKILL)
@@ -111,7 +111,7 @@ def kill_until_gone(list_pids: Callable[[], list[int]]) -> list[int]:
     return []
 
 
-# The record: one file per engine slot, locked as long as its worker or its guard lives
+# The record: one file per engine slot, locked while its worker or its guard lives
 
 
 def try_lock(fd: int) -> bool:
@@ -127,7 +127,7 @@ def read_record(fd: int) -> dict[str, object]:
     """The record in a slot's file; empty for an unused slot."""
     try:
         record = json.loads(os.pread(fd, 65536, 0) or b"{}")
-    except ValueError:  # its writer was killed half-way: it had started nothing yet
+    except ValueError:  # its writer was killed while writing, and had started nothing yet
         return {}
     return record if isinstance(record, dict) else {}
 
@@ -137,30 +137,30 @@ def write_record(fd: int, record: dict[str, object]) -> None:
     os.pwrite(fd, json.dumps(record).encode(), 0)
 
 
-def _is_alive(record: dict[str, object], who: str) -> bool:
-    pid, started = record.get(f"{who}_pid"), record.get(f"{who}_start")
+def _is_alive(record: dict[str, object], role: str) -> bool:
+    pid, started = record.get(f"{role}_pid"), record.get(f"{role}_start")
     return isinstance(pid, int) and started is not None and start_time(pid) == started
 
 
-def end_left(record: dict[str, object]) -> list[int]:
-    """Kill what an engine's record names or what carries its marker; return those that do not end."""
+def end_leftovers(record: dict[str, object]) -> list[int]:
+    """Kill the server of an engine's record and all processes with its marker; return those that do not end."""
     marker, server = record.get("marker"), record.get("server_pid")
-    left: list[int] = []
+    survivors: list[int] = []
     if isinstance(marker, str) and marker and record.get("boot_id") == boot_id():
         if isinstance(server, int) and _is_alive(record, "server"):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(server, signal.SIGKILL)
-        left = kill_until_gone(lambda: marked(marker))
+        survivors = kill_until_gone(lambda: find_marked(marker))
     scratch = record.get("scratch")
     if isinstance(scratch, str) and scratch:
         shutil.rmtree(scratch, ignore_errors=True)
-    return left
+    return survivors
 
 
 def sweep(home: Path) -> int:
-    """End every engine under `home` whose worker and guard are dead; return how many there were.
+    """End every engine under `home` whose worker and guard are dead; return their number.
 
-    An engine whose guard is just ending it is waited for, so that its memory is free when the next one starts.
+    Wait for an engine that its guard is ending, so that its memory is free when the next engine starts.
     """
     swept = 0
     for path in sorted(home.glob("engine-*.pid")):
@@ -171,7 +171,7 @@ def sweep(home: Path) -> int:
                 continue
             record = read_record(fd)
             if record:
-                end_left(record)
+                end_leftovers(record)
                 write_record(fd, {})
                 swept += 1
         finally:
@@ -201,7 +201,7 @@ class Log:
         self.size_bytes = path.stat().st_size
 
     def write(self, data: bytes) -> None:
-        # A full disk costs lines of a log, never the engine that writes them.
+        # A full disk loses log lines, but does not stop the engine.
         with contextlib.suppress(OSError):
             if self.size_bytes + len(data) > LOG_BYTES_MAX:
                 self.file.close()
@@ -218,18 +218,18 @@ def _prctl(option: int, value: int) -> None:
 
 
 class Guard:
-    """Runs one server until nothing of it is left."""
+    """Runs one server until all of its processes have ended."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.asked_to_end = False
+        self.should_end = False
         self.status: int | None = None  # the server's wait status, once it is dead
         self.log = Log(options.log)
         self.record = read_record(options.lock_fd)
 
     def run(self) -> int:
-        """Start the server, watch, end everything; the exit code is the server's, 128 + N after signal N."""
-        # With it, whatever the server leaves becomes our child and not init's, so none escapes `descendants`.
+        """Start the server, watch it, end everything. Returns the server's exit code, or 128 + N after signal N."""
+        # Orphans of the server become our children and not init's, so `descendants` lists them.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._on_signal)
@@ -245,13 +245,13 @@ class Guard:
         return code if code >= 0 else 128 - code
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.asked_to_end = True
+        self.should_end = True
 
     def _start(self) -> None:
         guard = os.getpid()
 
         def follow_guard() -> None:
-            # Should even the guard be killed, the server hears of it and ends in order.
+            # If the guard itself is killed, the server gets SIGTERM.
             _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != guard:
                 os._exit(EXIT_NOT_STARTED)
@@ -272,9 +272,9 @@ class Guard:
         write_record(self.options.lock_fd, self.record)
 
     def _watch(self) -> None:
-        """Wait until the worker has ended or wants the end, or the server is dead."""
+        """Wait until the worker has ended or closes the input, or the server is dead."""
         watched = [0, self.output]
-        while not self.asked_to_end and os.getppid() == self.options.worker:
+        while not self.should_end and os.getppid() == self.options.worker:
             ready, _, _ = select.select(watched, [], [], TICK_S)
             if self.output in ready and not self._drain():
                 watched.remove(self.output)
@@ -293,22 +293,22 @@ class Guard:
         while self._alive() and time.monotonic() < deadline:
             self._drain()
             time.sleep(0.05)
-        left = kill_until_gone(self._alive)
+        survivors = kill_until_gone(self._alive)
         self._drain()
-        if left:
-            self.log.write(f"the guard could not end the processes {left}\n".encode())
+        if survivors:
+            self.log.write(f"the guard could not end the processes {survivors}\n".encode())
         else:
             self._forget()
 
     def _forget(self) -> None:
-        """Delete the engine's files: nothing of it is left."""
+        """Delete the engine's files after all of its processes have ended."""
         shutil.rmtree(self.options.scratch, ignore_errors=True)
         write_record(self.options.lock_fd, {})
 
     def _alive(self) -> list[int]:
         self._reap()
-        below = [self.server.pid] if self.status is None else []
-        return descendants(os.getpid()) if _LINUX else below
+        server = [self.server.pid] if self.status is None else []
+        return descendants(os.getpid()) if _LINUX else server
 
     def _reap(self) -> None:
         """Reap every dead child: the server, and orphans of it."""
@@ -319,7 +319,7 @@ class Guard:
                     self.server.returncode = os.waitstatus_to_exitcode(ended[1])
 
     def _drain(self) -> bool:
-        """Copy the server's output to the log; False once nothing can write any more."""
+        """Copy the server's output to the log; False once every writer has closed it."""
         try:
             while data := os.read(self.output, 65536):
                 self.log.write(data)
@@ -333,11 +333,11 @@ def main() -> int:
     parser.add_argument("--worker", type=int, required=True, help="process id of the worker")
     parser.add_argument("--lock-fd", type=int, required=True, help="open file with the engine's record, locked")
     parser.add_argument("--log", type=Path, required=True)
-    parser.add_argument("--scratch", type=Path, required=True, help="directory that is removed at the end")
+    parser.add_argument("--scratch", type=Path, required=True, help="directory to delete at the end")
     parser.add_argument("--grace-s", type=float, required=True, help="from SIGTERM to SIGKILL")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
-    # The server must not hold the lock: a dead guard would then not be noticed.
+    # The server must not inherit the lock, or a dead guard would not be noticed.
     os.set_inheritable(options.lock_fd, False)
     return Guard(options).run()
 

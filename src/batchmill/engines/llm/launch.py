@@ -41,37 +41,37 @@ def find_files(source: str, env: Mapping[str, str]) -> list[Path]:
     return sorted((hub / f"models--{source.replace('/', '--')}" / "snapshots").glob("*/"))
 
 
-def refuse_remote_code(source: str, places: list[Path], *, trusted: bool) -> None:
+def refuse_remote_code(source: str, directories: list[Path], *, trusted: bool) -> None:
     """Raise ModelFailed for a model with Python code, unless the caller trusts it.
 
-    vLLM before 0.14 ran such code without being asked (CVE-2026-22807).
+    vLLM before 0.14 ran such code without `trust-remote-code` (CVE-2026-22807).
     """
-    if not places and source.startswith(("/", ".", "~")):
+    if not directories and source.startswith(("/", ".", "~")):
         raise ModelFailed(f"there is no model directory {source!r}")
-    for path in [place / name for place in places for name in CONFIGS]:
+    for path in [directory / name for directory in directories for name in CONFIGS]:
         if not trusted and "auto_map" in _read_object(path):
             raise ModelFailed(
-                f"the model {source!r} brings Python code of its own ({path.name} has auto_map), which would run with "
-                "your rights; if you trust it, pass the engine argument trust-remote-code=true"
+                f"the model {source!r} contains Python code ({path.name} has auto_map), which would run with your "
+                "permissions; if you trust it, pass the engine argument trust-remote-code=true"
             )
 
 
 def adapter_rank(name: str, path: str, env: Mapping[str, str]) -> int | None:
     """The rank of LoRA weights; None for an id that has not been downloaded yet.
 
-    Raises: ModelFailed for a directory that holds no adapter.
+    Raises: ModelFailed for a directory without an adapter.
     """
-    places = find_files(path, env)
-    if not places and (os.path.isabs(path) or path.startswith((".", "~"))):
+    directories = find_files(path, env)
+    if not directories and (os.path.isabs(path) or path.startswith((".", "~"))):
         raise ModelFailed(f"the adapter {name!r}: there is no directory {path!r}")
-    for place in places:
-        config = _read_object(place / "adapter_config.json")
+    for directory in directories:
+        config = _read_object(directory / "adapter_config.json")
         rank = config.get("r")
         if isinstance(rank, int) and rank > 0:
             patterns = config.get("rank_pattern")
             others = patterns.values() if isinstance(patterns, dict) else ()
             return max(rank, *(other for other in others if isinstance(other, int)), 1)
-        raise ModelFailed(f"the adapter {name!r}: {place} holds no adapter_config.json that names its rank `r`")
+        raise ModelFailed(f"the adapter {name!r}: {directory} has no adapter_config.json with its rank `r`")
     return None
 
 
@@ -90,19 +90,19 @@ Flag = str | int | float | bool | None
 
 PYTHON_VARIABLE = "BATCHMILL_VLLM_PYTHON"
 REPLICA_VARIABLE = "BATCHMILL_REPLICA"  # 0, 1, ... set for each worker of a model with several
-GPUS_VARIABLE = "BATCHMILL_GPUS"  # the devices that are this engine's own, where somebody deals them
-SIDE = Path(__file__).parent / "vllm_plugin"  # what of ours runs inside vLLM
+GPUS_VARIABLE = "BATCHMILL_GPUS"  # the GPUs assigned to this engine; unset if nobody assigns them
+PLUGIN_PATH = Path(__file__).parent / "vllm_plugin"  # our code that runs inside vLLM
 SCHEDULER = "batchmill_yield.create"
-PLUGIN = "batchmill_adapters"  # in SIDE, which vLLM finds by its entry point
+PLUGIN = "batchmill_adapters"  # in PLUGIN_PATH; vLLM finds it by its entry point
 MODULE = "vllm.entrypoints.openai.api_server"
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks vLLM has room for
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the maximum ranks that vLLM accepts
 LORA_RANK_DEFAULT = 16
-LORAS_ACTIVE_GPU = 4  # in one batch: rows come grouped by adapter
-LORAS_KEPT_GPU = 64  # beside the batch, in the machine's memory
+LORAS_ACTIVE_GPU = 4  # in one batch; rows are grouped by adapter
+LORAS_KEPT_GPU = 64  # in the machine's memory
 LORAS_KEPT_CPU = 8
 CPU_KV_GIB_MAX = 4
-CPU_SEQS = 256  # rows in one batch on a CPU; vLLM's own 128 leaves a small model waiting
-SMALL_CPU_CORES = 8  # up to so many, the worker runs inside the engine's process
+CPU_SEQS = 256  # rows in one batch on a CPU; vLLM's default of 128 leaves a small model idle
+SMALL_CPU_CORES = 8  # on this many cores or fewer, the worker runs inside the engine's process
 PROBE_TIMEOUT_S = 60
 _PROBE = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
 
@@ -121,7 +121,7 @@ _OWNED = {
     "config": "pass each flag as an engine argument",
     "headless": "batchmill talks to the server's HTTP port",
 }
-# Not for the server: a key would be asked of us, and the rest belongs to another interpreter.
+# Not for the server: it would require a key from us, and the others belong to another interpreter.
 _DROPPED_VARIABLES = ("VLLM_API_KEY", "PYTHONHOME", "__PYVENV_LAUNCHER__")
 _OWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
@@ -142,20 +142,20 @@ class Launch(Struct, frozen=True):
 class Hardware(Struct, frozen=True):
     """The hardware that decides between settings for CPU and GPU."""
 
-    gpus: list[str]  # ids as CUDA_VISIBLE_DEVICES has them
+    gpus: list[str]  # ids, as in CUDA_VISIBLE_DEVICES
     memory_free_bytes: int
     cores: int
 
     @classmethod
-    def here(cls, env: Mapping[str, str]) -> Hardware:
-        found = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal())
+    def detect(cls, env: Mapping[str, str]) -> Hardware:
+        numbers = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal())
         visible = env.get("CUDA_VISIBLE_DEVICES")
-        names = [str(number) for number in found]
-        if dealt := env.get(GPUS_VARIABLE):
-            names = [name.strip() for name in dealt.split(",") if name.strip()]
+        names = [str(number) for number in numbers]
+        if assigned := env.get(GPUS_VARIABLE):
+            names = [name.strip() for name in assigned.split(",") if name.strip()]
         elif visible is not None:
-            names = [name.strip() for name in visible.split(",") if name.strip()] if found else []
-        elif not found and Path("/dev/kfd").exists():
+            names = [name.strip() for name in visible.split(",") if name.strip()] if numbers else []
+        elif not numbers and Path("/dev/kfd").exists():
             names = ["rocm"]
         free = (
             os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
@@ -168,7 +168,7 @@ class Hardware(Struct, frozen=True):
 def plan_launch(model: ModelSpec, python: str, socket: Path, *, env: Mapping[str, str], machine: Hardware) -> Launch:
     """The command and environment for a server on `socket`.
 
-    Raises: ModelFailed for flags that are not the caller's to set, and for a model that cannot be started like this.
+    Raises: ModelFailed for flags that callers may not set, and for a model that cannot start with these settings.
     """
     flags = read_flags(model.engine_args)
     source = str(Path(model.source).absolute()) if Path(model.source).is_dir() else model.source
@@ -194,18 +194,19 @@ def secret_variables(model: ModelSpec) -> dict[str, str]:
     """The environment variables with secrets. Raises: ModelFailed for a missing or forbidden secret."""
     for name in model.secrets:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ModelFailed(f"{name!r} is not a name of an environment variable", code="invalid_config")
+            raise ModelFailed(f"{name!r} is not a valid name of an environment variable", code="invalid_config")
         if name in _OWN_VARIABLES or name in _DROPPED_VARIABLES or name.startswith("BATCHMILL_"):
-            raise ModelFailed(f"the variable {name!r} is not yours to set for an engine", code="invalid_config")
+            raise ModelFailed(f"the variable {name!r} cannot be set for an engine", code="invalid_config")
     return {name: secrets.resolve(reference).reveal() for name, reference in model.secrets.items()}
 
 
 def _runs_in_one_process(flags: Mapping[str, Flag], env: Mapping[str, str], machine: Hardware) -> bool:
     """Whether the worker runs inside the engine's process, with a thread on every core.
 
-    In a process of its own it computes on all cores but one, and on that one the engine spins until it is done: on two
-    cores 103 rows/s where this ran at 135. vLLM accepts it on a CPU only with its multiprocessing switched off, which
-    changes nothing else for a server, and leaves the threads' number to us. A caller's own choice has precedence.
+    In a separate process the worker computes on all cores but one, and on that one the engine spins until the worker is
+    done: on two cores it ran 103 rows/s instead of 135. On a CPU vLLM accepts one process only without its
+    multiprocessing. That changes nothing else for a server, and lets us set the number of threads. A caller's setting
+    has precedence.
     """
     chosen = {"distributed-executor-backend", "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"}
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"}
@@ -218,7 +219,7 @@ def read_flags(engine_args: Mapping[str, Flag]) -> dict[str, Flag]:
     for name, value in engine_args.items():
         flag = name.lstrip("-").replace("_", "-")
         if flag in _OWNED:
-            raise ModelFailed(f"the engine argument {name!r} is not yours to set: {_OWNED[flag]}")
+            raise ModelFailed(f"the engine argument {name!r} cannot be set: {_OWNED[flag]}")
         if not re.fullmatch(r"[A-Za-z][A-Za-z0-9.-]*", flag):
             raise ModelFailed(f"the engine argument {name!r} is not a flag; write it as vLLM does, like max-model-len")
         words = {"true": True, "false": False}
@@ -243,49 +244,49 @@ def _served_names(model: ModelSpec) -> list[str]:
     return list(dict.fromkeys(filter(None, (model.name, model.source, model.alias))))
 
 
-def adapter_room(model: ModelSpec, machine: Hardware) -> int:
-    """The number of adapter slots of this model's engine; 0: it takes none.
+def adapter_slots(model: ModelSpec, machine: Hardware) -> int:
+    """The number of adapter slots of this model's engine; 0 if it takes no adapters.
 
-    Raises: ModelFailed for a number that is none.
+    Raises: ModelFailed for an invalid number.
     """
     if not (model.adapters or model.adapter_rank):
         return 0
     flags, configured = read_flags(model.engine_args), model.limits.adapters_max
     if configured is not None and configured < 1:
-        raise ModelFailed(f"limits.adapters_max is {configured}; it must be a number from 1 on", code="invalid_config")
-    room = (LORAS_KEPT_GPU if machine.gpus else LORAS_KEPT_CPU) if configured is None else configured
+        raise ModelFailed(f"limits.adapters_max is {configured}; it must be 1 or more", code="invalid_config")
+    slots = (LORAS_KEPT_GPU if machine.gpus else LORAS_KEPT_CPU) if configured is None else configured
     if flags.get("max-cpu-loras") is not None:
         kept = _count(flags, "max-cpu-loras")
-        room = kept if configured is None else min(kept, configured)
-    return room if model.adapter_rank else min(room, len(model.adapters))
+        slots = kept if configured is None else min(kept, configured)
+    return slots if model.adapter_rank else min(slots, len(model.adapters))
 
 
 def _lora_flags(
     model: ModelSpec, flags: Mapping[str, Flag], env: Mapping[str, str], machine: Hardware
 ) -> dict[str, Flag]:
-    kept = adapter_room(model, machine)
+    kept = adapter_slots(model, machine)
     if not kept:
         return {}
     for name in model.adapters:
         if name in _served_names(model):
-            raise ModelFailed(f"the adapter {name!r} has the base model's name; give it another")
+            raise ModelFailed(f"the adapter {name!r} has the base model's name; give it another name")
     active = min(kept, LORAS_ACTIVE_GPU) if machine.gpus else kept
     if flags.get("max-loras") is not None:
         kept = max(kept, _count(flags, "max-loras"))
-    return {"enable-lora": True, "max-loras": active, "max-cpu-loras": kept, "max-lora-rank": _rank_room(model, env)}
+    return {"enable-lora": True, "max-loras": active, "max-cpu-loras": kept, "max-lora-rank": _rank_max(model, env)}
 
 
-def _rank_room(model: ModelSpec, env: Mapping[str, str]) -> int:
+def _rank_max(model: ModelSpec, env: Mapping[str, str]) -> int:
     """The maximum adapter rank: the model's setting, or the largest of its adapters. Raises: ModelFailed."""
     rank = model.adapter_rank
     if not rank:
         good = {name: path for name, path in model.adapters.items() if name not in model.bad_adapters}
         ranks = [adapter_rank(name, path, env) for name, path in good.items()]
         rank = max([LORA_RANK_DEFAULT, *(rank for rank in ranks if rank is not None)])
-    room = next((allowed for allowed in LORA_RANKS if allowed >= rank), None)
-    if room is None:
+    rank_max = next((allowed for allowed in LORA_RANKS if allowed >= rank), None)
+    if rank_max is None:
         raise ModelFailed(f"an adapter has rank {rank}; vLLM serves at most {LORA_RANKS[-1]}")
-    return room
+    return rank_max
 
 
 def _count(flags: Mapping[str, Flag], name: str) -> int:
@@ -294,33 +295,34 @@ def _count(flags: Mapping[str, Flag], name: str) -> int:
     if value is None:
         return 1
     if not str(value).isdecimal() or int(value) < 1:
-        raise ModelFailed(f"the engine argument {name!r} is {value!r}; it must be a number from 1 on")
+        raise ModelFailed(f"the engine argument {name!r} is {value!r}; it must be an integer of 1 or more")
     return int(value)
 
 
-def adapter_place(place: str) -> str:
-    """The absolute path of an adapter: the server may have another working directory."""
-    return str(Path(place).absolute()) if Path(place).is_dir() else place
+def absolute_adapter_path(path: str) -> str:
+    """The absolute path of an adapter: the server may have another working directory. A hub id is unchanged."""
+    return str(Path(path).absolute()) if Path(path).is_dir() else path
 
 
 def _environment(flags: Mapping[str, Flag], socket: Path, env: Mapping[str, str], machine: Hardware) -> dict[str, str]:
     chosen = {name: value for name, value in env.items() if name not in _DROPPED_VARIABLES}
-    # vLLM's own sockets go beside ours: the directory goes with the engine, they would stay in /tmp after a SIGKILL.
+    # vLLM's own sockets are created beside ours, in a directory that is deleted with the engine. In /tmp they would
+    # stay after a SIGKILL.
     chosen |= {"VLLM_RPC_BASE_PATH": str(socket.parent), "PYTHONUNBUFFERED": "1"}
     chosen |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    if "VLLM_PLUGINS" in env:  # the caller's choice is kept, and ours added
+    if "VLLM_PLUGINS" in env:  # the caller's plugins, and ours
         chosen["VLLM_PLUGINS"] = ",".join(filter(None, [env["VLLM_PLUGINS"], PLUGIN]))
     chosen["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"  # on a private socket
-    chosen["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SIDE), env.get("PYTHONPATH")]))
+    chosen["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN_PATH), env.get("PYTHONPATH")]))
     if not machine.gpus:
         gib = machine.memory_free_bytes // (4 * 1024**3)
         chosen.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, min(CPU_KV_GIB_MAX, gib))))
         if _runs_in_one_process(flags, env, machine):
             chosen |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(machine.cores)}
     elif env.get(GPUS_VARIABLE):
-        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(_dealt(flags, machine.gpus))
+        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(_assigned_gpus(flags, machine.gpus))
     elif REPLICA_VARIABLE in env:
-        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(_devices(flags, env[REPLICA_VARIABLE], machine.gpus))
+        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(_replica_gpus(flags, env[REPLICA_VARIABLE], machine.gpus))
     return chosen
 
 
@@ -331,46 +333,46 @@ def _gpus_needed(flags: Mapping[str, Flag]) -> int:
     return each
 
 
-def _dealt(flags: Mapping[str, Flag], gpus: list[str]) -> list[str]:
+def _assigned_gpus(flags: Mapping[str, Flag], gpus: list[str]) -> list[str]:
     """The GPUs assigned to this engine, if they are enough."""
     needed = _gpus_needed(flags)
     if len(gpus) < needed:
         raise ModelFailed(
-            f"the engine was given the GPUs {', '.join(gpus)} and needs {needed} for its parallel sizes; "
+            f"the engine has the GPUs {', '.join(gpus)} and needs {needed} for its parallel sizes; "
             f"set gpus = {needed} for the model",
             code="invalid_config",
         )
     return gpus
 
 
-def _devices(flags: Mapping[str, Flag], replica: str, gpus: list[str]) -> list[str]:
+def _replica_gpus(flags: Mapping[str, Flag], replica: str, gpus: list[str]) -> list[str]:
     """The GPUs of this replica."""
     each = _gpus_needed(flags)
     first = int(replica) * each
-    mine = gpus[first : first + each]
-    if len(mine) < each:
+    replica_gpus = gpus[first : first + each]
+    if len(replica_gpus) < each:
         raise ModelFailed(
-            f"replica {replica} needs {each} GPUs of its own and {len(gpus)} are visible; "
+            f"replica {replica} needs {each} GPUs for itself and {len(gpus)} are visible; "
             f"at most {len(gpus) // each} replicas fit"
         )
-    return mine
+    return replica_gpus
 
 
-# Where vLLM is
+# The Python that has vLLM
 
 
 def find_python(model: ModelSpec, env: Mapping[str, str], here: Path) -> str:
     """The interpreter of the environment with vLLM. Blocks while it runs one.
 
-    Raises: ModelFailed when the one that was named has no vLLM, or none is found.
+    Raises: ModelFailed if the configured interpreter has no vLLM, or if none is found.
     """
-    for origin, named in (("the model's python", model.python), (PYTHON_VARIABLE, env.get(PYTHON_VARIABLE))):
-        if named:
-            python = shutil.which(os.path.expanduser(named), path=env.get("PATH"))
+    for origin, configured in (("the model's python", model.python), (PYTHON_VARIABLE, env.get(PYTHON_VARIABLE))):
+        if configured:
+            python = shutil.which(os.path.expanduser(configured), path=env.get("PATH"))
             if python is None:
-                raise ModelFailed(f"{origin} is {named!r}, which is not a program")
+                raise ModelFailed(f"{origin} is {configured!r}, which is not a program")
             if not _has_vllm(python, env):
-                raise ModelFailed(f"{origin} is {named!r}, and vLLM is not installed there")
+                raise ModelFailed(f"{origin} is {configured!r}, and vLLM is not installed there")
             return python
     if importlib.util.find_spec("vllm") is not None:
         return sys.executable
@@ -378,7 +380,7 @@ def find_python(model: ModelSpec, env: Mapping[str, str], here: Path) -> str:
         if python is not None and os.access(python, os.X_OK) and _has_vllm(python, env):
             return python
     raise ModelFailed(
-        "vLLM was not found: install it in an environment of its own with "
+        "vLLM was not found: install it in a separate environment with "
         "`python tools/install_vllm.py --venv .venv-vllm` (`make demo` does), or with `pip install vllm` beside "
         f"batchmill, or name the Python that has it in {PYTHON_VARIABLE}"
     )
@@ -387,16 +389,16 @@ def find_python(model: ModelSpec, env: Mapping[str, str], here: Path) -> str:
 def _has_vllm(python: str, env: Mapping[str, str]) -> bool:
     clean = {name: value for name, value in env.items() if name not in _DROPPED_VARIABLES}
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [python, "-c", _PROBE], env=clean, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return done.returncode == 0
+    return result.returncode == 0
 
 
 def _python_of_command(env: Mapping[str, str]) -> str | None:
-    """The interpreter of the `vllm` on PATH: from its first line, or beside it."""
+    """The interpreter of the `vllm` command on PATH: from its first line, or from its directory."""
     command = shutil.which("vllm", path=env.get("PATH"))
     if command is None:
         return None

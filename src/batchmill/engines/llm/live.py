@@ -28,7 +28,7 @@ from batchmill.wire.json_bytes import join_object, split_object
 
 COMPLETED = b"response.completed"
 ENDS = {"incomplete": b"response.incomplete", "failed": b"response.failed"}  # by the status of the response
-EVENT_BYTES_MAX = 64 * 1024 * 1024  # of one that is looked into: a longer one is handed on as it comes
+EVENT_BYTES_MAX = 64 * 1024 * 1024  # of an event that is parsed; a longer one is forwarded as it arrives
 _END = b"\n\n"
 _DATA = b"data:"
 
@@ -45,33 +45,33 @@ _event = msgspec.json.Decoder(_Event).decode
 
 
 class ResponseEvents:
-    """Assembles whole events, and names the last one by its status."""
+    """Assembles whole events, and names the last event after the status of the response."""
 
     def __init__(self) -> None:
-        self._kept = bytearray()
+        self._buffer = bytearray()
 
     def feed(self, piece: bytes) -> bytes:
-        """The complete events of this piece; an incomplete one is kept."""
-        kept = self._kept
-        seen = max(0, len(kept) - 1)
-        kept += piece
-        end = kept.rfind(_END, seen)
+        """Return the events that are complete with this piece; buffer an incomplete one."""
+        buffer = self._buffer
+        searched = max(0, len(buffer) - 1)
+        buffer += piece
+        end = buffer.rfind(_END, searched)
         if end < 0:
-            return self.rest() if len(kept) > EVENT_BYTES_MAX else b""
-        whole = bytes(kept[: end + len(_END)])
-        del kept[: end + len(_END)]
-        if COMPLETED not in whole:
-            return whole
-        return b"".join(named(event) + _END for event in whole.split(_END)[:-1])
+            return self.flush() if len(buffer) > EVENT_BYTES_MAX else b""
+        events = bytes(buffer[: end + len(_END)])
+        del buffer[: end + len(_END)]
+        if COMPLETED not in events:
+            return events
+        return b"".join(rename_event(event) + _END for event in events.split(_END)[:-1])
 
-    def rest(self) -> bytes:
-        """The kept bytes, at the end."""
-        kept, self._kept = bytes(self._kept), bytearray()
-        return kept
+    def flush(self) -> bytes:
+        """Return the buffered bytes at the end of the stream."""
+        rest, self._buffer = bytes(self._buffer), bytearray()
+        return rest
 
 
-def named(event: bytes) -> bytes:
-    """An event with the name that its response's status requires; another kind unchanged."""
+def rename_event(event: bytes) -> bytes:
+    """Name a final event after its response's status; return any other event unchanged."""
     lines = event.split(b"\n")
     at = next((number for number, line in enumerate(lines) if line.startswith(_DATA)), None)
     if at is None or COMPLETED not in event:
@@ -91,11 +91,11 @@ def named(event: bytes) -> bytes:
     return b"\n".join(b"event: " + name if line.startswith(b"event:") else line for line in lines)
 
 
-RESTART_WAIT_S = 120.0  # for a server that is being started again; who waits longer is sent away
-END_S = 5.0  # a server that lost a call may take so long to have ended
+RESTART_WAIT_S = 120.0  # how long a request waits for a server that restarts; then it fails
+END_S = 5.0  # how long a server that lost a call may take to end
 EVENTS = "text/event-stream"
-POLL_S = 0.05  # between looks at a server that takes no connection
-DETAIL_BYTES_MAX = 4096  # of an error that may be FastAPI's own
+POLL_S = 0.05  # between attempts to reach a server that accepts no connection
+DETAIL_BYTES_MAX = 4096  # a larger error is not FastAPI's own
 
 
 class Host(Protocol):
@@ -107,10 +107,10 @@ class Host(Protocol):
     def rows_in_flight(self) -> int: ...
 
     def wake_rows(self) -> None:
-        """Called when rows that were held back may run."""
+        """Called when rows that waited may run."""
 
-    async def revived(self, wait_s: float) -> None:
-        """Wait until the server lives. Raises: Unavailable."""
+    async def wait_until_alive(self, wait_s: float) -> None:
+        """Wait until the server is alive. Raises: Unavailable."""
 
 
 class _PendingCall(Struct, eq=False):
@@ -120,8 +120,8 @@ class _PendingCall(Struct, eq=False):
     body: bytes
     adapter: Adapter | None
     tracked: Tracked
-    server: VllmServer | None = None  # that was asked last
-    usage: Usage | None = None  # if its reply reports it; of a stream, its chunks
+    server: VllmServer | None = None  # that the request was last sent to
+    usage: Usage | None = None  # as the reply reports it; for a stream, the number of its chunks
 
 
 class LlmLive:
@@ -152,33 +152,33 @@ class LlmLive:
         tracked = self._calls.tracked(request.project, request.url, body, adapter)
         if self._deaths.is_refused(tracked):
             raise InvalidInput(REFUSAL, code=QUARANTINED)
-        self._yielding.began(self._clock.monotonic())
+        self._yielding.record_start(self._clock.monotonic())
         try:
             async with (
                 self._turn(request, tracked),
-                aclosing(self._answer(_PendingCall(request, body, adapter, tracked))) as pieces,
+                aclosing(self._send(_PendingCall(request, body, adapter, tracked))) as pieces,
             ):
                 async for piece in pieces:
                     yield piece
         finally:
-            self._yielding.ended(self._clock.monotonic())
+            self._yielding.record_end(self._clock.monotonic())
             self._host.wake_rows()
 
     def _turn(self, request: LiveRequest, tracked: Tracked) -> AbstractAsyncContextManager[None]:
-        """Wait for the turn of a request: beside others, or alone if it is suspect."""
+        """Wait for the turn of a request. It runs beside others, or alone if it is suspect."""
         if not self._deaths.is_suspect(tracked):
-            return self._isolation.beside(tracked, request.project)
+            return self._isolation.run_beside(tracked, request.project)
         is_last = self._deaths.is_over_budget(request.project)
-        if is_last and self._deaths.rests(request.project):
+        if is_last and self._deaths.must_wait(request.project):
             raise busy()
-        return self._isolation.alone(tracked, request.project, is_last=is_last)
+        return self._isolation.run_alone(tracked, request.project, is_last=is_last)
 
-    async def _answer(self, pending: _PendingCall) -> AsyncGenerator[LiveHead | bytes]:
-        """The reply; repeated if no server received it, and once if a connection broke."""
+    async def _send(self, pending: _PendingCall) -> AsyncGenerator[LiveHead | bytes]:
+        """Stream the reply. Send again if no server received the request, and once if the connection broke."""
         until = self._clock.monotonic() + RESTART_WAIT_S
         is_first = True
         while True:
-            await self._host.revived(until - self._clock.monotonic())
+            await self._host.wait_until_alive(until - self._clock.monotonic())
             pending.server = self._host.server
             reply = self._reply(pending) if pending.adapter is None else self._of_adapter(pending, pending.adapter)
             has_begun = False
@@ -194,45 +194,45 @@ class LlmLive:
                     continue
                 is_up = await pending.server.is_healthy()
                 if is_up:
-                    self._deaths.gone(pending.server, pending.tracked)
+                    self._deaths.withdraw(pending.server, pending.tracked)
                     if is_first and not has_begun:
                         is_first = False
                         continue
                 else:
-                    await self._lost(pending, pending.server)
-                # A request that may have ended the server is not sent to the next one: its caller may do so.
+                    await self._record_death(pending, pending.server)
+                # A request that may have killed the server is not sent to the next one; its caller may send it again.
                 died = "" if is_up else "; it died and is started again"
-                raise Unavailable(f"the engine did not answer to the end: {lost}{died}", code="engine_lost") from None
+                raise Unavailable(f"the engine did not complete its answer: {lost}{died}", code="engine_lost") from None
 
-    async def _lost(self, pending: _PendingCall, server: VllmServer) -> None:
-        """Handle a server that died with the request: only the caller may repeat it, and then it runs alone."""
+    async def _record_death(self, pending: _PendingCall, server: VllmServer) -> None:
+        """Handle a server that died with the request. Only the caller may send it again, and then it runs alone."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(server.process.wait(), END_S)
         self._deaths.remember(pending.tracked)
         if not server.process.is_alive:
-            self._deaths.died(server, server.process.complaint())
-            self._isolation.died()
+            self._deaths.record_death(server, server.process.complaint())
+            self._isolation.record_death()
 
     async def _of_adapter(self, pending: _PendingCall, adapter: Adapter) -> AsyncGenerator[LiveHead | bytes]:
-        """The reply, with its adapter held for the whole time and named as the caller knows it."""
-        async with self._adapter_cache.held(adapter) as was_there:
+        """Stream the reply of an adapter, which stays loaded. The reply has the name that the caller uses."""
+        async with self._adapter_cache.hold(adapter) as was_loaded:
             pending.server = self._host.server
             restorer = self._calls.names.restorer(adapter)
-            self._counts.began(adapter.name, self._clock.monotonic())
+            self._counts.record_start(adapter.name, self._clock.monotonic())
             try:
                 async with aclosing(self._reply(pending)) as pieces:
                     async for piece in pieces:
                         yield piece if restorer is None or isinstance(piece, LiveHead) else restorer.feed(piece)
                 if restorer is not None:
-                    yield restorer.rest()
-                self._counts.answered(adapter.name, pending.usage, found=was_there)
+                    yield restorer.flush()
+                self._counts.record_reply(adapter.name, pending.usage, was_loaded=was_loaded)
             finally:
-                self._counts.ended(adapter.name, self._clock.monotonic())
+                self._counts.record_end(adapter.name, self._clock.monotonic())
 
     async def _reply(self, pending: _PendingCall) -> AsyncGenerator[LiveHead | bytes]:
         server = pending.server
-        assert server is not None, "a server is chosen before it is asked"
-        self._deaths.began(server, pending.tracked)
+        assert server is not None, "a server is chosen before the request is sent"
+        self._deaths.record_start(server, pending.tracked)
         is_lost = is_whole = False
         try:
             async with aclosing(self._pieces(pending, server)) as pieces:
@@ -244,9 +244,9 @@ class LlmLive:
             raise
         finally:
             if is_whole:
-                self._deaths.answered(server, pending.tracked)
+                self._deaths.record_reply(server, pending.tracked)
             elif not is_lost:
-                self._deaths.gone(server, pending.tracked)
+                self._deaths.withdraw(server, pending.tracked)
 
     async def _pieces(self, pending: _PendingCall, server: VllmServer) -> AsyncGenerator[LiveHead | bytes]:
         began, count, first = self._clock.monotonic(), 0, b""
@@ -268,12 +268,12 @@ class LlmLive:
                 sent = piece if events is None else events.feed(piece)
                 if sent:
                     yield sent
-            if events is not None and (rest := events.rest()):
+            if events is not None and (rest := events.flush()):
                 yield rest
         if head.status == 200:
             pending.usage = Usage(output_tokens=count) if count else read_reply(200, first).usage
             tokens = 0 if pending.usage is None else pending.usage.output_tokens
-            self._yielding.answered((self._clock.monotonic() - began) / max(1, tokens), self._host.rows_in_flight)
+            self._yielding.record_reply((self._clock.monotonic() - began) / max(1, tokens), self._host.rows_in_flight)
 
     @staticmethod
     async def _refusal(request: LiveRequest, pieces: AsyncGenerator[LiveHead | bytes]) -> bytes:

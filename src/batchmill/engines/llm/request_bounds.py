@@ -1,7 +1,7 @@
 """Limits of each field of a request for an engine server.
 
-Texts and messages are bounded by the size of a body and by the model's context. Every other field, whether it is known
-here or not, is small, and its numbers are such as fit the engine's own.
+The size of a body and the model's context bound texts and messages. Every other field, known here or not, must be
+small, and its numbers must be within the engine's ranges.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from batchmill.types import Limits
 from batchmill.wire.forms import COMPLETIONS
 
 PATTERN_CHARS_MAX = 16_384
-PATTERN_SIZE_MAX = 10_000  # pieces, each as often as it is repeated
-NESTED_REPEATS_MAX = 1_000  # of a repetition in a repetition: an automaton for it costs more than its pieces
+PATTERN_SIZE_MAX = 10_000  # pieces, with their repetitions
+NESTED_REPEATS_MAX = 1_000  # of nested repetitions: their automaton costs more than their pieces
 GROUP_DEPTH_MAX = 64
 GRAMMAR_CHARS_MAX = 65_536
-GRAMMAR_REPEATS_MAX = 10_000  # through all rules that a rule refers to
-GRAMMAR_SIZE_MAX = 100_000  # pieces of all rules, each as often as it is repeated
+GRAMMAR_REPEATS_MAX = 10_000  # including the rules that a rule refers to
+GRAMMAR_SIZE_MAX = 100_000  # pieces of all rules, with their repetitions
 RULE_DEPTH_MAX = 128
 COUNT_DIGITS_MAX = 9
 CODE, BAD = "structured_output_too_large", "invalid_field"
 
-# None of them goes back over what it has read, and what is not closed ends with its line: reading takes time in
-# proportion to the text, whatever it holds.
+# These expressions never backtrack, and an unclosed token ends with its line, so matching takes linear time.
 _COUNT = re.compile(r"\{\s*+(\d*+)\s*+(?:,\s*+(\d*+)\s*+)?+\}")
 _ESCAPE = re.compile(r"\\(?:[pPuxN]\{[^}]{0,100}+\}|.)", re.DOTALL)
 _CLASS = re.compile(r"\[\^?+\]?(?:\\.|[^\]\\])*+\]", re.DOTALL)
@@ -43,14 +42,14 @@ _TOKENS = r"""(?P<comment>\#[^\n]*+|//[^\n]*+)
     |(?P<directive>%\w++)
     |(?P<name>[A-Za-z_][\w.-]*+)
     |(?P<count>\{\s*+\d*+\s*+(?:,\s*+\d*+\s*+)?+\}|~\s*+\d++(?:\s*+\.\.\s*+\d++)?+)"""
-# `[` begins a set of letters in EBNF, and in Lark a part that may be absent.
-_READINGS = (
+# `[` begins a character class in EBNF, and an optional part in Lark.
+_SYNTAXES = (
     re.compile(r"(?P<class>\[\^?+\]?+(?:\\.|[^\]\\\n])*+\]?+)|(?P<open>\()|(?P<close>\))|" + _TOKENS, re.X | re.DOTALL),
     re.compile(r"(?P<open>[(\[])|(?P<close>[)\]])|" + _TOKENS, re.X | re.DOTALL),
 )
 _RULE_NAME = re.compile(r"[?!]?+([A-Za-z_][\w.-]*+)")
-_PRIORITY = re.compile(r"\.-?\d+\Z")  # of a terminal of Lark: others refer to it without
-_DIRECTIVES = frozenset(["%ignore", "%import", "%llguidance"])  # others bring a schema or another language with them
+_PRIORITY = re.compile(r"\.-?\d+\Z")  # of a Lark terminal; references omit it
+_DIRECTIVES = frozenset(["%ignore", "%import", "%llguidance"])  # others contain a schema or another language
 
 
 def check_pattern(text: str, where: str) -> int:
@@ -63,34 +62,34 @@ def check_pattern(text: str, where: str) -> int:
         char = text[at]
         group = stack[-1]
         if char == "\\":
-            found = _ESCAPE.match(text, at)
+            match = _ESCAPE.match(text, at)
             group.add(1)
         elif char == "[":
-            found = _CLASS.match(text, at)
-            if found is None:
-                raise InvalidRow(f"{where} has a set of letters, at character {at:,}, that is not closed", code=BAD)
+            match = _CLASS.match(text, at)
+            if match is None:
+                raise InvalidRow(f"{where} has an unclosed character class at character {at:,}", code=BAD)
             group.add(1)
-        elif char == "{" and (found := _COUNT.match(text, at)) is not None and any(found.groups()):
-            group.repeat(_largest(found.groups()), where)
+        elif char == "{" and (match := _COUNT.match(text, at)) is not None and any(match.groups()):
+            group.repeat(_largest(match.groups()), where)
         elif char == "(":
-            found = None
+            match = None
             stack.append(_Group())
             if len(stack) > GROUP_DEPTH_MAX:
                 raise too_large(f"{where} nests groups deeper than {GROUP_DEPTH_MAX}")
         elif char == ")" and len(stack) > 1:
-            found = None
+            match = None
             inner = stack.pop()
             stack[-1].add(max(1, inner.size), inner.repeats)
         else:
-            found = None
+            match = None
             if char not in "*+?|^$":
                 group.add(1)
-        at = at + 1 if found is None else found.end()
+        at = at + 1 if match is None else match.end()
     return sum(group.size for group in stack)
 
 
 class _Group(Struct):
-    """A group that is being parsed: its pieces so far, and the last one, which a repetition would apply to."""
+    """A group that is being parsed: its pieces so far, and the last piece, which a repetition applies to."""
 
     size: int = 0
     repeats: int = 1  # the longest product of counts in it
@@ -129,17 +128,17 @@ def check_grammar(text: str, where: str) -> int:
     """Count the characters of an EBNF or Lark grammar. Raises: InvalidRow if it repeats too much."""
     if len(text) > GRAMMAR_CHARS_MAX:
         raise too_large(f"{where} is a grammar of {len(text):,} characters, of {GRAMMAR_CHARS_MAX:,} at most")
-    for reading in _READINGS if "[" in text else _READINGS[:1]:
-        _check_reading(_rules(text, reading, where), where)
+    for syntax in _SYNTAXES if "[" in text else _SYNTAXES[:1]:
+        _check_rules(_rules(text, syntax, where), where)
     return len(text)
 
 
-def _check_reading(rules: dict[str, list[_Atom]], where: str) -> None:
-    known: dict[str, int] = {}
+def _check_rules(rules: dict[str, list[_Atom]], where: str) -> None:
+    repeats: dict[str, int] = {}
     for name in rules:
-        if _repeats(rules, name, known, (), where) > GRAMMAR_REPEATS_MAX:
+        if _repeats(rules, name, repeats, (), where) > GRAMMAR_REPEATS_MAX:
             raise too_large(
-                f"{where}: the rule {name!r} repeats what it refers to {known[name]:,} times, and "
+                f"{where}: the rule {name!r} repeats what it refers to {repeats[name]:,} times, and "
                 f"{GRAMMAR_REPEATS_MAX:,} is the most"
             )
     written = sum(_size(atoms) for atoms in {id(atoms): atoms for atoms in rules.values()}.values())
@@ -152,11 +151,11 @@ def _size(atoms: list[_Atom]) -> int:
     return sum(atom.count * max(1, _size(atom.inner)) for atom in atoms)
 
 
-def _rules(text: str, reading: re.Pattern[str], where: str) -> dict[str, list[_Atom]]:
+def _rules(text: str, syntax: re.Pattern[str], where: str) -> dict[str, list[_Atom]]:
     rules: dict[str, list[_Atom]] = {}
     stack: list[list[_Atom]] = [[]]
-    for found in reading.finditer(text):
-        kind, token = found.lastgroup, found.group()
+    for match in syntax.finditer(text):
+        kind, token = match.lastgroup, match.group()
         if kind == "rule":
             stack = [_rule(rules, token)]
         elif kind == "open":
@@ -170,7 +169,7 @@ def _rules(text: str, reading: re.Pattern[str], where: str) -> dict[str, list[_A
             stack[-1][-1].count *= max(1, _largest(re.findall(r"\d+", token)))
         elif kind == "directive" and token not in _DIRECTIVES:
             raise InvalidRow(
-                f"{where} has the directive {token}, which is not taken: put a schema into `json`, a pattern into "
+                f"{where} has the directive {token}, which is not supported: put a schema into `json`, a pattern into "
                 "`regex`",
                 code="parameter_not_allowed",
             )
@@ -183,10 +182,10 @@ def _rules(text: str, reading: re.Pattern[str], where: str) -> dict[str, list[_A
 
 
 def _rule(rules: dict[str, list[_Atom]], token: str) -> list[_Atom]:
-    """The list for a rule's atoms."""
-    found = _RULE_NAME.match(token)
-    assert found is not None, "a rule begins with its name"
-    name = found[1]
+    """Add a rule and return the list for its atoms."""
+    match = _RULE_NAME.match(token)
+    assert match is not None, "a rule begins with its name"
+    name = match[1]
     atoms = rules.setdefault(name, [])
     if (plain := _PRIORITY.sub("", name)) != name:
         rules.setdefault(plain, []).append(_Atom(name))
@@ -194,14 +193,14 @@ def _rule(rules: dict[str, list[_Atom]], token: str) -> list[_Atom]:
 
 
 def _repeats(
-    rules: dict[str, list[_Atom]], name: str, known: dict[str, int], above: tuple[str, ...], where: str
+    rules: dict[str, list[_Atom]], name: str, known: dict[str, int], parents: tuple[str, ...], where: str
 ) -> int:
-    """The largest product of a rule's repetitions. A reference to itself counts once."""
+    """The largest product of a rule's repetitions. A reference to itself counts once. `known`: results so far."""
     if name in known:
         return known[name]
-    if len(above) > RULE_DEPTH_MAX:
+    if len(parents) > RULE_DEPTH_MAX:
         raise too_large(f"{where} has rules that refer to rules more than {RULE_DEPTH_MAX} deep")
-    if name in above:
+    if name in parents:
         return 1
 
     def of(atoms: list[_Atom]) -> int:
@@ -209,7 +208,7 @@ def _repeats(
         for atom in atoms:
             inner = of(atom.inner)
             if atom.name in rules:
-                inner = max(inner, _repeats(rules, atom.name, known, (*above, name), where))
+                inner = max(inner, _repeats(rules, atom.name, known, (*parents, name), where))
             most = max(most, inner * atom.count)
         return most
 
@@ -218,7 +217,7 @@ def _repeats(
 
 
 def _largest(counts: tuple[str | None, ...] | list[str]) -> int:
-    """The largest number of `{n,m}`; an absurdly long one counts as the maximum of `COUNT_DIGITS_MAX` digits."""
+    """The largest number of `{n,m}`; one with more than `COUNT_DIGITS_MAX` digits counts as 10**COUNT_DIGITS_MAX."""
     numbers = [int(each) if len(each) <= COUNT_DIGITS_MAX else 10**COUNT_DIGITS_MAX for each in counts if each]
     return max(numbers, default=1)
 
@@ -227,17 +226,17 @@ def too_large(text: str) -> InvalidRow:
     return InvalidRow(text, code=CODE)
 
 
-DEPTH_MAX = 64  # levels of objects and lists; as vLLM has it
-REFERENCE_DEPTH_MAX = 128  # with the levels of what is referred to
-NAMES_MAX = 1_000  # of one object: what an engine builds for optional ones grows with their square
-# The whole, each part as often as it is repeated, may be so many times one repetition's limit; so may all different
-# lengths of texts together.
+DEPTH_MAX = 64  # levels of objects and lists; vLLM's limit
+REFERENCE_DEPTH_MAX = 128  # including the levels of reference targets
+NAMES_MAX = 1_000  # of one object: the engine's work for optional names is quadratic
+# The size of the whole schema with its repetitions, and the sum of all different text lengths, may each be at most this
+# many times the limit of one repetition.
 SIZE_FACTOR = 10
 VALUE_MAX = 2.0**63
-SHOWN_CHARS = 120  # of a place, in a message
+SHOWN_CHARS = 120  # of a field's path, in a message
 
 VALUES = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
-LENGTHS = frozenset(["minLength", "maxLength"])  # of texts, which hold nothing that could be repeated
+LENGTHS = frozenset(["minLength", "maxLength"])  # of texts, which contain nothing to repeat
 DATA = frozenset(["const", "enum", "default", "example", "examples", "choice", "required", "title", "description"])
 NAMED = frozenset(["properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies"])
 PATTERNS = frozenset(["pattern", "regex", "whitespace_pattern", "guided_regex"])
@@ -265,94 +264,94 @@ class SchemaLimits(Struct, frozen=True):
 
 
 class SchemaWalk:
-    """Checks one request: the sizes of all its fields are added."""
+    """Checks one request. The sizes of all its fields are added."""
 
     def __init__(self, limits: SchemaLimits) -> None:
         self._limits = limits
         self._bytes = self._nodes = 0
-        self._lengths: set[int | float] = set()  # what is built for one is built once, however many texts have it
-        self._roots: list[Any] = []  # what a reference may be relative to, the innermost last
-        self._targets: dict[int, int] = {}  # id of what is referred to -> its size
-        self._open: set[int] = set()  # that are being measured: who refers to them again repeats nothing
-        self._kept: list[Any] = []  # whatever was decoded: an id is one thing's for as long as that lives
+        self._lengths: set[int | float] = set()  # the engine builds each length once, for all texts that have it
+        self._roots: list[Any] = []  # schemas that references may be relative to, the innermost last
+        self._target_sizes: dict[int, int] = {}  # id of a reference target -> its size
+        self._measuring: set[int] = set()  # ids of targets being measured: a recursive reference repeats nothing
+        self._decoded_values: list[Any] = []  # keeps all decoded values alive, so that their ids stay unique
 
     def check(self, field: str, raw: bytes) -> None:
         """Check a schema. Raises: InvalidRow (`structured_output_too_large`), naming keyword, value and limit."""
         self._bytes += len(raw)
         if self._bytes > self._limits.bytes_max:
             raise too_large(
-                f"{field} and what else shapes the answer have {self._bytes:,} bytes; "
+                f"{field} and the other fields that shape the answer have {self._bytes:,} bytes; "
                 f"limits.schema_bytes_max is {self._limits.bytes_max:,}"
             )
         self._check(self._size(self._decoded(field, raw), field, field, 0), field)
 
     def _decoded(self, field: str, raw: bytes) -> Any:
         try:
-            found = msgspec.json.decode(raw)
+            value = msgspec.json.decode(raw)
         except RecursionError:
             raise too_large(f"{field} nests deeper than {DEPTH_MAX} levels") from None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise InvalidRow(f"{field} cannot be read as JSON: {error}", code="invalid_field") from None
-        self._kept.append(found)
-        return found
+        self._decoded_values.append(value)
+        return value
 
-    def _check(self, size: int, place: str) -> int:
+    def _check(self, size: int, path: str) -> int:
         if size > self._limits.size_max:
             raise too_large(
-                f"{place[:SHOWN_CHARS]} comes to {size:,} parts with what it repeats and refers to; "
+                f"{path[:SHOWN_CHARS]} has {size:,} parts with its repetitions and references; "
                 f"{self._limits.size_max:,} is the most ({SIZE_FACTOR} x limits.schema_repetitions_max)"
             )
         return size
 
-    def _size(self, value: Any, key: str, place: str, depth: int) -> int:
-        """How many parts a value comes to. `key`: the keyword that it belongs to; "": it belongs to a name."""
-        self._nodes += not self._open  # a referenced part is counted where it is defined
+    def _size(self, value: Any, key: str, path: str, depth: int) -> int:
+        """The number of parts of a value. `key`: the keyword that it belongs to; empty if it belongs to a name."""
+        self._nodes += not self._measuring  # a referenced part is counted where it is defined
         if self._nodes > self._limits.nodes_max:
             raise too_large(
-                f"{place[:SHOWN_CHARS]}: there are more than {self._limits.nodes_max:,} parts (limits.schema_nodes_max)"
+                f"{path[:SHOWN_CHARS]} has more than {self._limits.nodes_max:,} parts (limits.schema_nodes_max)"
             )
-        if depth > REFERENCE_DEPTH_MAX or (not self._open and depth > DEPTH_MAX):
-            raise too_large(f"{place[:SHOWN_CHARS]} nests deeper than {DEPTH_MAX} levels")
+        if depth > REFERENCE_DEPTH_MAX or (not self._measuring and depth > DEPTH_MAX):
+            raise too_large(f"{path[:SHOWN_CHARS]} nests deeper than {DEPTH_MAX} levels")
         if isinstance(value, str):
-            return self._text_size(value, key, place, depth)
+            return self._text_size(value, key, path, depth)
         if isinstance(value, dict):
-            return self._object_size(value, key, place, depth)
+            return self._object_size(value, key, path, depth)
         if isinstance(value, list):
             inside = "" if key in NAMED else key
-            return 1 + sum(self._size(each, inside, f"{place}[{n}]", depth + 1) for n, each in enumerate(value))
+            return 1 + sum(self._size(each, inside, f"{path}[{n}]", depth + 1) for n, each in enumerate(value))
         return 1
 
-    def _text_size(self, value: str, key: str, place: str, depth: int) -> int:
+    def _text_size(self, value: str, key: str, path: str, depth: int) -> int:
         if key in PATTERNS:
-            return 1 + check_pattern(value, place)
+            return 1 + check_pattern(value, path)
         if key in GRAMMARS:
-            return 1 + check_pattern(value, place) if _is_short(value) else 1 + check_grammar(value, place)
+            return 1 + check_pattern(value, path) if _is_short(value) else 1 + check_grammar(value, path)
         if key in SCHEMA_TEXTS and value.lstrip()[:1] in ("{", "["):
-            return self._rooted(self._decoded(place, value.encode("utf-8", "surrogatepass")), "", place, depth + 1)
+            return self._root_size(self._decoded(path, value.encode("utf-8", "surrogatepass")), "", path, depth + 1)
         return 1
 
-    def _object_size(self, value: dict[str, Any], key: str, place: str, depth: int) -> int:
+    def _object_size(self, value: dict[str, Any], key: str, path: str, depth: int) -> int:
         if key in NAMED and len(value) > NAMES_MAX:
-            raise too_large(f"{place[:SHOWN_CHARS]} has {len(value):,} names, and {NAMES_MAX:,} is the most")
+            raise too_large(f"{path[:SHOWN_CHARS]} has {len(value):,} names, and {NAMES_MAX:,} is the most")
         if key in SCHEMA_TEXTS:
-            return self._rooted(value, "", place, depth)
+            return self._root_size(value, "", path, depth)
         if key in DATA:
-            return 1 + sum(self._size(each, key, f"{place}.{name}", depth + 1) for name, each in value.items())
+            return 1 + sum(self._size(each, key, f"{path}.{name}", depth + 1) for name, each in value.items())
         total, factor = 1, 1
         for name, each in value.items():
-            inside = f"{place}.{name}"
+            inside = f"{path}.{name}"
             if key in NAMED:
                 total += check_pattern(name, inside) if key == "patternProperties" else 0
                 total += self._size(each, "", inside, depth + 1)
             elif name in REFERENCES and isinstance(each, str):
-                total += self._referred(each, inside, depth)
+                total += self._reference_size(each, inside, depth)
             elif isinstance(each, int | float) and not isinstance(each, bool):
                 factor = max(factor, self._count(name, each, inside))
             else:
                 total += self._size(each, name, inside, depth + 1)
-        return self._check(total * factor, place)
+        return self._check(total * factor, path)
 
-    def _count(self, name: str, number: int | float, place: str) -> int:
+    def _count(self, name: str, number: int | float, path: str) -> int:
         """The repetitions that a number causes. Raises: InvalidRow."""
         if name in DATA:
             return 1
@@ -361,40 +360,40 @@ class SchemaWalk:
             limit = "2**63" if name in VALUES else f"{most:,} (limits.schema_repetitions_max)"
             is_long = isinstance(number, int) and abs(number) >= 10**30
             shown = f"a number of {number.bit_length()} bits" if is_long else f"{number:,}"
-            raise too_large(f"{place[:SHOWN_CHARS]} is {shown}; {name} may be at most {limit}")
+            raise too_large(f"{path[:SHOWN_CHARS]} is {shown}; {name} may be at most {limit}")
         if name in LENGTHS:
             self._lengths.add(max(0, number))
-            self._check(math.ceil(sum(self._lengths)), f"{place[:SHOWN_CHARS]}, with the other lengths of texts,")
+            self._check(math.ceil(sum(self._lengths)), f"{path[:SHOWN_CHARS]}, with the other lengths of texts,")
             return 1
         return 1 if name in VALUES else max(1, math.ceil(number))
 
-    def _rooted(self, value: Any, key: str, place: str, depth: int) -> int:
-        """The size of a schema that references inside it are relative to."""
+    def _root_size(self, value: Any, key: str, path: str, depth: int) -> int:
+        """The size of a schema that is the root of the references in it."""
         self._roots.append(value)
         try:
-            return self._size(value, key, place, depth)
+            return self._size(value, key, path, depth)
         finally:
             self._roots.pop()
 
-    def _referred(self, reference: str, place: str, depth: int) -> int:
+    def _reference_size(self, reference: str, path: str, depth: int) -> int:
         """The size of a reference's target; a recursive one counts as a rule, without repetition."""
         if not reference.startswith("#"):
             raise InvalidRow(
-                f"{place[:SHOWN_CHARS]} is {reference[:SHOWN_CHARS]!r}; a reference leads into the same schema: it "
-                "begins with #",
+                f"{path[:SHOWN_CHARS]} is {reference[:SHOWN_CHARS]!r}; a reference must point into the same schema "
+                "and begin with #",
                 code="invalid_field",
             )
         sizes = [1]
         for root in self._roots:
-            target = _pointed(root, reference)
-            if isinstance(target, dict | list) and id(target) not in self._open:
-                if id(target) not in self._targets:
-                    self._open.add(id(target))
+            target = _resolve_pointer(root, reference)
+            if isinstance(target, dict | list) and id(target) not in self._measuring:
+                if id(target) not in self._target_sizes:
+                    self._measuring.add(id(target))
                     try:
-                        self._targets[id(target)] = self._size(target, "", place, depth + 1)
+                        self._target_sizes[id(target)] = self._size(target, "", path, depth + 1)
                     finally:
-                        self._open.discard(id(target))
-                sizes.append(self._targets[id(target)])
+                        self._measuring.discard(id(target))
+                sizes.append(self._target_sizes[id(target)])
         return max(sizes)
 
 
@@ -403,33 +402,33 @@ def _is_short(value: str) -> bool:
     return "::=" not in value and ":" not in value
 
 
-def _pointed(root: Any, reference: str) -> Any:
-    """The target of a JSON pointer in a fragment; None: there is none. Source: RFC 6901."""
-    found = root
+def _resolve_pointer(root: Any, reference: str) -> Any:
+    """The target of a JSON pointer in a fragment; None if there is none. Source: RFC 6901."""
+    target = root
     for part in reference[1:].split("/")[1:]:
         name = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, dict):
-            found = found.get(name)
-        elif isinstance(found, list) and name.isdecimal() and len(name) < 9 and int(name) < len(found):
-            found = found[int(name)]
+        if isinstance(target, dict):
+            target = target.get(name)
+        elif isinstance(target, list) and name.isdecimal() and len(name) < 9 and int(name) < len(target):
+            target = target[int(name)]
         else:
             return None
-    return found
+    return target
 
 
-CHOICES_MAX = 128  # `n` and its like; as OpenAI has it
+CHOICES_MAX = 128  # `n` and similar fields; OpenAI's limit
 ANSWERS_MAX = 1_024  # of one request: choices times prompts
-SMALL_BYTES_MAX = 4_096  # of a field that has no bound of its own
+SMALL_BYTES_MAX = 4_096  # of a field without a specific limit
 SMALL_DEPTH_MAX, SMALL_PARTS_MAX = 8, 256
 NUMBER_MAX = 2**31 - 1
-SHORT_BYTES = 9  # so few digits are within NUMBER_MAX
+SHORT_BYTES = 9  # a number with this many digits is within NUMBER_MAX
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-NOTHING = (b"null", b'""', b"{}", b"[]")
+EMPTY_VALUES = (b"null", b'""', b"{}", b"[]")
 
 # Bounded by the body and the context. `documents` and `items` are texts too.
 CONTENT = _names(
@@ -438,7 +437,7 @@ CONTENT = _names(
     prompt prompt_cache_key queries query safety_identifier suffix text_1 text_2 user
     """
 )
-# What shapes an answer: the engine compiles it. `guided_*` is how vLLM called it before 0.12.
+# Fields that shape an answer; the engine compiles them. vLLM before 0.12 called them `guided_*`.
 SHAPES = _names(
     """
     functions guided_choice guided_grammar guided_json guided_regex response_format structural_tag
@@ -447,23 +446,23 @@ SHAPES = _names(
 )
 # Field -> why no caller may set it.
 REFUSED = {
-    "chat_template": "it is a program that would run in the engine; the model's own is used",
-    "ec_transfer_params": "it is how engines speak to each other",
-    "kv_transfer_params": "it is how engines speak to each other",
+    "chat_template": "it is a program that would run in the engine; the engine uses the model's template",
+    "ec_transfer_params": "it is for calls between engines",
+    "kv_transfer_params": "it is for calls between engines",
     "media_io_kwargs": "it changes how much memory an image or video takes",
     "mm_processor_kwargs": "it changes how much memory an image or video takes",
-    "prompt_embeds": "it is a serialised tensor; send the text, or ids of tokens",
-    "request_id": "the engine gives each request an id of its own",
+    "prompt_embeds": "it is a serialised tensor; send text or token ids",
+    "request_id": "the engine assigns the id of each request",
     "vllm_xargs": "it is for extensions of the engine",
 }
-# Of `chat_template_kwargs`: parameters of the renderer, not of a template.
+# Names in `chat_template_kwargs` that are parameters of the renderer, not of a template.
 RENDERER = _names(
     """
     chat_template max_length padding return_assistant_tokens_mask return_dict return_tensors tokenize
     tokenizer_kwargs truncation
     """
 )
-# Field -> its bytes and entries at most.
+# Field -> its maximum bytes and entries.
 LISTS = {
     "allowed_token_ids": (2 * 1024 * 1024, 262_144),
     "bad_words": (65_536, 1_024),
@@ -507,8 +506,8 @@ def _check(name: str, raw: bytes) -> None:
     if size <= SHORT_BYTES and name not in REFUSED and name not in RANGES and raw.isdigit():
         return
     if name in REFUSED:
-        if raw not in NOTHING:
-            raise InvalidRow(f"body.{name} is not taken: {REFUSED[name]}", code="parameter_not_allowed")
+        if raw not in EMPTY_VALUES:
+            raise InvalidRow(f"body.{name} is not supported: {REFUSED[name]}", code="parameter_not_allowed")
         return
     bytes_max, entries_max = LISTS.get(name, (SMALL_BYTES_MAX, SMALL_PARTS_MAX))
     if size > bytes_max:
@@ -519,18 +518,18 @@ def _check(name: str, raw: bytes) -> None:
         value = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise InvalidRow(f"body.{name} cannot be read: {error}", code="invalid_field") from None
-    if name == "chat_template_kwargs" and isinstance(value, dict) and (wrong := sorted(RENDERER & value.keys())):
-        text = f"body.chat_template_kwargs.{wrong[0]} is refused: it is not a variable of a template"
+    if name == "chat_template_kwargs" and isinstance(value, dict) and (refused := sorted(RENDERER & value.keys())):
+        text = f"body.chat_template_kwargs.{refused[0]} is refused: it is not a variable of a template"
         raise InvalidRow(text, code="parameter_not_allowed")
     _check_value(name, value, entries_max, RANGES.get(name, (-NUMBER_MAX, NUMBER_MAX)))
 
 
 def _check_value(name: str, value: Any, entries_max: int, allowed: tuple[int, int]) -> None:
     """Check the numbers, depth and size of a value."""
-    left: list[tuple[Any, int]] = [(value, 0)]
+    stack: list[tuple[Any, int]] = [(value, 0)]
     parts = 0
-    while left:
-        each, depth = left.pop()
+    while stack:
+        each, depth = stack.pop()
         parts += 1
         if parts > entries_max + 1 or depth > SMALL_DEPTH_MAX:
             raise InvalidRow(
@@ -538,15 +537,15 @@ def _check_value(name: str, value: Any, entries_max: int, allowed: tuple[int, in
                 code="parameter_too_large",
             )
         if isinstance(each, dict):
-            left += [(inner, depth + 1) for inner in each.values()]
+            stack += [(inner, depth + 1) for inner in each.values()]
         elif isinstance(each, list):
-            left += [(inner, depth + 1) for inner in each]
+            stack += [(inner, depth + 1) for inner in each]
         elif not isinstance(each, bool | None) and (number := _number(name, each)) is not None:
             _check_number(name, number, allowed)
 
 
 def _number(name: str, value: Any) -> int | float | None:
-    """The number as the engine reads it, which includes texts that look like one."""
+    """The number that the engine reads from a value, also from a text that looks like a number."""
     if isinstance(value, str) and name not in TEXTS:
         try:
             return float(value)
@@ -564,16 +563,16 @@ def _check_number(name: str, number: int | float, allowed: tuple[int, int]) -> N
 
 
 def _check_answers(members: Mapping[str, Raw]) -> None:
-    """Check the number of choices, for each of the prompts."""
+    """Check the number of answers: choices times prompts."""
     try:
         choices = msgspec.json.decode(members["n"], type=int | None) or 1
         prompt = members.get("prompt", Raw(b"null"))
         prompts = len(msgspec.json.decode(prompt, type=list[Raw])) if bytes(prompt).startswith(b"[") else 1
     except (msgspec.MsgspecError, RecursionError):
-        return  # the engine says what is wrong with it
+        return  # the engine refuses it
     if choices * prompts > ANSWERS_MAX:
         raise InvalidRow(
-            f"body asks for {choices} choices of each of {prompts:,} prompts, and {ANSWERS_MAX:,} answers in all is "
+            f"body requests {choices} choices for each of {prompts:,} prompts; {ANSWERS_MAX:,} answers in all are "
             "the most",
             code="parameter_too_large",
         )

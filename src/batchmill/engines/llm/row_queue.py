@@ -19,10 +19,10 @@ LIMIT_MIN = 8
 LIMIT_MAX = 1024
 SPARE_ROWS = 16  # rows that wait inside the engine, at least
 SPARE_SHARE = 0.25  # of the rows that run
-BACKLOG_ROWS = 128  # rows in flight beyond twice what ran at most lately
-PEAK_SAMPLES = 20  # what "lately" is
+BACKLOG_ROWS = 128  # rows in flight beyond twice the recent peak of running rows
+PEAK_SAMPLES = 20  # the samples of the recent peak
 SHRINK = 0.85
-CALM_SAMPLES = 20  # samples without preemption before the limit grows fast again
+CALM_SAMPLES = 20  # samples without preemption before the limit doubles again
 
 _SUMMED = {
     "vllm:num_requests_running": "running",
@@ -30,7 +30,7 @@ _SUMMED = {
     "vllm:num_preemptions_total": "preemptions",
     "vllm:prompt_tokens_total": "prompt_tokens",
     "vllm:generation_tokens_total": "output_tokens",
-    "vllm:prefix_cache_queries_total": "cache_asked",
+    "vllm:prefix_cache_queries_total": "cache_queries",
     "vllm:prefix_cache_hits_total": "cache_hits",
 }
 _KV_USAGE = "vllm:kv_cache_usage_perc"
@@ -46,13 +46,13 @@ class Gauges(Struct, frozen=True):
     preemptions: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    cache_asked: int = 0  # prompt tokens that were looked up in the cache
-    cache_hits: int = 0  # of these, found
+    cache_queries: int = 0  # prompt tokens that were looked up in the cache
+    cache_hits: int = 0  # prompt tokens that were in the cache
 
     @property
     def cached_share(self) -> float | None:
         """0..1; None before the first prompt."""
-        return self.cache_hits / self.cache_asked if self.cache_asked else None
+        return self.cache_hits / self.cache_queries if self.cache_queries else None
 
     @property
     def tokens(self) -> int:
@@ -75,8 +75,9 @@ def read_gauges(text: str) -> Gauges:
 class Flight:
     """Controls the limit of rows in flight.
 
-    It grows while the engine takes all it gets, and falls below what runs when rows are preempted, whose work was for
-    nothing. What merely waits in the engine is harmless up to a bound: rows end in waves, and each wave empties it.
+    The limit grows while the engine runs all rows that it gets. It falls below the running rows when vLLM preempts
+    rows, because their work is lost. Rows that wait in the engine are harmless up to a bound: rows end in waves, and
+    each wave empties the engine's queue.
     """
 
     def __init__(self, *, limit_max: int | None = None, start: int = LIMIT_START) -> None:
@@ -106,7 +107,7 @@ class Flight:
         spare = max(SPARE_ROWS, int(SPARE_SHARE * gauges.running))
         bound = 2 * max(self._running) + BACKLOG_ROWS
         if in_flight + spare >= self.limit and gauges.waiting < spare:
-            # Over the place where rows were preempted it creeps; elsewhere it doubles.
+            # The limit grows slowly after a preemption; otherwise it doubles.
             step = self.limit if self._calm > CALM_SAMPLES else max(1, self.limit // 32)
             self._set(min(self.limit + step, max(self.limit, bound)))
         elif self.limit > bound and len(self._running) == PEAK_SAMPLES:
@@ -117,36 +118,36 @@ class Flight:
 
 
 ALERT_S = 5.0  # after the last live request rows go at full speed again
-SLOWER, FASTER = 1.5, 1.25  # times the best lately: beyond the one fewer rows, below the other more
+SLOWER, FASTER = 1.5, 1.25  # times the recent best: above SLOWER allow fewer rows, below FASTER more
 YIELD_SHRINK, GROWTH = 0.8, 1.1
-FIRST_SHARE = 0.75  # of the rows that run, when the first live request comes
+FIRST_SHARE = 0.75  # of the running rows, when the first live request arrives
 ROWS_MIN = 4
-RATE_KEPT = 0.55  # of the rows' rate without live requests: below it they are not slowed further
-BEST_FADES = 1.005  # with each answer, so that what was once possible is not asked for for ever
-CREDIT_MAX_S = 4.0  # how long no row is sent while live requests are answered; it comes back as time goes by
+RATE_MIN_SHARE = 0.55  # of the rows' rate without live requests; below it rows are not slowed further
+BEST_GROWTH = 1.005  # with each answer, so that one old best is not the target forever
+CREDIT_MAX_S = 4.0  # how long no row is sent while live requests run; regained while none run
 LEARN = 0.2  # weight of the newest sample
 
 
 class Yielding:
     """Holds rows back while live requests are slower than their recent best.
 
-    While a live request is answered no new row is sent, for at most half of the time; and as long as live requests
-    come now and then, fewer rows are in flight: as many as leave the answers as quick as they were.
+    While a live request runs, no new row is sent, for at most half of the time. While live requests arrive now and
+    then, fewer rows are in flight: as many as do not slow the answers.
     """
 
     def __init__(self) -> None:
         self.live = 0
-        self._live_at = -math.inf  # when one was last there
+        self._live_at = -math.inf  # when a live request last ran
         self._allowed = math.inf
         self._best_s = math.inf  # for one piece of an answer
         self._running = 0
         self._rows_at: tuple[float, int] | None = None
-        self._rate = 0.0  # rows a second, of late
+        self._rate = 0.0  # recent rows per second
         self._full_rate = 0.0  # without live requests
         self._credit_s = CREDIT_MAX_S
         self._credit_at: float | None = None
 
-    def began(self, now: float) -> None:
+    def record_start(self, now: float) -> None:
         """Note the start of a live request."""
         self._spend(now)
         if not self._is_alert(now):
@@ -154,25 +155,25 @@ class Yielding:
         self.live += 1
         self._live_at = now
 
-    def ended(self, now: float) -> None:
+    def record_end(self, now: float) -> None:
         """Note the end of a live request."""
         self._spend(now)
         self.live -= 1
         self._live_at = now
 
-    def answered(self, piece_s: float, in_flight: int) -> None:
-        """Note a complete reply: `piece_s` for each piece, beside this many rows."""
-        self._best_s = min(self._best_s * BEST_FADES, piece_s)
+    def record_reply(self, piece_s: float, in_flight: int) -> None:
+        """Note a complete reply: the seconds for each piece, with `in_flight` rows beside it."""
+        self._best_s = min(self._best_s * BEST_GROWTH, piece_s)
         if in_flight == 0:
             return
-        is_slow_enough = self._rate < RATE_KEPT * self._full_rate
+        is_slow_enough = self._rate < RATE_MIN_SHARE * self._full_rate
         if is_slow_enough or piece_s < FASTER * self._best_s:
             self._allowed = self._allowed * GROWTH + 1
         elif piece_s > SLOWER * self._best_s:
             self._allowed = max(ROWS_MIN, YIELD_SHRINK * min(self._allowed, in_flight))
 
     def observe(self, running: int, rows_done: int, now: float) -> None:
-        """Record the rows in the engine and the number finished so far; now and then."""
+        """Record a sample: the rows that run in the engine, and the number of rows finished so far."""
         self._running = running
         if self._rows_at is not None and now > self._rows_at[0] and rows_done >= self._rows_at[1]:
             rate = (rows_done - self._rows_at[1]) / (now - self._rows_at[0])
@@ -194,16 +195,16 @@ class Yielding:
 
     def _spend(self, now: float) -> None:
         """Account for the time in which rows were held back."""
-        passed = 0.0 if self._credit_at is None else now - self._credit_at
+        elapsed_s = 0.0 if self._credit_at is None else now - self._credit_at
         self._credit_at = now
-        self._credit_s = max(0.0, min(CREDIT_MAX_S, self._credit_s + (-passed if self.live else passed)))
+        self._credit_s = max(0.0, min(CREDIT_MAX_S, self._credit_s + (-elapsed_s if self.live else elapsed_s)))
 
 
 class _Group(Struct, eq=False):
     """The rows of one adapter, in order."""
 
     calls: list[tuple[int, LlmRow]] = []  # a heap
-    late_to: int = -1  # rows up to here could have gone, had their adapter been there
+    late_until: int = -1  # rows up to this turn could have been sent if their adapter had been loaded
 
 
 class AdapterQueue:
@@ -213,74 +214,74 @@ class AdapterQueue:
         self._groups: dict[Adapter | None, _Group] = {}
         self._numbers = count()
         self._size = 0
-        self._projects: Counter[str] = Counter()  # whose calls wait
+        self._projects: Counter[str] = Counter()  # the waiting calls of each project
 
     def __len__(self) -> int:
         return self._size
 
-    def number(self, call: LlmRow) -> None:
-        """Give a new call its turn, whether it waits here or elsewhere."""
+    def assign_turn(self, call: LlmRow) -> None:
+        """Give a new call its turn, also if it waits in the quarantine queue."""
         if call.turn < 0:
             call.turn = next(self._numbers)
 
     def push(self, call: LlmRow) -> None:
-        """Add a new call, or return one to its old position."""
-        self.number(call)
+        """Add a new call, or put a call back at its turn."""
+        self.assign_turn(call)
         self._projects[call.project] += 1
         group = self._groups.setdefault(call.adapter, _Group())
         heapq.heappush(group.calls, (call.turn, call))
         self._size += 1
 
-    def pop(self, may_go: Callable[[Adapter], bool]) -> LlmRow | None:
-        """Take the first call without an adapter or with a usable one."""
-        free = [group for adapter, group in self._groups.items() if adapter is None or may_go(adapter)]
-        if not free:
+    def pop(self, can_send: Callable[[Adapter], bool]) -> LlmRow | None:
+        """Take the first call without an adapter or with a loaded adapter."""
+        ready = [group for adapter, group in self._groups.items() if adapter is None or can_send(adapter)]
+        if not ready:
             return None
-        group = min(free, key=lambda group: group.calls[0][0])
+        group = min(ready, key=lambda group: group.calls[0][0])
         turn, call = heapq.heappop(group.calls)
-        call.found_it = turn > group.late_to
+        call.adapter_was_loaded = turn > group.late_until
         self._drop_empty(call.adapter)
-        self._left([call])
+        self._uncount([call])
         return call
 
     def mark_late(self, adapters: Iterable[Adapter], room: int) -> int:
-        """Note room for rows of adapters that are not loaded. Returns how many rows wait for that."""
+        """Mark up to `room` rows that could be sent if their adapters were loaded. Returns their number."""
         left = room
         for adapter in adapters:
             if not left:
                 break
             group = self._groups[adapter]
             late = heapq.nsmallest(left, (turn for turn, _ in group.calls))
-            group.late_to = max(group.late_to, late[-1])
+            group.late_until = max(group.late_until, late[-1])
             left -= len(late)
         return room - left
 
-    def take_all(self, adapter: Adapter) -> list[LlmRow]:
-        """Take every call of an adapter, in order: none can be made."""
+    def take_adapter(self, adapter: Adapter) -> list[LlmRow]:
+        """Take every call of an adapter, in order."""
         group = self._groups.pop(adapter, _Group())
-        calls = [call for _, call in sorted(group.calls, key=lambda one: one[0])]
-        self._left(calls)
+        calls = [call for _, call in sorted(group.calls, key=lambda entry: entry[0])]
+        self._uncount(calls)
         return calls
 
-    def take_of(self, projects: Set[str]) -> list[LlmRow]:
+    def take_projects(self, projects: Set[str]) -> list[LlmRow]:
         """Take every call of some projects, in order."""
-        taken = []
+        entries = []
         for adapter, group in list(self._groups.items()):
-            found = [one for one in group.calls if one[1].project in projects]
-            if found:
-                group.calls = [one for one in group.calls if one[1].project not in projects]
+            matching = [entry for entry in group.calls if entry[1].project in projects]
+            if matching:
+                group.calls = [entry for entry in group.calls if entry[1].project not in projects]
                 heapq.heapify(group.calls)
                 self._drop_empty(adapter)
-                taken += found
-        calls = [call for _, call in sorted(taken, key=lambda one: one[0])]
-        self._left(calls)
+                entries += matching
+        calls = [call for _, call in sorted(entries, key=lambda entry: entry[0])]
+        self._uncount(calls)
         return calls
 
     def projects(self) -> set[str]:
         """The projects of waiting calls."""
         return set(self._projects)
 
-    def _left(self, calls: Iterable[LlmRow]) -> None:
+    def _uncount(self, calls: Iterable[LlmRow]) -> None:
         for call in calls:
             self._size -= 1
             self._projects[call.project] -= 1
@@ -290,7 +291,7 @@ class AdapterQueue:
     def adapters(self) -> list[Adapter]:
         """The adapters of waiting rows, in the order of their first rows."""
         waiting = [(group.calls[0][0], adapter) for adapter, group in self._groups.items() if adapter is not None]
-        return [adapter for _, adapter in sorted(waiting, key=lambda one: one[0])]
+        return [adapter for _, adapter in sorted(waiting, key=lambda entry: entry[0])]
 
     def first_turn(self, adapter: Adapter) -> int:
         return self._groups[adapter].calls[0][0]
@@ -304,12 +305,12 @@ class AdapterQueue:
             del self._groups[adapter]
 
 
-ROUNDS_MAX = 16  # so many groups of a project's suspects at most; those of a group that dies are tried one by one
-LAST_GROUP_MAX = 8  # rows of a project beyond its budget that go together
+ROUNDS_MAX = 16  # groups of one project's suspects; the rows of a group that kills the server run one by one
+LAST_GROUP_MAX = 8  # rows of a project beyond its budget that run together
 
 
 class QuarantineQueue:
-    """The suspect rows that wait to run alone."""
+    """The suspect rows that wait to run in isolation."""
 
     def __init__(self) -> None:
         self.calls: list[LlmRow] = []
@@ -321,10 +322,10 @@ class QuarantineQueue:
         self.calls.append(call)
 
     def take(self, adapter: Adapter) -> list[LlmRow]:
-        """Take the rows of an adapter: none can run."""
-        taken = [call for call in self.calls if call.adapter == adapter]
+        """Take the rows of an adapter."""
+        calls = [call for call in self.calls if call.adapter == adapter]
         self.calls = [call for call in self.calls if call.adapter != adapter]
-        return taken
+        return calls
 
     def projects(self) -> set[str]:
         return {call.project for call in self.calls}
@@ -332,19 +333,19 @@ class QuarantineQueue:
     def adapters(self) -> list[Adapter]:
         return [call.adapter for call in self.calls if call.adapter is not None]
 
-    def next_group(self, *, is_last: Callable[[str], bool], may_go: Callable[[LlmRow], bool]) -> list[LlmRow]:
-        """The rows to run now; they stay until `start`. `is_last`: of a project that runs after others."""
-        waiting = sorted(self.calls, key=lambda call: (is_last(call.project), not call.is_prime, call.turn))
-        first = next((call for call in waiting if may_go(call)), None)
-        if first is None or first.is_prime:
+    def next_group(self, *, is_last: Callable[[str], bool], can_send: Callable[[LlmRow], bool]) -> list[LlmRow]:
+        """The rows to run now; they stay queued until `start`. `is_last`: whether a project runs after all others."""
+        waiting = sorted(self.calls, key=lambda call: (is_last(call.project), not call.must_run_alone, call.turn))
+        first = next((call for call in waiting if can_send(call)), None)
+        if first is None or first.must_run_alone:
             return [] if first is None else [first]
-        alike = [call for call in waiting if call.project == first.project and not call.is_prime]
-        most = math.ceil(len(alike) / ROUNDS_MAX)
+        alike = [call for call in waiting if call.project == first.project and not call.must_run_alone]
+        size = math.ceil(len(alike) / ROUNDS_MAX)
         if is_last(first.project):
-            most = LAST_GROUP_MAX if not first.tracked.deaths else most
-        return [call for call in alike if call.adapter == first.adapter][: max(1, most)]
+            size = LAST_GROUP_MAX if not first.tracked.deaths else size
+        return [call for call in alike if call.adapter == first.adapter][: max(1, size)]
 
     def start(self, group: list[LlmRow]) -> None:
-        """Note that these rows are in flight."""
+        """Remove rows that are now in flight."""
         for call in group:
             self.calls.remove(call)

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 
 from batchmill.engines.llm import guard
-from batchmill.engines.llm.launch import Hardware, adapter_place, plan_launch
+from batchmill.engines.llm.launch import Hardware, absolute_adapter_path, plan_launch
 from batchmill.engines.llm.row_queue import Gauges, read_gauges
 from batchmill.engines.retry import REPLY_BYTES_MAX, read_reply
 from batchmill.errors import ModelFailed
@@ -31,18 +31,18 @@ TAIL_BYTES = 256 * 1024
 LINES_MAX = 8
 LINE_CHARS_MAX = 400
 
-# "(EngineCore pid=12) ERROR 11-21 19:20:01 [core.py:1]", in any part, before what the program itself said
+# "(EngineCore pid=12) ERROR 11-21 19:20:01 [core.py:1]", each part optional, before the message
 _PREFIX = re.compile(r"^(\([\w ]+pid=\d+\)\s?)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:.]+ \[[^\]]*\] ?)?")
-_TELLING = re.compile(r"^([A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failure)(:|$)|[\w.\- ]+: error: )")
-# True, and no help: they only point at a cause that was logged before.
-_EMPTY = re.compile(
+_ERROR_LINE = re.compile(r"^([A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failure)(:|$)|[\w.\- ]+: error: )")
+# These lines only refer to a cause that was logged earlier.
+_UNINFORMATIVE = re.compile(
     r"Engine core initialization failed|Engine core proc.*died|WorkerProc initialization failed"
     r"|^(SystemExit|KeyboardInterrupt|(asyncio\.\w+\.)?CancelledError)"
 )
 
 
 def read_tail(path: Path, offset: int = 0) -> str:
-    """The end of a log, not further back than `offset` (a log shorter than that has been begun anew)."""
+    """The end of a log from `offset` on; all of a log that is shorter, since that is a new file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -53,10 +53,10 @@ def read_tail(path: Path, offset: int = 0) -> str:
         return ""
 
 
-def telling_lines(log: str) -> str:
+def error_lines(log: str) -> str:
     """The last exception of a log with its context, or the last lines if there is none."""
     lines = [_PREFIX.sub("", line).rstrip() for line in log.splitlines()]
-    telling = [i for i, line in enumerate(lines) if _TELLING.match(line) and not _EMPTY.search(line)]
+    telling = [i for i, line in enumerate(lines) if _ERROR_LINE.match(line) and not _UNINFORMATIVE.search(line)]
     if not telling:
         return _cut([line for line in lines if line][-5:])
     first = telling[-1]
@@ -65,12 +65,12 @@ def telling_lines(log: str) -> str:
 
 def _continuation(lines: list[str]) -> list[str]:
     """The lines that continue an exception's message, up to the next frame or blank line."""
-    kept = []
+    continuation = []
     for line in lines:
         if not line.startswith("  ") or line.lstrip().startswith(("File ", "For further information")):
             break
-        kept.append(line.strip())
-    return kept
+        continuation.append(line.strip())
+    return continuation
 
 
 def _cut(lines: list[str]) -> str:
@@ -84,7 +84,7 @@ SOCKET_BYTES_MAX = 100  # Linux allows 107, macOS 103
 
 
 class ServerProcess:
-    """A server in a process tree of its own. Made by `claim`; started once, stopped for good.
+    """A server in a separate process tree, created by `claim`. It starts once, and cannot start again after a stop.
 
     Concurrency: one event loop.
     """
@@ -104,20 +104,20 @@ class ServerProcess:
 
     @classmethod
     def claim(cls, home: Path, *, grace_s: float = GRACE_S) -> ServerProcess:
-        """Take a free slot under `home`, after ending what an earlier engine left in it. Blocks; call it in a thread.
+        """Take a free slot under `home`, and end processes that an earlier engine left. Blocks; call it in a thread.
 
-        Raises: ModelFailed where every slot is taken.
+        Raises: ModelFailed if no slot is free.
         """
         home.mkdir(parents=True, exist_ok=True)
         for slot in range(SLOTS_MAX):
             fd = os.open(home / f"engine-{slot}.pid", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             if guard.try_lock(fd):
-                guard.end_left(guard.read_record(fd))
+                guard.end_leftovers(guard.read_record(fd))
                 server = cls(home, slot, fd, grace_s=grace_s)
                 guard.write_record(fd, server._record())
                 return server
             os.close(fd)
-        raise ModelFailed(f"{SLOTS_MAX} engine servers are running under {home}; stop some of them")
+        raise ModelFailed(f"{SLOTS_MAX} engine servers are running under {home}; stop some")
 
     def _record(self) -> dict[str, object]:
         pid = os.getpid()
@@ -131,7 +131,7 @@ class ServerProcess:
         }
 
     async def start(self, command: list[str], env: Mapping[str, str]) -> None:
-        """Start the guard, which starts the server. A command that cannot start looks like a server that ended."""
+        """Start the guard, which starts the server. If the command cannot start, the server ends at once."""
         assert self._guard is None, "a server is started once"
         arguments = ["--worker", str(os.getpid()), "--lock-fd", str(self._lock_fd), "--log", str(self.log_path)]
         arguments += ["--scratch", str(self.scratch), "--grace-s", str(self._grace_s), "--", *command]
@@ -145,16 +145,20 @@ class ServerProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**env, guard.MARKER: self._marker, "SPT_NOENV": "1"},  # SPT_NOENV: a new title spares the marker
+                env={
+                    **env,
+                    guard.MARKER: self._marker,
+                    "SPT_NOENV": "1",
+                },  # SPT_NOENV: a new process title does not overwrite the marker
                 pass_fds=[self._lock_fd],
                 start_new_session=True,
             )
-        self._ended = asyncio.create_task(self._until_gone(self._guard))
+        self._ended = asyncio.create_task(self._wait_until_ended(self._guard))
 
-    async def _until_gone(self, process: asyncio.subprocess.Process) -> int:
+    async def _wait_until_ended(self, process: asyncio.subprocess.Process) -> int:
         code = await process.wait()
-        if code < 0:  # somebody killed the guard; it does not end by a signal of itself
-            await asyncio.to_thread(guard.end_left, guard.read_record(self._lock_fd))
+        if code < 0:  # another process killed the guard
+            await asyncio.to_thread(guard.end_leftovers, guard.read_record(self._lock_fd))
             guard.write_record(self._lock_fd, {})
         self._release()
         self.exit_code = code
@@ -170,7 +174,7 @@ class ServerProcess:
         return self._ended is not None and not self._ended.done()
 
     async def wait(self) -> int:
-        """Wait until nothing of the server is left; its exit code, or below zero if its guard was killed."""
+        """Wait until all processes have ended. Returns the exit code, below zero if the guard was killed."""
         assert self._ended is not None, "the server was not started"
         return await asyncio.shield(self._ended)
 
@@ -184,44 +188,44 @@ class ServerProcess:
             return
         if self._guard.stdin is not None:
             self._guard.stdin.close()
-        patience_s = self._grace_s + guard.KILL_WAIT_S + 5.0
-        done, _ = await asyncio.wait([self._ended], timeout=patience_s)
+        timeout_s = self._grace_s + guard.KILL_WAIT_S + 5.0
+        done, _ = await asyncio.wait([self._ended], timeout=timeout_s)
         if not done:
             with contextlib.suppress(ProcessLookupError):
                 self._guard.kill()
             await asyncio.wait([self._ended])
 
     def complaint(self) -> str:
-        """How the server ended and what its log says, in a few lines."""
-        said = telling_lines(read_tail(self.log_path, self._log_offset)) or "it wrote nothing"
+        """How the server ended and the errors in its log, in a few lines."""
+        errors = error_lines(read_tail(self.log_path, self._log_offset)) or "it wrote nothing"
         code = self.exit_code
         if code is None:
-            return said
+            return errors
         ending = f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
-        return f"{ending}: {said}"
+        return f"{ending}: {errors}"
 
 
 def make_scratch() -> Path:
-    """A new private directory with a short path: names of Unix sockets have about a hundred bytes."""
+    """A new private directory with a short path: a Unix socket's path has at most about 100 bytes."""
     for base in (os.environ.get("XDG_RUNTIME_DIR"), "/tmp", tempfile.gettempdir()):
         if base and os.access(base, os.W_OK | os.X_OK):
             path = Path(tempfile.mkdtemp(prefix="batchmill-", dir=base))
-            if len(os.fsencode(path / SOCKET_NAME)) <= SOCKET_BYTES_MAX - 40:  # the engine's own sockets go there too
+            if len(os.fsencode(path / SOCKET_NAME)) <= SOCKET_BYTES_MAX - 40:  # vLLM's own sockets go there too
                 return path
             path.rmdir()
     raise ModelFailed(
-        f"no directory is short enough for a Unix socket: set XDG_RUNTIME_DIR to one of at most "
+        f"no directory has a path short enough for a Unix socket: set XDG_RUNTIME_DIR to a path of at most "
         f"{SOCKET_BYTES_MAX - 60} bytes"
     )
 
 
-START_TIMEOUT_S = 3600.0  # a large model is downloaded and compiled in this time
+START_TIMEOUT_S = 3600.0  # enough to download and compile a large model
 POLL_S = 0.2
 PROBE_TIMEOUT_S = 10.0
-KEEPALIVE_S = 4.0  # below vLLM's 5 s: a call must not meet a connection that is being closed
-BODY_COPY_MAX = 512 * 1024  # a larger body goes out as a stream, so that it does not hold up the loop
-_IS_LOADED = "has already been loaded"  # a load whose answer was lost
-BASE_URL = "http://vllm"  # a name for the Host header; the socket decides where it goes
+KEEPALIVE_S = 4.0  # below vLLM's 5 s, so that no call uses a connection that vLLM is closing
+BODY_COPY_MAX = 512 * 1024  # a larger body is streamed, so that it does not block the event loop
+_IS_LOADED = "has already been loaded"  # the reply to an earlier load was lost
+BASE_URL = "http://vllm"  # for the Host header; calls go to the socket
 
 
 class CallLost(Exception):
@@ -229,15 +233,15 @@ class CallLost(Exception):
 
     def __init__(self, why: str, *, was_sent: bool = True) -> None:
         super().__init__(why)
-        self.was_sent = was_sent  # False: it never reached a server
+        self.was_sent = was_sent  # False: no server received it
 
 
 class ReplyTooLarge(Exception):
-    """A reply that is too large for a result file; a retry would bring it again."""
+    """A reply that is too large for a result file. A retry would return it again."""
 
 
 class VllmServer:
-    """A vLLM server process and its HTTP API. Started once; a new object replaces a dead one."""
+    """A vLLM server process and its HTTP API. It starts once; a new object replaces a dead server."""
 
     def __init__(self, process: ServerProcess, clock: Clock) -> None:
         self.process = process
@@ -261,14 +265,14 @@ class VllmServer:
         clock: Clock,
         note: Callable[[str], None],
     ) -> VllmServer:
-        """Start a server and return once it is healthy; `note` gets the seconds so far.
+        """Start a server and return once it is healthy. `note` gets a progress message with the seconds so far.
 
-        Raises: ModelFailed, with what the server's log says.
+        Raises: ModelFailed, with the errors of the server's log.
         """
         process = await asyncio.to_thread(ServerProcess.claim, home)
         server = None
         try:
-            launch = plan_launch(model, python, process.socket, env=env, machine=Hardware.here(env))
+            launch = plan_launch(model, python, process.socket, env=env, machine=Hardware.detect(env))
             await process.start(launch.command, launch.env)
             server = cls(process, clock)
             await server._wait_healthy(note)
@@ -297,7 +301,7 @@ class VllmServer:
         return await self._get("/health") is not None
 
     async def _get(self, path: str) -> bytes | None:
-        """The body of a 200 reply; None if there is none, even if the server is stopped or hangs."""
+        """The body of a 200 reply; None for any other outcome, also if the server is stopped or hangs."""
         if self._session.closed:
             return None
         try:
@@ -307,7 +311,7 @@ class VllmServer:
             return None
 
     async def post(self, url: str, body: bytes) -> tuple[int, bytes]:
-        """Make a call. Raises: CallLost without a whole reply, ReplyTooLarge."""
+        """Make a call. Raises: CallLost without a complete reply, ReplyTooLarge."""
         if self._session.closed:
             raise CallLost("the server was stopped")
         data = body if len(body) <= BODY_COPY_MAX else io.BytesIO(body)
@@ -320,7 +324,7 @@ class VllmServer:
     async def predict(self, url: str, body: bytes, silence_s: float) -> AsyncGenerator[LiveHead | bytes]:
         """Make a call and stream its reply. Closing the iterator cancels it at the server.
 
-        Raises: CallLost where the reply does not come or breaks off, or the server is silent for `silence_s`.
+        Raises: CallLost without a complete reply, or if the server sends nothing for `silence_s`.
         """
         if self._session.closed:
             raise CallLost("the server was stopped", was_sent=False)
@@ -336,23 +340,23 @@ class VllmServer:
                     return
                 yield piece
         except TimeoutError:
-            raise CallLost(f"the server said nothing for {silence_s:g} s") from None
+            raise CallLost(f"the server sent nothing for {silence_s:g} s") from None
         except aiohttp.ClientConnectorError as error:
-            raise CallLost(f"no connection to it: {error.os_error}", was_sent=False) from None
+            raise CallLost(f"cannot connect to the server: {error.os_error}", was_sent=False) from None
         except (aiohttp.ClientError, OSError) as error:
             raise CallLost(f"{type(error).__name__}: {error}") from None
         finally:
             if reply is not None and not reply.content.at_eof():
-                reply.close()  # this closes the connection: the rest is not needed
+                reply.close()  # close the connection, which still has the rest of the reply
 
-    async def load_adapter(self, name: str, place: str, timeout_s: float) -> str:
+    async def load_adapter(self, name: str, path: str, timeout_s: float) -> str:
         """Load an adapter. Returns the server's error message; empty: it is loaded. Raises: CallLost."""
-        body = msgspec.json.encode({"lora_name": name, "lora_path": adapter_place(place)})
+        body = msgspec.json.encode({"lora_name": name, "lora_path": absolute_adapter_path(path)})
         try:
             async with asyncio.timeout(timeout_s):
                 status, data = await self.post("/v1/load_lora_adapter", body)
         except TimeoutError:
-            return f"it took longer than {timeout_s:g} s"
+            return f"the load took longer than {timeout_s:g} s"
         if status == 200:
             return ""
         message = read_reply(status, data).row_error().message
@@ -364,29 +368,31 @@ class VllmServer:
             async with asyncio.timeout(timeout_s):
                 status, data = await self.post("/v1/unload_lora_adapter", msgspec.json.encode({"lora_name": name}))
         except TimeoutError:
-            raise CallLost(f"it has not let go of the adapter {name!r} in {timeout_s:g} s") from None
+            raise CallLost(f"the server did not unload the adapter {name!r} in {timeout_s:g} s") from None
         if status not in (200, 404):
             raise CallLost(
-                f"it does not let go of the adapter {name!r}: {read_reply(status, data).row_error().message}"
+                f"the server cannot unload the adapter {name!r}: {read_reply(status, data).row_error().message}"
             )
 
     async def gauges(self) -> Gauges | None:
-        """The current metrics; None if it does not reply."""
+        """The current metrics; None if the server does not reply."""
         data = await self._get("/metrics")
         return None if data is None else read_gauges(data.decode("utf-8", "replace"))
 
     async def fields(self, paths: Collection[str] = ()) -> Mapping[str, frozenset[str]]:
-        """The body fields it understands, by URL: its own word, or ours for what it does not describe. `paths`: of
-        further URLs, as far as it describes them."""
-        data = await self._get("/openapi.json")  # a flag of vLLM switches it off
-        return KNOWN_FIELDS if data is None else _known(msgspec.json.decode(data), paths)
+        """The body fields that the server understands, by URL, from its OpenAPI document or else from our tables.
+
+        `paths`: further URLs to include if the document describes them.
+        """
+        data = await self._get("/openapi.json")  # absent with vLLM's flag disable-fastapi-docs
+        return KNOWN_FIELDS if data is None else _merge_fields(msgspec.json.decode(data), paths)
 
     async def stop(self) -> None:
         await self._session.close()
         await self.process.stop()
 
 
-def _known(document: dict[str, Any], paths: Collection[str]) -> Mapping[str, frozenset[str]]:
+def _merge_fields(document: dict[str, Any], paths: Collection[str]) -> Mapping[str, frozenset[str]]:
     return {**KNOWN_FIELDS, **fields_of_openapi(document, {*KNOWN_FIELDS, *paths})}
 
 

@@ -24,12 +24,12 @@ PROVIDER_APIS = {
 
 
 def load_provider(model: ModelSpec, connections: Connections) -> ProviderApi:
-    """Construct the batch API of a model's provider.
+    """Create the batch API of a model's provider.
 
     Raises: ModelFailed for an unknown provider, or one whose extra is not installed.
     """
     name = model.provider or "openai"
     if name not in PROVIDER_APIS:
-        known = ", ".join(PROVIDER_APIS)
-        raise ModelFailed(f"no batch provider is called {name!r}; there are {known}", code="unknown_provider")
+        names = ", ".join(PROVIDER_APIS)
+        raise ModelFailed(f"there is no batch provider {name!r}; choose from {names}", code="unknown_provider")
     return require(PROVIDER_APIS[name], f"the provider {name}", ModelFailed)(model, connections)

@@ -23,7 +23,6 @@ from msgspec.structs import replace
 from batchmill.engines.connections import Connections, FileRange
 from batchmill.engines.provider_batch.anthropic_chat import MAX_TOKENS, to_completion, to_messages, usage_of
 from batchmill.engines.provider_batch.provider import (
-    Closed,
     JobGone,
     JobRefused,
     Out,
@@ -31,12 +30,13 @@ from batchmill.engines.provider_batch.provider import (
     ProviderRefusal,
     ProviderRow,
     RowReply,
+    SignedCall,
     Upload,
-    addressed,
     fields_of,
     row_error,
     row_id,
     row_number,
+    with_remote_model,
 )
 from batchmill.engines.provider_batch.settings import Access, count, read_limits, text
 from batchmill.errors import InvalidRow, SubmitUnknown
@@ -47,11 +47,11 @@ from batchmill.wire.json_bytes import encode, shallow
 
 VERSION = "2023-06-01"
 HEAD, ROW, BETWEEN, TAIL = b'{"requests":[', b'{"custom_id":"', b",\n", b"]}\n"
-CHAT_LETTER = "c"  # begins the id of a row that is a chat; others have the letter of `row_id`
+CHAT_LETTER = "c"  # the first letter of a chat row's id; other ids have the letter of `row_id`
 MARK_CHARS = 20
-NO_MARK = "b" + "0" * MARK_CHARS  # until the submission is known: what is counted then does not grow
+NO_MARK = "b" + "0" * MARK_CHARS  # a placeholder of the mark's length, so that sizes stay correct
 PAGE, PAGES_MAX = 100, 50
-SKEW_S = 600.0  # by which a batch may seem older than it is, our clock and the provider's compared
+SKEW_S = 600.0  # how much our clock and the provider's may differ
 COPY_BYTES = 1024 * 1024
 
 _STATES = {"in_progress": "submitted", "canceling": "cancelling", "ended": "ended"}
@@ -67,7 +67,7 @@ _STATUSES = {
     "timeout_error": 504,
     "overloaded_error": 529,
 }
-_UNDONE_FROM = 429  # these the same row may not meet again, and nothing was paid
+_UNDONE_FROM = 429  # from this status on a retry may succeed, and nothing was charged
 
 
 class _Counts(Struct, frozen=True):
@@ -118,7 +118,7 @@ _line = msgspec.json.Decoder(_ResultLine)
 
 
 class AnthropicBatches:
-    """Engine arguments: `max_tokens`, of rows that are chats and name none (4096); `version` of the API."""
+    """Anthropic's batches. Engine arguments: `max_tokens` of chat rows without a limit (4096); `version` of the API."""
 
     arguments = frozenset({"max_tokens", "version"})
 
@@ -129,16 +129,16 @@ class AnthropicBatches:
         self._headers = {"anthropic-version": text(model, "version", VERSION), "content-type": "application/json"}
         self._max_tokens = count(model, "max_tokens", MAX_TOKENS, least=1)
         self._url = _batches_url(self._access.base_url)
-        self._calls = ProviderClient(connections, self._close, renew=self._access.renew)
+        self._calls = ProviderClient(connections, self._sign, renew=self._access.renew)
 
-    async def _close(self, out: Out) -> Closed:
+    async def _sign(self, out: Out) -> SignedCall:
         headers = {**self._headers, **self._access.headers(), **out.headers}
-        return Closed(replace(out, headers=headers), self._access.secrets)
+        return SignedCall(replace(out, headers=headers), self._access.secrets)
 
     def encode(self, number: int, request: Request) -> ProviderRow:
         name = row_id(number)
         if request.url == MESSAGES:
-            params = addressed(request.body, self._model)
+            params = with_remote_model(request.body, self._model)
         elif request.url == CHAT:
             message = to_messages(fields_of(request.body, self._model), max_tokens=self._max_tokens)
             name, params = CHAT_LETTER + name[1:], encode(message)
@@ -170,7 +170,7 @@ class AnthropicBatches:
                 unclear.append(batch.id)
             elif await self._is_marked(batch.id, mark):
                 return replace(job, id=batch.id, state="ended", remote_state=batch.processing_status)
-        if job.id or not unclear:  # with its id known the question is only whether there is a second one
+        if job.id or not unclear:  # with a known id, only duplicates are searched
             return None
         raise SubmitUnknown(
             f"a batch of {job.rows:,} rows was about to be sent to Anthropic when batchmill was interrupted, and "
@@ -197,7 +197,7 @@ class AnthropicBatches:
             raise _gone(refusal, job) from None
 
     async def clean_up(self, job: RemoteJob) -> None:
-        """Nothing to delete: the provider keeps only the batch with its results."""
+        """Do nothing: the provider has only the batch and its results."""
 
     async def _ask(self, job: RemoteJob, method: str, path: str) -> RemoteJob:
         try:
@@ -241,7 +241,7 @@ def mark_of(tag: str) -> str:
 
 
 def _ahead_s(headers: Mapping[str, str]) -> float:
-    """How far our clock is ahead of a reply's; 0 if it does not say."""
+    """How many seconds our clock is ahead of a reply's; 0 if the reply has no date."""
     try:
         return time.time() - parsedate_to_datetime(headers.get("date", "")).timestamp()
     except ValueError:
@@ -281,13 +281,13 @@ def _updated(job: RemoteJob, batch: _Batch) -> RemoteJob:
 
 def _read(line: bytes, mark: str, created: int) -> tuple[int, RowReply]:
     try:
-        found = _line.decode(shallow(line))
+        answer = _line.decode(shallow(line))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return -1, RowReply(0, None, row_error("bad_response", f"a line cannot be read: {error}"), is_garbled=True)
-    name = found.custom_id.removeprefix(f"{mark}-")
+    name = answer.custom_id.removeprefix(f"{mark}-")
     is_chat = name[:1] == CHAT_LETTER
     number = row_number(row_id(0)[0] + name[1:]) if is_chat else row_number(name)
-    result = found.result
+    result = answer.result
     match result.type:
         case "succeeded":
             return number, _succeeded(bytes(result.message), is_chat, created)
@@ -310,12 +310,12 @@ def _succeeded(message: bytes, is_chat: bool, created: int) -> RowReply:
 
 def _errored(error: bytes) -> RowReply:
     """`{"type":"error","error":{"type":…,"message":…},"request_id":…}`"""
-    found = decode_error(error)
-    code, text = found.name or "unknown_error", found.message or "the row failed, and the provider gives no reason"
+    decoded = decode_error(error)
+    code, text = decoded.name or "unknown_error", decoded.message or "the row failed, and the provider gives no reason"
     status = _STATUSES.get(code, 500)
     is_undone = status >= _UNDONE_FROM
-    return RowReply(status, error, row_error(code, text), None, found.request_id, is_undone=is_undone)
+    return RowReply(status, error, row_error(code, text), None, decoded.request_id, is_undone=is_undone)
 
 
 def _gone(refusal: ProviderRefusal, job: RemoteJob) -> JobGone:
-    return JobGone(f"Anthropic knows no batch {job.id}, or no longer its results: {refusal.message}")
+    return JobGone(f"Anthropic has no batch {job.id}, or no longer has its results: {refusal.message}")

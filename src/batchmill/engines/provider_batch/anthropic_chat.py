@@ -25,7 +25,7 @@ Block = dict[str, Any]
 def refuse(what: str, why: str, *, code: str = "unsupported_parameter") -> InvalidRow:
     """The error of a row that cannot be translated."""
     detail = (
-        f"{what} is wrong: {why}" if code == "invalid_row" else f"{what} cannot be asked of Anthropic's models: {why}"
+        f"{what} is wrong: {why}" if code == "invalid_row" else f"{what} is not supported by Anthropic's models: {why}"
     )
     return InvalidRow(detail, code=code)
 
@@ -45,12 +45,12 @@ def blocks_of(message: dict[str, Any], place: str) -> tuple[str, list[Block]]:
             return "user", [result | {"content": content} if content else result]
         case role:
             raise refuse(
-                f"the role {str(role)[:40]!r} of {place}", "there are system, developer, user, assistant, tool"
+                f"the role {str(role)[:40]!r} of {place}", "it must be system, developer, user, assistant or tool"
             )
 
 
 def text_blocks_of(message: dict[str, Any], place: str) -> list[Block]:
-    """The content of a message that may only hold text, such as a system prompt."""
+    """The content of a message that may have only text, such as a system prompt."""
     _refuse_further(message, ("role", "content"), place)
     return _parts(message.get("content"), place, _text_part)
 
@@ -69,7 +69,7 @@ def _tool_use(call: Any, place: str) -> Block:
             try:
                 values = msgspec.json.decode(arguments or "{}", type=dict[str, Any])
             except msgspec.MsgspecError:
-                why = f"the arguments {arguments[:100]!r} are no JSON object"
+                why = f"the arguments {arguments[:100]!r} are not a JSON object"
                 raise refuse(f"the call of {name!r} in {place}", why, code="invalid_row") from None
             return {"type": "tool_use", "id": id, "name": name, "input": values}
     why = 'it is {"id":…,"type":"function","function":{"name":…,"arguments":"…"}}'
@@ -105,7 +105,10 @@ def _user_part(part: Any, place: str) -> Block:
     match part:
         case {"type": "image_url", "image_url": {"url": str(url), **rest}}:
             if rest.get("detail") not in (None, "auto", "high"):
-                raise refuse(f"`detail` {str(rest['detail'])[:40]!r} of an image in {place}", "images are seen in full")
+                raise refuse(
+                    f"`detail` {str(rest['detail'])[:40]!r} of an image in {place}",
+                    "the models read images in full resolution",
+                )
             return {"type": "image", "source": _image_source(url, place)}
         case {"type": "file", "file": {"file_data": str(data), **rest}}:
             title = {"title": rest["filename"]} if rest.get("filename") else {}
@@ -141,12 +144,12 @@ def _refuse_further(message: dict[str, Any], known: tuple[str, ...], place: str)
             raise refuse(f"`{name[:40]}` of {place}", "it has no counterpart")
 
 
-MAX_TOKENS = 4096  # of an answer whose row names no limit: Messages must have one
+MAX_TOKENS = 4096  # of an answer without a limit in its row; Messages requires one
 TEMPERATURE_MAX = 1.0
 
 _WAY_OUT = "leave it out, or write the row for /v1/messages with Anthropic's own fields"
 
-# Fields that say nothing with one of these values; with any other they have no counterpart.
+# Fields without effect for these values; other values are not supported.
 _QUIET: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "stream": (False,),
@@ -160,7 +163,7 @@ _QUIET: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
-    "store": (False, True),  # where an answer lies changes nothing in it
+    "store": (False, True),  # storing an answer does not change it
     "metadata": ({},),
     "service_tier": ("auto",),
     "reasoning_effort": (),

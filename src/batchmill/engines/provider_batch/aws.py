@@ -20,9 +20,16 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.engines.connections import Connections, FileRange
-from batchmill.engines.provider_batch.provider import Closed, JobRefused, Out, ProviderClient, ProviderRefusal, TryAgain
+from batchmill.engines.provider_batch.provider import (
+    JobRefused,
+    Out,
+    ProviderClient,
+    ProviderRefusal,
+    SignedCall,
+    TryAgain,
+)
 from batchmill.engines.provider_batch.settings import argument
-from batchmill.engines.retry import redact, rest_asked
+from batchmill.engines.retry import redact, requested_wait_s
 from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, ModelFailed, RouteFailed
 from batchmill.models import redaction, secrets
 from batchmill.models.connectors.rendering import Rendered, Renderer
@@ -33,7 +40,7 @@ from batchmill.wire.error_statuses import decode_error
 
 KEY_NAMES = ("access_key", "secret_key", "session_token")
 ARGUMENTS = frozenset({*KEY_NAMES, "region", "s3", "s3_endpoint", "queue_rest_s"})
-QUEUE_REST_S = 600.0  # until a job is tried again for which the account had no room
+QUEUE_REST_S = 600.0  # before a job that exceeded the account's quota is submitted again
 
 _THROTTLED = frozenset(
     {
@@ -128,7 +135,7 @@ class Account:
         given = dict(self._model.engine_args) if connector is None else dict(connector.credential)
         references = {name: str(given[name]) for name in KEY_NAMES if given.get(name)}
         if references and not {"access_key", "secret_key"} <= references.keys():
-            raise ModelFailed("access_key and secret_key go together", code="missing_secret")
+            raise ModelFailed("access_key and secret_key must both be set", code="missing_secret")
         if not references and not self._may_look:
             raise ModelFailed(
                 "the connector has no access_key and secret_key in its credential; a roleArn alone opens nothing here",
@@ -141,8 +148,8 @@ class Account:
         try:
             if self._session is None:
                 self._session = Session()
-            found = self._session.get_credentials()
-            frozen = None if found is None else found.get_frozen_credentials()
+            credentials = self._session.get_credentials()
+            frozen = None if credentials is None else credentials.get_frozen_credentials()
         except BotoCoreError as error:
             raise ModelFailed(f"no AWS credentials: {error}", code="missing_secret") from None
         if frozen is None or not frozen.access_key or not frozen.secret_key:
@@ -168,9 +175,9 @@ class Account:
         return region
 
     def refused(self, refusal: ProviderRefusal) -> JobRefused:
-        """What a refusal of the keys means for the job."""
+        """The error of a job whose submission was refused."""
         is_full = refusal.reason in QUEUE_FULL
-        return JobRefused(refusal.message, rest_s=self.queue_rest_s if is_full else None)
+        return JobRefused(refusal.message, retry_after_s=self.queue_rest_s if is_full else None)
 
     @property
     def domain(self) -> str:
@@ -194,9 +201,9 @@ class Signed:
     def __init__(self, account: Account, service: str, connections: Connections) -> None:
         self._account = account
         self._service = service
-        self.calls = ProviderClient(connections, self._close, sort=sort)
+        self.calls = ProviderClient(connections, self._sign, classify=classify)
 
-    async def _close(self, out: Out) -> Closed:
+    async def _sign(self, out: Out) -> SignedCall:
         keys = await self._account.keys()
         rendered = Rendered(out.method, out.url, dict(out.headers), out.body)
         try:
@@ -211,8 +218,8 @@ class Signed:
             )
         except InvalidInput as error:
             raise ModelFailed(error.message, code=error.code) from None
-        kept = [keys.secret, keys.access, *([keys.token] if keys.token else [])]
-        return Closed(replace(out, headers=signed.headers), [each.encode() for each in kept])
+        secrets = [keys.secret, keys.access, *([keys.token] if keys.token else [])]
+        return SignedCall(replace(out, headers=signed.headers), [each.encode() for each in secrets])
 
 
 class JsonService:
@@ -230,17 +237,17 @@ class JsonService:
         return answer.data
 
 
-def sort(status: int, headers: Mapping[str, str], data: bytes) -> BatchmillError | None:
-    """Classify an unsuccessful reply of AWS. None: it is not one of AWS's."""
+def classify(status: int, headers: Mapping[str, str], data: bytes) -> BatchmillError | None:
+    """Classify an error reply of AWS. None if the reply is not from AWS."""
     code, message = error_of(headers, data)
     if status == 301 or code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
-        place = headers.get("x-amz-bucket-region", "another region")
-        return RouteFailed(f"the bucket lies in {place}, not in the region that was given: {message or code}")
+        region = headers.get("x-amz-bucket-region", "another region")
+        return RouteFailed(f"the bucket is in {region}, not in the configured region: {message or code}")
     if not code:
         return None
     text = redact(f"{message} ({code})" if message else code)
     if status == 429 or code in _THROTTLED:
-        return TryAgain(text, rest_s=rest_asked(headers, time.time()), is_unseen=True)
+        return TryAgain(text, retry_after_s=requested_wait_s(headers, time.time()), is_unseen=True)
     if code in _AUTH:
         return AuthRefused(text)
     if status >= 500 or code in _PASSING:
@@ -267,8 +274,8 @@ def is_host(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
-PUT_BYTES_MAX = 5 * 1024**3  # that S3 takes in one piece
-PAGES_MAX = 100  # of a listing, a thousand names each
+PUT_BYTES_MAX = 5 * 1024**3  # S3's limit for one PUT
+PAGES_MAX = 100  # of a listing, with a thousand names each
 
 _URI = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/([A-Za-z0-9!_*'().=/-]*))?")
 _NAMESPACE = re.compile(r"\{[^}]*\}")
@@ -290,77 +297,79 @@ class S3Object(Struct, frozen=True):
 
 def read_uri(uri: str) -> S3Object:
     """Parse s3://BUCKET/PREFIX. Raises: ModelFailed for anything else."""
-    found = _URI.fullmatch(uri)
-    if found is None:
+    match = _URI.fullmatch(uri)
+    if match is None:
         raise ModelFailed(f"{uri[:200]!r} is not a location in S3: write s3://BUCKET/PREFIX", code="invalid_argument")
-    return S3Object(found[1], (found[2] or "").strip("/"))
+    return S3Object(match[1], (match[2] or "").strip("/"))
 
 
 class S3:
-    """The files of one account. Every method raises as `Calls.call`."""
+    """The files of one account. Methods raise as `ProviderClient.call`."""
 
     def __init__(self, account: Account, connections: Connections) -> None:
-        """The engine argument `s3_endpoint` is another server that speaks S3. Raises: ModelFailed."""
+        """The engine argument `s3_endpoint` sets another server with S3's API. Raises: ModelFailed."""
         self._region, self._domain = account.region, account.domain
         self._endpoint = (account.argument("s3_endpoint") or "").rstrip("/")
         if self._endpoint and not is_host(self._endpoint):
             raise ModelFailed(f"s3_endpoint {self._endpoint!r} is not an address", code="invalid_argument")
         self._calls = Signed(account, "s3", connections).calls
 
-    async def put(self, place: S3Object, file: Path, size: int) -> None:
+    async def put(self, target: S3Object, file: Path, size: int) -> None:
         """Upload a file, replacing an existing one. Raises: JobRefused if it is refused."""
         if size > PUT_BYTES_MAX:
-            raise JobRefused(f"S3 takes no {size:,} bytes in one piece: set bytes_max to {PUT_BYTES_MAX} at most")
+            raise JobRefused(
+                f"{size:,} bytes are too many for one upload to S3: set bytes_max to {PUT_BYTES_MAX} at most"
+            )
         digest = await asyncio.to_thread(_digest, file)
         headers = {"Content-Type": "application/jsonl"}
-        out = Out("PUT", self._url(place), headers=headers, parts=[FileRange(file, size)], sha256=digest)
+        out = Out("PUT", self._url(target), headers=headers, parts=[FileRange(file, size)], sha256=digest)
         try:
             await self._calls.send(out)
         except ProviderRefusal as refusal:
-            raise JobRefused(f"{place.uri} cannot be written: {refusal.message}") from None
+            raise JobRefused(f"{target.uri} cannot be written: {refusal.message}") from None
 
-    async def has(self, place: S3Object) -> bool:
-        """Whether a file exists. Uses a listing: a HEAD reply would not say why it was refused."""
-        return place.key in [each.key async for each in self.list(place)]
+    async def has(self, target: S3Object) -> bool:
+        """Whether a file exists. It uses a listing, because a HEAD reply does not give the reason of a refusal."""
+        return target.key in [each.key async for each in self.list(target)]
 
-    async def list(self, place: S3Object) -> AsyncIterator[S3Object]:
-        """The files whose keys begin with `place`."""
-        query = {"list-type": "2", "prefix": place.key}
+    async def list(self, target: S3Object) -> AsyncIterator[S3Object]:
+        """The files whose keys begin with `target`."""
+        query = {"list-type": "2", "prefix": target.key}
         for _ in range(PAGES_MAX):
-            answer = await self._calls.call("GET", self._url(S3Object(place.bucket, ""), query))
+            answer = await self._calls.call("GET", self._url(S3Object(target.bucket, ""), query))
             keys, token = _listing(answer.data)
             for key in keys:
-                yield S3Object(place.bucket, key)
+                yield S3Object(target.bucket, key)
             if not token:
                 return
             query["continuation-token"] = token
-        raise JobRefused(f"there are more than {PAGES_MAX},000 files below {place.uri}")
+        raise JobRefused(f"there are more than {PAGES_MAX},000 files below {target.uri}")
 
-    def lines(self, place: S3Object) -> AsyncIterator[list[bytes]]:
+    def lines(self, target: S3Object) -> AsyncIterator[list[bytes]]:
         """The lines of a file in groups of some hundreds; empty ones are skipped."""
-        return self._calls.lines(self._url(place))
+        return self._calls.lines(self._url(target))
 
-    async def delete(self, place: S3Object) -> None:
+    async def delete(self, target: S3Object) -> None:
         """Delete a file; a missing one is not an error."""
         try:
-            await self._calls.call("DELETE", self._url(place))
+            await self._calls.call("DELETE", self._url(target))
         except ProviderRefusal as refusal:
             if refusal.status != 404:
                 raise
 
-    async def delete_below(self, place: S3Object) -> None:
+    async def delete_below(self, target: S3Object) -> None:
         """Delete every file below a prefix."""
-        for each in [each async for each in self.list(S3Object(place.bucket, f"{place.key}/"))]:
+        for each in [each async for each in self.list(S3Object(target.bucket, f"{target.key}/"))]:
             await self.delete(each)
 
-    def _url(self, place: S3Object, query: dict[str, str] | None = None) -> str:
-        path = quote(place.key, safe="/~-._")
+    def _url(self, target: S3Object, query: dict[str, str] | None = None) -> str:
+        path = quote(target.key, safe="/~-._")
         if self._endpoint:
-            base = f"{self._endpoint}/{place.bucket}"
-        elif "." in place.bucket:  # the certificate of the bucket's own host does not hold for such a name
-            base = f"https://s3.{self._region}.{self._domain}/{place.bucket}"
+            base = f"{self._endpoint}/{target.bucket}"
+        elif "." in target.bucket:  # the TLS certificate of bucket hosts does not cover names with dots
+            base = f"https://s3.{self._region}.{self._domain}/{target.bucket}"
         else:
-            base = f"https://{place.bucket}.s3.{self._region}.{self._domain}"
+            base = f"https://{target.bucket}.s3.{self._region}.{self._domain}"
         return f"{base}/{path}" + (f"?{urlencode(query, quote_via=quote)}" if query else "")
 
 
@@ -374,7 +383,7 @@ def _listing(data: bytes) -> tuple[list[str], str]:
     try:
         root = ElementTree.fromstring(data)
     except ElementTree.ParseError:
-        raise TryAgain(f"the listing of a bucket is no XML: it begins {data[:100]!r}") from None
+        raise TryAgain(f"the listing of a bucket is not XML: it begins {data[:100]!r}") from None
     keys, token = [], ""
     for each in root.iter():
         match _NAMESPACE.sub("", each.tag):

@@ -39,8 +39,8 @@ from batchmill.wire.json_bytes import encode, shallow
 
 INPUT, OUTPUT = "input.jsonl", "output"
 ANTHROPIC, ANTHROPIC_VERSION = "anthropic.", "bedrock-2023-05-31"
-ROWS_MIN = 100  # of one job, with the default quota of an account
-CHAT_LETTER, PLAIN_LETTER = "c", "r"  # before a row's number, in its record's name
+ROWS_MIN = 100  # of one job, by the default quota of an account
+CHAT_LETTER, PLAIN_LETTER = "c", "r"  # before the row's number in a record's id
 PAGE, PAGES_MAX = 100, 20
 JOBS, JOB = "/model-invocation-jobs", "/model-invocation-job"
 
@@ -83,7 +83,7 @@ _object = msgspec.json.Decoder(dict[str, Any])
 
 
 class BedrockBatches:
-    """Engine arguments: `s3`, where files may lie; `role_arn`, that Bedrock takes on to read and write there;
+    """Bedrock's batch inference. Engine arguments: `s3`, where files go; `role_arn`, with which Bedrock uses it;
     `rows_min`, `max_tokens`, `timeout_hours`."""
 
     arguments = ARGUMENTS | {"role_arn", "rows_min", "max_tokens", "timeout_hours"}
@@ -93,7 +93,7 @@ class BedrockBatches:
         self._model = model
         self._account = Account(model)
         self._s3 = S3(self._account, connections)
-        self._folder = read_uri(self._account.needed("s3", what="a place for files"))
+        self._folder = read_uri(self._account.needed("s3", what="a location for files"))
         self._role = self._account.needed("role_arn", "roleArn", what="a role that may read and write there")
         self._rows_min = count(model, "rows_min", ROWS_MIN, least=1)
         self._max_tokens = count(model, "max_tokens", anthropic_chat.MAX_TOKENS, least=1)
@@ -121,21 +121,21 @@ class BedrockBatches:
 
     async def find(self, job: RemoteJob) -> RemoteJob | None:
         name = name_of(job.tag)
-        found = [_updated(job, each) async for each in self._named(name) if each.jobName == name]
-        if found:
-            found.sort(key=lambda each: _RANKS[each.state])
-            for further in found[:-1]:
+        jobs = [_updated(job, each) async for each in self._named(name) if each.jobName == name]
+        if jobs:
+            jobs.sort(key=lambda each: _RANKS[each.state])
+            for further in jobs[:-1]:
                 if further.state == "submitted":
                     await self.cancel(further)
-            return replace(found[-1], input=self._input(job).uri)
+            return replace(jobs[-1], input=self._input(job).uri)
         is_there = await self._s3.has(self._input(job))
         return replace(job, input=self._input(job).uri) if is_there else None
 
     async def upload(self, job: RemoteJob, upload: Upload) -> RemoteJob:
         if upload.rows < self._rows_min:
             raise JobRefused(
-                f"Bedrock takes {self._rows_min} rows or more in one job, and these are {upload.rows}: send them by "
-                "another route of the model, or set rows_min where your account's quota is lower"
+                f"Bedrock requires at least {self._rows_min} rows in one job, and these are {upload.rows}: send them "
+                "by another route of the model, or set rows_min where your account's quota is lower"
             )
         await self._s3.put(self._input(job), upload.path, upload.size_bytes)
         return replace(job, input=self._input(job).uri)
@@ -165,22 +165,22 @@ class BedrockBatches:
     async def cancel(self, job: RemoteJob) -> RemoteJob:
         try:
             await self._calls.call("POST", f"{self._url}{JOB}/{_short(job)}/stop", b"")
-        except ProviderRefusal:  # one that has ended cannot be stopped: look says how it is, or that it has gone
+        except ProviderRefusal:  # a job that has ended cannot be stopped; poll its state
             return await self.look(job)
         now = await self.look(job)
         return now if now.state == "ended" else replace(now, state="cancelling")
 
     async def results(self, job: RemoteJob) -> AsyncIterator[list[tuple[int, RowReply]]]:
-        found = (await self._ask(job)).read(_Job)
+        state = (await self._ask(job)).read(_Job)
         created = int(job.submitted or job.created)
         folder = self._output(job).below(_short(job))
-        async for place in self._s3.list(S3Object(folder.bucket, f"{folder.key}/")):
-            if place.key.endswith(".jsonl.out"):
-                async for lines in self._s3.lines(place):
+        async for file in self._s3.list(S3Object(folder.bucket, f"{folder.key}/")):
+            if file.key.endswith(".jsonl.out"):
+                async for lines in self._s3.lines(file):
                     yield [_read(line, created) for line in lines]
-        if found.status not in ("Completed", "PartiallyCompleted"):
-            message = f": {found.message}" if found.message else ""
-            raise JobRefused(f"the invocation job {_short(job)} is {found.status}{message}")
+        if state.status not in ("Completed", "PartiallyCompleted"):
+            message = f": {state.message}" if state.message else ""
+            raise JobRefused(f"the invocation job {_short(job)} is {state.status}{message}")
 
     async def clean_up(self, job: RemoteJob) -> None:
         await self._s3.delete(self._input(job))
@@ -201,7 +201,7 @@ class BedrockBatches:
             return await self._calls.call("GET", f"{self._url}{JOB}/{_short(job)}")
         except ProviderRefusal as refusal:
             if refusal.status == 404 or refusal.reason == "ResourceNotFoundException":
-                raise JobGone(f"Bedrock knows no invocation job {job.id!r}: {refusal.message}") from None
+                raise JobGone(f"Bedrock has no invocation job {job.id!r}: {refusal.message}") from None
             raise
 
     async def _named(self, name: str) -> AsyncIterator[_Job]:
@@ -222,15 +222,15 @@ def _short(job: RemoteJob) -> str:
     return quote(short_name(job.id), safe="")
 
 
-def _updated(job: RemoteJob, found: _Job) -> RemoteJob:
+def _updated(job: RemoteJob, remote: _Job) -> RemoteJob:
     return replace(
         job,
-        id=found.jobArn,
-        state=_STATES.get(found.status, "submitted"),
-        remote_state=found.status,
-        completed=found.successRecordCount,
-        failed=found.errorRecordCount,
-        message=found.message or job.message,
+        id=remote.jobArn,
+        state=_STATES.get(remote.status, "submitted"),
+        remote_state=remote.status,
+        completed=remote.successRecordCount,
+        failed=remote.errorRecordCount,
+        message=remote.message or job.message,
     )
 
 
@@ -239,11 +239,11 @@ def _read(line: bytes, created: int) -> tuple[int, RowReply]:
         record = _record.decode(shallow(line))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return -1, RowReply(0, None, row_error("bad_response", f"a record cannot be read: {error}"), is_garbled=True)
-    found = _RECORD.fullmatch(record.recordId)
-    number = -1 if found is None else int(found[2])
+    match = _RECORD.fullmatch(record.recordId)
+    number = -1 if match is None else int(match[2])
     if record.error is not None:
         return number, _failed(record.error)
-    return number, _answered(bytes(record.modelOutput), found is not None and found[1] == CHAT_LETTER, created)
+    return number, _answered(bytes(record.modelOutput), match is not None and match[1] == CHAT_LETTER, created)
 
 
 def _failed(error: _Error) -> RowReply:

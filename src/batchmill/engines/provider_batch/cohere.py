@@ -19,7 +19,6 @@ from msgspec.structs import replace
 
 from batchmill.engines.connections import Connections, FileRange
 from batchmill.engines.provider_batch.provider import (
-    Closed,
     JobGone,
     JobRefused,
     Out,
@@ -28,6 +27,7 @@ from batchmill.engines.provider_batch.provider import (
     ProviderReply,
     ProviderRow,
     RowReply,
+    SignedCall,
     TryAgain,
     Upload,
     fields_of,
@@ -44,7 +44,7 @@ from batchmill.wire.json_bytes import encode, shallow
 
 AVRO_READER = "batchmill.engines.provider_batch.cohere_avro:read"
 AVRO = b"Obj\x01"
-RECORDS_MAX = 200  # handed on at a time; one may be a vector of thousands of numbers
+RECORDS_MAX = 200  # yielded at a time; one may be a vector of thousands of numbers
 PART_BYTES_MAX = 16 * 1024**3
 
 _object = msgspec.json.Decoder(dict[str, Any])
@@ -66,14 +66,14 @@ async def records(pieces: AsyncIterator[bytes]) -> AsyncIterator[list[dict[str, 
         file.seek(0)
         is_avro = file.read(len(AVRO)) == AVRO
         file.seek(0)
-        found = require(AVRO_READER, "reading Cohere's results", RouteFailed)(file) if is_avro else _json_lines(file)
-        while some := await asyncio.to_thread(_take, found):
+        records = require(AVRO_READER, "reading Cohere's results", RouteFailed)(file) if is_avro else _json_lines(file)
+        while some := await asyncio.to_thread(_take, records):
             yield some
 
 
-def _take(found: Records) -> list[dict[str, Any]]:
+def _take(records: Records) -> list[dict[str, Any]]:
     try:
-        return list(islice(found, RECORDS_MAX))
+        return list(islice(records, RECORDS_MAX))
     except (ValueError, EOFError, IndexError, KeyError, TypeError, msgspec.MsgspecError) as error:
         raise TryAgain(f"a part of the results cannot be read: {error or type(error).__name__}") from None
 
@@ -87,7 +87,7 @@ def _json_lines(file: IO[bytes]) -> Records:
 INPUT_TYPES = ("search_document", "search_query", "classification", "clustering")
 TRUNCATE = ("START", "END")
 EMBEDDING_TYPES = ("float", "int8", "uint8", "binary", "ubinary")
-VALIDATION_REST_S = 2.0  # between two looks at a dataset that is still being read there
+VALIDATION_REST_S = 2.0  # between two polls of a dataset that Cohere validates
 PAGE, PAGES_MAX = 100, 50
 BOUNDARY = "end-of-part-of-a-batchmill-upload"
 
@@ -148,12 +148,12 @@ class CohereBatches:
         for end in ("/embed-jobs", "/v1", "/v2"):
             base = base.removesuffix(end)
         self._base = f"{base}/v1"
-        self._calls = ProviderClient(connections, self._close, renew=self._access.renew)
-        self._open = ProviderClient(connections, _as_it_is)  # for files, whose addresses carry their own permission
+        self._calls = ProviderClient(connections, self._sign, renew=self._access.renew)
+        self._open = ProviderClient(connections, _unsigned)  # for files, whose URLs are signed
 
-    async def _close(self, out: Out) -> Closed:
+    async def _sign(self, out: Out) -> SignedCall:
         headers = {**self._access.headers(), "Accept": "application/json", **out.headers}
-        return Closed(replace(out, headers=headers), self._access.secrets)
+        return SignedCall(replace(out, headers=headers), self._access.secrets)
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
@@ -165,7 +165,9 @@ class CohereBatches:
         fields = fields_of(request.body, self._model)
         for name, value in fields.items():
             if name not in _FIELDS and value is not None:
-                raise InvalidRow(f"`{name[:100]}` cannot be asked of Cohere's embed jobs", code="unsupported_parameter")
+                raise InvalidRow(
+                    f"`{name[:100]}` is not supported by Cohere's embed jobs", code="unsupported_parameter"
+                )
         if fields.get("encoding_format") not in (None, "float"):
             raise InvalidRow(
                 "`encoding_format` must be float: Cohere's embed jobs give numbers", code="unsupported_parameter"
@@ -179,13 +181,13 @@ class CohereBatches:
 
     async def find(self, job: RemoteJob) -> RemoteJob | None:
         jobs = (await self._calls.call("GET", f"{self._base}/embed-jobs")).read(_Jobs).embed_jobs
-        found = [_updated(job, each) for each in jobs if each.name == job.tag]
-        if found:
-            found.sort(key=lambda each: _RANKS[each.state])
-            for further in found[:-1]:
+        matching = [_updated(job, each) for each in jobs if each.name == job.tag]
+        if matching:
+            matching.sort(key=lambda each: _RANKS[each.state])
+            for further in matching[:-1]:
                 if further.state == "submitted":
                     await self.cancel(further)
-            return found[-1]
+            return matching[-1]
         dataset = await self._find_dataset(job.tag)
         return None if dataset is None else replace(job, input=dataset.id)
 
@@ -229,23 +231,23 @@ class CohereBatches:
     async def cancel(self, job: RemoteJob) -> RemoteJob:
         try:
             await self._calls.call("POST", self._job_url(job, "/cancel"), b"")
-        except ProviderRefusal:  # one that has ended cannot be cancelled: look says how it is, or that it has gone
+        except ProviderRefusal:  # a job that has ended cannot be cancelled; poll its state
             return await self.look(job)
         now = await self.look(job)
         return now if now.state == "ended" else replace(now, state="cancelling")
 
     async def results(self, job: RemoteJob) -> AsyncIterator[list[tuple[int, RowReply]]]:
-        found = await self._ask(job)
-        if found.status != "complete" or not found.output_dataset_id:
-            raise JobRefused(f"the embed job {job.id} has {found.status}, and gives no results of a part of its rows")
-        parts = (await self._dataset(found.output_dataset_id)).dataset_parts
+        remote = await self._ask(job)
+        if remote.status != "complete" or not remote.output_dataset_id:
+            raise JobRefused(f"the embed job {job.id} is {remote.status} and has no results for some of its rows")
+        parts = (await self._dataset(remote.output_dataset_id)).dataset_parts
         counts = [part.num_rows for part in parts]
-        # Where the texts' ids were not kept their order tells whose a vector is, if none is missing.
+        # Without the texts' ids, the order assigns vectors to rows if no vector is missing.
         is_whole = all(type(count) is int for count in counts) and sum(filter(None, counts)) == job.rows
         order = chain.from_iterable(range(first, first + count) for first, count in job.runs) if is_whole else None
         for part in parts:
             async for some in records(self._open.pieces(part.url)):
-                yield [self._read(record, found.model, order) for record in some]
+                yield [self._read(record, remote.model, order) for record in some]
 
     async def clean_up(self, job: RemoteJob) -> None:
         if job.input:
@@ -266,7 +268,7 @@ class CohereBatches:
             return (await self._calls.call("GET", self._job_url(job))).read(_Job)
         except ProviderRefusal as refusal:
             if refusal.status == 404:
-                raise JobGone(f"Cohere knows no embed job {job.id}: {refusal.message}") from None
+                raise JobGone(f"Cohere has no embed job {job.id}: {refusal.message}") from None
             raise
 
     async def _dataset(self, id: str) -> _Dataset:
@@ -277,7 +279,7 @@ class CohereBatches:
         try:
             await self._calls.call("DELETE", f"{self._base}/datasets/{quote(dataset, safe='')}")
         except ProviderRefusal as refusal:
-            if refusal.status != 404:  # it has gone already
+            if refusal.status != 404:  # it is already deleted
                 raise
 
     async def _find_dataset(self, name: str) -> _Dataset | None:
@@ -289,7 +291,7 @@ class CohereBatches:
                     return each
             if len(datasets) < PAGE:
                 return None
-        return None  # at worst a dataset is left there, which costs nothing
+        return None  # at worst an unused dataset remains, which costs nothing
 
     async def _check_valid(self, job: RemoteJob) -> None:
         """Raises: TryAgain while Cohere validates the texts, JobRefused if they are invalid."""
@@ -298,8 +300,8 @@ class CohereBatches:
         if status == "failed":
             raise JobRefused(f"the dataset {dataset.id} is not valid: {dataset.validation_error}")
         if status not in ("validated", "skipped"):
-            text = f"the dataset {dataset.id} is still being read there: {status}"
-            raise TryAgain(text, rest_s=VALIDATION_REST_S, is_unseen=True)
+            text = f"the dataset {dataset.id} is still being validated: {status}"
+            raise TryAgain(text, retry_after_s=VALIDATION_REST_S, is_unseen=True)
 
     def _read(self, record: dict[str, Any], model: str, order: Any) -> tuple[int, RowReply]:
         name = record.get("id")
@@ -309,7 +311,7 @@ class CohereBatches:
             number = -1 if order is None else next(order, -1)
         vector = _vector(record, self._type)
         if vector is None:
-            error = row_error("bad_response", f"Cohere's result holds no {self._type} vector")
+            error = row_error("bad_response", f"Cohere's result has no {self._type} vector")
             return number, RowReply(0, None, error, is_garbled=True)
         reply = {
             "object": "list",
@@ -319,18 +321,18 @@ class CohereBatches:
         return number, RowReply(200, encode(reply))
 
 
-async def _as_it_is(out: Out) -> Closed:
-    return Closed(out)
+async def _unsigned(out: Out) -> SignedCall:
+    return SignedCall(out)
 
 
-def _updated(job: RemoteJob, found: _Job) -> RemoteJob:
+def _updated(job: RemoteJob, remote: _Job) -> RemoteJob:
     return replace(
         job,
-        id=found.job_id,
-        input=found.input_dataset_id or job.input,
-        state=_STATES.get(found.status, "submitted"),
-        remote_state=found.status,
-        completed=job.rows if found.status == "complete" else 0,
+        id=remote.job_id,
+        input=remote.input_dataset_id or job.input,
+        state=_STATES.get(remote.status, "submitted"),
+        remote_state=remote.status,
+        completed=job.rows if remote.status == "complete" else 0,
     )
 
 
@@ -344,17 +346,17 @@ def _text_of(value: Any) -> str:
     )
 
 
-def _one_of(value: Any, known: tuple[str, ...], name: str) -> str:
-    if value not in known:
-        raise InvalidRow(f"`{name}` is {str(value)[:100]!r}, and not one of {', '.join(known)}", code="invalid_row")
+def _one_of(value: Any, allowed: tuple[str, ...], name: str) -> str:
+    if value not in allowed:
+        raise InvalidRow(f"`{name}` is {str(value)[:100]!r}, and not one of {', '.join(allowed)}", code="invalid_row")
     return str(value)
 
 
 def _vector(record: dict[str, Any], kind: str) -> list[Any] | None:
-    """`embeddings` by type, or a list of its own in older results."""
-    found = record.get("embeddings", record.get("embedding"))
-    if isinstance(found, dict):
-        found = found.get(kind, found.get(f"{kind}_"))
-    if isinstance(found, list) and len(found) == 1 and isinstance(found[0], list):
-        found = found[0]
-    return found if isinstance(found, list) and found and not isinstance(found[0], list) else None
+    """The vector of a type from `embeddings`, which is a plain list in older results."""
+    vector = record.get("embeddings", record.get("embedding"))
+    if isinstance(vector, dict):
+        vector = vector.get(kind, vector.get(f"{kind}_"))
+    if isinstance(vector, list) and len(vector) == 1 and isinstance(vector[0], list):
+        vector = vector[0]
+    return vector if isinstance(vector, list) and vector and not isinstance(vector[0], list) else None

@@ -23,15 +23,15 @@ from batchmill.models import addresses, secrets
 from batchmill.ports import Clock, Feed, LeaseFeed, Sink
 from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec, Row
 
-IDLE_TIMEOUT_S = 120.0  # a provider may send nothing for so long while it takes in a large file
-LEAVE_S = 30.0  # when the engine cannot go on, the steps in flight may end within so long
-FOLDER = "provider-batch-"  # + the process that uses it
+IDLE_TIMEOUT_S = 120.0  # how long a provider may send nothing while it receives a large file
+LEAVE_S = 30.0  # how long calls in flight may take to end when the engine fails
+FOLDER = "provider-batch-"  # + the id of the process that uses it
 
 
 class ProviderBatchEngine:
-    """Engine arguments: see `settings.Settings`, `settings.SHARED` and the provider's own `arguments`.
+    """Runs rows as batches of a provider. Engine arguments: see `settings` and the provider's own `arguments`.
 
-    `home` holds rows that wait and files that are being uploaded; nothing there is needed after a crash.
+    `home` contains waiting rows and files that are being uploaded. Nothing there is needed after a crash.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ProviderBatchEngine:
     ) -> None:
         if model.python is not None:
             raise ModelFailed(
-                "the provider_batch engine runs no interpreter: leave `python` out", code="unknown_argument"
+                "the provider_batch engine runs no Python interpreter: leave `python` out", code="unknown_argument"
             )
         self._model, self._home, self._jitter = model, home, jitter
         self._clock: Clock = clock or SystemClock()
@@ -52,21 +52,21 @@ class ProviderBatchEngine:
         self._moved = asyncio.Event()  # a shard has begun, ended or failed
 
     async def start(self) -> None:
-        """Open the pool of connections; the provider itself is not called yet."""
+        """Open the connection pool. The provider is not called yet."""
         self._home.mkdir(parents=True, exist_ok=True)
         await asyncio.to_thread(sweep, self._home)
         self._folder = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-", dir=self._home))
         await self._connections.start()
 
     async def run(self, feed: Feed, sink: Sink) -> None:
-        assert self._folder is not None, "start() comes first"
+        assert self._folder is not None, "call start() first"
         slots = asyncio.Semaphore(self._settings.jobs_max)
         tools = Tools(
             self._api, self._provider, self._settings, sink, self._clock, self._jitter, self._folder, slots, self._moved
         )
         try:
             while rows := await self._take(feed):
-                self._sort(rows, tools)
+                self._add_rows(rows, tools)
             while self._shards:
                 await self._wait_for_shards()
         except asyncio.CancelledError:
@@ -78,8 +78,8 @@ class ProviderBatchEngine:
 
     def predict(self, request: LiveRequest) -> AsyncIterator[LiveHead | bytes]:
         raise InvalidInput(
-            f"{self._model.name} runs as batches of {self._provider}, which answer no live request: send it to a model "
-            "of the engine that calls the same service row by row, or give the model both as `routes`",
+            f"{self._model.name} runs as batches of {self._provider}, which cannot answer live requests: send them to "
+            "a model whose engine calls the same service row by row, or configure both as `routes` of the model",
             code="no_live_requests",
         )
 
@@ -92,10 +92,10 @@ class ProviderBatchEngine:
 
     def stats(self) -> EngineStats:
         jobs = [following.job for shard in self._shards.values() for following in shard.followings]
-        there = [job for job in jobs if job.state in ("submitted", "cancelling")]
-        rows, done = sum(job.rows for job in there), sum(job.completed + job.failed for job in there)
-        plural = "" if len(there) == 1 else "s"
-        notes = [f"{len(there)} job{plural}, {done:,} of {rows:,} rows done there"] if there else []
+        submitted = [job for job in jobs if job.state in ("submitted", "cancelling")]
+        rows, done = sum(job.rows for job in submitted), sum(job.completed + job.failed for job in submitted)
+        plural = "" if len(submitted) == 1 else "s"
+        notes = [f"{len(submitted)} job{plural}, {done:,} of {rows:,} rows done there"] if submitted else []
         notes += [f"it waits: {each}" for shard in self._shards.values() if (each := shard.course.trouble)][:1]
         note = f"{self._provider}: {'; '.join(notes)}" if notes else ""
         return EngineStats(rows, self._settings.jobs_max * self._api.limits.rows_max, note)
@@ -103,7 +103,7 @@ class ProviderBatchEngine:
     # -- rows ---------------------------------------------------------------------------------------------------------
 
     async def _take(self, feed: Feed) -> list[Row]:
-        """The next rows; while a shard waits for room at the provider, only rows that need none."""
+        """The next rows. While a shard waits for room at the provider, only rows of noted batches, which need none."""
         while True:
             is_full = self._is_full()
             if not is_full:
@@ -115,25 +115,25 @@ class ProviderBatchEngine:
             if rows or (rows is not None and not is_full):
                 return rows
             if rows is not None:
-                await self._wait_for_shards()  # what the feed still holds needs room
+                await self._wait_for_shards()  # the other rows of the feed need room
 
     async def _race(self, take: Coroutine[None, None, list[Row]], is_full: bool) -> list[Row] | None:
         """The result of a take; None if it has not finished and the room at the provider has changed."""
-        taking = asyncio.create_task(take)
+        task = asyncio.create_task(take)
         try:
-            while not taking.done() and is_full == self._is_full():
-                moving = asyncio.create_task(self._moved.wait())
-                await asyncio.wait({taking, moving}, return_when=asyncio.FIRST_COMPLETED)
-                moving.cancel()
+            while not task.done() and is_full == self._is_full():
+                changed = asyncio.create_task(self._moved.wait())
+                await asyncio.wait({task, changed}, return_when=asyncio.FIRST_COMPLETED)
+                changed.cancel()
                 self._reap()
-            return taking.result() if taking.done() else None
+            return task.result() if task.done() else None
         finally:
-            taking.cancel()
+            task.cancel()
 
     def _is_full(self) -> bool:
         return any(shard.waits for shard in self._shards.values())
 
-    def _sort(self, rows: list[Row], tools: Tools) -> None:
+    def _add_rows(self, rows: list[Row], tools: Tools) -> None:
         """Give rows to the shard of their lease."""
         lease = rows[0].lease
         shard = next((each for each in self._shards.values() if each.lease is lease), None)
@@ -156,7 +156,7 @@ class ProviderBatchEngine:
             task.result()
 
     async def _leave(self, seconds: float = 0.0) -> None:
-        """Stop every shard where it is, after a grace period for calls in flight; submitted batches stay."""
+        """Stop all shards, after a grace period for calls in flight. Submitted batches keep running."""
         for shard in self._shards.values():
             shard.course.end()
         if self._shards and seconds:
@@ -168,7 +168,7 @@ class ProviderBatchEngine:
 
 
 def _connect(model: ModelSpec) -> Connections:
-    """Connections of a connector that is not trusted reach only what their owner says; metadata addresses never."""
+    """Create the connections. Those of an untrusted connector reach only addresses that its owner allows."""
     is_tls_checked = True
     private = None
     if model.connector is not None:
@@ -185,7 +185,7 @@ def _connect(model: ModelSpec) -> Connections:
 
 
 def sweep(home: Path) -> None:
-    """Remove folders of killed workers."""
+    """Delete the folders of killed workers."""
     for folder in home.glob(f"{FOLDER}*"):
         pid = folder.name.removeprefix(FOLDER).partition("-")[0]
         if pid.isdecimal() and not _is_alive(int(pid)):

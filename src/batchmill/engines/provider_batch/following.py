@@ -1,4 +1,4 @@
-"""One provider batch: submitted, polled to its end, and recovered. Every step is noted before the next."""
+"""Submits one provider batch, polls it to its end, and recovers it. Every step is noted before the next."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from batchmill.ports import Clock, LeaseHandle
 from batchmill.types import RemoteJob
 
 PAUSE, OVER = "pause", "over"
-ANSWER_S = 60.0  # a provider that does not answer is left alone after so long, by work that is to end
+ANSWER_S = 60.0  # how long work that must end waits for a provider that does not reply
 T = TypeVar("T")
 
 
 class LeaseAbandoned(Exception):
-    """Work on the lease stops: it ends, or other work for it has failed. The notes say how to continue."""
+    """Work on the lease stops, because it ends or other work for it has failed. The notes allow to continue."""
 
 
 class Course:
-    """The course of one lease. `ending`: empty, "pause" (leave everything), or "over" (cancel and collect)."""
+    """The state of work on one lease. `ending`: empty, "pause" (leave everything), or "over" (cancel and collect)."""
 
     def __init__(
         self, lease: LeaseHandle, settings: ProviderSettings, clock: Clock, jitter: Callable[[], float]
     ) -> None:
         self.ending = lease.ending
-        self.failure: BatchmillError | None = None  # why the lease's rows cannot go on
-        self.trouble = ""  # why the provider's last call brought nothing
+        self.failure: BatchmillError | None = None  # why the lease's rows cannot continue
+        self.trouble = ""  # the error of the last call, if it failed
         self._lease, self._settings, self._clock, self._jitter = lease, settings, clock, jitter
-        self._turned = asyncio.Event()
+        self._changed = asyncio.Event()
 
     async def watch(self) -> None:
         """Follow the state of the lease until cancelled."""
@@ -54,39 +54,39 @@ class Course:
         self._turn(PAUSE)
 
     def check(self) -> None:
-        """Raises: Left if no new step may begin."""
+        """Raises: LeaseAbandoned if no new step may begin."""
         if self.ending:
             raise LeaseAbandoned
 
     async def sleep(self, seconds: float) -> None:
         """Sleep, or return early when `ending` changes."""
-        turned = self._turned
+        changed = self._changed
         sleeping = asyncio.ensure_future(self._clock.sleep(seconds))
-        turning = asyncio.ensure_future(turned.wait())
+        changing = asyncio.ensure_future(changed.wait())
         try:
-            await asyncio.wait({sleeping, turning}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sleeping, changing}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             sleeping.cancel()
-            turning.cancel()
+            changing.cancel()
 
     async def persist(self, call: Callable[[], Awaitable[T]]) -> T:
         """Make a call that may be repeated until the provider replies.
 
-        Raises: Left when the lease is paused meanwhile; RouteFailed when the provider has not answered for so long
-        that it counts as stuck, or refuses.
+        Raises: LeaseAbandoned if the lease is paused meanwhile; RouteFailed if the provider refuses, or does not reply
+        within `limit_s`.
         """
         patience = Patience(self, ANSWER_S)
         while True:
             try:
-                found = await call()
+                result = await call()
             except TryAgain as error:
                 await patience.rest(error)
             else:
                 self.trouble = ""
-                return found
+                return result
 
     def limit_s(self, over_s: float = math.inf) -> float:
-        """How long a provider may not reply; `over_s`: the maximum when the work is to end."""
+        """How long a provider may not reply. `over_s`: the maximum when the work must end."""
         return min(self._settings.cancel_wait_s, over_s) if self.ending == OVER else self._settings.stuck_after_s
 
     def pause_s(self, tries: int) -> float:
@@ -99,12 +99,12 @@ class Course:
 
     def _turn(self, ending: str) -> None:
         self.ending = ending
-        turned, self._turned = self._turned, asyncio.Event()
-        turned.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
 class Patience:
-    """Patience with a provider that does not reply to a call."""
+    """Limits how long a call is retried while the provider does not reply."""
 
     def __init__(self, course: Course, over_s: float = math.inf) -> None:
         self._course, self._over_s = course, over_s
@@ -112,18 +112,18 @@ class Patience:
         self._tries = 0
 
     async def rest(self, error: TryAgain) -> None:
-        """Wait before the next attempt. Raises: Left, RouteFailed as `Course.persist`."""
+        """Wait before the next attempt. Raises: LeaseAbandoned, RouteFailed as `Course.persist`."""
         course = self._course
         course.trouble = error.message
         now = course.monotonic()
         self._since = now if self._since is None else self._since
         self._tries += 1
-        waited = now - self._since
-        if waited > course.limit_s(self._over_s):
-            raise RouteFailed(f"the provider has not answered for {waited:,.0f} s: {error.message}") from None
+        waited_s = now - self._since
+        if waited_s > course.limit_s(self._over_s):
+            raise RouteFailed(f"the provider has not answered for {waited_s:,.0f} s: {error.message}") from None
         if course.ending == PAUSE:
             raise LeaseAbandoned
-        await course.sleep(max(course.pause_s(self._tries), error.rest_s or 0.0))
+        await course.sleep(max(course.pause_s(self._tries), error.retry_after_s or 0.0))
         if course.ending == PAUSE:
             raise LeaseAbandoned
 
@@ -133,8 +133,8 @@ def is_fatal(error: BatchmillError) -> bool:
     return isinstance(error, AuthRefused | QuotaExhausted)
 
 
-GROWTH = 1.5  # of the time between two looks
-TIDY_TRIES, TIDY_REST_S = 4, 60.0  # to delete a file, and at most so long between two
+GROWTH = 1.5  # of the time between two polls
+TIDY_TRIES, TIDY_REST_S = 4, 60.0  # attempts to delete a file, and the longest wait between two
 
 
 class Stuck(RouteFailed):
@@ -165,22 +165,22 @@ class ProviderJob:
         self._noted_at = self._clock.monotonic()
         await self._lease.note(self.job.tag, msgspec.json.encode(self.job))
 
-    # -- the way there ------------------------------------------------------------------------------------------------
+    # -- submitting ------------------------------------------------------------------------------------------------
 
     async def hand_over(self, upload: Upload) -> None:
-        """Submit the rows; the intent is noted. Raises: Left, JobRefused, SubmitUnknown, RouteFailed."""
+        """Submit the rows; the intent is noted. Raises: LeaseAbandoned, JobRefused, SubmitUnknown, RouteFailed."""
         faults.point("before_submit")
         if not self.job.input:
-            await self._insist(lambda: self._api.upload(self.job, upload), lambda job: bool(job.input or job.id))
+            await self._call_once(lambda: self._api.upload(self.job, upload), lambda job: bool(job.input or job.id))
         if not self.job.id:
-            await self._insist(lambda: self._api.create(self.job, upload), lambda job: bool(job.id))
+            await self._call_once(lambda: self._api.create(self.job, upload), lambda job: bool(job.id))
 
     async def find_again(self) -> bool:
-        """Whether the provider has a batch of which only the intent is noted. Raises: SubmitUnknown, Left."""
-        self.job = replace(self.job, is_doubtful=True)  # what its maker sent may still be on its way
-        found = await self._find_twice(lambda job: bool(job.id))
-        if found is not None and (found.id or found.input):
-            await self._learned(found)
+        """Whether the provider has a batch whose intent is noted. Raises: SubmitUnknown, LeaseAbandoned."""
+        self.job = replace(self.job, is_doubtful=True)  # an earlier worker's call may still be in flight
+        job = await self._find_twice(lambda job: bool(job.id))
+        if job is not None and (job.id or job.input):
+            await self._record_step(job)
         return bool(self.job.id)
 
     async def forget(self, message: str) -> None:
@@ -188,8 +188,8 @@ class ProviderJob:
         message = " ".join(filter(None, [message, await self._clean_up()]))
         await self.note(state="forgotten", message=message, changed=self._clock.now())
 
-    async def _insist(self, call: Callable[[], Awaitable[RemoteJob]], is_there: Callable[[RemoteJob], bool]) -> None:
-        """Make a call that must happen once; after a lost reply, check what became of it first."""
+    async def _call_once(self, call: Callable[[], Awaitable[RemoteJob]], is_done: Callable[[RemoteJob], bool]) -> None:
+        """Make a call that must take effect once. After a lost reply, check its effect before a retry."""
         patience = Patience(self._course)
         while True:
             self._course.check()
@@ -200,15 +200,15 @@ class ProviderJob:
                 if error.is_unseen:
                     continue
                 self.job = replace(self.job, is_doubtful=True)
-                found = await self._find_twice(is_there)
-                if found is None or not is_there(found):
+                existing = await self._find_twice(is_done)
+                if existing is None or not is_done(existing):
                     continue
-                job = found
+                job = existing
             self._course.trouble = ""
-            await self._learned(job)
+            await self._record_step(job)
             return
 
-    async def _learned(self, job: RemoteJob) -> None:
+    async def _record_step(self, job: RemoteJob) -> None:
         """Note the result of a step."""
         if job == self.job:
             return
@@ -216,7 +216,7 @@ class ProviderJob:
             faults.point("after_submit")
             now = self._clock.now()
             state = "submitted" if job.state in ("intent", "unknown") else job.state
-            # One that has ended is looked at once more, in the usual way.
+            # Poll a batch that has ended once more, in the usual way.
             state = "submitted" if state == "ended" else state
             self.job = replace(job, state=state, submitted=job.submitted or now, changed=now, message="")
             await self.note()
@@ -225,16 +225,16 @@ class ProviderJob:
             self.job = replace(job, state="intent", message="")
             await self.note()
 
-    async def _find_twice(self, is_there: Callable[[RemoteJob], bool]) -> RemoteJob | None:
-        """Look for the batch, and once more if it is not found: lists may lag behind."""
-        found = await self._find()
-        if found is not None and is_there(found):
-            return found
+    async def _find_twice(self, is_done: Callable[[RemoteJob], bool]) -> RemoteJob | None:
+        """Look for the batch, and again if it is not found, because lists may be out of date."""
+        job = await self._find()
+        if job is not None and is_done(job):
+            return job
         await self._course.sleep(self._settings.poll_s)
         return await self._find()
 
     async def _find(self) -> RemoteJob | None:
-        """Look for the batch. Raises: SubmitUnknown, once that is noted."""
+        """Look for the batch. Raises: SubmitUnknown, after noting it."""
         try:
             return await self._course.persist(lambda: self._api.find(self.job))
         except SubmitUnknown as error:
@@ -244,10 +244,10 @@ class ProviderJob:
     async def _in_doubt(self, message: str) -> None:
         await self.note(state="unknown", message=message, changed=self._clock.now())
 
-    # -- the wait -----------------------------------------------------------------------------------------------------
+    # -- waiting -----------------------------------------------------------------------------------------------------
 
     async def until_ended(self) -> None:
-        """Poll until the batch has ended. Raises: Left, Stuck, SubmitUnknown, RouteFailed."""
+        """Poll until the batch has ended. Raises: LeaseAbandoned, Stuck, SubmitUnknown, RouteFailed."""
         delay = self._settings.poll_s
         while self.job.state not in ("ended", "collected"):
             self._course.check()
@@ -256,26 +256,26 @@ class ProviderJob:
             if self.job.state == "ended":
                 return
             now = self._clock.now()
-            if now < self.job.changed:  # the clock was set back: it is silent from now on
+            if now < self.job.changed:  # the clock was set back: count the silence from now
                 self.job = replace(self.job, changed=now)
-            silent = now - self.job.changed
-            if silent > self._settings.stuck_after_s:
+            silent_s = now - self.job.changed
+            if silent_s > self._settings.stuck_after_s:
                 raise Stuck(
-                    f"the job {self.job.id} says {self.job.remote_state!r} and nothing new for {silent / 3600:,.1f} h"
+                    f"the job {self.job.id} is {self.job.remote_state!r}, without progress for {silent_s / 3600:,.1f} h"
                 )
             self._course.check()
             await self._course.sleep(delay)
             self._course.check()
-            moved = self.job.remote_state != before
-            delay = self._settings.poll_s if moved else min(delay * GROWTH, self._settings.poll_max_s)
+            has_changed = self.job.remote_state != before
+            delay = self._settings.poll_s if has_changed else min(delay * GROWTH, self._settings.poll_max_s)
 
     async def wind_up(self) -> None:
-        """Cancel the batch and wait for its end for a while. Raises: Left when there is a pause."""
+        """Cancel the batch and wait a while for its end. Raises: LeaseAbandoned if the lease is paused."""
         if self.job.state in ("intent", "unknown") and not await self.find_again():
-            await self.forget("the job ended before it was handed over")
+            await self.forget("the job ended before the batch was submitted")
             return
         if self.job.state == "submitted":
-            await self._learn(await self._insured(lambda: self._api.cancel(self.job)))
+            await self._record_poll(await self._call_known(lambda: self._api.cancel(self.job)))
         until = self._clock.monotonic() + self._settings.cancel_wait_s
         while self.job.state not in ("ended", "collected") and self._clock.monotonic() < until:
             await self._course.sleep(self._settings.poll_s)
@@ -284,31 +284,31 @@ class ProviderJob:
             await self._look()
 
     async def settle(self) -> str:
-        """Cancel batches of a job that was submitted twice; return a warning.
+        """Cancel the extra batches of a job that was submitted twice; return a warning.
 
-        Before the job's rows have outcomes: once they have, no lease may come that looks after it.
+        Call it before the job's rows have outcomes. Afterwards there may be no further lease to do it.
         """
         if not self.job.is_doubtful:
             return ""
         try:
-            found = await self._course.persist(lambda: self._api.find(self.job))
+            job = await self._course.persist(lambda: self._api.find(self.job))
         except SubmitUnknown as error:
-            return f"it may be there twice: {error.message}"
-        is_twice = found is not None and found.id not in ("", self.job.id)
-        return f"{found.id} is the same job once more" if is_twice else ""
+            return f"the provider may have it twice: {error.message}"
+        is_twice = job is not None and job.id not in ("", self.job.id)
+        return f"{job.id} is a duplicate of this job" if is_twice else ""
 
     async def collected(self, *text: str) -> None:
         """Note that the results of an ended batch were read, and delete its uploads."""
-        left = await self._clean_up()
-        await self.note(state="collected", is_doubtful=False, message="; ".join(filter(None, [*text, left])))
-        # Only now do the rows count that were put before: see `ports.LeaseHandle.note`.
-        if left := await self._clean_results():
-            await self.note(message="; ".join(filter(None, [self.job.message, left])))
+        warning = await self._clean_up()
+        await self.note(state="collected", is_doubtful=False, message="; ".join(filter(None, [*text, warning])))
+        # The outcomes that were put before are committed only now: see `ports.LeaseHandle.note`.
+        if warning := await self._clean_results():
+            await self.note(message="; ".join(filter(None, [self.job.message, warning])))
 
     async def _look(self) -> None:
-        await self._learn(await self._insured(lambda: self._api.look(self.job)))
+        await self._record_poll(await self._call_known(lambda: self._api.look(self.job)))
 
-    async def _insured(self, call: Callable[[], Awaitable[RemoteJob]]) -> RemoteJob:
+    async def _call_known(self, call: Callable[[], Awaitable[RemoteJob]]) -> RemoteJob:
         """Make a call about a batch with a known id. Raises: SubmitUnknown if the provider denies the batch."""
         try:
             return await self._course.persist(call)
@@ -316,16 +316,16 @@ class ProviderJob:
             await self._in_doubt(error.message)
             raise SubmitUnknown(doubt(self.job, error.message)) from None
 
-    async def _learn(self, seen: RemoteJob) -> None:
+    async def _record_poll(self, seen: RemoteJob) -> None:
         """Apply a poll. Pure progress is noted only now and then."""
         job = self.job
         if job.state == "cancelling" and seen.state == "submitted":
-            seen = replace(seen, state="cancelling")  # the provider has not got round to it
+            seen = replace(seen, state="cancelling")  # the provider has not started to cancel it
         now = self._clock.now()
-        is_turn = (seen.state, seen.remote_state) != (job.state, job.remote_state)
-        is_news = is_turn or (seen.completed, seen.failed) != (job.completed, job.failed)
+        is_new_state = (seen.state, seen.remote_state) != (job.state, job.remote_state)
+        is_news = is_new_state or (seen.completed, seen.failed) != (job.completed, job.failed)
         self.job = replace(seen, changed=now if is_news else job.changed)
-        if is_turn or (is_news and self._clock.monotonic() - self._noted_at >= self._settings.note_s):
+        if is_new_state or (is_news and self._clock.monotonic() - self._noted_at >= self._settings.note_s):
             await self.note()
 
     async def _clean_up(self) -> str:
@@ -347,21 +347,23 @@ class ProviderJob:
             try:
                 await call()
             except TryAgain as error:
-                said = error.message
+                message = error.message
                 if tries < TIDY_TRIES:
-                    await self._course.sleep(max(self._course.pause_s(tries), min(error.rest_s or 0.0, TIDY_REST_S)))
+                    await self._course.sleep(
+                        max(self._course.pause_s(tries), min(error.retry_after_s or 0.0, TIDY_REST_S))
+                    )
             except BatchmillError as error:
-                said = error.message
+                message = error.message
                 break
             else:
                 return ""
-        return f"{what} still there: {said}"
+        return f"{what} still there: {message}"
 
 
 def doubt(job: RemoteJob, message: str) -> str:
-    """The message for a person about a batch in doubt."""
+    """The message to the user about a batch that may or may not exist."""
     return (
         f"{message.rstrip('.')}. Look at the provider for {job.id or 'a job'} of {job.rows:,} rows ({job.tag}), then "
-        f"say `batchmill remote adopt JOB {job.tag} ID` or, where there is none, `batchmill remote forget JOB "
-        f"{job.tag}`, and `batchmill resume JOB`."
+        f"run `batchmill remote adopt JOB {job.tag} ID` or, if there is no such job, `batchmill remote forget JOB "
+        f"{job.tag}`, and then `batchmill resume JOB`."
     )

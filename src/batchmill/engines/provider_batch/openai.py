@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from batchmill.engines.connections import Connections, FileRange
 from batchmill.engines.provider_batch import settings
 from batchmill.engines.provider_batch.provider import (
-    Closed,
     JobGone,
     JobRefused,
     Out,
@@ -26,6 +25,7 @@ from batchmill.engines.provider_batch.provider import (
     ProviderReply,
     ProviderRow,
     RowReply,
+    SignedCall,
     TryAgain,
     Upload,
     remote_name,
@@ -66,15 +66,15 @@ _named = re.compile(rb'"custom_id"\s*:\s*"(r\d{1,11})"')
 
 
 def read_line(line: bytes) -> tuple[int, RowReply]:
-    """(the row's number, its reply); -1 for a line without one of our numbers."""
+    """The row's number and its reply; the number is -1 if the line has none of our numbers."""
     try:
-        found = _line.decode(shallow(line))
+        answer = _line.decode(shallow(line))
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         match = _named.search(line[:4096])
         number = row_number(match[1].decode()) if match else -1
         return number, _garbled(f"the provider's line for this row is not readable: {error}")
-    number = row_number(found.custom_id)
-    response, error = found.response, found.error
+    number = row_number(answer.custom_id)
+    response, error = answer.response, answer.error
     if response is not None and response.status_code:
         return number, _answered(response)
     if error is None:
@@ -91,14 +91,14 @@ def _answered(response: _Response) -> RowReply:
     if is_result(reply):
         return RowReply(status, reply.body, None, reply.usage, response.request_id)
     if status >= 400:
-        is_undone = status == 429 or status >= 500  # the same row may not meet that again, and nothing was paid
+        is_undone = status == 429 or status >= 500  # a retry may succeed, and nothing was charged
         error = reply.row_error()
         return RowReply(status, reply.body, error, reply.usage, response.request_id, is_undone=is_undone)
     return _unusable(reply, response.request_id)
 
 
 def _unusable(reply: Reply, request_id: str | None) -> RowReply:
-    """The error of a reply that claims to be a result and is not."""
+    """The error of a reply with a success status that is not a result."""
     if reply.error is not None and reply.body is not None:
         return RowReply(500, reply.body, reply.row_error(), reply.usage, request_id)
     error = RowError("bad_response", f"the provider's reply is not one JSON object: it begins {reply.text[:100]!r}")
@@ -110,17 +110,17 @@ def _garbled(message: str) -> RowReply:
 
 
 EMBEDDING_INPUTS_MAX = 50_000  # of one batch
-PAGE, PAGES_MAX = 100, 100  # batches looked through for a tag
+PAGE, PAGES_MAX = 100, 100  # batches to search for a tag
 FILES_PAGE = 10_000
-SKEW_S = 3600.0  # the provider's clock and ours differ by less
-QUEUE_REST_S = 600.0  # until a job is tried again whose tokens the provider's queue had no room for
+SKEW_S = 3600.0  # how much our clock and the provider's may differ
+QUEUE_REST_S = 600.0  # before a job that exceeded the provider's token queue is submitted again
 OUTPUT_EXPIRES_MIN_S = 3600
 QUEUE_FULL = frozenset({"token_limit_exceeded", "queue_limit_exceeded", "batch_limit_exceeded"})
 JSON = {"Content-Type": "application/json"}
 RESULT_FILES = ("output_file_id", "error_file_id")  # of a batch
 EMPTY_MODEL = b'{"model":""'
-FRAMES_MAX = 1024  # URLs and models whose surroundings are kept
-TAG = "batchmill"  # the name of our entry in a batch's metadata
+FRAMES_MAX = 1024  # URLs and models whose templates are cached
+TAG = "batchmill"  # the key of our entry in a batch's metadata
 
 _STATES = {"cancelling": "cancelling"} | dict.fromkeys(("completed", "failed", "expired", "cancelled"), "ended")
 _RANKS = {"ended": 2, "submitted": 1, "cancelling": 0}
@@ -133,7 +133,7 @@ class _Head(Struct, gc=False):
 
 
 class _Frame(Struct, frozen=True):
-    """What surrounds a row: the template of its line, for number and body, and its group."""
+    """The template of a line, for number and body, and the group of its rows."""
 
     line: bytes
     group: str
@@ -144,7 +144,7 @@ _inputs = msgspec.json.Decoder(list[Raw])
 
 
 class OpenAIBatches:
-    """Rows of one URL and one model are one batch, found by its metadata; its file is found by its name."""
+    """OpenAI's batches. A batch has rows of one URL and model; `find` uses its metadata and its file's name."""
 
     arguments = frozenset({"completion_window", "inputs_max", "output_expires_after_s", "queue_rest_s"})
 
@@ -159,7 +159,7 @@ class OpenAIBatches:
         self._queue_rest_s = settings.argument(model, "queue_rest_s", QUEUE_REST_S, least=0)
         self._access = self._open(model)
         self._base = self._access.base_url
-        self._calls = ProviderClient(connections, self._close, renew=self._access.renew)
+        self._calls = ProviderClient(connections, self._sign, renew=self._access.renew)
 
     @staticmethod
     def _open(model: ModelSpec) -> Access:
@@ -171,41 +171,41 @@ class OpenAIBatches:
         url, body = request.url, request.body
         head = _head.decode(body)
         if head.stream:
-            raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
+            raise InvalidRow("a row's answer cannot be streamed: leave `stream` out", code="unsupported_parameter")
         model = remote_name(self._model, head.model)
-        if model != head.model or body.count(b'"model"') != 1 or b"\\u00" in body:  # it may be named twice
+        if model != head.model or body.count(b'"model"') != 1 or b"\\u00" in body:  # the name may occur twice
             body = _addressed(body, model)
         frame = self._frames.get((url, model)) or self._make_frame(url, model)
         inputs = _count_inputs(head.input) if url == EMBEDDINGS else 0
         return ProviderRow(frame.line % (number, body), frame.group, inputs)
 
     def _make_frame(self, url: str, model: str) -> _Frame:
-        """What the rows of one URL and model have around them. Raises: InvalidRow."""
+        """The template for rows of one URL and model. Raises: InvalidRow."""
         if url not in self._paths:
             raise InvalidRow(f"`url` is {url[:100]!r}, which this model's batches do not take", code="invalid_url")
-        place = encode(self._endpoint(url)).replace(b"%", b"%%")
+        target = encode(self._endpoint(url)).replace(b"%", b"%%")
         name = row_id(0)[:-1].encode()
         frame = _Frame(
-            b'{"custom_id":"' + name + b'%d","method":"POST","url":' + place + b',"body":%b}', f"{url} {model}"
+            b'{"custom_id":"' + name + b'%d","method":"POST","url":' + target + b',"body":%b}', f"{url} {model}"
         )
         if len(self._frames) < FRAMES_MAX:
             self._frames[url, model] = frame
         return frame
 
     def _endpoint(self, url: str) -> str:
-        """A row's URL as the upload's lines and the batch name it."""
+        """A row's URL in the upload's lines and in the batch."""
         return url
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
     async def find(self, job: RemoteJob) -> RemoteJob | None:
-        found = await self._find_batches(job)
-        if found:
-            found.sort(key=lambda each: _RANKS[each.state])
-            for further in found[:-1]:
+        batches = await self._find_batches(job)
+        if batches:
+            batches.sort(key=lambda each: _RANKS[each.state])
+            for further in batches[:-1]:
                 if further.state == "submitted":
                     await self.cancel(further)
-            return found[-1]
+            return batches[-1]
         file = await self._find_file(job)
         return None if file is None else replace(job, input=file)
 
@@ -242,9 +242,9 @@ class OpenAIBatches:
         url = self._url(f"/batches/{quote(job.id, safe='')}/cancel")
         try:
             answer = await self._calls.call("POST", url, b"", headers=JSON)
-        except ProviderRefusal:  # one that has ended cannot be cancelled: look says how it is, or that it has gone
+        except ProviderRefusal:  # a batch that has ended cannot be cancelled; poll its state
             return await self.look(job)
-        except TryAgain:  # that is said with status 409 too, which elsewhere means that one may try again
+        except TryAgain:  # so does status 409, which elsewhere means that a retry may succeed
             seen = await self.look(job)
             if seen.state == "ended":
                 return seen
@@ -265,7 +265,7 @@ class OpenAIBatches:
         if status != "completed":
             codes = {str(each.get("code")) for each in errors}
             rest = self._queue_rest_s if codes & QUEUE_FULL else None
-            raise JobRefused(f"the batch {job.id} has {status}{_errors_text(errors)}", rest_s=rest)
+            raise JobRefused(f"the batch {job.id} has {status}{_errors_text(errors)}", retry_after_s=rest)
 
     async def clean_up(self, job: RemoteJob) -> None:
         if job.input:
@@ -282,7 +282,7 @@ class OpenAIBatches:
         try:
             await self._calls.call("DELETE", self._url(f"/files/{quote(file, safe='')}"))
         except ProviderRefusal as refusal:
-            if refusal.status != 404:  # it has gone already
+            if refusal.status != 404:  # it is already deleted
                 raise
 
     # -- calls --------------------------------------------------------------------------------------------------------
@@ -291,9 +291,9 @@ class OpenAIBatches:
         parameters = {**self._access.query, **query}
         return self._base + path + (f"?{urlencode(parameters)}" if parameters else "")
 
-    async def _close(self, out: Out) -> Closed:
+    async def _sign(self, out: Out) -> SignedCall:
         headers = {**self._access.headers(), **out.headers}
-        return Closed(replace(out, headers=headers), self._access.secrets)
+        return SignedCall(replace(out, headers=headers), self._access.secrets)
 
     @staticmethod
     async def _ask(call: Awaitable[ProviderReply]) -> ProviderReply:
@@ -309,7 +309,7 @@ class OpenAIBatches:
                 yield lines
         except ProviderRefusal as refusal:
             if refusal.status == 404:
-                raise JobGone(f"the provider has the results {file} no more: {refusal.message}") from None
+                raise JobGone(f"the provider no longer has the results {file}: {refusal.message}") from None
             raise
 
     async def _get(self, url: str) -> dict[str, Any]:
@@ -320,12 +320,12 @@ class OpenAIBatches:
             return await self._get(self._url(f"/batches/{quote(job.id, safe='')}"))
         except ProviderRefusal as refusal:
             if refusal.status == 404:
-                raise JobGone(f"the provider knows no batch {job.id}: {refusal.message}") from None
+                raise JobGone(f"the provider has no batch {job.id}: {refusal.message}") from None
             raise
 
     async def _find_batches(self, job: RemoteJob) -> list[RemoteJob]:
         """The batches with the job's tag that are not older than the job."""
-        found: list[RemoteJob] = []
+        jobs: list[RemoteJob] = []
         after: dict[str, str] = {}
         for _ in range(PAGES_MAX):
             page = await self._get(self._url("/batches", limit=PAGE, **after))
@@ -334,16 +334,16 @@ class OpenAIBatches:
                 metadata = each.get("metadata")
                 if isinstance(metadata, dict) and metadata.get(TAG) == job.tag:
                     file = each.get("input_file_id")
-                    found.append(_seen(replace(job, id=_text(each, "id"), input=str(file or "")), each))
-            # Newest first: what is older than the job cannot be it.
+                    jobs.append(_seen(replace(job, id=_text(each, "id"), input=str(file or "")), each))
+            # Newest first: batches older than the job cannot be the job's.
             is_past = bool(batches) and all(_created(each) < job.created - SKEW_S for each in batches)
             if not batches or is_past or page.get("has_more") is False:
-                return found
+                return jobs
             after = {"after": _text(batches[-1], "id")}
-        if found:
-            return found
+        if jobs:
+            return jobs
         raise SubmitUnknown(
-            f"more than {PAGE * PAGES_MAX:,} batches were made since: look for one whose metadata says "
+            f"more than {PAGE * PAGES_MAX:,} batches were created since: look for one with the metadata "
             f"{TAG} = {job.tag!r}"
         )
 
@@ -359,7 +359,7 @@ class OpenAIBatches:
             if not files or is_past or page.get("has_more") is not True:
                 return None
             after = {"after": _text(files[-1], "id")}
-        return None  # at worst a file is left there, which costs nothing
+        return None  # at worst an unused file remains, which costs nothing
 
 
 def _file_name(job: RemoteJob) -> str:
@@ -398,7 +398,7 @@ def _text(reply: dict[str, Any], name: str) -> str:
 
 
 def _addressed(body: bytes, model: str) -> bytes:
-    """The body with the model's name, which it has not, or empty; by splicing where its first member shows that."""
+    """Set the model's name in a body without one or with an empty one. Splices where the first member allows it."""
     named = body.count(b'"model"')
     if named == 0 and body[1:2] == b'"' and b"\\u" not in body:  # an escaped letter may hide the name
         return b'{"model":' + encode(model) + b"," + body[1:]
@@ -408,7 +408,7 @@ def _addressed(body: bytes, model: str) -> bytes:
 
 
 def _count_inputs(value: Raw) -> int:
-    """How many texts a row of embeddings holds: a list of token numbers is one text."""
+    """The number of texts in a row of embeddings. A list of token numbers is one text."""
     if not bytes(value).startswith(b"["):
         return 1
     items = _inputs.decode(value)
@@ -449,7 +449,7 @@ def _errors_text(errors: list[dict[str, Any]]) -> str:
     return f": {'; '.join(word for word in words if word)}"[:1000] if any(words) else ""
 
 
-FILE_REST_S = 2.0  # between two looks at a file that is still being read there
+FILE_REST_S = 2.0  # between two polls of a file that the provider processes
 _READING = frozenset({"pending", "running", "uploading", "notRunning"})
 _BROKEN = frozenset({"error", "failed", "deleted", "canceled"})
 
@@ -478,11 +478,13 @@ class AzureBatches(OpenAIBatches):
         return url.removeprefix("/v1") if self._version else url
 
     async def create(self, job: RemoteJob, upload: Upload) -> RemoteJob:
-        """As OpenAI's, but only once the file is processed: Azure refuses a batch before."""
+        """Create the batch as at OpenAI, once the file is processed. Azure refuses a batch before."""
         file = await self._get(self._url(f"/files/{quote(job.input, safe='')}"))
         status = file.get("status")
         if status in _READING:
-            raise TryAgain("the uploaded file is still being read there", rest_s=FILE_REST_S, is_unseen=True)
+            raise TryAgain(
+                "the provider is still processing the uploaded file", retry_after_s=FILE_REST_S, is_unseen=True
+            )
         if status in _BROKEN:
             raise JobRefused(f"the uploaded file is refused: {file.get('status_details') or status}")
         return await super().create(job, upload)

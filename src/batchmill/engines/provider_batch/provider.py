@@ -25,7 +25,7 @@ class BatchLimits(Struct, frozen=True):
 
     rows_max: int
     bytes_max: int  # of the upload
-    window_s: float  # within which the provider means to be done
+    window_s: float  # within which the provider intends to complete a batch
     inputs_max: int | None = None  # of all rows together: see Line.inputs
     head: bytes = b""  # before the first line
     between: bytes = b"\n"
@@ -36,7 +36,7 @@ class ProviderRow(Struct, frozen=True, gc=False):
     """One row in the provider's form."""
 
     data: bytes  # without `BatchLimits.between`
-    group: str = ""  # rows of different groups go in different jobs: another URL, another model
+    group: str = ""  # rows of different groups (another URL or model) go into different jobs
     inputs: int = 1  # counted against `BatchLimits.inputs_max`
 
 
@@ -57,8 +57,8 @@ class RowReply(Struct, frozen=True, gc=False):
     error: RowError | None = None
     usage: Usage | None = None
     request_id: str | None = None
-    is_undone: bool = False  # it was not run (its job expired, the provider was overloaded): it may be sent again
-    is_garbled: bool = False  # the file is not readable: downloading it again may help
+    is_undone: bool = False  # the row was not run (its job expired, the provider was overloaded) and may be sent again
+    is_garbled: bool = False  # the file is unreadable; another download may help
 
 
 class TryAgain(BatchmillError):
@@ -67,10 +67,10 @@ class TryAgain(BatchmillError):
     code = "try_again"
     retryable = True
 
-    def __init__(self, message: str, *, rest_s: float | None = None, is_unseen: bool = False) -> None:
+    def __init__(self, message: str, *, retry_after_s: float | None = None, is_unseen: bool = False) -> None:
         super().__init__(message)
-        self.rest_s = rest_s  # how long the provider asks to be left alone
-        self.is_unseen = is_unseen  # the provider did not process it: throttled, or no connection
+        self.retry_after_s = retry_after_s  # how long the provider requests to wait
+        self.is_unseen = is_unseen  # the provider did not process the call: throttled, or no connection
 
 
 class JobRefused(BatchmillError):
@@ -78,9 +78,9 @@ class JobRefused(BatchmillError):
 
     code = "job_refused"
 
-    def __init__(self, message: str, *, rest_s: float | None = None) -> None:
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
         super().__init__(message)
-        self.rest_s = rest_s  # it may take the same job after so long: too much of ours is queued there
+        self.retry_after_s = retry_after_s  # when it may accept the same job: its queue for us is full
 
 
 class JobGone(BatchmillError):
@@ -92,23 +92,23 @@ class JobGone(BatchmillError):
 class ProviderApi(Protocol):
     """One provider. Constructed as `Class(model: ModelSpec, connections: Connections)`.
 
-    Rows go by `number`, their position in the plan: `RemoteJob.runs` lists the same numbers, ascending, in the order of
-    the lines of the upload. Every method that calls the provider raises TryAgain, AuthRefused or QuotaExhausted;
-    each returns the job with what it has learned (see `msgspec.structs.replace`).
+    A row is identified by `number`, its position in the plan. `RemoteJob.runs` lists the same numbers, ascending, in
+    the order of the lines of the upload. Every method that calls the provider may raise TryAgain, AuthRefused or
+    QuotaExhausted. Methods return an updated copy of the job (see `msgspec.structs.replace`).
     """
 
     limits: BatchLimits
-    arguments: frozenset[str]  # engine arguments that it reads itself; others than these and the engine's are refused
+    arguments: frozenset[str]  # engine arguments of this provider; all others but the engine's own are refused
 
     def encode(self, number: int, request: Request) -> ProviderRow:
-        """Encode a row as a line of the upload. Raises: InvalidRow for one that this provider cannot take."""
+        """Encode a row as a line of the upload. Raises: InvalidRow for a row that this provider does not support."""
 
     async def find(self, job: RemoteJob) -> RemoteJob | None:
         """Look for a batch with this `tag`; return it with its `id`, and its `input` if it has one.
 
-        A job that only has been uploaded comes back with its `input` and no `id`; None: provably neither is there.
-        Where the provider has several jobs of this tag, all but the one that is furthest are cancelled.
-        Raises: SubmitUnknown, saying what to check, where the provider cannot be asked.
+        A job that was only uploaded is returned with its `input` and no `id`. None: certainly neither exists. If the
+        provider has several jobs with this tag, all but the most advanced are cancelled.
+        Raises: SubmitUnknown, with what to check, if the provider's API cannot tell.
         """
 
     async def upload(self, job: RemoteJob, upload: Upload) -> RemoteJob:
@@ -120,7 +120,7 @@ class ProviderApi(Protocol):
     async def create(self, job: RemoteJob, upload: Upload) -> RemoteJob:
         """Create the batch; return the job with its `id`, and state "submitted".
 
-        Raises: JobRefused; SubmitUnknown where a lost reply leaves open what happened and `find` could not tell.
+        Raises: JobRefused; SubmitUnknown if the reply was lost and `find` cannot tell what happened.
         """
 
     async def look(self, job: RemoteJob) -> RemoteJob:
@@ -135,8 +135,8 @@ class ProviderApi(Protocol):
     def results(self, job: RemoteJob) -> AsyncIterator[list[tuple[int, RowReply]]]:
         """The provider's replies to the rows of an ended batch, in any order, some hundreds at a time.
 
-        A row that the provider says nothing of is left out. One whose number cannot be read comes as number -1.
-        Raises: JobRefused, after the rows it could still tell of, where the job was ended without running the others.
+        Rows without a reply are left out. A reply whose number is unreadable has number -1.
+        Raises: JobRefused, after the available replies, if the job ended without running the other rows.
         """
 
     async def clean_up(self, job: RemoteJob) -> None:
@@ -148,7 +148,7 @@ class CleansResults(Protocol):
     """A provider whose results can be deleted."""
 
     async def clean_results(self, job: RemoteJob) -> None:
-        """Delete the results of a job whose rows all count."""
+        """Delete the results of a job. The outcomes of its rows are already committed."""
 
 
 def row_id(number: int) -> str:
@@ -172,13 +172,13 @@ _fields = msgspec.json.Decoder(dict[str, Any])
 
 
 def remote_name(model: ModelSpec, named: str | None) -> str:
-    """The provider's name for the model that a row names: nothing and batchmill's own name mean `source`."""
+    """The provider's name for the model that a row names. No name, and batchmill's own name, mean `source`."""
     own = model.name if model.name not in model.adapters else model.source
     return model.source if not named or named in (own, model.alias) else named
 
 
-def addressed(body: bytes, model: ModelSpec) -> bytes:
-    """The body with the provider's model name. Raises: InvalidRow for a row that wants a stream."""
+def with_remote_model(body: bytes, model: ModelSpec) -> bytes:
+    """The body with the provider's model name. Raises: InvalidRow for a row that requests a stream."""
     head = _head.decode(body)
     _refuse_stream(head.stream)
     name = remote_name(model, head.model)
@@ -186,7 +186,7 @@ def addressed(body: bytes, model: ModelSpec) -> bytes:
 
 
 def fields_of(body: bytes, model: ModelSpec) -> dict[str, Any]:
-    """The members of a body, with the provider's name for the model. Raises: InvalidRow as `addressed`."""
+    """The members of a body, with the provider's name for the model. Raises: as `with_remote_model`."""
     fields = _fields.decode(body)
     named = fields.get("model")
     _refuse_stream(fields.get("stream"))
@@ -195,14 +195,14 @@ def fields_of(body: bytes, model: ModelSpec) -> dict[str, Any]:
 
 def _refuse_stream(stream: Any) -> None:
     if stream:
-        raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
+        raise InvalidRow("a row's answer cannot be streamed: leave `stream` out", code="unsupported_parameter")
 
 
 T = TypeVar("T")
 
 LINE_BYTES_MAX = 64 * 1024 * 1024  # of a results file
-ERROR_BYTES_MAX = 64 * 1024  # of what is said instead of a file
-LINES_MAX = 500  # handed on at a time
+ERROR_BYTES_MAX = 64 * 1024  # of an error reply to a download
+LINES_MAX = 500  # yielded at a time
 
 
 class Out(Struct, frozen=True):
@@ -213,7 +213,7 @@ class Out(Struct, frozen=True):
     body: bytes | None = None
     headers: Mapping[str, str] = {}
     parts: Sequence[bytes | FileRange] | None = None  # instead of `body`: streamed
-    sha256: str | None = None  # of the parts, in hex, where a signature covers them
+    sha256: str | None = None  # of the parts, in hex, if the signature needs it
 
 
 class ProviderReply(Struct, frozen=True):
@@ -223,23 +223,23 @@ class ProviderReply(Struct, frozen=True):
     data: bytes
 
     def json(self) -> dict[str, Any]:
-        """The reply's object. Raises: TryAgain if it is not a JSON object: a proxy's page, or half of a reply."""
+        """The reply's object. Raises: TryAgain if it is not a JSON object: a proxy's page, or a partial reply."""
         try:
             return msgspec.json.decode(shallow(self.data), type=dict[str, Any])
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             start = self.data[:100].decode(errors="replace")
-            raise TryAgain(f"the provider's reply is no JSON object: it begins {start!r}") from None
+            raise TryAgain(f"the provider's reply is not a JSON object: it begins {start!r}") from None
 
     def read(self, kind: type[T]) -> T:
         """The reply as `kind`. Raises: TryAgain if it has another shape."""
         try:
             return msgspec.convert(self.json(), kind)
         except msgspec.ValidationError as error:
-            raise TryAgain(f"the provider's reply is not what it should be: {error}") from None
+            raise TryAgain(f"the provider's reply has an unexpected shape: {error}") from None
 
 
 class ProviderRefusal(BatchmillError):
-    """The provider refused, and a repeated call would be refused too."""
+    """The provider refused the call, and would refuse it again."""
 
     code = "refused_by_provider"
     blame = "caller"
@@ -247,50 +247,50 @@ class ProviderRefusal(BatchmillError):
     def __init__(self, status: int, reason: str, message: str) -> None:
         super().__init__(message)
         self.status = status
-        self.reason = reason  # its own code
+        self.reason = reason  # the provider's error code
 
 
-class Closed(Struct, frozen=True):
-    """A call ready to be sent, and the secrets that no message may repeat."""
+class SignedCall(Struct, frozen=True):
+    """A signed call, and the secrets that no message may contain."""
 
     out: Out
     secrets: Sequence[bytes] = ()
 
 
-Close = Callable[[Out], Awaitable[Closed]]
-Sort = Callable[[int, Mapping[str, str], bytes], BatchmillError | None]
+Sign = Callable[[Out], Awaitable[SignedCall]]
+Classify = Callable[[int, Mapping[str, str], bytes], BatchmillError | None]
 
 
 class ProviderClient:
     """Makes calls of one provider.
 
-    `close` adds the credentials; `renew` reads these anew and says whether they have changed: a call that was refused
-    for them is made once more then. `sort` knows errors that only this provider has.
+    `sign` adds the credentials. `renew` reads the credentials again and returns whether they have changed; then a
+    call that was refused for its credentials is made once more. `classify` handles errors of this provider only.
     """
 
     def __init__(
         self,
         connections: Connections,
-        close: Close,
+        sign: Sign,
         *,
         renew: Callable[[], bool] | None = None,
-        sort: Sort | None = None,
+        classify: Classify | None = None,
         clock: Clock | None = None,
     ) -> None:
         self._connections = connections
-        self._close = close
+        self._sign = sign
         self._renew = renew
-        self._sort = sort
+        self._classify = classify
         self._clock: Clock = clock or SystemClock()
 
     async def call(
         self, method: str, url: str, body: bytes | None = None, *, headers: Mapping[str, str] | None = None
     ) -> ProviderReply:
-        """Raises: TryAgain, AuthRefused, QuotaExhausted, RouteFailed; Refusal where the provider will not."""
+        """Make a call. Raises: TryAgain, AuthRefused, QuotaExhausted, RouteFailed, ProviderRefusal."""
         return await self.send(Out(method, url, body, headers or {}))
 
     async def send(self, out: Out) -> ProviderReply:
-        """As `call`."""
+        """Make a call, again with new credentials if they have changed. Raises: as `call`."""
         try:
             return await self._send(out)
         except AuthRefused:
@@ -299,8 +299,8 @@ class ProviderClient:
         return await self._send(out)
 
     async def _send(self, out: Out) -> ProviderReply:
-        closed = await self._close(out)
-        out = closed.out
+        signed = await self._sign(out)
+        out = signed.out
         try:
             if out.parts is None:
                 response, data = await self._connections.exchange(out.method, out.url, out.body, out.headers)
@@ -311,11 +311,11 @@ class ProviderClient:
         if data is None:
             raise RouteFailed(f"a reply of {_place(out.url)} is larger than batchmill reads")
         if not 200 <= response.status < 300:
-            raise self._error(response.status, response.headers, _without(data, closed.secrets))
+            raise self._error(response.status, response.headers, _without(data, signed.secrets))
         return ProviderReply(response.headers, data)
 
     async def lines(self, url: str, *, headers: Mapping[str, str] | None = None) -> AsyncIterator[list[bytes]]:
-        """The lines of a file at the provider, some hundreds at a time, as they come. Raises as `call`."""
+        """Stream the lines of a file at the provider, some hundreds at a time. Raises: as `call`."""
         rest = b""
         async for piece in self.pieces(url, headers=headers):
             lines = (rest + piece).split(b"\n") if b"\n" in piece else [rest + piece]
@@ -323,22 +323,22 @@ class ProviderClient:
             if len(rest) > LINE_BYTES_MAX:
                 raise RouteFailed(f"a line of the results is longer than {LINE_BYTES_MAX // 2**20} MiB")
             for first in range(0, len(lines), LINES_MAX):
-                if some := [line for line in lines[first : first + LINES_MAX] if line.strip()]:
-                    yield some
+                if batch := [line for line in lines[first : first + LINES_MAX] if line.strip()]:
+                    yield batch
         if rest.strip():
             yield [rest]
 
     async def pieces(self, url: str, *, headers: Mapping[str, str] | None = None) -> AsyncIterator[bytes]:
-        """A file at the provider in pieces of any length. Raises as `call`."""
-        closed = await self._close(Out("GET", url, None, headers or {}))
+        """Stream a file at the provider in pieces of any length. Raises: as `call`."""
+        signed = await self._sign(Out("GET", url, None, headers or {}))
         try:
-            response = await self._connections.begin("GET", closed.out.url, None, closed.out.headers)
+            response = await self._connections.begin("GET", signed.out.url, None, signed.out.headers)
             try:
                 if response.status != 200:
                     data = b""
                     while len(data) < ERROR_BYTES_MAX and (piece := await self._connections.read(response)):
                         data += piece
-                    raise self._error(response.status, response.headers, _without(data, closed.secrets))
+                    raise self._error(response.status, response.headers, _without(data, signed.secrets))
                 if response.headers.get("content-type", "").startswith("text/html"):
                     raise TryAgain("an HTML page arrived instead of a file, perhaps from a proxy")
                 while piece := await self._connections.read(response):
@@ -349,7 +349,7 @@ class ProviderClient:
             raise fault_error(failed.fault) from None
 
     def _error(self, status: int, headers: Mapping[str, str], data: bytes) -> BatchmillError:
-        own = None if self._sort is None else self._sort(status, headers, data)
+        own = None if self._classify is None else self._classify(status, headers, data)
         if own is not None:
             return own
         reply = read_reply(status, data)
@@ -371,7 +371,9 @@ def fault_error(fault: Fault) -> BatchmillError:
             return RouteFailed(message)
         case kind:
             return TryAgain(
-                message, rest_s=fault.rest_s, is_unseen=kind in (FaultKind.THROTTLED, FaultKind.UNREACHABLE)
+                message,
+                retry_after_s=fault.retry_after_s,
+                is_unseen=kind in (FaultKind.THROTTLED, FaultKind.UNREACHABLE),
             )
 
 

@@ -56,7 +56,8 @@ class _Described(Struct):
 
 
 class SageMakerBatches:
-    """Engine arguments: `s3`, where files may lie; `instance_type`, `instance_count`; see `_order` for more."""
+    """SageMaker's transform jobs. Engine arguments: `s3`, where files go; `instance_type`, `instance_count`; see
+    `_order` for more."""
 
     arguments = ARGUMENTS | {
         "instance_type",
@@ -83,7 +84,7 @@ class SageMakerBatches:
     def encode(self, number: int, request: Request) -> ProviderRow:
         body = msgspec.json.decode(request.body, type=dict[str, msgspec.Raw])
         if body.get("stream") == msgspec.Raw(b"true"):
-            raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
+            raise InvalidRow("a row's answer cannot be streamed: leave `stream` out", code="unsupported_parameter")
         return ProviderRow(request.body)
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
@@ -113,7 +114,7 @@ class SageMakerBatches:
         try:
             reply = await self._service.call("CreateTransformJob", order)
         except ProviderRefusal as refusal:
-            if refusal.reason == "ResourceInUse":  # the name is ours alone: it was created, and the reply lost
+            if refusal.reason == "ResourceInUse":  # the name is unique: the job was created and the reply was lost
                 return await self._describe(replace(job, id=name))
             raise self._account.refused(refusal) from None
         arn = _decoded(reply, dict[str, Any]).get("TransformJobArn")
@@ -125,7 +126,7 @@ class SageMakerBatches:
     async def cancel(self, job: RemoteJob) -> RemoteJob:
         try:
             await self._service.call("StopTransformJob", {"TransformJobName": short_name(job.id)})
-        except ProviderRefusal:  # one that has ended cannot be stopped: look says how it is, or that it has gone
+        except ProviderRefusal:  # a job that has ended cannot be stopped; poll its state
             return await self.look(job)
         return replace(await self.look(job), state="cancelling") if job.state != "ended" else job
 
@@ -142,7 +143,7 @@ class SageMakerBatches:
                 await asyncio.to_thread(spool.write, b"\n".join(lines) + b"\n")
             if count != job.rows:
                 raise JobRefused(
-                    f"{output.uri} holds {count:,} lines for {job.rows:,} rows, so they cannot be assigned: "
+                    f"{output.uri} has {count:,} lines for {job.rows:,} rows, so they cannot be assigned: "
                     "the model must answer each line with one line"
                 )
             spool.seek(0)
@@ -162,15 +163,15 @@ class SageMakerBatches:
         return self._folder.below(job.tag).below(INPUT)
 
     async def _describe(self, job: RemoteJob) -> RemoteJob:
-        found = await self._ask(job)
-        state = _STATES.get(found.TransformJobStatus, "submitted")
+        remote = await self._ask(job)
+        state = _STATES.get(remote.TransformJobStatus, "submitted")
         return replace(
             job,
-            id=found.TransformJobArn or job.id,
+            id=remote.TransformJobArn or job.id,
             state=state,
-            remote_state=found.TransformJobStatus,
-            completed=job.rows if found.TransformJobStatus == "Completed" else 0,
-            message=found.FailureReason or job.message,
+            remote_state=remote.TransformJobStatus,
+            completed=job.rows if remote.TransformJobStatus == "Completed" else 0,
+            message=remote.FailureReason or job.message,
         )
 
     async def _ask(self, job: RemoteJob) -> _Described:
@@ -179,14 +180,14 @@ class SageMakerBatches:
             reply = await self._service.call("DescribeTransformJob", {"TransformJobName": name})
         except ProviderRefusal as refusal:
             if refusal.reason.startswith("ResourceNotFound") or "could not find" in refusal.message.lower():
-                raise JobGone(f"SageMaker knows no transform job {name!r}: {refusal.message}") from None
+                raise JobGone(f"SageMaker has no transform job {name!r}: {refusal.message}") from None
             raise
         return _decoded(reply, _Described)
 
     def _place(self) -> str:
-        place = self._account.argument("s3")
+        location = self._account.argument("s3")
         output = self._parameter("TransformOutput").get("S3OutputPath")
-        return place or (str(output) if output else self._account.needed("s3", what="a place for files"))
+        return location or (str(output) if output else self._account.needed("s3", what="a location for files"))
 
     def _order(self) -> dict[str, Any]:
         """The part of the order that all jobs share, from the engine's arguments or the connector's parameters."""
@@ -198,7 +199,7 @@ class SageMakerBatches:
         count = account.argument("instance_count") or resources.get("InstanceCount") or 1
         strategy = account.argument("batch_strategy", "BatchStrategy") or SINGLE
         kind_of_rows = JSON if strategy == SINGLE else JSON_LINES
-        given, wanted = self._parameter("TransformInput"), self._parameter("TransformOutput")
+        given, output = self._parameter("TransformInput"), self._parameter("TransformOutput")
         order: dict[str, Any] = {
             "ModelName": account.argument("ModelName") or self._model.source,
             "TransformResources": resources | {"InstanceType": kind, "InstanceCount": _whole(count, "instance_count")},
@@ -206,7 +207,7 @@ class SageMakerBatches:
             "TransformInput": {
                 "ContentType": account.argument("content_type") or given.get("ContentType") or kind_of_rows
             },
-            "TransformOutput": {"Accept": account.argument("accept") or wanted.get("Accept") or kind_of_rows},
+            "TransformOutput": {"Accept": account.argument("accept") or output.get("Accept") or kind_of_rows},
         }
         for name, ours in (("MaxConcurrentTransforms", "max_concurrent"), ("MaxPayloadInMB", "max_payload_mb")):
             if (value := account.argument(ours, name)) is not None:
@@ -214,14 +215,14 @@ class SageMakerBatches:
         return order | {name: value for name in _PARTS if (value := self._parameter(name))}
 
     def _parameter(self, name: str) -> dict[str, Any]:
-        """A connector parameter that holds JSON."""
+        """A connector parameter with a JSON object."""
         connector = self._model.connector
         if connector is None or name not in connector.parameters:
             return {}
         try:
             return msgspec.json.decode(connector.parameters[name], type=dict[str, Any])
         except msgspec.MsgspecError as error:
-            raise ModelFailed(f"the parameter {name} is no JSON object: {error}", code="invalid_argument") from None
+            raise ModelFailed(f"the parameter {name} is not a JSON object: {error}", code="invalid_argument") from None
 
 
 def name_of(tag: str) -> str:
@@ -265,4 +266,4 @@ def _decoded(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.json.decode(shallow(data), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TryAgain(f"SageMaker's reply is not what it should be: {error}") from None
+        raise TryAgain(f"SageMaker's reply has an unexpected shape: {error}") from None

@@ -19,41 +19,41 @@ from batchmill.models.providers import PROVIDERS, Provider, default_key
 from batchmill.types import Limits, ModelSpec
 from batchmill.types.connectors import BATCH_PREDICT, Connector
 
-GRACE_S = 3600.0  # a provider has so long after its window before its job counts as stuck
+GRACE_S = 3600.0  # how long after its window a provider's job counts as stuck
 
 
 class ProviderSettings(Struct, frozen=True):
     """The times and limits of the engine. Every number is an engine argument of the same name."""
 
-    poll_s: float = 5.0  # between two looks at a job, at first
+    poll_s: float = 5.0  # between two polls of a job, at first
     poll_max_s: float = 60.0
-    jobs_max: int = 4  # shards that are at the provider at once
-    tries_max: int = 3  # jobs that a row goes into, before it counts as lost by the provider
-    stuck_after_s: float = 0.0  # without news; 0: the provider's window and an hour
-    cancel_wait_s: float = 800.0  # for a job that was asked to end; its owner waits for 900
-    note_s: float = 30.0  # between two notes that only say how far a job has come
-    keep_files: bool = False  # what was uploaded stays at the provider
+    jobs_max: int = 4  # shards at the provider at once
+    tries_max: int = 3  # submissions of a row before it counts as lost by the provider
+    stuck_after_s: float = 0.0  # without progress; 0: the provider's window and an hour
+    cancel_wait_s: float = 800.0  # for the end of a cancelled job; its owner waits 900 s
+    note_s: float = 30.0  # between two notes that only record progress
+    keep_files: bool = False  # uploads are not deleted at the provider
 
 
 SHARED = frozenset(ProviderSettings.__struct_fields__) | {"rows_max", "bytes_max", "window_s", "idle_timeout_s"}
 
 
 def read_settings(model: ModelSpec, further: frozenset[str]) -> ProviderSettings:
-    """The settings of a model; `further` names what its provider reads itself.
+    """The settings of a model. `further`: the arguments that its provider reads itself.
 
     Raises: ModelFailed for an unknown argument or an invalid value.
     """
     for name in model.engine_args:
         if name not in SHARED and name not in further and not name.startswith("header."):
-            known = ", ".join(sorted(SHARED | further))
-            text = f"the provider_batch engine has no argument {name!r} here: it has header.NAME, {known}"
+            names = ", ".join(sorted(SHARED | further))
+            text = f"the provider_batch engine has no argument {name!r} here; its arguments are header.NAME, {names}"
             raise ModelFailed(text, code="unknown_argument")
     tries = (
         model.limits.attempts_max
         if model.limits.attempts_max != Limits().attempts_max
         else ProviderSettings().tries_max
     )
-    defaults = ProviderSettings(stuck_after_s=provider_of(model).window_s + GRACE_S, tries_max=tries)
+    defaults = ProviderSettings(stuck_after_s=find_provider(model).window_s + GRACE_S, tries_max=tries)
     numbers: dict[str, float] = {
         name: argument(model, name, getattr(defaults, name), least=least) for name, least in _LEAST.items()
     }
@@ -73,11 +73,11 @@ _LEAST = {
 }
 
 
-def provider_of(model: ModelSpec) -> Provider:
+def find_provider(model: ModelSpec) -> Provider:
     """The provider of a model. Raises: ModelFailed for an unknown one."""
     name = model.provider or "openai"
     if name not in PROVIDERS:
-        raise ModelFailed(f"no provider is called {name!r}; there are {', '.join(PROVIDERS)}", code="unknown_provider")
+        raise ModelFailed(f"there is no provider {name!r}; choose from {', '.join(PROVIDERS)}", code="unknown_provider")
     return PROVIDERS[name]
 
 
@@ -90,11 +90,11 @@ def read_limits(
     tail: bytes = b"\n",
 ) -> BatchLimits:
     """The provider's limits, changed by the model's arguments. Raises: ModelFailed."""
-    known = provider_of(model)
+    provider = find_provider(model)
     return BatchLimits(
-        rows_max=count(model, "rows_max", known.rows_max, least=1),
-        bytes_max=count(model, "bytes_max", known.bytes_max, least=1),
-        window_s=argument(model, "window_s", known.window_s, least=1),
+        rows_max=count(model, "rows_max", provider.rows_max, least=1),
+        bytes_max=count(model, "bytes_max", provider.bytes_max, least=1),
+        window_s=argument(model, "window_s", provider.window_s, least=1),
         inputs_max=inputs_max,
         head=head,
         between=between,
@@ -149,35 +149,35 @@ class Access:
     def __init__(self, model: ModelSpec, *, header: str = "Authorization", prefix: str = "Bearer ") -> None:
         """`header` carries the model's key after `prefix`, unless the model calls through a connector.
 
-        Raises: ModelFailed where no address is known.
+        Raises: ModelFailed if no address is provider.
         """
         self._model = model
         self._header, self._prefix = header, prefix
         self._version = -1
-        self._found: dict[str, str] = {}
-        self.secrets: list[bytes] = []  # what no message and no result may repeat
+        self._headers: dict[str, str] = {}
+        self.secrets: list[bytes] = []  # no message and no result may contain them
         self.base_url, self.query = _base_url(model)
 
     def headers(self) -> Mapping[str, str]:
         """The headers of a call. Raises: ModelFailed, naming a missing secret."""
         if self._version != provisions.version():
             self.renew()
-        return self._found
+        return self._headers
 
     def renew(self) -> bool:
         """Read the secrets again; return whether one has changed. Raises: ModelFailed."""
-        before = self._found
+        before = self._headers
         self._version = provisions.version()
         self.secrets = []
-        found = self._of_connector(self._model.connector) if self._model.connector is not None else self._of_key()
+        headers = self._of_connector(self._model.connector) if self._model.connector is not None else self._of_key()
         for name, value in self._model.engine_args.items():
             if name.startswith("header."):
                 reference = str(value)
-                found[name[7:]] = self._reveal(reference) if reference.startswith(REFERENCES) else reference
-        for name, value in found.items():
+                headers[name[7:]] = self._reveal(reference) if reference.startswith(REFERENCES) else reference
+        for name, value in headers.items():
             check_header(name, value)
-        self._found = found
-        return found != before
+        self._headers = headers
+        return headers != before
 
     def _of_key(self) -> dict[str, str]:
         reference = self._model.api_key or default_key(self._model)
@@ -189,7 +189,7 @@ class Access:
         action = connector.action(BATCH_PREDICT)
         assert action is not None, "_base_url has looked"
         credentials = {name: self._reveal(reference, name) for name, reference in connector.credential.items()}
-        # Only the head of the call is wanted: the body is the engine's own.
+        # Only the head of the call is used; the engine builds the body.
         bare = Renderer(connector, replace(action, request_body="{}"))
         headers = bare.compose({}, credentials).headers
         return {name: value for name, value in headers.items() if name.lower() != "content-type"}
@@ -202,7 +202,7 @@ class Access:
 
 
 def _base_url(model: ModelSpec) -> tuple[str, dict[str, str]]:
-    known = provider_of(model)
+    provider = find_provider(model)
     if model.connector is not None:
         action = model.connector.action(BATCH_PREDICT)
         if action is None:
@@ -214,9 +214,9 @@ def _base_url(model: ModelSpec) -> tuple[str, dict[str, str]]:
             raise ModelFailed(f"the connector's batch_predict: {error.message}", code="invalid_connector") from None
         base = rendered.url
     else:
-        base = model.base_url or known.base_url or ""
+        base = model.base_url or provider.base_url or ""
     if not base:
-        raise ModelFailed(f"the provider {known.name} has no address: give base_url", code="invalid_base_url")
+        raise ModelFailed(f"the provider {provider.name} has no address: set base_url", code="invalid_base_url")
     base, _, query = base.partition("?")
     if model.connector is not None:
         base = base.rstrip("/").removesuffix("/batches")

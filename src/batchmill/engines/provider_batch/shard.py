@@ -1,5 +1,6 @@
-"""The rows of one lease on their way through a provider: what was begun is found again, the rest is handed over,
-and what comes back without an answer goes again.
+"""Runs the rows of one lease at a provider.
+
+It continues the batches that earlier workers began, submits the other rows, and submits rows without an answer again.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from batchmill.errors import AuthRefused, BatchmillError, InvalidRow, JobPaused,
 from batchmill.ports import Clock, LeaseHandle, Sink
 from batchmill.types import Outcome, RemoteJob, Row, RowError
 
-WINDOW = 1024  # rows handled between two turns of the loop
+WINDOW = 1024  # rows handled in one turn of the event loop
 
 
-class Gathered(Struct):
+class Collected(Struct):
     """Statistics of the results of one batch."""
 
     answered: int = 0
-    repeated: int = 0  # answers to rows that had one
-    strange: int = 0  # answers to rows that the job never held
+    repeated: int = 0  # answers to rows that already had one
+    strange: int = 0  # answers to rows that are not in the job
     unread: int = 0  # unreadable lines
-    undone: dict[int, RowReply] = field(default_factory=dict)  # what was said of rows that may be sent again
-    refused: JobRefused | None = None  # the provider ended the job without running what is left over
+    undone: dict[int, RowReply] = field(default_factory=dict)  # replies to rows that may be sent again
+    refused: JobRefused | None = None  # the provider ended the job without running the remaining rows
 
     def summary(self) -> str:
-        """What was unusual, for users; empty: nothing."""
+        """Unusual events, for users; empty if there were none."""
         odd = ((self.repeated, "rows twice"), (self.strange, "unknown rows"), (self.unread, "unreadable lines"))
         return ", ".join(f"{count} {what}" for count, what in odd if count)
 
@@ -58,69 +59,69 @@ class Collector:
     def __init__(self, api: ProviderApi, spool: Spool, sink: Sink, course: Course) -> None:
         self._api, self._spool, self._sink, self._course = api, spool, sink, course
 
-    async def collect(self, job: RemoteJob, mine: set[int]) -> Gathered:
+    async def collect(self, job: RemoteJob, mine: set[int]) -> Collected:
         """Put the outcomes of an ended batch; rows without one stay in `mine`.
 
-        Raises: Left when the lease is paused meanwhile; JobGone; RouteFailed where the results cannot be had.
+        Raises: LeaseAbandoned if the lease is paused meanwhile; JobGone; RouteFailed if the results cannot be read.
         """
         patience, is_second = Patience(self._course), False
         while True:
-            gathered, garbled = Gathered(), dict[int, RowReply]()
+            collected, garbled = Collected(), dict[int, RowReply]()
             try:
-                await self._read(job, mine, gathered, garbled)
+                await self._read(job, mine, collected, garbled)
             except TryAgain as error:
                 await patience.rest(error)
                 continue
             self._course.trouble = ""
-            if not is_second and (garbled or gathered.unread):
-                is_second = True  # the way here may have spoilt it: what is at the provider has been paid
+            if not is_second and (garbled or collected.unread):
+                is_second = True  # the download may be damaged, and the results at the provider are paid for
                 continue
             self._put(list(garbled.items()), mine)
-            return gathered
+            return collected
 
-    async def _read(self, job: RemoteJob, mine: set[int], gathered: Gathered, garbled: dict[int, RowReply]) -> None:
+    async def _read(self, job: RemoteJob, mine: set[int], collected: Collected, garbled: dict[int, RowReply]) -> None:
         runs = Runs(job.runs)
         before = set(mine)
         results = self._api.results(job)
         try:
             async for replies in results:
-                found: dict[int, RowReply] = {}
+                answered: dict[int, RowReply] = {}
                 for number, reply in replies:
-                    if number in mine and number not in found:
+                    if number in mine and number not in answered:
                         if reply.is_garbled:
                             garbled[number] = reply
                         elif reply.is_undone:
-                            gathered.undone[number] = reply
+                            collected.undone[number] = reply
                         else:
-                            found[number] = reply
+                            answered[number] = reply
                     elif reply.is_garbled:
-                        gathered.unread += number == -1
+                        collected.unread += number == -1
                     elif number in before:
-                        gathered.repeated += 1
+                        collected.repeated += 1
                     elif number in runs:
-                        gathered.answered += 1  # for an earlier worker, or an earlier try
+                        collected.answered += 1  # an earlier worker or try has put its outcome
                     else:
-                        gathered.strange += 1
-                self._put(list(found.items()), mine)
-                gathered.answered += len(found)
-                for number in garbled.keys() & found.keys():
+                        collected.strange += 1
+                self._put(list(answered.items()), mine)
+                collected.answered += len(answered)
+                for number in garbled.keys() & answered.keys():
                     del garbled[number]
                 if self._course.ending == PAUSE:
                     raise LeaseAbandoned
         except JobRefused as error:
-            gathered.refused = error
+            collected.refused = error
 
-    def give_up(self, mine: set[int], gathered: Gathered, lost: RowError) -> None:
-        """Put errors for rows that are not sent again: the provider's last reply, or that they are lost."""
+    def give_up(self, mine: set[int], collected: Collected, lost: RowError) -> None:
+        """Put errors for rows that are not sent again: the provider's last reply, or `lost`."""
         numbers = sorted(mine)
         for first in range(0, len(numbers), WINDOW):
             replies = []
             for number in numbers[first : first + WINDOW]:
-                said = gathered.undone.get(number)
-                if said is None or said.status < 400:
-                    words = "" if said is None or said.error is None else f": {said.error.message}"
-                    said = RowReply(0, None, RowError(lost.code, lost.message + words))
-                replies.append((number, said))
+                reply = collected.undone.get(number)
+                if reply is None or reply.status < 400:
+                    detail = "" if reply is None or reply.error is None else f": {reply.error.message}"
+                    reply = RowReply(0, None, RowError(lost.code, lost.message + detail))
+                replies.append((number, reply))
             self._put(replies, mine)
 
     def _put(self, replies: list[tuple[int, RowReply]], mine: set[int]) -> None:
@@ -136,7 +137,7 @@ class Collector:
 
 
 class Runs:
-    """Whether a number lies in runs of them."""
+    """A set of numbers, given as runs (first, count)."""
 
     def __init__(self, runs: list[tuple[int, int]]) -> None:
         self._runs = runs
@@ -145,10 +146,10 @@ class Runs:
         return any(first <= number < first + count for first, count in self._runs)
 
 
-GATHER_S = 30.0  # a lease that has ended already gives its rows within so long
+GATHER_S = 30.0  # how long to wait for the rows of a lease that has ended
 NO_KEY = frozenset({"missing_secret", "invalid_secret"})
-FAILED_MAX = 2  # jobs that a provider may end without running a single row of them
-_NOT_READ = (InvalidRow, msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+FAILED_MAX = 2  # jobs that a provider may end without running any row
+_ROW_ERRORS = (InvalidRow, msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 _note = msgspec.json.Decoder(RemoteJob)
 
@@ -163,8 +164,8 @@ class Tools(Struct, frozen=True):
     clock: Clock
     jitter: Callable[[], float]
     folder: Path
-    slots: asyncio.Semaphore  # shards that hand rows over at once
-    moved: asyncio.Event  # set when there is room for further rows, or none any more
+    slots: asyncio.Semaphore  # limits shards that submit rows at once
+    moved: asyncio.Event  # set when the room for rows changes
 
 
 class ProviderShard:
@@ -172,8 +173,8 @@ class ProviderShard:
 
     def __init__(self, lease: LeaseHandle, tools: Tools) -> None:
         self.lease = lease
-        self.rows = 0  # taken in
-        self.waits = False  # for others to end at the provider
+        self.rows = 0  # added so far
+        self.waits = False  # for room at the provider
         self.followings: list[ProviderJob] = []
         self._tools = tools
         self._folder = Path(tempfile.mkdtemp(dir=tools.folder))
@@ -181,7 +182,7 @@ class ProviderShard:
         self.course = Course(lease, tools.settings, tools.clock, tools.jitter)
         self._collector = Collector(tools.api, self._spool, tools.sink, self.course)
         self._complete = asyncio.Event()
-        self._refused_since: float | None = None  # monotonic: the provider's queue is full
+        self._refused_since: float | None = None  # monotonic: since when the provider's queue is full
         self._drafts = count()
 
     def add(self, rows: Sequence[Row]) -> None:
@@ -197,19 +198,19 @@ class ProviderShard:
         return len(self._spool)
 
     async def run(self) -> None:
-        """Bring every row to its outcome, or leave the lease. Raises: AuthRefused, QuotaExhausted."""
+        """Run until every row has its outcome, or leave the lease. Raises: AuthRefused, QuotaExhausted."""
         watching = asyncio.create_task(self.course.watch())
         try:
-            await self._gather()
-            await self._all([*self._known(), self._begin_fresh()])
+            await self._wait_for_rows()
+            await self._all([*self._continue_noted(), self._begin_fresh()])
             self._conclude()
         finally:
             watching.cancel()
             self._spool.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _gather(self) -> None:
-        """Wait until every row of the lease has arrived; if the lease ends before, the others will not come."""
+    async def _wait_for_rows(self) -> None:
+        """Wait until every row of the lease has arrived, or the lease has ended and no more rows arrive."""
         waiting = asyncio.create_task(self._complete.wait())
         try:
             while not self._complete.is_set():
@@ -237,7 +238,7 @@ class ProviderShard:
         elif isinstance(failure, JobPaused):
             self.lease.fail(failure)
         else:
-            assert self.course.ending, "rows without an outcome, and nothing that says why"
+            assert self.course.ending, "rows without an outcome need a failure or an end of the lease"
 
     async def _all(self, works: Sequence[Coroutine[None, None, None]]) -> None:
         async with asyncio.TaskGroup() as group:
@@ -245,7 +246,7 @@ class ProviderShard:
                 group.create_task(self._watched(work))
 
     async def _watched(self, work: Coroutine[None, None, None]) -> None:
-        """Process some of the rows; if that fails, bring the rest to its end too."""
+        """Process some of the rows; if that fails, end the others too."""
         try:
             await work
         except LeaseAbandoned:
@@ -259,10 +260,10 @@ class ProviderShard:
         except BatchmillError as error:
             self.course.fail(RouteFailed(f"{self._tools.provider}: {error.message}"))
 
-    # -- what earlier workers began -----------------------------------------------------------------------------------
+    # -- batches of earlier workers -----------------------------------------------------------------------------------
 
-    def _known(self) -> list[Coroutine[None, None, None]]:
-        """The noted batches; a row belongs to the newest one that holds it."""
+    def _continue_noted(self) -> list[Coroutine[None, None, None]]:
+        """Continue the noted batches. A row belongs to the newest batch that contains it."""
         jobs = sorted(map(_note.decode, self.lease.notes.values()), key=lambda job: (_tries(job), job.created))
         self._claimed: set[int] = set()
         works = []
@@ -272,18 +273,18 @@ class ProviderShard:
             mine = {number for number in _numbers(job.runs) if number in self._spool} - self._claimed
             self._claimed |= mine
             if mine:
-                works.append(self._go_on(self._follow(job), mine))
+                works.append(self._continue(self._follow(job), mine))
             elif job.state in ("submitted", "cancelling", "ended"):
                 works.append(self._end(self._follow(job)))
         return works
 
     async def _end(self, following: ProviderJob) -> None:
-        """Finish a batch of which every row has its outcome."""
+        """Finish a batch whose rows all have their outcomes."""
         await following.wind_up()
         if following.job.state == "ended":
             await following.collected(await following.settle())
 
-    async def _go_on(self, following: ProviderJob, mine: set[int]) -> None:
+    async def _continue(self, following: ProviderJob, mine: set[int]) -> None:
         """Continue a batch that an earlier worker noted."""
         is_sure = following.job.state not in ("intent", "unknown")
         if is_sure or self.course.ending == OVER or await following.find_again():
@@ -293,7 +294,7 @@ class ProviderShard:
         job = following.job
         drafts = await self._draft(sorted(mine))
         if len(drafts) != 1:
-            await following.forget("its rows go in other jobs now")
+            await following.forget("its rows were submitted in other jobs")
             await self._all([self._submit(draft, _tries(job)) for draft in drafts])
             return
         if job.input and job.runs != drafts[0].runs:
@@ -302,10 +303,10 @@ class ProviderShard:
         await following.note(runs=drafts[0].runs, rows=drafts[0].upload.rows)
         await self._carry(following, _numbers(drafts[0].runs), drafts[0])
 
-    # -- what is handed over ------------------------------------------------------------------------------------------
+    # -- new batches --------------------------------------------------------------------------------------------------
 
     async def _begin_fresh(self) -> None:
-        """Submit the rows that no batch holds, once there is room at the provider."""
+        """Submit the rows that are in no batch, once there is room at the provider."""
         fresh = [position for position in self._spool.positions() if position not in self._claimed]
         if not fresh or self.course.ending:
             return
@@ -343,7 +344,7 @@ class ProviderShard:
             for row in rows:
                 try:
                     drafts.add(row.position, api.encode(row.position, row.form.request(row)))
-                except _NOT_READ as error:
+                except _ROW_ERRORS as error:
                     unfit[row.position] = _unfit(error)
             self._spool.release(rows)
             self._fail_rows(unfit)
@@ -387,40 +388,40 @@ class ProviderShard:
             return
         twice = await following.settle()
         try:
-            gathered = await self._collector.collect(following.job, mine)
+            collected = await self._collector.collect(following.job, mine)
         except JobGone as error:
             if following.job.state != "collected":
                 await following.note(state="unknown", message=error.message)
                 raise SubmitUnknown(doubt(following.job, error.message)) from None
-            gathered = Gathered()  # read once, and deleted: what does not count of it any more must be run again
-        await following.collected(gathered.summary() or _message(gathered.refused), twice)
+            collected = Collected()  # the results were read and deleted; rows without an outcome must run again
+        await following.collected(collected.summary() or _message(collected.refused), twice)
         if mine and not self.course.ending:
-            await self._again(following, mine, gathered)
+            await self._again(following, mine, collected)
 
-    async def _again(self, following: ProviderJob, mine: set[int], gathered: Gathered) -> None:
+    async def _again(self, following: ProviderJob, mine: set[int], collected: Collected) -> None:
         """Submit the remaining rows of a batch again."""
-        refused, tries = gathered.refused, _tries(following.job)
-        if refused is not None and refused.rest_s is not None:
+        refused, tries = collected.refused, _tries(following.job)
+        if refused is not None and refused.retry_after_s is not None:
             await self._refused(following, mine, refused)
             return
-        most = self._tools.settings.tries_max
-        if tries < (most if gathered.answered else min(most, FAILED_MAX)):
+        tries_max = self._tools.settings.tries_max
+        if tries < (tries_max if collected.answered else min(tries_max, FAILED_MAX)):
             await self._begin(sorted(mine), tries + 1)
         elif refused is not None:
-            raise RouteFailed(f"{self._tools.provider} has left {len(mine):,} rows undone: {refused.message}")
-        elif tries < most:
+            raise RouteFailed(f"{self._tools.provider} did not run {len(mine):,} rows: {refused.message}")
+        elif tries < tries_max:
             await self._begin(sorted(mine), tries + 1)
         else:
             text = f"{self._tools.provider} has not answered this row, in {tries} jobs"
-            self._collector.give_up(mine, gathered, RowError("provider_lost_row", text))
+            self._collector.give_up(mine, collected, RowError("provider_lost_row", text))
 
     async def _refused(self, following: ProviderJob, mine: set[int], refused: JobRefused) -> None:
-        """Handle a refusal of these rows, now or for good."""
+        """Submit refused rows again later, or fail. Raises: RouteFailed."""
         now = self._tools.clock.monotonic()
         since = self._refused_since = now if self._refused_since is None else self._refused_since
-        if refused.rest_s is None or now - since > self.course.limit_s():
+        if refused.retry_after_s is None or now - since > self.course.limit_s():
             raise RouteFailed(f"{self._tools.provider} refuses the job: {refused.message}")
-        await self.course.sleep(refused.rest_s)
+        await self.course.sleep(refused.retry_after_s)
         await self._begin(sorted(mine), _tries(following.job))
 
     def _follow(self, job: RemoteJob) -> ProviderJob:
@@ -432,7 +433,7 @@ class ProviderShard:
         return following
 
     def _fail_rows(self, errors: dict[int, RowError]) -> None:
-        """Put errors for rows that no batch will answer."""
+        """Put errors for rows that cannot be submitted."""
         positions = list(errors)
         for first in range(0, len(positions), WINDOW):
             rows = self._spool.take(positions[first : first + WINDOW])
@@ -440,7 +441,7 @@ class ProviderShard:
 
 
 def _tries(job: RemoteJob) -> int:
-    """How many times these rows have been submitted: the tag holds the number."""
+    """How many times these rows have been submitted. The number is in the tag."""
     tail = job.tag.rpartition("-")[2]
     return int(tail) if tail.isdecimal() and len(tail) < 4 else 1
 

@@ -1,4 +1,4 @@
-"""Spool: rows that wait for a provider, with their bytes on disk; and the files to upload."""
+"""Spool: keeps rows that wait for a provider, with their bytes on disk. Drafts: writes the files to upload."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from batchmill.engines.provider_batch.provider import BatchLimits, ProviderRow, 
 from batchmill.errors import InvalidRow
 from batchmill.types import Row
 
-PIECE_BYTES = 1024 * 1024  # of an upload, gathered before they are written
-SPARSE = 4  # rows are read in one piece if it holds at most so many times what is wanted
+PIECE_BYTES = 1024 * 1024  # of an upload, buffered before they are written
+SPARSE = 4  # rows are read in one piece if it is at most this many times larger than the rows
 
 
 class Spool:
-    """The rows of one lease by position. A row that is taken is forgotten."""
+    """The rows of one lease by position. `take` removes them."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # nameless: it goes with the process
-        self._index: dict[int, int] = {}  # position -> place in what follows
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # unnamed: deleted with the process
+        self._index: dict[int, int] = {}  # position -> index into `_rows` and `_ends`
         self._rows: list[Row | None] = []
         self._ends = array("Q", [0])  # where the bytes of each row end
 
@@ -51,31 +51,31 @@ class Spool:
         return sorted(self._index)
 
     def read(self, positions: Sequence[int]) -> list[Row]:
-        """Read these rows with their bytes; `release` drops the bytes."""
-        places = [self._index[position] for position in positions]
+        """Read these rows with their bytes. `release` drops the bytes."""
+        indices = [self._index[position] for position in positions]
         rows, ends = self._rows, self._ends
-        found: list[Row] = []
-        first, last = ends[min(places, default=0)], ends[max(places, default=-1) + 1]
-        wanted = sum(ends[place + 1] - ends[place] for place in places)
-        whole = self._pread(last - first, first) if last - first <= SPARSE * wanted + PIECE_BYTES else None
-        for place in places:
-            row, start, end = rows[place], ends[place], ends[place + 1]
-            assert row is not None, "a row in the index is here"
+        read: list[Row] = []
+        first, last = ends[min(indices, default=0)], ends[max(indices, default=-1) + 1]
+        size = sum(ends[index + 1] - ends[index] for index in indices)
+        whole = self._pread(last - first, first) if last - first <= SPARSE * size + PIECE_BYTES else None
+        for index in indices:
+            row, start, end = rows[index], ends[index], ends[index + 1]
+            assert row is not None, "the index has only rows that are not taken"
             row.raw = self._pread(end - start, start) if whole is None else whole[start - first : end - first]
-            found.append(row)
-        return found
+            read.append(row)
+        return read
 
     def release(self, rows: Iterable[Row]) -> None:
-        """Drop the bytes of rows that were read and stay here."""
+        """Drop the bytes of rows that were read and remain in the spool."""
         for row in rows:
             row.raw = b""
 
     def take(self, positions: Sequence[int]) -> list[Row]:
         """Remove these rows, with their bytes."""
-        found = self.read(positions)
+        rows = self.read(positions)
         for position in positions:
             self._rows[self._index.pop(position)] = None
-        return found
+        return rows
 
     def close(self) -> None:
         self._file.close()
@@ -85,7 +85,7 @@ class Spool:
         while len(data) < size:
             more = os.pread(self._file.fileno(), size - len(data), offset + len(data))
             if not more:
-                raise OSError(f"the spool of rows is shorter than it was: {len(data)} of {size} bytes")
+                raise OSError(f"the spool of rows has become shorter: {len(data)} of {size} bytes")
             data += more
         return data
 
@@ -119,7 +119,7 @@ class Drafts:
         self._done: list[_Open] = []
 
     def add(self, number: int, line: ProviderRow) -> None:
-        """Add a line; numbers ascend. Raises: InvalidRow for a line that exceeds every batch."""
+        """Add a line; numbers must ascend. Raises: InvalidRow for a line that is too large for any batch."""
         limits, size = self._limits, len(line.data) + len(self._limits.between)
         draft = self._open.get(line.group)
         if draft is None or not self._has_room(draft, size, line.inputs):
@@ -164,11 +164,13 @@ class Drafts:
 
     def _check(self, size: int, inputs: int) -> None:
         limits = self._limits
-        room = limits.bytes_max - len(limits.head) - len(limits.tail)
-        if size > room:
-            raise InvalidRow(f"the row is {size:,} bytes: the provider takes {room:,} in a batch", code="row_too_large")
+        size_max = limits.bytes_max - len(limits.head) - len(limits.tail)
+        if size > size_max:
+            raise InvalidRow(
+                f"the row has {size:,} bytes; a batch of the provider may have {size_max:,}", code="row_too_large"
+            )
         if limits.inputs_max is not None and inputs > limits.inputs_max:
-            text = f"the row has {inputs:,} inputs: the provider takes {limits.inputs_max:,} in a batch"
+            text = f"the row has {inputs:,} inputs; a batch of the provider may have {limits.inputs_max:,}"
             raise InvalidRow(text, code="row_too_large")
 
     def _finish(self, draft: _Open) -> None:

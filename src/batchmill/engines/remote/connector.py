@@ -1,7 +1,7 @@
 """The connector engine: a remote HTTP API described as data; a row is one call of its `predict` action.
 
-When calls go and which are tried again is decided as for every service, in `pacing` and `retry`; how a call is made of
-parameters and what a reply means is the connector's, in `models.connectors`.
+`pacing` and `retry` decide when calls are sent and which are retried, as for every service. `models.connectors` builds
+calls from parameters and interprets replies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from batchmill.engines.remote.connector_calls import (
     settle,
 )
 from batchmill.engines.remote.dispatch import Dispatch
-from batchmill.engines.remote.pacing import IN_FLIGHT_CEILING, WAIT_MAX_S, Ahead, Pacer
+from batchmill.engines.remote.pacing import IN_FLIGHT_CEILING, WAIT_MAX_S, LiveQueue, Pacer
 from batchmill.engines.retry import REPLY_BYTES_MAX, Fault, FaultKind, Retries
 from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, ModelFailed, TooComplex, Unavailable
 from batchmill.models import secrets
@@ -44,11 +44,11 @@ from batchmill.types.connectors import PREDICT
 from batchmill.wire.json_bytes import encode
 
 ML_COMMONS = "ml_commons"  # the form of a predict body of ML Commons
-CALLS_AT_ONCE = 16  # of one request with many documents
+CALLS_AT_ONCE = 16  # concurrent calls of one request with many documents
 BAD_GATEWAY = 502
-CALLERS = ("url_not_allowed", "invalid_url")  # what a call's own parameters may have brought about
+CALLER_CODES = ("url_not_allowed", "invalid_url")  # errors that a call's own parameters may cause
 _EVENTS = "text/event-stream"
-_AGAIN = (FaultKind.THROTTLED, FaultKind.TRANSIENT, FaultKind.UNREACHABLE)
+_RETRYABLE = (FaultKind.THROTTLED, FaultKind.TRANSIENT, FaultKind.UNREACHABLE)
 
 
 class _Failed(Exception):
@@ -60,7 +60,7 @@ class _Failed(Exception):
 
 
 class ConnectorLive:
-    """Live requests to a connector. The pacer learns the end of every call once."""
+    """Live requests to a connector. It reports the end of every call to the pacer exactly once."""
 
     def __init__(
         self,
@@ -69,31 +69,31 @@ class ConnectorLive:
         connections: Connections,
         *,
         pacer: Pacer,
-        ahead: Ahead,
+        live_queue: LiveQueue,
         clock: Clock,
     ) -> None:
         self._caller = caller
         self._rows = rows
         self._connections = connections
         self._pacer = pacer
-        self._ahead = ahead
+        self._live_queue = live_queue
         self._clock = clock
-        self.retries = Retries(1)  # but for a call that found no connection, which is made twice
+        self.retries = Retries(1)  # a call without a connection is still made twice
 
     async def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
-        """As `ports.Engine.predict`. In the form "ml_commons" errors of the service have its status and are worded
-        as ML Commons words them."""
+        """See `ports.Engine.predict`. In the form "ml_commons", errors of the service keep its status and have
+        ML Commons' texts."""
         calls = self._calls(request)
         if request.stream:
             async with aclosing(self._stream(calls[0], request.project)) as pieces:
                 async for piece in pieces:
                     yield piece
             return
+        project, is_ml_commons = request.project, request.form == ML_COMMONS
         try:
-            who = request.project
-            body = await (self._inferred(calls, who) if request.form == ML_COMMONS else self._answered(calls[0], who))
+            body = await (self._infer(calls, project) if is_ml_commons else self._answer(calls[0], project))
         except _Failed as failed:
-            status, body = (_worded if request.form == ML_COMMONS else _handed_on)(failed.fault)
+            status, body = (_ml_commons_error if is_ml_commons else _forward_error)(failed.fault)
             yield LiveHead(status)
             yield body
             return
@@ -102,7 +102,7 @@ class ConnectorLive:
 
     def _calls(self, request: LiveRequest) -> list[ConnectorCall]:
         try:
-            request.body.decode()  # the parts that are not looked into must be text too
+            request.body.decode()  # fields that are not parsed must be text too
             body = msgspec.json.decode(request.body, type=dict[str, Any])
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise InvalidInput(f"the body cannot be read as a request: {error}", code="invalid_json") from None
@@ -117,21 +117,21 @@ class ConnectorLive:
             self._caller.compose(call)
         return calls
 
-    async def _answered(self, call: ConnectorCall, who: str) -> bytes:
-        return await self._body(call, await self._call(call), who)
+    async def _answer(self, call: ConnectorCall, project: str) -> bytes:
+        return await self._body(call, await self._call(call), project)
 
-    async def _inferred(self, calls: list[ConnectorCall], who: str) -> bytes:
+    async def _infer(self, calls: list[ConnectorCall], project: str) -> bytes:
         """The results of all calls in order; the first failure cancels the others."""
-        places = asyncio.Semaphore(CALLS_AT_ONCE)
+        semaphore = asyncio.Semaphore(CALLS_AT_ONCE)
 
         async def infer(call: ConnectorCall) -> dict[str, Any]:
-            async with places:
+            async with semaphore:
                 answer = await self._call(call)
             try:
-                output = Raw(await self._caller.output(call, answer, who))
+                output = Raw(await self._caller.output(call, answer, project))
                 return {"output": output, "status_code": answer.reply.status}
             except InvalidInput as wrong:
-                raise _unread(wrong) from None
+                raise _result_error(wrong) from None
 
         if len(calls) == 1:
             return encode({"inference_results": [await infer(calls[0])]})
@@ -150,23 +150,23 @@ class ConnectorLive:
             if isinstance(result, ConnectorReply):
                 return result
             number += 1
-            delay_s = self._again_in(result, number, self._clock.monotonic() - began)
+            delay_s = self._retry_delay_s(result, number, self._clock.monotonic() - began)
             if delay_s is None:
                 raise _Failed(result)
             await self._clock.sleep(delay_s)
 
-    def _again_in(self, fault: Fault, failed: int, lasted_s: float) -> float | None:
-        """Seconds until the call is repeated; None: it is not."""
+    def _retry_delay_s(self, fault: Fault, failed: int, lasted_s: float) -> float | None:
+        """Seconds until the retry of a call; None if it is not retried."""
         delay_after = self.retries.delay_s
         if delay_after is None:
             return 0.0 if failed == 1 and fault.kind is FaultKind.UNREACHABLE else None
-        if fault.kind not in _AGAIN or failed >= self.retries.attempts_max:
+        if fault.kind not in _RETRYABLE or failed >= self.retries.attempts_max:
             return None
         delay_s = delay_after(failed)
         return delay_s if lasted_s + delay_s < self.retries.lasts_s else None
 
     async def _once(self, call: ConnectorCall) -> ConnectorReply | Fault:
-        call.charged = await self._ahead.go(len(call.body), is_admitted=call.is_admitted)
+        call.charged = await self._live_queue.acquire(len(call.body), is_admitted=call.is_admitted)
         call.sent_at = self._clock.monotonic()
         result: ConnectorReply | Fault | None = None
         try:
@@ -174,10 +174,10 @@ class ConnectorLive:
             return result
         finally:
             self._observe(call, result)
-            self._ahead.ended()
+            self._live_queue.release()
 
     def _observe(self, call: ConnectorCall, result: ConnectorReply | Fault | None) -> None:
-        """Tell the pacer how a call ended; None: it was cancelled."""
+        """Report the end of a call to the pacer. `result` None: it was cancelled."""
         now, pacer = self._clock.monotonic(), self._pacer
         if result is None:
             pacer.window.failed()
@@ -193,9 +193,9 @@ class ConnectorLive:
         else:
             pacer.answered(now)
 
-    async def _stream(self, call: ConnectorCall, who: str) -> AsyncGenerator[LiveHead | bytes]:
+    async def _stream(self, call: ConnectorCall, project: str) -> AsyncGenerator[LiveHead | bytes]:
         """The service's events as they arrive; a reply that is not a stream is passed on whole."""
-        call.charged = await self._ahead.go(len(call.body), is_admitted=call.is_admitted)
+        call.charged = await self._live_queue.acquire(len(call.body), is_admitted=call.is_admitted)
         call.sent_at = self._clock.monotonic()
         response: aiohttp.ClientResponse | None = None
         has_head = False
@@ -212,29 +212,29 @@ class ConnectorLive:
                 result = settle(response.status, response.headers, await self._read_whole(response), self._clock.now())
                 has_head = True
                 self._observe(call, result)
-                status, body = await self._whole(call, result, who)
+                status, body = await self._whole(call, result, project)
                 yield LiveHead(status)
                 yield body
         except NoReply as lost:
             has_head = True
             self._observe(call, lost.fault)
-            raise _unanswered(lost.fault) from None
+            raise _call_error(lost.fault) from None
         finally:
             if not has_head:
                 self._observe(call, None)
             if response is not None and not response.content.at_eof():
                 response.close()
-            self._ahead.ended()
+            self._live_queue.release()
 
-    async def _whole(self, call: ConnectorCall, result: ConnectorReply | Fault, who: str) -> tuple[int, bytes]:
+    async def _whole(self, call: ConnectorCall, result: ConnectorReply | Fault, project: str) -> tuple[int, bytes]:
         """Status and body of a complete reply."""
-        return _handed_on(result) if isinstance(result, Fault) else (200, await self._body(call, result, who))
+        return _forward_error(result) if isinstance(result, Fault) else (200, await self._body(call, result, project))
 
-    async def _body(self, call: ConnectorCall, answer: ConnectorReply, who: str) -> bytes:
+    async def _body(self, call: ConnectorCall, answer: ConnectorReply, project: str) -> bytes:
         try:
-            return await self._caller.result(call, answer, who)
+            return await self._caller.result(call, answer, project)
         except InvalidInput as wrong:
-            raise _unread(wrong) from None
+            raise _result_error(wrong) from None
 
     async def _read_whole(self, response: aiohttp.ClientResponse) -> bytes | None:
         pieces, total = [], 0
@@ -246,60 +246,60 @@ class ConnectorLive:
         return b"".join(pieces)
 
 
-def _unread(wrong: InvalidInput) -> BatchmillError:
+def _result_error(wrong: InvalidInput) -> BatchmillError:
     """The error of a reply without a result: the caller's fault if the caller sent the filter."""
     if isinstance(wrong, TooComplex) or wrong.code == BAD_FILTER:
         return wrong
     return ModelFailed(wrong.message, code=wrong.code)
 
 
-def _handed_on(fault: Fault) -> tuple[int, bytes]:
-    """An error of the service for the caller, in the service's words if it has any."""
+def _forward_error(fault: Fault) -> tuple[int, bytes]:
+    """Forward an error of the service to the caller, with the service's body if it has one."""
     if fault.kind is FaultKind.AUTH:
         raise AuthRefused(f"the service refused the credentials that batchmill has for it: {fault.error.message}")
     reply = fault.reply
     if reply is None or reply.status < 400:
-        raise _unanswered(fault)
+        raise _call_error(fault)
     if reply.body is not None and reply.error is not None:
         return reply.status, reply.body
     error = {"message": fault.error.message, "type": "service_error", "param": None, "code": fault.error.code}
     return reply.status, encode({"error": error})
 
 
-def _worded(fault: Fault) -> tuple[int, bytes]:
-    """The same in ML Commons' form: the service's status, and its whole body in a sentence."""
+def _ml_commons_error(fault: Fault) -> tuple[int, bytes]:
+    """Forward an error in ML Commons' form: with the service's status, and its whole body in the message."""
     reply = fault.reply
     if fault.error.code == "bad_response":
         status, message = BAD_GATEWAY, fault.error.message
     elif reply is None or reply.status < 400:
-        raise _unanswered(fault)
+        raise _call_error(fault)
     else:
-        said = reply.text if reply.body is None else reply.body.decode()
-        status, message = reply.status, f"Error from remote service: {said}"
+        body = reply.text if reply.body is None else reply.body.decode()
+        status, message = reply.status, f"Error from remote service: {body}"
     return status, encode({"error": {"message": message, "type": "service_error", "code": fault.error.code}})
 
 
-def _unanswered(fault: Fault) -> BatchmillError:
-    """The error to raise if there is nothing to pass on."""
+def _call_error(fault: Fault) -> BatchmillError:
+    """The error to raise if there is no reply to forward."""
     error = fault.error
     if fault.kind in (FaultKind.TRANSIENT, FaultKind.UNREACHABLE):
         return Unavailable(error.message, code=error.code)
-    if error.code in CALLERS:
+    if error.code in CALLER_CODES:
         return InvalidInput(error.message, code=error.code)
     return ModelFailed(error.message, code=error.code)
 
 
-ENDLESS = 1_000_000  # retries, where only their time has an end
+UNLIMITED = 1_000_000  # retries that only `lasts_s` limits
 
 
 class ConnectorEngine:
     """Calls `model.connector` with as many rows in flight as its service sustains.
 
-    With a `client_config` its times hold, and `max_connection` bounds the rows in flight; with its `max_retry_times`
-    failed calls are made again as it says. Where it says nothing of retries (or 0, which ML Commons writes for
-    nothing) rows are tried again as those of any service are. Calls that were throttled never count.
+    A `client_config` sets timeouts, its `max_connection` bounds the rows in flight, and its `max_retry_times` sets the
+    retries. Without `max_retry_times` (or with 0, which means unset in ML Commons) the default retries apply. Throttled
+    calls do not count as retries.
 
-    Engine arguments: `idle_timeout_s`. Nothing is kept in `home`.
+    Engine arguments: `idle_timeout_s`. `home` is not used.
     """
 
     def __init__(
@@ -316,8 +316,8 @@ class ConnectorEngine:
         )
         config = connector.client_config
         pool_wait_s = WAIT_MAX_S if config is None else float(config.connection_timeout)
-        self._ahead = Ahead(self._pacer, self._clock, pool_wait_s=pool_wait_s)
-        self._dispatch: Dispatch | None = None  # while rows are run
+        self._live_queue = LiveQueue(self._pacer, self._clock, pool_wait_s=pool_wait_s)
+        self._dispatch: Dispatch | None = None  # while rows run
         self._credentials = Credentials(connector.credential)
         self._connections = _connections(model, connector, self._limits)
         self._programs = Programs(self._clock)
@@ -328,15 +328,15 @@ class ConnectorEngine:
             raise ModelFailed(f"connector {connector.name!r}: {wrong.message}", code=wrong.code) from None
         self._rows = ConnectorRows(model, caller)
         self._live = ConnectorLive(
-            caller, self._rows, self._connections, pacer=self._pacer, ahead=self._ahead, clock=self._clock
+            caller, self._rows, self._connections, pacer=self._pacer, live_queue=self._live_queue, clock=self._clock
         )
         if retries is not None:
             self._live.retries = retries
 
     async def start(self) -> None:
-        """Read the credentials and open the pool of connections; the service itself is not called yet.
+        """Read the credentials and open the connection pool. The service is not called yet.
 
-        Raises: ModelFailed when a secret is missing.
+        Raises: ModelFailed if a secret is missing.
         """
         self._credentials.load()
         await self._connections.start()
@@ -346,7 +346,7 @@ class ConnectorEngine:
             self._rows.call,
             self._rows.send,
             self._pacer,
-            ahead=self._ahead,
+            live_queue=self._live_queue,
             retries=self._retries,
             clock=self._clock,
         )
@@ -357,12 +357,12 @@ class ConnectorEngine:
             self._dispatch = None
 
     def fail_rows(self, job_id: str) -> None:
-        """See `ports.PatientEngine`."""
+        """See `ports.RetryingEngine`."""
         if self._dispatch is not None:
             self._dispatch.fail_rows(job_id)
 
     def forget(self, job_id: str) -> None:
-        """See `ports.PatientEngine`."""
+        """See `ports.RetryingEngine`."""
         if self._dispatch is not None:
             self._dispatch.forget(job_id)
 
@@ -370,25 +370,28 @@ class ConnectorEngine:
         return self._live.predict(request)
 
     async def stop(self) -> None:
-        await self._ahead.stop()
+        await self._live_queue.stop()
         await self._connections.stop()
         await self._programs.close()
 
     def stats(self) -> EngineStats:
         window = self._pacer.window
-        live, note = self._ahead.in_flight, self._pacer.note(self._clock.monotonic())
+        live, note = self._live_queue.in_flight, self._pacer.note(self._clock.monotonic())
         return EngineStats(window.in_flight - live, window.limit, note, live)
 
 
 def _connector_of(model: ModelSpec) -> Connector:
     if model.connector is None:
-        raise ModelFailed(f"model {model.name!r} names no connector", code="missing_connector")
+        raise ModelFailed(f"model {model.name!r} has no connector", code="missing_connector")
     for name in model.engine_args.keys() - {"idle_timeout_s"}:
         raise ModelFailed(
-            f"the connector engine has no argument {name!r}: it has idle_timeout_s", code="unknown_argument"
+            f"the connector engine has no argument {name!r}; its only argument is idle_timeout_s",
+            code="unknown_argument",
         )
     if model.python is not None:
-        raise ModelFailed("the connector engine runs no interpreter: leave `python` out", code="unknown_argument")
+        raise ModelFailed(
+            "the connector engine runs no Python interpreter: leave `python` out", code="unknown_argument"
+        )
     return model.connector
 
 
@@ -405,7 +408,7 @@ def _connections(model: ModelSpec, connector: Connector, limits: Limits) -> Conn
 
 
 def _limits(limits: Limits, config: ClientConfig | None) -> Limits:
-    """The limits: the stricter of the model's and the connector's for calls in flight, and its connect timeout."""
+    """The stricter limit of calls in flight of model and connector, and the connector's connect timeout."""
     if config is None:
         return limits
     in_flight = min(limits.in_flight_max or config.max_connection, config.max_connection)
@@ -426,5 +429,5 @@ def _configured_retries(config: ClientConfig | None, jitter: Callable[[], float]
             return span_s / 2 + jitter() * span_s / 2
         return jitter() * span_s
 
-    calls_max = ENDLESS if config.max_retry_times < 0 else config.max_retry_times + 1
+    calls_max = UNLIMITED if config.max_retry_times < 0 else config.max_retry_times + 1
     return Retries(calls_max, delay_s, float(config.retry_timeout_seconds))

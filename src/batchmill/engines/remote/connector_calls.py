@@ -1,4 +1,4 @@
-"""Calls of a connector's `predict`: parameters from rows and requests, one exchange, and its result."""
+"""Calls of a connector's `predict`: builds them from rows and requests, sends them and reads their results."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from batchmill.wire.forms import EMBEDDINGS, OpenAIForm, counted
 from batchmill.wire.json_bytes import DEPTH_MAX, encode, is_too_deep, oddity
 
 _JSON = re.compile(r"application/(?:[\w.-]+\+)?json|text/json", re.IGNORECASE)
-_PAGE = re.compile(r"text/(?:html|event-stream)|application/xhtml\+xml", re.IGNORECASE)  # most often a proxy's
-_SILENT = ("", "application/octet-stream", "binary/octet-stream")  # types that say nothing of what it is
+_PAGE = re.compile(r"text/(?:html|event-stream)|application/xhtml\+xml", re.IGNORECASE)  # usually from a proxy
+_UNTYPED = ("", "application/octet-stream", "binary/octet-stream")  # types that do not tell the format
 _AWS_THROTTLES = ("throttl", "toomanyrequests", "slowdown", "requestlimitexceeded", "provisionedthroughputexceeded")
 _SHOWN_CHARS = 100
 EMPTY = "Remote service returned empty response body"
@@ -46,10 +46,10 @@ class ConnectorReply(Struct, frozen=True, gc=False):
 def settle(
     status: int, headers: Mapping[str, str], data: bytes | None, now: float, *, is_predict: bool = False
 ) -> ConnectorReply | Fault:
-    """Classify a complete reply; `data` None: it was too large.
+    """Classify a complete reply. `data` None: it was too large.
 
     Args: `headers`, looked up by names in lower case; `now` in seconds since the epoch, for a header's date;
-    `is_predict`: of a predict of ML Commons, which looks at no type: what is no JSON is text, whatever it is called.
+    `is_predict`: the call is an ML Commons predict, which ignores the content type: a reply that is not JSON is text.
     """
     request_id = headers.get("x-request-id") or headers.get("x-amzn-requestid")
     if data is None:
@@ -69,12 +69,12 @@ def settle(
 
 
 def _refusal(reply: Reply, headers: Mapping[str, str], now: float, request_id: str | None) -> Fault:
-    """The error of an AWS reply, which names it in a header and throttles with status 400 too."""
+    """Classify an error reply. AWS names the error in a header, and also throttles with status 400."""
     name = headers.get("x-amzn-errortype", "").partition(":")[0].rpartition("#")[2]
     if name:
-        said = reply.row_error()
-        code = said.code if not said.code.startswith("http_") else name
-        reply = replace(reply, error=RowError(code, said.message))
+        error = reply.row_error()
+        code = error.code if not error.code.startswith("http_") else name
+        reply = replace(reply, error=RowError(code, error.message))
     if reply.status == 400 and name.lower().startswith(_AWS_THROTTLES):
         reply = replace(reply, status=429)
     return judge(reply, headers, now, request_id=request_id)
@@ -85,9 +85,9 @@ def _read_result(status: int, headers: Mapping[str, str], data: bytes, is_predic
     if not data.strip():
         return RowError("bad_response", EMPTY)
     kind = headers.get("content-type", "").partition(";")[0].strip()
-    is_json = kind == "application/json" or kind.lower() in _SILENT or _JSON.fullmatch(kind) is not None
+    is_json = kind == "application/json" or kind.lower() in _UNTYPED or _JSON.fullmatch(kind) is not None
     if not is_predict and _PAGE.fullmatch(kind) is not None:
-        text = f"the reply is {kind[:_SHOWN_CHARS]!r} and not JSON: it begins {_start(data)!r}"
+        text = f"the reply has the type {kind[:_SHOWN_CHARS]!r} and is not JSON: it begins {_start(data)!r}"
         return RowError("bad_response", text)
     is_text = is_predict or not is_json
     if data.lstrip()[:1] == b"{":
@@ -98,16 +98,16 @@ def _read_result(status: int, headers: Mapping[str, str], data: bytes, is_predic
 
 
 def _read_value(status: int, data: bytes, is_text: bool) -> Reply | RowError:
-    """Read a reply that is not an object. A list stays; anything else becomes the one member `response`."""
+    """Read a reply that is not an object. A list is unchanged; anything else becomes the member `response`."""
     if not is_too_deep(data, DEPTH_MAX):
         try:
             value = msgspec.json.decode(data)
             if (odd := oddity(data)) is not None:
-                return RowError("bad_response", f"the reply cannot be kept: {odd}")
+                return RowError("bad_response", f"the reply cannot be stored: {odd}")
             body = msgspec.json.format(data, indent=-1) if isinstance(value, list) else encode({"response": value})
             return Reply(status, body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            pass  # then it is text, or nothing
+            pass  # it may be text
     if not is_text:
         return RowError("bad_response", f"the reply is not JSON: it begins {_start(data)!r}")
     try:
@@ -130,7 +130,7 @@ def _start(data: bytes) -> str:
     return data[:_SHOWN_CHARS].decode(errors="replace").strip()
 
 
-VECTOR = "sentence_embedding"  # how post-processing calls each of them
+VECTOR = "sentence_embedding"  # the name of each vector in post-processed results
 
 
 class _Tensor(Struct, gc=False):
@@ -151,9 +151,9 @@ _named = msgspec.json.Decoder(_Named).decode
 
 
 def embeddings_of(result: bytes, reply: Reply, model: str) -> bytes:
-    """A result whose tensors are all vectors, in OpenAI's form with exact digits; any other unchanged.
+    """Convert a result whose tensors are all vectors to OpenAI's form, with exact digits; leave others unchanged.
 
-    Args: model: what the reply names where the service named none.
+    Args: model: the model in the reply if the service names none.
     """
     try:
         output = _result(result).output
@@ -179,44 +179,44 @@ def _model(reply: Reply) -> str | None:
 
 
 class Credentials:
-    """Credentials: `values` by name. `generation` changes with the values."""
+    """The credentials of a connector, in `values` by name. `generation` changes with the values."""
 
     def __init__(self, references: Mapping[str, str]) -> None:
         self._references = references
         self.values: dict[str, str] = {}
         self.generation = 0
-        self._provided = -1  # the provision that they were read with
+        self._version = -1  # of the secrets when they were read
 
     def load(self) -> None:
         """Read all credentials. Raises: ModelFailed for a missing one."""
-        self._provided = provisions.version()
-        found = {name: secrets.resolve(reference, key=name).reveal() for name, reference in self._references.items()}
-        if found != self.values:
-            self.values = found
+        self._version = provisions.version()
+        values = {name: secrets.resolve(reference, key=name).reveal() for name, reference in self._references.items()}
+        if values != self.values:
+            self.values = values
             self.generation += 1
 
     def refresh(self) -> None:
-        """Read them again if the owner has sent new ones. Raises: as `load`."""
-        if provisions.version() != self._provided:
+        """Read the credentials again if the owner has sent new secrets. Raises: as `load`."""
+        if provisions.version() != self._version:
             self.load()
 
-    def has_better(self, generation: int) -> bool:
-        """Whether a call that was refused with this generation may be repeated with a newer one.
+    def has_newer(self, generation: int) -> bool:
+        """Whether a call that was refused with this generation may be retried with newer credentials.
 
-        Variables and files are read again: a rotated key needs no restart.
+        Reads variables and files again, so that a rotated key needs no restart.
         """
         if generation == self.generation:
             try:
                 self.load()
-            except ModelFailed:  # gone meanwhile: the refusal says more than that
+            except ModelFailed:  # a credential is missing now; the refusal is the better error
                 return False
         return generation != self.generation
 
 
 FILTER = "response_filter"
-BAD_FILTER = "invalid_response_filter"  # a connector's own was read when it was made: it is the call's
+BAD_FILTER = "invalid_response_filter"  # of a call's filter; a connector's own filter was checked when it was created
 _DOCUMENTS = ("text_docs", "query_text")
-ROW_PATIENCE_S = 3600.0  # a row waits longer than a caller does for what its reply comes to
+ROW_PATIENCE_S = 3600.0  # a row waits longer than a caller for post-processing
 
 
 class ConnectorCall(Attempts):
@@ -236,15 +236,15 @@ class ConnectorCall(Attempts):
 
     def __init__(self, row: Row | None, parameters: Mapping[str, Any], *, is_typed: bool) -> None:
         super().__init__()
-        self.row = row  # None: a live request's
+        self.row = row  # None for a live request
         self.parameters = parameters
-        self.is_typed = is_typed  # its parameters are values as they are meant: see `Renderer`
+        self.is_typed = is_typed  # its parameters have their intended types: see `Renderer`
         self.is_admitted = False  # it has passed its rate limit
-        self.is_predict = False  # of ML Commons
-        self.url = ""  # which path was asked for, where its replies have a form of their own
+        self.is_predict = False  # an ML Commons predict
+        self.url = ""  # the requested path, if its replies have a special form
         self.rendered: Rendered | None = None
         self.generation = 0  # of the credentials in `rendered`
-        self.body = b""  # whose length is what the call is reckoned at
+        self.body = b""  # its length gives the estimate of the call's tokens
 
 
 class ActionCaller:
@@ -276,31 +276,31 @@ class ActionCaller:
         call.body = call.rendered.body or b""
 
     async def send(self, call: ConnectorCall) -> ConnectorReply | Fault:
-        """Make one attempt, signed now with the current secrets; repeat at once if a refused secret was replaced."""
+        """Make one attempt with the current secrets; retry at once if a refused secret was replaced."""
         result = await self._attempt(call)
-        refused = isinstance(result, Fault) and result.kind is FaultKind.AUTH
-        if refused and self._credentials.has_better(call.generation):
+        is_refused = isinstance(result, Fault) and result.kind is FaultKind.AUTH
+        if is_refused and self._credentials.has_newer(call.generation):
             return await self._attempt(call)
         return result
 
     async def begin(self, call: ConnectorCall) -> aiohttp.ClientResponse:
-        """As `send`, but only the reply's head. Raises: NoReply."""
-        ready = self._ready(call)
-        if isinstance(ready, Fault):
-            raise NoReply(ready)
-        return await self._connections.begin(ready.method, ready.url, ready.body, ready.headers)
+        """Make a call and return the head of its reply. Raises: NoReply."""
+        signed = self._sign(call)
+        if isinstance(signed, Fault):
+            raise NoReply(signed)
+        return await self._connections.begin(signed.method, signed.url, signed.body, signed.headers)
 
     async def _attempt(self, call: ConnectorCall) -> ConnectorReply | Fault:
-        ready = self._ready(call)
-        if isinstance(ready, Fault):
-            return ready
+        signed = self._sign(call)
+        if isinstance(signed, Fault):
+            return signed
         try:
-            response, data = await self._connections.exchange(ready.method, ready.url, ready.body, ready.headers)
+            response, data = await self._connections.exchange(signed.method, signed.url, signed.body, signed.headers)
         except NoReply as lost:
             return lost.fault
         return settle(response.status, response.headers, data, self._clock.now(), is_predict=call.is_predict)
 
-    def _ready(self, call: ConnectorCall) -> Rendered | Fault:
+    def _sign(self, call: ConnectorCall) -> Rendered | Fault:
         """The signed call."""
         try:
             self._credentials.refresh()
@@ -314,15 +314,15 @@ class ActionCaller:
         except InvalidInput as wrong:
             return Fault(FaultKind.PERMANENT, RowError(wrong.code, wrong.message))
 
-    # what a reply comes to
+    # results
 
     async def result(
         self, call: ConnectorCall, answer: ConnectorReply, who: str, patience_s: float = PATIENCE_S
     ) -> bytes:
         """The result: the reply itself, or the output of post-processing.
 
-        Raises: InvalidInput for a reply that is not what the post-processing takes, TooComplex for one that it takes
-        too long for; RateLimited.
+        Raises: InvalidInput for a reply that the post-processing cannot handle, TooComplex if it takes too long,
+        RateLimited.
         """
         assert answer.reply.body is not None
         if not self._processes and FILTER not in call.parameters:
@@ -351,7 +351,7 @@ class ConnectorRows:
         self._caller = caller
 
     def call(self, row: Row) -> ConnectorCall:
-        """The call a row asks for. Raises: InvalidRow, or what msgspec raises, for a row that cannot be sent."""
+        """The call of a row. Raises: InvalidRow, or an error of msgspec, for a row that cannot be sent."""
         try:
             call = ConnectorCall(row, self.parameters(_members(row)), is_typed=True)
             if self._caller.embeds and isinstance(row.form, OpenAIForm):
@@ -364,7 +364,7 @@ class ConnectorRows:
         return call
 
     def parameters(self, members: dict[str, Any]) -> dict[str, Any]:
-        """The parameters in a request's members, or documents to make parameters of. Raises: InvalidInput."""
+        """The parameters in a request's members, or from its documents. Raises: InvalidInput."""
         name = members.get("model")
         if name is None or name == "" or (isinstance(name, str) and name in self._names):
             members = {key: value for key, value in members.items() if key != "model"}
@@ -377,7 +377,7 @@ class ConnectorRows:
             return members
         calls = self._caller.documents({**documents, "parameters": members})
         if len(calls) != 1:
-            text = f"its documents take {len(calls)} calls, and a row is one: make a row of each document"
+            text = f"its documents need {len(calls)} calls, and a row is one call: make each document a row"
             raise InvalidRow(text, code="too_many_documents")
         return calls[0]
 
@@ -395,7 +395,7 @@ class ConnectorRows:
         except InvalidInput as wrong:
             if wrong.code == BAD_FILTER:
                 return Fault(FaultKind.PERMANENT, RowError(wrong.code, wrong.message), reply, None, answer.request_id)
-            # the service may do better when it is asked again
+            # a retry may get a better reply
             return Fault(FaultKind.GARBLED, RowError(wrong.code, wrong.message), reply, None, answer.request_id)
         return Outcome(call.row, body, None, reply.status, reply.usage, answer.request_id)
 
@@ -406,12 +406,12 @@ def _who(row: Row) -> str:
 
 
 def _members(row: Row) -> dict[str, Any]:
-    """The members of a row's body, its columns, or those of the request that its form makes of them."""
+    """The members of a row's body, its columns, or the members of the request that its form builds."""
     form = row.form
     if isinstance(form, OpenAIForm) or form.prompt is None:
         members = form.arguments(row)
     else:
         members = msgspec.json.decode(form.request(row).body)
     if members.get("stream") is True:
-        raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
+        raise InvalidRow("a row's answer cannot be streamed: leave `stream` out", code="unsupported_parameter")
     return members

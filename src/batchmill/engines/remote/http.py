@@ -1,5 +1,6 @@
-"""The engine for a service that speaks OpenAI's HTTP API, remote or on this machine, and live requests to it:
-they share the rows' pacing and go first, and the service's answers are handed on.
+"""The engine for a service with OpenAI's HTTP API, remote or on this machine.
+
+Live requests share the rows' pacing and are sent before rows. The service's replies are forwarded to their callers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from batchmill.engines.clock import SystemClock
 from batchmill.engines.connections import IDLE_TIMEOUT_S, Connections, NoReply, allow_files, check_header
 from batchmill.engines.remote.dispatch import Dispatch
 from batchmill.engines.remote.outgoing import Composer, RemoteLiveCall, RemoteRow
-from batchmill.engines.remote.pacing import IN_FLIGHT_CEILING, Ahead, Pacer
+from batchmill.engines.remote.pacing import IN_FLIGHT_CEILING, LiveQueue, Pacer
 from batchmill.engines.retry import REPLY_BYTES_MAX, Fault, FaultKind, Reply, Retries, is_result, judge, read_reply
 from batchmill.errors import AuthRefused, InvalidInput, ModelFailed, Unavailable
 from batchmill.models import secrets
@@ -29,21 +30,23 @@ if TYPE_CHECKING:
     import aiohttp
 
 
-CALLS_MAX = 2  # the second where the first found no connection
+CALLS_MAX = 2  # a second call only if the first got no connection
 
 
 class HttpLive:
-    """Live requests to the service. The pacer learns the end of every call once."""
+    """Live requests to the service. It reports the end of every call to the pacer exactly once."""
 
-    def __init__(self, connections: Connections, composer: Composer, pacer: Pacer, ahead: Ahead, clock: Clock) -> None:
+    def __init__(
+        self, connections: Connections, composer: Composer, pacer: Pacer, live_queue: LiveQueue, clock: Clock
+    ) -> None:
         self._connections = connections
         self._composer = composer
         self._pacer = pacer
-        self._ahead = ahead
+        self._live_queue = live_queue
         self._clock = clock
 
     async def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
-        """As `ports.Engine.predict`."""
+        """See `ports.Engine.predict`."""
         try:
             call = self._composer.live(request)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -72,24 +75,24 @@ class HttpLive:
                 self._pacer.window.failed()
             if not response.content.at_eof():
                 response.close()
-            self._ahead.ended()
+            self._live_queue.release()
 
     async def _begin(self, call: RemoteLiveCall) -> aiohttp.ClientResponse:
-        """The reply's head. Only a call that found no connection is repeated, once."""
+        """Make a call and return the head of its reply. Only a call that got no connection is retried, once."""
         for number in range(1, CALLS_MAX + 1):
-            call.charged = await self._ahead.go(len(call.body))
+            call.charged = await self._live_queue.acquire(len(call.body))
             call.sent_at = self._clock.monotonic()
             try:
                 return await self._connections.begin("POST", call.url, call.body, call.headers)
             except NoReply as lost:
                 fault = lost.fault
                 self._pacer.failed(fault, call.sent_at, self._clock.monotonic())
-                self._ahead.ended()
+                self._live_queue.release()
                 if number == CALLS_MAX or fault.error.code != "connection_failed":
                     raise Unavailable(fault.error.message, code=fault.error.code) from None
             except BaseException:
                 self._pacer.window.failed()
-                self._ahead.ended()
+                self._live_queue.release()
                 raise
         raise AssertionError("the last call returns or raises")
 
@@ -104,7 +107,7 @@ class HttpLive:
         return b"".join(pieces)
 
     def _settle(self, call: RemoteLiveCall, response: aiohttp.ClientResponse, body: bytes) -> tuple[int, bytes]:
-        """Tell the pacer the result, and return the status and body for the caller.
+        """Report the result to the pacer, and return the status and body for the caller.
 
         Raises: AuthRefused, since the credentials are not the caller's; ModelFailed for an invalid reply.
         """
@@ -124,11 +127,11 @@ class HttpLive:
                 self._pacer.failed(fault, call.sent_at, now)
             case _:
                 self._pacer.answered(now)
-        return _handed_on(fault)
+        return _forward_error(fault)
 
 
-def _handed_on(fault: Fault) -> tuple[int, bytes]:
-    """An error of the service for the caller, in the service's words if it has any."""
+def _forward_error(fault: Fault) -> tuple[int, bytes]:
+    """Forward an error of the service to the caller, with the service's body if it has one."""
     if fault.kind is FaultKind.AUTH:
         raise AuthRefused(f"the service refused the credentials that batchmill has for it: {fault.error.message}")
     reply: Reply | None = fault.reply
@@ -146,9 +149,9 @@ IDEMPOTENCY_HEADER = "Idempotency-Key"
 class HttpEngine:
     """Calls `model.base_url` with as many rows in flight as the service sustains.
 
-    Engine arguments: `header.NAME`, a further header of every call (a value "env:NAME", "file:PATH" or "secret:NAME" is
-    read from there); `idempotency_header`, the name of the header that stays the same over a row's attempts, or false
-    for none; `idle_timeout_s`. Nothing is kept in `home`.
+    Engine arguments: `header.NAME`, an additional header of every call (a value "env:NAME", "file:PATH" or
+    "secret:NAME" is read from there); `idempotency_header`, the name of a header with the same value for all attempts
+    of a row, or false for none; `idle_timeout_s`. `home` is not used.
     """
 
     def __init__(
@@ -164,25 +167,25 @@ class HttpEngine:
         self._connections = Connections(self._limits, idle_timeout_s=idle_timeout_s)
         self._headers = {name[7:]: arguments.pop(name) for name in list(arguments) if name.startswith("header.")}
         self._refuse_unknown(arguments)
-        self._provided = provisions.version()  # whose secrets the headers hold
+        self._secrets_version = provisions.version()  # of the secrets in the headers
         ceiling = self._limits.in_flight_max or IN_FLIGHT_CEILING
         self._pacer = Pacer(
             self._limits, self._clock.monotonic(), jitter=jitter, ceiling=min(ceiling, allow_files(ceiling))
         )
-        self._ahead = Ahead(self._pacer, self._clock)
-        self._dispatch: Dispatch | None = None  # while rows are run
-        self._live = HttpLive(self._connections, self._composer, self._pacer, self._ahead, self._clock)
+        self._live_queue = LiveQueue(self._pacer, self._clock)
+        self._dispatch: Dispatch | None = None  # while rows run
+        self._live = HttpLive(self._connections, self._composer, self._pacer, self._live_queue, self._clock)
 
     async def start(self) -> None:
-        """Read the credentials and open the pool of connections; the service itself is not called yet.
+        """Read the credentials and open the connection pool. The service is not called yet.
 
-        Raises: ModelFailed when a key is missing.
+        Raises: ModelFailed if a key is missing.
         """
         self._read_headers()
         await self._connections.start()
 
     def _read_headers(self) -> None:
-        self._provided = provisions.version()
+        self._secrets_version = provisions.version()
         headers = self._common_headers()
         for name, value in headers.items():
             check_header(name, value)
@@ -193,7 +196,7 @@ class HttpEngine:
             self._composer.call,
             self._send,
             self._pacer,
-            ahead=self._ahead,
+            live_queue=self._live_queue,
             retries=Retries(self._limits.attempts_max),
             clock=self._clock,
         )
@@ -204,41 +207,43 @@ class HttpEngine:
             self._dispatch = None
 
     def fail_rows(self, job_id: str) -> None:
-        """See `ports.PatientEngine`."""
+        """See `ports.RetryingEngine`."""
         if self._dispatch is not None:
             self._dispatch.fail_rows(job_id)
 
     def forget(self, job_id: str) -> None:
-        """See `ports.PatientEngine`."""
+        """See `ports.RetryingEngine`."""
         if self._dispatch is not None:
             self._dispatch.forget(job_id)
 
     def predict(self, request: LiveRequest) -> AsyncGenerator[LiveHead | bytes]:
-        if provisions.version() != self._provided:
+        if provisions.version() != self._secrets_version:
             self._read_headers()
         return self._live.predict(request)
 
     async def stop(self) -> None:
-        await self._ahead.stop()
+        await self._live_queue.stop()
         await self._connections.stop()
 
     def stats(self) -> EngineStats:
         window = self._pacer.window
-        live, note = self._ahead.in_flight, self._pacer.note(self._clock.monotonic())
+        live, note = self._live_queue.in_flight, self._pacer.note(self._clock.monotonic())
         return EngineStats(window.in_flight - live, window.limit, note, live)
 
     def _refuse_unknown(self, arguments: dict[str, str | int | float | bool | None]) -> None:
         known = "header.NAME, idempotency_header and idle_timeout_s"
         for name in arguments:
-            raise ModelFailed(f"the http engine has no argument {name!r}: it has {known}", code="unknown_argument")
+            raise ModelFailed(
+                f"the http engine has no argument {name!r}; its arguments are {known}", code="unknown_argument"
+            )
         if self._model.python is not None:
-            raise ModelFailed("the http engine runs no interpreter: leave `python` out", code="unknown_argument")
+            raise ModelFailed("the http engine runs no Python interpreter: leave `python` out", code="unknown_argument")
 
     def _common_headers(self) -> dict[str, str]:
         headers = {
             "Content-Type": "application/json",
             "Accept": "application/json",
-            # On this machine or beside it packing costs more than it saves.
+            # On this machine or a local network, compression costs more than it saves.
             "Accept-Encoding": "gzip, deflate" if self._composer.is_tls else "identity",
             "User-Agent": f"batchmill/{batchmill.__version__}",
         }
@@ -252,7 +257,7 @@ class HttpEngine:
 
     async def _send(self, call: RemoteRow) -> Outcome | Fault:
         """Make one call and classify its result."""
-        if provisions.version() != self._provided:  # a key was changed while this worker runs
+        if provisions.version() != self._secrets_version:  # a key has changed since the worker started
             self._read_headers()
         try:
             response, body = await self._connections.exchange("POST", call.url, call.body, call.headers)

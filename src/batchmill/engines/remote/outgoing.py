@@ -11,7 +11,7 @@ from msgspec import Struct
 from yarl import URL
 
 from batchmill.engines.connections import check_header
-from batchmill.engines.retry import Fault, Stretch
+from batchmill.engines.retry import FailureStreak, Fault
 from batchmill.errors import InvalidRow, ModelFailed
 from batchmill.models.paths import paths_of
 from batchmill.types import LiveRequest, ModelSpec, Row, Usage
@@ -21,24 +21,24 @@ OPENAI_URL = "https://api.openai.com/v1"
 
 _TARGET = re.compile(r"[!-~]{0,1000}")
 
-# Packed, the pieces of a stream would come late.
+# Compression would delay the pieces of a stream.
 _STREAMED = {"Accept": "text/event-stream", "Accept-Encoding": "identity"}
 
 
 class Attempts:
     """The attempts of a call so far; `dispatch` updates it."""
 
-    __slots__ = ("attempts", "charged", "fault", "sent_at", "since", "stretch", "wasted", "within")
+    __slots__ = ("attempts", "charged", "fault", "sent_at", "since", "streak", "wasted", "within")
 
     def __init__(self) -> None:
         self.attempts = 0  # calls that failed and count
-        self.since = 0.0  # monotonic time of the first one; 0: none was made
-        self.sent_at = 0.0  # monotonic time of the last one
-        self.charged = 0.0  # tokens that the last one was reckoned at
+        self.since = 0.0  # monotonic time of the first call; 0 before it
+        self.sent_at = 0.0  # monotonic time of the last call
+        self.charged = 0.0  # estimated tokens of the last call
         self.fault: Fault | None = None  # the last failure that counts
-        self.stretch: Stretch | None = None  # the failures in a row among which that was
-        self.within = 0  # of the attempts, those in this stretch
-        self.wasted: Usage | None = None  # by replies that could not be kept
+        self.streak: FailureStreak | None = None  # the streak of failures that includes it
+        self.within = 0  # failed attempts in that streak
+        self.wasted: Usage | None = None  # tokens of discarded replies
 
 
 class RemoteRow(Attempts):
@@ -51,7 +51,7 @@ class RemoteRow(Attempts):
         self.row = row
         self.url = url
         self.body = body
-        self.headers = headers  # besides those of every call
+        self.headers = headers  # in addition to those of every call
 
 
 class RemoteLiveCall:
@@ -62,9 +62,9 @@ class RemoteLiveCall:
     def __init__(self, url: URL, body: bytes, headers: dict[str, str] | None) -> None:
         self.url = url
         self.body = body
-        self.headers = headers  # besides those of every call
+        self.headers = headers  # in addition to those of every call
         self.sent_at = 0.0  # monotonic
-        self.charged = 0.0  # tokens that it was reckoned at
+        self.charged = 0.0  # estimated tokens
 
 
 class _Head(Struct, gc=False):
@@ -76,17 +76,17 @@ _head = msgspec.json.Decoder(_Head)
 
 
 class Composer:
-    """Composes the calls of one model."""
+    """Builds the calls of one model."""
 
     def __init__(self, model: ModelSpec, idempotency_header: str | None) -> None:
         self._base = read_base_url(model)
         self._source = model.source
-        # A row may name the model as batchmill does; the service knows it by its own name.
+        # A row may use batchmill's name of the model, which the service does not know.
         self._own_name = model.name if model.name not in model.adapters else model.source
         self._key_name = idempotency_header
         if idempotency_header is not None:
             check_header(idempotency_header, "")
-        # Every address that a call can have: a caller's path is looked up here, and never joined to anything.
+        # All URLs that may be called. A caller's path is only looked up here, never joined to a URL.
         self._urls = {path: self._address(path) for path in paths_of(model) or ()}
 
     @property
@@ -105,13 +105,13 @@ class Composer:
     def call(self, row: Row) -> RemoteRow:
         """The call for a row.
 
-        Raises: InvalidRow, or what msgspec raises, for a row that cannot be sent.
+        Raises: InvalidRow, or an error of msgspec, for a row that cannot be sent.
         """
         request = row.form.request(row)
         fields = _head.decode(request.body)
-        body = self._addressed(request.body, fields)
+        body = self._with_model(request.body, fields)
         if fields.stream:
-            raise InvalidRow("a row is answered in one piece: leave `stream` out", code="unsupported_parameter")
+            raise InvalidRow("a row's answer cannot be streamed: leave `stream` out", code="unsupported_parameter")
         url = self._url_of(request.url)
         key = None if self._key_name is None else getattr(row.lease, "key", None)
         if key is None:
@@ -122,15 +122,15 @@ class Composer:
     def live(self, request: LiveRequest) -> RemoteLiveCall:
         """The call for a live request. Raises as `call`."""
         url = self._url_of(request.url)
-        request.body.decode()  # the parts that are not looked into must be text too
-        body = self._addressed(request.body, _head.decode(request.body))
+        request.body.decode()  # fields that are not parsed must be text too
+        body = self._with_model(request.body, _head.decode(request.body))
         return RemoteLiveCall(url, body, dict(_STREAMED) if request.stream else None)
 
-    def _addressed(self, body: bytes, fields: _Head) -> bytes:
+    def _with_model(self, body: bytes, fields: _Head) -> bytes:
         """The body with the service's name of the model."""
         if not fields.model or (fields.model == self._own_name and fields.model != self._source):
             return with_model(body, self._source)
-        if body.count(b'"model"') != 1 or b"\\u00" in body:  # readers disagree on duplicate names
+        if body.count(b'"model"') != 1 or b"\\u00" in body:  # parsers disagree on duplicate names
             return with_model(body, fields.model)
         return body
 
@@ -142,8 +142,8 @@ class Composer:
         return url
 
     def _address(self, path: str) -> URL:
-        """The address of `/v1/…` below the base URL. As in OpenAI's SDKs, the base holds the `/v1` or what replaces
-        it; one that is a host alone is taken to mean `/v1`."""
+        """The URL of `/v1/…` below the base URL. As in OpenAI's SDKs, the base URL includes `/v1` or its replacement;
+        a base URL without a path means `/v1`."""
         base = self._base
         target = (base.path.rstrip("/") or "/v1") + path.removeprefix("/v1") + (f"?{base.query}" if base.query else "")
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -166,5 +166,5 @@ def read_base_url(model: ModelSpec) -> SplitResult:
             f"base_url {text!r} is not an address such as http://127.0.0.1:8000/v1", code="invalid_base_url"
         )
     if base.username is not None or base.password is not None:
-        raise ModelFailed("base_url holds a user or password: name the key with api_key", code="invalid_base_url")
+        raise ModelFailed("base_url contains a user or password: set the key with api_key", code="invalid_base_url")
     return base._replace(fragment="")

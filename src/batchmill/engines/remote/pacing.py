@@ -1,6 +1,6 @@
 """Pacing: calls in flight, configured and learned rates, requested delays, and outages of one service.
 
-Owns decisions only: callers tell it what happened and when, and ask whether a further call may go. It never waits.
+It only decides: callers report what happened and when, and ask whether another call may be sent. `Pacer` never waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from batchmill.engines.remote.learned_rate import LearnedRate, RefusalCause
-from batchmill.engines.retry import REST_MAX_S, Fault, FaultKind, Stretch, backoff_s
+from batchmill.engines.retry import REST_MAX_S, FailureStreak, Fault, FaultKind, backoff_s
 from batchmill.errors import RateLimited, Unavailable
 from batchmill.ports import Clock
 from batchmill.types import Limits
@@ -21,21 +21,21 @@ from batchmill.types import Limits
 IN_FLIGHT_START = 32
 IN_FLIGHT_CEILING = 1024
 BURST_S = 1.0  # calls and tokens saved up while nothing was sent
-# Once the start is over, throughput is judged over so many windows of replies, and at least so long.
+# After the start, throughput is measured over this many windows of replies, and for at least this long.
 WINDOWS_A_ROUND, ROUND_S = 4, 0.25
-PATIENCE, PATIENCE_MAX = 2, 64  # rounds until more is tried again; doubled each time that it brought nothing
-REFUSALS_KNOWN = 3  # in a row that the rate may answer for
-OUTAGE_FAILURES = 20  # failures in a row, without one reply between them, that mean the service and not the rows
+PATIENCE, PATIENCE_MAX = 2, 64  # rounds until a larger limit is tried again; doubled after each try without gain
+REFUSALS_KNOWN = 3  # refusals in a row that the learned rate explains
+OUTAGE_FAILURES = 20  # failures in a row, without a reply between them, that indicate an outage of the service
 PROBE_MAX_S = 10.0
-OUTAGE_NEW_S, OUTAGE_MAX_S = 30.0, 600.0  # patience with a service that never answered, and with one that did
+OUTAGE_NEW_S, OUTAGE_MAX_S = 30.0, 600.0  # the longest outage of a service that never replied, and of one that did
 
 
 class ConcurrencyWindow:
-    """The limit of calls in flight: enough for the service's throughput, and a few times that at most.
+    """The limit of calls in flight: enough for the service's throughput, and at most a few times that.
 
-    It starts as TCP does, one more for every reply, until more in flight bring no more throughput. From then on it
-    tries a quarter more now and then and keeps it where it helps. Refusals and timeouts shrink it, once a round trip.
-    Latency alone decides nothing: that of an LLM depends on how much it was asked to write.
+    It starts as TCP does, with one more for every reply, until more calls bring no more throughput. Then it tries a
+    quarter more now and then, and keeps it if it helps. Refusals and timeouts shrink it, once per round trip. Latency
+    alone has no effect: the latency of an LLM depends on the length of its output.
     """
 
     def __init__(self, ceiling: int, now: float) -> None:
@@ -70,7 +70,7 @@ class ConcurrencyWindow:
         self.in_flight -= 1
 
     def refused(self, sent_at: float, now: float, keep: float = 0.8) -> None:
-        """A call was refused or timed out: shrink to the share `keep`, unless its round trip began before the last."""
+        """Shrink to the share `keep` after a refusal or timeout, unless the call was sent before the last shrink."""
         self.in_flight -= 1
         if sent_at < self._shrunk_at:
             return
@@ -97,17 +97,17 @@ class ConcurrencyWindow:
         self._began = now
         self._replies = 0
         self._allowed = self.limit  # when the round began
-        # Services answer in bursts: over several windows the ends of a burst weigh little.
+        # Services reply in bursts; over several windows the ends of a burst matter little.
         self._round = self.limit if self._starting else self.limit * WINDOWS_A_ROUND
 
     def _close_round(self, now: float) -> None:
-        lasted = now - self._began
-        if not self._starting and lasted < ROUND_S:
+        elapsed_s = now - self._began
+        if not self._starting and elapsed_s < ROUND_S:
             self._round += self.limit
             return
-        # A window that rows or rates left half empty shows nothing.
-        if lasted > 0 and (self.in_flight + 1) * 10 >= self._allowed * 8:
-            self._judge(self._replies / lasted, now)
+        # A window that was not full does not measure the service.
+        if elapsed_s > 0 and (self.in_flight + 1) * 10 >= self._allowed * 8:
+            self._judge(self._replies / elapsed_s, now)
         self._open_round(now)
 
     def _judge(self, rate: float, now: float) -> None:
@@ -117,7 +117,7 @@ class ConcurrencyWindow:
             else:
                 self._flat_rounds += 1
             if self._flat_rounds >= 2 or self.limit >= self.ceiling:
-                # One doubling above what gave the best rate: a round may have been slow for reasons of its own.
+                # Stay up to twice above the best limit: the last rounds may have been slow for another reason.
                 self.limit = min(self.limit, self._base * 2)
                 self._settle(now, self._best)
             return
@@ -141,7 +141,7 @@ class ConcurrencyWindow:
 
 
 class Bucket:
-    """A rate per minute with at most one second saved up. A larger amount is taken on credit."""
+    """A token bucket: a rate per minute with at most one second saved up. Larger amounts are taken on credit."""
 
     def __init__(self, per_minute: float, now: float) -> None:
         self._rate = per_minute / 60
@@ -150,15 +150,15 @@ class Bucket:
         self._at = now
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount` may be taken; 0: now."""
+        """Seconds until `amount` may be taken; 0 for now."""
         self._level = min(self._capacity, self._level + (now - self._at) * self._rate)
         self._at = now
         missing = min(amount, self._capacity) - self._level
-        # Rounding must not leave a wait too short for the clock to see.
+        # Rounding must not leave a wait that is below the clock's resolution.
         return missing / self._rate if missing > 1e-6 else 0.0
 
     def take(self, amount: float) -> None:
-        """Take `amount`; a negative one gives back."""
+        """Take `amount`; a negative amount is given back."""
         self._level = min(self._capacity, self._level - amount)
 
 
@@ -182,15 +182,15 @@ class Trouble(Struct, frozen=True):
     """An outage that has lasted too long."""
 
     lasted_s: float
-    last: str  # what the last failure said
+    last: str  # the message of the last failure
     was_up: bool
 
 
 class Outage:
-    """Whether the service is down, as against a row that fails.
+    """Detects whether the service is down, and not single rows that fail.
 
-    A refused connection tells at once, other failures when many come without one reply between them. While the
-    service is down, one call at a time asks whether it is back.
+    A refused connection indicates an outage at once, other failures after many without a reply between them. During an
+    outage one call at a time tests whether the service is back.
     """
 
     def __init__(self) -> None:
@@ -199,8 +199,8 @@ class Outage:
         self.failures = 0
         self.last = ""
         self.is_reachable = True  # the last failure was not a refused connection
-        self.stretch = Stretch()  # that failures belong to now
-        self.probe_at = -math.inf  # when a call may ask whether it is over
+        self.streak = FailureStreak()  # the current streak of failures
+        self.probe_at = -math.inf  # when the next call may test whether the outage is over
         self._since = 0.0
         self._probes = 0
 
@@ -211,7 +211,7 @@ class Outage:
         self.last = fault.error.message
         self.is_reachable = fault.kind is not FaultKind.UNREACHABLE
         self.is_open = self.is_open or not self.is_reachable or self.failures >= OUTAGE_FAILURES
-        self.stretch.is_outage = self.is_open
+        self.streak.is_outage = self.is_open
 
     def answered(self) -> None:
         self.was_up = True
@@ -220,27 +220,27 @@ class Outage:
     def dismiss(self) -> None:
         """Forget the failures so far: they do not indicate an outage."""
         if self.failures:
-            self.is_open, self.failures, self._probes, self.stretch = False, 0, 0, Stretch()
+            self.is_open, self.failures, self._probes, self.streak = False, 0, 0, FailureStreak()
             self.probe_at = -math.inf
 
     def probe_in_s(self, jitter: Callable[[], float]) -> float:
-        """Seconds until a test call; called once for each."""
+        """Seconds until the next test call. Call it once for each test."""
         self._probes += 1
         return min(max(0.1, backoff_s(self._probes, jitter)), PROBE_MAX_S)
 
     def patience_s(self, now: float) -> float:
-        """Seconds that the outage may still last; 0 or less: it has lasted too long."""
+        """Seconds until the outage has lasted too long; 0 or less if it has."""
         return self._since + (OUTAGE_MAX_S if self.was_up else OUTAGE_NEW_S) - now
 
     def trouble(self, now: float) -> Trouble | None:
-        """The outage, once it has lasted too long."""
+        """The outage if it has lasted too long, else None."""
         if not self.is_open or self.patience_s(now) > 0:
             return None
         return Trouble(now - self._since, self.last, self.was_up)
 
 
 class Pacer:
-    """Everything that decides whether a call may go now, for one service in one process."""
+    """Decides whether a call may be sent now, for one service in one process."""
 
     def __init__(self, limits: Limits, now: float, *, jitter: Callable[[], float], ceiling: int) -> None:
         self.window = ConcurrencyWindow(ceiling, now)
@@ -251,7 +251,7 @@ class Pacer:
         self._learned = LearnedRate()
         self._jitter = jitter
         self._rest_until = -math.inf
-        self._refusals = 0  # rests in a row that the service did not give a length for
+        self._refusals = 0  # refusals in a row without a requested wait
         self._refused_at = -math.inf
 
     @property
@@ -260,11 +260,11 @@ class Pacer:
         return self.window.in_flight >= self.window.limit and not self.outage.is_open
 
     def wait_s(self, size_bytes: int, now: float, *, is_admitted: bool = False, is_no_outage: bool = False) -> float:
-        """Seconds until a call of so many bytes may go: 0 now, infinity when a call in flight must end first.
+        """Seconds until a call of this size may be sent: 0 for now, infinity if a call in flight must end first.
 
         Args:
-            is_admitted: for the rate of calls that is set it need not wait, though it counts.
-            is_no_outage: its failures count as its own: an outage does not hold it back.
+            is_admitted: the call does not wait for the configured rate of calls, but counts toward it.
+            is_no_outage: an outage does not hold the call back, because its failures count as its own.
         """
         window = self.window
         is_down = self.outage.is_open and not is_no_outage
@@ -311,21 +311,21 @@ class Pacer:
     def throttled(self, fault: Fault, sent_at: float, now: float) -> None:
         """Pause all calls for the requested time, or a default.
 
-        Where no rate is known, or where nothing is answered at all, the while grows.
+        The default grows while no rate is known or no call is answered.
         """
         self.outage.answered()
-        requested_s = None if fault.rest_s is None else min(fault.rest_s, REST_MAX_S)
+        requested_s = None if fault.retry_after_s is None else min(fault.retry_after_s, REST_MAX_S)
         verdict = self._learned.refused(sent_at, now, requested_s, self.window.in_flight - 1)
-        self._lay(verdict, sent_at, now)
+        self._attribute(verdict, sent_at, now)
         if requested_s is not None:
             self._rest(now + requested_s * (1 + 0.1 * self._jitter()))
         elif sent_at >= self._refused_at:
             self._refused_at = now
             self._refusals += 1
             is_known = verdict is not RefusalCause.UNKNOWN and self._refusals <= REFUSALS_KNOWN
-            self._rest(now + (self._learned.rest_s() if is_known else backoff_s(self._refusals, self._jitter)))
+            self._rest(now + (self._learned.default_wait_s() if is_known else backoff_s(self._refusals, self._jitter)))
 
-    def _lay(self, verdict: RefusalCause, sent_at: float, now: float) -> None:
+    def _attribute(self, verdict: RefusalCause, sent_at: float, now: float) -> None:
         """Attribute a refusal to the calls in flight or to the rate."""
         window = self.window
         if verdict is RefusalCause.UNKNOWN or (verdict is RefusalCause.STALE and self._learned.pace is None):
@@ -355,29 +355,29 @@ class Pacer:
         return backoff_s(attempts, self._jitter)
 
     def idle(self, live: int = 0) -> None:
-        """Forget the calls in flight except so many live ones."""
+        """Reset the number of calls in flight to the live calls."""
         self.window.in_flight = live
 
     def note(self, now: float) -> str:
-        """Why no call goes, for users; empty if calls go."""
+        """Tell users why no call is sent; empty if calls are sent."""
         rest = self._rest_until - now
         if self.outage.is_open:
             return f"the service does not answer: {self.outage.last}"
-        return f"the service asked for {math.ceil(rest)} s of rest" if rest > 0 else ""
+        return f"the service requests a wait of {math.ceil(rest)} s" if rest > 0 else ""
 
     def _rest(self, until: float) -> None:
         self._rest_until = max(self._rest_until, until)
 
 
-WAIT_MAX_S = 30.0  # a live call waits so long for a service that rests or is down
+WAIT_MAX_S = 30.0  # how long a live call waits for a service that throttles or is down
 
 
-class Ahead:
-    """Live calls that wait before rows. `resume` is called when rows may go on.
+class LiveQueue:
+    """A queue of live calls, which are sent before rows. `resume` is called when rows may be sent again.
 
     Args:
-        pool_wait_s: how long a live call waits while as many calls are in flight as there may be: then it is refused
-            as one too many. None: as long as for anything else, and it is the service that cannot be called.
+        pool_wait_s: how long a live call waits while the maximum of calls is in flight; then RateLimited refuses it.
+            None: it waits up to WAIT_MAX_S, and then fails with Unavailable.
     """
 
     def __init__(self, pacer: Pacer, clock: Clock, *, pool_wait_s: float | None = None) -> None:
@@ -389,8 +389,8 @@ class Ahead:
         self.in_flight = 0
         self.resume: Callable[[], None] = nothing
 
-    def is_wanted(self) -> bool:
-        """Start waiting live calls as far as the pacer allows; return whether one still waits."""
+    def start_waiting(self) -> bool:
+        """Start the waiting live calls that the pacer allows; return whether one still waits."""
         if not self._waiting:
             return False
         now = self._clock.monotonic()
@@ -402,60 +402,62 @@ class Ahead:
             wait_s = self._pacer.wait_s(size, now, is_admitted=is_admitted)
             if wait_s != math.inf and wait_s > WAIT_MAX_S:
                 self._waiting.popleft()
-                turn.set_exception(Unavailable(self._pacer.note(now) or f"its rate allows no call for {wait_s:.0f} s"))
+                turn.set_exception(
+                    Unavailable(self._pacer.note(now) or f"its rate limit allows no call for {wait_s:.0f} s")
+                )
                 continue
             if wait_s > 0:
                 if wait_s != math.inf and self._alarm is None:
-                    self._alarm = asyncio.create_task(self._look_after(wait_s))
+                    self._alarm = asyncio.create_task(self._wake_after(wait_s))
                 return True
             self._waiting.popleft()
             self.in_flight += 1
             turn.set_result(self._pacer.sent(size))
         return False
 
-    async def go(self, size_bytes: int, *, is_admitted: bool = False) -> float:
-        """Wait until a call of this size may go; return its estimated tokens. It counts as sent until `ended`.
+    async def acquire(self, size_bytes: int, *, is_admitted: bool = False) -> float:
+        """Wait until a call of this size may be sent; return its estimated tokens. It is in flight until `release`.
 
         Args:
-            is_admitted: the call has passed the configured rate: it does not wait for it.
+            is_admitted: the call has passed the configured rate and does not wait for it.
 
-        Raises: Unavailable where it may not for too long, RateLimited where too many others are in flight.
+        Raises: Unavailable if the wait is too long, RateLimited if too many other calls are in flight.
         """
         turn = asyncio.get_running_loop().create_future()
         self._waiting.append((size_bytes, is_admitted, turn))
-        self.is_wanted()
+        self.start_waiting()
         try:
             return await self._turn_of(turn)
         except BaseException:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._pacer.window.failed()  # its turn came when it was abandoned
-                self.ended()
+                self._pacer.window.failed()  # it got its turn while it was cancelled
+                self.release()
             turn.cancel()
             raise
 
     async def _turn_of(self, turn: asyncio.Future[float]) -> float:
         if turn.done():
             return turn.result()
-        waited_s = min(WAIT_MAX_S if self._pool_wait_s is None else self._pool_wait_s, WAIT_MAX_S)
-        await asyncio.wait((turn,), timeout=waited_s)
+        pool_wait_s = min(WAIT_MAX_S if self._pool_wait_s is None else self._pool_wait_s, WAIT_MAX_S)
+        await asyncio.wait((turn,), timeout=pool_wait_s)
         if not turn.done() and self._pool_wait_s is not None and self._pacer.is_full:
             raise RateLimited(
-                f"Error communicating with remote model: Acquire operation took longer than {waited_s:g} s: "
-                f"{self._pacer.window.in_flight} calls of it are in flight, as many as there may be",
+                f"Error communicating with remote model: Acquire operation took longer than {pool_wait_s:g} s: "
+                f"{self._pacer.window.in_flight} of its calls are in flight, which is the maximum",
                 code="connection_pool_exhausted",
                 retry_after_s=1.0,
             )
-        if not turn.done() and waited_s < WAIT_MAX_S:
-            await asyncio.wait((turn,), timeout=WAIT_MAX_S - waited_s)
+        if not turn.done() and pool_wait_s < WAIT_MAX_S:
+            await asyncio.wait((turn,), timeout=WAIT_MAX_S - pool_wait_s)
         if not turn.done():
-            note = self._pacer.note(self._clock.monotonic()) or "as many calls as it bears are in flight"
+            note = self._pacer.note(self._clock.monotonic()) or "the maximum of calls is in flight"
             raise Unavailable(f"the service could not be called for {WAIT_MAX_S:g} s: {note}")
         return turn.result()
 
-    def ended(self) -> None:
-        """Note the end of a call, which the pacer knows."""
+    def release(self) -> None:
+        """Note the end of a call that was reported to the pacer."""
         self.in_flight -= 1
-        if not self.is_wanted():
+        if not self.start_waiting():
             self.resume()
 
     async def stop(self) -> None:
@@ -464,10 +466,10 @@ class Ahead:
             await asyncio.gather(self._alarm, return_exceptions=True)
             self._alarm = None
 
-    async def _look_after(self, wait_s: float) -> None:
+    async def _wake_after(self, wait_s: float) -> None:
         await self._clock.sleep(wait_s)
         self._alarm = None
-        if not self.is_wanted():
+        if not self.start_waiting():
             self.resume()
 
 

@@ -1,6 +1,6 @@
 """Adapters of a job: those that rows name are fetched and checked before any row runs.
 
-What cannot be used stays in the description, with the reason: its rows fail with that, and no others.
+An unusable adapter stays in the job spec with an error: only its rows fail, with that error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from batchmill.types import ModelSpec
 from batchmill.wire.job_spec import JobSpec
 
 CHECK = "batchmill.jobs.intake.adapters:check_offloaded"
-OURS = "llm"  # the engine that loads adapters; a service has its own
+OURS = "llm"  # the engine that loads adapters
 READY = "ready"
-TOKEN = "HF_TOKEN"  # the variable with the token that a model hub is shown
-SHOWN_MAX = 3  # adapters that are named where it is said what is waited for
+TOKEN = "HF_TOKEN"  # the variable with the token for a model hub
+SHOWN_MAX = 3  # adapters that are named in the reason to wait
 
 ByModel = Mapping[int, Sequence[str]]  # number of a model -> names
 
@@ -58,36 +58,36 @@ def check_offloaded(order: bytes, progress: Progress) -> bytes:
     for number, names in request.names.items():
         model = request.models[number]
         for name in names:
-            if why := flaw_of(model, model.adapters[name]):
+            if why := find_adapter_flaw(model, model.adapters[name]):
                 bad.setdefault(number, {})[name] = why
             done += 1
             progress(done / total)
     return msgspec.json.encode(bad)
 
 
-def flaw_of(model: ModelSpec, place: str) -> str:
+def find_adapter_flaw(model: ModelSpec, folder: str) -> str:
     """Why the adapter in a folder cannot be used with a model; empty: it can."""
     try:
-        facts = reading.read_adapter(Path(place))
+        facts = reading.read_adapter(Path(folder))
     except InvalidInput as error:
         return error.message
-    room = reading.configured_rank(model.engine_args) or model.adapter_rank
-    return reading.find_mismatch(facts, base_source=model.source, rank_max=room)
+    rank_max = reading.configured_rank(model.engine_args) or model.adapter_rank
+    return reading.find_mismatch(facts, base_source=model.source, rank_max=rank_max)
 
 
 def used_by(models: Sequence[ModelSpec], plan: Plan) -> dict[int, list[str]]:
     """The adapters, by their own names, that rows of a plan use and that an engine of ours must load."""
-    found: dict[int, list[str]] = {}
+    adapters: dict[int, list[str]] = {}
     for target in plan.targets:
         if target.adapter is not None and (target.rows or target.folded) and models[target.model].traits.loads_adapters:
-            found.setdefault(target.model, []).append(target.adapter)
-    return found
+            adapters.setdefault(target.model, []).append(target.adapter)
+    return adapters
 
 
-def only_used(spec: JobSpec, used: ByModel) -> JobSpec:
+def drop_unused(spec: JobSpec, used: ByModel) -> JobSpec:
     """The spec without unused adapters: a job may be offered thousands, and its spec is sent often.
 
-    Where an engine is started with its adapters they stay: it is shared by jobs that were given the same.
+    They stay if the engine starts with its adapters: jobs with the same adapters share it.
     """
     models = [
         _without_others(model, used.get(number, ())) if model.traits.loads_adapters and model.adapter_rank else model
@@ -97,25 +97,27 @@ def only_used(spec: JobSpec, used: ByModel) -> JobSpec:
 
 
 def _without_others(model: ModelSpec, used: Sequence[str]) -> ModelSpec:
-    wanted, own = frozenset(used), model.adapter_names
+    used_names, own_names = frozenset(used), model.adapter_names
     allowed = model.allowed
     if allowed is not None:
-        allowed = [name for name in allowed if (it := own.get(name, name)) not in model.adapters or it in wanted]
+        allowed = [
+            name for name in allowed if (own := own_names.get(name, name)) not in model.adapters or own in used_names
+        ]
     return replace(
-        model, adapters={name: place for name, place in model.adapters.items() if name in wanted},
-        adapter_names={name: it for name, it in own.items() if it in wanted},
-        bad_adapters={name: why for name, why in model.bad_adapters.items() if name in wanted}, allowed=allowed,
+        model, adapters={name: folder for name, folder in model.adapters.items() if name in used_names},
+        adapter_names={name: own for name, own in own_names.items() if own in used_names},
+        bad_adapters={name: why for name, why in model.bad_adapters.items() if name in used_names}, allowed=allowed,
     )  # fmt: skip
 
 
-def kept(spec: JobSpec, earlier: JobSpec) -> JobSpec:
-    """The new spec of a job that is ordered again: its rows keep the adapters they had."""
+def keep_adapters(spec: JobSpec, earlier: JobSpec) -> JobSpec:
+    """The new spec of a job that is submitted again: its rows keep the adapters they had."""
     before = {model.name: model for model in earlier.models}
-    models = [_kept(model, before.get(model.name)) for model in spec.models]
+    models = [_keep_adapters(model, before.get(model.name)) for model in spec.models]
     return replace(spec, models=models)
 
 
-def _kept(model: ModelSpec, before: ModelSpec | None) -> ModelSpec:
+def _keep_adapters(model: ModelSpec, before: ModelSpec | None) -> ModelSpec:
     if before is None or before.engine != model.engine:
         return model
     return replace(
@@ -124,27 +126,27 @@ def _kept(model: ModelSpec, before: ModelSpec | None) -> ModelSpec:
     )  # fmt: skip
 
 
-def with_fetched(model: ModelSpec, found: Mapping[str, FetchedAdapter]) -> ModelSpec:
-    """A model with fetched adapters: id -> result. Its engine gets room for their ranks."""
-    names = {hub_id: adapter.own_name for hub_id, adapter in found.items()}
-    places = {adapter.own_name: _place_of(hub_id, adapter) for hub_id, adapter in found.items()}
-    bad = {adapter.own_name: _why(adapter) for adapter in found.values() if adapter.state != READY}
-    allowed = None if model.allowed is None else list(dict.fromkeys([*model.allowed, *names, *places]))
+def with_fetched(model: ModelSpec, fetched: Mapping[str, FetchedAdapter]) -> ModelSpec:
+    """A model with fetched adapters: id -> result. Its engine gets a rank limit that fits them."""
+    names = {hub_id: adapter.own_name for hub_id, adapter in fetched.items()}
+    folders = {adapter.own_name: _folder_of(hub_id, adapter) for hub_id, adapter in fetched.items()}
+    bad = {adapter.own_name: _why(adapter) for adapter in fetched.values() if adapter.state != READY}
+    allowed = None if model.allowed is None else list(dict.fromkeys([*model.allowed, *names, *folders]))
     return replace(
-        model, adapters=model.adapters | places, adapter_names=model.adapter_names | names,
-        bad_adapters=model.bad_adapters | bad, adapter_rank=_room_with(model, found), allowed=allowed,
+        model, adapters=model.adapters | folders, adapter_names=model.adapter_names | names,
+        bad_adapters=model.bad_adapters | bad, adapter_rank=_rank_with(model, fetched), allowed=allowed,
     )  # fmt: skip
 
 
-def _room_with(model: ModelSpec, found: Mapping[str, FetchedAdapter]) -> int:
-    """The rank that the engine must have room for, with these adapters."""
-    ranks = [adapter.rank for adapter in found.values() if adapter.state == READY]
+def _rank_with(model: ModelSpec, fetched: Mapping[str, FetchedAdapter]) -> int:
+    """The rank limit that the engine needs with these adapters."""
+    ranks = [adapter.rank for adapter in fetched.values() if adapter.state == READY]
     if not ranks or reading.configured_rank(model.engine_args) is not None:
         return model.adapter_rank
     return reading.engine_rank_for([model.adapter_rank, reading.RANK_DEFAULT, *ranks])
 
 
-def _place_of(hub_id: str, adapter: FetchedAdapter) -> str:
+def _folder_of(hub_id: str, adapter: FetchedAdapter) -> str:
     """The folder of an adapter; the id of one that could not be fetched, so that a retry tries again."""
     return adapter.folder if adapter.state == READY else hub_id
 
@@ -162,77 +164,81 @@ def with_used(spec: JobSpec, plan: Plan) -> JobSpec:
 
 
 class AdapterWork:
-    """Fetches and checks adapters for one job. `told` is called with what it waits for, empty if it does not wait."""
+    """Fetches and checks adapters for one job. `waiting_for`: what it waits for; empty: nothing."""
 
     def __init__(self, source: Adapters, offload: Offload) -> None:
         self._source, self._offload = source, offload
         self.waiting_for = ""
 
-    async def fetch(self, spec: JobSpec, wanted: ByModel) -> JobSpec:
+    async def fetch(self, spec: JobSpec, missing: ByModel) -> JobSpec:
         """The spec with the adapters that rows name by their ids at a model hub."""
-        self.waiting_for = _waiting([name for names in wanted.values() for name in names])
+        self.waiting_for = _waiting([name for names in missing.values() for name in names])
         try:
             models = list(spec.models)
-            for number, names in wanted.items():
-                found = await self._ensure(spec.project, models[number], names)
-                models[number] = await asyncio.to_thread(with_fetched, models[number], found)
+            for number, names in missing.items():
+                fetched = await self._ensure(spec.project, models[number], names)
+                models[number] = await asyncio.to_thread(with_fetched, models[number], fetched)
             return replace(spec, models=models)
         finally:
             self.waiting_for = ""
 
     async def _ensure(self, project: str, model: ModelSpec, hub_ids: Sequence[str]) -> Mapping[str, FetchedAdapter]:
-        """Registered for the base of a model that settings made, so that others of that base have them too; with the
-        token that the model brings."""
+        """Fetch adapters with the token of the model.
+
+        They are registered for the base of an alias, so that other aliases of that base have them too.
+        """
         return await self._source.ensure(project, model.alias or model.name, hub_ids, token=model.secrets.get(TOKEN))
 
     async def check(self, spec: JobSpec, used: ByModel) -> JobSpec:
         """The spec with an error for every adapter that is used and cannot be loaded."""
-        spec = await self._place(spec, _sound(spec, used))
-        order = AdapterCheck(spec.models, _sound(spec, used))
+        spec = await self._fetch_hub_adapters(spec, _without_error(spec, used))
+        order = AdapterCheck(spec.models, _without_error(spec, used))
         if not order.names:
             return spec
-        answer = await self._offload(CHECK, msgspec.json.encode(order), lambda _: None)
-        return _with_bad(spec, msgspec.json.decode(answer, type=dict[int, dict[str, str]]))
+        result = await self._offload(CHECK, msgspec.json.encode(order), lambda _: None)
+        return _with_bad(spec, msgspec.json.decode(result, type=dict[int, dict[str, str]]))
 
     async def check_again(self, spec: JobSpec) -> JobSpec:
-        """As `check`, for adapters that failed before: they may have been mended."""
+        """As `check`, for adapters that failed before: they may work now."""
         used = {number: list(model.bad_adapters) for number, model in enumerate(spec.models) if model.bad_adapters}
         models = [replace(model, bad_adapters={}) if model.bad_adapters else model for model in spec.models]
         return await self.check(replace(spec, models=models), used) if used else spec
 
-    async def _place(self, spec: JobSpec, used: ByModel) -> JobSpec:
+    async def _fetch_hub_adapters(self, spec: JobSpec, used: ByModel) -> JobSpec:
         """Fetch adapters from a model hub, and map the names that rows use to them."""
         hubs = {
-            number: {name: place for name in names if not os.path.isabs(place := spec.models[number].adapters[name])}
+            number: {name: folder for name in names if not os.path.isabs(folder := spec.models[number].adapters[name])}
             for number, names in used.items()
         }
-        self.waiting_for = _waiting([place for places in hubs.values() for place in places.values()])
+        self.waiting_for = _waiting([hub_id for hub_ids in hubs.values() for hub_id in hub_ids.values()])
         try:
             models = list(spec.models)
-            for number, places in hubs.items():
-                if places:
-                    ids = list(dict.fromkeys(places.values()))
-                    found = await self._ensure(spec.project, models[number], ids)
-                    models[number] = _placed(models[number], {name: found[place] for name, place in places.items()})
+            for number, hub_ids in hubs.items():
+                if hub_ids:
+                    ids = list(dict.fromkeys(hub_ids.values()))
+                    fetched = await self._ensure(spec.project, models[number], ids)
+                    models[number] = _with_folders(
+                        models[number], {name: fetched[hub_id] for name, hub_id in hub_ids.items()}
+                    )
             return replace(spec, models=models)
         finally:
             self.waiting_for = ""
 
 
-def _sound(spec: JobSpec, used: ByModel) -> dict[int, list[str]]:
-    """The adapters without an error."""
+def _without_error(spec: JobSpec, used: ByModel) -> dict[int, list[str]]:
+    """The adapters of `used` without an error."""
     bad = {number: spec.models[number].bad_adapters for number in used}
-    found = {number: [name for name in names if name not in bad[number]] for number, names in used.items()}
-    return {number: names for number, names in found.items() if names}
+    sound = {number: [name for name in names if name not in bad[number]] for number, names in used.items()}
+    return {number: names for number, names in sound.items() if names}
 
 
-def _placed(model: ModelSpec, found: Mapping[str, FetchedAdapter]) -> ModelSpec:
+def _with_folders(model: ModelSpec, fetched: Mapping[str, FetchedAdapter]) -> ModelSpec:
     """A model whose adapters are at the folders where they were fetched to."""
-    bad = {name: _why(adapter) for name, adapter in found.items() if adapter.state != READY}
-    places = {name: adapter.folder for name, adapter in found.items() if name not in bad}
+    bad = {name: _why(adapter) for name, adapter in fetched.items() if adapter.state != READY}
+    folders = {name: adapter.folder for name, adapter in fetched.items() if name not in bad}
     return replace(
-        model, adapters=model.adapters | places, bad_adapters=model.bad_adapters | bad,
-        adapter_rank=_room_with(model, found),
+        model, adapters=model.adapters | folders, bad_adapters=model.bad_adapters | bad,
+        adapter_rank=_rank_with(model, fetched),
     )  # fmt: skip
 
 

@@ -256,7 +256,7 @@ def same_input(spec: JobSpec, files: JobFiles) -> bool:
     return sealing.digest(spec.dataset.paths) == sealed.sha256
 
 
-def refuse_if_taken(spec: JobSpec, records: Sequence[sa.RowMapping], finished: float | None = None) -> None:
+def refuse_shared_output(spec: JobSpec, records: Sequence[sa.RowMapping], finished: float | None = None) -> None:
     """Two jobs never write to one file. `finished` is when this job published; who published later owns the file.
 
     Raises: InvalidInput, naming the other job.
@@ -283,7 +283,7 @@ def refuse_if_taken(spec: JobSpec, records: Sequence[sa.RowMapping], finished: f
             )
 
 
-def refuse_if_there(spec: JobSpec) -> None:
+def refuse_existing_output(spec: JobSpec) -> None:
     """Refuse to overwrite an existing file unless requested. Raises: InvalidInput."""
     for path in [] if spec.output is None else outputs(spec.output, spec.form):
         if os.path.exists(path):

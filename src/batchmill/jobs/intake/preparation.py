@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.datasets.orders import SealOrder
-from batchmill.datasets.sealing import seal_patiently
+from batchmill.datasets.sealing import seal_with_retry
 from batchmill.datasets.validation import HubPatterns
 from batchmill.errors import InvalidInput
 from batchmill.jobs.intake import routing
@@ -57,7 +57,7 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     request = msgspec.json.decode(order, type=PrepareOrder)
     spec = request.spec
     sealing = msgspec.structs.replace(seal_order(spec), bytes_left=request.bytes_left, no_room=request.no_room)
-    report = seal_patiently(sealing, Path(request.dataset), lambda share: progress(share * SEALING_SHARE))
+    report = seal_with_retry(sealing, Path(request.dataset), lambda share: progress(share * SEALING_SHARE))
     planned = None
     choices: dict[int, Choice] = {}
     causes: dict[str, tuple[int, str]] = {}

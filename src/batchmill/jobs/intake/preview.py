@@ -26,16 +26,18 @@ Progress = Callable[[float], None]
 PREVIEWS = "preview-"  # folders of the data directory
 
 
-async def seal_and_plan(order: PrepareOrder, room: DiskQuota | None, offload: Offload, progress: Progress) -> Prepared:
-    """Seal and plan in a child process. `room`: where what is written meanwhile counts; None: nowhere.
+async def seal_and_plan(
+    order: PrepareOrder, disk_quota: DiskQuota | None, offload: Offload, progress: Progress
+) -> Prepared:
+    """Seal and plan in a child process. `disk_quota`: where what is written meanwhile counts; None: nowhere.
 
     Raises: OverQuota where its project has no room for it.
     """
-    async with preparing(room, order.spec.project, Path(order.dataset)) as writing:
+    async with preparing(disk_quota, order.spec.project, Path(order.dataset)) as writing:
 
         def show(share: float) -> None:
             progress(share)
-            writing.look()
+            writing.check_usage()
 
         order = msgspec.structs.replace(order, bytes_left=writing.bytes_left, no_room=writing.no_room)
         work = offload("batchmill.jobs.intake.preparation:prepare", msgspec.json.encode(order), show)
@@ -44,7 +46,7 @@ async def seal_and_plan(order: PrepareOrder, room: DiskQuota | None, offload: Of
 
 @asynccontextmanager
 async def _prepared(
-    order: JobOrder, data_dir: Path, progress: Progress, room: DiskQuota | None
+    order: JobOrder, data_dir: Path, progress: Progress, disk_quota: DiskQuota | None
 ) -> AsyncIterator[tuple[JobSpec, Path, Prepared]]:
     """The order's dataset, sealed and planned in a temporary folder."""
     spec = orders.describe(msgspec.structs.replace(order, output=None), time.time())
@@ -54,7 +56,7 @@ async def _prepared(
         (home / "plan").mkdir()
         folders = str(home / "dataset"), str(home / "plan")
         request = PrepareOrder(spec, *folders, spec.created, is_preview=True)
-        prepared = await seal_and_plan(request, room, offload, progress)
+        prepared = await seal_and_plan(request, disk_quota, offload, progress)
         yield routing.with_choices(spec, prepared.choices), home, prepared
     finally:
         shutil.rmtree(home)
@@ -75,17 +77,19 @@ def sweep(data_dir: Path, old_s: float) -> None:
                 shutil.rmtree(home, ignore_errors=True)
 
 
-async def validate(order: JobOrder, data_dir: Path, progress: Progress, room: DiskQuota | None = None) -> SealReport:
-    """Check every row. `room`: where what is unpacked meanwhile counts; None: nowhere."""
-    async with _prepared(order, data_dir, progress, room) as (_, _, prepared):
+async def validate(
+    order: JobOrder, data_dir: Path, progress: Progress, disk_quota: DiskQuota | None = None
+) -> SealReport:
+    """Check every row. `disk_quota`: where what is unpacked meanwhile counts; None: nowhere."""
+    async with _prepared(order, data_dir, progress, disk_quota) as (_, _, prepared):
         return prepared.report
 
 
 async def plan(
-    order: JobOrder, data_dir: Path, progress: Progress, room: DiskQuota | None = None
+    order: JobOrder, data_dir: Path, progress: Progress, disk_quota: DiskQuota | None = None
 ) -> tuple[SealReport, Explanation | None]:
     """Explain in which order the rows would run. The explanation is None where the dataset was refused."""
-    async with _prepared(order, data_dir, progress, room) as (spec, home, prepared):
+    async with _prepared(order, data_dir, progress, disk_quota) as (spec, home, prepared):
         if prepared.plan is None:
             return prepared.report, None
         reader = PlanReader(home / "plan")
@@ -102,10 +106,10 @@ async def estimate(
     data_dir: Path,
     progress: Progress,
     rows_per_s: float | None,
-    room: DiskQuota | None = None,
+    disk_quota: DiskQuota | None = None,
 ) -> tuple[SealReport, Estimate | None]:
     """Estimate tokens, cost and, at the rate given, time. The estimate is None where the dataset was refused."""
-    async with _prepared(order, data_dir, progress, room) as (spec, home, prepared):
+    async with _prepared(order, data_dir, progress, disk_quota) as (spec, home, prepared):
         if prepared.plan is None:
             return prepared.report, None
         request = EstimateOrder(spec, str(home / "dataset"), str(home / "plan"), rows_per_s)

@@ -74,7 +74,7 @@ def plan_failed(spec: JobSpec, files: JobFiles, blocks: list[tuple[int, SegmentR
             home = files.plan(generation)
             home.mkdir(parents=True, exist_ok=True)
             sizes = [plan.shard_rows(model, rows) for model in spec.models]
-            plan.make_again(first, lambda number: state[number] != OK, sizes, home)
+            plan.plan_again(first, lambda number: state[number] != OK, sizes, home)
         return Opened(rows, done, dict(settled))
     finally:
         first.close()

@@ -1,7 +1,7 @@
 """Routing: picks the cheapest route of a model that can finish in time, and says why. Pure.
 
-A way is cheap by its price, and in time by what is known of it: a provider's batch API by its window, a service by its
-limits per minute or by how fast earlier jobs went, an engine of our own by earlier jobs alone.
+The cost of a route comes from its price. Its time is estimated: for a provider's batch API from its window, for a
+service from its limits per minute or the speed of earlier jobs, for a local engine from earlier jobs alone.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from batchmill.models.providers import PROVIDERS
 from batchmill.types import ModelSpec, Usage
 from batchmill.wire.job_spec import JobSpec
 
-JOBS_MAX = 4  # at a provider at once, where the model does not say otherwise
-LATE_FACTOR = 1.5  # rows leave a provider when another way still has this much more time than it needs
-CHANGED = "it went on from"  # one way to another
+JOBS_MAX = 4  # at a provider at once, if the model has no `jobs_max`
+LATE_FACTOR = 1.5  # rows leave a provider when the time left is this times what another route needs
+CHANGED = "it went on from"  # marks a changed route in the stored sentences of jobs
 
 
 class Choice(Struct, frozen=True):
@@ -29,14 +29,14 @@ class Choice(Struct, frozen=True):
     reasons: list[str]
 
 
-class _Way(Struct, frozen=True):
-    """What is known of one route."""
+class _RouteEstimate(Struct, frozen=True):
+    """The estimated cost and time of one route."""
 
     route: ModelSpec
-    cost: float | None  # USD for the job, or for a million tokens where its tokens are not known; None: no price
-    seconds: float | None  # for the rows; None: not known
+    cost: float | None  # USD for the job, or per million tokens if its tokens are unknown; None: no price
+    seconds: float | None  # for the rows; None: unknown
 
-    def can(self, left_s: float) -> bool | None:
+    def is_in_time(self, left_s: float) -> bool | None:
         """Whether the route finishes in time; None: unknown."""
         return None if self.seconds is None else self.seconds <= left_s
 
@@ -47,21 +47,23 @@ def choose(
     """Choose the route for `rows` rows of a model with several.
 
     Args:
-        tokens: input and output of all rows, estimated; None: not known.
+        tokens: input and output of all rows, estimated; None: unknown.
         deadline, now: seconds since the epoch.
-        rates: `way_of` a route -> rows per second, as measured with earlier jobs.
+        rates: `route_key` -> rows per second, as measured with earlier jobs.
     """
-    assert model.routes, "a model of which a route is chosen has some"
+    assert model.routes, "the model has no routes"
     left_s = math.inf if deadline is None else deadline - now
-    ways = [_Way(route, cost_of(route, tokens), seconds_for(route, rows, tokens, rates)) for route in model.routes]
-    ordered = sorted(ways, key=lambda way: _order(way, left_s))
+    estimates = [
+        _RouteEstimate(route, cost_of(route, tokens), seconds_for(route, rows, tokens, rates)) for route in model.routes
+    ]
+    ordered = sorted(estimates, key=lambda estimate: _order(estimate, left_s))
     best = ordered[0]
-    others = [way.route for way in ordered[1:] if is_worth(way.route, after=best.route)]
-    reasons = [_why(best, ordered, left_s, tokens), *(_estimate(way, left_s, tokens) for way in ordered)]
-    return Choice(taken(model, best.route, others), reasons)
+    others = [estimate.route for estimate in ordered[1:] if is_worth(estimate.route, after=best.route)]
+    reasons = [_why(best, ordered, left_s), *(_describe(estimate, left_s, tokens) for estimate in ordered)]
+    return Choice(with_route(model, best.route, others), reasons)
 
 
-def taken(model: ModelSpec, route: ModelSpec, others: Sequence[ModelSpec]) -> ModelSpec:
+def with_route(model: ModelSpec, route: ModelSpec, others: Sequence[ModelSpec]) -> ModelSpec:
     """A route under the name that rows use for the model."""
     return replace(route, name=model.name, allowed=model.allowed, routes=list(others))
 
@@ -71,33 +73,33 @@ def is_worth(route: ModelSpec, *, after: ModelSpec) -> bool:
     return not route.is_handed_over or after.is_handed_over
 
 
-def next_way(
+def next_route(
     model: ModelSpec, rows: int, deadline: float | None, now: float, rates: Mapping[str, float]
 ) -> ModelSpec | None:
     """The route after that of `model` has failed; None: there is none left."""
     return choose(model, rows, None, deadline, now, rates).model if model.routes else None
 
 
-def late_between(
+def switch_window(
     model: ModelSpec, rows: int, deadline: float | None, rates: Mapping[str, float]
 ) -> tuple[float, float] | None:
     """(from, until) when rows at a provider should move to meet the deadline; None: never.
 
-    Only a way of which it is known how long it takes is worth giving up what may yet come.
+    Rows move only to a route whose time is known: the provider's results are given up for it.
     """
     if deadline is None or not model.is_handed_over:
         return None
-    known = [seconds_for(route, rows, None, rates) for route in model.routes if not route.is_handed_over]
-    needed = min((seconds for seconds in known if seconds is not None), default=None)
+    estimates = [seconds_for(route, rows, None, rates) for route in model.routes if not route.is_handed_over]
+    needed = min((seconds for seconds in estimates if seconds is not None), default=None)
     return None if needed is None else (deadline - LATE_FACTOR * needed, deadline - needed)
 
 
-def measured(finished: Sequence[tuple[JobSpec, int, float]]) -> dict[str, float]:
-    """`way_of` a model -> rows per second of the newest job that went this way alone: (job, rows, seconds) each."""
+def measure_rates(finished: Sequence[tuple[JobSpec, int, float]]) -> dict[str, float]:
+    """`route_key` -> rows per second of the newest job that used only this route. `finished`: (job, rows, seconds)."""
     rates: dict[str, float] = {}
     for spec, rows, seconds in finished:
         if len(spec.models) == 1 and not any(CHANGED in sentence for sentence in sentences(spec)):
-            rates.setdefault(way_of(spec.models[0]), rows / seconds)
+            rates.setdefault(route_key(spec.models[0]), rows / seconds)
     return rates
 
 
@@ -107,10 +109,10 @@ def name_of(model: ModelSpec) -> str:
     return f"{kind}:{model.source}" if model.source else kind
 
 
-def way_of(model: ModelSpec) -> str:
-    """The key of a route, equal for all jobs that used it, whatever the model was called."""
-    where = model.base_url or ("" if model.connector is None else model.connector.id)
-    return f"{name_of(model)}@{where}" if where else name_of(model)
+def route_key(model: ModelSpec) -> str:
+    """The key of a route, equal for all jobs that used it, whatever the model's name."""
+    address = model.base_url or ("" if model.connector is None else model.connector.id)
+    return f"{name_of(model)}@{address}" if address else name_of(model)
 
 
 def cost_of(route: ModelSpec, tokens: int | None) -> float | None:
@@ -127,13 +129,13 @@ def seconds_for(route: ModelSpec, rows: int, tokens: int | None, rates: Mapping[
         window_s = argument(route, "window_s", PROVIDERS[route.provider or "openai"].window_s)
         jobs = math.ceil(rows / handed_over_rows(route))
         return window_s * max(1, math.ceil(jobs / argument(route, "jobs_max", JOBS_MAX)))
-    limits, rate = route.limits, rates.get(way_of(route))
-    known = [
+    limits, rate = route.limits, rates.get(route_key(route))
+    estimates = [
         rows / rate if rate else None,
         rows / limits.requests_per_minute * 60 if limits.requests_per_minute else None,
         tokens / limits.tokens_per_minute * 60 if tokens is not None and limits.tokens_per_minute else None,
     ]
-    return max(filter(None, known), default=None)
+    return max(filter(None, estimates), default=None)
 
 
 def with_choices(spec: JobSpec, choices: Mapping[int, Choice]) -> JobSpec:
@@ -145,36 +147,36 @@ def with_choices(spec: JobSpec, choices: Mapping[int, Choice]) -> JobSpec:
     return replace(spec, models=models, routing={**spec.routing, **routing})
 
 
-def gone_on(spec: JobSpec, ways: Mapping[int, ModelSpec], why: str) -> JobSpec:
+def with_next_routes(spec: JobSpec, routes: Mapping[int, ModelSpec], why: str) -> JobSpec:
     """The spec of a job some of whose models change their route."""
-    models = [ways.get(number, model) for number, model in enumerate(spec.models)]
+    models = [routes.get(number, model) for number, model in enumerate(spec.models)]
     routing = dict(spec.routing)
-    for number, way in ways.items():
+    for number, route in routes.items():
         before = spec.models[number]
-        message = f"{CHANGED} {name_of(before)} to {name_of(way)}: {why}"
+        message = f"{CHANGED} {name_of(before)} to {name_of(route)}: {why}"
         routing[before.name] = [*routing.get(before.name, []), message]
     return replace(spec, models=models, routing=routing)
 
 
-def warned(spec: JobSpec, numbers: Iterable[int], warnings: Sequence[str]) -> JobSpec:
+def with_warnings(spec: JobSpec, numbers: Iterable[int], warnings: Sequence[str]) -> JobSpec:
     """The spec with a warning about what the previous route may have left, for each of these models."""
     names = [spec.models[number].name for number in sorted(numbers)]
     return replace(spec, routing={**spec.routing, **{name: [*spec.routing[name], *warnings] for name in names}})
 
 
-def kept(spec: JobSpec, earlier: JobSpec) -> JobSpec:
-    """The new spec of a job that is ordered again: its models keep their routes."""
+def keep_routes(spec: JobSpec, earlier: JobSpec) -> JobSpec:
+    """The new spec of a job that is submitted again: its models keep their routes."""
     before = {model.name: model for model in earlier.models if not model.needs_route}
-    models = [_kept(model, before.get(model.name)) for model in spec.models]
+    models = [_keep_route(model, before.get(model.name)) for model in spec.models]
     return replace(spec, models=models, routing=earlier.routing)
 
 
-def _kept(model: ModelSpec, before: ModelSpec | None) -> ModelSpec:
+def _keep_route(model: ModelSpec, before: ModelSpec | None) -> ModelSpec:
     if not model.needs_route or before is None:
         return model
-    now = {way_of(route): route for route in model.routes}
-    left = [now.get(way_of(route), route) for route in before.routes]
-    return taken(model, now.get(way_of(before), before), left)
+    current = {route_key(route): route for route in model.routes}
+    others = [current.get(route_key(route), route) for route in before.routes]
+    return with_route(model, current.get(route_key(before), before), others)
 
 
 def sentences(spec: JobSpec) -> list[str]:
@@ -182,42 +184,42 @@ def sentences(spec: JobSpec) -> list[str]:
     return [f"{name}: {sentence}" for name, reasons in spec.routing.items() for sentence in reasons]
 
 
-def _order(way: _Way, left_s: float) -> tuple:
+def _order(estimate: _RouteEstimate, left_s: float) -> tuple:
     """The sort key: routes that finish in time, then unknown ones, then late ones; then cost, or time if late."""
-    can = way.can(left_s)
-    if math.isinf(left_s) or can:
+    is_in_time = estimate.is_in_time(left_s)
+    if math.isinf(left_s) or is_in_time:
         rank = 0
     else:
-        rank = 1 if can is None else 2
-    cost = math.inf if way.cost is None else way.cost
-    seconds = math.inf if way.seconds is None else way.seconds
+        rank = 1 if is_in_time is None else 2
+    cost = math.inf if estimate.cost is None else estimate.cost
+    seconds = math.inf if estimate.seconds is None else estimate.seconds
     return (rank, seconds, cost) if rank == 2 else (rank, cost, seconds)
 
 
-def _why(best: _Way, ordered: Sequence[_Way], left_s: float, tokens: int | None) -> str:
-    name, can = name_of(best.route), best.can(left_s)
+def _why(best: _RouteEstimate, ordered: Sequence[_RouteEstimate], left_s: float) -> str:
+    name, is_in_time = name_of(best.route), best.is_in_time(left_s)
     if len(ordered) == 1:
         return f"it goes by {name}: there is no other route"
-    cheapest = "the cheapest way" if best.cost is not None else "no way has a price, and this one comes first"
+    cheapest = "the cheapest route" if best.cost is not None else "no route has a price, and this one comes first"
     if math.isinf(left_s):
         return f"it goes by {name}: {cheapest}"
-    if can is None:
+    if is_in_time is None:
         return f"it goes by {name}: it may take over {duration(left_s)}, and no other route is surely faster"
-    if not can:
+    if not is_in_time:
         return f"it goes by {name}: no route is done in {duration(left_s)}, and this one is the fastest"
     return f"it goes by {name}: {cheapest} of those that are done in {duration(left_s)}"
 
 
-def _estimate(way: _Way, left_s: float, tokens: int | None) -> str:
-    if way.cost is None:
+def _describe(estimate: _RouteEstimate, left_s: float, tokens: int | None) -> str:
+    if estimate.cost is None:
         cost = "no price is known"
     elif tokens is None:
-        cost = f"{way.cost:.2f} USD for a million tokens"
+        cost = f"{estimate.cost:.2f} USD for a million tokens"
     else:
-        cost = f"about {way.cost:.2f} USD"
-    time = "how long it takes is not known" if way.seconds is None else f"done within {duration(way.seconds)}"
-    late = ", too late" if way.can(left_s) is False else ""
-    return f"{name_of(way.route)}: {cost}, {time}{late}"
+        cost = f"about {estimate.cost:.2f} USD"
+    time = "its time is unknown" if estimate.seconds is None else f"done within {duration(estimate.seconds)}"
+    late = ", too late" if estimate.is_in_time(left_s) is False else ""
+    return f"{name_of(estimate.route)}: {cost}, {time}{late}"
 
 
 def duration(seconds: float) -> str:

@@ -15,7 +15,7 @@ from batchmill.datasets import layout
 from batchmill.datasets import layout as soundness
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealed import SealedRows, load_seal
-from batchmill.datasets.sealing import seal_patiently
+from batchmill.datasets.sealing import seal_with_retry
 from batchmill.errors import InputChanged, InvalidDataset, LedgerBroken
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, newest
@@ -50,7 +50,7 @@ def flaws(home: Path) -> list[str]:
     return []
 
 
-def remake(order: SealOrder, files: JobFiles, progress: Progress) -> list[str]:
+def rebuild_dataset(order: SealOrder, files: JobFiles, progress: Progress) -> list[str]:
     """Make a damaged dataset anew; what was wrong with it, nothing where it is sound.
 
     Raises: InputChanged if the input is not what was sealed, or that can no longer be checked.
@@ -62,7 +62,7 @@ def remake(order: SealOrder, files: JobFiles, progress: Progress) -> list[str]:
     shutil.rmtree(anew, ignore_errors=True)
     anew.mkdir()
     try:
-        seal_patiently(order, anew, progress)
+        seal_with_retry(order, anew, progress)
         if not _is_same(files.dataset, anew):
             raise InputChanged(
                 f"the index of the dataset in {files.dataset} is damaged ({'; '.join(wrong)}), and its input "

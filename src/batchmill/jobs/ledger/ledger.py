@@ -268,9 +268,9 @@ class Ledger:
 
     def lease(self, job_id: str, generation: int, shard: Shard) -> LeasedShard:
         """Raise the shard's epoch: commits of earlier holders are refused from now on."""
-        (standing,) = self.lease_all(job_id, generation, [(shard, 0)])
+        (leased,) = self.lease_all(job_id, generation, [(shard, 0)])
         faults.point("after_lease")
-        return standing
+        return leased
 
     def lease_each(self, wanted: Sequence[tuple[str, int, Shard]]) -> list[LeasedShard]:
         """As `lease` for shards of several jobs: (job, generation, shard)."""

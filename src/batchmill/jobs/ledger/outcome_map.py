@@ -152,7 +152,7 @@ class _Orphan(Struct, frozen=True, order=True, gc=False):
     n: int
 
 
-class _Find(Struct, frozen=True):
+class _ShardBlocks(Struct, frozen=True):
     """The blocks of one shard that may be counted, with their positions."""
 
     shard: Shard
@@ -220,7 +220,7 @@ def _batches(orphans: list[_Orphan], shards: int) -> Iterator[dict[int, list[_Or
         yield batch
 
 
-def _choose(orphans: list[_Orphan], shard: Shard, plan: PlanReader, bitmap: int) -> _Find:
+def _choose(orphans: list[_Orphan], shard: Shard, plan: PlanReader, bitmap: int) -> _ShardBlocks:
     """The blocks whose rows have no outcome yet: a shard with none keeps its lease."""
     chosen = []
     for orphan in orphans:
@@ -236,28 +236,28 @@ def _choose(orphans: list[_Orphan], shard: Shard, plan: PlanReader, bitmap: int)
         if not mask & bitmap:  # else its rows were run again meanwhile
             bitmap |= mask
             chosen.append((block, done))
-    return _Find(shard, chosen)
+    return _ShardBlocks(shard, chosen)
 
 
-def _count(ledger: Ledger, spec: JobSpec, generation: int, finds: list[_Find]) -> Counted:
+def _count(ledger: Ledger, spec: JobSpec, generation: int, finds: list[_ShardBlocks]) -> Counted:
     if not finds:
         return []
     wanted = [(find.shard, max(block.epoch for block, _ in find.blocks)) for find in finds]
-    standings = ledger.lease_all(spec.id, generation, wanted)
+    leases = ledger.lease_all(spec.id, generation, wanted)
     counted: Counted = []
-    for find, standing in zip(finds, standings, strict=True):
+    for find, leased in zip(finds, leases, strict=True):
         price = spec.models[find.shard.model].price
         for index, (block, done) in enumerate(find.blocks):
-            commit = _commit_of(block, done, standing, standing.seq + index)
+            commit = _commit_of(block, done, leased, leased.seq + index)
             counted.append((commit, None if price is None else price.cost(block.meta.usage)))
     verdicts = ledger.commit(counted)
     assert all(verdict is Verdict.COUNTED for verdict in verdicts), "the lease is ours and the positions are open"
     return counted
 
 
-def _commit_of(block: Block, done: bytes, standing: LeasedShard, seq: int) -> Commit:
+def _commit_of(block: Block, done: bytes, leased: LeasedShard, seq: int) -> Commit:
     return Commit(
-        lease=standing.lease, seq=seq, ref=SegmentRef(Path(block.path).name, block.offset, block.length), done=done,
+        lease=leased.lease, seq=seq, ref=SegmentRef(Path(block.path).name, block.offset, block.length), done=done,
         rows_ok=block.n if block.ok else 0, rows_failed=0 if block.ok else block.n, usage=block.meta.usage,
         errors=block.meta.errors, samples=block.meta.samples,
     )  # fmt: skip

@@ -163,7 +163,7 @@ def _write_gaps(parts: PlanParts, progress: Progress) -> None:
         progress(end / parts.rows)
 
 
-def make_again(earlier: PlanReader, wanted: Callable[[int], bool], shard_rows: Sequence[int], home: Path) -> Plan:
+def plan_again(earlier: PlanReader, wanted: Callable[[int], bool], shard_rows: Sequence[int], home: Path) -> Plan:
     """Plan the `wanted` rows of an earlier plan again, in the same order and without followers."""
     kept: dict[int, int] = {}  # model -> rows
     with PartFile(home / ORDER, 0o600) as positions, PartFile(home / FOLLOWERS, 0o600) as followers:

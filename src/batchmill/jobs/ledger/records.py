@@ -131,7 +131,7 @@ def ids(db: sa.Connection) -> set[str]:
     return set(db.execute(sa.select(jobs.c.id)).scalars())
 
 
-def at_home(db: sa.Connection) -> Sequence[sa.RowMapping]:
+def command_jobs(db: sa.Connection) -> Sequence[sa.RowMapping]:
     """The jobs without a frontend, the newest first: only their callers name result files."""
     query = sa.select(*_listed).where(jobs.c.frontend.is_(None)).order_by(jobs.c.created.desc())
     return db.execute(query).mappings().all()
@@ -213,7 +213,7 @@ def standing(db: sa.Connection, once: Once, now: float) -> str | None:
     return found.job
 
 
-def is_anew(record: sa.RowMapping, order: JobOrder) -> bool:
+def must_run_again(record: sa.RowMapping, order: JobOrder) -> bool:
     """Whether an order that is a known job runs it from its beginning again."""
     if record["compacted"] is not None and not os.path.exists(record["output"]):
         return True  # its results are gone, and what they could be written from

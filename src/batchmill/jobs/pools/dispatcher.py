@@ -46,39 +46,39 @@ from batchmill.wire.messages import (
     Spending,
 )
 
-RELEASE_S = 30.0  # rows in flight may take so long to end when their job is paused
-WIND_UP_S = 900.0  # and so long those that a provider was given, when their job ends: it is asked for what it has
+RELEASE_S = 30.0  # rows in flight may take so long to finish when their job is paused
+COLLECT_S = 900.0  # and so long to collect the results that a provider has when their job ends
 GRANTS_AT_ONCE = 64  # leased in one transaction
-OF_A_SHARD = frozenset({PauseReason.SUBMIT_UNKNOWN, PauseReason.ROUTE_FAILED})  # not of all that is at the provider
+SHARD_REASONS = frozenset({PauseReason.SUBMIT_UNKNOWN, PauseReason.ROUTE_FAILED})  # of one shard alone
 
 
 class _Match(Struct, frozen=True, eq=False):
-    """A shard that is being given to a worker."""
+    """A shard that is being granted to a worker."""
 
     worker: PoolWorker
     claim: Claim
     shard: Shard
 
 
-class _Left(Struct, frozen=True):
+class _RemovedJob(Struct, frozen=True):
     """Rows that were in flight when a job was removed."""
 
     project: str
-    shards: dict[int, str]  # -> the worker that has it
+    shards: dict[int, str]  # shard -> the worker that has it
 
 
 class Sharing(Struct, frozen=True):
     """The weights of projects, and the resources that all models share."""
 
-    weights: Mapping[str, float] = {}  # of each project beside others; 1 for those that are not named
-    machine: Resources | None = None  # what the replicas of all models take from; None: it has no limits
+    weights: Mapping[str, float] = {}  # by project; 1 for projects without an entry
+    machine: Resources | None = None  # the resources of all replicas; None: no limits
 
 
 class Dispatcher:
     """
     Args:
         idle_timeout_s: how long unused workers are kept.
-        provisions: what workers are given beside their model; `provide` gives it to them anew.
+        provisions: the secrets of workers; `provide` sends changed ones.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class Dispatcher:
         self._claims: WeakKeyDictionary[Pool, Claims] = WeakKeyDictionary()
         self._runs: dict[str, JobRun] = {}
         self._keys: dict[str, list[str]] = {}  # job -> pool key of each of its models
-        self._leaving: set[str] = set()  # jobs that are being taken back
-        self._left: dict[str, _Left] = {}  # jobs that were taken back with rows in flight
-        self._behind: dict[str, JobRun] = {}  # runs that may not know of every row the ledger counted
-        self._returned: list[tuple[JobRun, PoolWorker]] = []  # what a resumed run gets back of what was left
+        self._removing: set[str] = set()  # jobs that are being removed
+        self._removed: dict[str, _RemovedJob] = {}  # jobs that were removed with rows in flight
+        self._catching_up: dict[str, JobRun] = {}  # runs that may miss rows that the ledger counted
+        self._returned: list[tuple[JobRun, PoolWorker]] = []  # a resumed run, and a worker that has released its job
         self._work = asyncio.Event()
         self._released = asyncio.Event()
         self._recovering = asyncio.Lock()
@@ -139,7 +139,7 @@ class Dispatcher:
     def reserve(self, job_id: str, models: Sequence[ModelSpec], code: Mapping[str, str] | None = None) -> None:
         """Start the workers that a job will need while its rows are read.
 
-        Those of a model whose earlier workers are still ending start once these have gone.
+        If earlier workers of a model are still ending, the new ones start after them.
         """
         for model in models:
             self._pools.use(job_id, model, self._pools.key_of(model, code))
@@ -152,7 +152,7 @@ class Dispatcher:
         """Give a run's shards to workers."""
         job_id, spec = run.spec.id, run.spec
         if not self.is_alive:
-            run.pause(LedgerBroken("the dispatcher has ended: no row is given out any more"))
+            run.pause(LedgerBroken("the dispatcher has ended: no more rows run"))
             return
         self._runs[job_id] = run
         keys = self._keys[job_id] = [self._pools.key_of(model, spec.code) for model in spec.models]
@@ -164,9 +164,9 @@ class Dispatcher:
                 pool = self._pools.use(job_id, spec.models[number], keys[number])
             self._claims_of(pool).forget()
             self._pools.rescale(keys[number])
-        if job_id in self._left:
-            run.take_over(self._left.pop(job_id).shards)
-            self._behind[job_id] = run
+        if job_id in self._removed:
+            run.take_over(self._removed.pop(job_id).shards)
+            self._catching_up[job_id] = run
         self._work.set()
 
     def fail_rows(self, run: JobRun) -> None:
@@ -189,14 +189,14 @@ class Dispatcher:
     async def remove(self, run: JobRun, *, at_once: bool = False, is_over: bool = False) -> None:
         """Remove a run: no more grants. Rows in flight get `RELEASE_S` seconds to finish, and are counted.
 
-        `is_over`, as where it was cancelled: rows that a provider has are not left there for another time.
+        `is_over`: the job ends for good, for example when cancelled: rows at a provider are collected or cancelled now.
 
-        After that, or `at_once`, workers that only this job needs are killed, and what they had finished is counted.
-        A worker that others need too goes on: what it still finishes counts while the job is paused, and goes on
-        counting when it is resumed; of a job that was cancelled it is refused.
+        After that, or `at_once`, kill the workers that only this job needs, and count the rows that they finished.
+        Workers that other jobs need continue. Their later outcomes count while the job is paused and after it is
+        resumed; those of a cancelled job are refused.
         """
         job_id, is_over = run.spec.id, is_over or run.is_over or run.is_cancelled
-        self._leaving.add(job_id)
+        self._removing.add(job_id)
         try:
             for worker in self._workers_with(run):
                 worker.close(job_id)
@@ -204,32 +204,32 @@ class Dispatcher:
                 worker.handle.send(Revoke(job_id, is_over))
             if not at_once:
                 await self._wait_released(job_id, RELEASE_S)
-                await self._wait_released(job_id, WIND_UP_S if is_over else 0.0, handed_over=True)
-            await self._end_late(job_id, at_once=at_once)
+                await self._wait_released(job_id, COLLECT_S if is_over else 0.0, handed_over=True)
+            await self._kill_late_workers(job_id, at_once=at_once)
             async with self._recovering:
                 await self._commit_log.settle()
-                await self._leave(run, is_over=is_over)
+                await self._settle_in_flight(run, is_over=is_over)
         finally:
-            self._leaving.discard(job_id)
-            self._behind.pop(job_id, None)
+            self._removing.discard(job_id)
+            self._catching_up.pop(job_id, None)
             self._runs.pop(job_id, None)
             self._keys.pop(job_id, None)
             self._pools.forget(job_id)
             for claims in self._claims.values():
                 claims.forget()
-            self._work.set()  # others may have its place
+            self._work.set()  # other jobs may use its slot
 
-    async def _end_late(self, job_id: str, *, at_once: bool) -> None:
+    async def _kill_late_workers(self, job_id: str, *, at_once: bool) -> None:
         """Kill the workers that still run rows of a job and that no other job needs; count what they finished."""
         late: set[asyncio.Task[None]] = set()
         for key in self._keys.get(job_id, ()):
             pool = self._pools.get(key)
             if pool is not None and pool.is_running(job_id) and not self._is_needed(key, job_id, at_once=at_once):
                 self._pools.retire(key, at_once=True)
-                late.add(self._pools.endings[key])
-        for pool in [pool for pool in self._pools.dying if pool.is_running(job_id)]:
+                late.add(self._pools.end_tasks[key])
+        for pool in [pool for pool in self._pools.ending_pools if pool.is_running(job_id)]:
             pool.kill()
-            late.add(self._pools.endings[pool.key])
+            late.add(self._pools.end_tasks[pool.key])
         if late:
             await asyncio.wait(late)
 
@@ -238,7 +238,7 @@ class Dispatcher:
         others = [self._runs.get(other) for other in self._pools.users(key) if other != job_id]
         return any(run is None or not at_once or not run.ended.done() for run in others)
 
-    async def _leave(self, run: JobRun, *, is_over: bool) -> None:
+    async def _settle_in_flight(self, run: JobRun, *, is_over: bool) -> None:
         """Refuse later outcomes of rows in flight if the job is over; otherwise remember the rows for its return."""
         running = {worker.name for worker in self._pools.workers() if run.spec.id in worker.revoked}
         if is_over:
@@ -246,8 +246,8 @@ class Dispatcher:
                 await self._commit_log.call(
                     self._commit_log.ledger.lease, run.spec.id, run.generation, run.shard(number)
                 )
-        elif left := {number: worker for number, worker in run.held.items() if worker in running}:
-            self._left[run.spec.id] = _Left(run.spec.project, left)
+        elif in_flight := {number: worker for number, worker in run.held.items() if worker in running}:
+            self._removed[run.spec.id] = _RemovedJob(run.spec.project, in_flight)
 
     async def _wait_released(self, job_id: str, patience_s: float, *, handed_over: bool = False) -> None:
         """Wait until no worker runs the job, or none that holds rows of a provider; or until time is up."""
@@ -257,7 +257,7 @@ class Dispatcher:
                     self._released.clear()
                     await self._released.wait()
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- views --------------------------------------------------------------------------------------------------------
 
     def workers_of(self, models: Sequence[ModelSpec], code: Mapping[str, str] | None = None) -> list[PoolWorker]:
         """The workers that serve these models now."""
@@ -270,32 +270,32 @@ class Dispatcher:
         if run is None:
             return 0
         keys = {self._keys[job_id][number] for number in run.models_left}
-        queues = [[claim.candidate for claim in self._reckon(key)] for key in keys]
+        queues = [[claim.candidate for claim in self._update_claims(key)] for key in keys]
         return max((scheduler.ahead_of(job_id, run.is_waiting, each) for each in queues), default=0)
 
     def gauges(self) -> list[ModelGauge]:
         """The current state of the workers of every model."""
-        found = []
+        gauges = []
         for key, pool in self._pools.items():
             runs = self._runs_of(key)
             waiting = sum(run.is_waiting for run, _ in runs)
-            found.append(pool.gauge(rows_left=[run.rows_left_of(model) for run, model in runs], waiting=waiting))
-        return found
+            gauges.append(pool.gauge(rows_left=[run.rows_left_of(model) for run, model in runs], waiting=waiting))
+        return gauges
 
-    # -- giving out ---------------------------------------------------------------------------------------------------
+    # -- grants -------------------------------------------------------------------------------------------------------
 
     async def _dispatch(self) -> None:
         while True:
             await self._work.wait()
             self._work.clear()
-            for job_id, run in list(self._behind.items()):
+            for job_id, run in list(self._catching_up.items()):
                 await self._catch_up(run)
-                self._behind.pop(job_id, None)
+                self._catching_up.pop(job_id, None)
             if self._returned:
                 await self._take_returned()
             for key, pool in self._pools.items():
                 while matches := self._match(key, pool):
-                    await self._give(pool, matches)
+                    await self._grant(pool, matches)
 
     async def _catch_up(self, run: JobRun) -> None:
         """Count rows in flight that were committed after their job had been removed."""
@@ -317,10 +317,10 @@ class Dispatcher:
     def _match(self, key: str, pool: Pool) -> list[_Match]:
         """Match shards with workers that have room: jobs in serving order, one shard a worker.
 
-        The first grant of a job does not wait until a worker asks: rows of several jobs take turns there.
+        A job's first grant does not wait for a worker's request: a worker takes turns between the rows of several jobs.
         """
         claims = self._claims_of(pool)
-        order = claims.last if claims.is_fresh else self._reckon(key)
+        order = claims.last if claims.is_fresh else self._update_claims(key)
         workers = pool.ready()
         matches: list[_Match] = []
         for claim in order:
@@ -329,47 +329,48 @@ class Dispatcher:
                 break
             if not run.has_ready(claim.model):
                 continue
-            free = [worker for worker in workers if worker.has_room(run.spec) and self._may_give(run, worker)]
+            free = [worker for worker in workers if worker.has_room(run.spec) and self._may_grant(run, worker)]
             for worker in sorted(free, key=lambda each: (run.is_held_by(each.name), len(each.opened))):
                 if not run.has_ready(claim.model):
                     break
-                worker.wants.discard(job_id)
+                worker.requested.discard(job_id)
                 _open_job(run, worker, claim.model)
                 matches.append(_Match(worker, claim, run.pop(claim.model, worker.name)))
         return matches
 
-    async def _give(self, pool: Pool, matches: Sequence[_Match]) -> None:
+    async def _grant(self, pool: Pool, matches: Sequence[_Match]) -> None:
         """Lease the shards and send their grants."""
-        for match, standing in zip(matches, await self._lease(matches), strict=True):
+        for match, leased in zip(matches, await self._lease(matches), strict=True):
             worker, run, job_id = match.worker, match.claim.run, match.claim.run.spec.id
-            is_there = worker.name in pool.workers and not worker.is_leaving
-            if standing is None or not is_there or not self._may_give(run, worker):
+            can_send = worker.name in pool.workers and not worker.is_leaving
+            if leased is None or not can_send or not self._may_grant(run, worker):
                 run.put_back(match.shard, died=False)
                 if job_id in worker.opened:
-                    worker.wants.add(job_id)
+                    worker.requested.add(job_id)
                 continue
             weight = worker.weights[job_id] = match.claim.weight
             grant = msgspec.structs.replace(
-                run.grant(match.shard, standing),
+                run.grant(match.shard, leased),
                 priority=weight.priority, share=weight.share, row_cost=weight.row_cost,
             )  # fmt: skip
             worker.handle.send(grant)
 
     async def _lease(self, matches: Sequence[_Match]) -> list[LeasedShard | None]:
         """Lease in one transaction; if that fails, in one for each shard, so that one job's error stays its own."""
-        wanted = [(each.claim.run.spec.id, each.claim.run.generation, each.shard) for each in matches]
+        shards = [(each.claim.run.spec.id, each.claim.run.generation, each.shard) for each in matches]
         try:
-            return list(await self._commit_log.call(self._commit_log.ledger.lease_each, wanted))
+            return list(await self._commit_log.call(self._commit_log.ledger.lease_each, shards))
         except BatchmillError as error:
             if len(matches) == 1:
                 matches[0].claim.run.pause(error)
                 return [None]
         return [(await self._lease([match]))[0] for match in matches]
 
-    def _may_give(self, run: JobRun, worker: PoolWorker) -> bool:
+    def _may_grant(self, run: JobRun, worker: PoolWorker) -> bool:
         """Whether a worker may get shards of a job: not before it has released the job's earlier run."""
         job_id = run.spec.id
-        return not (run.ended.done() or job_id in self._leaving or job_id in self._behind or job_id in worker.revoked)
+        is_blocked = job_id in self._removing or job_id in self._catching_up or job_id in worker.revoked
+        return not (run.ended.done() or is_blocked)
 
     # -- claims -------------------------------------------------------------------------------------------------------
 
@@ -381,18 +382,18 @@ class Dispatcher:
 
     def _runs_of(self, key: str) -> list[tuple[JobRun, int]]:
         """The jobs with rows left for a pool, and the number of its model in each."""
-        found = []
+        runs = []
         for job_id, run in self._runs.items():
-            if not run.ended.done() and job_id not in self._leaving:
-                found += [(run, n) for n, each in enumerate(self._keys[job_id]) if each == key and run.rows_left_of(n)]
-        return found
+            if not run.ended.done() and job_id not in self._removing:
+                runs += [(run, n) for n, each in enumerate(self._keys[job_id]) if each == key and run.rows_left_of(n)]
+        return runs
 
-    def _reckon(self, key: str) -> list[Claim]:
-        """Recompute the share of every job of a pool, and tell workers what has changed."""
+    def _update_claims(self, key: str) -> list[Claim]:
+        """Recompute the share of every job of a pool, and send changes to workers."""
         pool = self._pools.get(key)
         if pool is None:
             return []
-        order = self._claims_of(pool).reckon(self._runs_of(key))
+        order = self._claims_of(pool).compute(self._runs_of(key))
         for worker in pool.workers.values():
             for claim in order:
                 job_id, weight = claim.run.spec.id, claim.weight
@@ -401,31 +402,31 @@ class Dispatcher:
                     worker.handle.send(SetShare(job_id, weight.priority, weight.share, weight.row_cost))
         return order
 
-    # -- what workers say ---------------------------------------------------------------------------------------------
+    # -- messages of workers ------------------------------------------------------------------------------------------
 
     async def receive(self, pool: Pool, worker: PoolWorker, message: object) -> None:
         match message:
             case Ready():
                 self._work.set()
             case RequestRows(job):
-                worker.wants.add(job)
+                worker.requested.add(job)
                 self._work.set()
             case Record(commit):
                 await self._record(pool, worker, commit)
             case Note():
                 await self._note(worker, message)
             case LeaseReleased(lease):
-                self._left_shard(lease)
+                self._release_shard(lease)
             case Spending():
                 self._spending(worker, message)
             case Released(job):
-                self._released_job(worker, job)
+                self._release_job(worker, job)
             case Failed():
                 self.failed(pool, message)
 
     def load(self, key: str) -> Load:
-        left = [(run.rows_left_of(model), run.shards_left_of(model)) for run, model in self._runs_of(key)]
-        return Load(rows=sum(rows for rows, _ in left), shards=sum(shards for _, shards in left))
+        open_ = [(run.rows_left_of(model), run.shards_left_of(model)) for run, model in self._runs_of(key)]
+        return Load(rows=sum(rows for rows, _ in open_), shards=sum(shards for _, shards in open_))
 
     async def _record(self, pool: Pool, worker: PoolWorker, commit: Commit) -> None:
         price = pool.model.price
@@ -441,9 +442,9 @@ class Dispatcher:
         self, pool: Pool, commit: Commit, cost: float | None, verdict: Verdict | BatchmillError, worker: PoolWorker
     ) -> None:
         job_id = commit.lease.job
-        run, left = self._runs.get(job_id), self._left.get(job_id)
+        run, removed = self._runs.get(job_id), self._removed.get(job_id)
         if verdict is Verdict.COUNTED:
-            project = run.spec.project if run is not None else left.project if left is not None else ""
+            project = run.spec.project if run is not None else removed.project if removed is not None else ""
             self.tallies.count(project, pool.model.name, commit)
             claims = self._claims_of(pool)
             claims.charge(project, commit)
@@ -454,22 +455,22 @@ class Dispatcher:
         if isinstance(verdict, BatchmillError):
             run.pause(verdict)
         elif verdict is Verdict.COUNTED:
-            run.spent(worker.name, cost or 0.0, commit.rows_ok + commit.rows_failed)
-            run.counted(commit)
+            run.charge(worker.name, cost or 0.0, commit.rows_ok + commit.rows_failed)
+            run.apply_commit(commit)
             run.check_budget()
             if len(run.spec.models) > 1 and job_id in self._keys:
-                self._leave_finished(job_id, pool.key)
+                self._release_finished_model(job_id, pool.key)
 
-    def _leave_finished(self, job_id: str, key: str) -> None:
+    def _release_finished_model(self, job_id: str, key: str) -> None:
         """Release the models of a job whose rows have all run: other models may need the resources."""
         run = self._runs[job_id]
         if not any(run.rows_left_of(number) for number, each in enumerate(self._keys[job_id]) if each == key):
             self._pools.leave(key, job_id)
 
-    def _released_job(self, worker: PoolWorker, job_id: str) -> None:
-        self._leave_less(worker.name, [job_id])
+    def _release_job(self, worker: PoolWorker, job_id: str) -> None:
+        self._forget_holder(worker.name, [job_id])
         run = self._runs.get(job_id)
-        if run is None or job_id in self._leaving:
+        if run is None or job_id in self._removing:
             worker.revoked.discard(job_id)
             self._released.set()
         else:  # it was resumed while these rows were in flight
@@ -477,12 +478,12 @@ class Dispatcher:
             self._work.set()
 
     async def _note(self, worker: PoolWorker, note: Note) -> None:
-        def callback(kept: bool | BatchmillError) -> None:
-            if isinstance(kept, BatchmillError):
-                reason = PauseReason.STORAGE_FULL if isinstance(kept, StorageFull) else PauseReason.ENGINE_FAILED
-                worker.handle.send(Noted(note.id, False, reason, kept.message))
+        def callback(result: bool | BatchmillError) -> None:
+            if isinstance(result, BatchmillError):
+                reason = PauseReason.STORAGE_FULL if isinstance(result, StorageFull) else PauseReason.ENGINE_FAILED
+                worker.handle.send(Noted(note.id, False, reason, result.message))
             else:
-                worker.handle.send(Noted(note.id, kept))
+                worker.handle.send(Noted(note.id, result))
 
         await self._commit_log.note(ShardNote(note.lease, note.key, note.data, self._clock.now()), callback)
 
@@ -491,23 +492,23 @@ class Dispatcher:
             run.job_budget.report(worker.name, message)
             run.check_budget()
 
-    def _left_shard(self, lease: Lease) -> None:
+    def _release_shard(self, lease: Lease) -> None:
         run = self._runs.get(lease.job)
         if run is not None and run.generation == lease.generation:
-            run.left(lease)
+            run.release_lease(lease)
             self._work.set()
 
-    def _leave_less(self, worker: str, job_ids: Sequence[str]) -> None:
+    def _forget_holder(self, worker: str, job_ids: Sequence[str]) -> None:
         """Note that a worker no longer runs anything of these removed jobs."""
         for job_id in job_ids:
-            left = self._left.get(job_id)
-            if left is not None:
-                kept = {number: holder for number, holder in left.shards.items() if holder != worker}
-                self._left[job_id] = _Left(left.project, kept)
+            removed = self._removed.get(job_id)
+            if removed is not None:
+                shards = {number: holder for number, holder in removed.shards.items() if holder != worker}
+                self._removed[job_id] = _RemovedJob(removed.project, shards)
 
     def failed(self, pool: Pool, failure: Failed) -> None:
         users = {failure.job} if failure.job is not None else self._pools.users(pool.key)
-        if failure.job is None and (not self._pools.is_current(pool) or self._pools.try_with_more_room(pool)):
+        if failure.job is None and (not self._pools.is_current(pool) or self._pools.restart_after_eviction(pool)):
             return  # of workers that are no longer needed or are being replaced
         error = JobPaused(failure.message, code=failure.code, reason=PauseReason(failure.reason))
         for job_id in users:
@@ -516,16 +517,16 @@ class Dispatcher:
                 continue
             if error.reason is PauseReason.ROUTE_FAILED:
                 run.failing |= {number for number, key in enumerate(self._keys[job_id]) if key == pool.key}
-            is_of_a_shard = failure.job is not None and error.reason in OF_A_SHARD
-            if not (run.is_over and is_of_a_shard):  # the rest of what providers have is collected all the same
+            is_about_shard = failure.job is not None and error.reason in SHARD_REASONS
+            if not (run.is_over and is_about_shard):  # the other results of providers are collected all the same
                 run.pause(error)
 
     async def recover_worker(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         async with self._recovering:
             worker.opened.clear()
             worker.revoked.clear()
-            worker.wants.clear()
-            self._leave_less(worker.name, list(self._left))
+            worker.requested.clear()
+            self._forget_holder(worker.name, list(self._removed))
             self._released.set()
             await self._commit_log.settle()
             adopted: list[Commit] = []
@@ -536,27 +537,27 @@ class Dispatcher:
                 adopted += await self._adopt(pool, worker, run, died=died)
                 by_row = by_row or run.suspects > suspects
             for run in self._runs.values():
-                run.lost(worker.name)
+                run.forget_worker(worker.name)
             self._work.set()
             return Death(adopted, by_row)
 
     async def _adopt(self, pool: Pool, worker: PoolWorker, run: JobRun, *, died: bool) -> list[Commit]:
-        """Count what a worker had finished of one job. `died`: its shards may be the cause."""
+        """Count the rows of one job that a worker had finished. `died`: one of its shards may be the cause."""
         shards = run.held_by(worker.name)
         if died:
             run.note_suspect(worker.home / f"{worker.name}.suspect")
         try:
-            found = await self._commit_log.call(
+            adopted = await self._commit_log.call(
                 outcome_map.adopt, self._commit_log.ledger, run.spec, run.generation, run.plan, run.files, worker.name
             )
         except BatchmillError as error:
             run.pause(error)
             return []
-        for commit, cost in found:
+        for commit, cost in adopted:
             self._recorded(pool, commit, cost, Verdict.COUNTED, worker)
         for shard in shards:
             run.put_back(shard, died=died)
-        return [commit for commit, _ in found]
+        return [commit for commit, _ in adopted]
 
     async def close(self, *, at_once: bool = False) -> None:
         """End every worker; return when all have ended."""

@@ -22,9 +22,9 @@ from batchmill.wire import messages
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.messages import Allow, Grant, Spending
 
-MARGIN = 1.1  # by which a budget should be larger than what rows are reckoned to cost
-TINY = 1e-9  # USD: sums of fractions are not exact
-SLICE = 0.5  # of what is free that a worker gets at once, where it needs no more for a row
+MARGIN = 1.1  # the suggested budget is the estimated cost of the rows times this
+ROUNDING_USD = 1e-9  # sums of fractions are not exact
+SLICE = 0.5  # the share of the free budget that a worker gets at once, unless its next row needs more
 
 Send = Callable[[Allow], None]
 
@@ -32,9 +32,9 @@ Send = Callable[[Allow], None]
 class JobBudget:
     def __init__(self, job: str, budget: float, spent: float) -> None:
         self._job, self.budget, self._spent = job, budget, spent
-        self._allowed: Counter[str] = Counter()  # worker -> USD that it has and that are not counted as spent
-        self._sent: Counter[str] = Counter()  # worker -> messages to it
-        self._counted: Counter[str] = Counter()  # worker -> its rows that are counted
+        self._allowed: Counter[str] = Counter()  # worker -> USD that it holds and has not spent
+        self._sent: Counter[str] = Counter()  # worker -> number of messages to it
+        self._counted: Counter[str] = Counter()  # worker -> the number of its counted rows
         self._workers: dict[str, Send] = {}
         self._spending: dict[str, Spending] = {}  # worker -> its budget
         self._is_lean = False
@@ -47,11 +47,11 @@ class JobBudget:
     @property
     def needs(self) -> float:
         """USD that the next row may cost, if that exceeds what is free and no row is in flight; otherwise 0."""
-        wanted = [each.needs for each in self._spending.values() if each.needs]
+        needs = [each.needs for each in self._spending.values() if each.needs]
         is_quiet = self._is_lean and all(name in self._spending for name in self._workers)
-        if not wanted or not is_quiet or any(each.reserved for each in self._spending.values()):
+        if not needs or not is_quiet or any(each.reserved for each in self._spending.values()):
             return 0.0
-        return min(wanted) if min(wanted) > self.free + TINY else 0.0
+        return min(needs) if min(needs) > self.free + ROUNDING_USD else 0.0
 
     @property
     def beyond(self) -> float:
@@ -64,8 +64,8 @@ class JobBudget:
         if not (beyond := self.beyond):
             return []
         return [
-            f"rows in flight that do not bound their tokens may pass the budget by {beyond:.4f} USD, should each write "
-            "as much as the longest before them: give them max_tokens"
+            f"rows in flight without max_tokens may exceed the budget by {beyond:.4f} USD if each writes as much as "
+            "the longest row before it: set max_tokens"
         ]
 
     def refusal(self, *, rows: int, rows_left: int) -> str:
@@ -79,17 +79,16 @@ class JobBudget:
         if not row_usd:
             return f"{text}: `batchmill amend {self._job} --budget USD`, then `batchmill resume {self._job}`"
         rest = f"the {rows_left:,} rows left would cost about {rows_left * row_usd:.4f} USD more"
-        wanted = max(MARGIN * (used + rows_left * row_usd), used + needs, self.budget)
-        return (
-            f"{text}; {rest}: `batchmill amend {self._job} --budget {wanted:.4g}`, then `batchmill resume {self._job}`"
-        )
+        suggested = max(MARGIN * (used + rows_left * row_usd), used + needs, self.budget)
+        amend = f"`batchmill amend {self._job} --budget {suggested:.4g}`"
+        return f"{text}; {rest}: {amend}, then `batchmill resume {self._job}`"
 
     def amend(self, budget: float) -> None:
         """Change the budget. If it is smaller, workers return what none of their rows has reserved."""
         if budget != self.budget:
             self.budget = budget
             if self.free < 0:
-                self._be_lean(again=True)
+                self._make_lean(repeat=True)
             self.share()
 
     def open(self, worker: str, send: Send) -> None:
@@ -98,7 +97,7 @@ class JobBudget:
         self._sent[worker] = 0
         self._send(worker)
 
-    def spent(self, worker: str, usd: float, rows: int) -> None:
+    def charge(self, worker: str, usd: float, rows: int) -> None:
         """Record the cost of rows of this worker, or of a former one, that the ledger counted."""
         self._spent += usd
         if worker in self._workers:
@@ -116,10 +115,10 @@ class JobBudget:
             self._allowed[worker] -= spending.returned
             self.share()
 
-    def gone(self, worker: str) -> None:
+    def remove(self, worker: str) -> None:
         """Remove a dead worker whose finished rows have been counted."""
-        for known in (self._workers, self._spending, self._allowed, self._counted, self._sent):
-            known.pop(worker, None)
+        for by_worker in (self._workers, self._spending, self._allowed, self._counted, self._sent):
+            by_worker.pop(worker, None)
         self.share()
 
     def share(self) -> None:
@@ -127,8 +126,8 @@ class JobBudget:
         for worker, spending in list(self._spending.items()):
             if not spending.needs:
                 continue
-            if spending.needs > self.free + TINY:
-                self._be_lean()
+            if spending.needs > self.free + ROUNDING_USD:
+                self._make_lean()
                 continue
             usd = max(spending.needs, self.free * (1.0 if spending.takes_all else SLICE))
             self._allowed[worker] += usd
@@ -139,15 +138,17 @@ class JobBudget:
         self._sent[worker] += 1
         self._workers[worker](Allow(self._job, usd, self._is_lean))
 
-    def _be_lean(self, *, again: bool = False) -> None:
-        if again or not self._is_lean:
+    def _make_lean(self, *, repeat: bool = False) -> None:
+        """Have workers reserve only what a row needs, and return the rest. `repeat`: even if they do already."""
+        if repeat or not self._is_lean:
             self._is_lean = True
             for worker in self._workers:
                 self._send(worker)
 
 
 CRASHES_MAX = 3  # workers that may die on one row before it is given up
-USER_CODE_DEATHS = 2  # of workers on a shard of user code, which shares their process; one may be killed from outside
+# Workers that may die on a shard of user code, which shares their process. Something else may have killed one of them.
+USER_CODE_DEATHS = 2
 
 
 class Ending(Struct, frozen=True):
@@ -173,42 +174,42 @@ class JobRun:
         clock: Clock,
         is_over: bool = False,
     ) -> None:
-        """`is_over`: no row begins any more; what providers have of the shards that are loaded is collected."""
+        """`is_over`: start no more rows; only collect the results that providers have for the loaded shards."""
         self.spec, self.generation, self.plan, self.files = spec, generation, plan, files
         self.is_over = is_over
-        self.fails_rows = False  # rows of it that fail are not to wait for their service
-        self.failing: set[int] = set()  # numbers of models whose way has failed
+        self.fails_rows = False  # its failing rows do not wait until their service recovers
+        self.failing: set[int] = set()  # numbers of models whose route has failed
         self.rates = Rates(clock)
         self._clock = clock
-        self._began: float | None = None  # when the first rows were handed out
-        self._done_at: float | None = None  # when the last row was counted
-        self.moved: float | None = None  # when rows of it were last counted; before that, when the first were given out
+        self._started_at: float | None = None  # when the first rows were granted
+        self._finished_at: float | None = None  # when the last row was counted
+        self.progressed_at: float | None = None  # when its rows were last counted, or first granted
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self.counted_hooks: list[Callable[[Commit], None]] = []
-        self._shards: dict[int, Shard] = {}  # those with rows undone
-        # In the order in which they go out. A shard that ended or was held before its turn is still in here and passed
-        # over when that comes: taking it out would cost as much as the queue is long.
+        self._shards: dict[int, Shard] = {}  # shards with open rows
+        # In the order of grants. A shard that ended or got a holder before its turn stays in the queue and is skipped:
+        # removing it would take time in proportion to the length of the queue.
         self._ready: dict[int, deque[Shard]] = {model: deque() for model in range(len(spec.models))}
         self._held: dict[int, _Held] = {}
-        self._in_hands: defaultdict[str, set[int]] = defaultdict(set)  # worker -> shards it holds
-        self._rows_held: Counter[int] = Counter()  # model -> rows undone that workers hold
-        self._shards_left: Counter[int] = Counter()  # model -> shards with rows undone
-        self._rows_left: Counter[int] = Counter()  # model -> rows undone
-        self._row_costs: defaultdict[int, RowCost] = defaultdict(RowCost)  # model -> what its rows cost lately
+        self._shards_held: defaultdict[str, set[int]] = defaultdict(set)  # worker -> shards it holds
+        self._rows_held: Counter[int] = Counter()  # model -> open rows that workers hold
+        self._shards_left: Counter[int] = Counter()  # model -> shards with open rows
+        self._rows_left: Counter[int] = Counter()  # model -> open rows
+        self._row_costs: defaultdict[int, RowCost] = defaultdict(RowCost)  # model -> the recent cost of its rows
         self._done: dict[int, int] = {}
         self._deaths: dict[int, int] = {}  # shard -> workers that died on it
         self._row_deaths: dict[int, int] = {}  # position -> workers that died while it ran alone
         self.suspects = 0  # times that a worker died while a row ran alone
         self.rows_left = plan.leaders
         self.cost = 0.0
-        self.job_budget: JobBudget | None = None  # of a job with a budget, once `check_budget` has looked at it
+        self.job_budget: JobBudget | None = None  # set by `check_budget` if the job has a budget
 
     def load(self, done: dict[int, int], only: frozenset[int] | None = None) -> None:
-        """Make the shards ready, given how many rows of each are done; `only` these, of what providers are given."""
+        """Make the shards ready, given how many rows of each are done. `only`: of these shards, those of providers."""
         for shard in self.plan.shards():
             rows = shard.hi - shard.lo
-            is_wanted = only is None or (shard.number in only and self.spec.models[shard.model].is_handed_over)
-            finished = done.get(shard.number, 0) if is_wanted else rows
+            is_included = only is None or (shard.number in only and self.spec.models[shard.model].is_handed_over)
+            finished = done.get(shard.number, 0) if is_included else rows
             self.rows_left -= finished
             if finished < rows:
                 self._shards[shard.number] = shard
@@ -228,11 +229,11 @@ class JobRun:
     @property
     def elapsed_s(self) -> float:
         """Seconds from the first grant to the last commit, without the start of the model."""
-        if self._began is None:
+        if self._started_at is None:
             return 0.0
-        return (self._clock.monotonic() if self._done_at is None else self._done_at) - self._began
+        return (self._clock.monotonic() if self._finished_at is None else self._finished_at) - self._started_at
 
-    # -- giving out ---------------------------------------------------------------------------------------------------
+    # -- grants -------------------------------------------------------------------------------------------------------
 
     def has_ready(self, model: int) -> bool:
         if self.ended.done():
@@ -276,32 +277,32 @@ class JobRun:
 
     def _hold(self, shard: Shard, worker: str) -> None:
         self._held[shard.number] = _Held(shard, worker, 0)
-        self._in_hands[worker].add(shard.number)
+        self._shards_held[worker].add(shard.number)
         self._rows_held[shard.model] += shard.hi - shard.lo - self._done[shard.number]
 
-    def _let_go(self, shard: Shard) -> bool:
+    def _clear_holder(self, shard: Shard) -> bool:
         """Clear the holder of a shard; return whether it had one."""
         held = self._held.pop(shard.number, None)
         if held is None:
             return False
-        self._in_hands[held.worker].discard(shard.number)
-        if not self._in_hands[held.worker]:
-            del self._in_hands[held.worker]
+        self._shards_held[held.worker].discard(shard.number)
+        if not self._shards_held[held.worker]:
+            del self._shards_held[held.worker]
         self._rows_held[shard.model] -= shard.hi - shard.lo - self._done[shard.number]
         return True
 
-    def grant(self, shard: Shard, standing: LeasedShard) -> Grant:
+    def grant(self, shard: Shard, leased: LeasedShard) -> Grant:
         """The grant message for the open rows of a shard."""
-        if self._began is None:
-            self._began = self.moved = self._clock.monotonic()
+        if self._started_at is None:
+            self._started_at = self.progressed_at = self._clock.monotonic()
             self.rates.start()
-        self._held[shard.number].epoch = standing.lease.epoch
-        left = undone(standing.bitmap, shard.hi - shard.lo)
+        self._held[shard.number].epoch = leased.lease.epoch
+        left = undone(leased.bitmap, shard.hi - shard.lo)
         numbers = self.plan.row_numbers(shard.lo, shard.hi)
         isolated = self._is_isolated(shard)
         base = {
-            "lease": standing.lease, "seq": standing.seq, "base": shard.lo, "isolated": isolated,
-            "notes": standing.notes, "is_over": self.is_over,
+            "lease": leased.lease, "seq": leased.seq, "base": shard.lo, "isolated": isolated,
+            "notes": leased.notes, "is_over": self.is_over,
         }  # fmt: skip
         if isinstance(left, range) and isinstance(numbers, range) and not isolated:
             return Grant(n=len(left), position=shard.lo, row=numbers.start, **base)
@@ -319,15 +320,15 @@ class JobRun:
         deaths_max = USER_CODE_DEATHS if self.spec.models[shard.model].traits.runs_user_code else CRASHES_MAX
         return self._deaths.get(shard.number, 0) >= deaths_max
 
-    # -- taking back --------------------------------------------------------------------------------------------------
+    # -- results ------------------------------------------------------------------------------------------------------
 
-    def counted(self, commit: Commit) -> None:
+    def apply_commit(self, commit: Commit) -> None:
         """Apply a commit of the ledger."""
         number = commit.lease.shard
         rows = commit.rows_ok + commit.rows_failed
         self.rates.add(rows, commit.usage)
         self.fails_rows = self.fails_rows and not commit.rows_ok
-        self.moved = self._clock.monotonic()
+        self.progressed_at = self._clock.monotonic()
         for hook in self.counted_hooks:
             hook(commit)
         if number in self._shards:
@@ -344,16 +345,16 @@ class JobRun:
         if number in self._held:
             self._rows_held[shard.model] -= rows
         if self._done[number] == shard.hi - shard.lo:
-            self._let_go(shard)
+            self._clear_holder(shard)
             self._shards_left[shard.model] -= 1
             del self._shards[number], self._done[number]
             self._deaths.pop(number, None)
 
     def held_by(self, worker: str) -> list[Shard]:
-        return [self._shards[number] for number in sorted(self._in_hands.get(worker, ()))]
+        return [self._shards[number] for number in sorted(self._shards_held.get(worker, ()))]
 
     def is_held_by(self, worker: str) -> bool:
-        return bool(self._in_hands.get(worker))
+        return bool(self._shards_held.get(worker))
 
     @property
     def is_waiting(self) -> bool:
@@ -371,14 +372,14 @@ class JobRun:
 
     def put_back(self, shard: Shard, *, died: bool) -> None:
         """Make the shard of a dead worker ready again, before all others."""
-        if not self._let_go(shard):
+        if not self._clear_holder(shard):
             return
         if died:
             self._deaths[shard.number] = self._deaths.get(shard.number, 0) + 1
         self._ready[shard.model].appendleft(shard)
 
-    def left(self, lease: Lease) -> None:
-        """A worker puts no more outcomes of a shard: it ends there if the job is over, else it is ready again."""
+    def release_lease(self, lease: Lease) -> None:
+        """A worker is done with a shard: end the shard if the job is over, otherwise make it ready again."""
         held = self._held.get(lease.shard)
         if held is None or held.epoch != lease.epoch:
             return
@@ -387,7 +388,7 @@ class JobRun:
             self.put_back(shard, died=False)
             return
         rest = shard.hi - shard.lo - self._done[shard.number]
-        self._let_go(shard)
+        self._clear_holder(shard)
         self.rows_left -= rest
         self._rows_left[shard.model] -= rest
         self._shards_left[shard.model] -= 1
@@ -426,16 +427,16 @@ class JobRun:
         if not self.ended.done():
             self.ended.set_result(Ending(cancelled=True))
 
-    def spent(self, worker: str, cost: float, rows: int) -> None:
-        """So many rows of this worker were counted, and have cost so much."""
+    def charge(self, worker: str, cost: float, rows: int) -> None:
+        """Add the cost in USD of so many counted rows of a worker."""
         self.cost += cost
         if self.job_budget is not None:
-            self.job_budget.spent(worker, cost, rows)
+            self.job_budget.charge(worker, cost, rows)
 
-    def lost(self, worker: str) -> None:
+    def forget_worker(self, worker: str) -> None:
         """Forget a dead worker whose finished rows have been counted."""
         if self.job_budget is not None:
-            self.job_budget.gone(worker)
+            self.job_budget.remove(worker)
             self.check_budget()
 
     def check_budget(self) -> None:
@@ -452,7 +453,7 @@ class JobRun:
 
     def _end_if_complete(self) -> None:
         if self.rows_left == 0 and not self.ended.done():
-            self._done_at = self._clock.monotonic()
+            self._finished_at = self._clock.monotonic()
             self.ended.set_result(Ending())
 
     @property

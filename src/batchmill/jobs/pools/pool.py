@@ -15,7 +15,7 @@ from batchmill.errors import BatchmillError, ModelFailed, Unavailable, to_storag
 from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.jobs.pools.replicas import EngineLog, Load, ReplicaTarget, last_lines
-from batchmill.jobs.pools.resources import AllocationRequest, Allocations, Capacity, Replica, must_be_there
+from batchmill.jobs.pools.resources import AllocationRequest, Allocations, Capacity, ReplicaId, minimum_replicas
 from batchmill.jobs.pools.tallies import AdapterSums, CallSums, ModelGauge
 from batchmill.models import redaction
 from batchmill.models.secrets import NoSecrets
@@ -40,14 +40,14 @@ from batchmill.wire.messages import (
     Suspected,
 )
 
-FROZEN_S = 60.0  # a worker that says nothing for so long and is stopped by a signal is ended
-MENDED_ELSEWHERE = (PauseReason.ENGINE_FAILED, PauseReason.STORAGE_FAILED)  # where other replicas go on
-DRAIN_S = 10.0  # workers may take so long to record what they have and end
-END_S = 10.0  # and so long to be gone once they are killed
-REST_S, REST_MAX_S = 30.0, 600.0  # a replica that failed while others go on is tried again after this, twice that, ...
-DEATHS_MAX = 5  # in a row without a commit between: then the model is given up
-# As many where a row that ran alone was to blame, and no row got through between: it is not the rows. And as many where
-# live requests were being answered, and none got through between.
+FROZEN_S = 60.0  # a worker that a signal has stopped is killed after so long without a message
+REPLICA_REASONS = (PauseReason.ENGINE_FAILED, PauseReason.STORAGE_FAILED)  # failures of one replica: others continue
+DRAIN_S = 10.0  # for workers to record what they have and end
+END_S = 10.0  # for killed workers to end
+REST_S, REST_MAX_S = 30.0, 600.0  # before a failed replica is started again; doubles with each failure
+DEATHS_MAX = 5  # consecutive ones without a commit between them: then the model has failed
+# As above, for workers that died while a row ran alone, if no row finished between: the rows are not the cause. The
+# same number holds for workers that died during live requests, if no request finished between.
 ROW_DEATHS_MAX = 30
 GIVEN_UP = "worker_crashed"  # the error of a row that killed its workers
 
@@ -56,7 +56,7 @@ class Death(Struct, frozen=True):
     """The state that a dead worker left behind."""
 
     adopted: Sequence[Commit] = ()  # outcomes that it had not reported
-    by_row: bool = False  # it ran one row alone, which is to blame
+    by_row: bool = False  # it ran one row alone, which is the cause
 
 
 class RowDispatcher(Protocol):
@@ -120,16 +120,16 @@ class CrashCounter:
         """Whether so many deaths by rows show that the rows are not the cause."""
         return self._by_row >= ROW_DEATHS_MAX
 
-    def answered(self) -> None:
+    def count_reply(self) -> None:
         """Note a completed live request."""
         self._by_call = 0
 
-    def rest(self) -> None:
-        """Let the replica that died rest while others continue."""
+    def reset(self) -> None:
+        """Reset the counts while the failed replica waits and others continue."""
         self._plain = self._by_call = 0
 
-    def got_through(self, commit: Commit) -> bool:
-        """Rows were finished: the deaths before them were not the model's. False: one was given up."""
+    def count_progress(self, commit: Commit) -> bool:
+        """Reset the counts: rows finished, so earlier deaths were not the model's. False if all rows were given up."""
         self._plain = self._by_call = 0
         if not (commit.rows_ok or commit.errors.keys() - {GIVEN_UP}):
             return False
@@ -143,14 +143,14 @@ class _Replica:
     def __init__(self, number: int, *, is_extra: bool) -> None:
         self.number, self.is_extra = number, is_extra
         self.worker: PoolWorker | None = None
-        self.is_waiting = False  # for room, or for another try: nothing of it runs
+        self.is_waiting = False  # for resources, or for a retry: it has no process
         self.is_leaving = False
         self.failures = 0  # in a row
         self.task: asyncio.Task[None] | None = None
 
     @property
     def restart_cost(self) -> tuple[bool, bool, int, int]:
-        """Those that are missed least come first."""
+        """A sort key: the replica that is missed least comes first."""
         worker = self.worker
         busy = 0 if worker is None else len(worker.calls) + len(worker.opened)
         return (not self.is_waiting, worker is not None and worker.is_ready, busy, -self.number)
@@ -161,72 +161,72 @@ class Pool:
         self, key: str, model: ModelSpec, home: Path, tools: PoolTools, *, after: asyncio.Task[None] | None = None
     ) -> None:
         """Args: after: wait for this event before the workers start."""
-        self._provided: Provision | None = None  # since secrets have changed
+        self._provided: Provision | None = None  # set once secrets have changed
         self.key, self.model, self._home = key, model, home
         self._tools, self._dispatcher, self._clock, self._after = tools, tools.dispatcher, tools.clock, after
         self.workers: dict[str, PoolWorker] = {}
         self._stopping = False
         self._deaths = CrashCounter()
         self.failure: Failed | None = None
-        self.was_ready = False  # a worker of it has been ready
+        self.was_ready = False  # at least one worker has been ready
         self.sums, self.adapters = CallSums(), AdapterSums()
         self._waiters: set[asyncio.Future[None]] = set()  # live requests that no worker is ready for
-        self.standing = ReplicaTarget(0)
+        self.target = ReplicaTarget(0)
         self._replicas: dict[int, _Replica] = {}
-        self.scale(ReplicaTarget(must_be_there(model)))
+        self.scale(ReplicaTarget(minimum_replicas(model)))
         self._watching = asyncio.create_task(self._watch())
 
     # -- replicas -----------------------------------------------------------------------------------------------------
 
-    def scale(self, standing: ReplicaTarget) -> None:
-        """Scale to the wanted number of replicas. Surplus ones finish what they have."""
+    def scale(self, target: ReplicaTarget) -> None:
+        """Scale to the target number of replicas. Surplus ones finish what they have."""
         if self._stopping or self.failure is not None:
             return
-        self.standing = standing
+        self.target = target
         staying = [each for each in self._replicas.values() if not each.is_leaving]
         free = (number for number in itertools.count() if number not in self._replicas)
-        for number in itertools.islice(free, max(0, standing.wanted - len(staying))):
-            is_extra = sum(not each.is_leaving for each in self._replicas.values()) >= must_be_there(self.model)
+        for number in itertools.islice(free, max(0, target.wanted - len(staying))):
+            is_extra = sum(not each.is_leaving for each in self._replicas.values()) >= minimum_replicas(self.model)
             replica = self._replicas[number] = _Replica(number, is_extra=is_extra)
-            replica.task = asyncio.create_task(self._tend(replica))
-            replica.task.add_done_callback(lambda task, replica=replica: self._tended(replica, task))
-        for replica in sorted(staying, key=lambda each: each.restart_cost)[: max(0, len(staying) - standing.wanted)]:
-            self._let_go(replica)
+            replica.task = asyncio.create_task(self._supervise(replica))
+            replica.task.add_done_callback(lambda task, replica=replica: self._supervisor_ended(replica, task))
+        for replica in sorted(staying, key=lambda each: each.restart_cost)[: max(0, len(staying) - target.wanted)]:
+            self._release(replica)
 
-    def shed(self, number: int) -> None:
+    def release_spare(self, number: int) -> None:
         """Release a replica that the model can run without, for another model."""
-        self.standing = ReplicaTarget(self.standing.wanted - 1)
-        self._let_go(self._replicas[number])
+        self.target = ReplicaTarget(self.target.wanted - 1)
+        self._release(self._replicas[number])
 
-    def _let_go(self, replica: _Replica) -> None:
+    def _release(self, replica: _Replica) -> None:
         replica.is_leaving = True
-        self._tools.log.add(self.key, "stopping", "it is not needed any more", replica.number)
+        self._tools.log.add(self.key, "stopping", "it is no longer needed", replica.number)
         if replica.is_waiting and replica.task is not None:
             replica.task.cancel()
         elif replica.worker is not None:
             replica.worker.drain()
 
-    def extras(self) -> list[Replica]:
+    def spare_replicas(self) -> list[ReplicaId]:
         """Replicas that the model can run without, the least useful first."""
         staying = sorted(
-            (each for each in self._replicas.values() if not each.is_leaving and self._has_room(each)),
+            (each for each in self._replicas.values() if not each.is_leaving and self._is_allocated(each)),
             key=lambda each: each.restart_cost,
         )
-        return [self._place(each) for each in staying[: max(0, len(staying) - must_be_there(self.model))]]
+        return [self._id_of(each) for each in staying[: max(0, len(staying) - minimum_replicas(self.model))]]
 
-    def places(self, *, leaving: bool = False) -> list[Replica]:
-        """The resources that the pool holds; `leaving`: those of replicas that are about to end."""
+    def allocated(self, *, leaving: bool = False) -> list[ReplicaId]:
+        """The replicas that hold resources; `leaving`: only those that are about to end."""
         return [
-            self._place(each)
+            self._id_of(each)
             for each in self._replicas.values()
-            if self._has_room(each) and (self._stopping or each.is_leaving or not leaving)
+            if self._is_allocated(each) and (self._stopping or each.is_leaving or not leaving)
         ]
 
-    def _place(self, replica: _Replica) -> Replica:
-        return Replica(self.key, replica.number)
+    def _id_of(self, replica: _Replica) -> ReplicaId:
+        return ReplicaId(self.key, replica.number)
 
-    def _has_room(self, replica: _Replica) -> bool:
-        return self._tools.allocations.machine.holds(self._place(replica))
+    def _is_allocated(self, replica: _Replica) -> bool:
+        return self._tools.allocations.machine.holds(self._id_of(replica))
 
     @property
     def replicas(self) -> int:  # that run or start
@@ -236,47 +236,47 @@ class Pool:
     def waits(self) -> str:
         """What the first replica without resources waits for; empty: nothing."""
         reasons = (
-            self._tools.allocations.why(self._place(each)) for each in self._replicas.values() if each.is_waiting
+            self._tools.allocations.why(self._id_of(each)) for each in self._replicas.values() if each.is_waiting
         )
         return next(filter(None, reasons), "")
 
-    def _goes_on(self, replica: _Replica) -> bool:
+    def _must_run(self, replica: _Replica) -> bool:
         return not (self._stopping or replica.is_leaving or self.failure is not None)
 
-    async def _tend(self, replica: _Replica) -> None:
+    async def _supervise(self, replica: _Replica) -> None:
         """Keep one worker alive until the pool stops, or the replica is not needed."""
         if self._after is not None:
             replica.is_waiting = True
             await asyncio.wait({self._after})
             replica.is_waiting = False
-        if flaw := self._tools.allocations.machine.never(self.model):
+        if flaw := self._tools.allocations.machine.find_excess(self.model):
             self._fail(Failed("machine_too_small", flaw, PauseReason.ENGINE_FAILED))
-        while self._goes_on(replica):
-            room = await self._take_room(replica)
+        while self._must_run(replica):
+            capacity = await self._allocate(replica)
             try:
-                await self._serve(replica, room)
+                await self._serve(replica, capacity)
             finally:
-                self._tools.allocations.give_back(self._place(replica))
-            if self._goes_on(replica):
+                self._tools.allocations.give_back(self._id_of(replica))
+            if self._must_run(replica):
                 replica.is_waiting = True
-                await self._clock.sleep(rest_s(replica.failures))
+                await self._clock.sleep(retry_delay_s(replica.failures))
                 replica.is_waiting = False
 
-    async def _take_room(self, replica: _Replica) -> Capacity:
+    async def _allocate(self, replica: _Replica) -> Capacity:
         needs = self._tools.allocations.machine.needs_of(self.model)
         replica.is_waiting = True
-        room = await self._tools.allocations.take(
-            AllocationRequest(self._place(replica), self.model.name, needs, replica.is_extra),
+        capacity = await self._tools.allocations.take(
+            AllocationRequest(self._id_of(replica), self.model.name, needs, replica.is_extra),
             lambda why: self._tools.log.add(self.key, "waiting", why, replica.number),
         )
         replica.is_waiting = False
-        return room
+        return capacity
 
-    async def _serve(self, replica: _Replica, room: Capacity) -> None:
+    async def _serve(self, replica: _Replica, capacity: Capacity) -> None:
         """Start workers, one after another, until the replica is released or fails."""
         log = self._tools.log
         is_first = True
-        while self._goes_on(replica):
+        while self._must_run(replica):
             name = uuid.uuid4().hex
             home = self._home / f"worker-{replica.number}"
             provision = await self._provision()
@@ -286,7 +286,7 @@ class Pool:
             is_first = False
             try:
                 poison = self._tools.quarantine.poison(self.model.source)
-                start = Start(name, self.model, str(home), replica.number, provision, room.gpus, poison)
+                start = Start(name, self.model, str(home), replica.number, provision, capacity.gpus, poison)
                 handle = await self._tools.executor.start(start)
             except OSError as error:
                 self._fail(_not_started(error))
@@ -294,10 +294,10 @@ class Pool:
             worker = replica.worker = PoolWorker(name, home, handle, provision, replica.number)
             try:
                 failed = await self._listen(replica, worker)
-            finally:  # it reports nothing any more: calls that wait for its replies fail
+            finally:  # it sends no more messages: calls that wait for its replies fail
                 worker.is_ready = False
                 is_answering = bool(worker.calls)
-                worker.end_calls(self._lost())
+                worker.end_calls(self._worker_ended_error())
             code = await handle.wait()
             replica.worker = None
             del self.workers[name]
@@ -326,31 +326,31 @@ class Pool:
 
     async def _listen(self, replica: _Replica, worker: PoolWorker) -> bool:
         """Handle a worker's messages until it has ended; True if it reported a failure."""
-        worker.heard_at = self._clock.monotonic()
+        worker.last_message_at = self._clock.monotonic()
         self.workers[worker.name] = worker
         if self._provided is not None:
             worker.provide(self._provided)
-        if self._stopping or replica.is_leaving:  # since it was asked for
+        if self._stopping or replica.is_leaving:  # since its start was requested
             worker.end()
         failed = False
         async for message in worker.handle.messages():
-            worker.heard_at = self._clock.monotonic()
+            worker.last_message_at = self._clock.monotonic()
             failed = await self._receive(worker, message) or failed
         return failed
 
-    def _lost(self) -> BatchmillError:
+    def _worker_ended_error(self) -> BatchmillError:
         """The error for live requests of a worker that ended without a reply."""
         if self.failure is not None:
             return ModelFailed(self.failure.message)
-        return Unavailable(f"the worker of {self.model.name!r} ended before it had answered; try again")
+        return Unavailable(f"the worker of {self.model.name!r} ended before it replied; try again")
 
     def _count_death(self, worker: PoolWorker, death: Death, code: int, *, is_answering: bool) -> bool:
-        """Give the model up when its workers die one after another; a row that is to blame is given up instead.
+        """Fail the model when its workers die one after another, unless a row is the cause: then only the row fails.
 
-        A live request that kills a worker must not fail the jobs there. True where this replica is given up for now.
+        A live request that kills a worker must not fail jobs. Returns True if this replica stops for now.
         """
         for commit in death.adopted:
-            self._got_through(worker, commit)
+            self._count_progress(worker, commit)
         if worker.is_ended:
             return False
         self._deaths.count(by_row=death.by_row, by_call=is_answering and not worker.storage_error)
@@ -369,45 +369,45 @@ class Pool:
         return True
 
     def _give_up(self, worker: PoolWorker, failure: Failed) -> None:
-        """Let one of several ready replicas rest for a while; the failure of the only one is the model's."""
+        """Stop one of several ready replicas for a while; if it is the only one, the model fails."""
         others = [each for each in self.ready() if each is not worker]
-        if failure.reason not in MENDED_ELSEWHERE or not others or self._deaths.are_of_rows:
+        if failure.reason not in REPLICA_REASONS or not others or self._deaths.are_of_rows:
             self._fail(failure)
             return
         self._replicas[worker.replica].failures += 1
-        self._deaths.rest()
+        self._deaths.reset()
         self._tools.log.add(self.key, "failed", failure.message, worker.replica)
 
-    def _got_through(self, worker: PoolWorker, commit: Commit) -> None:
+    def _count_progress(self, worker: PoolWorker, commit: Commit) -> None:
         """Note that rows finished: earlier deaths were not the model's fault."""
-        if self._deaths.got_through(commit) and worker.replica in self._replicas:
+        if self._deaths.count_progress(commit) and worker.replica in self._replicas:
             self._replicas[worker.replica].failures = 0
 
-    def _tended(self, replica: _Replica, task: asyncio.Task[None]) -> None:
+    def _supervisor_ended(self, replica: _Replica, task: asyncio.Task[None]) -> None:
         """Report a crashed supervisor task instead of waiting for its worker."""
         self._replicas.pop(replica.number, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            text = f"a worker of {self.model.name!r} was lost: {type(error).__name__}: {error}"
+            text = f"the supervisor of a worker of {self.model.name!r} failed: {type(error).__name__}: {error}"
             self._fail(Failed("worker_lost", text, PauseReason.ENGINE_FAILED))
 
     async def _receive(self, worker: PoolWorker, message: object) -> bool:
         """Handle a worker's message, or pass it on if it is about rows; True if it reports a failure."""
         match message:
-            case Answers(answers, stats):
-                worker.answer(answers)
-                if answers:
-                    self._deaths.answered()
+            case Answers(replies, stats):
+                worker.deliver_replies(replies)
+                if replies:
+                    self._deaths.count_reply()
                 if stats is not None:
                     self.sums.add(stats)
             case ReplyChunk() | Head() | Answered():
                 worker.deliver(message)
                 if isinstance(message, Answered):
-                    self._deaths.answered()
+                    self._deaths.count_reply()
             case Ready():
                 if not worker.is_leaving:
                     worker.is_ready = self.was_ready = True
                     self._tools.log.add(self.key, "ready", replica=worker.replica)
-                    self._change()
+                    self._wake_waiters()
                     await self._dispatcher.receive(self, worker, message)
             case Heartbeat(stats):
                 self.adapters.add(self.model.name, worker.stats.adapters, stats.adapters)
@@ -423,7 +423,7 @@ class Pool:
                 return True
             case _:
                 if isinstance(message, Record):
-                    self._got_through(worker, message.commit)
+                    self._count_progress(worker, message.commit)
                 await self._dispatcher.receive(self, worker, message)
         return False
 
@@ -435,14 +435,14 @@ class Pool:
                 if replica.is_waiting and replica.task is not None:
                     replica.task.cancel()
             self._dispatcher.failed(self, failure)
-            self._change()
+            self._wake_waiters()
 
     async def _watch(self) -> None:
         """End workers that a signal has stopped: their leases must continue elsewhere."""
         while True:
             await self._clock.sleep(FROZEN_S / 10)
             for worker in list(self.workers.values()):
-                if self._clock.monotonic() - worker.heard_at > FROZEN_S and worker.handle.is_frozen():
+                if self._clock.monotonic() - worker.last_message_at > FROZEN_S and worker.handle.is_frozen():
                     worker.handle.kill()
 
     def is_running(self, job_id: str) -> bool:
@@ -463,7 +463,7 @@ class Pool:
         """The current state; `rows_left` has the rows of each of its jobs, of which `waiting` hold no worker."""
         workers = list(self.workers.values())
         stats: list[EngineStats] = [worker.stats for worker in workers]
-        known = [each.cached_share for each in stats if each.cached_share is not None]
+        cached_shares = [each.cached_share for each in stats if each.cached_share is not None]
         return ModelGauge(
             name=self.model.name,
             workers=len(workers),
@@ -473,28 +473,28 @@ class Pool:
             live=sum(len(worker.calls) for worker in workers),
             live_waiting=self.waiting,
             kv_usage=sum(each.kv_usage for each in stats) / len(stats) if stats else 0.0,
-            cached_share=sum(known) / len(known) if known else None,
+            cached_share=sum(cached_shares) / len(cached_shares) if cached_shares else None,
             note="; ".join(dict.fromkeys(each.note for each in stats if each.note)),
             failure="" if self.failure is None else self.failure.message,
             jobs=len(rows_left),
             jobs_waiting=waiting,
             rows_waiting=sum(rows_left),
             replicas=self.replicas,
-            wanted=self.standing.wanted,
+            wanted=self.target.wanted,
             waits=self.waits,
             adapters_loaded=sum(each.adapters_loaded for each in stats),
         )
 
     # -- for live requests --------------------------------------------------------------------------------------------
 
-    def least_live(self) -> PoolWorker | None:
+    def least_loaded_worker(self) -> PoolWorker | None:
         """The ready worker with the fewest live requests."""
-        found = None
+        least = None
         for worker in () if self._stopping else self.workers.values():  # for every call: no list, no key
             is_free = worker.is_ready and not worker.is_ended
-            if is_free and (found is None or len(worker.calls) < len(found.calls)):
-                found = worker
-        return found
+            if is_free and (least is None or len(worker.calls) < len(least.calls)):
+                least = worker
+        return least
 
     @property
     def requests(self) -> int:
@@ -505,7 +505,7 @@ class Pool:
     def waiting(self) -> int:  # live requests that no worker is ready for
         return len(self._waiters)
 
-    async def change(self) -> None:
+    async def wait_for_change(self) -> None:
         """Wait until a worker is ready, or none will ever be."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
@@ -514,7 +514,7 @@ class Pool:
         finally:
             self._waiters.discard(waiter)
 
-    def _change(self) -> None:
+    def _wake_waiters(self) -> None:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -529,7 +529,7 @@ class Pool:
         if not self._stopping:
             self._tools.log.add(self.key, "stopping")
         self._stopping = True
-        self._change()
+        self._wake_waiters()
         self._watching.cancel()
         if at_once:
             self.kill()
@@ -538,10 +538,10 @@ class Pool:
                 replica.task.cancel()
         for worker in self.workers.values():
             worker.handle.send(Drain())
-        tending = {each.task for each in self._replicas.values() if each.task is not None}
-        if not tending:
+        supervisors = {each.task for each in self._replicas.values() if each.task is not None}
+        if not supervisors:
             return
-        _, late = await asyncio.wait(tending, timeout=END_S if at_once else DRAIN_S)
+        _, late = await asyncio.wait(supervisors, timeout=END_S if at_once else DRAIN_S)
         self.kill()
         if late:
             _, late = await asyncio.wait(late, timeout=END_S)
@@ -549,8 +549,8 @@ class Pool:
             task.cancel()
 
 
-def rest_s(failures: int) -> float:
-    """Seconds to rest after so many consecutive failures."""
+def retry_delay_s(failures: int) -> float:
+    """Seconds to wait after so many consecutive failures."""
     return min(REST_MAX_S, REST_S * 2 ** min(failures - 1, 10))
 
 

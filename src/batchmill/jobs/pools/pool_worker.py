@@ -28,8 +28,8 @@ from batchmill.wire.messages import (
     ReplyChunk,
 )
 
-FRESH_S = 0.5  # claims are reckoned anew after this, or when a job comes or goes
-NEWS = 0.1  # a weight that changed by less is not worth telling
+FRESH_S = 0.5  # claims are recomputed after this, or when a job is added or removed
+WEIGHT_CHANGE_MIN = 0.1  # a smaller relative change of a weight is not sent
 
 
 class Weight(Struct, frozen=True):
@@ -44,7 +44,7 @@ class Weight(Struct, frozen=True):
         if other is None or self.priority != other.priority:
             return False
         pairs = ((self.share, other.share), (self.row_cost, other.row_cost))
-        return all(abs(one - two) <= NEWS * max(one, two) for one, two in pairs)
+        return all(abs(new - old) <= WEIGHT_CHANGE_MIN * max(new, old) for new, old in pairs)
 
 
 class Claim(Struct, frozen=True, eq=False):
@@ -62,7 +62,7 @@ class Claims:
         self._share = FairShare(weights)
         self._row_cost = RowCost()
         self._throughput = Throughput(clock)
-        self._reckoned: list[Claim] | None = None
+        self._computed: list[Claim] | None = None
         self._at = 0.0
 
     def charge(self, project: str, commit: Commit) -> None:
@@ -75,34 +75,34 @@ class Claims:
 
     def forget(self) -> None:
         """Drop cached shares: a job was added, changed or removed."""
-        self._reckoned = None
+        self._computed = None
 
     @property
     def is_fresh(self) -> bool:
-        return self._reckoned is not None and self._clock.monotonic() - self._at < FRESH_S
+        return self._computed is not None and self._clock.monotonic() - self._at < FRESH_S
 
-    def reckon(self, runs: Sequence[tuple[JobRun, int]]) -> list[Claim]:
-        """The claims of these (job, number of its model), in serving order."""
+    def compute(self, runs: Sequence[tuple[JobRun, int]]) -> list[Claim]:
+        """Compute the claims of these (job, number of its model), in serving order."""
         costs = [self._cost(run, model) for run, model in runs]
         held: Counter[str] = Counter()
         for (run, model), cost in zip(runs, costs, strict=True):
             held[run.spec.project] += run.rows_held(model) * cost
         self._share.set_active(held)
-        self._throughput.work(is_there=bool(runs))
+        self._throughput.work(has_work=bool(runs))
         candidates = [self._candidate(*each, cost, held) for each, cost in zip(runs, costs, strict=True)]
         shares = scheduler.shares(candidates, self._weights)
         claims = [
             Claim(run, model, candidate, Weight(candidate.rank, shares[candidate.job], cost))
             for (run, model), candidate, cost in zip(runs, candidates, costs, strict=True)
         ]
-        self._reckoned = sorted(claims, key=lambda claim: scheduler.order_of(claim.candidate))
+        self._computed = sorted(claims, key=lambda claim: scheduler.order_of(claim.candidate))
         self._at = self._clock.monotonic()
-        return self._reckoned
+        return self._computed
 
     @property
     def last(self) -> list[Claim]:
         """The claims as last computed."""
-        return self._reckoned or []
+        return self._computed or []
 
     def _cost(self, run: JobRun, model: int) -> float:
         """The cost of a row of this job: of its recent rows, or else of other jobs."""
@@ -122,10 +122,10 @@ class Claims:
         )
 
 
-JOBS_OPEN_MAX = 64  # at one worker: each has a file open there, and a place among those whose turn it may be
-JOBS_OPEN_PROJECT_MAX = 48  # of one project: a worker has room for the jobs of others
+JOBS_OPEN_MAX = 64  # at one worker, where each has an open file
+JOBS_OPEN_PROJECT_MAX = 48  # of one project: the rest is for other projects
 
-# None: the answer is complete. An Ask has one Answer, or an error.
+# None: the reply is complete. A function call gets one reply or an error.
 LiveCallback = Callable[[FunctionReply | LiveHead | bytes | Exception | None], None]
 
 
@@ -136,23 +136,23 @@ class PoolWorker:
         self, name: str, home: Path, handle: WorkerHandle, provision: Provision = Provision(), replica: int = 0
     ) -> None:
         self.name, self.home, self.handle, self.provision, self.replica = name, home, handle, provision, replica
-        self.is_leaving = False  # it finishes what it has, and ends
+        self.is_leaving = False  # it finishes its work and ends
         self.is_ready = False
-        self.is_ended = False  # we killed it: its end is no evidence against a row
-        self.storage_error = ""  # why it cannot write outcomes: its end is no evidence against a row
-        self.wants: set[str] = set()  # jobs of which it has room for one more grant
+        self.is_ended = False  # its owner killed it, so its end is not the fault of a row
+        self.storage_error = ""  # why it cannot write outcomes, in which case its end is not the fault of a row
+        self.requested: set[str] = set()  # jobs of which it requests another grant
         self.weights: dict[str, Weight] = {}  # job -> the weight that was sent
-        self.calls: dict[int, LiveCallback] = {}  # live request -> who hears its answer
-        self.opened: dict[str, str] = {}  # jobs that it has open and may get grants of, and their projects
-        self.revoked: set[str] = set()  # jobs of which it may still run what it had begun
+        self.calls: dict[int, LiveCallback] = {}  # id of a live request -> the callback for its reply
+        self.opened: dict[str, str] = {}  # open jobs, which may get grants -> their projects
+        self.revoked: set[str] = set()  # removed jobs of which rows may still be running
         self.stats = EngineStats()
-        self.heard_at = 0.0
-        self._asks: list[FunctionRequest] = []  # of this turn of the loop: they go in one message
+        self.last_message_at = 0.0
+        self._requests: list[FunctionRequest] = []  # of this turn of the event loop: sent in one message
 
     def drain(self) -> None:
         """Let the worker finish its rows and live requests, and end. It gets nothing more."""
         self.is_leaving, self.is_ready = True, False
-        self._send_asks()
+        self._send_requests()
         self.handle.send(Drain())
 
     def end(self) -> None:
@@ -167,8 +167,8 @@ class PoolWorker:
             self.handle.send(Provide(provision))
 
     def has_room(self, job: JobSpec) -> bool:
-        """Whether the worker wants more of this job, or has none of it and not too many other shards."""
-        if job.id in self.wants:
+        """Whether the worker requests more of this job, or can open it beside its other jobs."""
+        if job.id in self.requested:
             return True
         if job.id in self.opened or len(self.opened) >= JOBS_OPEN_MAX:
             return False
@@ -178,7 +178,7 @@ class PoolWorker:
     def close(self, job_id: str) -> None:
         """Give the worker no more of this job."""
         self.opened.pop(job_id, None)
-        self.wants.discard(job_id)
+        self.requested.discard(job_id)
         self.weights.pop(job_id, None)
 
     def deliver(self, message: Head | ReplyChunk | Answered) -> None:
@@ -191,38 +191,38 @@ class PoolWorker:
         if on_reply is not None:
             on_reply(piece)
 
-    def ask(self, ask: FunctionRequest, on_reply: LiveCallback) -> None:
+    def send_request(self, request: FunctionRequest, on_reply: LiveCallback) -> None:
         """Send a call, together with all others of this turn of the event loop."""
-        self.calls[ask.id] = on_reply
-        if not self._asks:
-            asyncio.get_running_loop().call_soon(self._send_asks)
-        self._asks.append(ask)
+        self.calls[request.id] = on_reply
+        if not self._requests:
+            asyncio.get_running_loop().call_soon(self._send_requests)
+        self._requests.append(request)
 
-    def _send_asks(self) -> None:
-        asks, self._asks = self._asks, []
+    def _send_requests(self) -> None:
+        requests, self._requests = self._requests, []
         begin = size = 0
-        for at, ask in enumerate(asks):
-            size += len(ask.body) + len(ask.head)
+        for at, request in enumerate(requests):
+            size += len(request.body) + len(request.head)
             if size > LIVE_REQUESTS_BYTES and at > begin:
-                self.handle.send(FunctionRequests(asks[begin:at]))
-                begin, size = at, len(ask.body) + len(ask.head)
-        if asks:
-            self.handle.send(FunctionRequests(asks[begin:]))
+                self.handle.send(FunctionRequests(requests[begin:at]))
+                begin, size = at, len(request.body) + len(request.head)
+        if requests:
+            self.handle.send(FunctionRequests(requests[begin:]))
 
-    def abandon(self, ask_id: int) -> None:
+    def abandon(self, request_id: int) -> None:
         """Abandon a call: its caller no longer waits."""
-        if self.calls.pop(ask_id, None) is not None:
-            self._send_asks()
-            self.handle.send(Abandon(ask_id))
+        if self.calls.pop(request_id, None) is not None:
+            self._send_requests()
+            self.handle.send(Abandon(request_id))
 
-    def answer(self, answers: Sequence[FunctionReply]) -> None:
-        for answer in answers:
-            on_reply = self.calls.pop(answer.id, None)
+    def deliver_replies(self, replies: Sequence[FunctionReply]) -> None:
+        for reply in replies:
+            on_reply = self.calls.pop(reply.id, None)
             if on_reply is not None:
-                on_reply(answer)
+                on_reply(reply)
 
     def end_calls(self, error: BatchmillError) -> None:
-        """Fail all calls: the worker replies no more."""
+        """Fail all calls: the worker sends no more replies."""
         calls, self.calls = self.calls, {}
         for on_reply in calls.values():
             on_reply(error)

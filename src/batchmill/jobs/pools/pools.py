@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from batchmill.errors import BatchmillError
-from batchmill.jobs.pools.pool import Pool, PoolTools, RowDispatcher, rest_s
+from batchmill.jobs.pools.pool import Pool, PoolTools, RowDispatcher, retry_delay_s
 from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.jobs.pools.replicas import COOLDOWN_DEFAULT_S, EngineLog, follow, needed
@@ -29,40 +29,40 @@ from batchmill.wire.messages import Learn
 
 IDLE_POOLS_MAX = 4  # idle pools; beyond that the one that has been idle longest ends
 IDLE_FUNCTIONS_MAX = 16  # as many of deployed functions, which hold no device and no model's weights
-SCALE_S = 1.0  # between two looks at what there is to do for models that scale
+SCALE_S = 1.0  # between two checks of the load of models that scale
 # The names of users that are not jobs.
 LIVE = ("live ", "calls ")
 NO_JOBS = (*LIVE, "loaded ", "kept ")
-SUMS_MAX = 10_000  # models whose calls are summed; those that were first used longest ago are forgotten
+SUMS_MAX = 10_000  # models with call counters; the oldest counters are dropped
 
 
 class CodeDigests:
     """The digests of functions' files, read again only when a file has changed."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[tuple[int, int, int], str]] = {}
+        self._digests: dict[str, tuple[tuple[int, int, int], str]] = {}
 
     def of(self, source: str) -> str:
         """The digest of a file; empty if it does not exist, which the worker then reports."""
         try:
             path = functions.file_of(functions.parse(source))
             stat = os.stat(path)
-            seen = stat.st_mtime_ns, stat.st_size, stat.st_ino
-            known = self._known.get(source)
-            if known is None or known[0] != seen:
-                known = self._known[source] = seen, functions.digest(source)
+            version = stat.st_mtime_ns, stat.st_size, stat.st_ino
+            entry = self._digests.get(source)
+            if entry is None or entry[0] != version:
+                entry = self._digests[source] = version, functions.digest(source)
         except (BatchmillError, OSError):
             return ""
-        return known[1]
+        return entry[1]
 
 
 class Pools:
     """
     Args:
         idle_timeout_s: how long an unused pool is kept.
-        provisions: what its workers are given beside the model.
-        quarantine: what engines died of.
-        machine: what the replicas of all models share; None: it has no limits.
+        provisions: the secrets of workers.
+        quarantine: the requests that crashed engines.
+        machine: the resources of all replicas; None: no limits.
     """
 
     def __init__(
@@ -82,37 +82,36 @@ class Pools:
         self._data_dir, self._clock, self._dispatcher = data_dir, clock, dispatcher
         self._idle_timeout_s = idle_timeout_s
         self._allocations, self._log = Allocations(machine or Resources()), EngineLog(clock)
-        self._allocations.make_room, self._allocations.use_of = self._make_room, self._use_of
+        self._allocations.evict, self._allocations.use_of = self._evict, self._use_of
         self._tools = PoolTools(executor, dispatcher, clock, self._allocations, self._log, quarantine, provisions)
         self._scaling: asyncio.Task[None] | None = None
-        self._rests: dict[
-            str, tuple[Pool, int, float]
-        ] = {}  # kept and failed: how often in a row, and when it is tried
+        # Pinned pools that have failed: key -> the pool, its consecutive failures, the time of its next start
+        self._retries: dict[str, tuple[Pool, int, float]] = {}
         self._providing: asyncio.Task[None] | None = None
-        self._is_stale = False  # workers may have secrets that are others now
+        self._is_stale = False  # workers may have outdated secrets
         self._codes = CodeDigests()
         self._pools: dict[str, Pool] = {}
         self._users: dict[str, set[str]] = {}
-        self._idle: dict[str, asyncio.Task[None]] = {}  # idle pools, the one that became idle first comes first
-        self.dying: set[Pool] = set()  # on their way to their end
-        self.endings: dict[str, asyncio.Task[None]] = {}  # pool key -> the end of those that had it
-        self._sums: dict[str, CallSums] = {}  # pool key -> what its workers have counted, whichever pool had them
-        self._second_tries: set[str] = set()  # keys of pools that were started again with more room
+        self._idle: dict[str, asyncio.Task[None]] = {}  # idle pools, the one that has been idle longest first
+        self.ending_pools: set[Pool] = set()  # pools whose workers are ending
+        self.end_tasks: dict[str, asyncio.Task[None]] = {}  # pool key -> the task that ends its former pools
+        self._sums: dict[str, CallSums] = {}  # pool key -> counters of all its workers, former ones included
+        self._restarted: set[str] = set()  # keys of pools that were restarted after evictions
         self.adapters = AdapterSums()
         self.is_closed = False
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- views --------------------------------------------------------------------------------------------------------
 
     def key_of(self, model: ModelSpec, code: Mapping[str, str] | None = None) -> str:
         """Models that one set of workers can serve have the same key.
 
-        `code` has the digests of functions by model name; they are read where it has none.
+        `code`: model name -> digest of its function. Missing digests are read from the files.
         """
-        everybodys = _everybodys(model)
+        shared_spec = _shared_spec(model)
         digest = (code or {}).get(model.name, "")
         if not digest and model.traits.source is Source.CODE:
             digest = self._codes.of(model.source)
-        data = msgspec.json.encode([everybodys, digest], order="deterministic")
+        data = msgspec.json.encode([shared_spec, digest], order="deterministic")
         return hashlib.sha256(data).hexdigest()
 
     def get(self, key: str) -> Pool | None:
@@ -130,54 +129,54 @@ class Pools:
 
     def sums(self, key: str) -> CallSums:
         """The counters of all workers of this key, former ones included."""
-        found = self._sums.get(key)
-        if found is None:
-            found = self._sums[key] = CallSums()
+        sums = self._sums.get(key)
+        if sums is None:
+            sums = self._sums[key] = CallSums()
             if len(self._sums) > SUMS_MAX:
                 del self._sums[next(iter(self._sums))]
-        return found
+        return sums
 
     def workers(self) -> Iterator[PoolWorker]:
         """Every worker, including ending ones."""
-        for pool in (*self._pools.values(), *self.dying):
+        for pool in (*self._pools.values(), *self.ending_pools):
             yield from pool.workers.values()
 
-    def _learn(self, source: str, lesson: Learn) -> None:
+    def _learn(self, source: str, update: Learn) -> None:
         """Send what one worker of a base model has learned, or what was cleared, to all others."""
         for pool in self._pools.values():
             if pool.model.traits.learns_poison and pool.model.source == source:
                 for worker in pool.workers.values():
-                    worker.handle.send(lesson)
+                    worker.handle.send(update)
 
     def is_running(self, job_id: str, *, handed_over: bool = False) -> bool:
         """Whether a worker has yet to release a job; `handed_over`: rows that a provider holds."""
-        pools = [pool for pool in (*self._pools.values(), *self.dying) if pool.is_running(job_id)]
+        pools = [pool for pool in (*self._pools.values(), *self.ending_pools) if pool.is_running(job_id)]
         return any(pool.model.is_handed_over or not handed_over for pool in pools)
 
-    # -- using --------------------------------------------------------------------------------------------------------
+    # -- users --------------------------------------------------------------------------------------------------------
 
     def use(self, user: str, model: ModelSpec, key: str) -> Pool:
         """The pool of this key, started if there is none, and held until `leave` or `release`.
 
-        It starts once earlier workers of the same model that are still ending have gone.
+        If earlier workers of the same model are still ending, it starts after them.
         """
         pool = self._pools.get(key)
         if pool is not None and pool.failure is not None:
             self.retire(key)
             pool = None
         if pool is None:
-            pool = self._start(key, model, self.endings.get(key))
-            self._second_tries.discard(key)
+            pool = self._start(key, model, self.end_tasks.get(key))
+            self._restarted.discard(key)
         self._users.setdefault(key, set()).add(user)
-        lingering = self._idle.pop(key, None)
-        if lingering is not None:
-            lingering.cancel()
+        idle_timer = self._idle.pop(key, None)
+        if idle_timer is not None:
+            idle_timer.cancel()
         return pool
 
     def _start(self, key: str, model: ModelSpec, after: asyncio.Task[None] | None) -> Pool:
         home = self._data_dir / "workers" / key[:16]
-        everybodys = msgspec.structs.replace(_everybodys(model), scaling=model.scaling)
-        pool = self._pools[key] = Pool(key, everybodys, home, self._tools, after=after)
+        shared_spec = msgspec.structs.replace(_shared_spec(model), scaling=model.scaling)
+        pool = self._pools[key] = Pool(key, shared_spec, home, self._tools, after=after)
         pool.sums, pool.adapters = self.sums(key), self.adapters
         self._watch_loads(pool)
         return pool
@@ -189,7 +188,7 @@ class Pools:
             users.discard(user)
             if not users:
                 del self._users[key]
-                self._settle(key)
+                self._start_idle_timeout(key)
 
     def forget(self, user: str) -> None:
         """As `leave` for all its pools, which end only after `release`."""
@@ -201,16 +200,16 @@ class Pools:
         self.forget(user)
         for key in [key for key, users in self._users.items() if not users]:
             del self._users[key]
-        endings = set()
+        end_tasks = set()
         for key in list(self._pools):
             if key not in self._users and (at_once or key not in self._idle):
-                self._settle(key, at_once=at_once)
-                if key in self.endings and key not in self._pools:
-                    endings.add(self.endings[key])
-        if endings:
-            await asyncio.wait(endings)
+                self._start_idle_timeout(key, at_once=at_once)
+                if key in self.end_tasks and key not in self._pools:
+                    end_tasks.add(self.end_tasks[key])
+        if end_tasks:
+            await asyncio.wait(end_tasks)
 
-    def _settle(self, key: str, *, at_once: bool = False) -> None:
+    def _start_idle_timeout(self, key: str, *, at_once: bool = False) -> None:
         """Start the idle timeout of an unused pool, or end it."""
         pool = self._pools.get(key)
         if pool is None:
@@ -218,14 +217,14 @@ class Pools:
         if self._idle_timeout_s <= 0 or at_once or pool.failure is not None or (pool.waits and not pool.replicas):
             self.retire(key, at_once=at_once)
             return
-        self._idle[key] = asyncio.create_task(self._linger(key, self._cooldown_of(pool)))
+        self._idle[key] = asyncio.create_task(self._end_when_idle(key, self._cooldown_of(pool)))
         is_function = pool.model.function is not None
         idle = [each for each in self._idle if (self._pools[each].model.function is not None) is is_function]
         for each in idle[: -IDLE_FUNCTIONS_MAX if is_function else -IDLE_POOLS_MAX]:
             self.retire(each)
         self._allocations.review()
 
-    async def _linger(self, key: str, seconds: float) -> None:
+    async def _end_when_idle(self, key: str, seconds: float) -> None:
         await self._clock.sleep(seconds)
         if self._idle.get(key) is asyncio.current_task():
             self.retire(key)
@@ -241,7 +240,7 @@ class Pools:
     def pin(self, model: ModelSpec) -> None:
         """Keep the minimum number of replicas of the model, whether used or not.
 
-        Where that is none, nothing is held. Its pool, if there is one, scales from now on as this says.
+        If the minimum is 0, the pool is not held. An existing pool scales from now on by these settings.
         """
         key = self.key_of(model)
         least = 0 if model.scaling is None else model.scaling.replicas_min
@@ -257,7 +256,7 @@ class Pools:
         """Stop keeping a model: its replicas end after the idle timeout."""
         key = self.key_of(model)
         self.leave(key, _controller(key))
-        self._rests.pop(key, None)
+        self._retries.pop(key, None)
 
     def rescale(self, key: str) -> None:
         """Scale every pool to its load."""
@@ -267,10 +266,10 @@ class Pools:
             return
         load = self._dispatcher.load(key)
         load = msgspec.structs.replace(load, requests=load.requests + pool.requests)
-        need, before = needed(scaling, load), pool.standing.wanted
-        pool.scale(follow(pool.standing, need, now=self._clock.monotonic(), cooldown_s=self._cooldown_of(pool)))
-        if pool.standing.wanted != before:
-            text = f"{pool.standing.wanted} instead of {before}: {load.requests} requests and {load.rows} rows"
+        need, before = needed(scaling, load), pool.target.wanted
+        pool.scale(follow(pool.target, need, now=self._clock.monotonic(), cooldown_s=self._cooldown_of(pool)))
+        if pool.target.wanted != before:
+            text = f"{pool.target.wanted} instead of {before}: {load.requests} requests and {load.rows} rows"
             self._log.add(key, "scaled", text)
 
     def _watch_loads(self, pool: Pool) -> None:
@@ -283,16 +282,16 @@ class Pools:
             for key, pool in list(self._pools.items()):
                 self.rescale(key)
                 if pool.failure is not None and _controller(key) in self.users(key):
-                    self._revive(key, pool)
+                    self._retry_pinned(key, pool)
             await self._clock.sleep(SCALE_S)
 
-    def _revive(self, key: str, pool: Pool) -> None:
-        """Retry a kept model that has failed, with longer and longer pauses."""
-        failed, times, due = self._rests.get(key, (None, 0, 0.0))
+    def _retry_pinned(self, key: str, pool: Pool) -> None:
+        """Restart a pinned model that has failed, after longer and longer pauses."""
+        failed, failures, due = self._retries.get(key, (None, 0, 0.0))
         if failed is not pool:
-            times = 1 if pool.was_ready else times + 1
-            due = self._clock.monotonic() + rest_s(times)
-            self._rests[key] = pool, times, due
+            failures = 1 if pool.was_ready else failures + 1
+            due = self._clock.monotonic() + retry_delay_s(failures)
+            self._retries[key] = pool, failures, due
         elif self._clock.monotonic() >= due:
             self.use(_controller(key), pool.model, key)
 
@@ -301,7 +300,7 @@ class Pools:
         key = self.key_of(model, code)
         pool, events = self._pools.get(key), self._log.of(key)
         if pool is None:
-            ending = sum(each.replicas for each in self.dying if each.key == key)
+            ending = sum(each.replicas for each in self.ending_pools if each.key == key)
             failure = self._log.failure(key)
             state = EngineState.STOPPING if ending else EngineState.FAILED if failure else EngineState.STOPPED
             return EngineView(state, ending, message=failure, events=events)
@@ -311,22 +310,23 @@ class Pools:
         state = EngineState.READY if ready else EngineState.STARTING
         if waits and not pool.replicas:
             state = EngineState.WAITING
-        return EngineView(state, pool.replicas, ready, pool.standing.wanted, waits, events)
+        return EngineView(state, pool.replicas, ready, pool.target.wanted, waits, events)
 
-    # -- room ---------------------------------------------------------------------------------------------------------
+    # -- eviction -----------------------------------------------------------------------------------------------------
 
-    def _make_room(self) -> None:
+    def _evict(self) -> None:
         """Free resources for waiting replicas: end unused pools first, then spare replicas."""
-        leaving = [place for pool in self.dying for place in pool.places()]
-        leaving += [place for pool in self._pools.values() for place in pool.places(leaving=True)]
-        idle = [Leaver(self._pools[key].places(), is_idle=True) for key in self._idle]
+        leaving = [replica for pool in self.ending_pools for replica in pool.allocated()]
+        leaving += [replica for pool in self._pools.values() for replica in pool.allocated(leaving=True)]
+        idle = [Leaver(self._pools[key].allocated(), is_idle=True) for key in self._idle]
         used = [pool for key, pool in self._pools.items() if key not in self._idle and pool.model.scaling is not None]
-        extras = [Leaver([place], is_idle=False) for pool in used for place in pool.extras()]
-        for each in self._allocations.machine.clearances(leaving, [*idle, *extras]):
+        spare_replicas = [Leaver([replica], is_idle=False) for pool in used for replica in pool.spare_replicas()]
+        for each in self._allocations.machine.clearances(leaving, [*idle, *spare_replicas]):
             if each.is_idle:
-                self.retire(each.places[0].key)
+                self.retire(each.replicas[0].key)
             else:
-                self._pools[each.places[0].key].shed(each.places[0].replica)
+                replica = each.replicas[0]
+                self._pools[replica.key].release_spare(replica.number)
 
     def _use_of(self, key: str) -> str:
         """What uses a pool, as text."""
@@ -360,28 +360,28 @@ class Pools:
     def retire(self, key: str, *, at_once: bool = False) -> None:
         """End a pool even if it is used; the next one of its key starts after it."""
         pool = self._pools.pop(key)
-        lingering = self._idle.pop(key, None)
-        if lingering is not None and lingering is not asyncio.current_task():
-            lingering.cancel()
-        self.dying.add(pool)
-        before = self.endings.get(key)
-        self.endings[key] = asyncio.create_task(self._end(key, pool, before=before, at_once=at_once))
+        idle_timer = self._idle.pop(key, None)
+        if idle_timer is not None and idle_timer is not asyncio.current_task():
+            idle_timer.cancel()
+        self.ending_pools.add(pool)
+        before = self.end_tasks.get(key)
+        self.end_tasks[key] = asyncio.create_task(self._end(key, pool, before=before, at_once=at_once))
 
     async def _end(self, key: str, pool: Pool, *, before: asyncio.Task[None] | None, at_once: bool) -> None:
         await pool.stop(at_once=at_once)
-        self.dying.discard(pool)
+        self.ending_pools.discard(pool)
         if before is not None:
             await asyncio.wait({before})
-        if self.endings[key] is asyncio.current_task():
-            del self.endings[key]
+        if self.end_tasks[key] is asyncio.current_task():
+            del self.end_tasks[key]
 
-    def try_with_more_room(self, pool: Pool) -> bool:
-        """Restart a server that failed to start, after unused ones have freed the machine.
+    def restart_after_eviction(self, pool: Pool) -> bool:
+        """Restart a server that failed to start, after evicting unused servers.
 
-        False where that has been tried, or there are none.
+        Returns False if that has been tried before, or there are no unused servers.
         """
         key = pool.key
-        if pool.was_ready or not pool.model.traits.takes_gpus or key in self._second_tries or not self.is_current(pool):
+        if pool.was_ready or not pool.model.traits.takes_gpus or key in self._restarted or not self.is_current(pool):
             return False
         idle = [other for other in self._idle if self._pools[other].model.traits.takes_gpus and other != key]
         if not idle:
@@ -389,8 +389,8 @@ class Pools:
         for other in idle:
             self.retire(other)
         self.retire(key)
-        after = asyncio.create_task(_all([self.endings[each] for each in (*idle, key)]))
-        self._second_tries.add(key)
+        after = asyncio.create_task(_all([self.end_tasks[each] for each in (*idle, key)]))
+        self._restarted.add(key)
         self._start(key, pool.model, after)
         return True
 
@@ -404,16 +404,16 @@ class Pools:
         for key in list(self._pools):
             self.retire(key, at_once=at_once)
         if at_once:
-            for pool in self.dying:
+            for pool in self.ending_pools:
                 pool.kill()
-        if self.endings:
-            await asyncio.wait(set(self.endings.values()))
+        if self.end_tasks:
+            await asyncio.wait(set(self.end_tasks.values()))
 
 
-def _everybodys(model: ModelSpec) -> ModelSpec:
-    """A model whichever of its names a job's rows may use, and whatever other ways and however many replicas there are.
+def _shared_spec(model: ModelSpec) -> ModelSpec:
+    """A model without what differs between jobs: allowed names, routes and scaling.
 
-    An engine with adapter slots gets the adapters with each job.
+    It has no adapters either if the engine gets them with each job.
     """
     model = msgspec.structs.replace(model, allowed=None, routes=[], adapter_patterns=[], scaling=None)
     if model.traits.loads_adapters and model.adapter_rank:

@@ -19,14 +19,14 @@ from batchmill.wire.messages import Charged, Learn, Suspected
 
 log = logging.getLogger("batchmill.quarantine")
 
-CHARGES_MAX = 1_000  # of one model: the newest
-SHOWN_CHARS = 64  # of a digest that is refused
+CHARGES_MAX = 1_000  # of one model; the oldest are dropped
+SHOWN_CHARS = 64  # of an ambiguous digest
 
 
 class Quarantine:
     """
     Args:
-        database: where it is kept; None: nowhere.
+        database: where it is stored; None: in memory only.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Quarantine:
         self._listeners: list[Callable[[str, Learn], None]] = []
 
     async def load(self) -> None:
-        """Read what there is."""
+        """Read the quarantine from the database."""
         if self._database is not None:
             for suspect in await self._database.read(_read_all):
                 self._suspects[suspect.digest] = suspect
@@ -74,21 +74,21 @@ class Quarantine:
         """Record that an engine died with this request alone in flight; 0 deaths: an engine has since survived it."""
         suspect = replace(suspect, model=model)
         self._suspects.pop(suspect.digest, None)
-        gone = [] if suspect.deaths else [suspect.digest]
+        removed = [] if suspect.deaths else [suspect.digest]
         if suspect.deaths:
             self._suspects[suspect.digest] = suspect
         while len(self._suspects) > self.settings.entries_max:
             oldest = next(iter(self._suspects))
             del self._suspects[oldest]
-            gone.append(oldest)
-        self._write([suspect] if suspect.deaths else [], gone)
+            removed.append(oldest)
+        self._write([suspect] if suspect.deaths else [], removed)
         self._publish(model)
 
     def charge(self, model: str, charge: Charge, *, is_taken_back: bool = False) -> None:
         """Charge a death to a project, or take the charge back."""
         since = self._clock.now() - BUDGET_WINDOW_S
-        kept = [each for each in self._charges.get(model, ()) if each.at > since and each != charge]
-        self._charges[model] = [*kept, *([] if is_taken_back else [charge])][-CHARGES_MAX:]
+        charges = [each for each in self._charges.get(model, ()) if each.at > since and each != charge]
+        self._charges[model] = [*charges, *([] if is_taken_back else [charge])][-CHARGES_MAX:]
         self._publish(model)
 
     def list(self, project: str | None) -> list[Suspect]:
@@ -97,22 +97,26 @@ class Quarantine:
         return [each for each in self._suspects.values() if project in (None, each.project)]
 
     def clear(self, project: str | None, digest: str | None = None) -> list[Suspect]:
-        """Let requests go: one, by the beginning of its digest, or all of a project, or of everybody. Returns which.
+        """Remove requests from the quarantine, and return them.
 
-        Raises: InvalidInput (`ambiguous_request`) where several begin like that.
+        Args:
+            project: None: of all projects.
+            digest: the beginning of one request's digest; None: all requests.
+
+        Raises: InvalidInput (`ambiguous_request`) if several digests begin like that.
         """
-        found = [each for each in self.list(project) if digest is None or each.digest.startswith(digest)]
-        if digest is not None and len(found) > 1:
+        cleared = [each for each in self.list(project) if digest is None or each.digest.startswith(digest)]
+        if digest is not None and len(cleared) > 1:
             raise InvalidInput(
-                f"{len(found):,} requests begin with {digest[:SHOWN_CHARS]!r}: write more of the digest",
+                f"{len(cleared):,} requests begin with {digest[:SHOWN_CHARS]!r}: write more of the digest",
                 code="ambiguous_request",
             )
-        for each in found:
+        for each in cleared:
             del self._suspects[each.digest]
-        self._write([], [each.digest for each in found])
-        for model in {each.model for each in found}:
+        self._write([], [each.digest for each in cleared])
+        for model in {each.model for each in cleared}:
             self._publish(model)
-        return found
+        return cleared
 
     async def close(self) -> None:
         """Wait until everything is written."""
@@ -127,17 +131,17 @@ class Quarantine:
         if old:
             self._write([], old)
 
-    def _write(self, put: list[Suspect], gone: list[str]) -> None:
-        if self._database is not None and (put or gone):
-            task = asyncio.create_task(self._written(self._database, put, gone))
+    def _write(self, added: list[Suspect], removed: list[str]) -> None:
+        if self._database is not None and (added or removed):
+            task = asyncio.create_task(self._store(self._database, added, removed))
             self._writing.add(task)
             task.add_done_callback(self._writing.discard)
 
-    async def _written(self, database: Database, put: list[Suspect], gone: list[str]) -> None:
+    async def _store(self, database: Database, added: list[Suspect], removed: list[str]) -> None:
         try:
-            await database.write(_change, put, gone)
-        except BatchmillError as error:  # it holds until this process ends
-            log.warning("which requests engines died of could not be written down: %s", error.message)
+            await database.write(_change, added, removed)
+        except BatchmillError as error:  # it is valid in memory until this process ends
+            log.warning("could not store the quarantined requests: %s", error.message)
 
 
 def _read_all(db: sa.Connection) -> list[Suspect]:
@@ -145,10 +149,10 @@ def _read_all(db: sa.Connection) -> list[Suspect]:
     return [Suspect(row.digest, row.project, row.url, row.deaths, row.at, row.model) for row in rows]
 
 
-def _change(db: sa.Connection, put: list[Suspect], gone: list[str]) -> None:
-    for digest in [*gone, *(each.digest for each in put)]:
+def _change(db: sa.Connection, added: list[Suspect], removed: list[str]) -> None:
+    for digest in [*removed, *(each.digest for each in added)]:
         db.execute(quarantine.delete().where(quarantine.c.digest == digest))
-    for each in put:
+    for each in added:
         db.execute(
             quarantine.insert().values(
                 digest=each.digest, model=each.model, project=each.project, url=each.url, deaths=each.deaths, at=each.at

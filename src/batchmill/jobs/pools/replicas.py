@@ -29,7 +29,7 @@ class ReplicaTarget(Struct, frozen=True):
 
     wanted: int
     spare_since: float | None = None
-    peak: int = 0  # the most that were needed since then
+    peak: int = 0  # the most replicas that were needed since then
 
 
 def needed(scaling: Scaling, load: Load) -> int:
@@ -40,19 +40,19 @@ def needed(scaling: Scaling, load: Load) -> int:
     return max(least, min(by_load, load.requests + load.shards, scaling.replicas_max))
 
 
-def follow(standing: ReplicaTarget, need: int, *, now: float, cooldown_s: float) -> ReplicaTarget:
+def follow(target: ReplicaTarget, need: int, *, now: float, cooldown_s: float) -> ReplicaTarget:
     """Scale up at once; scale down after `cooldown_s`, to the most that were needed meanwhile."""
-    if need >= standing.wanted:
+    if need >= target.wanted:
         return ReplicaTarget(need)
-    since = now if standing.spare_since is None else standing.spare_since
-    peak = need if standing.spare_since is None else max(standing.peak, need)
+    since = now if target.spare_since is None else target.spare_since
+    peak = need if target.spare_since is None else max(target.peak, need)
     if now - since < cooldown_s:
-        return ReplicaTarget(standing.wanted, since, peak)
+        return ReplicaTarget(target.wanted, since, peak)
     return ReplicaTarget(peak) if peak == need else ReplicaTarget(peak, now, need)
 
 
 EVENTS_MAX = 200  # of one model
-ENGINES_MAX = 1000  # models whose events are kept; those that nothing became of for longest are forgotten
+ENGINES_MAX = 1000  # models with events; those without a new event for longest are dropped
 TAIL_LINES, TAIL_BYTES = 20, 4096  # of a log
 
 
@@ -73,7 +73,7 @@ class EngineLog:
         """Add an event, of the pool if `replica` is missing. `in_flight`: requests by project when a server died."""
         events = self._events.pop(key, None) or deque(maxlen=EVENTS_MAX)
         events.append(EngineEvent(self._clock.now(), kind, message, replica, by_project=dict(in_flight or {})))
-        self._events[key] = events  # the most recently reported one is last
+        self._events[key] = events  # the model with the newest event is last
         if kind == "starting":
             self._failures.pop(key, None)
         elif kind == "failed" and replica is None:

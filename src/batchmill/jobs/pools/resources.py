@@ -1,7 +1,7 @@
 """Resources: memory and GPUs of the machine, allocated to replicas of all models.
 
-Requests are served in their order. A later one may go ahead only if the earlier ones would still fit,
-were all gone that were there before them: a large replica is not starved by small ones.
+Requests are served in order. A later request may go first only if the earlier ones would still fit once all
+allocations older than them have been freed. So small replicas do not starve a large one.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _OTHERS = re.compile(
 PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
 
 
-class Replica(Struct, frozen=True):
+class ReplicaId(Struct, frozen=True):
     """One replica of one pool."""
 
-    key: str
-    replica: int
+    key: str  # of the pool
+    number: int
 
 
 class AllocationRequest(Struct, frozen=True):
     """A replica's request for resources."""
 
-    place: Replica
+    replica: ReplicaId
     name: str  # of its model
     needs: Needs
-    is_extra: bool = False  # its model has others that go on without it
+    is_extra: bool = False  # its model runs without it
 
 
 class Capacity(Struct, frozen=True):
@@ -49,8 +49,8 @@ class Capacity(Struct, frozen=True):
 class Leaver(Struct, frozen=True):
     """Replicas that may be evicted, all or none."""
 
-    places: Sequence[Replica]
-    is_idle: bool  # they are unused; otherwise their model has others
+    replicas: Sequence[ReplicaId]
+    is_idle: bool  # they are unused; if not, their model has other replicas
 
 
 class _Held(Struct, frozen=True):
@@ -66,11 +66,11 @@ class _Waiting(Struct, frozen=True):
 
 class Resources:
     def __init__(self, memory_bytes: int | None = None, gpus: Sequence[str] | None = None) -> None:
-        """None: no limit; GPUs without a limit are not dealt."""
+        """None: no limit. Without a limit, GPUs are not allocated one by one."""
         self._total = {MEMORY: memory_bytes, GPUS: None if gpus is None else len(gpus)}
         self.gpus = None if gpus is None else list(gpus)
-        self._held: dict[Replica, _Held] = {}
-        self._waiting: dict[Replica, _Waiting] = {}  # in the order of arrival
+        self._held: dict[ReplicaId, _Held] = {}
+        self._waiting: dict[ReplicaId, _Waiting] = {}  # in the order of arrival
         self._count = 0
 
     def needs_of(self, model: ModelSpec) -> Needs:
@@ -82,59 +82,59 @@ class Resources:
             return Needs(needs.memory_bytes, _parallel(model.engine_args))
         return needs
 
-    def never(self, model: ModelSpec) -> str:
+    def find_excess(self, model: ModelSpec) -> str:
         """Why the minimum replicas can never fit together; empty: they can."""
-        needs, count = self.needs_of(model), must_be_there(model)
+        needs, count = self.needs_of(model), minimum_replicas(model)
         for what in (MEMORY, GPUS):
-            total, one = self._total[what], getattr(needs, what)
-            if total is not None and one * count > total:
-                who = f"{model.name!r}" if count == 1 else f"{count} replicas of {model.name!r}"
+            total, each = self._total[what], getattr(needs, what)
+            if total is not None and each * count > total:
+                subject = f"{model.name!r}" if count == 1 else f"{count} replicas of {model.name!r}"
                 return (
-                    f"{who} {'needs' if count == 1 else 'need'} {_text(what, one * count)} and the machine has "
+                    f"{subject} {'needs' if count == 1 else 'need'} {_text(what, each * count)} and the machine has "
                     f"{_text(what, total)} for models: give the model less, or the machine more ([machine])"
                 )
         return ""
 
-    # -- taking -------------------------------------------------------------------------------------------------------
+    # -- allocation ---------------------------------------------------------------------------------------------------
 
     def ask(self, request: AllocationRequest) -> None:
-        """Enter the queue; `allot` says when there is room."""
-        assert request.place not in self._held and request.place not in self._waiting, "a replica asks once"
+        """Enter the queue; `allot` returns the request once it fits."""
+        assert request.replica not in self._held and request.replica not in self._waiting, "a replica requests once"
         self._count += 1
-        self._waiting[request.place] = _Waiting(request, self._count)
+        self._waiting[request.replica] = _Waiting(request, self._count)
 
-    def withdraw(self, place: Replica) -> None:
+    def withdraw(self, replica: ReplicaId) -> None:
         """Leave the queue."""
-        self._waiting.pop(place, None)
+        self._waiting.pop(replica, None)
 
-    def allot(self) -> list[tuple[Replica, Capacity]]:
+    def allot(self) -> list[tuple[ReplicaId, Capacity]]:
         """Allocate to waiting replicas that fit, in serving order."""
         fitting = (each.request for each in self._queue() if self._fits(each, self._free()))
-        return [(request.place, self._take(request)) for request in fitting]
+        return [(request.replica, self._take(request)) for request in fitting]
 
     def _take(self, request: AllocationRequest) -> Capacity:
-        del self._waiting[request.place]
+        del self._waiting[request.replica]
         self._count += 1
         if self.gpus is None:
-            self._held[request.place] = _Held(request, self._count, [])
+            self._held[request.replica] = _Held(request, self._count, [])
             return Capacity()
-        dealt = {gpu for held in self._held.values() for gpu in held.gpus}
-        own = [gpu for gpu in self.gpus if gpu not in dealt][: request.needs.gpus]
-        self._held[request.place] = _Held(request, self._count, own)
-        return Capacity(own if request.needs.gpus else None)
+        allocated = {gpu for held in self._held.values() for gpu in held.gpus}
+        gpus = [gpu for gpu in self.gpus if gpu not in allocated][: request.needs.gpus]
+        self._held[request.replica] = _Held(request, self._count, gpus)
+        return Capacity(gpus if request.needs.gpus else None)
 
-    def give_back(self, place: Replica) -> None:
+    def give_back(self, replica: ReplicaId) -> None:
         """Free the resources of a replica that has ended."""
-        del self._held[place]
+        del self._held[replica]
 
-    def holds(self, place: Replica) -> bool:
-        return place in self._held
+    def holds(self, replica: ReplicaId) -> bool:
+        return replica in self._held
 
     @property
-    def is_waited_for(self) -> bool:
+    def has_waiting(self) -> bool:
         return bool(self._waiting)
 
-    # -- reckoning ----------------------------------------------------------------------------------------------------
+    # -- order and eviction -------------------------------------------------------------------------------------------
 
     def _queue(self) -> list[_Waiting]:
         """Waiting replicas: first those without which a model cannot run, then additional ones."""
@@ -171,12 +171,12 @@ class Resources:
         queue = self._queue()
         return [each for each in queue[: queue.index(waiting)] if not each.request.is_extra]
 
-    def clearances(self, leaving: Collection[Replica], leavers: Sequence[Leaver]) -> list[Leaver]:
+    def clearances(self, leaving: Collection[ReplicaId], leavers: Sequence[Leaver]) -> list[Leaver]:
         """Which replicas to evict so that waiting ones fit: as few as possible, the first candidates first.
 
-        `leaving`: places whose replicas are ending already.
+        `leaving`: replicas that are already ending.
         """
-        free = _more(self._free(), [self._held[place].request for place in leaving if place in self._held])
+        free = _more(self._free(), [self._held[replica].request for replica in leaving if replica in self._held])
         chosen: list[Leaver] = []
         for waiting in self._queue():
             picked = []
@@ -192,7 +192,7 @@ class Resources:
     @staticmethod
     def _may_leave_for(leaver: Leaver, request: AllocationRequest) -> bool:
         """Whether a replica may be evicted: one of a model in use, only for a model that cannot run otherwise."""
-        is_own = any(place.key == request.place.key for place in leaver.places)
+        is_own = any(replica.key == request.replica.key for replica in leaver.replicas)
         return not is_own and (leaver.is_idle or not request.is_extra)
 
     def _pick(self, waiting: _Waiting, free: dict[str, int], leavers: Sequence[Leaver]) -> list[Leaver]:
@@ -210,28 +210,26 @@ class Resources:
         return picked
 
     def _of(self, leavers: Iterable[Leaver]) -> list[AllocationRequest]:
-        places = [place for leaver in leavers for place in leaver.places]
-        return [self._held[place].request for place in places if place in self._held]
+        replicas = [replica for leaver in leavers for replica in leaver.replicas]
+        return [self._held[replica].request for replica in replicas if replica in self._held]
 
-    # -- telling ------------------------------------------------------------------------------------------------------
+    # -- explanation --------------------------------------------------------------------------------------------------
 
-    def why(self, place: Replica, use_of: Callable[[str], str]) -> str:
+    def why(self, replica: ReplicaId, use_of: Callable[[str], str]) -> str:
         """What a replica waits for, as a sentence; empty if it does not wait. `use_of`: key -> what uses the pool.
 
         As "'big' needs 12 GiB and 4 of 24 GiB are free: 'other' (a job runs on it) holds 20 GiB".
         """
-        waiting = self._waiting.get(place)
+        waiting = self._waiting.get(replica)
         if waiting is None:
             return ""
         free = self._free()
         short = [what for what in (MEMORY, GPUS) if self._is_short(waiting, what, free)]
-        parts, holders = (
-            [],
-            dict.fromkeys(
-                held.request.place.key
-                for held in self._held.values()
-                if any(getattr(held.request.needs, what) for what in short)
-            ),
+        parts = []
+        holders = dict.fromkeys(
+            held.request.replica.key
+            for held in self._held.values()
+            if any(getattr(held.request.needs, what) for what in short)
         )
         for what in short:
             have = "is" if what == GPUS and free[what] == 1 else "are"
@@ -251,24 +249,24 @@ class Resources:
         return self._total[what] is not None and getattr(waiting.request.needs, what) > free[what]
 
     def _name(self, key: str) -> str:
-        return next(f"{held.request.name!r}" for place, held in self._held.items() if place.key == key)
+        return next(f"{held.request.name!r}" for replica, held in self._held.items() if replica.key == key)
 
     def _holding(self, key: str, whats: Sequence[str]) -> str:
-        mine = [held.request.needs for place, held in self._held.items() if place.key == key]
-        sums = [(what, sum(getattr(needs, what) for needs in mine)) for what in whats]
+        needs_of_pool = [held.request.needs for replica, held in self._held.items() if replica.key == key]
+        sums = [(what, sum(getattr(needs, what) for needs in needs_of_pool)) for what in whats]
         return " and ".join(_text(what, amount) for what, amount in sums if amount)
 
 
 def hide_names(sentence: str, may_know: Callable[[str], bool]) -> str:
     """`why` for a caller who may not see every model: the others are "another model"."""
 
-    def message(found: re.Match[str]) -> str:
-        return found[0] if may_know(found[0][1:-1]) else ANOTHER
+    def shown(name: re.Match[str]) -> str:
+        return name[0] if may_know(name[0][1:-1]) else ANOTHER
 
-    return _OTHERS.sub(lambda part: _QUOTED.sub(message, part[0]), sentence)
+    return _OTHERS.sub(lambda part: _QUOTED.sub(shown, part[0]), sentence)
 
 
-def must_be_there(model: ModelSpec) -> int:
+def minimum_replicas(model: ModelSpec) -> int:
     """The minimum replicas of a running model."""
     return max(1, model.workers if model.scaling is None else model.scaling.replicas_min)
 
@@ -283,8 +281,8 @@ def _parallel(engine_args: dict[str, str | int | float | bool | None]) -> int:
     return count
 
 
-def _less(free: dict[str, int], taken: Iterable[AllocationRequest]) -> dict[str, int]:
-    return _sum(free, taken, -1)
+def _less(free: dict[str, int], allocated: Iterable[AllocationRequest]) -> dict[str, int]:
+    return _sum(free, allocated, -1)
 
 
 def _more(free: dict[str, int], freed: Iterable[AllocationRequest]) -> dict[str, int]:
@@ -292,8 +290,8 @@ def _more(free: dict[str, int], freed: Iterable[AllocationRequest]) -> dict[str,
 
 
 def _sum(free: dict[str, int], others: Iterable[AllocationRequest], sign: int) -> dict[str, int]:
-    whole = list(others)
-    return {what: amount + sign * sum(getattr(each.needs, what) for each in whole) for what, amount in free.items()}
+    requests = list(others)
+    return {what: amount + sign * sum(getattr(each.needs, what) for each in requests) for what, amount in free.items()}
 
 
 def _text(what: str, amount: int) -> str:
@@ -315,47 +313,47 @@ class Allocations:
 
     def __init__(self, machine: Resources) -> None:
         self.machine = machine
-        self.make_room: Callable[[], None] = _nothing  # called while replicas wait, whenever something has changed
-        self.use_of: Callable[[str], str] = _unknown  # pool key -> what uses it, for people
-        self._granted: dict[Replica, asyncio.Future[Capacity]] = {}
+        self.evict: Callable[[], None] = _nothing  # called after each change while replicas wait
+        self.use_of: Callable[[str], str] = _unknown  # pool key -> what uses it, as text
+        self._granted: dict[ReplicaId, asyncio.Future[Capacity]] = {}
 
     async def take(self, request: AllocationRequest, waits: Callable[[str], None]) -> Capacity:
         """Wait for resources and take them. `waits` is called with the reason while there are none."""
-        granted = self._granted[request.place] = asyncio.get_running_loop().create_future()
+        granted = self._granted[request.replica] = asyncio.get_running_loop().create_future()
         self.machine.ask(request)
         try:
             self.review()
             if not granted.done():
-                waits(self.why(request.place))
+                waits(self.why(request.replica))
             return await granted
         except asyncio.CancelledError:
-            self._granted.pop(request.place, None)
-            if self.machine.holds(request.place):
-                self.machine.give_back(request.place)
+            self._granted.pop(request.replica, None)
+            if self.machine.holds(request.replica):
+                self.machine.give_back(request.replica)
             else:
-                self.machine.withdraw(request.place)
+                self.machine.withdraw(request.replica)
             self.review()
             raise
 
-    def give_back(self, place: Replica) -> None:
+    def give_back(self, replica: ReplicaId) -> None:
         """Free the resources of a replica that has ended."""
-        self.machine.give_back(place)
+        self.machine.give_back(replica)
         self.review()
 
     def review(self) -> None:
         """Allocate again after resources or requests changed, or a pool became unused."""
-        for place, room in self.machine.allot():
-            granted = self._granted.pop(place)
-            if granted.cancelled():  # its replica has not yet noticed that it is to wait no more
-                self.machine.give_back(place)
+        for replica, capacity in self.machine.allot():
+            granted = self._granted.pop(replica)
+            if granted.cancelled():  # its replica was cancelled and has yet to notice
+                self.machine.give_back(replica)
             else:
-                granted.set_result(room)
-        if self.machine.is_waited_for:
-            self.make_room()
+                granted.set_result(capacity)
+        if self.machine.has_waiting:
+            self.evict()
 
-    def why(self, place: Replica) -> str:
+    def why(self, replica: ReplicaId) -> str:
         """What a replica waits for; empty if it does not wait."""
-        return self.machine.why(place, self.use_of)
+        return self.machine.why(replica, self.use_of)
 
 
 def _nothing() -> None:

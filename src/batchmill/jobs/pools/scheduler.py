@@ -16,35 +16,35 @@ from batchmill.ports import Clock
 from batchmill.types import Usage
 
 WINDOW_S = 15.0
-MEMORY_ROWS = 4096.0  # a row's cost is estimated from about so many of the last ones
+MEMORY_ROWS = 4096.0  # a row's cost is estimated from about so many of the most recent rows
 
 
 class Rates:
-    """Fed with every commit; answers for the last `WINDOW_S` seconds, or since `start` while that is less."""
+    """Rows and tokens per second over the last `WINDOW_S` seconds, or since `start` if that is less."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._seen: deque[tuple[float, int, Usage]] = deque()
+        self._samples: deque[tuple[float, int, Usage]] = deque()
         self._rows, self._usage = 0, Usage()
         self._since = clock.monotonic()
 
     def start(self) -> None:
         """Start measuring now."""
-        self._seen.clear()
+        self._samples.clear()
         self._rows, self._usage = 0, Usage()
         self._since = self._clock.monotonic()
 
     def add(self, rows: int, usage: Usage) -> None:
         now = self._clock.monotonic()
         self._forget(now)
-        self._seen.append((now, rows, usage))
+        self._samples.append((now, rows, usage))
         self._rows += rows
         self._usage = self._usage + usage
 
     def _forget(self, now: float) -> None:
         """Drop samples that are older than the window."""
-        while self._seen and self._seen[0][0] < now - WINDOW_S:
-            _, rows, usage = self._seen.popleft()
+        while self._samples and self._samples[0][0] < now - WINDOW_S:
+            _, rows, usage = self._samples.popleft()
             self._rows -= rows
             self._usage = self._usage + Usage(-usage.input_tokens, -usage.cached_tokens, -usage.output_tokens)
 
@@ -53,7 +53,7 @@ class Rates:
         now = self._clock.monotonic()
         self._forget(now)
         span = min(WINDOW_S, now - self._since)
-        if not self._seen or span <= 0:
+        if not self._samples or span <= 0:
             return None
         return self._rows / span, self._usage.input_tokens / span, self._usage.output_tokens / span
 
@@ -85,48 +85,48 @@ class Throughput:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._seen: deque[tuple[float, float]] = deque()  # (when, cost)
+        self._samples: deque[tuple[float, float]] = deque()  # (when, cost)
         self._cost = 0.0
-        self._since: float | None = None  # work began here; None: there is none
-        self._last: float | None = None  # as it was when work last ended
+        self._since: float | None = None  # when work began; None: there is no work
+        self._last: float | None = None  # the throughput when work last ended
 
-    def work(self, *, is_there: bool) -> None:
+    def work(self, *, has_work: bool) -> None:
         """Set whether there is work."""
-        if is_there and self._since is None:
+        if has_work and self._since is None:
             self._since = self._clock.monotonic()
-        elif not is_there and self._since is not None:
+        elif not has_work and self._since is not None:
             self._last = self.now()
             self._since, self._cost = None, 0.0
-            self._seen.clear()
+            self._samples.clear()
 
     def add(self, cost: float) -> None:
         now = self._clock.monotonic()
         self._forget(now)
-        self._seen.append((now, cost))
+        self._samples.append((now, cost))
         self._cost += cost
 
     def _forget(self, now: float) -> None:
-        while self._seen and self._seen[0][0] < now - WINDOW_S:
-            self._cost -= self._seen.popleft()[1]
+        while self._samples and self._samples[0][0] < now - WINDOW_S:
+            self._cost -= self._samples.popleft()[1]
 
     def now(self) -> float | None:
         """Cost per second; None before the first sample."""
         now = self._clock.monotonic()
         self._forget(now)
-        if self._since is None or not self._seen or now <= self._since:
+        if self._since is None or not self._samples or now <= self._since:
             return self._last
         return self._cost / min(WINDOW_S, now - self._since)
 
 
-WEIGHT_MIN = 1e-9  # a weight of nothing would never come to its turn
-LATE_FACTOR = 1.5  # a deadline is in danger when the work left takes this much less than the time left
-# Of a project's share its first job has so much to itself, the rest is for all of its jobs alike: many small jobs
+WEIGHT_MIN = 1e-9  # a project with weight 0 would never be served
+LATE_FACTOR = 1.5  # a deadline is in danger if the time left is less than the work left takes, times this
+# The part of a project's share that only its first job gets. All of its jobs divide the rest equally: many small jobs
 # neither wait for a large one nor stop it.
 FIRST_SHARE = 0.25
 
 
 class Candidate(Struct, frozen=True):
-    """A job that wants workers of the model in question."""
+    """A job that has rows for a model."""
 
     job: str
     created: float
@@ -151,17 +151,17 @@ def order_of(candidate: Candidate) -> tuple:
 
 def ahead_of(job: str, is_waiting: bool, candidates: Sequence[Candidate]) -> int:
     """How many candidates are served before this job; once it has rows at a worker, only those of higher rank."""
-    mine = next((each for each in candidates if each.job == job), None)
-    if mine is None:
+    candidate = next((each for each in candidates if each.job == job), None)
+    if candidate is None:
         return 0
-    before = [each for each in candidates if order_of(each) < order_of(mine)]
-    return len(before if is_waiting else [each for each in before if each.rank > mine.rank])
+    before = [each for each in candidates if order_of(each) < order_of(candidate)]
+    return len(before if is_waiting else [each for each in before if each.rank > candidate.rank])
 
 
 def is_late(deadline: float | None, now: float, *, work: float, per_s: float | None) -> bool:
     """Whether a job with this much work left misses its deadline unless it gets all workers.
 
-    `work` and `per_s`, what the workers get done a second, are in one unit; None: that is not known yet.
+    `work`, and `per_s`, the throughput of the workers, are in the same unit; `per_s` None: not known yet.
     """
     if deadline is None or not per_s:
         return False
@@ -175,8 +175,8 @@ def shares(candidates: Sequence[Candidate], weights: Mapping[str, float]) -> dic
     claims: dict[str, float] = {}
     for each in sorted(candidates, key=order_of):
         group = each.rank, each.project
-        alike = (1.0 - FIRST_SHARE) / groups[group]
-        claims[each.job] = weights.get(each.project, 1.0) * (alike if group in seen else FIRST_SHARE + alike)
+        equal = (1.0 - FIRST_SHARE) / groups[group]
+        claims[each.job] = weights.get(each.project, 1.0) * (equal if group in seen else FIRST_SHARE + equal)
         seen.add(group)
     return claims
 
@@ -185,7 +185,7 @@ class FairShare:
     """Fair share between projects by what their rows cost, as virtual time: service divided by weight.
 
     Every project that has work has a virtual time; the one furthest behind is served next. A project that comes
-    back after it had nothing to do begins where the others are: it has saved up nothing.
+    back after it had nothing to do begins where the others are: idle time earns no credit.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -200,9 +200,9 @@ class FairShare:
     def set_active(self, projects: Iterable[str]) -> None:
         """Set the projects that have work."""
         projects = set(projects)
-        staying = [self._served[project] for project in projects & self._active]
-        if staying:
-            self._now = max(self._now, min(staying))
+        continuing = [self._served[project] for project in projects & self._active]
+        if continuing:
+            self._now = max(self._now, min(continuing))
         for project in projects - self._active:
             self._served[project] = max(self._served.get(project, 0.0), self._now)
         for project in [each for each in self._served if each not in projects and self._served[each] <= self._now]:

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 
 from batchmill.types import AdapterStats, CallStats, Commit, LiveHead
 
-CODES_MAX = 100  # distinct error codes; user code may raise without end
-ADAPTERS_MAX = 1000  # distinct ones, of all models together
-UNSUMMED_MAX = 256  # reports that are kept until a caller reads them
-OTHER = "other"  # what all further ones are counted under
+CODES_MAX = 100  # distinct error codes: user code may raise any number
+ADAPTERS_MAX = 1000  # distinct adapters, of all models together
+UNSUMMED_MAX = 256  # reports that wait to be summed up
+OTHER = "other"  # the name for all further ones
 
 
 class ModelGauge(Struct, frozen=True):
@@ -29,7 +29,7 @@ class ModelGauge(Struct, frozen=True):
     live: int  # live requests that are being answered
     live_waiting: int  # live requests that wait for a worker
     kv_usage: float  # 0..1, the mean of its workers
-    cached_share: float | None  # 0..1, the mean of those that know
+    cached_share: float | None  # 0..1, the mean of those that report it
     note: str  # why it waits, if it does
     failure: str  # why it has failed, if it has
     jobs: int  # that have rows left for it
@@ -37,7 +37,7 @@ class ModelGauge(Struct, frozen=True):
     rows_waiting: int  # rows of these jobs without an outcome
     replicas: int = 0  # that run or start
     wanted: int = 0
-    waits: str = ""  # for what a replica waits that the machine has no room for
+    waits: str = ""  # what a replica without resources waits for
     adapters_loaded: int = 0  # in all workers together
 
 
@@ -56,11 +56,11 @@ class AdapterSums:
         """Add one worker's counters, given its previous ones."""
         earlier = {each.name: each for each in before}
         for each in now:
-            known = earlier.get(each.name)
-            if known is None or each.rows < known.rows or each.loads < known.loads:  # its engine began anew
-                known = AdapterStats(each.name)
-            if each != known:
-                self._add(model, each, known)
+            previous = earlier.get(each.name)
+            if previous is None or each.rows < previous.rows or each.loads < previous.loads:  # its engine was restarted
+                previous = AdapterStats(each.name)
+            if each != previous:
+                self._add(model, each, previous)
 
     def _add(self, model: str, now: AdapterStats, before: AdapterStats) -> None:
         key = model, now.name
@@ -106,7 +106,7 @@ class Tallies:
         self.rows: Counter[tuple[str, str, str]] = Counter()  # (project, model, "ok" or "failed")
         self.tokens: Counter[tuple[str, str, str]] = Counter()  # (project, model, "input", "cached" or "output")
         self.errors: Counter[tuple[str, str, str]] = Counter()  # (project, model, code)
-        self.live: Counter[tuple[str, int]] = Counter()  # (model, status of the answer; 0 where there was none)
+        self.live: Counter[tuple[str, int]] = Counter()  # (model, status of the reply; 0: no reply)
         self.adapters = AdapterSums()
         self._codes: set[str] = set()
 

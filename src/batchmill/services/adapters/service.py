@@ -114,7 +114,7 @@ class Fetches:
 
         Raises: BatchmillError, with the problem.
         """
-        async with self._semaphore.place(project):
+        async with self._semaphore.slot(project):
             order = replace(order, token=await self._reveal(token))
             for attempt in range(ATTEMPTS_MAX):
                 try:

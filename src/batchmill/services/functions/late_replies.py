@@ -39,7 +39,7 @@ BYTES_MAX = 4 * 1024**3  # their bytes
 PROJECT_BYTES_MAX = 1024**3  # bytes of the stored calls of one project
 
 
-class Order(Struct, frozen=True):
+class LateCallOptions(Struct, frozen=True):
     """How a call is made, and how its reply is sent."""
 
     frontend: str  # whose format the reply has
@@ -59,7 +59,7 @@ class LateCall(Struct, frozen=True):
     name: str
     branch: str
     number: int
-    order: Order
+    order: LateCallOptions
     body: bytes
     reply: bytes | None = None
     created: float = 0.0
@@ -108,7 +108,7 @@ def find(db: sa.Connection, call_id: str) -> LateCall | None:
     row = db.execute(sa.select(*_COLUMNS).where(late_calls.c.id == call_id)).mappings().first()
     if row is None:
         return None
-    return LateCall(**{**row, "order": msgspec.json.decode(row["order"], type=Order)})
+    return LateCall(**{**row, "order": msgspec.json.decode(row["order"], type=LateCallOptions)})
 
 
 def begin(db: sa.Connection, call_id: str, now: float | None) -> None:
@@ -134,7 +134,7 @@ def count(db: sa.Connection) -> int:
     return db.execute(sa.select(sa.func.count()).select_from(late_calls)).scalar_one()
 
 
-__all__ = ["LateCall", "LateReplies", "Order"]
+__all__ = ["LateCall", "LateCallOptions", "LateReplies"]
 
 BODY_BYTES_MAX = 32 * 1024 * 1024
 RUNNING_MAX = 16  # calls being made or replies being sent at once
@@ -168,7 +168,7 @@ class LateReplies:
         """Set the function that makes the body to send from a reply or an error."""
         self._writers[frontend] = write
 
-    async def promise(self, caller: Caller, target: VersionTarget, body: bytes, order: Order) -> str:
+    async def store_call(self, caller: Caller, target: VersionTarget, body: bytes, order: LateCallOptions) -> str:
         """Store a call and return the id under which its reply will be sent.
 
         Raises: InvalidInput (`url_not_allowed`), TooLarge, Unavailable when too many calls wait, StorageFull.

@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from batchmill.errors import InvalidInput
-from batchmill.models.secrets import KINDS, flaw_of
+from batchmill.models.secrets import KINDS, find_secret_flaw
 from batchmill.ports import Clock
 from batchmill.services.llms import records
 from batchmill.services.llms.arguments import checked
@@ -87,7 +87,7 @@ def _check_token(token: str) -> str:
             "hf_token must be the token itself: only the operator of the machine can refer to another secret",
             code="invalid_secret",
         )
-    if flaw := flaw_of(token):
+    if flaw := find_secret_flaw(token):
         raise InvalidInput(f"hf_token cannot be used: {flaw}", code="invalid_secret")
     return token
 

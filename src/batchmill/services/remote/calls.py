@@ -118,7 +118,7 @@ class RemoteCalls:
         try:
             async with asyncio.timeout(wait_s):
                 await stack.enter_async_context(slots)
-                await stack.enter_async_context(self._call_slots.place(project))
+                await stack.enter_async_context(self._call_slots.slot(project))
         except TimeoutError:
             raise RateLimited(
                 f"Error communicating with remote model: Acquire operation took longer than {wait_s:g} s: "

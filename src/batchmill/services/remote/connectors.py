@@ -135,7 +135,7 @@ class ConnectorService:
         """The connectors of the caller's project, the oldest first."""
         return [each for each in self._records.values() if each.project == caller.project]
 
-    def every(self) -> list[ConnectorRecord]:
+    def list_all(self) -> list[ConnectorRecord]:
         """The connectors of all projects, for the operator of the machine."""
         return list(self._records.values())
 

@@ -57,7 +57,7 @@ _AWS = (".amazonaws.com", ".amazonaws.com.cn")
 _AWS_SERVICES = {"api.sagemaker": "sagemaker", "bedrock": "bedrock"}
 
 
-def provider_of(connector: Connector) -> str | None:
+def find_batch_provider(connector: Connector) -> str | None:
     """The provider of the batch API that the `batch_predict` action calls; None without the action or if unknown.
 
     Raises: InvalidInput if the connector names an unknown provider.
@@ -96,7 +96,7 @@ def spec_of(
 
     Raises: InvalidInput if no such route exists.
     """
-    provider = provider_of(connector)
+    provider = find_batch_provider(connector)
     source = connector.parameters.get("model") or connector.name
     online = ModelSpec(name, CONNECTOR, source, connector=connector, alias=alias, limits=limits)
     specs = []
@@ -165,7 +165,7 @@ class RemoteModels:
         """The models of the caller's project, the oldest first."""
         return [each for each in self._models.values() if each.project == caller.project]
 
-    def every(self) -> list[RemoteModel]:
+    def list_all(self) -> list[RemoteModel]:
         """The models of all projects, for the operator of the machine."""
         return list(self._models.values())
 

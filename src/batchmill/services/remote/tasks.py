@@ -328,7 +328,7 @@ class RemoteTasks:
 
     async def _poll_in_turn(self, project: str, task_id: str, model: str) -> None:
         slots = self._model_slots.setdefault(model, asyncio.Semaphore(MODEL_POLLS_MAX))
-        async with slots, self._poll_slots.place(project):
+        async with slots, self._poll_slots.slot(project):
             try:
                 task = await self._database.read(records.find, project, task_id)
             except UnknownName:  # deleted meanwhile

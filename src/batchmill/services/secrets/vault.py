@@ -20,7 +20,7 @@ from batchmill.errors import InvalidConfig, InvalidInput, ModelFailed, UnknownNa
 from batchmill.models import redaction
 from batchmill.models.addresses import read_private
 from batchmill.models.providers import default_key
-from batchmill.models.secrets import SHOWN_CHARS, check_name, flaw_of, missing
+from batchmill.models.secrets import SHOWN_CHARS, check_name, find_secret_flaw, missing
 from batchmill.ports import Clock
 from batchmill.services import webhooks
 from batchmill.services.secrets.box import SecretBox
@@ -193,7 +193,7 @@ class Vault:
 def _check(name: str, value: str) -> None:
     if not OWN_NAME.fullmatch(name):
         check_name(name)
-    if flaw := flaw_of(value):  # the message does not contain the value
+    if flaw := find_secret_flaw(value):  # the message does not contain the value
         raise InvalidInput(f"the secret {name[:SHOWN_CHARS]} cannot be stored: {flaw}", code="invalid_secret")
 
 

@@ -1,8 +1,8 @@
 """A vLLM plugin that fixes dynamic adapters in vLLM 0.32. vLLM calls `register` in its processes.
 
-An adapter that is unloaded leaves the engine, not only the list of names. On a CPU, where the index -1, "no adapter",
-selects the last slot, rows of the base are left alone; and each adapter's weights are applied once to all of its
-tokens, not gathered anew for every token.
+Unloading an adapter removes it from the engine, not only from the list of names. On a CPU the index -1, "no adapter",
+selects the last slot; this plugin leaves rows of the base model unchanged. It applies each adapter's weights once to
+all of the adapter's tokens, and does not gather them again for every token.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ def register() -> None:
     """Called once or more in each process of vLLM."""
     unload = OpenAIServingModels.unload_lora_adapter
     if not hasattr(unload, "is_batchmills"):
-        OpenAIServingModels.unload_lora_adapter = _leaving_the_engine(unload)
+        OpenAIServingModels.unload_lora_adapter = _remove_from_engine(unload)
     punica_cpu.PunicaWrapperCPU = AdapterByAdapter
 
 
-def _leaving_the_engine(unload: Any) -> Any:
+def _remove_from_engine(unload: Any) -> Any:
     @functools.wraps(unload)
     async def unload_and_remove(self: Any, request: Any) -> Any:
-        found = self.lora_requests.get(request.lora_name)
+        lora = self.lora_requests.get(request.lora_name)
         answer = await unload(self, request)
-        if found is not None and isinstance(answer, str):
-            # The engine takes messages in order, between two steps: who loads another adapter need not wait for one.
-            removing = asyncio.create_task(self.engine_client.remove_lora(found.lora_int_id))
+        if lora is not None and isinstance(answer, str):
+            # The engine handles messages in order between steps, so the next load need not wait for this removal.
+            removing = asyncio.create_task(self.engine_client.remove_lora(lora.lora_int_id))
             _removing.add(removing)
-            removing.add_done_callback(_removed)
+            removing.add_done_callback(_on_removed)
         return answer
 
     unload_and_remove.is_batchmills = True  # type: ignore[attr-defined]
     return unload_and_remove
 
 
-def _removed(task: asyncio.Task[bool]) -> None:
+def _on_removed(task: asyncio.Task[bool]) -> None:
     _removing.discard(task)
     if not task.cancelled() and task.exception() is not None:
-        logger.error("an adapter that was unloaded stays in the engine", exc_info=task.exception())
+        logger.error("an unloaded adapter could not be removed from the engine", exc_info=task.exception())
 
 
 class AdapterByAdapter(_Original):
@@ -62,8 +62,8 @@ class AdapterByAdapter(_Original):
         missing = [name for name in _NEEDED if not hasattr(_Original, name)]
         if missing:
             raise RuntimeError(
-                f"batchmill does not know how this vLLM applies adapters on a CPU: it has no {', '.join(missing)}; "
-                "install the version that batchmill's documentation names"
+                f"batchmill does not support adapters on a CPU with this vLLM version: it has no {', '.join(missing)}; "
+                "install the version in batchmill's documentation"
             )
         super().__init__(*args, **kwargs)
         self._tokens: Groups = []
@@ -129,15 +129,15 @@ class AdapterByAdapter(_Original):
 
 
 def _groups(slots: torch.Tensor) -> Groups:
-    """The tokens of each slot: a slice if they are consecutive. Those of the base, whose slot is -1, are left out."""
+    """The tokens of each slot, as a slice if they are consecutive, without tokens of the base (slot -1)."""
     present, counts = torch.unique(slots, return_counts=True)
     groups: Groups = []
     for slot, count in zip(present.tolist(), counts.tolist(), strict=True):
         if slot < 0:
             continue
-        places = (slots == slot).nonzero().squeeze(1)
-        first, last = int(places[0]), int(places[-1])
-        groups.append((slot, slice(first, last + 1) if last - first + 1 == count else places))
+        positions = (slots == slot).nonzero().squeeze(1)
+        first, last = int(positions[0]), int(positions[-1])
+        groups.append((slot, slice(first, last + 1) if last - first + 1 == count else positions))
     return groups
 
 
@@ -153,7 +153,7 @@ def _add(y: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, groups: Groups
 
 
 def _gathered(x: torch.Tensor, weights: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x[token] @ weights[slot of token].T, and zeros for tokens of the base: one graph whatever the slots are."""
+    """x[token] @ weights[slot of token].T, and zeros for tokens of the base. The graph is the same for all slots."""
     selected = weights[slots.clamp_min(0)].to(dtype)
     if selected.dim() == 4:
         selected = selected.squeeze(1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-HELD_SHARE = 0.5  # rows step aside for at most this share of the time
-CREDIT_MAX_S = 4.0  # saved up while no live request waits
+HELD_SHARE = 0.5  # rows are held for at most this share of the time
+CREDIT_MAX_S = 4.0  # the most holding time to save up while no rows are held
 LEARN = 0.2  # weight of the newest step
 
 
 class StepTimes:
-    """How long a step takes with live requests alone, and what each token of a row adds."""
+    """How long a step takes with live requests alone, and how much time each token of a row adds."""
 
     def __init__(self) -> None:
         self._alone_s = 0.0
@@ -16,7 +16,7 @@ class StepTimes:
         self._credit_s = CREDIT_MAX_S
 
     def observe(self, lasted_s: float, row_tokens: int, is_live: bool, is_held: bool) -> None:
-        """Record a step: its tokens of rows, and whether it served live requests or held rows."""
+        """Record a step: its duration, its tokens of rows, and whether it served live requests or held rows."""
         self._credit_s += -lasted_s if is_held else lasted_s * HELD_SHARE / (1 - HELD_SHARE)
         self._credit_s = min(self._credit_s, CREDIT_MAX_S)
         if row_tokens == 0:

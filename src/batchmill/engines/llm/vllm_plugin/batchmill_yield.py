@@ -1,8 +1,8 @@
-"""A vLLM scheduler that lets rows yield to live requests. Runs in vLLM and imports nothing else.
+"""A vLLM scheduler that lets rows yield to live requests. It runs in vLLM and imports nothing else of batchmill.
 
-In a step that serves live requests, rows get as many tokens as make it little longer; the others keep their place and
-their cache. While live requests come now and then, steps between them are kept short, since who arrives waits for one
-to end. vLLM itself knows such steps: a running request that finds the step's token budget spent waits for the next.
+In a step that serves live requests, rows get few tokens, so that the step takes little longer; other rows keep their
+slot and their cache. While live requests arrive now and then, steps of rows are kept short, because a new request waits
+for the current step. vLLM has such steps too: a running request waits for the next step if the token budget is used up.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from batchmill_step_times import StepTimes
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-LIVE_PRIORITY = -(2**31)  # as batchmill sends live requests
-SLACK = 0.15  # by so much rows may lengthen a step that serves live requests
-STEP_FACTOR = 4.0  # so much longer than a live step a step of rows may be
-ALERT_S = 10.0  # after the last live request
-PROBE_EVERY = 16  # of the live steps one runs without rows, to see how long such a step takes
-PLACES_FREE = 16  # of the running requests, kept for live ones; an eighth where there are few
+LIVE_PRIORITY = -(2**31)  # the priority of live requests
+SLACK = 0.15  # the share by which rows may lengthen a step that serves live requests
+STEP_FACTOR = 4.0  # the maximum length of a step of rows, in live steps
+ALERT_S = 10.0  # how long after the last live request steps stay short
+PROBE_EVERY = 16  # one in this many live steps runs without rows, to measure the duration
+SLOTS_FREE = 16  # slots of running requests kept for live ones; at most an eighth of all
 ROW_TOKENS_MIN = 16  # of a short step
-KV_USAGE_MAX = 0.95  # of the cache; beyond it vLLM preempts, and must see the rows
+KV_USAGE_MAX = 0.95  # of the cache; above it vLLM preempts, and must see the rows
 
 
 def create(*args: Any, **kwargs: Any) -> Scheduler:
-    """What vLLM calls in a scheduler's place. With asynchronous scheduling, a GPU's, steps are vLLM's own."""
+    """Create the scheduler. With asynchronous scheduling, as on GPUs, vLLM's own scheduler is used."""
     config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
     kind = AsyncScheduler if config.scheduler_config.async_scheduling else YieldingScheduler
     return kind(*args, **kwargs)
@@ -39,8 +39,8 @@ class YieldingScheduler(Scheduler):
         self._times = StepTimes()
         self._live_steps = 0
         self._live_at = -ALERT_S
-        self._is_stuck = False  # the last step held rows and served no request: a live request waits for something else
-        self._last = (0.0, 0, False, False)  # the step that runs: when it began, and as `observe` has it
+        self._is_stuck = False  # the last step held rows and ran nothing, so a live request waits for something else
+        self._last = (0.0, 0, False, False)  # the current step: its start, and the arguments of `observe`
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         now = time.monotonic()
@@ -68,29 +68,29 @@ class YieldingScheduler(Scheduler):
         return output
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
-        began, *about = self._last
-        self._times.observe(time.monotonic() - began, *about)
+        began, *arguments = self._last
+        self._times.observe(time.monotonic() - began, *arguments)
         return super().update_from_output(*args, **kwargs)
 
     def _can_hold(self, live: int, is_arriving: bool) -> bool:
         """Whether there are rows to hold, and holding helps: new requests may need their slots or cache."""
         rows = len(self.running) + len(self.waiting) - live - is_arriving
-        has_place = not is_arriving or len(self.running) < self.max_num_active_reqs
+        has_slot = not is_arriving or len(self.running) < self.max_num_active_reqs
         has_cache = self.get_kv_cache_usage() < KV_USAGE_MAX
-        return rows > 0 and has_place and has_cache and self._times.may_hold and not self._is_stuck
+        return rows > 0 and has_slot and has_cache and self._times.may_hold and not self._is_stuck
 
     def _shorten(self, now: float) -> None:
-        """A step of rows alone: it leaves some slots free, and is short while live requests may come."""
-        self.max_num_active_reqs -= min(PLACES_FREE, self.max_num_active_reqs // 8)
+        """Limit a step of rows alone: leave some slots free, and keep it short while live requests may arrive."""
+        self.max_num_active_reqs -= min(SLOTS_FREE, self.max_num_active_reqs // 8)
         allowed = self._times.row_tokens(STEP_FACTOR)
         if allowed is not None and now - self._live_at < ALERT_S:
-            # The first rows go on, the others wait for them; prompts come in parts.
+            # The first rows continue and the others wait; prompts are processed in chunks.
             self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, max(allowed, ROW_TOKENS_MIN))
 
     def _hold(self, live: list[Any], arriving: Any) -> list[Any]:
-        """A step in which rows get few tokens; not while a request arrives, which could not enter.
+        """Limit the tokens of rows in this step; give them none while a live request arrives, which could not enter.
 
-        Returns the rows that vLLM is not to see in this step. They keep their place.
+        Returns the rows to hide from vLLM in this step. They keep their slots.
         """
         rows = [request for request in self.running if request.priority > LIVE_PRIORITY]
         self._live_steps += 1
@@ -104,7 +104,7 @@ class YieldingScheduler(Scheduler):
         else:
             allowed, hidden = 0, rows
             self.running = live
-            # As many places as there were; and no row comes in where only live requests are to run.
+            # Keep the number of slots, and let no row in where only live requests run.
             self.max_num_active_reqs = len(live) if arriving is None else self.max_num_active_reqs - len(rows)
         self.max_num_scheduled_tokens = min(self.max_num_scheduled_tokens, max(1, needed + allowed))
         return hidden
