@@ -254,6 +254,23 @@ async def test_what_is_kept_and_fails_is_tried_again(stage):
     stage.pools.unpin(spec)
 
 
+async def test_a_failed_model_has_failed_while_its_worker_ends(stage):
+    """A model that could not start is shown as failed at every moment, also while its worker ends."""
+    spec = model("m")
+    pool = stage.use("job", spec)
+    worker = await stage.executor.next(ready=False)
+    worker.say(BROKEN)
+    await settled()
+    assert stage.failures == [BROKEN]
+    stage.pools.retire(pool.key)
+    assert pool in stage.pools.ending_pools
+    seen = stage.pools.view(spec)
+    assert (seen.state, seen.message) == (EngineState.FAILED, BROKEN.message)
+    worker.exit(1)
+    await settled()
+    assert stage.state(spec) == EngineState.FAILED
+
+
 async def test_another_range_reaches_what_runs(stage):
     """A model that is to have other numbers of replicas gets them without a new engine."""
     spec = model("m", scaling=Scaling(replicas_min=1, replicas_max=2, cooldown_s=5.0))

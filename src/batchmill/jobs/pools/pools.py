@@ -302,7 +302,7 @@ class Pools:
         if pool is None:
             ending = sum(each.replicas for each in self.ending_pools if each.key == key)
             failure = self._log.failure(key)
-            state = EngineState.STOPPING if ending else EngineState.FAILED if failure else EngineState.STOPPED
+            state = EngineState.FAILED if failure else EngineState.STOPPING if ending else EngineState.STOPPED
             return EngineView(state, ending, message=failure, events=events)
         if pool.failure is not None:
             return EngineView(EngineState.FAILED, pool.replicas, message=pool.failure.message, events=events)
