@@ -340,16 +340,19 @@ def f(): open({str(mark)!r}, "w"); os._exit(1)
 
 async def test_a_process_that_dies_by_itself_again_and_again(tmp_path: Path) -> None:
     """A process that keeps dying while nothing is called is given up after a few, with how it ended."""
-    text = """
-import os, threading
-threading.Timer(0.01, lambda: (print("no reason", flush=True), os._exit(5))).start()
-def f(): return 1
-"""
-    async with running(deployed(tmp_path, text), tmp_path / "home") as engine:
-        sink = ListSink()
-        with pytest.raises(ModelFailed, match="(?s)died in a row.*exit code 5"):
+
+    async def kill_each(engine: FunctionProcessEngine) -> None:
+        while True:
+            if engine._process.is_up and engine._process.child is not None:
+                engine._process.child.kill()
+            await asyncio.sleep(0.01)
+
+    async with running(deployed(tmp_path, "def f(): return 1"), tmp_path / "home") as engine:
+        killing, sink = asyncio.create_task(kill_each(engine)), ListSink()
+        with pytest.raises(ModelFailed, match="died in a row.*SIGKILL"):
             async with asyncio.timeout(PATIENCE_S):
                 await engine.run(OpenFeed(sink), sink)
+        killing.cancel()
 
 
 NESTED = """
