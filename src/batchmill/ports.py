@@ -27,7 +27,9 @@ from batchmill.types import (
     Outcome,
     Provision,
     RemoteJob,
+    ResultBlock,
     Row,
+    RowBlock,
     SegmentRef,
     Submitted,
     Wait,
@@ -46,6 +48,14 @@ class Feed(Protocol):
 
         Concurrency: any number of tasks may wait in `take` at once.
         """
+
+
+@runtime_checkable
+class BlockFeed(Feed, Protocol):
+    """The feed of an engine that takes rows without an object for each."""
+
+    async def take_block(self, n: int) -> RowBlock | None:
+        """As `take`, but all rows of one call have one lease; None means that no more rows will come."""
 
 
 @runtime_checkable
@@ -76,6 +86,7 @@ class LeaseHandle(Protocol):
     adapters: AdapterSet  # the adapters that rows of its job may use
     project: str  # the job's project
     job_id: str
+    takes_blocks: bool  # its outcomes may be put as a ResultBlock
 
     async def note(self, key: str, data: bytes) -> None:
         """Store a note; return once it is durable and all earlier outcomes are counted. Empty `data` deletes the note.
@@ -108,6 +119,14 @@ class Sink(Protocol):
 
         Concurrency: call it on the event loop's thread only.
         """
+
+
+@runtime_checkable
+class BlockSink(Sink, Protocol):
+    """Takes finished rows also as lines of the output file, without an object for each."""
+
+    def put_block(self, block: ResultBlock) -> None:
+        """As `put`, for rows that have a result."""
 
 
 class Engine(Protocol):

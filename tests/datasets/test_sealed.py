@@ -41,6 +41,28 @@ def test_any_range(path, home):
     rows.close()
 
 
+def test_ranges_as_lines(write, sealed, home):
+    """A range also comes as one piece of bytes: a line for each row, across blank lines, files and missing ends."""
+    bom = b"\xef\xbb\xbf"
+    texts = [
+        bom + b"\n".join(LINES[:1000]) + b"\n",
+        b"\r\n".join(LINES[1000:1500]) + b"\r\n\r\n  \n" + b"\r\n".join(LINES[1500:2000]),
+        b"\n\n" + bom + b"\n \n".join(LINES[2000:]),
+    ]
+    sealed(*[write(text, f"{number}.jsonl") for number, text in enumerate(texts)])
+    rows = SealedRows(home)
+    chance = random.Random(3)
+    for first, last in [
+        (0, rows.rows),
+        (0, 0),
+        *(sorted(chance.choices(range(rows.rows + 1), k=2)) for _ in range(50)),
+    ]:
+        lines = rows.read_lines(first, last)
+        assert lines.count(b"\n") == last - first and (not lines or lines.endswith(b"\n"))
+        assert [line.strip() for line in lines.split(b"\n")[:-1]] == rows.read(first, last)
+    rows.close()
+
+
 def test_any_rows(path, home, monkeypatch):
     """Scattered rows come back in the order asked for, and the cache stays within its bound."""
     monkeypatch.setattr(sealed_module, "CACHE_BYTES_MAX", 150_000)

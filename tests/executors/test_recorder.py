@@ -14,8 +14,9 @@ from batchmill.executors import recorder as recording
 from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
+from batchmill.models import redaction
 from batchmill.store.segments import SegmentFile, SegmentHead, read_payload, read_ref, unpack_positions
-from batchmill.types import Commit, DatasetSpec, Lease, Outcome, Row, RowError, Usage
+from batchmill.types import Commit, DatasetSpec, Lease, Outcome, ResultBlock, Row, RowBlock, RowError, Usage
 from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.messages import Grant, pack_u32
 
@@ -98,6 +99,76 @@ async def test_every_outcome_is_committed_once(job, tmp_path):
     assert sorted(counted[0]) == list(range(20)) and sorted(counted[1]) == sorted(numbers)
     assert sum(commit.errors.get("odd", 0) for commit in lease_host.commits) == 10 + 3
     assert all(lease_host.recorder.is_done_with(held) for held in granted)
+
+
+def results_of(block: RowBlock, *, keep: slice = slice(None), text: bytes = b"{}") -> ResultBlock:
+    """Results for some rows of a block, as an engine puts them."""
+    positions, numbers = block.positions[keep], block.numbers[keep]
+    lines = b"".join([b'{"n":%d,"output":%b}\n' % (number, text) for number in numbers])
+    return ResultBlock(lines, positions, numbers, block.lease, Usage(len(numbers)))
+
+
+@pytest.mark.parametrize("keep", [slice(None), slice(0, None, 2)], ids=["all rows", "every second row"])
+@pytest.mark.parametrize("is_scattered", [False, True], ids=["in order", "scattered"])
+async def test_blocks_of_results(job, tmp_path, monkeypatch, keep, is_scattered):
+    """Lines that an engine has joined are committed once each, beside rows that failed, in blocks of a bounded size."""
+    monkeypatch.setattr(recording, "BLOCK_ROWS", 8)
+    monkeypatch.setattr(recording, "RUN_ROWS", 16)
+    lease_host = Desk(job, tmp_path)
+    numbers = [39, 20, 31, 25, 7, 8, 9, 3] if is_scattered else list(range(10, 36))
+    places = (
+        {"positions": pack_u32(list(range(len(numbers)))), "rows": pack_u32(numbers)} if is_scattered else {"row": 10}
+    )
+    held = lease_host.grant(0, Grant(lease(0), 0, 0, len(numbers), **places))
+    block = await lease_host.feed.take_block(100)
+    assert list(block.numbers) == numbers and [row.number for row in block.rows()] == numbers
+    assert block.lines.count(b"\n") == len(numbers)
+    done = results_of(block, keep=keep)
+    lease_host.recorder.put_block(done)
+    others = [row for row in block.rows() if row.number not in done.numbers]
+    if others:
+        assert held.undone == len(others)
+        lease_host.recorder.put([Outcome(row, error=RowError("odd", "an odd row")) for row in others])
+    lease_host.recorder.flush()
+    await lease_host.recorder.sync()
+    blocks = [block for commit in lease_host.commits for block in read_ref(job.segment.folder, commit.ref)]
+    assert sorted(row for block in blocks for row in block.rows()) == sorted(numbers)
+    assert sum(commit.rows_ok for commit in lease_host.commits) == len(done.numbers)
+    assert sum(commit.usage.input_tokens for commit in lease_host.commits) == len(done.numbers)
+    assert all(block.n <= 16 for block in blocks)
+    for block in blocks:
+        texts = read_payload(block).splitlines()
+        assert len(texts) == block.n
+        assert all(
+            f'"n":{row},'.encode() in text for row, text in zip(block.rows(), texts, strict=True) if b'"n"' in text
+        )
+    assert lease_host.recorder.is_done_with(held)
+
+
+async def test_blocks_hold_no_secret(job, tmp_path, monkeypatch):
+    """A secret in a result is masked in every line that is stored."""
+    monkeypatch.setattr(redaction, "_known", redaction._LearntSecrets())
+    redaction.learn("hunter2-and-more")
+    lease_host = Desk(job, tmp_path)
+    lease_host.grant(0, Grant(lease(0), 0, 0, 3))
+    block = await lease_host.feed.take_block(3)
+    lease_host.recorder.put_block(results_of(block, text=b'"hunter2-and-more"'))
+    await lease_host.recorder.sync()
+    (commit,) = lease_host.commits
+    (stored,) = read_ref(job.segment.folder, commit.ref)
+    text = read_payload(stored)
+    assert b"hunter2" not in text and text.count(b"\n") == commit.rows_ok == 3
+
+
+async def test_blocks_of_a_lease_that_is_lost(job, tmp_path):
+    """Results of a lease whose commit was refused are not written."""
+    lease_host = Desk(job, tmp_path)
+    held = lease_host.grant(0, Grant(lease(0), 0, 0, 3))
+    block = await lease_host.feed.take_block(3)
+    held.stale = True
+    lease_host.recorder.put_block(results_of(block))
+    await lease_host.recorder.sync()
+    assert lease_host.commits == [] and held.undone == 0
 
 
 async def test_lines_hold_the_rows_own_ids(job, tmp_path):

@@ -12,7 +12,7 @@ import zlib
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -40,7 +40,7 @@ def load_seal(home: Path) -> Seal:
         raise damaged(home, [f"{layout.SEAL} cannot be read"]) from None
 
 
-class RowBlock(Struct, gc=False):
+class VerifiedRows(Struct, gc=False):
     """Verified bytes of whole rows. `starts` has one entry more than there are rows: the end of the last."""
 
     first: int
@@ -59,6 +59,14 @@ class RowBlock(Struct, gc=False):
         if len(lines) == count:  # every row has at least one line: so each has one
             return list(map(bytes.strip, lines))
         return [self.row(number) for number in range(first, last)]  # there are blank lines between
+
+    def lines(self, first: int, last: int, *, has_blank_lines: bool) -> bytes:
+        """Rows first <= n < last, each on a line of its own that ends with a newline."""
+        if has_blank_lines:
+            return b"".join([self.row(number) + b"\n" for number in range(first, last)])
+        at, end, base = first - self.first, last - self.first, self.starts[0]
+        text = self.data[self.starts[at] - base : self.starts[end] - base]
+        return text if text.endswith(b"\n") else text + b"\n"
 
 
 class SealedRows:
@@ -85,7 +93,7 @@ class SealedRows:
         for file in self._seal.files:
             self._bases.append(self._bases[-1] + file.size_bytes)
         self._files: dict[int, int] = {}  # number of a file -> descriptor
-        self._cache: OrderedDict[int, RowBlock] = OrderedDict()
+        self._cache: OrderedDict[int, VerifiedRows] = OrderedDict()
         self._cache_bytes = 0
 
     def _open_index(self) -> None:
@@ -101,21 +109,35 @@ class SealedRows:
 
     def read(self, first: int, last: int) -> list[bytes]:
         """Rows first <= n < last: JSON objects without BOM and line end. Raises: InputChanged."""
-        assert 0 <= first <= last <= self.rows, (first, last, self.rows)
         lines: list[bytes] = []
+        for _, verified, begin, end in self._ranges(first, last):
+            lines += verified.slice(begin, end)
+        return lines
+
+    def read_lines(self, first: int, last: int) -> bytes:
+        """Rows first <= n < last, each on a line of its own that ends with a newline. Raises: InputChanged."""
+        return b"".join(
+            [
+                verified.lines(begin, end, has_blank_lines=chunk.lines != chunk.rows)
+                for chunk, verified, begin, end in self._ranges(first, last)
+            ]
+        )
+
+    def _ranges(self, first: int, last: int) -> Iterator[tuple[ChunkRecord, VerifiedRows, int, int]]:
+        """Verified rows for first <= n < last, and the range of each that belongs to it."""
+        assert 0 <= first <= last <= self.rows, (first, last, self.rows)
         while first < last:
             chunk = self.chunk_of(first)
             end = min(last, chunk.first_row + chunk.rows)
             from_block = (first - chunk.first_row) // chunk.block_rows
             to_block = (end - 1 - chunk.first_row) // chunk.block_rows + 1
-            lines += self._verified(chunk, from_block, to_block).slice(first, end)
+            yield chunk, self._verified(chunk, from_block, to_block), first, end
             first = end
-        return lines
 
     def read_many(self, numbers: Sequence[int]) -> list[bytes]:
         """Rows in any order. Verified blocks are cached for later calls. Raises: InputChanged."""
         lines = []
-        block: RowBlock | None = None
+        block: VerifiedRows | None = None
         for number in numbers:
             if block is None or not block.first <= number < block.last:
                 block = self._block_of(number)
@@ -152,7 +174,7 @@ class SealedRows:
         self._chunks.release()
         self._chunks_map.close()
 
-    def _block_of(self, row: int) -> RowBlock:
+    def _block_of(self, row: int) -> VerifiedRows:
         chunk = self.chunk_of(row)
         block = (row - chunk.first_row) // chunk.block_rows
         number = chunk.first_block + block
@@ -167,7 +189,7 @@ class SealedRows:
             self._cache_bytes -= len(self._cache.popitem(last=False)[1].data)
         return verified
 
-    def _verified(self, chunk: ChunkRecord, from_block: int, to_block: int) -> RowBlock:
+    def _verified(self, chunk: ChunkRecord, from_block: int, to_block: int) -> VerifiedRows:
         """The rows of blocks from_block <= b < to_block of a chunk, read and checked."""
         first = chunk.first_row + from_block * chunk.block_rows
         rows_left = chunk.rows - from_block * chunk.block_rows
@@ -186,7 +208,7 @@ class SealedRows:
             if zlib.crc32(view[edges[number] : edges[number + 1]]) != crc:
                 at = first + number * chunk.block_rows
                 raise self._changed(base, at, min(at + chunk.block_rows, first + rows))
-        return RowBlock(first, first + rows, data, starts)
+        return VerifiedRows(first, first + rows, data, starts)
 
     def _pread(self, start: int, end: int, first: int, last: int) -> bytes:
         """Bytes start..end, counted in all files; they are in one file."""

@@ -11,10 +11,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from batchmill.datasets.sealed import SealedRows
 from batchmill.errors import InputChanged
 from batchmill.executors.leases import Allowance, Held
-from batchmill.types import Lease, Outcome, Row
+from batchmill.types import Lease, Outcome, Row, RowBlock
 from batchmill.types.connectors import RemoteJob
 from batchmill.wire.messages import Grant, unpack_u32
 
@@ -155,7 +154,7 @@ class GrantFeed:
         self._last: tuple[_JobLane, int, float] | None = None  # whose rows were taken last, how many, when
         self._suspect = suspect
         self._held_back: frozenset[str] = frozenset()  # projects whose rows wait
-        self._isolated: Row | None = None  # the one row in flight of a isolated lease
+        self._isolated: tuple[int, Held] | None = None  # number and lease of the one row in flight of an isolated lease
 
     def grant(self, held: Held, grant: Grant) -> None:
         """Queue the rows of a grant."""
@@ -238,21 +237,26 @@ class GrantFeed:
     def settled(self, outcome: Outcome) -> None:
         """A isolated row has its outcome: the next may begin."""
         isolated = self._isolated
-        if isolated is not None and outcome.row.number == isolated.number and outcome.row.lease is isolated.lease:
+        if isolated is not None and outcome.row.number == isolated[0] and outcome.row.lease is isolated[1]:
             self._isolated = None
             self._wake()
 
     async def take(self, n: int) -> list[Row]:
+        block = await self.take_block(n)
+        return [] if block is None else block.rows()
+
+    async def take_block(self, n: int) -> RowBlock | None:
+        """See `ports.BlockFeed`."""
         self._measure(n)
         while True:
-            rows = self._take_now(n)
-            if rows:
+            block = self._take_now(n)
+            if block is not None:
                 if len(self._turns):
                     self._wake()
-                return rows
+                return block
             if self._ended and self._is_empty():
                 self._wake()
-                return []
+                return None
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
@@ -261,12 +265,12 @@ class GrantFeed:
         """See `ports.LeaseFeed`."""
         while True:
             for lane in [lane for lane in self._lanes.values() if lane.queue and lane.queue[0].is_noted]:
-                if rows := self._take_of(lane, n):
-                    self._turns.charge(lane, len(rows))
+                if (block := self._take_of(lane, n)) is not None:
+                    self._turns.charge(lane, len(block))
                     if not lane.queue:
                         self._turns.leave(lane)
                     self._ask(lane)
-                    return rows
+                    return block.rows()
             if self._ended:
                 return []
             waiter = asyncio.get_running_loop().create_future()
@@ -283,56 +287,60 @@ class GrantFeed:
         fitting = int(rows * TAKE_S / max(self._time() - at, 1e-6))
         lane.take_max = min(fitting, max(rows, lane.take_max) * GROWTH_MAX)
 
-    def _take_now(self, n: int) -> list[Row]:
+    def _take_now(self, n: int) -> RowBlock | None:
         while self._isolated is None and (lane := self._turns.next()) is not None:
             # Beside other jobs a take is short, however slow this one's rows are; alone the engine knows best.
             most = n if len(self._turns) == 1 else min(n, max(self._least, lane.take_max))
-            rows = self._take_of(lane, most)
-            if rows:
-                self._turns.charge(lane, len(rows))
-                self._last = lane, len(rows), self._time()
+            block = self._take_of(lane, most)
+            if block is not None:
+                self._turns.charge(lane, len(block))
+                self._last = lane, len(block), self._time()
                 if not lane.queue:
                     self._turns.leave(lane)
-                if rows[0].lease.isolated and not self._note_suspect(rows[0]):
-                    return []
+                if block.lease.isolated and not self._note_suspect(block):
+                    return None
                 self._ask(lane)
-                return rows
-        return []
+                return block
+        return None
 
-    def _take_of(self, lane: _JobLane, n: int) -> list[Row]:
-        """Up to `n` rows of a job's first grant; none where its input has changed: then it is forgotten."""
+    def _take_of(self, lane: _JobLane, n: int) -> RowBlock | None:
+        """Up to `n` rows of a job's first grant; None where its input has changed: then it is forgotten."""
         queued = lane.queue[0]
         held = queued.held
         allowance = held.job.allowance
         if allowance is not None and allowance.takes_all and not held.is_afforded and not self._afford(lane, queued):
-            return []
+            return None
         n = 1 if held.isolated else n
         first, last = queued.next, min(queued.next + n, len(queued.numbers))
-        numbers = queued.numbers[first:last]
         try:
-            raws = self._read(held.job.rows, numbers)
+            block = self._block(queued, first, last)
+            if allowance is not None and not allowance.takes_all:
+                count = allowance.reserve(block.rows())
+                if not count:
+                    self._turns.leave(lane)
+                    return None
+                if first + count < last:
+                    last = first + count
+                    block = self._block(queued, first, last)
         except InputChanged as error:
             self.drop(held.job.id)
             self._changed(held.job.id, error)
-            return []
-        rows = self._rows(queued, first, last, raws)
-        if allowance is not None and not allowance.takes_all:
-            rows = rows[: allowance.reserve(rows)]
-            last = first + len(rows)
-            if not rows:
-                self._turns.leave(lane)
-                return []
+            return None
         queued.next = last
         lane.pending -= last - first
         if last == len(queued.numbers):
             lane.queue.popleft()
-        return rows
+        return block
 
     @staticmethod
-    def _rows(queued: _Queued, first: int, last: int, raws: list[bytes]) -> list[Row]:
-        held, form = queued.held, queued.held.job.form
-        places = zip(queued.positions[first:last], queued.numbers[first:last], raws, strict=True)
-        return [Row(position, number, raw, form, held) for position, number, raw in places]
+    def _block(queued: _Queued, first: int, last: int) -> RowBlock:
+        """Rows of a grant by index. Raises: InputChanged."""
+        held, numbers = queued.held, queued.numbers[first:last]
+        if isinstance(numbers, range):
+            lines = held.job.rows.read_lines(numbers.start, numbers.stop)
+        else:
+            lines = b"".join([raw + b"\n" for raw in held.job.rows.read_many(numbers)])
+        return RowBlock(lines, queued.positions[first:last], numbers, held.job.form, held)
 
     def _afford(self, lane: _JobLane, queued: _Queued) -> bool:
         """Cut the lease to the job's budget; return whether any row runs now."""
@@ -340,7 +348,7 @@ class GrantFeed:
         assert allowance is not None
 
         def read(first: int, last: int) -> list[Row]:
-            return self._rows(queued, first, last, self._read(held.job.rows, queued.numbers[first:last]))
+            return self._block(queued, first, last).rows()
 
         try:
             kept = cut(held, allowance, queued.positions, read)
@@ -360,17 +368,11 @@ class GrantFeed:
             lane.pending -= away
         return True
 
-    @staticmethod
-    def _read(rows: SealedRows, numbers: array | range) -> list[bytes]:
-        if isinstance(numbers, range):
-            return rows.read(numbers.start, numbers.stop)
-        return rows.read_many(numbers)
-
-    def _note_suspect(self, row: Row) -> bool:
+    def _note_suspect(self, block: RowBlock) -> bool:
         """Record the row's position for the owner, in case the row kills the process. False if that fails."""
-        self._isolated = row
-        lease: Lease = row.lease.lease
-        data = f"{lease.job} {lease.generation} {lease.shard} {row.position}\n"
+        self._isolated = block.numbers[0], block.lease
+        lease: Lease = block.lease.lease
+        data = f"{lease.job} {lease.generation} {lease.shard} {block.positions[0]}\n"
         try:
             self._suspect.write_text(data)
         except OSError as error:

@@ -260,6 +260,11 @@ class Held(Struct, eq=False):
         return self.job.adapters
 
     @property
+    def takes_blocks(self) -> bool:
+        """Whether no row of it needs an outcome of its own: for a budget, or to know which row is running."""
+        return not self.isolated and self.job.allowance is None
+
+    @property
     def project(self) -> str:
         return self.job.project
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from batchmill import faults
 from batchmill.executors.leases import Held, Unsent
 from batchmill.models import redaction
-from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, error_meta, frame, pack_positions
-from batchmill.types import Commit, Outcome, RowError, Usage
+from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, error_meta, frame, frame_lines, pack_positions
+from batchmill.types import Commit, Outcome, ResultBlock, RowError, Usage
 
 BLOCK_ROWS = 1024
 BLOCK_BYTES = 1024 * 1024
+RUN_ROWS = 4 * BLOCK_ROWS  # of lines that an engine has joined, and that need no table
 KERNEL_S = 0.05  # an outcome waits at most so long for its block to be written
 DISK_S = 0.5  # and a written block at most so long for its commit
 COMMIT_ROWS = 16_384  # or until so many rows wait
@@ -58,6 +59,25 @@ def _used(outcomes: list[Outcome], before: Usage) -> Usage:
 def _without_secrets(errors: list[RowError]) -> list[RowError]:
     """Some of them are shown with their job."""
     return [RowError(each.code, redaction.mask_known(each.message)) for each in errors] if redaction.known() else errors
+
+
+def _masked(block: ResultBlock) -> ResultBlock:
+    """The lines without known secrets."""
+    if not redaction.known():
+        return block
+    lines = redaction.mask_lines([line + b"\n" for line in block.lines[:-1].split(b"\n")])
+    return structs.replace(block, lines=b"".join(lines))
+
+
+def _pieces(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first, end, bytes) of consecutive lines that become one block."""
+    size = first = 0
+    for at, length in enumerate(lengths):
+        if at > first and (at - first == BLOCK_ROWS or size + length > BLOCK_BYTES):
+            yield first, at, size
+            first, size = at, 0
+        size += length
+    yield first, len(lengths), size
 
 
 def empty_rows() -> BlockRows:
@@ -121,6 +141,38 @@ class Recorder:
         if self._buffered and self._flush_timer is None:
             self._flush_timer = self._loop.call_later(KERNEL_S, self._flush_on_time)
 
+    def put_block(self, block: ResultBlock) -> None:
+        """See `ports.BlockSink`."""
+        held: Held = block.lease
+        block = _masked(block)
+        held.undone -= len(block.numbers)
+        self._buffered.pop(id(held), None)
+        if held.stale:
+            return
+        try:
+            self._append_lines(held, block)
+        except OSError as error:
+            held.stale = True
+            self._broken(error)
+            return
+        self._write(held)
+
+    def _append_lines(self, held: Held, block: ResultBlock) -> None:
+        lease, positions, numbers = held.lease, block.positions, block.numbers
+        is_run = all(isinstance(each, range) and each.step == 1 for each in (positions, numbers))
+        is_small = len(numbers) <= RUN_ROWS and len(block.lines) <= BLOCK_BYTES
+        lengths = None if is_run and is_small else [len(text) + 1 for text in block.lines[:-1].split(b"\n")]
+        view, at = memoryview(block.lines), 0
+        for first, end, size in [(0, len(numbers), len(view))] if lengths is None else _pieces(lengths):
+            meta = BlockMeta(block.usage if first == 0 else NO_USAGE)  # the first piece has the tokens of all
+            data = frame_lines(
+                view[at : at + size], None if lengths is None else lengths[first:end],
+                positions[first:end], numbers[first:end],
+                generation=lease.generation, shard=lease.shard, epoch=lease.epoch, ok=True, meta=meta,
+            )  # fmt: skip
+            self._append_data(held, data, positions[first:end], ok=True, meta=meta)
+            at += size
+
     @staticmethod
     def _take(part: BlockRows, outcomes: list[Outcome], lines: list[bytes]) -> None:
         rows = [outcome.row for outcome in outcomes]
@@ -175,17 +227,20 @@ class Recorder:
     def _append(self, held: Held, part: BlockRows, *, ok: bool, meta: BlockMeta) -> None:
         lease = held.lease
         data = frame(part, generation=lease.generation, shard=lease.shard, epoch=lease.epoch, ok=ok, meta=meta)
+        self._append_data(held, data, part.positions, ok=ok, meta=meta)
+
+    def _append_data(self, held: Held, data: bytes, positions: Sequence[int], *, ok: bool, meta: BlockMeta) -> None:
         faults.point("before_append")
         ref = held.job.segment.append(data)
         faults.point("after_append")
-        n = len(part.rows)
+        n = len(positions)
         last = held.unsent[-1] if held.unsent else None
         if last is None or last.ref.segment != ref.segment or last.ref.offset + last.ref.length != ref.offset:
             last = Unsent(ref, [], 0, 0, NO_USAGE, {}, {})
             held.unsent.append(last)
         else:
             last.ref = type(ref)(ref.segment, last.ref.offset, last.ref.length + ref.length)
-        last.positions.extend(part.positions)
+        last.positions.extend(positions)
         last.rows_ok += n if ok else 0
         last.rows_failed += 0 if ok else n
         last.usage = last.usage + meta.usage

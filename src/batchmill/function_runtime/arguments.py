@@ -11,6 +11,7 @@ import operator
 from . import installed as json_text
 from . import values as arrays
 from .installed import installed
+from .row_lines import LAYOUTS, read_lines
 
 ONE, STAR, NAMED = "one", "star", "named"  # how a row is called: f(item), f(*item), f(**item)
 SHOWN = 20  # names in an error
@@ -48,11 +49,12 @@ class Parameters:
 class Bound:
     """The rows of one request as arguments. `errors` has invalid rows, whose arguments are None."""
 
-    __slots__ = ("how", "calls", "errors", "ids", "columns")
+    __slots__ = ("how", "calls", "errors", "ids", "columns", "writer")
 
     def __init__(self, how, calls, errors, columns=None):
         self.how, self.calls, self.errors, self.columns = how, calls, errors, columns
         self.ids = None
+        self.writer = None  # a LineWriter, if the results leave as lines
 
 
 def read_rows(meta, buffers, parameters, *, as_columns=False):
@@ -95,6 +97,8 @@ def as_dicts(bound, parameters):
 
 
 def _read(meta, buffers, parameters):
+    if meta["layout"] in LAYOUTS:
+        return _of_lines(meta, buffers[0], parameters)
     calls, layout = json_text.load(buffers[0]), meta["layout"]
     extra = buffers[1:]
     if layout == "columns":
@@ -109,6 +113,14 @@ def _read(meta, buffers, parameters):
         bound = _positional(calls, skip, parameters)
     if skip and parameters.keeps_ids:
         bound.ids = [row[0] for row in calls]
+    return bound
+
+
+def _of_lines(meta, data, parameters):
+    rows, errors, writer = read_lines(meta, data)
+    bound = _named(rows, parameters, is_lenient=True)
+    bound.errors.update(errors)
+    bound.writer = writer
     return bound
 
 

@@ -93,6 +93,8 @@ class Replies:
             for piece in pieces:
                 spread(ask, *piece)
             ask.pieces = [piece for piece in ask.pieces if piece[0] >= end]
+        if ask.bound.writer is not None:
+            return b"lines", (ask.bound.writer.write(ask.values[first:end], ask.errors, first), [])
         values = ask.values if end - first == ask.rows else ask.values[first:end]
         return b"rows", write_values(values, ask.errors, first, exact=ask.is_exact)
 

@@ -169,6 +169,7 @@ DEPTH_MAX = 128
 ESCAPE = "$object"
 SIMPLE = frozenset((int, float, str, bool, type(None)))
 _SAFE = frozenset((int, str, bool, type(None)))
+_STR = frozenset((str,))
 _TEXT = (datetime.date, datetime.time, datetime.timedelta, complex, decimal.Decimal, uuid.UUID, pathlib.PurePath)
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _CIRCLE = "Cannot serialize result: circular reference detected."
@@ -176,6 +177,22 @@ _CIRCLE = "Cannot serialize result: circular reference detected."
 
 class Unserializable(Exception):
     """A result that has no form; its text says why, in its last line as `Type: message`."""
+
+
+def is_plain(value, depth=DEPTH_MAX):
+    """Whether a value is of JSON's own types throughout, so that `Writer` without `exact` would not change it."""
+    kind = type(value)
+    if kind in SIMPLE:
+        return True
+    if depth == 0:
+        return False
+    if kind is dict:
+        if not _STR.issuperset(map(type, value)):
+            return False
+        value = value.values()
+    elif kind is not list:
+        return False
+    return SIMPLE.issuperset(map(type, value)) or all(is_plain(each, depth - 1) for each in value)
 
 
 class Writer:

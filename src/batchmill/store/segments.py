@@ -114,15 +114,27 @@ _meta_decoder = msgspec.json.Decoder(BlockMeta)
 
 def frame(part: BlockRows, *, generation: int, shard: int, epoch: int, ok: bool, meta: BlockMeta) -> bytes:
     """Encode a block. Rows may be in any order; each line ends with its newline."""
-    payload = b"".join(part.lines)
-    first, row, n = part.positions[0], part.rows[0], len(part.rows)
-    assert len(part.positions) == len(part.lines) == n, "every row of a block has its position and its line"
-    contiguous = _runs_on(part.positions) and _runs_on(part.rows)
+    lengths = array("I", map(len, part.lines))
+    return frame_lines(
+        b"".join(part.lines), lengths, part.positions, part.rows,
+        generation=generation, shard=shard, epoch=epoch, ok=ok, meta=meta,
+    )  # fmt: skip
+
+
+def frame_lines(
+    payload: bytes | memoryview, lengths: Sequence[int] | None, positions: Sequence[int], rows: Sequence[int], *,
+    generation: int, shard: int, epoch: int, ok: bool, meta: BlockMeta,
+) -> bytes:  # fmt: skip
+    """As `frame`, for joined lines. Ranges of positions and rows need no lengths, and cost nothing for each row."""
+    first, row, n = positions[0], rows[0], len(rows)
+    assert len(positions) == n and (lengths is None or len(lengths) == n), "every row has its position and its line"
+    contiguous = _runs_on(positions) and _runs_on(rows)
     table = b""
     if not contiguous:
-        first = min(part.positions)
-        deltas = array("I", [position - first for position in part.positions])
-        table = deltas.tobytes() + array("I", part.rows).tobytes() + array("I", map(len, part.lines)).tobytes()
+        first = min(positions)
+        deltas = array("I", [position - first for position in positions])
+        assert lengths is not None, "lines of rows that do not run on need lengths"
+        table = deltas.tobytes() + array("I", rows).tobytes() + array("I", lengths).tobytes()
     meta_bytes = b"" if meta == BlockMeta() else _meta_encoder.encode(meta)
     flags = (0 if ok else IS_ERROR) | (IS_CONTIGUOUS if contiguous else 0)
     head = _HEAD.pack(
@@ -132,10 +144,12 @@ def frame(part: BlockRows, *, generation: int, shard: int, epoch: int, ok: bool,
     return b"".join((head, _CRC.pack(crc32(head)), table, meta_bytes, payload))
 
 
-def _runs_on(numbers: list[int]) -> bool:
+def _runs_on(numbers: Sequence[int]) -> bool:
     """Whether each number is one more than the one before."""
+    if isinstance(numbers, range):
+        return numbers.step == 1
     first = numbers[0]
-    return numbers[-1] == first + len(numbers) - 1 and numbers == list(range(first, first + len(numbers)))
+    return numbers[-1] == first + len(numbers) - 1 and list(numbers) == list(range(first, first + len(numbers)))
 
 
 class Damage(Struct, frozen=True):

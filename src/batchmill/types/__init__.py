@@ -10,7 +10,9 @@ from batchmill.types.calls import (
     LiveRequest,
     Outcome,
     Request,
+    ResultBlock,
     Row,
+    RowBlock,
     RowError,
     Usage,
 )
@@ -60,7 +62,7 @@ __all__ = [
     "Connector", "DatasetSpec", "EngineEvent", "EngineState", "EngineStats", "EngineView", "FunctionRequest",
     "FunctionSpec", "Interface", "Isolation", "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits",
     "LiveHead", "LiveRequest", "LlmSettings", "ModelSpec", "Needs", "Once", "Outcome", "Policy", "Price", "Problem",
-    "ProjectQuotas", "Provision", "Quotas", "RemoteJob", "Request", "Row", "RowError",
+    "ProjectQuotas", "Provision", "Quotas", "RemoteJob", "Request", "ResultBlock", "Row", "RowBlock", "RowError",
     "SalvageReport", "SalvagedTable", "Scaling", "Scope",
     "Seal", "SealedFile", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -33,6 +34,28 @@ class Row(Struct, gc=False):
     custom_id: bytes | None = None  # as JSON; set by the form when it reads the row
 
 
+class RowBlock(Struct, frozen=True, eq=False):
+    """Rows of one lease together, without an object for each: from the feed to an engine.
+
+    `lines` has a line for each row with its JSON object, perhaps between spaces, and ends with a newline.
+    """
+
+    lines: bytes
+    positions: Sequence[int]  # of each row, in the plan
+    numbers: Sequence[int]  # of each row, in the dataset
+    form: Any  # as in Row
+    lease: Any
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def rows(self) -> list[Row]:
+        """The rows one by one."""
+        raws = map(bytes.strip, self.lines[:-1].split(b"\n"))
+        found = zip(self.positions, self.numbers, raws, strict=True)
+        return [Row(position, number, raw, self.form, self.lease) for position, number, raw in found]
+
+
 class Request(Struct, frozen=True, gc=False):
     """A row as a call of an OpenAI-style path."""
 
@@ -46,6 +69,16 @@ class RowError(Struct, frozen=True, gc=False):
 
     code: str
     message: str
+
+
+class ResultBlock(Struct, frozen=True, eq=False):
+    """Results of rows of one lease as finished lines of the output file."""
+
+    lines: bytes  # one for each row; each ends with a newline
+    positions: Sequence[int]  # of each row, in the plan
+    numbers: Sequence[int]  # of each row, in the dataset
+    lease: Any  # that of their RowBlock
+    usage: Usage = Usage()
 
 
 class Outcome(Struct, frozen=True, gc=False):

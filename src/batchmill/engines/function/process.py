@@ -28,6 +28,7 @@ from batchmill.types import BatchTimes, CallStats, Interface, ModelSpec
 from batchmill.wire.calls import CallError, FunctionResults, ParsedCalls
 
 CRASHED, HUNG, MEMORY_LIMIT = "worker_crashed", "timeout", "memory_limit"  # why a process was to be replaced
+INVALID_FRAME = (LookupError, TypeError, ValueError, msgspec.MsgspecError)  # what reading one may raise
 OWN_IDS = 1 << 48  # ids from here on are ours; below are those of Asks
 
 ASK = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","from_job":%b,"exact":%b,"of":%b}'
@@ -386,7 +387,13 @@ class Process:
                 self._counted(meta)
                 self._idle_deaths = self._blamed_deaths = 0
             work = works.get(meta["id"])
-            if work is not None and work.take(meta, buffers):
+            try:
+                is_last = work is not None and work.take(meta, buffers)
+            except INVALID_FRAME as error:  # user code can write to the socket
+                text = f"the function's process sent an invalid frame: {type(error).__name__}: {error}"
+                self.replace(ProcessFault(CRASHED, text))
+                return
+            if work is not None and is_last:
                 works.pop(work.id, None)
                 self._left(work)
 
@@ -406,7 +413,7 @@ class Process:
         fault = self._fault or ProcessFault(CRASHED, f"the function's process died: {self.child.ending()}")
         blamed = [each for each in self.child.blamed() if self._hung is None or each in self._hung]
         had = [work for work in self.works.values() if work.is_sent]
-        is_ours = self._fault is not None or self.child.exit_code == MEMORY
+        is_ours = (self._fault is not None and self._fault.code != CRASHED) or self.child.exit_code == MEMORY
         self._fault = self._hung = None
         if not is_ours and not had and not blamed:
             self._idle_deaths += 1

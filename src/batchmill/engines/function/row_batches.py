@@ -1,0 +1,224 @@
+"""The work that jobs give a function's process: rows, blocks of lines, and rows in the form of a live call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from msgspec.structs import replace
+
+from batchmill.engines.function.live import EXACT
+from batchmill.engines.function.process import HUNG, Blame, Origin, ProcessWork, Stages, results_of
+from batchmill.engines.function.row_reader import RowReader, joined
+from batchmill.engines.function.row_results import BlockResults, outcome_of, outcomes_of, read_results, row_count
+from batchmill.errors import BatchmillError
+from batchmill.function_runtime.frames import pack
+from batchmill.models.function_socket import Buffer
+from batchmill.types import Outcome, Row, RowBlock, RowError
+from batchmill.wire.calls import CALL_FORMS, FUNCTION_ERROR, NAMED, CallError, ParsedCalls
+
+DEATHS_MAX = 3  # of processes that a row may cause
+
+
+class Batcher(Protocol):
+    """Sends batches to the process and receives their results."""
+
+    named: tuple[str, int]  # the model's name and the function's version, for replies in the form of live calls
+    reader: RowReader
+
+    def next_id(self) -> int: ...
+
+    def put(self, outcomes: list[Outcome], sent_at: float, errors: dict[int, CallError]) -> None: ...
+
+    def put_results(
+        self, block: RowBlock, results: BlockResults, sent_at: float, errors: dict[int, CallError]
+    ) -> None: ...
+
+    def send(self, rows: Sequence[Row]) -> None: ...
+
+    def give_up(self, row: Row, blame: Blame, deaths: int) -> None: ...
+
+    def measure(self, rows: int, sent_at: float) -> None: ...
+
+
+class RowBatch(ProcessWork):
+    """Plain rows in one frame. `deaths`: of processes that were running them."""
+
+    __slots__ = ("_batcher", "_done", "_items", "_rows", "deaths", "sent_at")
+    from_job = True
+
+    def __init__(self, batcher: Batcher, rows: Sequence[Row], items: Sequence[bytes], deaths: int = 0) -> None:
+        super().__init__(batcher.next_id(), ParsedCalls(len(rows), NAMED, joined(items)))
+        self._batcher, self._rows, self._items, self.deaths = batcher, rows, items, deaths
+        self.origin = origin_of(rows)
+        self._done = 0  # rows with a result: the first ones
+        self.sent_at = time.monotonic()
+
+    def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
+        first, count = self._done, row_count(meta, self._done, len(self._rows))
+        results = results_of(meta, buffers)
+        errors = {row - first: error for row, error in results.errors.items()}
+        outcomes = outcomes_of(self._rows[first : first + count], results.values, errors)
+        self._done += count
+        self._batcher.put(outcomes, self.sent_at, errors)
+        if self._done < len(self._rows):
+            return False
+        self._batcher.measure(len(self._rows), self.sent_at)
+        return True
+
+    def _of(self, places: Sequence[int], deaths: int) -> RowBatch:
+        return RowBatch(self._batcher, [self._rows[at] for at in places], [self._items[at] for at in places], deaths)
+
+    def again(self) -> ProcessWork | None:
+        return self._of(range(self._done, len(self._rows)), self.deaths) if self._done else self
+
+    def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
+        blamed = set(blame.rows)
+        still = range(self._done, len(self._rows))
+        at_fault = [place for place in still if place in blamed]
+        others = [place for place in still if place not in blamed]
+        again = self._of(others, self.deaths) if others else None
+        deaths = self.deaths + 1
+        if not at_fault:
+            return again, []
+        if not blame.is_alone:
+            return again, [self._of(at_fault, deaths)]
+        if len(at_fault) > 1:
+            middle = len(at_fault) // 2
+            return again, [self._of(at_fault[:middle], deaths), self._of(at_fault[middle:], deaths)]
+        if deaths < DEATHS_MAX and blame.fault.code != HUNG:
+            return again, [self._of(at_fault, deaths)]
+        self._batcher.give_up(self._rows[at_fault[0]], blame, deaths)
+        return again, []
+
+    def fail(self, error: BatchmillError) -> None:
+        """Leave the rows without an outcome: `run` ends."""
+
+
+class BlockBatch(ProcessWork):
+    """Rows in one frame as lines of the dataset; the process makes the lines of the results."""
+
+    __slots__ = ("_batcher", "_block", "_done", "_layout", "sent_at")
+    from_job = True
+
+    def __init__(self, batcher: Batcher, block: RowBlock, layout: dict[str, Any]) -> None:
+        super().__init__(batcher.next_id(), ParsedCalls(len(block), NAMED, b""))
+        self._batcher, self._block, self._layout = batcher, block, layout
+        numbers = block.numbers
+        is_run = numbers[-1] - numbers[0] == len(numbers) - 1
+        self.origin = (block.lease.project, block.lease.job_id, *([numbers[0]] if is_run else []))
+        self._done = 0  # rows with a result: the first ones
+        self.sent_at = time.monotonic()
+
+    def frame(self) -> list[Buffer]:
+        numbers = self._block.numbers
+        which = {"first": numbers.start} if isinstance(numbers, range) else {"numbers": list(numbers)}
+        meta = {"kind": "ask", "id": self.id, "rows": len(numbers), "from_job": True, "exact": False}
+        return pack(meta | {"of": self.origin} | self._layout | which, [self._block.lines])
+
+    def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
+        first, count = self._done, row_count(meta, self._done, len(self._block))
+        errors = {int(row): CallError(*error) for row, error in meta["errors"].items()}
+        results = read_results(self._block, first, count, bytes(buffers[0]), errors)
+        self._done += count
+        self._batcher.put_results(self._block, results, self.sent_at, errors)
+        if self._done < len(self._block):
+            return False
+        self._batcher.measure(len(self._block), self.sent_at)
+        return True
+
+    def _single_rows(self) -> tuple[RowBatch | None, list[int]]:
+        """The open rows as a RowBatch, which can run them in any combination, and the index of each in the block."""
+        rows = self._block.rows()[self._done :]
+        places: list[int] = []
+        items: list[bytes] = []
+        others: list[Row] = []
+        for place, (row, read) in enumerate(zip(rows, self._batcher.reader.read(rows), strict=True)):
+            if isinstance(read, bytes):
+                places.append(place)
+                items.append(read)
+            else:
+                others.append(row)
+        if others:
+            self._batcher.send(others)
+        batch = RowBatch(self._batcher, [rows[place] for place in places], items) if places else None
+        return batch, [self._done + place for place in places]
+
+    def again(self) -> ProcessWork | None:
+        return self._single_rows()[0] if self._done else self
+
+    def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
+        batch, places = self._single_rows()
+        blamed = frozenset(blame.rows)
+        rows = [index for index, place in enumerate(places) if place in blamed]
+        return (None, []) if batch is None else batch.blame(replace(blame, rows=rows))
+
+    def fail(self, error: BatchmillError) -> None:
+        """As `RowBatch.fail`."""
+
+
+class FormRow(ProcessWork):
+    """A row in a live call's form: as many calls as its body has."""
+
+    __slots__ = ("_deaths", "_form", "_row", "_stages", "_batcher", "sent_at")
+    from_job = True
+
+    def __init__(self, batcher: Batcher, row: Row, form: str, parsed: ParsedCalls) -> None:
+        super().__init__(batcher.next_id(), parsed, is_exact=form in EXACT)
+        self._batcher, self._row, self._form = batcher, row, form
+        self.origin = origin_of([row])
+        self._stages = Stages(parsed.rows)
+        self._deaths = 0
+        self.sent_at = time.monotonic()
+
+    def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
+        results = results_of(meta, buffers)
+        if not self._stages.add(meta["first"], meta["rows"], results):
+            return False
+        errors: dict[int, CallError] = {}
+        try:
+            whole = self._stages.whole()
+            errors = whole.errors
+            body, _ = CALL_FORMS[self._form].write(self.parsed, whole, *self._batcher.named)
+            outcome = outcome_of(self._row, body)
+        except BatchmillError as error:
+            outcome = Outcome(self._row, error=self._error(error, errors), status=0)
+        self._batcher.put([outcome], self.sent_at, results.errors)
+        return True
+
+    def _error(self, error: BatchmillError, errors: dict[int, CallError]) -> RowError:
+        """The error of user code by its type, without a traceback, as rows in other forms have it."""
+        if error.code != FUNCTION_ERROR or not errors:
+            return row_error(error)
+        first = min(errors)
+        place = f"in row {first + 1} of {self.parsed.rows}: " if self.parsed.rows > 1 else ""
+        return RowError(errors[first].code, f"{place}{errors[first].message}")
+
+    def again(self) -> ProcessWork | None:
+        self._stages = Stages(self.parsed.rows)
+        return self
+
+    def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
+        self._deaths += 1
+        if blame.is_alone and (self._deaths >= DEATHS_MAX or blame.fault.code == HUNG):
+            self._batcher.give_up(self._row, blame, self._deaths)
+            return None, []
+        self.again()
+        return None, [self]
+
+    def fail(self, error: BatchmillError) -> None:
+        """As `RowBatch.fail`."""
+
+
+def row_error(error: BatchmillError) -> RowError:
+    return RowError(error.code, error.message)
+
+
+def origin_of(rows: Sequence[Row]) -> Origin:
+    """The origin of one lease's rows: project, job, and the first number if they are consecutive."""
+    lease = rows[0].lease
+    if lease is None:
+        return ()
+    is_run = rows[-1].number - rows[0].number == len(rows) - 1
+    return (lease.project, lease.job_id, rows[0].number) if is_run else (lease.project, lease.job_id)

@@ -1,0 +1,172 @@
+"""Turns what a function's process returns into results of rows. User code can write to that memory: all is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.function_runtime.row_lines import OTHER_FORM
+from batchmill.types import Outcome, ResultBlock, Row, RowBlock, RowError, Usage
+from batchmill.wire.calls import CallError
+from batchmill.wire.forms import OpenAIForm, usage_of
+from batchmill.wire.json_bytes import DEPTH_MAX, decode, is_too_deep
+
+MESSAGE_CHARS_MAX = 2048
+SHALLOW_BYTES_MAX = 2 * DEPTH_MAX  # a result up to here cannot nest too deep
+
+_values = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def outcome_of(row: Row, body: bytes) -> Outcome:
+    """The outcome of a row whose call returned this JSON."""
+    if len(body) > SHALLOW_BYTES_MAX and is_too_deep(body, DEPTH_MAX):
+        message = f"the function returned a value nested deeper than {DEPTH_MAX} levels"
+        return Outcome(row, error=RowError("bad_return", message), status=0)
+    if b'"usage"' in body and body[:1] == b"{":
+        return Outcome(row, body, None, 200, usage_of(decode(body)))
+    return Outcome(row, body)
+
+
+def outcomes_of(rows: Sequence[Row], values: bytes, errors: dict[int, CallError]) -> list[Outcome]:
+    """The outcomes of consecutive rows; `errors` by index."""
+    bodies = _values.decode(values)
+    if len(bodies) != len(rows):
+        wrong = RowError("bad_return", f"the function's process answered {len(bodies)} of {len(rows)} rows")
+        return [Outcome(row, error=wrong, status=0) for row in rows]
+    if not errors and b'"usage"' not in values and len(values) <= SHALLOW_BYTES_MAX:
+        return [Outcome(row, bytes(body)) for row, body in zip(rows, bodies, strict=True)]
+    return [
+        failed(row, errors[place]) if place in errors else outcome_of(row, bytes(body))
+        for place, (row, body) in enumerate(zip(rows, bodies, strict=True))
+    ]
+
+
+def failed(row: Row, error: CallError) -> Outcome:
+    """The outcome of a row that has no result."""
+    message = error.message[:MESSAGE_CHARS_MAX].encode("utf-8", "backslashreplace").decode()
+    return Outcome(row, error=RowError(error.code, message), status=0)
+
+
+def row_count(meta: dict[str, Any], done: int, total: int) -> int:
+    """The number of rows in a `results` frame; they follow the rows that are `done`. Raises: ValueError."""
+    first, count = meta["first"], meta["rows"]
+    if (type(first), type(count)) != (int, int) or first != done or not 0 < count <= total - done:
+        raise ValueError(f"results of {count} rows from row {first} on, where {done} of {total} were returned")
+    return count
+
+
+class BlockResults(Struct, frozen=True):
+    """The results of some rows of a block."""
+
+    ok: ResultBlock | None
+    failed: list[Outcome]
+    other_forms: list[Row] = []  # that were not called: the worker must read them
+
+
+class _Response(Struct):
+    body: msgspec.Raw
+
+
+class _OpenAIResult(Struct):
+    response: _Response
+
+
+class _TableResult(Struct):
+    output: msgspec.Raw
+
+
+_openai_result, _table_result = msgspec.json.Decoder(_OpenAIResult), msgspec.json.Decoder(_TableResult)
+
+
+def read_results(block: RowBlock, first: int, count: int, lines: bytes, errors: dict[int, CallError]) -> BlockResults:
+    """The results of the rows of a block from index `first` on.
+
+    Args:
+        lines: one for each row that is not in `errors`.
+        errors: by index in the block.
+
+    Raises: ValueError if errors belong to other rows.
+    """
+    places: range | list[int] = range(first, first + count)
+    if errors:
+        if not errors.keys() <= set(places):
+            raise ValueError(f"errors of the rows {sorted(errors)} in results of {count} rows from row {first} on")
+        places = [place for place in places if place not in errors]
+    texts = lines.split(b"\n")
+    last = texts.pop()
+    flaw = "a NUL byte" if b"\0" in lines else "an incomplete line" if last else _find_flaw(block, places, texts)
+    if flaw:  # a header of a segment has NUL bytes, a line never
+        error = CallError("bad_return", f"the function's process returned {flaw}")
+        return BlockResults(None, _failed(block, dict.fromkeys(range(first, first + count), error)))
+    if too_deep := _too_deep(block, places, texts):
+        errors = errors | too_deep
+        kept = [(place, text) for place, text in zip(places, texts, strict=True) if place not in too_deep]
+        places, texts = [place for place, _ in kept], [text for _, text in kept]
+        lines = b"".join([text + b"\n" for text in texts])
+    ok = None
+    if len(places):
+        usage = _usage_of(block, texts) if b'"usage"' in lines else Usage()
+        positions, numbers = _select(block.positions, places), _select(block.numbers, places)
+        ok = ResultBlock(lines, positions, numbers, block.lease, usage)
+    if not errors:
+        return BlockResults(ok, [])
+    others = [place for place, error in errors.items() if error.code == OTHER_FORM]
+    failures = {place: error for place, error in errors.items() if error.code != OTHER_FORM}
+    return BlockResults(ok, _failed(block, failures), _rows(block, others))
+
+
+def _select(numbers: Sequence[int], places: range | list[int]) -> Sequence[int]:
+    if isinstance(places, range):
+        return numbers[places.start : places.stop]
+    return [numbers[place] for place in places]
+
+
+def _failed(block: RowBlock, errors: dict[int, CallError]) -> list[Outcome]:
+    places = sorted(errors)
+    return [failed(row, errors[place]) for row, place in zip(_rows(block, places), places, strict=True)]
+
+
+def _rows(block: RowBlock, places: Sequence[int]) -> list[Row]:
+    raws = block.lines[:-1].split(b"\n")
+    return [Row(block.positions[at], block.numbers[at], raws[at].strip(), block.form, block.lease) for at in places]
+
+
+def _find_flaw(block: RowBlock, places: range | list[int], texts: list[bytes]) -> str:
+    """What is wrong with the lines; empty if nothing is."""
+    if len(texts) != len(places):
+        return f"{len(texts)} lines for {len(places)} rows"
+    if isinstance(block.form, OpenAIForm):
+        head = b'{"id":"' + block.form.id_prefix.encode().replace(b"%", b"%%") + b'%d","custom_id":'
+        heads = [head % number for number in _select(block.numbers, places)]
+    else:
+        rows = block.lines[:-1].split(b"\n")
+        heads = [rows[place].strip()[:-1].rstrip() for place in places]
+    return "" if all(map(bytes.startswith, texts, heads)) else "lines of other rows"
+
+
+def _too_deep(block: RowBlock, places: range | list[int], texts: list[bytes]) -> dict[int, CallError]:
+    if not texts or max(map(len, texts)) <= SHALLOW_BYTES_MAX:
+        return {}
+    around = 2 if isinstance(block.form, OpenAIForm) else 1  # levels of a line around a result
+    return {
+        place: CallError("bad_return", f"the function returned a value nested deeper than {DEPTH_MAX} levels")
+        for place, text in zip(places, texts, strict=True)
+        if len(text) > SHALLOW_BYTES_MAX and is_too_deep(text, DEPTH_MAX + around)
+    }
+
+
+def _usage_of(block: RowBlock, texts: list[bytes]) -> Usage:
+    """The tokens that results report, as replies of models do."""
+    is_openai = isinstance(block.form, OpenAIForm)
+    total = Usage()
+    for line in texts:
+        if b'"usage"' not in line:
+            continue
+        body = _openai_result.decode(line).response.body if is_openai else _table_result.decode(line).output
+        reply = decode(bytes(body))
+        usage = usage_of(reply) if isinstance(reply, dict) else None
+        total = total if usage is None else total + usage
+    return total

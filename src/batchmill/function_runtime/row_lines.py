@@ -1,0 +1,177 @@
+"""Rows of a job that arrive as lines of the dataset, and leave as lines of the result file.
+
+A block of rows is parsed once, here, and its results are written once: neither side handles an object for each row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+
+from . import installed
+from .installed import msgspec
+from .requests import bad_return
+from .values import Writer, is_plain
+
+OPENAI, TABLE = "openai_lines", "table_lines"  # layouts of an `ask`
+LAYOUTS = frozenset([OPENAI, TABLE])
+OTHER_FORM = "other_form"  # the error of a row that may be in the form of a live call: the worker reads it
+_READ_ERRORS = (ValueError, TypeError, RecursionError, KeyError)
+_DUMP_ERRORS = (ValueError, TypeError, OverflowError, RecursionError)
+
+if hasattr(getattr(getattr(msgspec, "json", None), "Decoder", None), "decode_lines"):  # older ones lack it
+
+    class _OpenAILine(msgspec.Struct):
+        custom_id: msgspec.Raw
+        url: str
+        body: dict
+
+    _openai_line = msgspec.json.Decoder(_OpenAILine)
+    _table_line = msgspec.json.Decoder(dict)
+else:
+    _openai_line = _table_line = None
+
+
+def read_lines(meta, data):
+    """(rows as dicts, errors by row, a LineWriter). A row that is not called is None and has an error."""
+    data = bytes(data)
+    if meta["layout"] == TABLE:
+        rows, errors = _read_all(data, _table_line, _read_table)
+        return rows, errors, TableLines(data)
+    lines, errors = _read_all(data, _openai_line, _read_openai)
+    rows = [None if line is None else line.body for line in lines]
+    for row in _rows_in_forms(lines, rows, frozenset(meta["urls"]), frozenset(meta["forms"])):
+        errors[row] = [OTHER_FORM, "", ""]
+        rows[row] = None
+    for name in meta["drop"]:
+        for row in rows:
+            if row is not None:
+                row.pop(name, None)
+    numbers = range(meta["first"], meta["first"] + meta["rows"]) if "first" in meta else meta["numbers"]
+    return (
+        rows,
+        errors,
+        OpenAILines(meta["prefix"], numbers, [None if line is None else line.custom_id for line in lines]),
+    )
+
+
+def _rows_in_forms(lines, rows, urls, forms):
+    """The rows that may be in the form of a live call: by their URL, or a field of their body."""
+    if None not in rows and urls.issuperset([line.url for line in lines]) and set().union(*rows).isdisjoint(forms):
+        return []
+    return [
+        number
+        for number, (line, row) in enumerate(zip(lines, rows))
+        if row is not None and (line.url not in urls or not forms.isdisjoint(row))
+    ]
+
+
+def _read_all(data, decoder, read_one):
+    """(what each line holds, errors by row)."""
+    if decoder is not None:
+        try:
+            return decoder.decode_lines(data), {}
+        except _READ_ERRORS:
+            pass  # found line by line
+    found, errors = [], {}
+    for row, line in enumerate(data[:-1].split(b"\n")):
+        try:
+            found.append(read_one(line) if decoder is None else decoder.decode(line))
+        except _READ_ERRORS as error:
+            errors[row] = ["invalid_json", f"the row cannot be read: {error}", ""]
+            found.append(None)
+    return found, errors
+
+
+def _read_table(line):
+    row = json.loads(line)
+    if type(row) is not dict:
+        raise ValueError(f"it is not an object, but {type(row).__name__}")
+    return row
+
+
+class _Line:
+    __slots__ = ("custom_id", "url", "body")
+
+
+def _read_openai(text):
+    row, line = _read_table(text), _Line()
+    line.custom_id, line.url, line.body = installed.dump(row["custom_id"]), row["url"], row["body"]
+    if type(line.body) is not dict:
+        raise ValueError("its body is not an object")
+    return line
+
+
+class LineWriter:
+    """Writes results as lines of the result file."""
+
+    def write(self, values, errors, first):
+        """The lines of rows from `first` on, without those in `errors`.
+
+        Rows whose result has no JSON form get an error.
+        """
+        rows = range(first, first + len(values))
+        texts = None
+        if not errors and all(map(is_plain, values)):
+            with contextlib.suppress(*_DUMP_ERRORS):  # found row by row
+                texts = list(map(installed.dump, values))
+        if texts is None:
+            rows, texts = _texts(values, errors, rows)
+        return b"".join(self._lines(rows, texts))
+
+    def _lines(self, rows, texts):
+        raise NotImplementedError
+
+
+def _texts(values, errors, rows):
+    """(rows that have a result, its JSON); the others get an error."""
+    writer, done, texts = Writer(), [], []
+    for row, value in zip(rows, values):
+        if row in errors:
+            continue
+        try:
+            texts.append(installed.dump(writer.value(value)))
+            done.append(row)
+        except Exception as error:  # what runs here may be the result's own code
+            errors[row] = bad_return(error)
+    return done, texts
+
+
+class OpenAILines(LineWriter):
+    """
+    Args:
+        prefix: of a line's id, before the row's number.
+        numbers: of the rows, in the dataset.
+        ids: their `custom_id` as JSON.
+    """
+
+    def __init__(self, prefix, numbers, ids):
+        self._numbers, self._ids = numbers, ids
+        self._template = (
+            b'{"id":"' + prefix.encode().replace(b"%", b"%%") + b'%d","custom_id":%b,"response":'
+            b'{"status_code":200,"request_id":"req_%d","body":%b},"error":null}\n'
+        )
+
+    def _lines(self, rows, texts):
+        template = self._template
+        if type(rows) is range:
+            numbers, ids = self._numbers[rows.start : rows.stop], self._ids[rows.start : rows.stop]
+        else:
+            numbers, ids = [self._numbers[row] for row in rows], [self._ids[row] for row in rows]
+        return [template % (number, id_, number, text) for number, id_, text in zip(numbers, ids, texts)]
+
+
+class TableLines(LineWriter):
+    """Writes each row's own columns, then its output."""
+
+    def __init__(self, data):
+        self._data, self._heads = data, None
+
+    def _lines(self, rows, texts):
+        if self._heads is None:
+            self._heads = [line.strip()[:-1].rstrip() for line in self._data[:-1].split(b"\n")]
+        heads = self._heads
+        return [
+            b'%b%b"output":%b,"error":null}\n' % (heads[row], b"" if heads[row] == b"{" else b",", text)
+            for row, text in zip(rows, texts)
+        ]
