@@ -179,10 +179,10 @@ class AnswerSink(Protocol):
 class CallEngine(Engine, Protocol):
     """An engine of deployed functions: it takes function requests besides rows and live requests."""
 
-    def ask(self, ask: FunctionRequest, answering: AnswerSink) -> None:
+    def call(self, request: FunctionRequest, answering: AnswerSink) -> None:
         """Take a call; returns at once. Its reply goes to `answering`, an error as `raised`."""
 
-    def abandon(self, ask_id: int) -> None:
+    def abandon(self, request_id: int) -> None:
         """Cancel a call: no reply is put, and its rows that have not begun never run."""
 
     def take_stats(self) -> CallStats | None:
@@ -308,7 +308,7 @@ class Live(Protocol):
         Raises: ModelFailed, with the engine's message, if it cannot be started; Unavailable if too many requests wait.
         """
 
-    async def ask(
+    async def call(
         self, model: ModelSpec, form: str, body: bytes, *, head: bytes = b"", timeout_s: float | None = None
     ) -> FunctionReply:
         """Call a deployed function: see `FunctionRequest`. Raises as `predict`, and what the function raises."""

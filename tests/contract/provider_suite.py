@@ -73,9 +73,9 @@ class ProviderSuite:
         numbers = [3, 4, 9, 100_000]
         job = await self.submit(provider, tmp_path, numbers)
         assert (job.state, bool(job.id)) == ("submitted", True)
-        assert (await provider.look(job)).state == "submitted"
+        assert (await provider.refresh(job)).state == "submitted"
         fake.finish()
-        job = await provider.look(job)
+        job = await provider.refresh(job)
         assert job.state == "ended"
         assert job.remote_state
         replies = await collect(provider, job)
@@ -89,7 +89,7 @@ class ProviderSuite:
         """A row that failed has an error with a code and a message; its neighbours are answered."""
         job = await self.submit(provider, tmp_path, [0, 1, 2, 3])
         fake.finish({1: "error"})
-        job = await provider.look(job)
+        job = await provider.refresh(job)
         replies = await collect(provider, job, refused=not self.tells_errors)
         if not self.tells_errors:
             assert all(reply.error is None for reply in replies.values())
@@ -103,7 +103,7 @@ class ProviderSuite:
         """A job that expired brings the rows that were run; the others are undone, or nothing is said of them."""
         job = await self.submit(provider, tmp_path, [0, 1, 2, 3])
         fake.finish({2: "undone", 3: "undone"}, expired=True)
-        job = await provider.look(job)
+        job = await provider.refresh(job)
         assert job.state == "ended"
         replies = await collect(provider, job, refused=True)
         done = {number for number, reply in replies.items() if reply.error is None}
@@ -118,7 +118,7 @@ class ProviderSuite:
         assert job.state in ("cancelling", "ended")
         fake.finish({0: "undone", 1: "undone"})
         assert (await provider.cancel(job)).state == "ended"
-        assert (await provider.look(job)).state == "ended"
+        assert (await provider.refresh(job)).state == "ended"
 
     # what gets lost
 
@@ -142,13 +142,13 @@ class ProviderSuite:
         assert found is not None and found.id
         assert len(fake.jobs) == 1
         fake.finish()
-        found = await provider.look(found)
+        found = await provider.refresh(found)
         assert sorted(await collect(provider, found)) == [0, 1, 2]
 
     async def test_unknown_job(self, provider: ProviderApi, tmp_path: Path) -> None:
         """A job that the provider does not know is gone."""
         with pytest.raises(JobGone):
-            await provider.look(self.job([0], id=self.unknown_id()))
+            await provider.refresh(self.job([0], id=self.unknown_id()))
 
     def unknown_id(self) -> str:
         return "nobody"
@@ -172,14 +172,14 @@ class ProviderSuite:
         job = await self.submit(provider, tmp_path, [0, 1])
         fake.fail(*self.look, Wrong(200, b"<html>", {"Content-Type": "text/html"}))
         with pytest.raises(TryAgain):
-            await provider.look(job)
+            await provider.refresh(job)
 
     async def test_refused_credentials(self, provider: ProviderApi, fake: ProviderFake, tmp_path: Path) -> None:
         """Credentials that are refused pause the job, and no message holds them."""
         job = await self.submit(provider, tmp_path, [0, 1])
         fake.fail(*self.look, self.refusal(fake.key))
         with pytest.raises(AuthRefused) as caught:
-            await provider.look(job)
+            await provider.refresh(job)
         assert caught.value.message and fake.key not in caught.value.message
 
     def refusal(self, key: str) -> Wrong:
@@ -191,7 +191,7 @@ class ProviderSuite:
         job = await self.submit(provider, tmp_path, [5])
         job = replace(job, state="ended")
         await provider.clean_up(job)
-        assert (await provider.look(job)).id == job.id
+        assert (await provider.refresh(job)).id == job.id
 
 
 async def collect(provider: ProviderApi, job: RemoteJob, *, refused: bool = False) -> dict[int, RowReply]:

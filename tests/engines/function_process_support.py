@@ -53,7 +53,7 @@ class Answers:
         self._next += 1
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         future = self._waiting[self._next] = asyncio.get_running_loop().create_future()
-        self._engine.ask(FunctionRequest(self._next, form, data, **how), self)
+        self._engine.call(FunctionRequest(self._next, form, data, **how), self)
         return future
 
     async def value(self, body: object, *, form: str = "arguments", **how: Any) -> Any:

@@ -202,7 +202,12 @@ def f(n):
         for id_ in range(1 << 48, (1 << 48) + 20):
             meta = {"kind": "results", "id": id_, "first": 0, "rows": 1, "layout": "lines", "errors": {}, "ran": [],
                     "queue_ns": 0}
-            for piece in frames.pack(meta | CHANGES, [b"{}"]):
+            changes = CHANGES
+            if isinstance(changes, dict):
+                pieces = frames.pack(meta | changes, [b"{}"])
+            else:
+                pieces = frames.pack_text(changes, [b"{}"])
+            for piece in pieces:
                 os.write(fd, bytes(piece))
     return n
 """
@@ -218,9 +223,17 @@ def f(n):
         {"rows": None},
         {"errors": {"77": ["a", "b", ""]}},
         {"errors": [1]},
+        {"errors": None},
+        {"ran": [1]},
+        {"queue_ns": "x"},
+        {"kind": ["results"], "id": {}},
+        b"[]",
+        b"{}",
+        b"{",
+        b"[" * 100_000,
     ],
 )
-async def test_invalid_frames_cost_the_process_and_no_row(tmp_path: Path, changes: dict[str, Any]) -> None:
+async def test_invalid_frames_cost_the_process_and_no_row(tmp_path: Path, changes: dict[str, Any] | bytes) -> None:
     """A function that writes results of rows that are not there loses its process, and the job ends all the same."""
     lines = [json.dumps({"n": n}).encode() for n in range(6)]
     spec = deployed(tmp_path, FORGING.replace("CHANGES", repr(changes)))

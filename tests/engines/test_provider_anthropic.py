@@ -190,5 +190,5 @@ async def test_a_key_that_was_changed(fake, tmp_path, monkeypatch):
     job = await TestAnthropic().submit(provider, tmp_path, [0, 1])
     fake.key = "sk-ant-another-key"
     monkeypatch.setenv("TEST_ANTHROPIC_KEY", fake.key)
-    assert (await provider.look(job)).id == job.id
+    assert (await provider.refresh(job)).id == job.id
     await connections.stop()

@@ -124,11 +124,11 @@ async def test_transform_jobs_of_moto(s3: S3, moto: str, connections: Connection
     job = RemoteJob("bm-moto-1", "sagemaker", "intent", [(0, 1)], 1)
     assert await provider.find(job) is None
     job = await provider.create(await provider.upload(job, upload), upload)
-    assert (await provider.look(job)).remote_state == "Completed"
+    assert (await provider.refresh(job)).remote_state == "Completed"
     found = await provider.find(RemoteJob("bm-moto-1", "sagemaker", "intent", [(0, 1)], 1))
     assert found is not None and found.id == job.id
     with pytest.raises(JobGone):
-        await provider.look(RemoteJob("x", "sagemaker", "submitted", id="nobody"))
+        await provider.refresh(RemoteJob("x", "sagemaker", "submitted", id="nobody"))
 
 
 @pytest.mark.parametrize("uri", ["", "s3://", "https://bucket/x", "s3://UPPER/x", "s3://b/x", "s3://bucket/ä"])

@@ -137,8 +137,8 @@ class _Engine:
     def __init__(self) -> None:
         self.asked: list[FunctionRequest] = []
 
-    def ask(self, ask: FunctionRequest, answering: object) -> None:
-        self.asked.append(ask)
+    def call(self, request: FunctionRequest, answering: object) -> None:
+        self.asked.append(request)
 
     def take_stats(self) -> CallStats | None:
         return None

@@ -51,7 +51,7 @@ class Stage:
         await asyncio.sleep(0)  # an event that is set would let nobody else run
 
     def ask(self, spec: ModelSpec, body: bytes = b"{}", **options) -> asyncio.Task[FunctionReply]:
-        self.tasks.append(asyncio.create_task(self.live.ask(spec, "arguments", body, **options)))
+        self.tasks.append(asyncio.create_task(self.live.call(spec, "arguments", body, **options)))
         return self.tasks[-1]
 
     async def loaded(self, spec: ModelSpec) -> ScriptedWorker:
@@ -121,12 +121,12 @@ def _ask(number, body):
 
 
 async def test_a_call_without_waiting(stage):
-    """`ask_now` begins where a worker is ready and not before; its answer is heard once, errors included."""
+    """`call_nowait` begins where a worker is ready and not before; its answer is heard once, errors included."""
     spec, events = model(), []
-    assert stage.live.ask_now(spec, "rows", b"a", on_reply=events.append) is None and not stage.live.is_ready(spec)
+    assert stage.live.call_nowait(spec, "rows", b"a", on_reply=events.append) is None and not stage.live.is_ready(spec)
     worker = await stage.loaded(spec)
     assert stage.live.is_ready(spec)
-    assert stage.live.ask_now(spec, "rows", b"a", on_reply=events.append) is not None
+    assert stage.live.call_nowait(spec, "rows", b"a", on_reply=events.append) is not None
     (ask,) = (await worker.expect(FunctionRequests)).asks
     answer = FunctionReply(ask.id, raised=Raised.of(InvalidRow("no", code="x")))
     reply(worker, answer, answer)
@@ -138,7 +138,7 @@ async def test_whoever_leaves_is_not_answered(stage):
     """A call that is cancelled ends at its worker too, one that has not been sent yet as well; nothing is heard."""
     spec, events = model(), []
     worker = await stage.loaded(spec)
-    cancel = stage.live.ask_now(spec, "rows", b"a", on_reply=events.append)
+    cancel = stage.live.call_nowait(spec, "rows", b"a", on_reply=events.append)
     cancel()
     (ask,) = (await worker.expect(FunctionRequests)).asks
     assert (await worker.expect(Abandon)).id == ask.id
@@ -211,7 +211,7 @@ async def test_the_least_busy_worker_answers(stage):
     two = await stage.executor.next()
     await _until(lambda: stage.dispatcher.gauges()[0].ready == 2)
     for _ in range(4):
-        assert stage.live.ask_now(spec, "rows", b"a", on_reply=lambda _: None) is not None
+        assert stage.live.call_nowait(spec, "rows", b"a", on_reply=lambda _: None) is not None
     assert [len((await each.expect(FunctionRequests)).asks) for each in (one, two)] == [2, 2]
 
 
@@ -294,7 +294,7 @@ async def test_the_next_version_is_warm_before_it_is_called(stage):
     await warming
     assert stage.live.is_ready(spec)
     with contextlib.suppress(BatchmillError):
-        assert stage.live.ask_now(spec, "rows", b"", on_reply=lambda _: None) is not None
+        assert stage.live.call_nowait(spec, "rows", b"", on_reply=lambda _: None) is not None
 
 
 async def _until(is_so) -> None:

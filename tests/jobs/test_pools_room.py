@@ -9,7 +9,7 @@ from fakes.manual_clock import ManualClock, settled
 from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 
 from batchmill.jobs.pools import replicas
-from batchmill.jobs.pools.pool import DEATHS_MAX, REST_S, Death, Pool
+from batchmill.jobs.pools.pool import DEATHS_MAX, RETRY_DELAY_S, Death, Pool
 from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.jobs.pools.pools import Pools
 from batchmill.jobs.pools.replicas import EngineLog, Load
@@ -241,7 +241,7 @@ async def test_what_is_kept_and_fails_is_tried_again(stage):
     """After longer and longer rests, as long as it is kept."""
     spec = model("m", scaling=Scaling(replicas_min=1, cooldown_s=20.0))
     stage.pools.pin(spec)
-    for retry_delay_s in (REST_S, 2 * REST_S):
+    for retry_delay_s in (RETRY_DELAY_S, 2 * RETRY_DELAY_S):
         worker = await stage.executor.next(ready=False)
         worker.say(BROKEN)
         worker.exit(1)
@@ -328,7 +328,7 @@ async def test_one_replica_of_several_may_fail(stage, how):
     assert stage.failures == [] and pool.failure is None
     assert (seen.state, seen.replicas, seen.ready, seen.events[-1].kind) == (EngineState.READY, 1, 1, "failed")
     assert seen.events[-1].replica == 1
-    await stage.clock.go_on(REST_S + 1)
+    await stage.clock.go_on(RETRY_DELAY_S + 1)
     assert (await stage.executor.next()).replica == 1
     await settled()
     assert stage.pools.view(spec).ready == 2

@@ -38,4 +38,4 @@ def test_only_callers_of_a_server_are_bounded(origin, features):
     )  # fmt: skip
     order = seal_order(spec)
     assert order.features == [features]
-    assert order.urls[0] is not None and {"/v1/own", "/v1/responses"} <= order.urls[0] and order.pathless == []
+    assert order.urls[0] is not None and {"/v1/own", "/v1/responses"} <= order.urls[0] and order.any_path_models == []

@@ -16,7 +16,7 @@ def asked(name: str, gib: float = 0, gpus: int = 0, replica: int = 0, *, is_extr
 
 def take(machine: Resources, each: AllocationRequest) -> Capacity | None:
     """Ask, and what is allotted to it at once."""
-    machine.ask(each)
+    machine.request(each)
     return dict(machine.allot()).get(each.replica)
 
 
@@ -113,7 +113,7 @@ def test_as_few_leave_as_will_do(need, leave):
     machine = Resources(24 * GIB)
     for each in (asked("old", 5), asked("new", 4), asked("used", 12)):
         take(machine, each)
-    machine.ask(asked("wants", need))
+    machine.request(asked("wants", need))
     chosen = [] if machine.allot() else machine.clearances([], leavers("old", "new"))
     assert [each.replicas[0].key for each in chosen] == leave
 
@@ -123,7 +123,7 @@ def test_the_one_that_is_enough_alone_leaves_alone():
     machine = Resources(24 * GIB)
     for each in (asked("little", 1), asked("much", 20)):
         take(machine, each)
-    machine.ask(asked("wants", 22))
+    machine.request(asked("wants", 22))
     assert [each.replicas[0].key for each in machine.clearances([], leavers("little", "much"))] == ["much"]
 
 
@@ -132,10 +132,10 @@ def test_what_leaves_already_is_reckoned_with():
     machine = Resources(24 * GIB)
     for each in (asked("going", 12), asked("idle", 12)):
         take(machine, each)
-    machine.ask(asked("first", 10))
+    machine.request(asked("first", 10))
     going = [ReplicaId("going", 0)]
     assert machine.clearances(going, leavers("idle")) == []
-    machine.ask(asked("second", 10))
+    machine.request(asked("second", 10))
     assert machine.clearances(going, leavers("idle")) == leavers("idle")
 
 
@@ -145,9 +145,9 @@ def test_replicas_in_use_leave_for_a_first_one_only():
     for each in (asked("busy", 12), asked("busy", 12, replica=1, is_extra=True)):
         take(machine, each)
     spare = [Leaver([ReplicaId("busy", 1)], is_idle=False)]
-    machine.ask(asked("other", 12, replica=1, is_extra=True))
+    machine.request(asked("other", 12, replica=1, is_extra=True))
     assert machine.clearances([], spare) == []
-    machine.ask(asked("first", 12))
+    machine.request(asked("first", 12))
     assert machine.clearances([], spare) == spare
 
 
@@ -198,16 +198,16 @@ def test_why_a_replica_waits():
     take(machine, asked("other", 20, 1))
     take(machine, asked("third", 0, 1))
     uses = {"other": "a job runs on it", "third": "it is unused"}.__getitem__
-    machine.ask(asked("big", 12))
+    machine.request(asked("big", 12))
     why = "'big' needs 12 GiB and 4 of 24 GiB are free: 'other' (a job runs on it) holds 20 GiB"
     assert machine.why(ReplicaId("big", 0), uses) == why
-    machine.ask(asked("wide", 0.5, 2))
+    machine.request(asked("wide", 0.5, 2))
     text = machine.why(ReplicaId("wide", 0), uses)
     assert text.startswith("'wide' needs 2 GPUs and 0 of 2 GPUs are free: 'other' (a job runs on it) holds 1 GPU; ")
     assert text.endswith("'third' (it is unused) holds 1 GPU")
-    machine.ask(asked("late", 4))
+    machine.request(asked("late", 4))
     machine.allot()
-    machine.ask(asked("later", 0.25))
+    machine.request(asked("later", 0.25))
     assert machine.why(ReplicaId("other", 0), uses) == ""
 
 
@@ -215,8 +215,8 @@ def test_who_waits_behind_another_is_told():
     """A replica for which there would be room, were it not for one that waited first, says so."""
     machine = Resources(24 * GIB)
     take(machine, asked("job", 20))
-    machine.ask(asked("large", 22))
-    machine.ask(asked("small", 3))
+    machine.request(asked("large", 22))
+    machine.request(asked("small", 3))
     assert machine.allot() == []
     assert machine.why(ReplicaId("small", 0), str) == "'small' comes after 'large', which waited first"
 

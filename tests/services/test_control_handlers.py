@@ -9,7 +9,7 @@ import pytest
 from remote_room import THEM, RemoteRoom, at
 
 from batchmill.cli.clients import OwnerClient
-from batchmill.client.calls import ask
+from batchmill.client.calls import typed_request
 from batchmill.control import operations as own
 from batchmill.control.admin import ConnectorHandlers, KeyHandlers, SecretHandlers
 from batchmill.control.app import ControlApp
@@ -37,27 +37,27 @@ async def test_connectors_of_the_machines_user(room: RemoteRoom) -> None:
     app = ControlApp(ConnectorHandlers(room.remote).handlers())
     client, other = OwnerClient(app), OwnerClient(app, "other")
     fields = ConnectorFields(at("http://127.0.0.1:8000", credential={"openAI_key": "env:KEY"}))
-    made = await other.call(ask(own.CREATE_CONNECTOR, body=fields))
+    made = await other.call(typed_request(own.CREATE_CONNECTOR, body=fields))
     assert made.connector.is_trusted
     assert room.remote.connectors.get(THEM, made.id) == made
-    assert [each.id for each in (await client.call(ask(own.LIST_CONNECTORS))).connectors] == [made.id]
-    assert (await OwnerClient(app, "default").call(ask(own.LIST_CONNECTORS))).connectors == []
-    changed = ask(own.CHANGE_CONNECTOR, made.id, body=ConnectorFields({"description": "x"}))
+    assert [each.id for each in (await client.call(typed_request(own.LIST_CONNECTORS))).connectors] == [made.id]
+    assert (await OwnerClient(app, "default").call(typed_request(own.LIST_CONNECTORS))).connectors == []
+    changed = typed_request(own.CHANGE_CONNECTOR, made.id, body=ConnectorFields({"description": "x"}))
     assert (await client.call(changed)).revision == 2
-    model = await client.call(ask(own.REGISTER_MODEL, made.id, body=NewRemoteModel("embeddings")))
-    assert (await client.call(ask(own.LIST_CONNECTORS))).models == [model]
+    model = await client.call(typed_request(own.REGISTER_MODEL, made.id, body=NewRemoteModel("embeddings")))
+    assert (await client.call(typed_request(own.LIST_CONNECTORS))).models == [model]
     with pytest.raises(UnknownName):
-        await client.call(ask(own.SHOW_CONNECTOR, "nobody"))
+        await client.call(typed_request(own.SHOW_CONNECTOR, "nobody"))
     again = ConnectorFields({"description": "y"})
     with pytest.raises(InvalidInput, match="undeploy the models first"):
-        await client.call(ask(own.CHANGE_CONNECTOR, made.id, body=again))
-    redeployed = await client.call(ask(own.CHANGE_CONNECTOR, made.id, body=again, redeploy=True))
+        await client.call(typed_request(own.CHANGE_CONNECTOR, made.id, body=again))
+    redeployed = await client.call(typed_request(own.CHANGE_CONNECTOR, made.id, body=again, redeploy=True))
     assert redeployed.connector.description == "y"
     assert room.remote.models.get(THEM, model.id).is_deployed
     with pytest.raises(Conflict):
-        await client.call(ask(own.DELETE_CONNECTOR, made.id))
-    assert (await client.call(ask(own.DELETE_CONNECTOR, made.id, with_models=True))).id == made.id
-    assert (await client.call(ask(own.LIST_CONNECTORS))).models == []
+        await client.call(typed_request(own.DELETE_CONNECTOR, made.id))
+    assert (await client.call(typed_request(own.DELETE_CONNECTOR, made.id, with_models=True))).id == made.id
+    assert (await client.call(typed_request(own.LIST_CONNECTORS))).models == []
 
 
 async def test_secrets_go_in_and_none_comes_out(room: RemoteRoom) -> None:
@@ -66,7 +66,7 @@ async def test_secrets_go_in_and_none_comes_out(room: RemoteRoom) -> None:
     replies = []
 
     async def call(endpoint, *names, body=None):
-        replies.append(reply := await app.send(ask(endpoint, *names, body=body).request))
+        replies.append(reply := await app.send(typed_request(endpoint, *names, body=body).request))
         return reply.body
 
     await call(own.PUT_SECRET, "openai", body=SecretValue(SECRET))

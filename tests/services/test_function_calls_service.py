@@ -138,7 +138,7 @@ async def test_an_answer_is_told_of(stage):
     """A call that is answered, one that is refused and one that is given up are each told once, and how they ended."""
     target = stage.calls.find(CALLER, "f")
     worker = await stage.loaded(target)
-    tasks = [asyncio.create_task(stage.calls.ask(CALLER, target, "rows", body)) for body in (b"a", b"b", b"c")]
+    tasks = [asyncio.create_task(stage.calls.call(CALLER, target, "rows", body)) for body in (b"a", b"b", b"c")]
     asks = await heard(worker)
     refused = FunctionReply(asks[1].id, raised=Raised.of(InvalidRow("no", code="invalid_field")))
     worker.say(Answers([FunctionReply(asks[0].id, b"done"), refused]))
@@ -153,13 +153,13 @@ async def test_an_answer_is_told_of(stage):
 
 
 async def test_calls_without_waiting_are_told_of_too(stage):
-    """`ask_now` is None before a worker is ready; then answers and ends are heard and told once."""
+    """`call_nowait` is None before a worker is ready; then answers and ends are heard and told once."""
     target, answers = stage.calls.find(CALLER, "f"), []
-    assert stage.calls.ask_now(CALLER, target, "rows", b"a", b"", answers.append) is None
+    assert stage.calls.call_nowait(CALLER, target, "rows", b"a", b"", answers.append) is None
     assert not stage.received
     worker = await stage.loaded(target)
-    assert stage.calls.ask_now(CALLER, target, "rows", b"a", b"", answers.append) is not None
-    cancel = stage.calls.ask_now(CALLER, target, "rows", b"b", b"", answers.append)
+    assert stage.calls.call_nowait(CALLER, target, "rows", b"a", b"", answers.append) is not None
+    cancel = stage.calls.call_nowait(CALLER, target, "rows", b"b", b"", answers.append)
     cancel()
     asks = await heard(worker)
     worker.say(Answers([FunctionReply(ask.id, ask.body) for ask in asks]))
@@ -179,8 +179,8 @@ async def test_who_fails_to_hear_does_not_end_the_worker(stage, caplog):
             raise RuntimeError("a bug")
 
     worker = await stage.loaded(target)
-    assert stage.calls.ask_now(CALLER, target, "rows", b"a", b"", hear) is not None
-    other = asyncio.create_task(stage.calls.ask(CALLER, target, "rows", b"b"))
+    assert stage.calls.call_nowait(CALLER, target, "rows", b"a", b"", hear) is not None
+    other = asyncio.create_task(stage.calls.call(CALLER, target, "rows", b"b"))
     asks = await heard(worker)
     asks += await heard(worker) if len(asks) < 2 else []
     worker.say(Answers([FunctionReply(ask.id, ask.body) for ask in asks]))
@@ -194,14 +194,14 @@ async def test_mirrors_get_copies_that_touch_nothing(stage, monkeypatch):
     target = stage.calls.find(CALLER, "f", None, "shadowed")
     worker = await stage.loaded(target)
     shadow = await stage.loaded(stage.calls.find(CALLER, "f", None, "2"))
-    first = asyncio.create_task(stage.calls.ask(CALLER, target, "rows", b"a", head=b"h"))
+    first = asyncio.create_task(stage.calls.call(CALLER, target, "rows", b"a", head=b"h"))
     (ask,) = await heard(worker)
     (copy,) = await heard(shadow)
     assert (copy.body, copy.head, copy.form) == (b"a", b"h", "rows")
     worker.say(Answers([FunctionReply(ask.id, b"done")]))
     assert (await first).body == b"done"
     answers: list[FunctionReply] = []
-    assert stage.calls.ask_now(CALLER, target, "rows", b"b", b"", answers.append) is not None
+    assert stage.calls.call_nowait(CALLER, target, "rows", b"b", b"", answers.append) is not None
     (ask,) = await heard(worker)
     worker.say(Answers([FunctionReply(ask.id, b"done")]))
     shadow.say(Answers([FunctionReply(copy.id, raised=Raised.of(ModelFailed("no")))]))
@@ -258,7 +258,7 @@ async def test_a_new_version_is_up_before_the_old_one_goes(stage):
     replacing = asyncio.create_task(stage.dispatcher.live.replace(old, new))
     await stage.executor.next()
     await replacing
-    assert stage.calls.ask_now(CALLER, stage.calls.find(CALLER, "f"), "rows", b"", b"", lambda _: None) is not None
+    assert stage.calls.call_nowait(CALLER, stage.calls.find(CALLER, "f"), "rows", b"", b"", lambda _: None) is not None
 
 
 async def test_what_was_unloaded_is_not_called(stage):
@@ -267,11 +267,11 @@ async def test_what_was_unloaded_is_not_called(stage):
     worker = await stage.loaded(target)
     await stage.calls.unload(target)
     assert not stage.calls.is_ready(target) and stage.calls.is_ready(stage.calls.find(CALLER, "other"))
-    assert stage.calls.ask_now(CALLER, target, "rows", b"", b"", lambda _: None) is None
-    for call in (stage.calls.ask(CALLER, target, "rows", b""), stage.calls.stream(CALLER, target, "rows", b"")):
+    assert stage.calls.call_nowait(CALLER, target, "rows", b"", b"", lambda _: None) is None
+    for call in (stage.calls.call(CALLER, target, "rows", b""), stage.calls.stream(CALLER, target, "rows", b"")):
         with pytest.raises(Unavailable) as raised:
             await call
         assert raised.value.code == "model_unloaded"
     await stage.calls.load(target)
-    assert stage.calls.ask_now(CALLER, target, "rows", b"", b"", lambda _: None) is not None
+    assert stage.calls.call_nowait(CALLER, target, "rows", b"", b"", lambda _: None) is not None
     assert len(await heard(worker)) == 1

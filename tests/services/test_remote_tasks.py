@@ -10,7 +10,7 @@ from fakes.remote_service import RemoteService
 from task_room import ANN, BOB, TaskRoom
 
 from batchmill.cli.clients import OwnerClient
-from batchmill.client.calls import ask
+from batchmill.client.calls import typed_request
 from batchmill.control import operations as own
 from batchmill.control.admin import ConnectorHandlers
 from batchmill.control.app import ControlApp
@@ -453,9 +453,9 @@ async def test_a_forced_end_cancels_first(room, service, model):
         await room.models.undeploy(ANN, model)
     service.fail("POST", "/cancel", Wrong(500, b"no"))
     with pytest.raises(Conflict, match=task.id):
-        await client.call(ask(own.DELETE_CONNECTOR, connector, with_models=True))
+        await client.call(typed_request(own.DELETE_CONNECTOR, connector, with_models=True))
     assert room.models.get(ANN, model).is_deployed
-    await client.call(ask(own.DELETE_CONNECTOR, connector, with_models=True))
+    await client.call(typed_request(own.DELETE_CONNECTOR, connector, with_models=True))
     assert service.jobs["batch_1"].state == "cancelling"
     assert (await room.tasks.get(ANN, task.id)).state == "CANCELLED"
     with pytest.raises(UnknownName):

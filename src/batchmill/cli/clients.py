@@ -121,12 +121,12 @@ class OwnerJobs(JobsClient):
     """Jobs of a data directory. Their orders name files and code of this machine."""
 
     async def submit(self, order: JobOrder) -> Submitted:
-        return await self._client.call(calls.ask(operations.RUN, body=order))
+        return await self._client.call(calls.typed_request(operations.RUN, body=order))
 
     async def partial(self, job_id: str) -> str:
         """Write the finished rows, in row order, to a new file. Returns: its path; the caller removes the file."""
-        return (await self._client.call(calls.ask(operations.PARTIAL, job_id))).path
+        return (await self._client.call(calls.typed_request(operations.PARTIAL, job_id))).path
 
     async def rebuild(self, job_id: str) -> LedgerReport:
         """Rebuild the ledger from the job's description and its segments."""
-        return await self._client.call(calls.ask(operations.REBUILD, job_id))
+        return await self._client.call(calls.typed_request(operations.REBUILD, job_id))

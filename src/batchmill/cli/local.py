@@ -13,7 +13,7 @@ from batchmill import connection
 from batchmill.cli.clients import OwnerClient, OwnerJobs
 from batchmill.cli.session import App, Progress, ResultStream, Session
 from batchmill.client.asynchronous import AsyncClient
-from batchmill.client.calls import ask
+from batchmill.client.calls import typed_request
 from batchmill.config import Config
 from batchmill.control import operations
 from batchmill.errors import InvalidInput
@@ -104,7 +104,7 @@ class LocalApp:
         if not data_dirs.has_models(config):
             return models
         async with self.open(config) as client:
-            return (await client.call(ask(operations.LIST_ALL_MODELS, body=ModelList(models)))).models
+            return (await client.call(typed_request(operations.LIST_ALL_MODELS, body=ModelList(models)))).models
 
     async def deploy(self, client: AsyncClient, config: Config, bundle: BinaryIO) -> DeployReply:
         """Write the archive to a file, which the owner reads."""
@@ -112,19 +112,21 @@ class LocalApp:
         with sent_archive(config.data_dir) as (path, file):
             await asyncio.to_thread(shutil.copyfileobj, bundle, file)
             file.flush()
-            return await client.call(ask(operations.DEPLOY_ARCHIVE, body=operations.LocalFile(str(path))))
+            return await client.call(typed_request(operations.DEPLOY_ARCHIVE, body=operations.LocalFile(str(path))))
 
     async def deployed(self, config: Config, name: str) -> ModelSpec | None:
         if not data_dirs.has_models(config):
             return None
         async with self.open(config) as client:
-            return (await client.call(ask(operations.FIND_MODEL, name))).model
+            return (await client.call(typed_request(operations.FIND_MODEL, name))).model
 
     async def adapted(self, config: Config, model: ModelSpec) -> ModelSpec:
         if not model.traits.loads_adapters or model.name not in config.models or not data_dirs.has_models(config):
             return model
         async with self.open(config) as client:
-            adapted = (await client.call(ask(operations.ADAPT_MODEL, body=operations.ResolvedModel(model)))).model
+            adapted = (
+                await client.call(typed_request(operations.ADAPT_MODEL, body=operations.ResolvedModel(model)))
+            ).model
         assert adapted is not None, "the owner returns the model that it was sent"
         return adapted
 

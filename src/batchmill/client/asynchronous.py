@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, Unpack
 
 from batchmill.client import calls, llm_calls
 from batchmill.client.async_resources import AsyncJob, AsyncModel
-from batchmill.client.calls import ask
+from batchmill.client.calls import typed_request
 from batchmill.client.inputs import (
     DeployOptions,
     JobOptions,
@@ -204,9 +204,11 @@ class AsyncClient:
         if is_adapter_folder(source, token):
             with adapter_bundle(os.fspath(source)) as bundle:
                 headers = {"content-type": ADAPTER_MEDIA, "content-length": str(size_of(bundle))}
-                info = await self.call(ask(table.UPLOAD_ADAPTER, name, headers=headers, base=base), bundle)
+                info = await self.call(typed_request(table.UPLOAD_ADAPTER, name, headers=headers, base=base), bundle)
         else:
-            info = await self.call(ask(table.REGISTER_ADAPTER, body=NewAdapter(name, base, os.fspath(source), token)))
+            info = await self.call(
+                typed_request(table.REGISTER_ADAPTER, body=NewAdapter(name, base, os.fspath(source), token))
+            )
         poll_s = POLL_S_MIN
         while info.state == FETCHING:
             await self.sleep(poll_s)
@@ -218,15 +220,15 @@ class AsyncClient:
 
     async def adapters(self, base: str | None = None) -> list[AdapterInfo]:
         """All versions of the adapters that this key may use, or of those for one model."""
-        return (await self.call(ask(table.LIST_ADAPTERS, base=base))).adapters
+        return (await self.call(typed_request(table.LIST_ADAPTERS, base=base))).adapters
 
     async def adapter(self, name: str, version: int | None = None) -> AdapterInfo:
         """One version of an adapter; without a number the newest that is ready."""
-        return await self.call(ask(table.SHOW_ADAPTER, name, version=version))
+        return await self.call(typed_request(table.SHOW_ADAPTER, name, version=version))
 
     async def remove_adapter(self, name: str, version: int | None = None) -> list[AdapterInfo]:
         """Remove a version, or all. Jobs that use it keep it until they end."""
-        return (await self.call(ask(table.REMOVE_ADAPTER, name, version=version))).adapters
+        return (await self.call(typed_request(table.REMOVE_ADAPTER, name, version=version))).adapters
 
     async def llms(self) -> list[LlmInfo]:
         """The language models that the server deploys, and the state of their engines."""

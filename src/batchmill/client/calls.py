@@ -49,7 +49,7 @@ T = TypeVar("T")
 Steering = Literal["pause", "resume", "cancel", "retry", "fail_rows"]
 
 
-def ask(
+def typed_request(
     endpoint: Endpoint[T],
     *names: str,
     body: Struct | None = None,
@@ -67,7 +67,7 @@ def request(
     headers: Mapping[str, str] | None = None,
     **query: object,
 ) -> HttpRequest:
-    """As `ask`, for a streamed reply."""
+    """As `typed_request`, for a streamed reply."""
     sent_headers = dict(headers or {}) | ({} if body is None else {"content-type": "application/json"})
     return HttpRequest(
         endpoint.method, endpoint.fill(*names), {name: _text(each) for name, each in query.items() if each is not None},
@@ -82,46 +82,46 @@ def _text(value: object) -> str:
 
 def submit(job: NewJob, key: str) -> TypedRequest[Accepted]:
     """Args: key: the idempotency key."""
-    return ask(table.CREATE_JOB, body=job, headers={"idempotency-key": key})
+    return typed_request(table.CREATE_JOB, body=job, headers={"idempotency-key": key})
 
 
 def show(job_id: str) -> TypedRequest[JobView]:
-    return ask(table.SHOW_JOB, job_id)
+    return typed_request(table.SHOW_JOB, job_id)
 
 
 def jobs(
     *, state: str | None, label: str | None, limit: int | None, after: str | None, model: str | None = None,
     since: float | None = None,
 ) -> TypedRequest[JobPage]:  # fmt: skip
-    return ask(table.LIST_JOBS, state=state, label=label, model=model, since=since, limit=limit, after=after)
+    return typed_request(table.LIST_JOBS, state=state, label=label, model=model, since=since, limit=limit, after=after)
 
 
 def steer(job_id: str, verb: Steering) -> TypedRequest[JobView]:
-    return ask(table.STEERING[verb], job_id)
+    return typed_request(table.STEERING[verb], job_id)
 
 
 def remove(job_id: str) -> TypedRequest[JobView]:
-    return ask(table.REMOVE_JOB, job_id)
+    return typed_request(table.REMOVE_JOB, job_id)
 
 
 def amend(job_id: str, change: Change) -> TypedRequest[JobView]:
-    return ask(table.AMEND_JOB, job_id, body=change)
+    return typed_request(table.AMEND_JOB, job_id, body=change)
 
 
 def explain(job_id: str) -> TypedRequest[Wait]:
-    return ask(table.EXPLAIN_JOB, job_id)
+    return typed_request(table.EXPLAIN_JOB, job_id)
 
 
 def remote(job_id: str) -> TypedRequest[RemoteJobList]:
-    return ask(table.LIST_REMOTE_JOBS, job_id)
+    return typed_request(table.LIST_REMOTE_JOBS, job_id)
 
 
 def settle_remote(job_id: str, tag: str, remote_id: str | None) -> TypedRequest[RemoteJob]:
-    return ask(table.SETTLE_REMOTE_JOB, job_id, tag, body=Settlement(remote_id))
+    return typed_request(table.SETTLE_REMOTE_JOB, job_id, tag, body=Settlement(remote_id))
 
 
 def verify(job_id: str) -> TypedRequest[LedgerReport]:
-    return ask(table.VERIFY_JOB, job_id)
+    return typed_request(table.VERIFY_JOB, job_id)
 
 
 def events(job_id: str, interval_s: float, last: str | None) -> HttpRequest:
@@ -143,32 +143,32 @@ def partial(job_id: str) -> HttpRequest:
 
 
 def validate(work: Work) -> TypedRequest[SealReport]:
-    return ask(table.VALIDATE, body=work)
+    return typed_request(table.VALIDATE, body=work)
 
 
 def plan(work: Work) -> TypedRequest[Planned]:
-    return ask(table.PLAN, body=work)
+    return typed_request(table.PLAN, body=work)
 
 
 def estimate(work: Work) -> TypedRequest[Estimated]:
-    return ask(table.ESTIMATE, body=work)
+    return typed_request(table.ESTIMATE, body=work)
 
 
 def models() -> TypedRequest[ModelList]:
-    return ask(table.LIST_MODELS)
+    return typed_request(table.LIST_MODELS)
 
 
 def deploy(size_bytes: int) -> TypedRequest[DeployReply]:
     """The archive is the body."""
-    return ask(table.DEPLOY, headers={"content-type": BUNDLE_MEDIA, "content-length": str(size_bytes)})
+    return typed_request(table.DEPLOY, headers={"content-type": BUNDLE_MEDIA, "content-length": str(size_bytes)})
 
 
 def model(name: str) -> TypedRequest[FunctionDetail]:
-    return ask(table.SHOW_MODEL, name)
+    return typed_request(table.SHOW_MODEL, name)
 
 
 def model_calls(name: str, query: LogQuery) -> TypedRequest[LogPage]:
-    return ask(table.MODEL_CALLS, name, **asdict(query))
+    return typed_request(table.MODEL_CALLS, name, **asdict(query))
 
 
 def model_log(name: str, *, branch: str | None, version: str | None) -> HttpRequest:
@@ -176,33 +176,33 @@ def model_log(name: str, *, branch: str | None, version: str | None) -> HttpRequ
 
 
 def model_document(name: str) -> TypedRequest[dict[str, Any]]:
-    return ask(table.MODEL_DOCUMENT, name)
+    return typed_request(table.MODEL_DOCUMENT, name)
 
 
 def rollback(name: str, body: Rollback) -> TypedRequest[VersionInfo]:
     """Without a number a second one would go back further."""
-    what = ask(table.ROLLBACK_MODEL, name, body=body)
+    what = typed_request(table.ROLLBACK_MODEL, name, body=body)
     return what if body.number is None else replace(what, request=replace(what.request, is_repeatable=True))
 
 
 def merge(name: str, body: Merge) -> TypedRequest[VersionInfo]:
-    return ask(table.MERGE_MODEL, name, body=body)
+    return typed_request(table.MERGE_MODEL, name, body=body)
 
 
 def restart(name: str, body: Restart) -> TypedRequest[VersionInfo]:
-    return ask(table.RESTART_MODEL, name, body=body)
+    return typed_request(table.RESTART_MODEL, name, body=body)
 
 
 def set_alias(name: str, alias: str, body: NewAlias) -> TypedRequest[AliasInfo]:
-    return ask(table.SET_ALIAS, name, alias, body=body)
+    return typed_request(table.SET_ALIAS, name, alias, body=body)
 
 
 def remove_alias(name: str, alias: str) -> TypedRequest[VersionList]:
-    return ask(table.REMOVE_ALIAS, name, alias)
+    return typed_request(table.REMOVE_ALIAS, name, alias)
 
 
 def remove_model(name: str, *, branch: str | None, version: str | None) -> TypedRequest[VersionList]:
-    return ask(table.REMOVE_MODEL, name, branch=branch, version=version)
+    return typed_request(table.REMOVE_MODEL, name, branch=branch, version=version)
 
 
 def upload(filename: str, *, expires_s: float | None, size_bytes: int | None) -> TypedRequest[FileInfo]:
@@ -210,15 +210,15 @@ def upload(filename: str, *, expires_s: float | None, size_bytes: int | None) ->
     headers = {"content-type": table.OCTETS}
     if size_bytes is not None:
         headers["content-length"] = str(size_bytes)
-    return ask(table.STORE_FILE, headers=headers, filename=filename, expires_s=expires_s)
+    return typed_request(table.STORE_FILE, headers=headers, filename=filename, expires_s=expires_s)
 
 
 def files(*, limit: int | None, after: str | None) -> TypedRequest[FilePage]:
-    return ask(table.LIST_FILES, limit=limit, after=after)
+    return typed_request(table.LIST_FILES, limit=limit, after=after)
 
 
 def file(file_id: str) -> TypedRequest[FileInfo]:
-    return ask(table.SHOW_FILE, file_id)
+    return typed_request(table.SHOW_FILE, file_id)
 
 
 def content(file_id: str) -> HttpRequest:
@@ -226,20 +226,20 @@ def content(file_id: str) -> HttpRequest:
 
 
 def delete_file(file_id: str) -> TypedRequest[None]:
-    return ask(table.REMOVE_FILE, file_id)
+    return typed_request(table.REMOVE_FILE, file_id)
 
 
 def create_key(key: NewKey) -> TypedRequest[MadeKey]:
-    return ask(table.CREATE_KEY, body=key)
+    return typed_request(table.CREATE_KEY, body=key)
 
 
 def keys() -> TypedRequest[KeyList]:
-    return ask(table.LIST_KEYS)
+    return typed_request(table.LIST_KEYS)
 
 
 def quotas() -> TypedRequest[QuotaList]:
-    return ask(table.LIST_QUOTAS)
+    return typed_request(table.LIST_QUOTAS)
 
 
 def revoke_key(key_id: str, *, with_minted: bool) -> TypedRequest[KeyInfo]:
-    return ask(table.REVOKE_KEY, key_id, with_minted=with_minted or None)
+    return typed_request(table.REVOKE_KEY, key_id, with_minted=with_minted or None)

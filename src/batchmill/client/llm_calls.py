@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import fields
 
-from batchmill.client.calls import ask
+from batchmill.client.calls import typed_request
 from batchmill.client.messages import TypedRequest
 from batchmill.errors import InvalidInput
 from batchmill.wire import operations as table
@@ -34,40 +34,40 @@ def filled(kind: type[T], values: Mapping[str, Any], **own: Any) -> T:
 
 
 def create(request: NewLlm) -> TypedRequest[LlmInfo]:
-    return ask(table.DEPLOY_LLM, body=request)
+    return typed_request(table.DEPLOY_LLM, body=request)
 
 
 def llms() -> TypedRequest[LlmList]:
-    return ask(table.LIST_LLMS)
+    return typed_request(table.LIST_LLMS)
 
 
 def llm(name: str) -> TypedRequest[LlmInfo]:
-    return ask(table.SHOW_LLM, name)
+    return typed_request(table.SHOW_LLM, name)
 
 
 def change(name: str, request: LlmChange) -> TypedRequest[LlmInfo]:
-    return ask(table.CHANGE_LLM, name, body=request)
+    return typed_request(table.CHANGE_LLM, name, body=request)
 
 
 def remove(name: str) -> TypedRequest[LlmInfo]:
-    return ask(table.REMOVE_LLM, name)
+    return typed_request(table.REMOVE_LLM, name)
 
 
 def events(name: str, after: float | None = None) -> TypedRequest[LlmEvents]:
-    return ask(table.LLM_EVENTS, name, after=after)
+    return typed_request(table.LLM_EVENTS, name, after=after)
 
 
 def start(name: str) -> TypedRequest[LlmInfo]:
-    return ask(table.START_LLM, name)
+    return typed_request(table.START_LLM, name)
 
 
 def stop(name: str) -> TypedRequest[LlmInfo]:
-    return ask(table.STOP_LLM, name)
+    return typed_request(table.STOP_LLM, name)
 
 
 def quarantine() -> TypedRequest[QuarantinedRequests]:
-    return ask(table.LIST_QUARANTINE)
+    return typed_request(table.LIST_QUARANTINE)
 
 
 def clear_quarantine(digest: str | None = None) -> TypedRequest[QuarantinedRequests]:
-    return ask(table.CLEAR_QUARANTINE) if digest is None else ask(table.CLEAR_QUARANTINED, digest)
+    return typed_request(table.CLEAR_QUARANTINE) if digest is None else typed_request(table.CLEAR_QUARANTINED, digest)

@@ -30,12 +30,12 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     any_model: bool = False  # rows with an unknown model use the default
     urls: list[frozenset[str] | None] = field(default_factory=lambda: [None])  # None: any path and any body
     services: list[int] = []  # numbers of the models that remote services run; they may accept further fields
-    pathless: list[int] = []  # numbers of the models that accept any path below /v1
+    any_path_models: list[int] = []  # numbers of the models that accept any path below /v1
     features: list[list[str] | None] = []  # of each model: the features of a service that its rows may use; None: all
     endpoint: str | None = None  # the only `url` that OpenAI rows may have
     rows_max: int | None = None  # a dataset with more is refused
     bytes_left: int | None = None  # of the project's disk quota, for what is written; None: no quota
-    no_room: str = ""  # the message of the error when `bytes_left` is not enough
+    no_space_message: str = ""  # the message of the error when `bytes_left` is not enough
     keys: bool = False  # write the columns that the plan is made from
     fold: Fold = "none"  # which rows may share a result
     columns_max: int | None = None  # different columns of a table whose rows may differ; None: no limit
@@ -149,7 +149,7 @@ class SizeLimits:
             raise self._too_large()
         left = self._order.bytes_left
         if left is not None and size_bytes > left:
-            raise OverQuota(self._order.no_room)
+            raise OverQuota(self._order.no_space_message)
 
     def refuse_rows(self) -> None:
         """Raises: InvalidDataset, with the setting of the limit."""

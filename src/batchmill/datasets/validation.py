@@ -173,7 +173,7 @@ class OpenAIRules:
         self._default = order.default
         self._urls = order.urls
         self._services = order.services
-        self._pathless = order.pathless
+        self._any_path_models = order.any_path_models
         self._features = [None if each is None else frozenset(each) for each in order.features]
         self._any_model = order.any_model
         self._adapters = NamedAdapters(order.patterns)
@@ -255,7 +255,7 @@ class OpenAIRules:
         allowed = self._urls[model]
         if allowed is None:
             return model, target
-        if url not in allowed and not (model in self._pathless and url.startswith("/v1/")):
+        if url not in allowed and not (model in self._any_path_models and url.startswith("/v1/")):
             raise InvalidRow(
                 f"url is {quoted(url)}; this model takes {', '.join(sorted(allowed))}{_PATHS_HINT}", code="invalid_url"
             )

@@ -166,7 +166,7 @@ def _start_of(data: bytes) -> str:
 
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.5, 30.0
-REST_MAX_S = 3600.0  # a service that requests a longer wait pauses the job
+RETRY_AFTER_MAX_S = 3600.0  # a service that requests a longer wait pauses the job
 REST_PLAUSIBLE_MAX_S = 31 * 86400.0  # a header that requests more is ignored as broken
 RETRY_SHARE, RETRIES_SPARE = 0.1, 32.0
 OVERLOADED = 529  # Anthropic's; others use it too

@@ -127,12 +127,12 @@ class Calling:
     """A `ports.Answering` that sends replies to the owner.
 
     Args:
-        engine: a started engine. Calls of an engine without `ask` are refused.
+        engine: a started engine. Calls of an engine without `call` are refused.
         send: queues a message to the owner.
     """
 
     def __init__(self, engine: Engine, send: Callable[[Struct], None]) -> None:
-        self._engine = cast(CallEngine, engine) if hasattr(engine, "ask") else None
+        self._engine = cast(CallEngine, engine) if hasattr(engine, "call") else None
         self._source = type(engine).__name__
         self._send = send
         self._ready: list[FunctionReply] = []
@@ -144,7 +144,7 @@ class Calling:
         for request in requests:
             opened.add(request.id)
             if engine is not None:
-                engine.ask(request, self)
+                engine.call(request, self)
             else:
                 text = "this model is not a deployed function: it cannot be called as one"
                 self.put(FunctionReply(request.id, raised=Raised.of(InvalidInput(text, code="not_a_function"))))

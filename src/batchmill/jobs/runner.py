@@ -546,7 +546,7 @@ class JobRunner:
     # -- record -------------------------------------------------------------------------------------------------------
 
     async def _record(self) -> sa.RowMapping:
-        return await self._commit_log.look(self._ledger.job, self.spec.id)
+        return await self._commit_log.call_reader(self._ledger.job, self.spec.id)
 
     async def _remotes(self, generation: int) -> list[RemoteJob]:
         """The provider batches that hold rows of this job."""

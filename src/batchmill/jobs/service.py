@@ -261,7 +261,7 @@ class JobService:
         A job over other input is another job, unless the two would write to one output from the same files.
         """
         changed = None
-        for record in await self._commit_log.look(self._ledger.by_identity, spec.identity):
+        for record in await self._commit_log.call_reader(self._ledger.by_identity, spec.identity):
             if await asyncio.to_thread(orders.same_input, spec, JobFiles(self._data_dir, record["id"])):
                 return record, True
             if spec.output is not None and spec.dataset.paths == read_spec(record["spec"]).dataset.paths:

@@ -86,7 +86,7 @@ class FrameSocket:
             return False
         try:
             frames = self._reader.received(size)
-        except BrokenFrame as error:
+        except (BrokenFrame, ValueError, RecursionError) as error:  # no frame, or one whose JSON is invalid
             self._end(str(error))
             return False
         if frames:

@@ -167,10 +167,10 @@ async def answer(
 ) -> Response:
     """Call a function with a body and its head, and reply in the body's form. The call ends if the client disconnects.
 
-    Raises: what `FunctionCalls.ask` raises.
+    Raises: what `FunctionCalls.call` raises.
     """
     body, head = sent
-    reply = await run_until_disconnect(call, functions.ask(call.caller, target, form, body, head=head))
+    reply = await run_until_disconnect(call, functions.call(call.caller, target, form, body, head=head))
     return Response(status_code=CLIENT_LEFT) if reply is None else reply_of(reply)
 
 
@@ -240,4 +240,4 @@ class FastCalls:
             else:
                 reply(200, [(b"content-type", JSON.encode())], result.body)
 
-        return self._functions.ask_now(caller, target, self._form, body, head, on_reply)
+        return self._functions.call_nowait(caller, target, self._form, body, head, on_reply)

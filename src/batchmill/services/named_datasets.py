@@ -214,7 +214,7 @@ class DatasetCheck(Struct, frozen=True):
     home: str
     rows_max: int | None
     bytes_left: int | None = None  # see SealOrder
-    no_room: str = ""
+    no_space_message: str = ""
 
 
 class DatasetReport(Struct, frozen=True):
@@ -232,7 +232,7 @@ def check(order: bytes, progress: Callable[[float], None]) -> bytes:
     check_order = msgspec.json.decode(order, type=DatasetCheck)
     seal_order = SealOrder(
         check_order.dataset, any_model=True, urls=[None], rows_max=check_order.rows_max, problems_max=PROBLEMS_MAX,
-        bytes_left=check_order.bytes_left, no_room=check_order.no_room,
+        bytes_left=check_order.bytes_left, no_space_message=check_order.no_space_message,
     )  # fmt: skip
     report = seal_with_retry(seal_order, Path(check_order.home), progress)
     return msgspec.json.encode(DatasetReport(report.seal.rows, report.problems, report.problems_total, report.rejected))
@@ -539,7 +539,11 @@ class DatasetService:
         try:
             async with preparing(self._files.disk_quota, project, home) as preparation:
                 order = DatasetCheck(
-                    dataset, str(home), self._config.server.rows_max, preparation.bytes_left, preparation.no_room
+                    dataset,
+                    str(home),
+                    self._config.server.rows_max,
+                    preparation.bytes_left,
+                    preparation.no_space_message,
                 )
                 report = await self._children.offload(TARGET, msgspec.json.encode(order), _ignore_progress)
                 return msgspec.json.decode(report, type=DatasetReport)

@@ -93,13 +93,13 @@ class Database:
 
     async def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function(db, ...)` on the last committed state. It must not write."""
-        return await self.look(_within, self.reader, function, *args, **kwargs)
+        return await self.call_reader(_within, self.reader, function, *args, **kwargs)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function that opens its own transactions on `writer`, in the writer thread."""
         return await self._run(self._writing, lambda: function(*args, **kwargs))
 
-    async def look(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def call_reader(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a reading function on `reader`, in the reader thread."""
         return await self._run(self._reading, lambda: function(*args, **kwargs))
 

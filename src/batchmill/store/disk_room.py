@@ -164,7 +164,7 @@ class Preparing(Struct):
     folder: Path
     writing: Writing | None = None
     bytes_left: int | None = None
-    no_room: str = ""
+    no_space_message: str = ""
     over: OverQuota | None = None  # its project has reached its quota
     work: asyncio.Future[object] | None = None
 

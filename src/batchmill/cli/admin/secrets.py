@@ -9,7 +9,7 @@ import click
 from batchmill.cli.session import Session, global_options
 from batchmill.cli.text import clean, count, moment, table
 from batchmill.cli.values import utf8
-from batchmill.client.calls import ask
+from batchmill.client.calls import typed_request
 from batchmill.control import operations
 from batchmill.errors import InvalidInput
 from batchmill.models.secrets import SECRET_BYTES_MAX, check_name
@@ -34,7 +34,7 @@ def set_secret(session: Session, name: str) -> int:
 
     async def put() -> None:
         async with session.open() as client:
-            await client.call(ask(operations.PUT_SECRET, name, body=operations.SecretValue(value)))
+            await client.call(typed_request(operations.PUT_SECRET, name, body=operations.SecretValue(value)))
         if session.as_json:
             session.emit("secret", name=name)
         else:
@@ -65,7 +65,7 @@ def list_secrets(session: Session) -> int:
 
     async def show() -> None:
         async with session.open() as client:
-            records = (await client.call(ask(operations.LIST_SECRETS))).secrets
+            records = (await client.call(typed_request(operations.LIST_SECRETS))).secrets
         if session.as_json:
             for each in records:
                 session.emit("secret", secret=each)
@@ -89,7 +89,7 @@ def remove(session: Session, name: str) -> int:
 
     async def forget() -> None:
         async with session.open() as client:
-            await client.call(ask(operations.REMOVE_SECRET, name))
+            await client.call(typed_request(operations.REMOVE_SECRET, name))
         if session.as_json:
             session.emit("secret_removed", name=name)
         else:
@@ -107,7 +107,7 @@ def rotate(session: Session) -> int:
 
     async def replace_key() -> None:
         async with session.open() as client:
-            rotated = await client.call(ask(operations.ROTATE_SECRETS))
+            rotated = await client.call(typed_request(operations.ROTATE_SECRETS))
         if session.as_json:
             session.emit("rotated", rotated=rotated)
             return

@@ -9,7 +9,7 @@ from batchmill.cli.text import clean, count, moment, table
 from batchmill.cli.values import utf8
 from batchmill.types import RemoteJob
 
-LOOK = "look"  # the command of `batchmill remote JOB`
+LIST = "list"  # the command of `batchmill remote JOB`
 
 
 class _Remote(click.Group):
@@ -18,7 +18,7 @@ class _Remote(click.Group):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = [word for word in args if not word.startswith("-")]
         is_known = bool(words) and words[0] in self.commands
-        return super().parse_args(ctx, args if is_known or not words else [LOOK, *args])
+        return super().parse_args(ctx, args if is_known or not words else [LIST, *args])
 
 
 @click.group(cls=_Remote)
@@ -26,16 +26,16 @@ def remote() -> None:
     """List the provider jobs of a job: `batchmill remote ID`."""
 
 
-@remote.command(LOOK, hidden=True)
+@remote.command(LIST, hidden=True)
 @job_argument
 @global_options
 @click.pass_obj
-def look(session: Session, job_id: str) -> int:
+def list_remote(session: Session, job_id: str) -> int:
     """List the provider jobs of a job, in the order of creation."""
-    return session.run(_look(session, job_id))
+    return session.run(_list_remote(session, job_id))
 
 
-async def _look(session: Session, job_id: str) -> int:
+async def _list_remote(session: Session, job_id: str) -> int:
     async with session.app.open_jobs(session.config()) as jobs:
         remote_jobs = await jobs.remote(job_id)
     if session.as_json:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from batchmill.cli.session import Session, global_options
 from batchmill.cli.text import clean, moment, table
 from batchmill.cli.values import utf8
-from batchmill.client.calls import ask
+from batchmill.client.calls import typed_request
 from batchmill.control import operations
 from batchmill.services.adapters.records import read_reference
 from batchmill.wire.native_models import AdapterInfo, NewAdapter
@@ -74,7 +74,7 @@ async def _add(session: Session, client: AsyncClient, request: NewAdapter) -> Ad
     if Path(source).expanduser().is_dir() or source.startswith((".", "~")):
         source = os.path.abspath(Path(source).expanduser())
     token = request.token and session.absolute(request.token)
-    return await client.call(ask(operations.ADD_ADAPTER, body=replace(request, source=source, token=token)))
+    return await client.call(typed_request(operations.ADD_ADAPTER, body=replace(request, source=source, token=token)))
 
 
 @adapters.command("list")

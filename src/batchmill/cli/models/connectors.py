@@ -12,7 +12,7 @@ import msgspec
 from batchmill.cli.session import Session, global_options
 from batchmill.cli.text import clean, moment, table
 from batchmill.cli.values import utf8
-from batchmill.client.calls import ask
+from batchmill.client.calls import typed_request
 from batchmill.control import operations
 from batchmill.errors import InvalidInput
 from batchmill.models.connectors.reading import FILE_BYTES_MAX, refuse_unknown
@@ -45,11 +45,13 @@ def create(session: Session, file: str, project: str, name: str | None) -> int:
 
     async def make(client: Any) -> None:
         created: ConnectorRecord = await client.call(
-            ask(operations.CREATE_CONNECTOR, body=operations.ConnectorFields(fields))
+            typed_request(operations.CREATE_CONNECTOR, body=operations.ConnectorFields(fields))
         )
         model: RemoteModel | None = None
         if name is not None:
-            model = await client.call(ask(operations.REGISTER_MODEL, created.id, body=operations.NewRemoteModel(name)))
+            model = await client.call(
+                typed_request(operations.REGISTER_MODEL, created.id, body=operations.NewRemoteModel(name))
+            )
         if session.as_json:
             session.emit("connector", connector=created, model=model)
             return
@@ -69,7 +71,7 @@ def list_connectors(session: Session, project: str | None) -> int:
     session.local_only("connectors list", LOCAL)
 
     async def print_all(client: Any) -> None:
-        listed = await client.call(ask(operations.LIST_CONNECTORS))
+        listed = await client.call(typed_request(operations.LIST_CONNECTORS))
         connectors, models = listed.connectors, listed.models
         if session.as_json:
             for each in connectors:
@@ -100,7 +102,7 @@ def show(session: Session, connector_id: str) -> int:
     session.local_only("connectors show", LOCAL)
 
     async def print_all(client: Any) -> None:
-        record: ConnectorRecord = await client.call(ask(operations.SHOW_CONNECTOR, connector_id))
+        record: ConnectorRecord = await client.call(typed_request(operations.SHOW_CONNECTOR, connector_id))
         if session.as_json:
             session.emit("connector", connector=record)
             return
@@ -133,7 +135,9 @@ def update(session: Session, connector_id: str, file: str, redeploy: bool) -> in
 
     async def change(client: Any) -> None:
         record: ConnectorRecord = await client.call(
-            ask(operations.CHANGE_CONNECTOR, connector_id, body=operations.ConnectorFields(fields), redeploy=redeploy)
+            typed_request(
+                operations.CHANGE_CONNECTOR, connector_id, body=operations.ConnectorFields(fields), redeploy=redeploy
+            )
         )
         if session.as_json:
             session.emit("connector", connector=record)
@@ -159,7 +163,7 @@ def delete(session: Session, connector_id: str, with_models: bool) -> int:
 
     async def end(client: Any) -> None:
         record: ConnectorRecord = await client.call(
-            ask(operations.DELETE_CONNECTOR, connector_id, with_models=with_models)
+            typed_request(operations.DELETE_CONNECTOR, connector_id, with_models=with_models)
         )
         if session.as_json:
             session.emit("connector_deleted", id=record.id)

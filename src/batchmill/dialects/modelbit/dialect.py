@@ -243,7 +243,7 @@ class FastRows:
             else:
                 reply.refuse(result.raised.error())
 
-        return self._functions.ask_now(caller, target, ROWS, body, b"", on_reply)
+        return self._functions.call_nowait(caller, target, ROWS, body, b"", on_reply)
 
 
 FRONTEND = "modelbit"

@@ -188,7 +188,7 @@ class GenerateHandlers:
                 code="streams_only",
             )
         head, body = await self._read(call, target)
-        reply = await run_until_disconnect(call, self._functions.ask(call.caller, target, GENERATION_FORM, body))
+        reply = await run_until_disconnect(call, self._functions.call(call.caller, target, GENERATION_FORM, body))
         if reply is None:
             return Response(status_code=CLIENT_LEFT)
         return await as_accepted(call, Response(_render_answer(head, reply.body), media_type=JSON))

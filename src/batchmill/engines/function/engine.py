@@ -46,7 +46,7 @@ class Watch:
         ticks = 0
         while True:
             await asyncio.sleep(TICK_S)
-            self.look(time.monotonic())
+            self.check(time.monotonic())
             ticks += 1
             if ticks % LOG_TICKS == 0:
                 try:
@@ -61,7 +61,7 @@ class Watch:
         if child is not None and self._process.calls.is_full():
             await asyncio.to_thread(self._process.calls.rotate)
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         """Time out calls; replace the process if a call does not end or uses too much memory."""
         child = self._process.child
         running = child.blamed() if child is not None and self._process.is_up else []
@@ -141,11 +141,11 @@ class FunctionProcessEngine:
     async def run(self, feed: Feed, sink: Sink) -> None:
         await self._batcher.run(feed, sink)
 
-    def ask(self, ask: FunctionRequest, answering: AnswerSink) -> None:
-        self._live.ask(ask, answering)
+    def call(self, request: FunctionRequest, answering: AnswerSink) -> None:
+        self._live.call(request, answering)
 
-    def abandon(self, ask_id: int) -> None:
-        self._live.abandon(ask_id)
+    def abandon(self, request_id: int) -> None:
+        self._live.abandon(request_id)
 
     def take_stats(self) -> CallStats | None:
         return self._counts.take()
@@ -156,22 +156,22 @@ class FunctionProcessEngine:
             yield LiveHead(200)
             yield answer.body
             return
-        ask = self._ask(request)
-        parsed = self._live.read(ask)
+        function_request = self._function_request(request)
+        parsed = self._live.read(function_request)
         if isinstance(parsed, Raised):
             raise parsed.error()
         if not self._interface.streams:
             raise live.no_stream(self._source)
         self._streams += 1
         try:
-            pieces = live.events(self._process, ask, parsed, CALL_FORMS[ask.form])
+            pieces = live.events(self._process, function_request, parsed, CALL_FORMS[function_request.form])
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
                     yield piece
         finally:
             self._streams -= 1
 
-    def _ask(self, request: LiveRequest) -> FunctionRequest:
+    def _function_request(self, request: LiveRequest) -> FunctionRequest:
         return FunctionRequest(
             self._batcher.next_id(), request.form, request.body, request.head, None, request.project, request.request
         )
@@ -179,12 +179,12 @@ class FunctionProcessEngine:
     async def _answer(self, request: LiveRequest) -> FunctionReply:
         """The complete reply to a request. Raises: the error of the call."""
         waiting = _Waiting()
-        ask = self._ask(request)
-        self._live.ask(ask, waiting)
+        function_request = self._function_request(request)
+        self._live.call(function_request, waiting)
         try:
             answer = await waiting.answer
         finally:
-            self._live.abandon(ask.id)
+            self._live.abandon(function_request.id)
         if answer.raised is not None:
             raise answer.raised.error()
         return answer

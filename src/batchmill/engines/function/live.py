@@ -53,16 +53,16 @@ class FunctionLiveCall(ProcessWork):
     __slots__ = ("_calls", "_is_second", "answering", "arrived", "form", "limit_s")
 
     def __init__(
-        self, ask: FunctionRequest, parsed: ParsedCalls, calls: FunctionLive, answering: AnswerSink, arrived: float
+        self, request: FunctionRequest, parsed: ParsedCalls, calls: FunctionLive, answering: AnswerSink, arrived: float
     ) -> None:
-        super().__init__(ask.id, parsed, is_exact=ask.form in EXACT)
-        self.form, self.answering, self.arrived = ask.form, answering, arrived
+        super().__init__(request.id, parsed, is_exact=request.form in EXACT)
+        self.form, self.answering, self.arrived = request.form, answering, arrived
         self._calls, self._is_second = calls, False
-        self.limit_s = calls.limit_s if ask.timeout_s is None else ask.timeout_s
+        self.limit_s = calls.limit_s if request.timeout_s is None else request.timeout_s
         if parsed.timeout_s is not None and parsed.timeout_s < self.limit_s:
             self.limit_s = parsed.timeout_s
         self.deadline = arrived + self.limit_s
-        self.origin = ask.project, ask.request
+        self.origin = request.project, request.request
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
         results = results_of(meta, buffers)
@@ -104,30 +104,32 @@ class FunctionLive:
         self._forms: dict[str, CallForm] = {}  # those that were used
         self._in_threads: set[int] = set()  # Asks whose body is being read, or whose results are being written
 
-    def ask(self, ask: FunctionRequest, answering: AnswerSink) -> None:
+    def call(self, request: FunctionRequest, answering: AnswerSink) -> None:
         """See `ports.CallEngine`."""
         self.in_flight += 1
         arrived = time.monotonic()
-        if len(ask.body) < LARGE_BYTES:
-            self._begin(ask, answering, arrived, self.read(ask))
+        if len(request.body) < LARGE_BYTES:
+            self._begin(request, answering, arrived, self.read(request))
         else:
-            self._in_thread(ask.id, lambda: self.read(ask), lambda parsed: self._begin(ask, answering, arrived, parsed))
+            self._in_thread(
+                request.id, lambda: self.read(request), lambda parsed: self._begin(request, answering, arrived, parsed)
+            )
 
-    def abandon(self, ask_id: int) -> None:
+    def abandon(self, request_id: int) -> None:
         """See `ports.CallEngine`."""
-        if ask_id in self._in_threads:
-            self._in_threads.discard(ask_id)
-        elif isinstance(work := self._process.works.get(ask_id), FunctionLiveCall):
+        if request_id in self._in_threads:
+            self._in_threads.discard(request_id)
+        elif isinstance(work := self._process.works.get(request_id), FunctionLiveCall):
             self._process.drop(work)
         else:
             return
         self.in_flight -= 1
 
-    def read(self, ask: FunctionRequest) -> ParsedCalls | Raised:
+    def read(self, request: FunctionRequest) -> ParsedCalls | Raised:
         """Parse the body into calls, or return its error."""
         try:
-            form = self._forms.get(ask.form) or self._load(ask.form)
-            return form.read(ask.body, ask.head, self.interface, received_shapes=self._received_shapes)
+            form = self._forms.get(request.form) or self._load(request.form)
+            return form.read(request.body, request.head, self.interface, received_shapes=self._received_shapes)
         except BatchmillError as error:
             return Raised.of(error)
         except Exception as error:  # a form's own bug: who waits must hear of it
@@ -139,11 +141,13 @@ class FunctionLive:
         form = self._forms[name] = CALL_FORMS[name]
         return form
 
-    def _begin(self, ask: FunctionRequest, answering: AnswerSink, arrived: float, parsed: ParsedCalls | Raised) -> None:
+    def _begin(
+        self, request: FunctionRequest, answering: AnswerSink, arrived: float, parsed: ParsedCalls | Raised
+    ) -> None:
         if isinstance(parsed, Raised):
-            self._put(answering, FunctionReply(ask.id, raised=parsed), arrived)
+            self._put(answering, FunctionReply(request.id, raised=parsed), arrived)
         else:
-            self._process.begin(FunctionLiveCall(ask, parsed, self, answering, arrived))
+            self._process.begin(FunctionLiveCall(request, parsed, self, answering, arrived))
 
     def write(self, call: FunctionLiveCall, results: FunctionResults, size: int) -> None:
         """Reply with the results."""
@@ -170,13 +174,13 @@ class FunctionLive:
         self._counts.answered(answer.raised is None, int((time.monotonic() - arrived) * 1e9))
         answering.put(answer)
 
-    def _in_thread(self, ask_id: int, call: Callable[[], T], then: Callable[[T], None]) -> None:
+    def _in_thread(self, request_id: int, call: Callable[[], T], then: Callable[[T], None]) -> None:
         """Run `call` in a thread and `then` with its result here, unless the call is abandoned."""
-        self._in_threads.add(ask_id)
+        self._in_threads.add(request_id)
 
         def done(future: asyncio.Future[T]) -> None:
-            if ask_id in self._in_threads and not future.cancelled():
-                self._in_threads.discard(ask_id)
+            if request_id in self._in_threads and not future.cancelled():
+                self._in_threads.discard(request_id)
                 then(future.result())
 
         asyncio.get_running_loop().run_in_executor(None, call).add_done_callback(done)
@@ -200,9 +204,9 @@ class Stream(ProcessWork):
     __slots__ = ("_has_begun", "_process", "_wanted", "pieces")
     holds_up = False
 
-    def __init__(self, ask: FunctionRequest, parsed: ParsedCalls, process: Process) -> None:
-        super().__init__(ask.id, parsed, is_exact=ask.form in EXACT)
-        self.origin = ask.project, ask.request
+    def __init__(self, request: FunctionRequest, parsed: ParsedCalls, process: Process) -> None:
+        super().__init__(request.id, parsed, is_exact=request.form in EXACT)
+        self.origin = request.project, request.request
         self._process = process
         self.pieces: asyncio.Queue[Piece] = asyncio.Queue()
         self._wanted = AHEAD
@@ -252,10 +256,10 @@ class Stream(ProcessWork):
 
 
 async def events(
-    process: Process, ask: FunctionRequest, parsed: ParsedCalls, form: CallForm
+    process: Process, request: FunctionRequest, parsed: ParsedCalls, form: CallForm
 ) -> AsyncGenerator[LiveHead | bytes]:
     """The head and the events of a stream. Raises: ModelFailed, InvalidInput from the function."""
-    stream = Stream(ask, parsed, process)
+    stream = Stream(request, parsed, process)
     process.begin(stream)
     has_begun = False
     try:
@@ -270,7 +274,7 @@ async def events(
             stream.more()
         if not has_begun:
             yield LiveHead(200, EVENT_STREAM)
-        if ask.form == ARGUMENTS:
+        if request.form == ARGUMENTS:
             yield DONE
     finally:
         process.drop(stream)

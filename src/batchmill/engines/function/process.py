@@ -28,7 +28,7 @@ from batchmill.types import BatchTimes, CallStats, Interface, ModelSpec
 from batchmill.wire.calls import CallError, FunctionResults, ParsedCalls
 
 CRASHED, HUNG, MEMORY_LIMIT = "worker_crashed", "timeout", "memory_limit"  # why a process was to be replaced
-INVALID_FRAME = (LookupError, TypeError, ValueError, msgspec.MsgspecError)  # what reading one may raise
+INVALID_FRAME = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)  # what reading one may raise
 OWN_IDS = 1 << 48  # ids from here on are ours; below are those of Asks
 
 ASK = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","from_job":%b,"exact":%b,"of":%b}'
@@ -383,11 +383,11 @@ class Process:
     def _receive(self, frames: list[Frame]) -> None:
         works = self.works
         for meta, buffers in frames:
-            if meta["kind"] == "results":
-                self._counted(meta)
-                self._idle_deaths = self._blamed_deaths = 0
-            work = works.get(meta["id"])
             try:
+                if meta["kind"] == "results":
+                    self._counted(meta)
+                    self._idle_deaths = self._blamed_deaths = 0
+                work = works.get(meta["id"])
                 is_last = work is not None and work.take(meta, buffers)
             except INVALID_FRAME as error:  # user code can write to the socket
                 text = f"the function's process sent an invalid frame: {type(error).__name__}: {error}"

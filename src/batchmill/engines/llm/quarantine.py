@@ -23,7 +23,7 @@ from batchmill.wire.messages import Charged, EngineDied, Suspected
 WITHDRAWN_S = 5.0  # a request that was withdrawn this short a time before a death is as suspect as those in flight
 WITHDRAWN_MAX = 1_024
 REMEMBERED_MAX = 4_096  # digests of live requests that were in flight at a death, which only callers can retry
-REST_S, REST_MAX_S = 60.0, 900.0  # after a death beyond the budget, twice that after the next, ...
+RETRY_DELAY_S, RETRY_DELAY_MAX_S = 60.0, 900.0  # after a death beyond the budget, twice that after the next, ...
 OTHERS_S = 600.0  # a project that had work this short a time ago counts as another that deaths can delay
 COMPLAINT_CHARS_MAX = 2_000
 # Fields that do not change an engine's answer, or only how it is sent.
@@ -203,8 +203,8 @@ class Deaths:
         if not is_taken_back:
             beyond = self._count(charge.project) - self._poison.deaths_per_hour
             if beyond >= 0:
-                rest_s = min(REST_MAX_S, REST_S * 2 ** min(beyond, 10))
-                self._wait_until[charge.project] = self._clock.monotonic() + rest_s
+                delay_s = min(RETRY_DELAY_MAX_S, RETRY_DELAY_S * 2 ** min(beyond, 10))
+                self._wait_until[charge.project] = self._clock.monotonic() + delay_s
             charges.append(charge)
         self._poison = msgspec.structs.replace(self._poison, charges=charges)
         self.report(Charged(charge, is_taken_back))

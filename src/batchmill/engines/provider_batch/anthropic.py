@@ -179,14 +179,14 @@ class AnthropicBatches:
             "batchmill can tell by itself: resume the job then"
         )
 
-    async def look(self, job: RemoteJob) -> RemoteJob:
+    async def refresh(self, job: RemoteJob) -> RemoteJob:
         return await self._ask(job, "GET", "")
 
     async def cancel(self, job: RemoteJob) -> RemoteJob:
         try:
             return await self._ask(job, "POST", "/cancel")
         except ProviderRefusal:  # a batch that has ended cannot be cancelled: report its state
-            return await self.look(job)
+            return await self.refresh(job)
 
     async def results(self, job: RemoteJob) -> AsyncIterator[list[tuple[int, RowReply]]]:
         mark = mark_of(job.tag)

@@ -40,7 +40,7 @@ from batchmill.wire.error_statuses import decode_error
 
 KEY_NAMES = ("access_key", "secret_key", "session_token")
 ARGUMENTS = frozenset({*KEY_NAMES, "region", "s3", "s3_endpoint", "queue_rest_s"})
-QUEUE_REST_S = 600.0  # before a job that exceeded the account's quota is submitted again
+QUEUE_DELAY_S = 600.0  # before a job that exceeded the account's quota is submitted again
 
 _THROTTLED = frozenset(
     {
@@ -100,7 +100,7 @@ class Account:
         self._may_look = model.connector is None or model.connector.is_trusted
         self._session: Session | None = None
         self.region = self._region()
-        self.queue_rest_s = argument(model, "queue_rest_s", QUEUE_REST_S, least=0)
+        self.queue_rest_s = argument(model, "queue_rest_s", QUEUE_DELAY_S, least=0)
 
     def argument(self, *names: str) -> str | None:
         """The engine argument or connector parameter with one of these names."""

@@ -159,15 +159,15 @@ class BedrockBatches:
         id = answer.read(_Job).jobArn
         return replace(job, id=id, state="submitted", remote_state="Submitted", submitted=time.time())
 
-    async def look(self, job: RemoteJob) -> RemoteJob:
+    async def refresh(self, job: RemoteJob) -> RemoteJob:
         return _updated(job, (await self._ask(job)).read(_Job))
 
     async def cancel(self, job: RemoteJob) -> RemoteJob:
         try:
             await self._calls.call("POST", f"{self._url}{JOB}/{_short(job)}/stop", b"")
         except ProviderRefusal:  # a job that has ended cannot be stopped; poll its state
-            return await self.look(job)
-        now = await self.look(job)
+            return await self.refresh(job)
+        now = await self.refresh(job)
         return now if now.state == "ended" else replace(now, state="cancelling")
 
     async def results(self, job: RemoteJob) -> AsyncIterator[list[tuple[int, RowReply]]]:

@@ -87,7 +87,7 @@ def _json_lines(file: IO[bytes]) -> Records:
 INPUT_TYPES = ("search_document", "search_query", "classification", "clustering")
 TRUNCATE = ("START", "END")
 EMBEDDING_TYPES = ("float", "int8", "uint8", "binary", "ubinary")
-VALIDATION_REST_S = 2.0  # between two polls of a dataset that Cohere validates
+VALIDATION_POLL_S = 2.0  # between two polls of a dataset that Cohere validates
 PAGE, PAGES_MAX = 100, 50
 BOUNDARY = "end-of-part-of-a-batchmill-upload"
 
@@ -225,15 +225,15 @@ class CohereBatches:
         id = answer.read(_Job).job_id
         return replace(job, id=id, state="submitted", remote_state="processing", submitted=time.time())
 
-    async def look(self, job: RemoteJob) -> RemoteJob:
+    async def refresh(self, job: RemoteJob) -> RemoteJob:
         return _updated(job, await self._ask(job))
 
     async def cancel(self, job: RemoteJob) -> RemoteJob:
         try:
             await self._calls.call("POST", self._job_url(job, "/cancel"), b"")
         except ProviderRefusal:  # a job that has ended cannot be cancelled; poll its state
-            return await self.look(job)
-        now = await self.look(job)
+            return await self.refresh(job)
+        now = await self.refresh(job)
         return now if now.state == "ended" else replace(now, state="cancelling")
 
     async def results(self, job: RemoteJob) -> AsyncIterator[list[tuple[int, RowReply]]]:
@@ -301,7 +301,7 @@ class CohereBatches:
             raise JobRefused(f"the dataset {dataset.id} is not valid: {dataset.validation_error}")
         if status not in ("validated", "skipped"):
             text = f"the dataset {dataset.id} is still being validated: {status}"
-            raise TryAgain(text, retry_after_s=VALIDATION_REST_S, is_unseen=True)
+            raise TryAgain(text, retry_after_s=VALIDATION_POLL_S, is_unseen=True)
 
     def _read(self, record: dict[str, Any], model: str, order: Any) -> tuple[int, RowReply]:
         name = record.get("id")

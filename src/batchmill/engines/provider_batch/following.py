@@ -134,7 +134,7 @@ def is_fatal(error: BatchmillError) -> bool:
 
 
 GROWTH = 1.5  # of the time between two polls
-TIDY_TRIES, TIDY_REST_S = 4, 60.0  # attempts to delete a file, and the longest wait between two
+TIDY_TRIES, TIDY_DELAY_MAX_S = 4, 60.0  # attempts to delete a file, and the longest wait between two
 
 
 class Stuck(RouteFailed):
@@ -306,7 +306,7 @@ class ProviderJob:
             await self.note(message="; ".join(filter(None, [self.job.message, warning])))
 
     async def _look(self) -> None:
-        await self._record_poll(await self._call_known(lambda: self._api.look(self.job)))
+        await self._record_poll(await self._call_known(lambda: self._api.refresh(self.job)))
 
     async def _call_known(self, call: Callable[[], Awaitable[RemoteJob]]) -> RemoteJob:
         """Make a call about a batch with a known id. Raises: SubmitUnknown if the provider denies the batch."""
@@ -350,7 +350,7 @@ class ProviderJob:
                 message = error.message
                 if tries < TIDY_TRIES:
                     await self._course.sleep(
-                        max(self._course.pause_s(tries), min(error.retry_after_s or 0.0, TIDY_REST_S))
+                        max(self._course.pause_s(tries), min(error.retry_after_s or 0.0, TIDY_DELAY_MAX_S))
                     )
             except BatchmillError as error:
                 message = error.message

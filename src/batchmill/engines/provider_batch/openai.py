@@ -113,7 +113,7 @@ EMBEDDING_INPUTS_MAX = 50_000  # of one batch
 PAGE, PAGES_MAX = 100, 100  # batches to search for a tag
 FILES_PAGE = 10_000
 SKEW_S = 3600.0  # how much our clock and the provider's may differ
-QUEUE_REST_S = 600.0  # before a job that exceeded the provider's token queue is submitted again
+QUEUE_DELAY_S = 600.0  # before a job that exceeded the provider's token queue is submitted again
 OUTPUT_EXPIRES_MIN_S = 3600
 QUEUE_FULL = frozenset({"token_limit_exceeded", "queue_limit_exceeded", "batch_limit_exceeded"})
 JSON = {"Content-Type": "application/json"}
@@ -156,7 +156,7 @@ class OpenAIBatches:
         self._frames: dict[tuple[str, str], _Frame] = {}
         self._window = settings.text(model, "completion_window", "24h")
         self._output_expires_s = settings.count(model, "output_expires_after_s", 0, least=OUTPUT_EXPIRES_MIN_S)
-        self._queue_rest_s = settings.argument(model, "queue_rest_s", QUEUE_REST_S, least=0)
+        self._queue_rest_s = settings.argument(model, "queue_rest_s", QUEUE_DELAY_S, least=0)
         self._access = self._open(model)
         self._base = self._access.base_url
         self._calls = ProviderClient(connections, self._sign, renew=self._access.renew)
@@ -235,7 +235,7 @@ class OpenAIBatches:
         reply = answer.json()
         return _seen(replace(job, id=_text(reply, "id")), reply)
 
-    async def look(self, job: RemoteJob) -> RemoteJob:
+    async def refresh(self, job: RemoteJob) -> RemoteJob:
         return _seen(job, await self._batch(job))
 
     async def cancel(self, job: RemoteJob) -> RemoteJob:
@@ -243,9 +243,9 @@ class OpenAIBatches:
         try:
             answer = await self._calls.call("POST", url, b"", headers=JSON)
         except ProviderRefusal:  # a batch that has ended cannot be cancelled; poll its state
-            return await self.look(job)
+            return await self.refresh(job)
         except TryAgain:  # so does status 409, which elsewhere means that a retry may succeed
-            seen = await self.look(job)
+            seen = await self.refresh(job)
             if seen.state == "ended":
                 return seen
             raise
@@ -449,7 +449,7 @@ def _errors_text(errors: list[dict[str, Any]]) -> str:
     return f": {'; '.join(word for word in words if word)}"[:1000] if any(words) else ""
 
 
-FILE_REST_S = 2.0  # between two polls of a file that the provider processes
+FILE_POLL_S = 2.0  # between two polls of a file that the provider processes
 _READING = frozenset({"pending", "running", "uploading", "notRunning"})
 _BROKEN = frozenset({"error", "failed", "deleted", "canceled"})
 
@@ -483,7 +483,7 @@ class AzureBatches(OpenAIBatches):
         status = file.get("status")
         if status in _READING:
             raise TryAgain(
-                "the provider is still processing the uploaded file", retry_after_s=FILE_REST_S, is_unseen=True
+                "the provider is still processing the uploaded file", retry_after_s=FILE_POLL_S, is_unseen=True
             )
         if status in _BROKEN:
             raise JobRefused(f"the uploaded file is refused: {file.get('status_details') or status}")

@@ -123,7 +123,7 @@ class ProviderApi(Protocol):
         Raises: JobRefused; SubmitUnknown if the reply was lost and `find` cannot tell what happened.
         """
 
-    async def look(self, job: RemoteJob) -> RemoteJob:
+    async def refresh(self, job: RemoteJob) -> RemoteJob:
         """Poll the batch: state "submitted", "cancelling" or "ended", `remote_state`, `completed`, `failed`.
 
         Raises: JobGone.

@@ -120,15 +120,15 @@ class SageMakerBatches:
         arn = _decoded(reply, dict[str, Any]).get("TransformJobArn")
         return replace(job, id=str(arn or name), state="submitted", remote_state="InProgress", submitted=time.time())
 
-    async def look(self, job: RemoteJob) -> RemoteJob:
+    async def refresh(self, job: RemoteJob) -> RemoteJob:
         return await self._describe(job)
 
     async def cancel(self, job: RemoteJob) -> RemoteJob:
         try:
             await self._service.call("StopTransformJob", {"TransformJobName": short_name(job.id)})
         except ProviderRefusal:  # a job that has ended cannot be stopped; poll its state
-            return await self.look(job)
-        return replace(await self.look(job), state="cancelling") if job.state != "ended" else job
+            return await self.refresh(job)
+        return replace(await self.refresh(job), state="cancelling") if job.state != "ended" else job
 
     async def results(self, job: RemoteJob) -> AsyncIterator[list[tuple[int, RowReply]]]:
         described = await self._ask(job)

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from batchmill.engines.remote.outgoing import RemoteRow
 from batchmill.engines.remote.pacing import LiveQueue, Pacer, nothing
-from batchmill.engines.retry import BACKOFF_MAX_S, REST_MAX_S, Fault, FaultKind, Retries, RetryBudget
+from batchmill.engines.retry import BACKOFF_MAX_S, RETRY_AFTER_MAX_S, Fault, FaultKind, Retries, RetryBudget
 from batchmill.errors import AuthRefused, InvalidRow, JobPaused, QuotaExhausted
 from batchmill.ports import Clock, Feed, Sink
 from batchmill.states import PauseReason
@@ -306,7 +306,7 @@ class Dispatch:
 
     def _requeue_throttled(self, call: RemoteRow, fault: Fault, now: float) -> None:
         """Queue a throttled row first."""
-        if fault.retry_after_s is not None and fault.retry_after_s > REST_MAX_S:
+        if fault.retry_after_s is not None and fault.retry_after_s > RETRY_AFTER_MAX_S:
             hours = fault.retry_after_s / 3600
             self._stop(QuotaExhausted(f"the service requests a wait of {hours:.1f} h: {fault.error.message}"))
         elif now - call.since >= THROTTLED_MAX_S:

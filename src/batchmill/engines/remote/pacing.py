@@ -13,7 +13,7 @@ from collections.abc import Callable
 from msgspec import Struct
 
 from batchmill.engines.remote.learned_rate import LearnedRate, RefusalCause
-from batchmill.engines.retry import REST_MAX_S, FailureStreak, Fault, FaultKind, backoff_s
+from batchmill.engines.retry import RETRY_AFTER_MAX_S, FailureStreak, Fault, FaultKind, backoff_s
 from batchmill.errors import RateLimited, Unavailable
 from batchmill.ports import Clock
 from batchmill.types import Limits
@@ -314,7 +314,7 @@ class Pacer:
         The default grows while no rate is known or no call is answered.
         """
         self.outage.answered()
-        requested_s = None if fault.retry_after_s is None else min(fault.retry_after_s, REST_MAX_S)
+        requested_s = None if fault.retry_after_s is None else min(fault.retry_after_s, RETRY_AFTER_MAX_S)
         verdict = self._learned.refused(sent_at, now, requested_s, self.window.in_flight - 1)
         self._attribute(verdict, sent_at, now)
         if requested_s is not None:

@@ -38,7 +38,7 @@ class PrepareOrder(Struct, frozen=True):
     now: float = 0.0  # seconds since the epoch; as the following, for models with routes
     rates: dict[str, float] = {}  # of earlier jobs: see routing.choose
     bytes_left: int | None = None  # as in SealOrder
-    no_room: str = ""
+    no_space_message: str = ""
     is_preview: bool = False  # nothing is fetched: rows of adapters yet to be fetched are planned with their base
 
 
@@ -56,7 +56,9 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: PrepareOrder in, Prepared out, both as JSON."""
     request = msgspec.json.decode(order, type=PrepareOrder)
     spec = request.spec
-    sealing = msgspec.structs.replace(seal_order(spec), bytes_left=request.bytes_left, no_room=request.no_room)
+    sealing = msgspec.structs.replace(
+        seal_order(spec), bytes_left=request.bytes_left, no_space_message=request.no_space_message
+    )
     report = seal_with_retry(sealing, Path(request.dataset), lambda share: progress(share * SEALING_SHARE))
     planned = None
     choices: dict[int, Choice] = {}
@@ -136,7 +138,7 @@ def seal_order(spec: JobSpec) -> SealOrder:
         rows_max=spec.rows_max,
         services=[number for number, model in enumerate(spec.models) if not model.traits.is_local],
         features=[None if spec.origin is None else sorted(features_of(model)) for model in spec.models],
-        pathless=[number for number, known in enumerate(paths) if known is None],
+        any_path_models=[number for number, known in enumerate(paths) if known is None],
         urls=[
             None if model.takes_columns else frozenset(URLS) if known is None else known
             for model, known in zip(spec.models, paths, strict=True)

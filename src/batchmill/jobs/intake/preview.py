@@ -39,7 +39,7 @@ async def seal_and_plan(
             progress(share)
             writing.check_usage()
 
-        order = msgspec.structs.replace(order, bytes_left=writing.bytes_left, no_room=writing.no_room)
+        order = msgspec.structs.replace(order, bytes_left=writing.bytes_left, no_space_message=writing.no_space_message)
         work = offload("batchmill.jobs.intake.preparation:prepare", msgspec.json.encode(order), show)
         return msgspec.json.decode(await writing.stoppable(work), type=Prepared)
 

@@ -67,9 +67,9 @@ class CommitLog:
         """Run a method of the ledger that writes. Raises: StorageFull when the disk is full, LedgerBroken."""
         return await self.ledger.database.call(function, *args, **kwargs)
 
-    async def look(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def call_reader(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a method of the ledger that only reads; it waits for no commit."""
-        return await self.ledger.database.look(function, *args, **kwargs)
+        return await self.ledger.database.call_reader(function, *args, **kwargs)
 
     async def commit(self, commit: Commit, cost: float | None, callback: CommitCallback) -> None:
         """Queue a commit, once there is room; `told` is called with the result on the event loop.

@@ -150,7 +150,7 @@ class LivePath:
 
     # -- calls of deployed functions ----------------------------------------------------------------------------------
 
-    def ask_now(
+    def call_nowait(
         self,
         model: ModelSpec,
         form: str,
@@ -161,7 +161,7 @@ class LivePath:
         origin: tuple[str, str] = ("", ""),
         on_reply: ReplyCallback,
     ) -> Cancel | None:
-        """Begin a call at once; None if it would have to wait or would be refused: then call `ask`.
+        """Begin a call at once; None if it would have to wait or would be refused: then call `call`.
 
         `origin`: the caller's project and the id of the request.
         `on_reply`: called once with the reply, which may have an error in `raised`; never after the call was cancelled.
@@ -176,7 +176,7 @@ class LivePath:
         call.begin(worker)
         return call.cancel
 
-    async def ask(
+    async def call(
         self, model: ModelSpec, form: str, body: bytes, *, head: bytes = b"", timeout_s: float | None = None,
         origin: tuple[str, str] = ("", ""),
     ) -> FunctionReply:  # fmt: skip
@@ -189,7 +189,7 @@ class LivePath:
             if not future.done():
                 future.set_result(reply)
 
-        cancel = self.ask_now(model, form, body, head=head, timeout_s=timeout_s, origin=origin, on_reply=on_reply)
+        cancel = self.call_nowait(model, form, body, head=head, timeout_s=timeout_s, origin=origin, on_reply=on_reply)
         if cancel is None:
             queue = self._queue_of(model)
             if not queue.has_room(len(body)):
@@ -214,7 +214,7 @@ class LivePath:
         return reply
 
     async def load(self, model: ModelSpec) -> None:
-        """Keep a worker ready for calls until `unload`. Raises as `ask`."""
+        """Keep a worker ready for calls until `unload`. Raises as `call`."""
         key = self._queue_of(model).key
         try:
             await self._loaded(_loader(key), model, key)
@@ -228,7 +228,7 @@ class LivePath:
             await self.warm(new)
 
     async def warm(self, model: ModelSpec) -> None:
-        """Start a worker as if the model had just been called. Raises as `ask`."""
+        """Start a worker as if the model had just been called. Raises as `call`."""
         queue = self._queue_of(model)
         user = f"live {next(self._numbers)}"
         try:
@@ -274,7 +274,7 @@ class LivePath:
         return worker
 
     async def _begin(self, call: FunctionCall) -> None:
-        """Send a call to a worker, once there is one. Raises as `ask`."""
+        """Send a call to a worker, once there is one. Raises as `call`."""
         queue = call.queue
         user = f"live {next(self._numbers)}"
         try:

@@ -44,7 +44,7 @@ FROZEN_S = 60.0  # a worker that a signal has stopped is killed after so long wi
 REPLICA_REASONS = (PauseReason.ENGINE_FAILED, PauseReason.STORAGE_FAILED)  # failures of one replica: others continue
 DRAIN_S = 10.0  # for workers to record what they have and end
 END_S = 10.0  # for killed workers to end
-REST_S, REST_MAX_S = 30.0, 600.0  # before a failed replica is started again; doubles with each failure
+RETRY_DELAY_S, RETRY_DELAY_MAX_S = 30.0, 600.0  # before a failed replica is started again; doubles with each failure
 DEATHS_MAX = 5  # consecutive ones without a commit between them: then the model has failed
 # As above, for workers that died while a row ran alone, if no row finished between: the rows are not the cause. The
 # same number holds for workers that died during live requests, if no request finished between.
@@ -551,7 +551,7 @@ class Pool:
 
 def retry_delay_s(failures: int) -> float:
     """Seconds to wait after so many consecutive failures."""
-    return min(REST_MAX_S, REST_S * 2 ** min(failures - 1, 10))
+    return min(RETRY_DELAY_MAX_S, RETRY_DELAY_S * 2 ** min(failures - 1, 10))
 
 
 def _not_started(error: OSError) -> Failed:

@@ -97,7 +97,7 @@ class Resources:
 
     # -- allocation ---------------------------------------------------------------------------------------------------
 
-    def ask(self, request: AllocationRequest) -> None:
+    def request(self, request: AllocationRequest) -> None:
         """Enter the queue; `allot` returns the request once it fits."""
         assert request.replica not in self._held and request.replica not in self._waiting, "a replica requests once"
         self._count += 1
@@ -320,7 +320,7 @@ class Allocations:
     async def take(self, request: AllocationRequest, waits: Callable[[str], None]) -> Capacity:
         """Wait for resources and take them. `waits` is called with the reason while there are none."""
         granted = self._granted[request.replica] = asyncio.get_running_loop().create_future()
-        self.machine.ask(request)
+        self.machine.request(request)
         try:
             self.review()
             if not granted.done():

@@ -68,14 +68,14 @@ class FunctionCalls:
 
     # -- calling -------------------------------------------------------------------------------------------------------
 
-    async def ask(
+    async def call(
         self, caller: Caller, target: VersionTarget, form: str, body: bytes, *, head: bytes = b"",
         timeout_s: float | None = None,
     ) -> FunctionReply:  # fmt: skip
         """Call the function and return its reply, in the form of the body. Cancelling ends the call.
 
         Raises: InvalidInput for a body that the form refuses; ModelFailed when the function raises or its process
-        fails; Unavailable; and what `ports.Live.ask` raises.
+        fails; Unavailable; and what `ports.Live.call` raises.
         """
         self._require_loaded(target)
         started_at = self._clock.monotonic()
@@ -83,7 +83,7 @@ class FunctionCalls:
         origin = caller.project, request_id.get()
         self._mirror_call(target, form, body, head, origin)
         try:
-            reply = await self._live.ask(target.model, form, body, head=head, timeout_s=timeout_s, origin=origin)
+            reply = await self._live.call(target.model, form, body, head=head, timeout_s=timeout_s, origin=origin)
             code = None
         except BatchmillError as error:
             code = error.code
@@ -92,7 +92,7 @@ class FunctionCalls:
             self._publish(caller, target, form, code, started_at)
         return reply
 
-    def ask_now(
+    def call_nowait(
         self,
         caller: Caller,
         target: VersionTarget,
@@ -103,7 +103,7 @@ class FunctionCalls:
     ) -> Cancel | None:
         """Start a call without waiting and return a function that ends it early.
 
-        Returns None if the call would have to wait: use `ask` then. `on_reply` gets the reply, or the error in its
+        Returns None if the call would have to wait: use `call` then. `on_reply` gets the reply, or the error in its
         `raised`, once and later. It is not called after the call was ended early.
         """
         if self._unloaded and not self.is_ready(target):
@@ -121,7 +121,7 @@ class FunctionCalls:
                 )
 
         origin = caller.project, request_id.get()
-        cancel = self._live.ask_now(target.model, form, body, head=head, origin=origin, on_reply=finish)
+        cancel = self._live.call_nowait(target.model, form, body, head=head, origin=origin, on_reply=finish)
         if cancel is None:
             return None
         if target.mirrors:
@@ -135,7 +135,7 @@ class FunctionCalls:
     async def stream(
         self, caller: Caller, target: VersionTarget, form: str, body: bytes, head: bytes = b""
     ) -> tuple[LiveHead, AsyncGenerator[bytes]]:
-        """Stream a reply as server-sent events. Close the iterator to end the call early. Raises as `ask`."""
+        """Stream a reply as server-sent events. Close the iterator to end the call early. Raises as `call`."""
         self._require_loaded(target)
         started_at = self._clock.monotonic()
         request = LiveRequest(
@@ -201,7 +201,7 @@ class FunctionCalls:
         self, mirror: ModelSpec, form: str, body: bytes, head: bytes, origin: tuple[str, str]
     ) -> None:
         try:
-            await self._live.ask(mirror, form, body, head=head, origin=origin)
+            await self._live.call(mirror, form, body, head=head, origin=origin)
         except BatchmillError:
             self.copied[mirror.name, FAILED] += 1
         else:

@@ -296,7 +296,7 @@ class LateReplies:
                 code="worker_crashed",
             )
         await self._database.write(begin, call.id, self._clock.now())
-        return await self._functions.ask(caller, target, call.order.form, call.body)
+        return await self._functions.call(caller, target, call.order.form, call.body)
 
     async def _postpone(self, call: LateCall, error: Unavailable) -> None:
         """Call again later, because the function was unavailable."""

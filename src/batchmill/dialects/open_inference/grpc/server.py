@@ -140,7 +140,7 @@ class Conversation:
     async def _call(self, request: Any, target: VersionTarget) -> bytes:
         try:
             body, head = body_of(request, self._bytes_max)
-            answer = await self._functions.ask(self._caller, target, self._form, body, head=head)
+            answer = await self._functions.call(self._caller, target, self._form, body, head=head)
             return _stream_response(response_of(answer.body, answer.head, raw=is_raw(request), is_last=True))
         except BatchmillError as error:
             return self._error(request, error)
@@ -317,7 +317,7 @@ class Service:
         body, head = body_of(request, self._bytes_max)
         # grpc cancels this call at the client's deadline. Rows that have not begun never run, and a running function
         # continues for the other rows of its batch.
-        answer = await self._functions.ask(caller, target, FORM, body, head=head)
+        answer = await self._functions.call(caller, target, FORM, body, head=head)
         return response_of(answer.body, answer.head, raw=is_raw(request))
 
     async def converse(self, caller: Caller, requests: Messages, write: Write) -> None:

@@ -73,7 +73,7 @@ def test_unpacking_ends_at_its_bound(files: list[str], home: Path, monkeypatch: 
         for received, spec, order in (
             ("limits.unpacked_bytes_max", {"unpacked_bytes_max": BOUND}, {}),
             ("limits.unpacked_ratio_max", {"unpacked_ratio_max": 1}, {}),
-            ("no room", {"unpacked_ratio_max": 10**9}, {"bytes_left": BOUND, "no_room": "no room"}),
+            ("no room", {"unpacked_ratio_max": 10**9}, {"bytes_left": BOUND, "no_space_message": "no room"}),
         ):
             if received == "limits.unpacked_ratio_max" and Path(path).stat().st_size > BOUND // 2:
                 continue  # so large a file may become more
@@ -111,7 +111,7 @@ def test_a_file_that_says_how_many_rows_it_has_is_refused_before_one_is_read(
     for code, spec, order in (
         ("too_many_rows", {"rows_max": 1000}, {}),
         ("unpacked_too_large", {"unpacked_bytes_max": BOUND}, {}),
-        ("quota_exceeded", {"unpacked_ratio_max": 10**9}, {"bytes_left": BOUND, "no_room": "no room"}),
+        ("quota_exceeded", {"unpacked_ratio_max": 10**9}, {"bytes_left": BOUND, "no_space_message": "no room"}),
     ):
         error, most = refused(home, path, spec=spec, **order)
         assert (error.code, most) == (code, 0)
