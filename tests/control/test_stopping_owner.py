@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from batchmill.client import calls
+from batchmill.client.messages import OwnerGone
 from batchmill.config import Config
 from batchmill.connection import OwnerConnection
 from batchmill.control.app import OWNER_STOPPING, ControlApp
@@ -23,13 +25,14 @@ from batchmill.wire import operations as table
 
 PAUSE = calls.steer("job_1", "pause").request
 SHOW = calls.show("job_1").request
+RAW_PAUSE = f"{PAUSE.method} {PAUSE.path} HTTP/1.1\r\nhost: owner\r\ncontent-length: 0\r\n\r\n".encode()
 
 
 class OneJob:
     """Handlers that count; a pause waits until it may end."""
 
-    def __init__(self) -> None:
-        self.pauses = 0
+    def __init__(self, message: str = "") -> None:
+        self.pauses, self.message = 0, message
         self.begun, self.may_end = asyncio.Event(), asyncio.Event()
         self.app = ControlApp([(table.PAUSE_JOB, self.pause), (table.SHOW_JOB, self.show)])
 
@@ -37,7 +40,7 @@ class OneJob:
         self.pauses += 1
         self.begun.set()
         await self.may_end.wait()
-        return JobView(id="job_1", state="paused")
+        return JobView(id="job_1", state="paused", message=self.message)
 
     async def show(self, call) -> JobView:
         return JobView(id="job_1", state="running")
@@ -68,6 +71,53 @@ async def test_a_change_under_way_gets_its_reply(tmp_path: Path):
         assert b"paused" in (await asking).body
         await closing
     assert job.pauses == 1
+
+
+async def test_a_long_reply_is_sent_whole(tmp_path: Path):
+    """A reply that is longer than the socket's buffer reaches its client before the connection is closed."""
+    job = OneJob(message="x" * 5_000_000)
+    async with owned(tmp_path, job) as (listener, client):
+        asking = asyncio.create_task(client.send(PAUSE))
+        await job.begun.wait()
+        closing = asyncio.create_task(listener.close())
+        job.may_end.set()
+        assert len((await asking).body) > 5_000_000
+        await closing
+
+
+async def test_a_change_that_meets_the_end_is_refused(tmp_path: Path):
+    """A client that connected before the owner ended gets the refusal, wherever its request is by then."""
+    job = OneJob()
+    async with owned(tmp_path, job) as (listener, client):
+        await client.check()
+        accepted = await asyncio.open_unix_connection(tmp_path / SOCKET)
+        await client.check()  # meanwhile the owner accepts the connection before
+        waiting = socket.socket(socket.AF_UNIX)
+        waiting.connect(str(tmp_path / SOCKET))
+        waiting.send(RAW_PAUSE)  # the owner has not even accepted this one
+        closing = asyncio.create_task(listener.close())
+        await asyncio.sleep(0)
+        accepted[1].write(RAW_PAUSE)
+        for reader, writer in (accepted, await asyncio.open_unix_connection(sock=waiting)):
+            assert OWNER_STOPPING.encode() in await reader.read()
+            writer.close()
+        await closing
+        with pytest.raises(OwnerGone) as gone:
+            await client.send(PAUSE)
+        assert not gone.value.was_sent
+    assert job.pauses == 0
+
+
+async def test_a_silent_client_does_not_keep_an_owner(tmp_path: Path, monkeypatch):
+    """An owner that ends waits for a client without a request only so long."""
+    monkeypatch.setattr("batchmill.control.listener.DRAIN_S", 0.0)
+    async with owned(tmp_path, OneJob()) as (listener, client):
+        await client.check()
+        reader, writer = await asyncio.open_unix_connection(tmp_path / SOCKET)
+        await listener.close()
+        with contextlib.suppress(ConnectionError):
+            assert not await reader.read()
+        writer.close()
 
 
 async def test_a_stopping_owner_changes_nothing_and_still_shows(tmp_path: Path):

@@ -72,10 +72,7 @@ class ControlApp:
     def __init__(self, handlers: Iterable[tuple[Endpoint[Any], Handler]]) -> None:
         all_handlers = [(PING, _ping), *handlers]
         self._routes = [_Route(endpoint, _pattern(endpoint.path), handler) for endpoint, handler in all_handlers]
-        self._is_stopping = False
-        self._changes = 0  # requests of other processes that change something and have no reply yet
-        self._no_changes = asyncio.Event()
-        self._no_changes.set()
+        self._stopping = asyncio.Event()
 
     @property
     def endpoints(self) -> list[Endpoint[Any]]:
@@ -121,33 +118,14 @@ class ControlApp:
         )
 
     def stop(self) -> None:
-        """Refuse changes from other processes from now on. They wait for the next owner."""
-        self._is_stopping = True
-
-    async def drain(self, timeout_s: float) -> None:
-        """Wait until the changes under way have their replies, for at most `timeout_s`."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._no_changes.wait()
+        """Refuse changes from other processes from now on, which wait for the next owner, and end streams of events."""
+        self._stopping.set()
 
     async def __call__(self, scope: dict[str, Any], receive: Callable, send: Callable) -> None:
         """The ASGI application, for commands of other processes."""
-        if scope["method"] in SAFE_METHODS:
-            await self._respond(scope, receive, send)
-            return
-        self._changes += 1
-        self._no_changes.clear()
-        try:
-            await self._respond(scope, receive, send)
-        finally:
-            self._changes -= 1
-            if not self._changes:
-                self._no_changes.set()
-
-    async def _respond(self, scope: dict[str, Any], receive: Callable, send: Callable) -> None:
         try:
             request = await _request(scope, receive)
-            if self._is_stopping and request.method not in SAFE_METHODS:
+            if self._stopping.is_set() and request.method not in SAFE_METHODS:
                 raise Unavailable("the process that owns the data directory is ending", code=OWNER_STOPPING)
             reply = await self.answer(request)
         except BatchmillError as error:
@@ -158,7 +136,7 @@ class ControlApp:
             text = f"the process that owns the data directory failed: {type(error).__name__}: {error}"
             reply = _refusal(BatchmillError(text))
         if isinstance(reply, Pieces):
-            await _send_pieces(reply, receive, send)
+            await _send_pieces(reply, receive, send, self._stopping if reply.media == EVENTS else None)
             return
         await send(_head(reply.status, reply.headers["content-type"], len(reply.body)))
         await send({"type": "http.response.body", "body": reply.body})
@@ -233,23 +211,28 @@ def _head(status: int, media: str, size_bytes: int | None) -> dict[str, Any]:
     return {"type": "http.response.start", "status": status, "headers": headers}
 
 
-async def _send_pieces(reply: Pieces, receive: Callable, send: Callable) -> None:
-    """Send the pieces until the end, or until the client leaves. An error closes the stream, and the client retries."""
+async def _send_pieces(reply: Pieces, receive: Callable, send: Callable, stopping: asyncio.Event | None) -> None:
+    """Send the pieces until the end, until the client leaves, or until `stopping`. An error closes the stream.
+
+    A client whose stream ends without its last event continues with the next owner.
+    """
     await send(_head(200, reply.media, None))
-    disconnect = asyncio.ensure_future(_wait_disconnect(receive))
+    over = [asyncio.ensure_future(_wait_disconnect(receive))]
+    over += [] if stopping is None else [asyncio.ensure_future(stopping.wait())]
     next_piece: asyncio.Future[bytes | None] | None = None
     try:
         while True:
             next_piece = asyncio.ensure_future(anext(reply.pieces, None))
-            await asyncio.wait({next_piece, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({next_piece, *over}, return_when=asyncio.FIRST_COMPLETED)
             if not next_piece.done() or (piece := next_piece.result()) is None:
                 break
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
     finally:
-        for task in filter(None, (disconnect, next_piece)):
+        tasks = [*over, *([] if next_piece is None else [next_piece])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*filter(None, (disconnect, next_piece)), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await reply.pieces.aclose()  # type: ignore[attr-defined]
 
 

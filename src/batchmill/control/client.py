@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 
 import httpx2
@@ -13,9 +13,10 @@ import msgspec
 
 from batchmill.client.messages import HttpReply, HttpRequest, OwnerGone
 from batchmill.control import operations as own
-from batchmill.control.app import Pieces
+from batchmill.control.app import LAST_EVENT, Pieces
 from batchmill.errors import InvalidConfig
 from batchmill.wire.error_statuses import Raised
+from batchmill.wire.operations import EVENTS
 
 REPLY_S = 15.0
 PING = HttpRequest(own.PING.method, own.PING.path)
@@ -64,18 +65,30 @@ class ControlClient:
             ) as response:
                 if response.is_error:
                     raise msgspec.json.decode(await response.aread(), type=Raised).error()
-                yield Pieces(self._pieces(response), response.headers.get("content-type", ""))
+                media = response.headers.get("content-type", "")
+                pieces = self._pieces(response)
+                yield Pieces(self._events(pieces) if media == EVENTS else pieces, media)
         except httpx2.ConnectError as error:
             raise self._gone(was_sent=False) from error
         except httpx2.TransportError as error:
             raise self._gone() from error
 
-    async def _pieces(self, response: httpx2.Response) -> AsyncIterator[bytes]:
+    async def _pieces(self, response: httpx2.Response) -> AsyncGenerator[bytes]:
         try:
             async for piece in response.aiter_raw():
                 yield piece
         except httpx2.TransportError as error:
             raise self._gone() from error
+
+    async def _events(self, pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+        """A stopping owner ends a stream without the last event."""
+        end = b""
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                end = (end + piece)[-len(LAST_EVENT) :]
+                yield piece
+        if end != LAST_EVENT:
+            raise self._gone()
 
     def _gone(self, *, was_sent: bool = True) -> OwnerGone:
         return OwnerGone(

@@ -16,7 +16,7 @@ from batchmill.control.app import ControlApp
 HTTP = "batchmill.control.http_server"  # it needs uvicorn
 BACKLOG = 128
 MODE = 0o600
-DRAIN_S = 10.0  # how long changes under way may take when the owner ends
+DRAIN_S = 10.0  # how long requests under way may take when the owner ends
 
 
 @contextlib.contextmanager
@@ -61,24 +61,24 @@ class ControlListener:
         self._serving = asyncio.create_task(self._serve(self._socket))
 
     async def _serve(self, sock: socket.socket) -> None:
-        self._server = (await asyncio.to_thread(load_server))(self._app)
-        await self._server.open(sock)
+        self._server = (await asyncio.to_thread(load_server))(self._app, sock)
+        self._server.open()
 
     async def close(self, *, at_once: bool = False) -> None:
         """Close every connection: the commands at the other ends notice, and one of them becomes the owner.
 
-        Changes under way get their replies first, unless `at_once`; later ones are refused.
+        Requests under way get their replies first, unless `at_once`; later changes are refused.
         """
         if self._socket is None:
             return
         self._app.stop()
-        if not at_once:
-            await self._app.drain(DRAIN_S)
         if self._serving is None:
             asyncio.get_running_loop().remove_reader(self._socket)
         else:
-            self._serving.cancel()
+            if at_once:
+                self._serving.cancel()
             await asyncio.wait({self._serving})
         if self._server is not None:
-            await self._server.close()
+            await self._server.close(0.0 if at_once else DRAIN_S)
         self._socket.close()
+        self._socket = None
