@@ -15,7 +15,7 @@ from batchmill.client import calls
 from batchmill.client.messages import OwnerGone
 from batchmill.config import Config
 from batchmill.connection import OwnerConnection
-from batchmill.control.app import OWNER_STOPPING, ControlApp
+from batchmill.control.app import LAST_EVENT, OWNER_STOPPING, ControlApp
 from batchmill.control.client import ControlClient
 from batchmill.control.listener import ControlListener
 from batchmill.errors import Conflict, Unavailable
@@ -25,6 +25,7 @@ from batchmill.wire import operations as table
 
 PAUSE = calls.steer("job_1", "pause").request
 SHOW = calls.show("job_1").request
+WATCH = calls.events("job_1", 0.5, None)
 RAW_PAUSE = f"{PAUSE.method} {PAUSE.path} HTTP/1.1\r\nhost: owner\r\ncontent-length: 0\r\n\r\n".encode()
 
 
@@ -32,9 +33,10 @@ class OneJob:
     """Handlers that count; a pause waits until it may end."""
 
     def __init__(self, message: str = "") -> None:
-        self.pauses, self.message = 0, message
+        self.pauses, self.watches, self.message = 0, 0, message
         self.begun, self.may_end = asyncio.Event(), asyncio.Event()
-        self.app = ControlApp([(table.PAUSE_JOB, self.pause), (table.SHOW_JOB, self.show)])
+        handlers = ((table.PAUSE_JOB, self.pause), (table.SHOW_JOB, self.show), (table.WATCH_JOB, self.watch))
+        self.app = ControlApp(handlers)
 
     async def pause(self, call) -> JobView:
         self.pauses += 1
@@ -44,6 +46,15 @@ class OneJob:
 
     async def show(self, call) -> JobView:
         return JobView(id="job_1", state="running")
+
+    async def watch(self, call) -> AsyncIterator[JobView]:
+        """Watch the job, as the real handler, which may resume it first."""
+        self.watches += 1
+        return self._views()
+
+    async def _views(self) -> AsyncIterator[JobView]:
+        yield JobView(id="job_1", state="running", message=self.message)
+        await self.may_end.wait()
 
 
 @contextlib.asynccontextmanager
@@ -148,6 +159,37 @@ async def test_a_change_waits_for_the_next_owner(tmp_path: Path):
         async with owned(tmp_path, second):  # the lock stays: the command finds another owner, not itself
             assert b"paused" in (await sending).body
         assert (first.pauses, second.pauses) == (0, 1)
+    os.close(lock)
+
+
+async def test_a_stopping_owner_opens_no_watch(tmp_path: Path):
+    """A watch may resume its job, so a stopping owner refuses it, and ends those that are open."""
+    job = OneJob()
+    async with owned(tmp_path, job) as (_, client), client.stream(WATCH) as reply:
+        await anext(reply.pieces)
+        job.app.stop()
+        with pytest.raises(OwnerGone):
+            await anext(reply.pieces)
+        with pytest.raises(Unavailable) as refused:
+            await client.send(WATCH)
+    assert (refused.value.code, job.watches) == (OWNER_STOPPING, 1)
+
+
+async def test_a_watch_continues_with_the_next_owner(tmp_path: Path):
+    """The events of a watched job continue when another owner has taken over."""
+    prepare_data_dir(tmp_path)
+    lock = try_lock(tmp_path)
+    assert lock is not None
+    first, second = OneJob("first"), OneJob("second")
+    second.may_end.set()
+    async with contextlib.AsyncExitStack() as stack, owned(tmp_path, first) as (listener, _):
+        connection = OwnerConnection(Config(data_dir=tmp_path, base=tmp_path), stack)
+        async with connection.stream(WATCH) as reply:
+            assert b"first" in await anext(reply.pieces)
+            await listener.close()
+            async with owned(tmp_path, second):
+                rest = b"".join([piece async for piece in reply.pieces])
+    assert b"second" in rest and rest.endswith(LAST_EVENT)
     os.close(lock)
 
 

@@ -26,7 +26,6 @@ BODY_BYTES_MAX = 256 * 1024 * 1024  # limit of an order with all its models
 ERROR_STATUS = 400  # for every error: the body has the error
 JSON = "application/json"
 OWNER_STOPPING = "owner_stopping"  # the code of the error when an owner that is about to end refuses a request
-SAFE_METHODS = ("GET", "HEAD")  # they change nothing, so a stopping owner answers them
 EVENT, LAST_EVENT = b"event: view\ndata: %s\n\n", b"event: end\ndata: {}\n\n"
 
 
@@ -125,7 +124,7 @@ class ControlApp:
         """The ASGI application, for commands of other processes."""
         try:
             request = await _request(scope, receive)
-            if self._stopping.is_set() and request.method not in SAFE_METHODS:
+            if self._stopping.is_set() and not _may_answer_last(self._find(request)[0].endpoint):
                 raise Unavailable("the process that owns the data directory is ending", code=OWNER_STOPPING)
             reply = await self.answer(request)
         except BatchmillError as error:
@@ -140,6 +139,11 @@ class ControlApp:
             return
         await send(_head(reply.status, reply.headers["content-type"], len(reply.body)))
         await send({"type": "http.response.body", "body": reply.body})
+
+
+def _may_answer_last(endpoint: Endpoint[Any]) -> bool:
+    """Whether a stopping owner answers: the operation only reads. A watch may resume its job (`JobHandlers.watch`)."""
+    return endpoint.method == "GET" and not endpoint.streams_events
 
 
 async def _ping(call: OwnerCall) -> None:

@@ -112,6 +112,10 @@ class Endpoint(Struct, Generic[T], frozen=True):
     def is_repeatable(self) -> bool:
         return self.is_idempotent or self.method == "GET"
 
+    @property
+    def streams_events(self) -> bool:
+        return any(each.media == EVENTS for each in self.media)
+
 
 _READ, _SUBMIT, _ADMIN, _DEPLOY = Scope.READ, Scope.SUBMIT, Scope.ADMIN, Scope.DEPLOY
 _FILE = Content(OCTETS)
