@@ -19,7 +19,7 @@ from batchmill.control.app import OWNER_STOPPING, ControlApp, Pieces
 from batchmill.errors import InvalidConfig, InvalidTransition, Unavailable
 from batchmill.owner import open_owner, open_store
 from batchmill.services.data_dirs import SOCKET, TAKEOVER_S, TAKEOVER_TRIES, prepare_data_dir, try_lock
-from batchmill.wire.operations import EVENTS, SHOW_JOB, STEERING
+from batchmill.wire.operations import EVENTS
 
 if TYPE_CHECKING:
     from batchmill.control.client import ControlClient
@@ -78,16 +78,15 @@ class OwnerConnection:
             try:
                 return await owner.send(request)
             except OwnerGone as error:
-                if error.was_sent and not (request.is_repeatable or _changes_job_state(request)):
+                if error.was_sent and not request.is_repeatable and request.result_path is None:
                     raise
                 was_sent |= error.was_sent
             except Unavailable as error:
                 await _wait_for_next_owner(error)
             except InvalidTransition:
-                if not (was_sent and _changes_job_state(request)):
+                if not was_sent or request.result_path is None:
                     raise
-                job, _, _ = request.path.rpartition("/")
-                request = replace(request, method=SHOW_JOB.method, path=job)  # it succeeded: only the reply was lost
+                request = replace(request, method="GET", path=request.result_path)  # only the reply was lost
 
     @contextlib.asynccontextmanager
     async def stream(self, request: HttpRequest) -> AsyncIterator[Pieces]:
@@ -130,11 +129,6 @@ async def _wait_for_next_owner(error: Unavailable) -> None:
     if error.code != OWNER_STOPPING:
         raise error
     await asyncio.sleep(TAKEOVER_S)
-
-
-def _changes_job_state(request: HttpRequest) -> bool:
-    """Whether a request changes the state of a job. If the next owner refuses it, the last owner has done it."""
-    return request.path.rpartition("/")[2] in STEERING
 
 
 @contextlib.asynccontextmanager

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from batchmill.client import calls
-from batchmill.client.messages import OwnerGone
+from batchmill.client.messages import HttpReply, HttpRequest, OwnerGone
 from batchmill.config import Config
 from batchmill.connection import OwnerConnection
+from batchmill.control import operations
 from batchmill.control.app import LAST_EVENT, OWNER_STOPPING, ControlApp
 from batchmill.control.client import ControlClient
 from batchmill.control.listener import ControlListener
-from batchmill.errors import Conflict, Unavailable
+from batchmill.errors import Conflict, InvalidTransition, Unavailable
 from batchmill.services.data_dirs import SOCKET, prepare_data_dir, try_lock
 from batchmill.types import JobView
 from batchmill.wire import operations as table
@@ -191,6 +192,46 @@ async def test_a_watch_continues_with_the_next_owner(tmp_path: Path):
                 rest = b"".join([piece async for piece in reply.pieces])
     assert b"second" in rest and rest.endswith(LAST_EVENT)
     os.close(lock)
+
+
+class LostReplies:
+    """An owner that ends after it has carried out a request, and then the next owner."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, connection: OwnerConnection) -> None:
+        self.requests: list[tuple[str, str]] = []
+        monkeypatch.setattr(connection, "_owner_connection", self._next_owner)
+
+    async def _next_owner(self) -> LostReplies:
+        return self
+
+    async def send(self, request: HttpRequest) -> HttpReply:
+        self.requests.append((request.method, request.path))
+        if len(self.requests) == 1:
+            raise OwnerGone("gone", was_sent=True)
+        if request.method != "GET":
+            raise InvalidTransition("it is paused already")
+        return HttpReply(200, {}, b"shown")
+
+
+@pytest.mark.parametrize("verb", table.STEERING)
+async def test_a_change_of_a_job_whose_reply_was_lost_is_shown(tmp_path: Path, monkeypatch, verb):
+    """If the next owner refuses the repeated change, the last one has carried it out: the command gets the job."""
+    async with contextlib.AsyncExitStack() as stack:
+        connection = OwnerConnection(Config(data_dir=tmp_path, base=tmp_path), stack)
+        owners = LostReplies(monkeypatch, connection)
+        assert (await connection.send(calls.steer("job_1", verb).request)).body == b"shown"
+    assert owners.requests[1:] == [owners.requests[0], ("GET", SHOW.path)]
+
+
+@pytest.mark.parametrize("name", table.STEERING)
+async def test_a_name_is_not_taken_for_a_change_of_a_job(tmp_path: Path, monkeypatch, name):
+    """A request that must not be repeated is sent once, also if its path ends like that of a change of a job."""
+    async with contextlib.AsyncExitStack() as stack:
+        connection = OwnerConnection(Config(data_dir=tmp_path, base=tmp_path), stack)
+        owners = LostReplies(monkeypatch, connection)
+        with pytest.raises(OwnerGone):
+            await connection.send(calls.ask(operations.REMOVE_SECRET, name).request)
+    assert len(owners.requests) == 1
 
 
 async def test_other_refusals_are_not_tried_again(tmp_path: Path):

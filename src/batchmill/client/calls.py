@@ -72,7 +72,7 @@ def request(
     return HttpRequest(
         endpoint.method, endpoint.fill(*names), {name: _text(each) for name, each in query.items() if each is not None},
         sent_headers, None if body is None else msgspec.json.encode(body), is_repeatable=endpoint.is_repeatable,
-        is_long=endpoint.is_long,
+        is_long=endpoint.is_long, result_path=None if endpoint.shown_by is None else endpoint.shown_by.fill(*names),
     )  # fmt: skip
 
 

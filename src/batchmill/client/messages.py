@@ -30,6 +30,7 @@ class HttpRequest(Struct, frozen=True):
     body: bytes | None = None
     is_repeatable: bool = True  # doing it twice is as doing it once
     is_long: bool = False  # the server may be silent for as long as it takes
+    result_path: str | None = None  # if a repetition raises InvalidTransition, a GET of this path shows what was done
 
 
 class TypedRequest(Struct, Generic[T], frozen=True):

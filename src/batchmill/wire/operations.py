@@ -100,6 +100,7 @@ class Endpoint(Struct, Generic[T], frozen=True):
     media: tuple[Content, ...] = ()  # the possible types of a reply of bytes
     status: int = 200
     is_idempotent: bool = False  # repeating it has no further effect; every GET is idempotent
+    shown_by: Endpoint[Any] | None = None  # once it is done, repeating it raises InvalidTransition, and this shows it
     is_long: bool = False  # it has no time limit: the server may be silent while it works
     body_is_optional: bool = False
 
@@ -152,13 +153,22 @@ VERIFY_JOB = Endpoint(
 REMOVE_JOB = Endpoint(
     "removeJob", "DELETE", _JOB, "Remove an ended job and its results", _SUBMIT, JobView, is_idempotent=True
 )
-PAUSE_JOB = Endpoint("pauseJob", "POST", f"{_JOB}/pause", "Pause; rows in flight may finish", _SUBMIT, JobView)
-RESUME_JOB = Endpoint("resumeJob", "POST", f"{_JOB}/resume", "Resume a paused job", _SUBMIT, JobView)
-CANCEL_JOB = Endpoint(
-    "cancelJob", "POST", f"{_JOB}/cancel", "Run no more rows; finished ones are kept", _SUBMIT, JobView
+PAUSE_JOB = Endpoint(
+    "pauseJob", "POST", f"{_JOB}/pause", "Pause; rows in flight may finish", _SUBMIT, JobView, shown_by=SHOW_JOB
 )
-RETRY_JOB = Endpoint("retryJob", "POST", f"{_JOB}/retry", "Run the rows again that failed", _SUBMIT, JobView)
-FAIL_ROWS = Endpoint("failRows", "POST", f"{_JOB}/fail_rows", "Stop retrying rows that failed", _SUBMIT, JobView)
+RESUME_JOB = Endpoint(
+    "resumeJob", "POST", f"{_JOB}/resume", "Resume a paused job", _SUBMIT, JobView, shown_by=SHOW_JOB
+)  # fmt: skip
+CANCEL_JOB = Endpoint(
+    "cancelJob", "POST", f"{_JOB}/cancel", "Run no more rows; finished ones are kept", _SUBMIT, JobView,
+    shown_by=SHOW_JOB,
+)  # fmt: skip
+RETRY_JOB = Endpoint(
+    "retryJob", "POST", f"{_JOB}/retry", "Run the rows again that failed", _SUBMIT, JobView, shown_by=SHOW_JOB
+)
+FAIL_ROWS = Endpoint(
+    "failRows", "POST", f"{_JOB}/fail_rows", "Stop retrying rows that failed", _SUBMIT, JobView, shown_by=SHOW_JOB
+)
 WATCH_JOB = Endpoint(
     "watchJob", "GET", f"{_JOB}/events", "Stream views of a job until it is paused or has ended", _READ, bytes,
     query=WatchJob, media=(Content(EVENTS, TEXT),),
