@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -16,14 +18,17 @@ from msgspec.structs import replace
 from batchmill.client.messages import HttpReply, HttpRequest, OwnerGone
 from batchmill.config import Config
 from batchmill.control.app import OWNER_STOPPING, ControlApp, Pieces
-from batchmill.errors import InvalidConfig, InvalidTransition, Unavailable
+from batchmill.errors import InvalidTransition, Unavailable
 from batchmill.owner import open_owner, open_store
-from batchmill.services.data_dirs import SOCKET, TAKEOVER_S, TAKEOVER_TRIES, prepare_data_dir, try_lock
+from batchmill.services.data_dirs import SOCKET, TAKEOVER_S, owner_pid, prepare_data_dir, try_lock
 from batchmill.wire.operations import EVENTS
 
 if TYPE_CHECKING:
     from batchmill.control.client import ControlClient
 
+log = logging.getLogger("batchmill.connection")
+
+NOTICE_ATTEMPTS = 20  # after so many to take the lock, a command says that it waits
 EVENT_END = b"\n\n"
 CONTROL_CLIENT = "batchmill.control.client"  # it needs httpx2
 
@@ -54,7 +59,8 @@ class OwnerConnection:
                 return self._own
             if self._client is None:
                 prepare_data_dir(self._config.data_dir)
-            for _ in range(TAKEOVER_TRIES):
+            attempts = 0
+            while True:
                 if (lock := try_lock(self._config.data_dir)) is not None:
                     self._own = await self._stack.enter_async_context(_own(self._config, lock))
                     return self._own
@@ -64,11 +70,10 @@ class OwnerConnection:
                 with contextlib.suppress(OwnerGone):
                     await self._client.check()
                     return self._client
+                attempts += 1
+                if attempts == NOTICE_ATTEMPTS:
+                    _say_waiting(self._config.data_dir)
                 await asyncio.sleep(TAKEOVER_S)
-        raise InvalidConfig(
-            f"{self._config.data_dir} is locked by a process that does not answer on its control socket: stop that "
-            "process"
-        )
 
     async def send(self, request: HttpRequest) -> HttpReply:
         """Send a request, and repeat it with the next owner where that is safe."""
@@ -122,6 +127,15 @@ class OwnerConnection:
                 except OwnerGone:
                     await stack.aclose()
                     pieces = (await self._open_stream(stack, request)).pieces
+
+
+def _say_waiting(data_dir: Path) -> None:
+    pid = owner_pid(data_dir)
+    log.warning(
+        "waiting for process %s, which owns the data directory %s and is starting or ending (its rows in flight finish "
+        "first). If it hangs, `kill -9 %s` ends it; finished rows are kept",
+        pid, data_dir, pid,
+    )  # fmt: skip
 
 
 async def _wait_for_next_owner(error: Unavailable) -> None:

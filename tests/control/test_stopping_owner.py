@@ -19,7 +19,7 @@ from batchmill.control import operations
 from batchmill.control.app import LAST_EVENT, OWNER_STOPPING, ControlApp
 from batchmill.control.client import ControlClient
 from batchmill.control.listener import ControlListener
-from batchmill.errors import Conflict, InvalidTransition, Unavailable
+from batchmill.errors import Conflict, InvalidConfig, InvalidTransition, Unavailable
 from batchmill.services.data_dirs import SOCKET, prepare_data_dir, try_lock
 from batchmill.types import JobView
 from batchmill.wire import operations as table
@@ -191,6 +191,35 @@ async def test_a_watch_continues_with_the_next_owner(tmp_path: Path):
             async with owned(tmp_path, second):
                 rest = b"".join([piece async for piece in reply.pieces])
     assert b"second" in rest and rest.endswith(LAST_EVENT)
+    os.close(lock)
+
+
+async def test_a_command_says_for_which_process_it_waits(tmp_path: Path, monkeypatch, caplog):
+    """A command waits for as long as a process that answers no requests has the lock, and names it."""
+    monkeypatch.setattr("batchmill.connection.TAKEOVER_S", 0.0)
+    prepare_data_dir(tmp_path)
+    lock = try_lock(tmp_path)
+    assert lock is not None
+    async with contextlib.AsyncExitStack() as stack:
+        sending = asyncio.create_task(OwnerConnection(Config(data_dir=tmp_path, base=tmp_path), stack).send(SHOW))
+        while not (caplog.records or sending.done()):
+            await asyncio.sleep(0)
+        async with owned(tmp_path, OneJob()):
+            assert b"running" in (await sending).body
+    (message,) = caplog.messages
+    assert f"waiting for process {os.getpid()}" in message and str(tmp_path) in message
+    os.close(lock)
+
+
+async def test_an_owner_that_does_not_answer_is_named(tmp_path: Path, monkeypatch):
+    """The error about an owner that is stopped by a signal says which process that is."""
+    monkeypatch.setattr("batchmill.control.client.REPLY_S", 0.0)
+    prepare_data_dir(tmp_path)
+    lock = try_lock(tmp_path)
+    assert lock is not None
+    async with owned(tmp_path, OneJob()) as (_, client):
+        with pytest.raises(InvalidConfig, match=f"kill -CONT {os.getpid()}"):
+            await client.check()
     os.close(lock)
 
 

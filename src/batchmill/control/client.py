@@ -15,6 +15,7 @@ from batchmill.client.messages import HttpReply, HttpRequest, OwnerGone
 from batchmill.control import operations as own
 from batchmill.control.app import LAST_EVENT, Pieces
 from batchmill.errors import InvalidConfig
+from batchmill.services.data_dirs import owner_pid
 from batchmill.wire.error_statuses import Raised
 from batchmill.wire.operations import EVENTS
 
@@ -45,9 +46,11 @@ class ControlClient:
             async with asyncio.timeout(REPLY_S):
                 await self.send(PING)
         except TimeoutError:
+            pid = owner_pid(self._path.parent)
             raise InvalidConfig(
-                f"the process that owns {self._path.parent} has not answered for {REPLY_S:.0f} s: it may be stopped "
-                "(its id is in owner.lock); resume it or end it"
+                f"process {pid}, which owns {self._path.parent}, has not answered for {REPLY_S:.0f} s. If a signal has "
+                f"stopped it, `kill -CONT {pid}` resumes it; if it hangs, `kill -9 {pid}` ends it and finished rows "
+                "are kept"
             ) from None
 
     async def send(self, request: HttpRequest) -> HttpReply:

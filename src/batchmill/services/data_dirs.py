@@ -22,7 +22,6 @@ log = logging.getLogger("batchmill.owner")
 
 LOCK, SOCKET = "owner.lock", "control.sock"
 TAKEOVER_S = 0.1  # between two attempts to take the lock while its owner stops
-TAKEOVER_TRIES = 1200
 OTHER_BITS = 0o077  # the permissions of group and others
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
@@ -89,6 +88,11 @@ def try_lock(data_dir: Path) -> int | None:
     os.ftruncate(fd, 0)
     os.write(fd, f"{os.getpid()}\n".encode())
     return fd
+
+
+def owner_pid(data_dir: Path) -> str:
+    """Return the id of the process that took the owner's lock last, for a message; PID while it is being written."""
+    return (data_dir / LOCK).read_text().strip() or "PID"
 
 
 def make_private(data_dir: Path, user: int | None = None) -> bool:
