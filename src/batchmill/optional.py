@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +13,7 @@ EXTRAS = {
     "botocore": "aws", "fastavro": "cohere", "google": "grpc", "grpc": "grpc", "huggingface_hub": "hub",
     "obstore": "objects", "opentelemetry": "otel", "pyarrow": "parquet",
 }  # fmt: skip
+SHARED = ("google", "opentelemetry")  # names that several distributions share: parts of them may be missing
 
 
 def require(name: str, purpose: str, error: type[BatchmillError] = InvalidConfig) -> Any:
@@ -24,9 +26,10 @@ def require(name: str, purpose: str, error: type[BatchmillError] = InvalidConfig
         module = import_module(module_name)
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
-        if package not in EXTRAS:
+        is_imported = sys.modules.get(package) is not None  # then it lacks one of its own modules
+        if package not in EXTRAS or (is_imported and package not in SHARED):
             raise
         raise error(
             f"{purpose} needs {package}: pip install 'batchmill[{EXTRAS[package]}]'", code="missing_dependency"
-        ) from None
+        ) from missing
     return getattr(module, attribute) if attribute else module

@@ -259,7 +259,7 @@ async def test_a_name_is_not_taken_for_a_change_of_a_job(tmp_path: Path, monkeyp
         connection = OwnerConnection(Config(data_dir=tmp_path, base=tmp_path), stack)
         owners = LostReplies(monkeypatch, connection)
         with pytest.raises(OwnerGone):
-            await connection.send(calls.ask(operations.REMOVE_SECRET, name).request)
+            await connection.send(calls.typed_request(operations.REMOVE_SECRET, name).request)
     assert len(owners.requests) == 1
 
 

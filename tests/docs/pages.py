@@ -16,7 +16,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fakes.preloaded import PRELOADED
+from fakes.preloaded import IS_ENABLED, PRELOADED
 
 HOME = "/home/ada"
 JOB_ID = re.compile(r"job_[0-9a-f]{4,20}\b")
@@ -75,7 +75,7 @@ class Session:
         """With `is_preloaded`, `batchmill` is a fork of a process that has imported it: see `fakes/preloaded.py`."""
         self._folder, self._environ, self._addresses = folder, environ, addresses
         self._programs = tempfile.TemporaryDirectory(prefix="page-programs-")
-        if is_preloaded:
+        if is_preloaded and IS_ENABLED:
             PRELOADED.write_script(Path(self._programs.name))
             path = environ.get("PATH", os.environ["PATH"])
             self._environ = {**environ, "PATH": f"{self._programs.name}{os.pathsep}{path}"}

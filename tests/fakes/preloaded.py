@@ -4,6 +4,7 @@
 and gets a process of its own, with its own id, signals, descriptors, folder, environment and session; only the imports
 are done before. Whatever starts another program, or sets what an interpreter reads while it starts (`PYTHONPATH`,
 `LD_…`), gets a new interpreter. Tests of what is imported, and figures, use `python -c`, which is never forked.
+`BATCHMILL_TESTS_FORK=0` starts every command in a new interpreter.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ from typing import Any
 import batchmill
 
 SERVER = Path(__file__).with_name("preloaded_server.py")
-READ_AT_START = ("PYTHON", "LD_", "MALLOC_", "SSL_", "OPENSSL_", "SQLALCHEMY", "MSGSPEC", "AIOHTTP_", "COVERAGE", "TZ")
+READ_AT_START = (
+    "PYTHON", "LD_", "MALLOC_", "SSL_", "OPENSSL_", "SQLALCHEMY", "MSGSPEC", "AIOHTTP_", "COVERAGE", "TZ",
+    "LANG", "LC_",
+)  # fmt: skip
+IS_ENABLED = os.environ.get("BATCHMILL_TESTS_FORK") != "0"
 HARMLESS = ("PYTHONUNBUFFERED",)
 MAIN = Path(batchmill.__file__).with_name("__main__.py")
 SCRIPT = Path(sysconfig.get_path("scripts")) / "batchmill"
@@ -97,6 +102,8 @@ class Preloaded:
 
     def can_run(self, environ: dict[str, str]) -> bool:
         """Whether an interpreter that starts with `environ` is like the one that has started."""
+        if not IS_ENABLED:
+            return False
         _ = self.address
         return _read_at_start(environ) == _read_at_start(self._environ)
 

@@ -5,12 +5,13 @@
 A request is one connection to the Unix socket: the length of a pickled dict (`!I`) with the file descriptors of the
 command as ancillary data, then the dict. The reply is the process id (`!i`) and, once the process has ended, the status
 of `waitpid` (`!i`). A command with `ends_with_caller` is killed when its connection closes. The server ends when its
-standard input closes.
+standard input closes, and with it every command.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import io
@@ -44,6 +45,8 @@ MODULES = (
     "sqlalchemy.dialects.sqlite.aiosqlite",
 )
 FDS_MAX = 64
+REQUEST_S = 30.0
+PR_SET_PDEATHSIG = 1
 
 
 def main(address: str) -> None:
@@ -84,7 +87,12 @@ def _serve(listener: socket.socket, ended: int, ending: int) -> None:
             os.kill(callers.pop(connection), signal.SIGKILL)
         if listener in ready:
             connection, _ = listener.accept()
-            request, fds = _receive(connection)
+            try:
+                request, fds = _receive(connection)
+            except (OSError, EOFError, struct.error, pickle.UnpicklingError) as error:
+                print(f"a command could not be read: {error!r}", file=sys.stderr)
+                connection.close()
+                continue
             pid = os.fork()
             if pid == 0:
                 for one in (listener, connection, *running.values()):
@@ -120,17 +128,24 @@ def _report_ended(running: dict[int, socket.socket]) -> list[socket.socket]:
 
 
 def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
+    connection.settimeout(REQUEST_S)
     head, fds, _, _ = socket.recv_fds(connection, 4, FDS_MAX)
     with connection.makefile("rb") as reader:
         while len(head) < 4:
-            head += reader.read(4 - len(head))
-        return pickle.loads(reader.read(struct.unpack("!I", head)[0])), fds
+            more = reader.read(4 - len(head))
+            if not more:
+                raise EOFError("the connection closed")
+            head += more
+        request = pickle.loads(reader.read(struct.unpack("!I", head)[0]))
+    connection.settimeout(None)
+    return request, fds
 
 
 def _become(request: dict, fds: list[int]) -> NoReturn:
     """Be the command from here on. What a new interpreter would do by itself is done by hand."""
     status = 70
     try:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         _take_fds(request["fds"], fds)
         os.chdir(request["cwd"])
         if request["new_session"]:
@@ -141,6 +156,8 @@ def _become(request: dict, fds: list[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(request["environ"])
         random.seed()
+        if replies := sys.modules.get("batchmill.server.replies"):
+            replies._ids.seed(os.urandom(32))
         for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
             setattr(sys, name, _open(fd, mode, sys_errors="backslashreplace" if fd == 2 else "strict"))
             setattr(sys, f"__{name}__", getattr(sys, name))

@@ -76,7 +76,8 @@ async def test_a_group_may_be_named(room: RemoteRoom, made: ConnectorRecord) -> 
         ({"backend_roles": ["x"]}, "You cannot specify model access control parameters"),
         ({"is_enabled": "yes"}, "is_enabled is true or false"),
         ({"rate_limiter": {"limit": "4", "unit": "FORTNIGHTS"}}, "rate_limiter.unit must be one of"),
-        ({"rate_limiter": {"limit": "-4", "unit": "MINUTES"}}, "rate_limiter.limit must be more than 0"),
+        ({"rate_limiter": {"limit": "-4", "unit": "MINUTES"}}, "rate_limiter.limit must be at least 0.001"),
+        ({"rate_limiter": {"limit": "1e-300", "unit": "DAYS"}}, "rate_limiter.limit must be at least 0.001"),
         ({"deploy_setting": {"is_auto_deploy_enabled": 1}}, "is_auto_deploy_enabled is true or false"),
     ],
 )

@@ -16,6 +16,24 @@ def test_a_minutes_worth_at_once_and_then_evenly():
     assert 0 < buckets.take("a", 3, 3 / 60, 20.0) <= 20.0
 
 
+def test_an_older_clock_fills_nothing_twice():
+    """A call whose clock was read before another call's, but that comes after it, gets no more than is there."""
+    buckets = TokenBuckets()
+    assert [buckets.take("a", 2, 1.0, now) for now in (0.0, 0.0)] == [0.0, 0.0]
+    assert [buckets.take("a", 2, 1.0, now) for now in (1.0, 0.2)] == [0.0, 1.0]
+    assert buckets.take("a", 2, 1.0, 1.9) > 0.0
+
+
+@given(st.integers(1, 100_000), st.floats(0, 1e6))
+def test_a_call_at_the_time_that_was_told_is_admitted(per_minute, now):
+    """The wait that a refused call is told is enough, whatever the rounding of floats."""
+    buckets, rate = TokenBuckets(), per_minute / 60
+    while not (wait_s := buckets.take("a", 1, rate, now)):
+        pass
+    assert buckets.wait_s("a", 1, rate, now + wait_s * (1 + 1e-9) + 1e-9) == 0.0
+    assert buckets.take("a", 1, rate, now + wait_s * (1 + 1e-9) + 1e-9) == 0.0
+
+
 def test_only_so_many_names_are_kept():
     """The bucket that was used longest ago is forgotten when there are too many."""
     buckets = TokenBuckets(2)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 
 BUCKETS_MAX = 20_000  # beyond it the least recently used is dropped: its next bucket is full
+WHOLE = 1.0 - 1e-9  # what sums of fractions come to when exactly a token is there
 
 
 class TokenBuckets:
-    """Each bucket starts full and fills evenly. Times are monotonic seconds.
+    """Each bucket starts full and fills evenly.
+
+    Times are monotonic seconds. A caller may have read the clock before another caller did: nothing is filled twice.
 
     Args of its methods: capacity: tokens of a full bucket, at least 1; rate: tokens per second.
     """
@@ -21,9 +24,9 @@ class TokenBuckets:
 
     def take(self, name: str, capacity: float, rate: float, now: float) -> float:
         """Take one token. Returns 0 if it was taken, else the seconds until one is available."""
-        tokens = self._filled(name, capacity, rate, now)
-        has_token = tokens >= 1.0
-        self._buckets[name] = (tokens - 1.0 if has_token else tokens, now)
+        tokens, counted_at = self._filled(name, capacity, rate, now)
+        has_token = tokens >= WHOLE
+        self._buckets[name] = (max(0.0, tokens - 1.0) if has_token else tokens, counted_at)
         self._buckets.move_to_end(name)
         if len(self._buckets) > self._max:
             self._buckets.popitem(last=False)
@@ -31,12 +34,15 @@ class TokenBuckets:
 
     def wait_s(self, name: str, capacity: float, rate: float, now: float) -> float:
         """Return the seconds until a token is available, without taking one."""
-        return max(0.0, 1.0 - self._filled(name, capacity, rate, now)) / rate
+        tokens, _ = self._filled(name, capacity, rate, now)
+        return 0.0 if tokens >= WHOLE else (1.0 - tokens) / rate
 
     def forget(self, name: str) -> None:
         """Drop the bucket of this name: its next token comes from a full bucket."""
         self._buckets.pop(name, None)
 
-    def _filled(self, name: str, capacity: float, rate: float, now: float) -> float:
+    def _filled(self, name: str, capacity: float, rate: float, now: float) -> tuple[float, float]:
+        """Return the tokens, and the time up to which they are counted."""
         tokens, counted_at = self._buckets.get(name, (capacity, now))
-        return min(capacity, tokens + max(0.0, now - counted_at) * rate)
+        until = max(now, counted_at)
+        return min(capacity, tokens + (until - counted_at) * rate), until

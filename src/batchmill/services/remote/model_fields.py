@@ -294,7 +294,7 @@ REMOTE = "REMOTE"
 NAME_CHARS_MAX = 256
 TEXT_CHARS_MAX = 10_000
 SHOWN_CHARS = 80
-LIMIT_MAX = 1e9
+LIMIT_MIN, LIMIT_MAX = 0.001, 1e9
 LIMIT_SHOWN_CHARS = 40
 UNITS = {
     "NANOSECONDS": 1e-9, "MICROSECONDS": 1e-6, "MILLISECONDS": 1e-3, "SECONDS": 1.0, "MINUTES": 60.0,
@@ -390,9 +390,9 @@ def read_limiter(value: Any) -> RateLimiter | None:
         limit = float(str(value.get("limit")))
     except ValueError:
         limit = 0.0
-    if not 0 < limit <= LIMIT_MAX:
+    if not LIMIT_MIN <= limit <= LIMIT_MAX:
         raise InvalidInput(
-            f"rate_limiter.limit must be more than 0 and at most {LIMIT_MAX:,.0f}, not "
+            f"rate_limiter.limit must be at least {LIMIT_MIN} and at most {LIMIT_MAX:,.0f}, not "
             f"{str(value.get('limit'))[:LIMIT_SHOWN_CHARS]!r}",
             code="invalid_rate_limiter",
         )
