@@ -20,7 +20,7 @@ class DatasetSpec(Struct, frozen=True, forbid_unknown_fields=True):
     depth_max: int = 128
     rows_max: int = 2**32 - 1  # the number of different row numbers
     unpacked_bytes_max: int = 2**40  # the size of the rows and their index, unpacked and converted
-    unpacked_ratio_max: int = 1000  # the same per byte of the files; see datasets.allowance
+    unpacked_ratio_max: int = 1000  # the same per byte of the files; see datasets.orders.SizeLimits
 
 
 class SealedFile(Struct, frozen=True):

@@ -84,7 +84,7 @@ def row_of(error: BatchmillError, table: Mapping[str, T]) -> T | None:
 
 
 def status_of(error: BatchmillError, table: Mapping[str, int] = STATUSES) -> int:
-    """Return the HTTP status of an error. `table`: a dialect's, from `with_own`."""
+    """Return the HTTP status of an error. `table`: a dialect's, from `with_overrides`."""
     return row_of(error, table) or 500
 
 

@@ -1,6 +1,6 @@
 """The in-worker function engine: calls user code in a thread, or on the loop if it is async.
 
-It owns when user code is called; how a row becomes a call and a result an outcome is `function_calls`' business.
+It decides when user code is called; `in_worker_calls` turns rows into calls and results into outcomes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`ledger verify`: a job's ledger against its plans and segments. Changes nothing; runs in a child of the owner."""
+"""`ledger verify` compares a job's ledger with its plans and segments; a damaged index of the dataset is rebuilt.
+
+Runs in a child of the owner. Only `reseal` writes, and only to the folder of the dataset.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.datasets import layout
-from batchmill.datasets import layout as soundness
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealed import SealedRows, load_seal
 from batchmill.datasets.sealing import seal_with_retry
@@ -33,7 +35,7 @@ LAST = (layout.SUMS, layout.SEAL)
 
 def flaws(home: Path) -> list[str]:
     """The damage of a sealed dataset, copied or converted rows included; the input itself is not read."""
-    found = soundness.faults(home)
+    found = layout.faults(home)
     if found:
         return found
     seal = load_seal(home)
@@ -92,7 +94,7 @@ def _move_in(home: Path, anew: Path) -> None:
     moved = seal.replace(msgspec.json.encode(str(anew))[1:-1] + b"/", msgspec.json.encode(str(home))[1:-1] + b"/")
     if moved != seal:
         (anew / layout.SEAL).write_bytes(moved)
-        soundness.write_sums(anew, moved)
+        layout.write_sums(anew, moved)
     home.mkdir(exist_ok=True)
     names = sorted(path.name for path in anew.iterdir())
     for name in (*(name for name in names if name not in LAST), *LAST):
