@@ -37,7 +37,7 @@ from batchmill.types import Outcome, RemoteJob, Row, RowError
 WINDOW = 1024  # rows handled in one turn of the event loop
 
 
-class Collected(Struct):
+class CollectedRows(Struct):
     """Statistics of the results of one batch."""
 
     answered: int = 0
@@ -59,14 +59,14 @@ class Collector:
     def __init__(self, api: ProviderApi, spool: Spool, sink: Sink, course: Course) -> None:
         self._api, self._spool, self._sink, self._course = api, spool, sink, course
 
-    async def collect(self, job: RemoteJob, mine: set[int]) -> Collected:
+    async def collect(self, job: RemoteJob, mine: set[int]) -> CollectedRows:
         """Put the outcomes of an ended batch; rows without one stay in `mine`.
 
         Raises: LeaseAbandoned if the lease is paused meanwhile; JobGone; RouteFailed if the results cannot be read.
         """
         patience, is_second = Patience(self._course), False
         while True:
-            collected, garbled = Collected(), dict[int, RowReply]()
+            collected, garbled = CollectedRows(), dict[int, RowReply]()
             try:
                 await self._read(job, mine, collected, garbled)
             except TryAgain as error:
@@ -79,7 +79,7 @@ class Collector:
             self._put(list(garbled.items()), mine)
             return collected
 
-    async def _read(self, job: RemoteJob, mine: set[int], collected: Collected, garbled: dict[int, RowReply]) -> None:
+    async def _read(self, job: RemoteJob, mine: set[int], collected: CollectedRows, garbled: dict[int, RowReply]) -> None:
         runs = Runs(job.runs)
         before = set(mine)
         results = self._api.results(job)
@@ -111,7 +111,7 @@ class Collector:
         except JobRefused as error:
             collected.refused = error
 
-    def give_up(self, mine: set[int], collected: Collected, lost: RowError) -> None:
+    def give_up(self, mine: set[int], collected: CollectedRows, lost: RowError) -> None:
         """Put errors for rows that are not sent again: the provider's last reply, or `lost`."""
         numbers = sorted(mine)
         for first in range(0, len(numbers), WINDOW):
@@ -393,12 +393,12 @@ class ProviderShard:
             if following.job.state != "collected":
                 await following.note(state="unknown", message=error.message)
                 raise SubmitUnknown(doubt(following.job, error.message)) from None
-            collected = Collected()  # the results were read and deleted; rows without an outcome must run again
+            collected = CollectedRows()  # the results were read and deleted; rows without an outcome must run again
         await following.collected(collected.summary() or _message(collected.refused), twice)
         if mine and not self.course.ending:
             await self._again(following, mine, collected)
 
-    async def _again(self, following: ProviderJob, mine: set[int], collected: Collected) -> None:
+    async def _again(self, following: ProviderJob, mine: set[int], collected: CollectedRows) -> None:
         """Submit the remaining rows of a batch again."""
         refused, tries = collected.refused, _tries(following.job)
         if refused is not None and refused.retry_after_s is not None:
