@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from batchmill.function_runtime import row_lines
 from batchmill.function_runtime.row_lines import OPENAI, OTHER_FORM, TABLE, read_lines
-from batchmill.function_runtime.values import is_plain
+from batchmill.function_runtime.values import are_plain, is_plain
 
 URL = "/v1/chat/completions"
 OPENAI_META = {"layout": OPENAI, "urls": [URL], "forms": ["data"], "drop": ["model"], "prefix": "p%_", "first": 40}
@@ -93,3 +95,26 @@ def test_plain_values():
         nested = [nested]
     assert all(map(is_plain, [1, "x", None, 1.5, True, [], {}, [1, {"a": [None]}], {"a": {"b": "c"}}]))
     assert not any(map(is_plain, [(1,), {1: 2}, {"a": {1}}, [b""], [[[object()]]], nested, type("D", (dict,), {})()]))
+
+
+_leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.binary(max_size=2)
+_keys = st.text(max_size=2) | st.integers(0, 3)
+_values = st.recursive(_leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_keys, inner, max_size=3))
+
+
+@pytest.mark.usefixtures("decoders")
+def test_many_values_are_plain_if_each_is():
+    """Values looked at together are plain exactly if each of them is, however deep the odd one lies."""
+
+    @given(st.lists(_values, max_size=5))
+    def check(values):
+        assert are_plain(values) == all(map(is_plain, values))
+
+    check()
+    deep = []
+    for _ in range(200):
+        deep = [deep]
+    assert not are_plain([deep]) and not is_plain(deep)
+    endless = []
+    endless += [endless, endless]
+    assert not are_plain([1, endless])

@@ -11,7 +11,7 @@ import json
 from . import installed
 from .installed import msgspec
 from .requests import bad_return
-from .values import Writer, is_plain
+from .values import Writer, are_plain
 
 OPENAI, TABLE = "openai_lines", "table_lines"  # layouts of an `ask`
 LAYOUTS = frozenset([OPENAI, TABLE])
@@ -21,7 +21,7 @@ _DUMP_ERRORS = (ValueError, TypeError, OverflowError, RecursionError)
 
 if hasattr(getattr(getattr(msgspec, "json", None), "Decoder", None), "decode_lines"):  # older ones lack it
 
-    class _OpenAILine(msgspec.Struct):
+    class _OpenAILine(msgspec.Struct, gc=False):
         custom_id: msgspec.Raw
         url: str
         body: dict
@@ -34,8 +34,8 @@ else:
 
 def read_lines(meta, data):
     """(rows as dicts, errors by row, a LineWriter). A row that is not called is None and has an error."""
-    data = bytes(data)
     if meta["layout"] == TABLE:
+        data = bytes(data)
         rows, errors = _read_all(data, _table_line, _read_table)
         return rows, errors, TableLines(data)
     lines, errors = _read_all(data, _openai_line, _read_openai)
@@ -74,7 +74,7 @@ def _read_all(data, decoder, read_one):
         except _READ_ERRORS:
             pass  # found line by line
     found, errors = [], {}
-    for row, line in enumerate(data[:-1].split(b"\n")):
+    for row, line in enumerate(bytes(data)[:-1].split(b"\n")):
         try:
             found.append(read_one(line) if decoder is None else decoder.decode(line))
         except _READ_ERRORS as error:
@@ -112,7 +112,7 @@ class LineWriter:
         """
         rows = range(first, first + len(values))
         texts = None
-        if not errors and all(map(is_plain, values)):
+        if not errors and are_plain(values):
             with contextlib.suppress(*_DUMP_ERRORS):  # found row by row
                 texts = list(map(installed.dump, values))
         if texts is None:
@@ -147,18 +147,32 @@ class OpenAILines(LineWriter):
 
     def __init__(self, prefix, numbers, ids):
         self._numbers, self._ids = numbers, ids
-        self._template = (
-            b'{"id":"' + prefix.encode().replace(b"%", b"%%") + b'%d","custom_id":%b,"response":'
-            b'{"status_code":200,"request_id":"req_%d","body":%b},"error":null}\n'
+        self._fixed = (
+            b'{"id":"' + prefix.encode(),
+            b'","custom_id":',
+            b',"response":{"status_code":200,"request_id":"req_',
+            b'","body":',
+            b'},"error":null}\n',
         )
 
     def _lines(self, rows, texts):
-        template = self._template
         if type(rows) is range:
             numbers, ids = self._numbers[rows.start : rows.stop], self._ids[rows.start : rows.stop]
         else:
             numbers, ids = [self._numbers[row] for row in rows], [self._ids[row] for row in rows]
-        return [template % (number, id_, number, text) for number, id_, text in zip(numbers, ids, texts)]
+        digits = list(map(b"%d".__mod__, numbers))
+        return _interleaved(len(texts), self._fixed, (digits, ids, digits, texts))
+
+
+def _interleaved(count, fixed, varying):
+    """The pieces of `count` lines: a fixed one, one of each row, a fixed one, and so on."""
+    width = len(fixed) + len(varying)
+    pieces = [b""] * (count * width)
+    for place, piece in enumerate(fixed):
+        pieces[2 * place :: width] = [piece] * count
+    for place, column in enumerate(varying):
+        pieces[2 * place + 1 :: width] = column
+    return pieces
 
 
 class TableLines(LineWriter):

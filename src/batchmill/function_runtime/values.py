@@ -7,6 +7,7 @@ import datetime
 import decimal
 import enum
 import inspect
+import itertools
 import math
 import pathlib
 import struct
@@ -166,10 +167,12 @@ def _bytes_of(value):
 
 
 DEPTH_MAX = 128
+CONTAINERS_MAX = 1 << 20  # of one depth, looked at together
 ESCAPE = "$object"
 SIMPLE = frozenset((int, float, str, bool, type(None)))
 _SAFE = frozenset((int, str, bool, type(None)))
 _STR = frozenset((str,))
+_JSON_KINDS = SIMPLE | {dict, list}
 _TEXT = (datetime.date, datetime.time, datetime.timedelta, complex, decimal.Decimal, uuid.UUID, pathlib.PurePath)
 _CODE = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _CIRCLE = "Cannot serialize result: circular reference detected."
@@ -193,6 +196,35 @@ def is_plain(value, depth=DEPTH_MAX):
     elif kind is not list:
         return False
     return SIMPLE.issuperset(map(type, value)) or all(is_plain(each, depth - 1) for each in value)
+
+
+def are_plain(values):
+    """Whether each of many values is plain. All values of one depth are looked at together."""
+    depth, level = 0, values
+    while not SIMPLE.issuperset(kinds := set(map(type, level))):
+        depth += 1
+        if depth > DEPTH_MAX or not _JSON_KINDS.issuperset(kinds):
+            return False
+        is_uniform = len(kinds) == 1 and type(level) is list
+        dicts = level if is_uniform and dict in kinds else [each for each in level if type(each) is dict]
+        lists = [each for each in level if type(each) is list] if list in kinds else []
+        if len(dicts) + len(lists) > CONTAINERS_MAX:  # a list that holds itself twice doubles with each level
+            return all(map(is_plain, values))
+        if not _STR.issuperset(map(type, itertools.chain.from_iterable(dicts))):
+            return False
+        level = _Inner(dicts, lists)
+    return True
+
+
+class _Inner:
+    """The values in dicts and lists, to be iterated several times."""
+
+    def __init__(self, dicts, lists):
+        self._dicts, self._lists = dicts, lists
+
+    def __iter__(self):
+        in_dicts = itertools.chain.from_iterable(map(dict.values, self._dicts))
+        return itertools.chain(in_dicts, itertools.chain.from_iterable(self._lists))
 
 
 class Writer:

@@ -79,7 +79,9 @@ class Collector:
             self._put(list(garbled.items()), mine)
             return collected
 
-    async def _read(self, job: RemoteJob, mine: set[int], collected: CollectedRows, garbled: dict[int, RowReply]) -> None:
+    async def _read(
+        self, job: RemoteJob, mine: set[int], collected: CollectedRows, garbled: dict[int, RowReply]
+    ) -> None:
         runs = Runs(job.runs)
         before = set(mine)
         results = self._api.results(job)
