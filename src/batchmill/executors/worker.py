@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import errno
 import os
 import resource
@@ -27,6 +26,7 @@ from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import OVER, PAUSE, REFUSED, Allowance, Held, NoteClient, OpenJob
 from batchmill.executors.live_calls import AnswerSink, Calling
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
+from batchmill.function_runtime.frames import keep_freed_memory
 from batchmill.models import redaction, secrets
 from batchmill.ports import CrashReportingEngine, Engine, RetryingEngine
 from batchmill.states import PauseReason
@@ -61,18 +61,7 @@ from batchmill.wire.messages import (
     ToWorker,
 )
 
-KEPT_BYTES = 32 * 1024 * 1024
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-
-
-def keep_memory() -> None:
-    """Give free memory back to the kernel only beyond KEPT_BYTES. Does nothing where the C library is not glibc."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "gnu_get_libc_version"):
-        library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
-        library.mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
-
-
+KEPT_BYTES = 32 * 1024 * 1024  # of freed memory
 HEARTBEAT_S = 0.5
 NICENESS = 5
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -405,7 +394,7 @@ def _lower_priority() -> None:
 
 async def main(fd: int) -> int:
     """Serve the owner on socket `fd` until the work ends."""
-    keep_memory()
+    keep_freed_memory(KEPT_BYTES)
     os.set_inheritable(fd, False)  # processes of user code do not inherit it
     channel = await open_channel(socket.socket(fileno=fd))
     received = await channel.read()

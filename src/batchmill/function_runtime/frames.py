@@ -109,8 +109,13 @@ class Reader:
 
     def _small(self):
         """The frames of one buffer at the front: the fast case of nearly all frames."""
-        data, at = bytes(self._view[self._begin : self._end]), 0
-        frames, have = [], len(data)
+        have, at = self._end - self._begin, 0
+        if have < HEAD_OF_ONE.size:
+            return []
+        _, text_size, count, _, size = HEAD_OF_ONE.unpack_from(self._view, self._begin)
+        if count != 1 or HEAD_OF_ONE.size + text_size + size > have:
+            return []
+        frames, data = [], bytes(self._view[self._begin : self._end])
         while have - at >= HEAD_OF_ONE.size:
             magic, text_size, count, crc, size = HEAD_OF_ONE.unpack_from(data, at)
             middle = at + HEAD_OF_ONE.size + text_size
@@ -269,6 +274,17 @@ def _rest(pieces, sent):
             return [memoryview(piece)[sent:], *pieces[number + 1 :]]
         sent -= size
     return []
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+
+
+def keep_freed_memory(size_bytes):
+    """Let glibc keep so much freed memory for later frames, instead of a new page from the kernel for each of them."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        library.mallopt(_M_TRIM_THRESHOLD, size_bytes)
+        library.mallopt(_M_MMAP_THRESHOLD, size_bytes)
 
 
 def high(fd):

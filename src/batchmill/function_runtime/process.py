@@ -16,7 +16,7 @@ import traceback
 
 from . import inferless_app, installed, marks, printing
 from .async_caller import AsyncLoop
-from .frames import BROKEN, WorkerSocket, end_with_worker, high, pack, pack_text
+from .frames import BROKEN, WorkerSocket, end_with_worker, high, keep_freed_memory, pack, pack_text
 from .loading import LoadError, run_user_code, trace_of
 from .printing import Progress
 from .requests import write_columns, write_values
@@ -150,6 +150,7 @@ def spread(ask, first, rows, columns):
 
 
 FAILED, MEMORY = 1, 71  # exit codes
+KEPT_BYTES = 16 * 1024 * 1024  # of freed memory
 # Objects made between two collections: Python's own number is less than the rows of one body.
 GC_OBJECTS_DEFAULT, GC_OBJECTS = gc.get_threshold()[0], 20_000
 FULL_SHARE = 0.9  # of the memory it may have; a function that was refused more and still holds so much is replaced
@@ -164,6 +165,7 @@ class FunctionProcess:
     """One process, one function, one worker."""
 
     def __init__(self, socket_fd, progress_fd):
+        keep_freed_memory(KEPT_BYTES)
         self._link = WorkerSocket(socket_fd)
         end_with_worker(self._link.fileno())
         self._progress = Progress(progress_fd)
