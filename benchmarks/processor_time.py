@@ -1,6 +1,6 @@
 """Processor time of a server for each request: this batchmill against another one, `--other /path/to/bin/batchmill`.
 
-Single-row calls of a deployed function with a key (64 connections), GETs of one file's record, and uploads of 64 MiB.
+Single-row calls of a deployed function with a key (64 connections), GETs of one file's record, and uploads of 512 MiB.
 Seconds of the owner and every process below it, taken in turn, so that a slow moment of the machine meets both sides.
 Aim: no more than 1.05 of the other.
 """
@@ -22,7 +22,7 @@ import harness
 import upload
 
 RATIO_AIM = 1.05
-GETS, UPLOAD_MIB = 4000, 64
+GETS, UPLOAD_MIB = 4000, 512
 CODE = "def double(x: int) -> int:\n    return 2 * x\n"
 MICRO = 1e6
 
