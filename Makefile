@@ -21,6 +21,7 @@ BENCH ?= help_time function_rows endpoint_rows llm_plain llm_prefix memory kill 
 PYTEST_ARGS ?= --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 export PYTHONUNBUFFERED := 1
+unexport PYTHONDONTWRITEBYTECODE  # compiled once, modules are imported twice as fast by every process of a test
 
 .PHONY: help test demo bench lint clean vllm clients bubblewrap
 .DEFAULT_GOAL := help

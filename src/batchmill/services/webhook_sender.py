@@ -1,4 +1,7 @@
-"""Delivers one event: a signed POST to a webhook endpoint (Standard Webhooks), and its result."""
+"""Delivers one event: a signed POST to a webhook endpoint (Standard Webhooks), and its result.
+
+aiohttp, which is slow to import, is imported for the first delivery.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,20 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-import aiohttp
 from msgspec import Struct
 
 import batchmill
 from batchmill.errors import InvalidInput
 from batchmill.models.addresses import Private, read_url
-from batchmill.models.guarded_http import GuardedHttp, refusal_of
 from batchmill.models.secrets import Secret
 from batchmill.ports import Clock
+
+if TYPE_CHECKING:
+    import aiohttp
+
+    from batchmill.models.guarded_http import GuardedHttp
 
 PREFIX = "whsec_"
 KEY_BYTES = 32
@@ -81,11 +88,12 @@ class DeliveryResult(Struct, frozen=True):
 
 class WebhookSender:
     def __init__(self, clock: Clock, private: Private) -> None:
-        self._clock, self._http = clock, GuardedHttp(private)
+        self._clock, self._private = clock, private
+        self._http: GuardedHttp | None = None  # since the first delivery
 
     def check(self, url: str) -> None:
         """Raises: InvalidInput, code `url_not_allowed`, for a URL that would never be called."""
-        read_url(url, self._http.private)
+        read_url(url, self._private)
 
     async def deliver(
         self,
@@ -98,7 +106,7 @@ class WebhookSender:
     ) -> DeliveryResult:
         """Send an event once, signed if there are keys. Errors of the endpoint are returned, not raised."""
         try:
-            target = read_url(url, self._http.private)  # the allowed hosts may have changed since it was registered
+            target = read_url(url, self._private)  # the allowed hosts may have changed since it was registered
         except InvalidInput as error:
             return DeliveryResult(failure=error.message)
         fields = {
@@ -107,9 +115,11 @@ class WebhookSender:
             **(headers or {}),
             **(signed_headers(message_id, int(self._clock.now()), body, keys) if keys else {}),
         }
+        import aiohttp
+
         try:
             async with (
-                self._http.session(target, TIMEOUT_S) as session,
+                self._open_http().session(target, TIMEOUT_S) as session,
                 session.post(url, data=body, headers=fields, allow_redirects=False) as reply,
             ):
                 return _read(reply)
@@ -117,8 +127,16 @@ class WebhookSender:
             is_late = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
             return DeliveryResult(failure=_category(error), is_late=is_late)
 
+    def _open_http(self) -> GuardedHttp:
+        if self._http is None:
+            from batchmill.models.guarded_http import GuardedHttp
+
+            self._http = GuardedHttp(self._private)
+        return self._http
+
     def close(self) -> None:
-        self._http.close()
+        if self._http is not None:
+            self._http.close()
 
 
 def _read(reply: aiohttp.ClientResponse) -> DeliveryResult:
@@ -134,6 +152,10 @@ def _read(reply: aiohttp.ClientResponse) -> DeliveryResult:
 
 
 def _category(error: BaseException) -> str:
+    import aiohttp
+
+    from batchmill.models.guarded_http import refusal_of
+
     if reason := refusal_of(error):
         return f"it was not called: {reason}"
     match error:

@@ -68,10 +68,10 @@ jobs = Table(
     Index("jobs_by_project", "project", "created"),
     Index("jobs_by_bytes", "project", "bytes"),
     Index("jobs_by_state", "project", "state"),
-    Index("jobs_to_compact", "finished", sqlite_where=_WHOLE, postgresql_where=_WHOLE),
+    Index("jobs_to_compact", "finished", sqlite_where=_WHOLE),
     Index("jobs_by_created", "created"),
     Index("jobs_by_state_created", "state", "created"),
-    Index("jobs_to_announce", "finished", sqlite_where=_UNANNOUNCED, postgresql_where=_UNANNOUNCED),
+    Index("jobs_to_announce", "finished", sqlite_where=_UNANNOUNCED),
 )
 
 job_models = Table(  # names of the models and adapters of a job's rows, once known

@@ -1,7 +1,7 @@
 """Single calls through a connector by the owner process: to start, poll or cancel a batch at a provider.
 
 The connector's secrets are read for each call and not kept. A reply of any status is a return value. Only a call that
-was never made raises.
+was never made raises. aiohttp, which is slow to import, is imported for the first call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -20,7 +20,6 @@ from msgspec import Struct
 import batchmill
 from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.children.programs import Programs
-from batchmill.engines.connections import Connections, NoReply
 from batchmill.engines.retry import MESSAGE_BYTES_MAX, FaultKind
 from batchmill.errors import InvalidInput, ModelFailed, RateLimited
 from batchmill.models import redaction, secrets
@@ -33,6 +32,9 @@ from batchmill.services.remote.connectors import Endpoints
 from batchmill.services.secrets.vault import Vault
 from batchmill.types import Connector, Limits
 from batchmill.types.connectors import BATCH_PREDICT, Action, ClientConfig
+
+if TYPE_CHECKING:
+    from batchmill.engines.connections import Connections, NoReply
 
 CALLS_MAX = 128  # concurrent calls of one owner; a project gets half of them at most
 CONNECTOR_CALLS_MAX = 16  # concurrent calls through one connector, so that a hanging service delays no other
@@ -185,6 +187,8 @@ class RemoteCalls:
     async def _call(
         self, connector: Connector, config: ClientConfig, rendered: Rendered, secret_values: Sequence[str]
     ) -> RemoteReply:
+        from batchmill.engines.connections import NoReply
+
         pool = await self._pool(connector.is_trusted, config)
         pool.calls += 1
         try:
@@ -230,6 +234,8 @@ class RemoteCalls:
         key = (is_trusted, not config.skip_ssl_verification, read_s, connect_s)
         pool = self._pools.pop(key, None)
         if pool is None:
+            from batchmill.engines.connections import Connections
+
             limits = Limits(connect_timeout_s=connect_s, attempt_timeout_s=read_s + connect_s)
             private = EVERYWHERE if is_trusted else self._private
             agent = {"User-Agent": f"batchmill/{batchmill.__version__}"}
