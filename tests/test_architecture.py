@@ -91,9 +91,8 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.jobs.intake.estimate.counter_for": "what counts tokens, which needs the package tokenizers",
     "batchmill.wire.calls.load_form": "the forms of calls, of which one needs numpy",
     "batchmill.optional.require": "what is heavy, or needs the package of an extra",
-    "batchmill.models.functions._import_module": "the user's own function",
-    "batchmill.function_runtime.loading._import_module": "the user's own function, deployed",
-    "batchmill.function_runtime.installed.installed": "what the environment of a deployed function has installed",
+    "batchmill.function_runtime.loading._import_module": "the user's own function",
+    "batchmill.function_runtime.installed.installed": "what the environment of a function has installed",
 }
 # Modules that compare or look up a word which is the name of an engine too -> what the word means there.
 ENGINE_NAMES = {

@@ -11,7 +11,7 @@ from typing import Any
 
 from contract.engine_suite import PATIENCE_S
 
-from batchmill.engines.function.engine import FunctionProcessEngine
+from batchmill.engines.function.engine import FunctionEngine
 from batchmill.types import FunctionRequest, FunctionSpec, Limits, ModelSpec, Row
 from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.messages import FunctionReply
@@ -27,9 +27,9 @@ def deployed(folder: Path, text: str, *, source: str = "app.py:f", limits: Limit
 
 
 @asynccontextmanager
-async def running(spec: ModelSpec, home: Path) -> AsyncIterator[FunctionProcessEngine]:
+async def running(spec: ModelSpec, home: Path) -> AsyncIterator[FunctionEngine]:
     """A started engine, stopped afterwards."""
-    engine = FunctionProcessEngine(spec, home)
+    engine = FunctionEngine(spec, home)
     try:
         await engine.start()
         yield engine
@@ -40,7 +40,7 @@ async def running(spec: ModelSpec, home: Path) -> AsyncIterator[FunctionProcessE
 class Answers:
     """`ports.Answering` that lets a test wait for one answer."""
 
-    def __init__(self, engine: FunctionProcessEngine) -> None:
+    def __init__(self, engine: FunctionEngine) -> None:
         self._engine = engine
         self._waiting: dict[int, asyncio.Future[FunctionReply]] = {}
         self._next = 0

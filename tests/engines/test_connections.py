@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from batchmill.engines.connections import PIECE_BYTES, Connections, FileRange, NoReply
-from batchmill.engines.retry import REPLY_BYTES_MAX, FaultKind
+from batchmill.engines.connections import PIECE_BYTES, Connections, FileRange
+from batchmill.engines.retry import REPLY_BYTES_MAX, FaultKind, NoReply
 from batchmill.models.addresses import EVERYWHERE, Private, read_private
 from batchmill.types import Limits
 

@@ -12,7 +12,7 @@ import pytest
 from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed
 from function_process_support import deployed, running
 
-from batchmill.engines.function.engine import FunctionProcessEngine
+from batchmill.engines.function.engine import FunctionEngine
 from batchmill.engines.function.row_results import read_results
 from batchmill.types import ResultBlock, Row, RowBlock, Usage
 from batchmill.wire.calls import CallError
@@ -64,7 +64,7 @@ def lines_of(sink: ListSink, form: Form) -> dict[int, Any]:
     return {number: json.loads(line) for number, line in found.items()}
 
 
-async def run_rows(engine: FunctionProcessEngine, lines: Sequence[bytes], form: Form) -> dict[int, Any]:
+async def run_rows(engine: FunctionEngine, lines: Sequence[bytes], form: Form) -> dict[int, Any]:
     sink = ListSink()
     rows = [Row(n, n, line.strip(), form, LEASE) for n, line in enumerate(lines)]
     async with asyncio.timeout(PATIENCE_S):
@@ -72,7 +72,7 @@ async def run_rows(engine: FunctionProcessEngine, lines: Sequence[bytes], form: 
     return lines_of(sink, form)
 
 
-async def run_blocks(engine: FunctionProcessEngine, lines: Sequence[bytes], form: Form) -> BlockCollector:
+async def run_blocks(engine: FunctionEngine, lines: Sequence[bytes], form: Form) -> BlockCollector:
     sink = BlockCollector()
     async with asyncio.timeout(PATIENCE_S):
         await engine.run(BlockSource(sink, lines, form), sink)

@@ -1,15 +1,15 @@
-"""The function engine keeps the promises that every engine makes, however the function is written."""
+"""The engine of deployed functions keeps the promises that every engine makes, however the function is written."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 from contract.engine_suite import EngineSuite, answer_to, chat_request, chat_row
+from function_process_support import deployed, running
 
-from batchmill.engines.function.in_worker import FunctionEngine
+from batchmill.engines.function.engine import FunctionEngine, LocalFunctionEngine
 from batchmill.errors import BatchmillError
 from batchmill.types import LiveRequest, ModelSpec, Row
 
@@ -31,23 +31,33 @@ def f(messages):
     if any(text.startswith("endless") for text in texts): threading.Event().wait()
     return [ValueError(text) if text.startswith("bad") else {"said": text} for text in texts]
 """
+CLASS = """
+import threading
+class f:
+    def setup(self): self.said = "said"
+    def predict(self, messages):
+        text = messages[0]["content"]
+        if text.startswith("bad"): raise ValueError(text)
+        if text.startswith("endless"): threading.Event().wait()
+        return {self.said: text}
+"""
+GENERATOR = """
+import itertools
+async def f(messages):
+    text = messages[0]["content"]
+    words = itertools.repeat("on") if text.startswith("trickles") else text.split()
+    for word in words:
+        yield {"said": word}
+"""
 
 
-class FunctionSuite(EngineSuite):
+class FunctionProcessSuite(EngineSuite):
     text: str
 
     @pytest.fixture
     async def engine(self, tmp_path: Path) -> AsyncIterator[FunctionEngine]:
-        path, modules = list(sys.path), set(sys.modules)
-        (tmp_path / "app.py").write_text(self.text)
-        engine = FunctionEngine(ModelSpec("f", "function", f"{tmp_path}/app.py:f"), tmp_path / "home")
-        await engine.start()
-        yield engine
-        await engine.stop()
-        sys.path[:] = path
-        for name in set(sys.modules) - modules:
-            if str(tmp_path) in str(getattr(sys.modules[name], "__file__", None)):
-                del sys.modules[name]
+        async with running(deployed(tmp_path, self.text), tmp_path / "home") as engine:
+            yield engine
 
     def bad_live_request(self) -> LiveRequest:
         return chat_request("bad")
@@ -73,16 +83,57 @@ class FunctionSuite(EngineSuite):
         return chat_row(number, f"endless {number}")
 
 
-class TestSyncFunction(FunctionSuite):
-    held_max = 1024
+class TestSyncFunctionProcess(FunctionProcessSuite):
     text = SYNC
 
 
-class TestAsyncFunction(FunctionSuite):
-    held_max = 64
+class TestLocalFunction(FunctionProcessSuite):
+    """Code that is run where it lies."""
+
+    @pytest.fixture
+    async def engine(self, tmp_path: Path) -> AsyncIterator[FunctionEngine]:
+        (tmp_path / "app.py").write_text(SYNC)
+        engine = LocalFunctionEngine(ModelSpec("f", "function", f"{tmp_path}/app.py:f"), tmp_path / "home")
+        await engine.start()
+        yield engine
+        await engine.stop()
+
+
+class TestAsyncFunctionProcess(FunctionProcessSuite):
     text = ASYNC
 
 
-class TestListFunction(FunctionSuite):
-    held_max = 1024
+class TestListFunctionProcess(FunctionProcessSuite):
     text = LISTS
+
+
+class TestClassFunctionProcess(FunctionProcessSuite):
+    text = CLASS
+
+
+@pytest.fixture
+async def generator(tmp_path: Path) -> AsyncIterator[FunctionEngine]:
+    async with running(deployed(tmp_path, GENERATOR), tmp_path / "home") as engine:
+        yield engine
+
+
+class TestGeneratorFunctionProcess:
+    """What the suite says of streams."""
+
+    live_stream = EngineSuite.live_stream
+    endless_stream = EngineSuite.endless_stream
+    test_live_stream = EngineSuite.test_live_stream
+
+    @pytest.fixture
+    def engine(self, generator: FunctionEngine) -> FunctionEngine:
+        return generator
+
+    async def test_closing_a_stream(self, engine: FunctionEngine) -> None:
+        """A stream that is closed early leaves nothing in flight, and the engine answers on."""
+        pieces = engine.predict(self.endless_stream())
+        await anext(pieces)
+        await anext(pieces)
+        assert engine.stats().live == 1
+        await pieces.aclose()
+        assert engine.stats().live == 0
+        assert (await answer_to(engine, self.live_stream(3)))[0].status == 200

@@ -14,7 +14,7 @@ import pytest
 from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, answer_to, run_all
 from function_process_support import Answers, deployed, openai_rows, running, table_rows
 
-from batchmill.engines.function.engine import FunctionProcessEngine
+from batchmill.engines.function.engine import FunctionEngine
 from batchmill.engines.function.process import Stages
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.types import Limits, LiveRequest, ModelSpec, Row
@@ -29,7 +29,7 @@ def f(a, b=1):
 
 
 @pytest.fixture
-async def adder(tmp_path: Path) -> AsyncIterator[FunctionProcessEngine]:
+async def adder(tmp_path: Path) -> AsyncIterator[FunctionEngine]:
     async with running(deployed(tmp_path, ADD), tmp_path / "home") as engine:
         yield engine
 
@@ -42,7 +42,7 @@ def errors(sink: ListSink) -> dict[int, tuple[str, str]]:
     return {o.row.number: (o.error.code, o.error.message) for o in sink.outcomes if o.error is not None}
 
 
-async def test_columns_are_arguments(adder: FunctionProcessEngine) -> None:
+async def test_columns_are_arguments(adder: FunctionEngine) -> None:
     """A table's columns are arguments by name; what the function does not take is left out, what it lacks is named."""
     sink = await run_all(adder, table_rows({"a": 1, "b": 2, "note": "x"}, {"b": 2}, {"a": "raise"}))
     assert bodies(sink)[0]["sum"] == 3
@@ -63,7 +63,7 @@ async def test_cells_of_a_csv_have_the_types_of_the_function(tmp_path: Path) -> 
     assert code_ == "invalid_argument" and "'a'" in message and "'one'" in message
 
 
-async def test_tokens_are_counted(adder: FunctionProcessEngine) -> None:
+async def test_tokens_are_counted(adder: FunctionEngine) -> None:
     """`usage` in a result counts as the row's tokens."""
     sink = await run_all(adder, table_rows({"a": 1}))
     [outcome] = sink.outcomes
@@ -94,7 +94,7 @@ async def test_bodies_in_any_form(tmp_path: Path) -> None:
     assert [o.row.custom_id is not None for o in sink.outcomes] == [True] * 4
 
 
-async def test_a_body_that_is_wrong_is_that_rows_error(adder: FunctionProcessEngine) -> None:
+async def test_a_body_that_is_wrong_is_that_rows_error(adder: FunctionEngine) -> None:
     """A row whose body its form refuses has the form's own code, and its neighbours run."""
     sink = await run_all(adder, openai_rows({"a": 1}, {"data": 5, "timeout_seconds": -1}, {"data": []}))
     assert bodies(sink)[0]["sum"] == 2
@@ -109,7 +109,7 @@ async def test_names_of_the_models_are_no_arguments(tmp_path: Path) -> None:
     assert (bodies(of_file), bodies(of_table)) == ({0: {"a": 1}}, {0: {"model": "T", "a": 2}})
 
 
-async def test_errors_of_live_calls(adder: FunctionProcessEngine) -> None:
+async def test_errors_of_live_calls(adder: FunctionEngine) -> None:
     """What the caller sent wrong is the caller's error; what the function raises ends with `Type: message`."""
     answers = Answers(adder)
     with pytest.raises(InvalidInput) as refused:
@@ -125,7 +125,7 @@ async def test_errors_of_live_calls(adder: FunctionProcessEngine) -> None:
     assert (failed.value.code, failed.value.message.splitlines()[-1]) == ("function_error", "KeyError: 1")
 
 
-async def test_forms_of_live_calls(adder: FunctionProcessEngine) -> None:
+async def test_forms_of_live_calls(adder: FunctionEngine) -> None:
     """Each form answers in its own way, many rows in one body among them."""
     answers = Answers(adder)
     many = [[n, n] for n in range(500)]
@@ -260,7 +260,7 @@ async def test_a_stream_whose_process_dies(tmp_path: Path) -> None:
     assert body == b"data: 1\n\ndata: 2\n\ndata: [DONE]\n\n"
 
 
-async def test_rows_that_are_not_json(adder: FunctionProcessEngine) -> None:
+async def test_rows_that_are_not_json(adder: FunctionEngine) -> None:
     """A row of a table that cannot be read has an error of its own."""
     broken = Row(1, 1, b'{"a": 1', TableForm())
     sink = await run_all(adder, [*table_rows({"a": 1}), broken])
@@ -270,7 +270,7 @@ async def test_rows_that_are_not_json(adder: FunctionProcessEngine) -> None:
 async def test_a_model_without_a_version(tmp_path: Path) -> None:
     """A model that was never deployed is refused by name."""
     with pytest.raises(BatchmillError, match="never deployed"):
-        FunctionProcessEngine(ModelSpec("g", "function_process", "app.py:g"), tmp_path)
+        FunctionEngine(ModelSpec("g", "function_process", "app.py:g"), tmp_path)
 
 
 def test_stages_of_values_are_joined() -> None:

@@ -15,7 +15,7 @@ import pytest
 from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, run_all
 from function_process_support import Answers, deployed, openai_rows, running, table_rows
 
-from batchmill.engines.function.engine import FunctionProcessEngine
+from batchmill.engines.function.engine import FunctionEngine
 from batchmill.errors import ModelFailed
 from batchmill.types import Limits
 
@@ -300,7 +300,7 @@ async def test_live_calls_beside_a_row_that_kills(tmp_path: Path) -> None:
 
 async def test_a_setup_that_fails_tells_why(tmp_path: Path) -> None:
     """start() raises with the traceback of what failed."""
-    engine = FunctionProcessEngine(deployed(tmp_path, "raise ValueError('no such weights')"), tmp_path / "home")
+    engine = FunctionEngine(deployed(tmp_path, "raise ValueError('no such weights')"), tmp_path / "home")
     with pytest.raises(ModelFailed, match="no such weights") as failed:
         await engine.start()
     assert "app.py" in failed.value.message
@@ -310,7 +310,7 @@ async def test_a_setup_that_fails_tells_why(tmp_path: Path) -> None:
 async def test_a_setup_that_ends_the_process_tells_what_it_wrote(tmp_path: Path) -> None:
     """start() raises with the exit code and the end of what was printed."""
     text = "import os\nprint('about to go')\nos._exit(9)"
-    engine = FunctionProcessEngine(deployed(tmp_path, text), tmp_path / "home")
+    engine = FunctionEngine(deployed(tmp_path, text), tmp_path / "home")
     with pytest.raises(ModelFailed, match="(?s)exit code 9.*about to go"):
         await engine.start()
     await engine.stop()
@@ -341,7 +341,7 @@ def f(): open({str(mark)!r}, "w"); os._exit(1)
 async def test_a_process_that_dies_by_itself_again_and_again(tmp_path: Path) -> None:
     """A process that keeps dying while nothing is called is given up after a few, with how it ended."""
 
-    async def kill_each(engine: FunctionProcessEngine) -> None:
+    async def kill_each(engine: FunctionEngine) -> None:
         while True:
             if engine._process.is_up and engine._process.child is not None:
                 engine._process.child.kill()

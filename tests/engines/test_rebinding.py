@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from fakes.webhook_receiver import WebhookReceiver
 
-from batchmill.engines.connections import Connections, NoReply
+from batchmill.engines.connections import Connections
+from batchmill.engines.retry import NoReply
 from batchmill.models.addresses import read_private
 from batchmill.types import Limits
 

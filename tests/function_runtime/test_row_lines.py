@@ -112,7 +112,7 @@ def test_many_values_are_plain_if_each_is():
 
     check()
     deep = []
-    for _ in range(200):
+    for _ in range(600):
         deep = [deep]
     assert not are_plain([deep]) and not is_plain(deep)
     endless = []

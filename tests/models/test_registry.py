@@ -141,20 +141,10 @@ def test_a_key_itself_is_refused_and_not_repeated(place):
     assert "sk-secret" not in refused.value.message
 
 
-def test_a_time_limit_needs_a_function_that_is_awaited(place):
-    """A time limit for a plain function is refused at once, also when it is the default; an async one takes it."""
-    (place / "slow.py").write_text("async def classify(): ...")
-    limited = ModelEntry(engine="function", source="app.py:classify", limits=Limits(attempt_timeout_s=9))
-    for name, flags in (
-        ("function:app.py:classify", ModelFlags(attempt_timeout_s=600.0)),
-        ("function:app.py:classify", ModelFlags(attempt_timeout_s=9.0)),
-        ("limited", ModelFlags()),
-    ):
-        with pytest.raises(InvalidInput, match="cannot end a call") as refused:
-            resolve(name, configured(place, limited=limited), cwd=place, flags=flags)
-        assert refused.value.code == "needless_timeout"
-    flags = ModelFlags(attempt_timeout_s=600.0)
-    assert resolve("function:slow.py:classify", configured(place), cwd=place, flags=flags).limits == Limits()
+def test_a_time_limit_of_a_function(place):
+    """Every function takes a time limit."""
+    flags = ModelFlags(attempt_timeout_s=9.0)
+    assert resolve("function:app.py:classify", configured(place), cwd=place, flags=flags).limits.attempt_timeout_s == 9
 
 
 def test_limits_belong_to_the_engine_that_reads_them(place):

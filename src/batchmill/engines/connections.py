@@ -20,7 +20,7 @@ from aiohttp import hdrs
 from msgspec import Struct
 from yarl import URL
 
-from batchmill.engines.retry import REPLY_BYTES_MAX, Fault, FaultKind
+from batchmill.engines.retry import REPLY_BYTES_MAX, Fault, FaultKind, NoReply
 from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.models.addresses import SHOWN_CHARS, Private
 from batchmill.models.guarded_http import ADDRESSES_S, GuardedHttp, refusal_of
@@ -79,14 +79,6 @@ KEEPALIVE_S = 4.0  # below the 5 s of common servers, so that no call uses a con
 BODY_COPY_MAX = 512 * 1024  # a larger body is streamed, so that it does not block the event loop
 FILES_SPARE = 128  # file descriptors kept for everything except connections
 PIECE_BYTES = 1024 * 1024  # read at a time from a file that is sent
-
-
-class NoReply(Exception):
-    """A call that failed before its answer was complete."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault.error.message)
-        self.fault = fault
 
 
 class FileRange(Struct, frozen=True):

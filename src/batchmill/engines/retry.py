@@ -203,6 +203,14 @@ class Fault(Struct, frozen=True):
         return Outcome(row, self.reply.body, error, self.reply.status, self.reply.usage, self.request_id)
 
 
+class NoReply(Exception):
+    """A call that failed before its answer was complete."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.error.message)
+        self.fault = fault
+
+
 class FailureStreak(Struct, eq=False):
     """Failures in a row without an answer between them, and the results of the retries of their rows.
 

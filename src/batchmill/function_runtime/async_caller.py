@@ -22,9 +22,10 @@ class AsyncLoop:
 
     Args:
         when_full: is called between calls once a call was refused memory.
+        calls_max: calls of single rows at once, if it is more than CALLS_MAX.
     """
 
-    def __init__(self, loop, code, replies, progress, link, *, when_full, memory_bytes=None):
+    def __init__(self, loop, code, replies, progress, link, *, when_full, memory_bytes=None, calls_max=None):
         self._loop, self._code, self._replies, self._progress, self._link = loop, code, replies, progress, link
         self._memory_bytes, self._when_full = memory_bytes, when_full
         self.met_memory_limit = False
@@ -39,7 +40,7 @@ class AsyncLoop:
         self._chains = {}  # stream id -> the last thing to be done for it
         self._timer = None
         self._failed = 0
-        self._calls_max = CALLS_MAX if self._is_row else BATCHES_MAX
+        self._calls_max = max(CALLS_MAX, calls_max or 0) if self._is_row else BATCHES_MAX
         self._stopped = loop.create_future()
 
     def run(self, frames):

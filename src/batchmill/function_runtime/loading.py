@@ -1,4 +1,4 @@
-"""Finds and loads a deployed function's code. Only `load` runs user code."""
+"""Finds and loads a function's code. Only `load` runs user code."""
 
 from __future__ import annotations
 
@@ -128,13 +128,15 @@ class LoadedSource:
 def find(source, folder):
     """Import what `source` (FILE.py:NAME or module:NAME, from `folder` on) names; a class is constructed.
 
+    Without a folder, a file is named by its absolute path, and a module is found on Python's own path.
     Raises: LoadError, with the traceback of the user's code where that is what failed.
     """
     place, _, attribute = source.rpartition(":")
     parts = attribute.split(".")
     if not place or not all(part.isidentifier() for part in parts):
         raise LoadError(f"{source!r} does not name a function: write FILE.py:NAME or package.module:NAME")
-    _put_on_path(folder)
+    if folder:
+        _put_on_path(folder)
     module = _import_place(place, folder, source)
     target, owner = module, None
     for part in parts:

@@ -172,7 +172,7 @@ class FunctionProcess:
         os.register_at_fork(after_in_child=self._progress.forget)
         self._replies = Replies(self._link)
         self._loop = None  # of a function that is async, or whose setup is
-        self._memory_bytes = None
+        self._memory_bytes = self._calls_max = None
         self._lines = None  # of what is printed, where the worker keeps that
         self._is_stopped = False
         self._code = self._caller = self._streams = None
@@ -187,7 +187,8 @@ class FunctionProcess:
             return FAILED
         if self._code.is_async:
             parts = (self._loop, self._code, self._replies, self._progress, self._link)
-            AsyncLoop(*parts, when_full=self._replace_when_full, memory_bytes=self._memory_bytes).run(early)
+            limits = {"memory_bytes": self._memory_bytes, "calls_max": self._calls_max}
+            AsyncLoop(*parts, when_full=self._replace_when_full, **limits).run(early)
         else:
             self._make_caller()
             self._serve(early)
@@ -201,6 +202,7 @@ class FunctionProcess:
             frames = self._link.receive()
         start = frames[0][0]
         self._limit_memory(start.get("memory_bytes"))
+        self._calls_max = start.get("in_flight_max")
         if start.get("log_fd") is not None:
             self._lines = printing.begin(high(start["log_fd"]), self._progress)
         marks.stand_in()

@@ -8,7 +8,7 @@ import time
 from . import installed
 from . import values as arrays
 from .loading import text_of
-from .values import SIMPLE, Unserializable, Writer
+from .values import Unserializable, Writer, are_plain
 
 
 class PendingRequest:
@@ -70,10 +70,10 @@ def good_runs(rows, errors):
 
 def write_values(values, errors, first, *, exact):
     """(JSON of the values, buffers). Rows whose result has no form get an error in `errors`, numbered from `first`."""
-    if not exact and SIMPLE.issuperset(map(type, values)):
+    if not exact and are_plain(values):
         try:
             return installed.dump(values), []
-        except (ValueError, TypeError, OverflowError):  # text that is not UTF-8: found row by row
+        except (ValueError, TypeError, OverflowError, RecursionError):  # text that is not UTF-8: found row by row
             pass
     writer = Writer(exact=exact)
     plain = []

@@ -1,4 +1,4 @@
-"""Loads a deployed function and describes it: parameters, results, batch size.
+"""Loads a function and describes it: parameters, results, batch size.
 
 `load` runs the user's import and `setup`; nothing here knows of sockets.
 """
@@ -45,7 +45,8 @@ class UserCode:
 def load(start):
     """The function that a `start` frame names; its setup has yet to be run. Raises: LoadError."""
     folder = start["folder"]
-    os.chdir(folder)
+    if folder:
+        os.chdir(folder)
     found = find(start["source"], folder)
     if inferless_app.is_app(found):
         code = inferless_app.describe(found, folder, UserCode)

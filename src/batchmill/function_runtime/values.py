@@ -167,6 +167,7 @@ def _bytes_of(value):
 
 
 DEPTH_MAX = 128
+PLAIN_DEPTH_MAX = 500  # of values that need no change
 CONTAINERS_MAX = 1 << 20  # of one depth, looked at together
 ESCAPE = "$object"
 SIMPLE = frozenset((int, float, str, bool, type(None)))
@@ -203,7 +204,7 @@ def are_plain(values):
     depth, level = 0, values
     while not SIMPLE.issuperset(kinds := set(map(type, level))):
         depth += 1
-        if depth > DEPTH_MAX or not _JSON_KINDS.issuperset(kinds):
+        if depth > PLAIN_DEPTH_MAX or not _JSON_KINDS.issuperset(kinds):
             return False
         is_uniform = len(kinds) == 1 and type(level) is list
         dicts = level if is_uniform and dict in kinds else [each for each in level if type(each) is dict]
@@ -250,7 +251,8 @@ class Writer:
         if id(value) in self._path:
             raise Unserializable(_CIRCLE)
         if len(self._path) >= DEPTH_MAX:
-            raise Unserializable(f"Cannot serialize result: nested deeper than {DEPTH_MAX} levels.")
+            text = f"nested deeper than {PLAIN_DEPTH_MAX} levels, or {DEPTH_MAX} with values that JSON lacks"
+            raise Unserializable(f"Cannot serialize result: {text}.")
         self._path.add(id(value))
         try:
             if kind is list or kind is tuple:
@@ -321,8 +323,12 @@ class Writer:
         numpy = loaded("numpy")
         if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
             return self._array(value, numpy)
+        if isinstance(value, (set, frozenset)):
+            return self._list(list(value))
         if isinstance(value, _TEXT):
             return str(value)
+        if hasattr(value, "model_dump"):  # pydantic's
+            return self._value(value.model_dump(mode="json"))
         if hasattr(value, "tolist"):  # tensors of torch and the like
             return self._value(detached(value) if self.exact and numpy is not None else value.tolist())
         return self._object(value)

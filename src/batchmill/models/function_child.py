@@ -1,4 +1,4 @@
-"""The parent's side of a deployed function's process: start, frames, exit, and the calls that were running.
+"""The parent's side of a function's process: start, frames, exit, and the calls that were running.
 
 The program is `function_runtime/main.py`, with the frames of `function_runtime.frames`. No user code runs here.
 """
@@ -296,7 +296,7 @@ class FunctionChild:
                 *prefix[:1], *_status_arguments(info_fds), *prefix[1:],
                 self._spec.python or sys.executable, str(PROGRAM), str(child_end.fileno()), str(progress),
                 stdin=asyncio.subprocess.DEVNULL, stdout=self.log.fd, stderr=self.log.fd,
-                cwd=self._function.folder,
+                cwd=self._function.folder or None,
                 env=self._environ() | {VARIABLE: self._marked_processes.mark},
                 pass_fds=[child_end.fileno(), progress, *info_fds, *log_fds], start_new_session=True,
             )  # fmt: skip
@@ -328,6 +328,8 @@ class FunctionChild:
         return isolation.function_prefix(self._isolation, python, paths, folder=folder, gpus=self._function.gpus)
 
     def _environ(self) -> dict[str, str]:
+        if not self._function.folder:
+            return dict(os.environ)
         variables = environment_of(self._function, os.environ, self._resolve)
         if self._isolation is None:
             return variables
@@ -344,6 +346,7 @@ class FunctionChild:
             "frame_columns": function.frame_columns,
             "received_shapes": function.received_shapes,
             "log_fd": None if self._calls is None else self._calls.fd,
+            "in_flight_max": self._spec.limits.in_flight_max,
             "memory_bytes": None if memory_bytes is None else DATA_FACTOR * memory_bytes,
         }
 

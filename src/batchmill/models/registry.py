@@ -106,19 +106,7 @@ def resolve(name: str, config: Config, *, cwd: Path, flags: ModelFlags = ModelFl
         routes=_routes(name, entry, config, cwd),
     )
     _check(spec)
-    if flags.attempt_timeout_s is not None or spec.limits.attempt_timeout_s != Limits().attempt_timeout_s:
-        _refuse_idle_timeout(spec)
     return spec
-
-
-def _refuse_idle_timeout(spec: ModelSpec) -> None:
-    """Refuse a time limit for a blocking function, which it cannot end, if that is clear without running user code."""
-    if spec.traits.source is Source.CODE and functions.is_blocking(spec.source):
-        raise InvalidInput(
-            f"a time limit (--timeout, attempt_timeout_s) cannot end a call of {spec.source}: write it as "
-            "`async def`, or leave the limit out",
-            code="needless_timeout",
-        )
 
 
 def _routes(name: str, entry: ModelEntry, config: Config, cwd: Path) -> list[ModelSpec]:

@@ -1,7 +1,4 @@
-"""Delivers one event: a signed POST to a webhook endpoint (Standard Webhooks), and its result.
-
-aiohttp, which is slow to import, is imported for the first delivery.
-"""
+"""Delivers one event: a signed POST to a webhook endpoint (Standard Webhooks), and its result."""
 
 from __future__ import annotations
 
@@ -19,12 +16,11 @@ import batchmill
 from batchmill.errors import InvalidInput
 from batchmill.models.addresses import Private, read_url
 from batchmill.models.secrets import Secret
+from batchmill.optional import require
 from batchmill.ports import Clock
 
 if TYPE_CHECKING:
-    import aiohttp
-
-    from batchmill.models.guarded_http import GuardedHttp
+    from batchmill.services.webhook_http import WebhookHttp
 
 PREFIX = "whsec_"
 KEY_BYTES = 32
@@ -73,8 +69,7 @@ def signed_headers(message_id: str, sent: int, body: bytes, keys: Iterable[Secre
     }
 
 
-TIMEOUT_S = 15.0
-RETRY_AFTER_MAX_S = 86_400.0  # the longest Retry-After that is honoured
+HTTP = "batchmill.services.webhook_http:WebhookHttp"  # it needs aiohttp
 
 
 class DeliveryResult(Struct, frozen=True):
@@ -89,7 +84,7 @@ class DeliveryResult(Struct, frozen=True):
 class WebhookSender:
     def __init__(self, clock: Clock, private: Private) -> None:
         self._clock, self._private = clock, private
-        self._http: GuardedHttp | None = None  # since the first delivery
+        self._http: WebhookHttp | None = None  # since the first delivery
 
     def check(self, url: str) -> None:
         """Raises: InvalidInput, code `url_not_allowed`, for a URL that would never be called."""
@@ -115,59 +110,10 @@ class WebhookSender:
             **(headers or {}),
             **(signed_headers(message_id, int(self._clock.now()), body, keys) if keys else {}),
         }
-        import aiohttp
-
-        try:
-            async with (
-                self._open_http().session(target, TIMEOUT_S) as session,
-                session.post(url, data=body, headers=fields, allow_redirects=False) as reply,
-            ):
-                return _read(reply)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            is_late = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)
-            return DeliveryResult(failure=_category(error), is_late=is_late)
-
-    def _open_http(self) -> GuardedHttp:
         if self._http is None:
-            from batchmill.models.guarded_http import GuardedHttp
-
-            self._http = GuardedHttp(self._private)
-        return self._http
+            self._http = require(HTTP, "a webhook")(self._private)
+        return await self._http.post(target, url, body, fields)
 
     def close(self) -> None:
         if self._http is not None:
             self._http.close()
-
-
-def _read(reply: aiohttp.ClientResponse) -> DeliveryResult:
-    status = reply.status
-    if 200 <= status < 300:
-        return DeliveryResult(status)
-    if 300 <= status < 400:
-        return DeliveryResult(status, f"it answered {status}: redirects are not followed")
-    retry_after = reply.headers.get("retry-after", "")
-    is_number = retry_after.isascii() and retry_after.isdigit()
-    retry_after_s = min(float(retry_after), RETRY_AFTER_MAX_S) if is_number else 0.0
-    return DeliveryResult(status, f"it answered {status}", retry_after_s)
-
-
-def _category(error: BaseException) -> str:
-    import aiohttp
-
-    from batchmill.models.guarded_http import refusal_of
-
-    if reason := refusal_of(error):
-        return f"it was not called: {reason}"
-    match error:
-        case TimeoutError():
-            return f"it did not answer within {TIMEOUT_S:.0f} s"
-        case aiohttp.ClientConnectorCertificateError():
-            return "its certificate could not be verified"
-        case aiohttp.ClientSSLError():
-            return "no TLS connection could be made to it"
-        case aiohttp.ClientConnectorDNSError():
-            return "its name could not be resolved"
-        case aiohttp.ClientConnectorError():
-            return "it could not be reached"
-        case _:
-            return "its reply was not valid HTTP, or was cut off"

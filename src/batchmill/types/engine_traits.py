@@ -88,7 +88,7 @@ ENGINES: dict[str, EngineTraits] = {
         waits_for_service=True,
     ),
     FUNCTION: EngineTraits(
-        class_path="batchmill.engines.function.in_worker:FunctionEngine",
+        class_path="batchmill.engines.function.engine:LocalFunctionEngine",
         configured_as="function",
         settings=_REPLICAS | {"workers", "price"},
         limits=frozenset({"in_flight_max", "attempt_timeout_s", "memory_bytes"}),
@@ -99,9 +99,10 @@ ENGINES: dict[str, EngineTraits] = {
         takes_columns=True,
         is_local=True,
         runs_user_code=True,
+        limits_memory=True,
     ),
     FUNCTION_PROCESS: EngineTraits(
-        class_path="batchmill.engines.function.engine:FunctionProcessEngine",
+        class_path="batchmill.engines.function.engine:FunctionEngine",
         shard_rows=(1, 16_384),
         environment=("user_code", "devices", "hub_cache"),
         takes_columns=True,

@@ -189,7 +189,10 @@ class Interface(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FunctionSpec(Struct, frozen=True, forbid_unknown_fields=True):
-    """A deployed version of a function: its code, and how its process calls it."""
+    """A deployed version of a function: its code, and how its process calls it.
+
+    Code that is run where it lies has no version, folder and digest.
+    """
 
     version: str  # "main/3"
     folder: str  # absolute path of its code, which does not change; `source` is relative to it

@@ -172,8 +172,9 @@ class RowBatcher:
             self._note(row, error.trace)
 
     def _note(self, row: Row, trace: str) -> None:
-        if origin := origin_of([row]):
-            self._process.calls.write(trace, origin[0], f"{origin[1]} row {row.number}")
+        calls = self._process.calls
+        if calls is not None and (origin := origin_of([row])):
+            calls.write(trace, origin[0], f"{origin[1]} row {row.number}")
 
     def give_up(self, row: Row, blame: Blame, deaths: int) -> None:
         """Put the error of a row that kills every process it runs in."""

@@ -1,4 +1,4 @@
-"""The function process engine: rows and live calls of one deployed function."""
+"""The function engine: rows and live calls of one Python function, which runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from batchmill.engines.function import live
 from batchmill.engines.function.batching import RowBatcher
 from batchmill.engines.function.live import FunctionLive
 from batchmill.engines.function.process import Counts, Process, hung, memory_exceeded
+from batchmill.engines.function.row_reader import READ_ERRORS
 from batchmill.errors import ModelFailed
 from batchmill.models.function_child import Call
 from batchmill.ports import AnswerSink, Feed, Sink
-from batchmill.types import CallStats, EngineStats, FunctionRequest, LiveHead, LiveRequest, ModelSpec
+from batchmill.types import CallStats, EngineStats, FunctionRequest, FunctionSpec, LiveHead, LiveRequest, ModelSpec
 from batchmill.wire.calls import CALL_FORMS
 from batchmill.wire.error_statuses import Raised
+from batchmill.wire.json_bytes import join_object, split_object
 from batchmill.wire.messages import FunctionReply
 
 log = logging.getLogger("batchmill.functions")
@@ -58,8 +62,8 @@ class Watch:
         child = self._process.child
         if child is not None and child.is_alive and child.log.is_full():
             await asyncio.to_thread(child.log.rotate)
-        if child is not None and self._process.calls.is_full():
-            await asyncio.to_thread(self._process.calls.rotate)
+        if (calls := self._process.calls) is not None and calls.is_full():
+            await asyncio.to_thread(calls.rotate)
 
     def check(self, now: float) -> None:
         """Time out calls; replace the process if a call does not end or uses too much memory."""
@@ -110,8 +114,10 @@ FINALIZE_S = 5.0  # what stop() gives an idle function
 BUSY_S = 0.5  # and one that runs an abandoned call
 
 
-class FunctionProcessEngine:
-    """A `ports.CallEngine`. Live requests go ahead of rows; both meet in the process' batches.
+class FunctionEngine:
+    """The engine of a deployed function; a `ports.CallEngine`.
+
+    Live requests go ahead of rows; both meet in the process' batches.
 
     Args:
         model: has a `function`. `limits.attempt_timeout_s` bounds each call, `limits.memory_bytes` what the process
@@ -206,6 +212,24 @@ class FunctionProcessEngine:
             note=self._process.note,
             live=self._live.in_flight + self._streams,
         )
+
+
+IN_PLACE = FunctionSpec(version="", folder="", digest="")
+
+
+class LocalFunctionEngine(FunctionEngine):
+    """The engine of `function:FILE.py:NAME`: code where it lies, in the folder and environment of its worker."""
+
+    def __init__(self, model: ModelSpec, home: Path) -> None:
+        super().__init__(replace(model, function=IN_PLACE), home)
+
+    def _function_request(self, request: LiveRequest) -> FunctionRequest:
+        """The call without the fields that the function does not take: clients of OpenAI's API send many."""
+        body, names = request.body, {each.name for each in self._interface.inputs}
+        if not self._interface.takes_more and self._interface.takes == "arguments":
+            with contextlib.suppress(*READ_ERRORS):  # the call's form says what is wrong
+                body = join_object({name: value for name, value in split_object(body).items() if name in names})
+        return super()._function_request(replace(request, body=body))
 
 
 class _Waiting:

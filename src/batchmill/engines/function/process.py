@@ -103,8 +103,10 @@ class ProcessWork:
         """(what to send again, what to send again to run alone)."""
         raise NotImplementedError
 
-    def note(self, calls: CallLog, text: str, row: int | None = None) -> None:
-        """Log the result of the work, or of one of its rows."""
+    def note(self, calls: CallLog | None, text: str, row: int | None = None) -> None:
+        """Log the result of the work, or of one of its rows, with its version."""
+        if calls is None:
+            return
         match self.origin:
             case (project, request):
                 calls.write(text, project, request)
@@ -279,7 +281,8 @@ class Process:
     def __init__(self, model: ModelSpec, home: Path, counted: Callable[[dict[str, Any]], None]) -> None:
         assert model.function is not None, "a deployed function has a FunctionSpec"
         self._model, self._home, self._counted = model, home, counted
-        self.calls = CallLog(Path(model.function.folder).parent)
+        folder = model.function.folder
+        self.calls = CallLog(Path(folder).parent) if folder else None  # of a deployed version
         self.works: dict[int, ProcessWork] = {}
         self.child: FunctionChild | None = None
         self.note = ""
@@ -323,7 +326,8 @@ class Process:
         if self.child is not None:
             await self.child.stop(grace_s)
             self.child = None
-        self.calls.close()
+        if self.calls is not None:
+            self.calls.close()
 
     # -- works --------------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.engines.clock import SystemClock
-from batchmill.engines.connections import Connections, FileRange, NoReply
-from batchmill.engines.retry import Fault, FaultKind, judge, read_reply, redact
+from batchmill.engines.connections import Connections, FileRange
+from batchmill.engines.retry import Fault, FaultKind, NoReply, judge, read_reply, redact
 from batchmill.errors import AuthRefused, BatchmillError, InvalidRow, QuotaExhausted, RouteFailed
 from batchmill.models.redaction import MASK_BYTES
 from batchmill.ports import Clock

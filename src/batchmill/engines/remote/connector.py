@@ -21,7 +21,7 @@ from msgspec.structs import replace
 import batchmill
 from batchmill.children.programs import Programs
 from batchmill.engines.clock import SystemClock
-from batchmill.engines.connections import IDLE_TIMEOUT_S, Connections, NoReply, allow_files
+from batchmill.engines.connections import IDLE_TIMEOUT_S, Connections, allow_files
 from batchmill.engines.remote.connector_calls import (
     BAD_FILTER,
     ActionCaller,
@@ -33,7 +33,7 @@ from batchmill.engines.remote.connector_calls import (
 )
 from batchmill.engines.remote.dispatch import Dispatch
 from batchmill.engines.remote.pacing import IN_FLIGHT_CEILING, WAIT_MAX_S, LiveQueue, Pacer
-from batchmill.engines.retry import REPLY_BYTES_MAX, Fault, FaultKind, Retries
+from batchmill.engines.retry import REPLY_BYTES_MAX, Fault, FaultKind, NoReply, Retries
 from batchmill.errors import AuthRefused, BatchmillError, InvalidInput, ModelFailed, TooComplex, Unavailable
 from batchmill.models import secrets
 from batchmill.models.addresses import EVERYWHERE

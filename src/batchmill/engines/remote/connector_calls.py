@@ -13,9 +13,9 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from batchmill.children.programs import PATIENCE_S, Programs
-from batchmill.engines.connections import Connections, NoReply
+from batchmill.engines.connections import Connections
 from batchmill.engines.remote.outgoing import Attempts
-from batchmill.engines.retry import REPLY_BYTES_MAX, Fault, FaultKind, Reply, judge, read_reply
+from batchmill.engines.retry import REPLY_BYTES_MAX, Fault, FaultKind, NoReply, Reply, judge, read_reply
 from batchmill.errors import InvalidInput, InvalidRow, ModelFailed, RateLimited, TooComplex
 from batchmill.models import secrets
 from batchmill.models import secrets as provisions

@@ -14,11 +14,21 @@ import msgspec
 
 import batchmill
 from batchmill.engines.clock import SystemClock
-from batchmill.engines.connections import IDLE_TIMEOUT_S, Connections, NoReply, allow_files, check_header
+from batchmill.engines.connections import IDLE_TIMEOUT_S, Connections, allow_files, check_header
 from batchmill.engines.remote.dispatch import Dispatch
 from batchmill.engines.remote.outgoing import Composer, RemoteLiveCall, RemoteRow
 from batchmill.engines.remote.pacing import IN_FLIGHT_CEILING, LiveQueue, Pacer
-from batchmill.engines.retry import REPLY_BYTES_MAX, Fault, FaultKind, Reply, Retries, is_result, judge, read_reply
+from batchmill.engines.retry import (
+    REPLY_BYTES_MAX,
+    Fault,
+    FaultKind,
+    NoReply,
+    Reply,
+    Retries,
+    is_result,
+    judge,
+    read_reply,
+)
 from batchmill.errors import AuthRefused, InvalidInput, ModelFailed, Unavailable
 from batchmill.models import secrets
 from batchmill.models import secrets as provisions

@@ -20,13 +20,14 @@ from msgspec import Struct
 import batchmill
 from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.children.programs import Programs
-from batchmill.engines.retry import MESSAGE_BYTES_MAX, FaultKind
+from batchmill.engines.retry import MESSAGE_BYTES_MAX, FaultKind, NoReply
 from batchmill.errors import InvalidInput, ModelFailed, RateLimited
 from batchmill.models import redaction, secrets
 from batchmill.models.addresses import EVERYWHERE, Private
 from batchmill.models.connectors.bounded import Processing, render_call
 from batchmill.models.connectors.rendering import Rendered, Renderer
 from batchmill.models.connectors.urls import find_action
+from batchmill.optional import require
 from batchmill.ports import Clock
 from batchmill.services.remote.connectors import Endpoints
 from batchmill.services.secrets.vault import Vault
@@ -34,8 +35,9 @@ from batchmill.types import Connector, Limits
 from batchmill.types.connectors import BATCH_PREDICT, Action, ClientConfig
 
 if TYPE_CHECKING:
-    from batchmill.engines.connections import Connections, NoReply
+    from batchmill.engines.connections import Connections
 
+CONNECTIONS = "batchmill.engines.connections:Connections"  # it needs aiohttp
 CALLS_MAX = 128  # concurrent calls of one owner; a project gets half of them at most
 CONNECTOR_CALLS_MAX = 16  # concurrent calls through one connector, so that a hanging service delays no other
 TIME_MAX_S = 300  # upper bound of a connector's connect and read timeouts
@@ -187,8 +189,6 @@ class RemoteCalls:
     async def _call(
         self, connector: Connector, config: ClientConfig, rendered: Rendered, secret_values: Sequence[str]
     ) -> RemoteReply:
-        from batchmill.engines.connections import NoReply
-
         pool = await self._pool(connector.is_trusted, config)
         pool.calls += 1
         try:
@@ -234,12 +234,13 @@ class RemoteCalls:
         key = (is_trusted, not config.skip_ssl_verification, read_s, connect_s)
         pool = self._pools.pop(key, None)
         if pool is None:
-            from batchmill.engines.connections import Connections
-
             limits = Limits(connect_timeout_s=connect_s, attempt_timeout_s=read_s + connect_s)
             private = EVERYWHERE if is_trusted else self._private
             agent = {"User-Agent": f"batchmill/{batchmill.__version__}"}
-            pool = _Pool(Connections(limits, headers=agent, private=private, verify_tls=key[1], read_timeout_s=read_s))
+            connections = require(CONNECTIONS, "a call of a connector")(
+                limits, headers=agent, private=private, verify_tls=key[1], read_timeout_s=read_s
+            )
+            pool = _Pool(connections)
             await pool.connections.start()
         self._pools[key] = pool  # the most recently used is the last
         idle = [seconds for seconds, other in self._pools.items() if not other.calls and other is not pool]
