@@ -7,7 +7,7 @@ from batchmill.wire.native import Estimate, EstimateRange, Explanation, ModelEst
 
 MODEL = ("in.jsonl", "--model", "function:app.py:f")
 SEAL = Seal(
-    rows=1000, bytes=2_500_000, sha256="s", format="csv", columns=["a", "b\x1b"], files=[],
+    rows=1000, bytes=2_500_000, digest="s", format="csv", columns=["a", "b\x1b"], files=[],
     sources=[SealedFile("/in", 1, 1, 1)],
 )  # fmt: skip
 BAD = SealReport(SEAL, [Problem("invalid_json", "no", 3, "/in")], problems_total=1, rejected=1)

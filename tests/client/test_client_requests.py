@@ -197,7 +197,7 @@ async def test_a_preview_leaves_nothing_behind(tmp_path):
 
 
 REPORT = {
-    "seal": {"rows": 1, "bytes": 2, "sha256": "s", "format": "csv", "columns": ["a"], "files": [], "sources": []},
+    "seal": {"rows": 1, "bytes": 2, "digest": "s", "format": "csv", "columns": ["a"], "files": [], "sources": []},
     "problems": [], "problems_total": 0, "rejected": 0,
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from batchmill.engines.provider_batch.engine import ProviderBatchEngine
 from batchmill.engines.provider_batch.following import Course
 from batchmill.engines.provider_batch.provider import RowReply
 from batchmill.engines.provider_batch.settings import read_settings
-from batchmill.engines.provider_batch.shard import Collected, Collector
+from batchmill.engines.provider_batch.shard import CollectedRows, Collector
 from batchmill.engines.provider_batch.spool import Spool
 from batchmill.errors import AuthRefused, InvalidInput, ModelFailed, RouteFailed, SubmitUnknown
 from batchmill.types import LiveRequest, ModelSpec, Row, RowError
@@ -216,7 +216,7 @@ async def test_what_is_said_of_lost_rows(provider: BatchProvider, ground: Ground
     collector = Collector(api, spool, ground.sink, Course(lease, settings, SystemClock(), lambda: 0.0))
     said = RowReply(0, None, RowError("batch_expired", "no time was left"), is_undone=True)
     lost = RowError("provider_lost_row", "openai has not answered this row, in 3 jobs")
-    collector.give_up({first, second}, Collected(undone={second: said}), lost)
+    collector.give_up({first, second}, CollectedRows(undone={second: said}), lost)
     errors = [outcome.error for _, outcome in sorted(ground.outcomes().items())]
     assert errors == [lost, RowError("provider_lost_row", f"{lost.message}: no time was left")]
     spool.close()

@@ -99,8 +99,7 @@ async def test_an_abandoned_ask_has_no_answer(tmp_path: Path) -> None:
 
 async def test_another_kind_of_engine_refuses(tmp_path: Path) -> None:
     """An engine that takes no such calls refuses them by name."""
-    (tmp_path / "app.py").write_text("def f(n):\n    return n\n")
-    async with worker_of(ModelSpec("f", "function", f"{tmp_path}/app.py:f"), tmp_path) as worker:
+    async with worker_of(ModelSpec("f", "http", "m", base_url="http://127.0.0.1:9"), tmp_path) as worker:
         worker.send(FunctionRequests([FunctionRequest(1, "arguments", b'{"n": 1}')]))
         found, _, _ = await answers_of(worker, 1)
         assert found[1].raised is not None

@@ -104,9 +104,14 @@ async def test_what_a_dead_worker_forked_is_swept(tmp_path):
 
 
 async def test_a_worker_that_closed_its_socket_is_ended(tmp_path, monkeypatch):
-    """A worker whose user code has closed every file is of no use: it is ended, and its messages end."""
+    """A worker that has closed every file is of no use: it is ended, and its messages end."""
     monkeypatch.setattr(local, "CLOSED_S", 0.0)
-    (tmp_path / "app.py").write_text("import os, time\nos.closerange(3, 1000)\ntime.sleep(600)\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "if 'batchmill.executors.worker' in sys.orig_argv:\n    os.closerange(3, 1000)\n    time.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "app.py").write_text("def closes(): ...")
     model = ModelSpec("closes", "function", f"{tmp_path / 'app.py'}:closes")
     worker = await LocalExecutor(tmp_path / "workers").start(Start("w", model, str(tmp_path / "home")))
     assert [message async for message in worker.messages()] == []

@@ -57,6 +57,9 @@ def test_rows_of_live_calls_are_left_to_the_worker():
     rows, errors, _ = read_lines(OPENAI_META | {"rows": 3}, text)
     assert rows == [None, {"a": 1}, None]
     assert {row: code for row, (code, _, _) in errors.items()} == {0: OTHER_FORM, 2: OTHER_FORM}
+    text = openai_text({"a": 1}, url="/mine") + openai_text({"data": 1}, url="/mine")
+    rows, errors, _ = read_lines(OPENAI_META | {"rows": 2, "forms": []}, text)
+    assert (rows, list(errors)) == ([{"a": 1}, None], [1])
     no_forms = OPENAI_META | {"rows": 1, "forms": []}
     assert read_lines(no_forms, openai_text({"data": []}))[:2] == ([{"data": []}], {})
 

@@ -15,9 +15,9 @@ from batchmill.jobs.ledger import outcome_map
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec
 
 ROWS = 200
-# In the worker's own process a call of the system fails, once.
+# Loaded by every interpreter: in the worker's own process a call of the system fails, once.
 CODE = """
-import os, pathlib
+import os, pathlib, sys
 
 failed = pathlib.Path(__file__).with_name("failed")
 real = os.{call}
@@ -28,10 +28,8 @@ def fails(fd, *more):
         raise OSError({number}, os.strerror({number}))
     return real(fd, *more)
 
-os.{call} = fails
-
-def double(n):
-    return 2 * n
+if "batchmill.executors.worker" in sys.orig_argv:
+    os.{call} = fails
 """
 
 
@@ -45,9 +43,11 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     ("call", "number"), [("fdatasync", errno.EIO), ("write", errno.EIO), ("fdatasync", errno.EMFILE)]
 )
-async def test_a_segment_that_fails_costs_no_row(folder, opened, call, number):
+async def test_a_segment_that_fails_costs_no_row(folder, opened, monkeypatch, call, number):
     """The worker whose segment failed is replaced, the job goes on by itself, and each row has one result."""
-    (folder / "app.py").write_text(CODE.format(call=call, number=number))
+    (folder / "sitecustomize.py").write_text(CODE.format(call=call, number=number))
+    (folder / "app.py").write_text("def double(n):\n    return 2 * n\n")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
     service = await opened()
     model = ModelSpec("double", "function", f"{folder / 'app.py'}:double")
     order = JobOrder(DatasetSpec([str(folder / "in.jsonl")]), [model], output=str(folder / "out.jsonl"))
@@ -68,7 +68,8 @@ async def test_a_segment_that_cannot_be_read_is_not_adopted(folder, opened, monk
         "    died = pathlib.Path(__file__).with_name('died')\n"
         f"    if n == {ROWS - 1} and not died.exists():\n"
         "        died.touch()\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        os.kill(os.getppid(), signal.SIGKILL)\n"
+        "        signal.pause()\n"
         "    return 2 * n\n"
     )
     refused: list[Path] = []

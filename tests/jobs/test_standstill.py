@@ -21,13 +21,14 @@ here = pathlib.Path(__file__).parent
 def wait(n):
     if n == 3 and not (here / "died").exists():
         with open(here / "turn", "w") as turn:
-            turn.write(str(os.getpid()))
+            turn.write(str(os.getppid()))
         open(here / "turn").read()
         (here / "died").touch()
         if ctypes.CDLL(None).fork() == 0:
             time.sleep(600)
             os._exit(0)
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getppid(), signal.SIGKILL)
+        signal.pause()
     return n
 """
 

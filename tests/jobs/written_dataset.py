@@ -48,7 +48,7 @@ def write_dataset(folder: Path, rows: list[RowKeys], keys: bool = True) -> Writt
         (dataset / "cost.u32").write_bytes(array("I", [row.cost for row in rows]).tobytes())
         (dataset / "fold.u64").write_bytes(array("Q", [half for row in rows for half in row.fold]).tobytes())
     seal = Seal(
-        rows=len(rows), bytes=offsets[-1], sha256="0" * 64, format="openai", columns=[], files=[], sources=[],
+        rows=len(rows), bytes=offsets[-1], digest="0" * 64, format="openai", columns=[], files=[], sources=[],
         rejected=len(refused),
     )  # fmt: skip
     (dataset / "seal.json").write_bytes(msgspec.json.encode(seal))

@@ -120,7 +120,7 @@ async def test_its_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("OUR_OWN_KEY", "hidden")
     monkeypatch.setenv("WHERE_IT_LIES", "s3cret")
     text = (
-        "import os, sys\ndef f(): return [dict(os.environ), os.getcwd(), sys.stdin.read(), os.getsid(0) == os.getpid()]"
+        "import os, sys\ndef f(): return [dict(os.environ), os.getcwd(), sys.stdin.read(), os.getpgrp() == os.getpid()]"
     )
     how = {"environment": {"MODE": "fast"}, "secrets": {"TOKEN": "env:WHERE_IT_LIES"}}
     child = FunctionChild(spec(tmp_path, text, **how), tmp_path)

@@ -5,7 +5,7 @@ from importlib import import_module
 from contract.dialect_suite import failing, known_errors
 
 from batchmill import errors
-from batchmill.wire.calls import MODEL_CODES
+from batchmill.wire.calls import FUNCTION_ERROR, MODEL_CODES
 from batchmill.wire.error_statuses import STATUSES, row_of, status_of, with_overrides
 
 OWN = {
@@ -26,7 +26,7 @@ def test_every_code_has_a_row():
 
 def test_every_row_is_of_a_code():
     """A row for a code that nobody raises says nothing: no table has one."""
-    codes = {error.code for error in known_errors()} | MODEL_CODES
+    codes = {error.code for error in known_errors()} | MODEL_CODES | {FUNCTION_ERROR}
     tables = {"wire.error_statuses": [STATUSES]}
     for name, attributes in OWN.items():
         module = import_module(f"batchmill.dialects.{name}")

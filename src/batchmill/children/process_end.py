@@ -21,6 +21,15 @@ def kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
 
 
+def kill_session(leader: int) -> None:
+    """Kill every process of a session, in whatever process groups they are. Blocks: it reads /proc."""
+    kill_group(leader)
+    for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            if name.isdecimal() and os.getsid(int(name)) == leader:
+                os.kill(int(name), signal.SIGKILL)
+
+
 def end_reading(sock: socket.socket) -> None:
     """Read what is in the socket, then end of file, even if another process holds the other end."""
     with contextlib.suppress(OSError):  # it is closed already

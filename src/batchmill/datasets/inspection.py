@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 import msgspec
+from blake3 import blake3
 from msgspec import Raw, Struct
 
 from batchmill.datasets.layout import BLOCK_BYTES, BOM, CHUNK_BYTES, RANGE_BYTES
@@ -200,7 +201,7 @@ class Inspector:
         data = self._read(range_.start - lead, range_.end - range_.start + lead)
         for start, text in self._texts(range_, data, lead):
             yield self._chunk(range_.part.base + start, text)
-        digest = hashlib.sha256(memoryview(data)[lead:]).digest()
+        digest = blake3(memoryview(data)[lead:]).digest()
         yield RangeEnd(digest, self._rules.new_names(), self._rules.new_adapters())
 
     def close(self) -> None:

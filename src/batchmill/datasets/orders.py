@@ -90,7 +90,7 @@ class ValidatedChunk(Struct, frozen=True, array_like=True):
 class RangeEnd(Struct, frozen=True, array_like=True):
     """The end of a range: all its chunks have been sent."""
 
-    digest: bytes  # sha256 of the range's bytes
+    digest: bytes  # BLAKE3 of the range's bytes
     names: list[str] = []  # columns that are new to this validator, if the order limits their number
     adapters: list[str] = []  # new values of `body.model` that match a pattern of the order
 

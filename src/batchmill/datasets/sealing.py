@@ -6,11 +6,11 @@ It runs in a child process of the owner. Rows are processed in ranges, so that m
 from __future__ import annotations
 
 import errno
-import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+from blake3 import blake3
 
 from batchmill.datasets import layout, readers
 from batchmill.datasets.conversion import Material, Tables, convert, copy_sources, read_in_place
@@ -75,7 +75,7 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
         new_seal = Seal(
             rows=tables.rows,
             bytes=sum(file.size_bytes for file in material.files),
-            sha256=hashlib.sha256(b"".join(digests)).hexdigest(),
+            digest=blake3(b"".join(digests)).hexdigest(),
             format=detected.format,
             columns=detected.columns,
             files=material.files,
@@ -100,8 +100,8 @@ class _ProgressSteps:
 
 
 def digest(paths: list[str]) -> str:
-    """The `Seal.sha256` that these files would have. Raises: InvalidDataset when one cannot be read."""
-    return hashlib.sha256(b"".join(block for path in paths for block in _digests(describe(path)))).hexdigest()
+    """The `Seal.digest` that these files would have. Raises: InvalidDataset when one cannot be read."""
+    return blake3(b"".join(block for path in paths for block in _digests(describe(path)))).hexdigest()
 
 
 def clear(home: Path) -> None:
@@ -228,7 +228,7 @@ def _duplicates(hashes: Path, rows: SealedRows) -> Iterator[tuple[int, int]]:
 def _digests(source: SealedFile) -> Iterator[bytes]:
     with open(source.path, "rb") as file:
         while block := file.read(layout.RANGE_BYTES):
-            yield hashlib.sha256(block).digest()
+            yield blake3(block).digest()
 
 
 def _check_unchanged(files: list[SealedFile]) -> None:

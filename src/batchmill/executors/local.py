@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from batchmill.children.process_end import boot_id, kill_group, started
+from batchmill.children.process_end import boot_id, kill_session, started
 from batchmill.executors.channel import Channel, open_channel
 from batchmill.models import devices
 from batchmill.types import ModelSpec
@@ -64,7 +64,7 @@ class LocalWorker:
 
     async def _wait_exit(self) -> int:
         code = await self._process.wait()
-        kill_group(self.pid)
+        kill_session(self.pid)
         self._channel.finish()
         self._pid_file.unlink(missing_ok=True)
         return code
@@ -104,7 +104,7 @@ class LocalExecutor:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 pid_file.write_text(f"{process.pid} {started(process.pid)} {boot_id()}")
             except OSError:
-                kill_group(process.pid)
+                kill_session(process.pid)
                 await process.wait()
                 raise
             unless_started.pop_all()
@@ -128,5 +128,5 @@ class LocalExecutor:
         for pid_file in self._folder.glob("*.pid"):
             match pid_file.read_text().split():
                 case [pid, start, boot] if boot == boot_id() and started(int(pid)) in (start, ""):
-                    kill_group(int(pid))
+                    kill_session(int(pid))
             pid_file.unlink(missing_ok=True)

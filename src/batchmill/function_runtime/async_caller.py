@@ -37,6 +37,7 @@ class AsyncLoop:
         self._places = []  # the tasks of single rows and streams, as `progress` numbers them
         self._place_of = {}
         self._streams = {}  # id -> (async generator, whether it answers tensors, its StreamCall)
+        self._steps = {}  # stream id -> the task that makes its next event
         self._chains = {}  # stream id -> the last thing to be done for it
         self._timer = None
         self._failed = 0
@@ -255,6 +256,8 @@ class AsyncLoop:
     def _follow(self, meta, buffers):
         """Run the operations on a stream one after another."""
         stream_id = meta["id"]
+        if meta["kind"] == "close" and stream_id in self._steps:
+            self._steps[stream_id].cancel()  # nobody reads the event that it makes
         call = self._after(self._chains.get(stream_id), meta, buffers)
         self._chains[stream_id] = self._begin(call, [(stream_id, 0, 1)], self._followed)
 
@@ -291,6 +294,7 @@ class AsyncLoop:
 
     async def _next(self, stream_id, events, exact):
         error = None
+        self._steps[stream_id] = asyncio.current_task()
         try:
             event = await events.__anext__()
             if self._code.result is not None:
@@ -304,6 +308,8 @@ class AsyncLoop:
             if not self._replies.piece(stream_id, event, exact=exact):
                 await self._close(stream_id, events)
             return
+        finally:
+            del self._steps[stream_id]
         del self._streams[stream_id]
         self._replies.end_stream(stream_id, error)
 

@@ -15,6 +15,8 @@ from .values import Writer, are_plain
 
 OPENAI, TABLE = "openai_lines", "table_lines"  # layouts of an `ask`
 LAYOUTS = frozenset([OPENAI, TABLE])
+INFER = "/infer"  # how the path of a call with tensors ends
+ADDRESSED = frozenset(["data"])  # the field of a call whose path names its function
 OTHER_FORM = "other_form"  # the error of a row that may be in the form of a live call: the worker reads it
 _READ_ERRORS = (ValueError, TypeError, RecursionError, KeyError)
 _DUMP_ERRORS = (ValueError, TypeError, OverflowError, RecursionError)
@@ -56,14 +58,27 @@ def read_lines(meta, data):
 
 
 def _rows_in_forms(lines, rows, urls, forms):
-    """The rows that may be in the form of a live call: by their URL, or a field of their body."""
-    if None not in rows and urls.issuperset([line.url for line in lines]) and set().union(*rows).isdisjoint(forms):
-        return []
+    """The rows that may be in the form of a live call: by their URL, or a field of their body.
+
+    Args:
+        urls: in which no path of a live call is found.
+    """
+    if None not in rows:
+        others = {line.url for line in lines} - urls
+        words = forms | ADDRESSED if others else forms
+        if not any(url.endswith(INFER) for url in others) and set().union(*rows).isdisjoint(words):
+            return []
     return [
         number
         for number, (line, row) in enumerate(zip(lines, rows))
-        if row is not None and (line.url not in urls or not forms.isdisjoint(row))
+        if row is not None and _may_be_in_form(line.url, row, urls, forms)
     ]
+
+
+def _may_be_in_form(url, row, urls, forms):
+    if url not in urls and (url.endswith(INFER) or not ADDRESSED.isdisjoint(row)):
+        return True
+    return not forms.isdisjoint(row)
 
 
 def _read_all(data, decoder, read_one):

@@ -298,7 +298,7 @@ class FunctionChild:
                 stdin=asyncio.subprocess.DEVNULL, stdout=self.log.fd, stderr=self.log.fd,
                 cwd=self._function.folder or None,
                 env=self._environ() | {VARIABLE: self._marked_processes.mark},
-                pass_fds=[child_end.fileno(), progress, *info_fds, *log_fds], start_new_session=True,
+                pass_fds=[child_end.fileno(), progress, *info_fds, *log_fds], process_group=0,
             )  # fmt: skip
         except OSError as error:
             parent_end.close()

@@ -37,7 +37,7 @@ class Seal(Struct, frozen=True):
 
     rows: int
     bytes: int  # of the files as they are read
-    sha256: str  # over the sha256 digests of 8 MiB blocks of every source file, in order
+    digest: str  # BLAKE3 of the BLAKE3 digests of 8 MiB blocks of every source file, in order
     format: str  # openai, jsonl, csv, parquet
     columns: list[str]  # of a table, in order; empty for OpenAI rows
     files: list[SealedFile]  # the files that rows are read from

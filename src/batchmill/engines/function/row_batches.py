@@ -99,7 +99,7 @@ class RowBatch(ProcessWork):
 class BlockBatch(ProcessWork):
     """Rows in one frame as lines of the dataset; the process makes the lines of the results."""
 
-    __slots__ = ("_batcher", "_block", "_done", "_layout", "sent_at")
+    __slots__ = ("_batcher", "_block", "_called", "_done", "_layout", "sent_at")
     from_job = True
 
     def __init__(self, batcher: Batcher, block: RowBlock, layout: dict[str, Any]) -> None:
@@ -109,6 +109,7 @@ class BlockBatch(ProcessWork):
         is_run = numbers[-1] - numbers[0] == len(numbers) - 1
         self.origin = (block.lease.project, block.lease.job_id, *([numbers[0]] if is_run else []))
         self._done = 0  # rows with a result: the first ones
+        self._called = 0  # those of them that the function was called with
         self.sent_at = time.monotonic()
 
     def frame(self) -> list[Buffer]:
@@ -122,10 +123,12 @@ class BlockBatch(ProcessWork):
         errors = {int(row): CallError(*error) for row, error in meta["errors"].items()}
         results = read_results(self._block, first, count, bytes(buffers[0]), errors)
         self._done += count
+        self._called += count - len(results.other_forms)
         self._batcher.put_results(self._block, results, self.sent_at, errors)
         if self._done < len(self._block):
             return False
-        self._batcher.measure(len(self._block), self.sent_at)
+        if self._called:
+            self._batcher.measure(self._called, self.sent_at)
         return True
 
     def _single_rows(self) -> tuple[RowBatch | None, list[int]]:

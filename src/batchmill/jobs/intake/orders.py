@@ -253,7 +253,7 @@ def same_input(spec: JobSpec, files: JobFiles) -> bool:
     sizes = [file.size_bytes for file in sealed.sources]
     if [os.stat(path).st_size for path in spec.dataset.paths] != sizes:
         return False
-    return sealing.digest(spec.dataset.paths) == sealed.sha256
+    return sealing.digest(spec.dataset.paths) == sealed.digest
 
 
 def refuse_shared_output(spec: JobSpec, records: Sequence[sa.RowMapping], finished: float | None = None) -> None:
