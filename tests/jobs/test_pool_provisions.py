@@ -87,10 +87,10 @@ async def test_a_changed_secret_reaches_all_workers_once(stage: Stage) -> None:
     """After a change every worker is told once; after one that concerns another model, none is."""
     stage.pools.use("job", MODEL, "key")
     workers = [await stage.executor.next() for _ in range(2)]
-    stage.pools.provide()
+    await stage.pools.provide()
     stage.secrets.now = SECOND
-    stage.pools.provide()
-    stage.pools.provide()
+    await stage.pools.provide()
+    await stage.pools.provide()
     for worker in workers:
         assert (await worker.expect(Provide)).provision == SECOND
         assert not worker.has_heard(Provide)
@@ -104,7 +104,7 @@ async def test_a_worker_that_was_starting_is_told_too(stage: Stage) -> None:
         await asyncio.sleep(0)
     await asyncio.sleep(0)
     stage.secrets.now = SECOND
-    stage.pools.provide()
+    await stage.pools.provide()
     while stage.secrets.asked < 2:
         await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -129,7 +129,7 @@ async def test_a_secret_that_is_removed_fails_what_needs_it(stage: Stage) -> Non
     for _ in range(2):
         await stage.executor.next()
     stage.secrets.now = None
-    stage.pools.provide()
+    await stage.pools.provide()
     assert (await stage.dispatcher.failure).code == "missing_secret"
     stage.secrets.now = SECOND
     again = stage.pools.use("job", MODEL, "key")

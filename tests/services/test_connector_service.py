@@ -234,7 +234,11 @@ async def test_credentials_rotate_while_deployed(room: RemoteRoom) -> None:
     made = await room.remote.connectors.create(US, connector_fields())
     model = await room.remote.models.register(US, model_of(made.id), deploy=True)
     events: list[frozenset[str]] = []
-    room.vault.listen(events.append)
+
+    async def listener(names: frozenset[str]) -> None:
+        events.append(names)
+
+    room.vault.listen(listener)
     words = rf"1 models are still using this connector, please undeploy the models first: \[{model.id}\]"
     with pytest.raises(InvalidInput, match=words):
         await room.remote.connectors.update(US, made.id, {"description": "x", "credential": {"openAI_key": "n" * 20}})

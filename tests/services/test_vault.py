@@ -88,7 +88,11 @@ async def test_a_secret_is_changed_and_removed(room: Room) -> None:
 async def test_whoever_listens_hears_what_has_changed(room: Room) -> None:
     """Names are told once they are durable; nothing is told where nothing has changed."""
     events: list[frozenset[str]] = []
-    room.vault.listen(events.append)
+
+    async def listener(names: frozenset[str]) -> None:
+        events.append(names)
+
+    room.vault.listen(listener)
     await room.vault.change({"a": "value-of-a", "b": "value-of-b"})
     await room.vault.change({"a": "value-of-a"}, remove=["b", "c"])
     await room.vault.change({}, remove=["b"])

@@ -340,11 +340,13 @@ class Pools:
             return "live requests use it"
         return "it is kept ready" if users else "it is unused"
 
-    def provide(self) -> None:
-        """Send changed secrets to workers."""
+    async def provide(self) -> None:
+        """Send changed secrets to the workers, ahead of all that is sent to them afterwards."""
         self._is_stale = True
         if self._providing is None and not self.is_closed:
             self._providing = asyncio.create_task(self._provide())
+        if self._providing is not None:
+            await asyncio.wait([self._providing])
 
     async def _provide(self) -> None:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -38,7 +38,7 @@ PAGE = 500  # sealed values per transaction
 PASSES_MAX = 10  # over all values, until none is left under an older key
 OWN_NAME = re.compile(r"connector/[A-Za-z0-9_-]{1,64}/[A-Za-z0-9_.:-]{1,120}|llm/[A-Za-z0-9_-]{1,64}/hf_token")
 
-Changed = Callable[[frozenset[str]], None]
+Changed = Callable[[frozenset[str]], Awaitable[None]]
 Also = Callable[[sa.Connection], Any]
 PREFIX, VARIABLE = "secret:", "env:"
 
@@ -95,7 +95,7 @@ class Vault:
         self._rotating = asyncio.Lock()
 
     def listen(self, listener: Changed) -> None:
-        """Call `listener` with the names of changed secrets, on the event loop's thread."""
+        """Await `listener` with the names of changed secrets, before the change returns."""
         self._listeners.append(listener)
 
     async def put(self, name: str, value: str) -> None:
@@ -130,7 +130,7 @@ class Vault:
         if changed:
             log.info("secrets changed: %s", ", ".join(sorted(changed)))
             for listener in self._listeners:
-                listener(changed)
+                await listener(changed)
         return changed
 
     async def reveal(self, name: str) -> str:
