@@ -30,7 +30,6 @@ from batchmill.types import (
     ResultBlock,
     Row,
     RowBlock,
-    SegmentRef,
     Submitted,
     Wait,
 )
@@ -187,18 +186,6 @@ class CallEngine(Engine, Protocol):
 
     def take_stats(self) -> CallStats | None:
         """Return the statistics since the last call; None: there are none."""
-
-
-class SegmentSink(Protocol):
-    """The storage of a worker's outcomes."""
-
-    def append(self, blocks: bytes) -> SegmentRef:
-        """Write whole blocks to the kernel: they survive a crash of this process, not yet of the machine."""
-
-    def sync(self) -> None:
-        """Return once everything appended before is on disk. After an error the sink cannot be used."""
-
-    def close(self) -> None: ...
 
 
 class Clock(Protocol):

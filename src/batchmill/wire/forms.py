@@ -126,13 +126,6 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
         row.custom_id = line.custom_id  # type: ignore[assignment]  # Raw has the buffer that % needs
         return line.body
 
-    def arguments_of(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """Return the `arguments` of many rows at once; raises if one of them cannot be read."""
-        lines = list(map(_arguments.decode, [row.raw for row in rows]))
-        for row, line in zip(rows, lines, strict=True):
-            row.custom_id = line.custom_id  # type: ignore[assignment]  # as in `arguments`
-        return [line.body for line in lines]
-
     def write_all(self, outcomes: Sequence[Outcome]) -> list[bytes]:
         """`write` for many outcomes; replies without ids, as of functions, take a shorter path."""
         line, write = _replied_line(self.id_prefix), self.write
@@ -260,10 +253,6 @@ class TableForm(Struct, frozen=True, tag="table"):
     def arguments(self, row: Row) -> dict[str, Any]:
         """Return every column; the function engine passes those that the function has as parameters."""
         return _columns.decode(row.raw)
-
-    def arguments_of(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """Return the `arguments` of many rows at once; raises if one of them cannot be read."""
-        return list(map(_columns.decode, [row.raw for row in rows]))
 
     def write_all(self, outcomes: Sequence[Outcome]) -> list[bytes]:
         """`write` for many outcomes."""

@@ -23,7 +23,6 @@ from batchmill.types import ModelSpec
 from batchmill.wire.job_spec import JobSpec
 
 CHECK = "batchmill.jobs.intake.adapters:check_offloaded"
-OURS = "llm"  # the engine that loads adapters
 READY = "ready"
 TOKEN = "HF_TOKEN"  # the variable with the token for a model hub
 SHOWN_MAX = 3  # adapters that are named in the reason to wait
