@@ -2,6 +2,8 @@
 
 # ruff: noqa: E501
 
+import time
+
 import pytest
 
 SEED_SCHEMA = """
@@ -186,6 +188,25 @@ def test_streams_that_nobody_reads_any_more(drive):
     process.send({"kind": "next", "id": 100})
     process.send({"kind": "next", "id": 101})
     assert process.receive()[1] == [b"1"]
+    assert process.stop() == 0
+
+
+@pytest.mark.parametrize("requested", [0, 1, 3])
+def test_a_closed_stream_ends_a_generator_that_waits(drive, tmp_path, requested):
+    """It is ended at once, whether its next event is being made, is still to be made, or was never requested."""
+    place = tmp_path / "ended"
+    code = (
+        "import asyncio\nasync def f(n):\n  try:\n    yield n\n    await asyncio.Event().wait()\n"
+        f"  finally: open({str(place)!r}, 'w').close()"
+    )
+    process = drive(code)
+    process.ready()
+    assert events(process, 100, b"[[5]]", 1, "positional") == [b"5"]
+    for _ in range(requested):
+        process.send({"kind": "next", "id": 100})
+    process.send({"kind": "close", "id": 100})
+    while not place.exists():
+        time.sleep(0)
     assert process.stop() == 0
 
 

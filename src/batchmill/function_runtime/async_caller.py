@@ -37,6 +37,7 @@ class AsyncLoop:
         self._places = []  # the tasks of single rows and streams, as `progress` numbers them
         self._place_of = {}
         self._streams = {}  # id -> (async generator, whether it answers tensors, its StreamCall)
+        self._closed = set()  # ids of streams whose `close` has come and not been carried out
         self._steps = {}  # stream id -> the task that makes its next event
         self._chains = {}  # stream id -> the last thing to be done for it
         self._timer = None
@@ -256,8 +257,10 @@ class AsyncLoop:
     def _follow(self, meta, buffers):
         """Run the operations on a stream one after another."""
         stream_id = meta["id"]
-        if meta["kind"] == "close" and stream_id in self._steps:
-            self._steps[stream_id].cancel()  # nobody reads the event that it makes
+        if meta["kind"] == "close":  # nobody reads the event that is being made, or those that were requested
+            self._closed.add(stream_id)
+            if stream_id in self._steps:
+                self._steps[stream_id].cancel()
         call = self._after(self._chains.get(stream_id), meta, buffers)
         self._chains[stream_id] = self._begin(call, [(stream_id, 0, 1)], self._followed)
 
@@ -276,10 +279,12 @@ class AsyncLoop:
         elif stream_id in self._streams:
             events, exact, called = self._streams[stream_id]
             printing.calling((called,))
-            if meta["kind"] == "next":
-                await self._next(stream_id, events, exact)
-            else:
+            if meta["kind"] == "close":
                 await self._close(stream_id, events)
+            elif stream_id not in self._closed:
+                await self._next(stream_id, events, exact)
+        if meta["kind"] == "close":
+            self._closed.discard(stream_id)
 
     def _open(self, meta, buffers):
         stream_id = meta["id"]
