@@ -7,13 +7,13 @@ import os
 import pytest
 from ledgered_job import LedgeredJob
 
-from batchmill.datasets.layout import SUMMED, check
+from batchmill.datasets.layout import SEAL, SUMMED_LINES, check
 from batchmill.datasets.sealed import SealedRows
 from batchmill.errors import DatasetDamaged, InputChanged
 from batchmill.jobs.ledger.audit import ANEW
 from batchmill.states import PauseReason
 
-FILES = (*SUMMED, "sums.json")
+FILES = (SEAL, *SUMMED_LINES, "sums.json")
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ from msgspec import Struct
 from batchmill.datasets import layout, readers
 from batchmill.datasets.formats import SourceFile, describe
 from batchmill.datasets.inflate import blocks
-from batchmill.datasets.layout import write_sums
 from batchmill.datasets.orders import RefusedRow, SealOrder, SizeLimits, SourcePart, ValidatedChunk
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.validation import id_of, quoted
@@ -282,7 +281,7 @@ class Tables:
         (self._home / layout.HASHES).unlink(missing_ok=True)
         problems = _first_of([self._material.problems, self._problems, repeated], self._problems_max)
         seal = msgspec.structs.replace(seal, rejected=self._rejected_count)
-        self._make_durable(seal)
+        layout.write_seal(self._home, seal)
         return SealReport(seal, problems, self._rejected_count, self._rejected_count)
 
     def _create(self, name: str) -> BinaryIO:
@@ -331,18 +330,6 @@ class Tables:
         if unreadable is not None:
             unreadable.unlink()
 
-    def _make_durable(self, seal: Seal) -> None:
-        for path in self._home.iterdir():
-            if path.is_file():
-                _sync(path)
-        temporary = self._home / f"{layout.SEAL}.tmp"
-        data = _encode(seal)
-        write_sums(self._home, data)
-        temporary.write_bytes(data)
-        _sync(temporary)
-        temporary.rename(self._home / layout.SEAL)
-        _sync(self._home)
-
 
 def _read(path: Path) -> Iterator[Rejection]:
     decode = msgspec.json.Decoder(Rejection).decode
@@ -356,11 +343,3 @@ def _first_of(lists: list[list[Problem]], count: int) -> list[Problem]:
     for problem in merge(*lists, key=lambda problem: problem.row or 0):
         by_row.setdefault(problem.row, problem)
     return list(by_row.values())[:count]
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

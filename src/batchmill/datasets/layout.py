@@ -12,15 +12,20 @@ from typing import NamedTuple
 import msgspec
 
 from batchmill.errors import DatasetDamaged
+from batchmill.types import Seal
 
 SEAL, OFFSETS, CHUNKS, CRCS = "seal.json", "offsets.u64", "chunks.bin", "crcs.u32"
 SUMS = "sums.json"  # checksums of these files
 REJECTED, ROWS, SCHEMA = "rejected.jsonl", "rows.jsonl", "schema.arrow"
+ROW_GROUPS = "groups.u64"  # of a dataset that is read as columns: (first row, file, number in it) of each row group
 TARGET, PREFIX, COST, FOLD = "target.u16", "prefix.u64", "cost.u32", "fold.u64"
 KEYS = (TARGET, PREFIX, COST, FOLD)
 # Only while sealing: a hash is useless without the seed of its process, and the lists of refused rows are merged.
 HASHES, REFUSED_EARLY, REFUSED_BY_LINE = "ids.i64", "refused-early.jsonl", "refused-lines.jsonl"
-FILES = (SEAL, SUMS, OFFSETS, CHUNKS, CRCS, REJECTED, ROWS, SCHEMA, *KEYS, HASHES, REFUSED_EARLY, REFUSED_BY_LINE)
+FILES = (
+    SEAL, SUMS, OFFSETS, CHUNKS, CRCS, REJECTED, ROWS, SCHEMA, ROW_GROUPS, *KEYS, HASHES, REFUSED_EARLY,
+    REFUSED_BY_LINE,
+)  # fmt: skip
 COPIES = "source-*.jsonl"
 
 RANGE_BYTES = 8 * 1024 * 1024  # what a validator reads at a time, and what one digest of a file covers
@@ -50,14 +55,38 @@ class ChunkRecord(NamedTuple):
     part: int  # which source its lines come from
 
 
-SUMMED = (SEAL, OFFSETS, CHUNKS, CRCS, REJECTED)
+SUMMED_LINES = (OFFSETS, CHUNKS, CRCS, REJECTED)
+SUMMED_COLUMNS = (ROW_GROUPS, CRCS, REJECTED)
 PIECE_BYTES = 1024 * 1024
 Sums = dict[str, tuple[int, int]]  # name -> (bytes, crc32)
 
 
+def write_seal(home: Path, seal: Seal) -> None:
+    """Make every file in `home` durable, and write the seal last."""
+    for path in home.iterdir():
+        if path.is_file():
+            sync(path)
+    data = msgspec.json.encode(seal)
+    write_sums(home, data)
+    temporary = home / f"{SEAL}.tmp"
+    temporary.write_bytes(data)
+    sync(temporary)
+    temporary.rename(home / SEAL)
+    sync(home)
+
+
+def sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def write_sums(home: Path, seal: bytes) -> None:
     """Durably write the checksums of the files in `home` and of the seal, which the caller writes next."""
-    sums: Sums = {name: _sum(home / name) for name in SUMMED if name != SEAL}
+    names = SUMMED_COLUMNS if (home / ROW_GROUPS).exists() else SUMMED_LINES
+    sums: Sums = {name: _sum(home / name) for name in names}
     sums[SEAL] = len(seal), zlib.crc32(seal)
     with open(home / SUMS, "wb") as file:
         file.write(msgspec.json.encode(sums))
@@ -74,7 +103,7 @@ def faults(home: Path) -> list[str]:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return [f"{SUMS} cannot be read"]
     messages = []
-    for name in SUMMED:
+    for name in (SEAL, *(SUMMED_COLUMNS if ROW_GROUPS in sums else SUMMED_LINES)):
         try:
             if sums.get(name) != _sum(home / name):
                 messages.append(f"{name} was changed or damaged")

@@ -41,6 +41,7 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     columns_max: int | None = None  # different columns of a table whose rows may differ; None: no limit
     problems_max: int = 1000
     processes: int = 2
+    may_be_columnar: bool = False  # all rows go to one function, in the order of the files: Parquet is read in place
 
 
 class SourcePart(Struct, frozen=True):

@@ -1,16 +1,13 @@
 """Reads Parquet: every record becomes a JSON object that keeps values exactly where JSON can.
 
-Integers, floats, strings, booleans, nulls, lists, structs and maps with text keys are what they are in JSON; decimals
-are numbers with their exact digits; dates, times and timestamps are ISO 8601 text (UTC where they have a zone);
-durations count their own unit; binary is base64; NaN and infinity are null. The only module here that imports pyarrow.
+See `function_runtime.arrow_values` for the JSON value of each type.
 """
 
 from __future__ import annotations
 
 import os
 import resource
-from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from batchmill.datasets.formats import SourceFile
 from batchmill.datasets.inflate import Advance
 from batchmill.datasets.orders import RefusedRow
 from batchmill.errors import InvalidDataset
+from batchmill.function_runtime.arrow_values import ArrowValues, UnsupportedType
 from batchmill.types import DatasetSpec
 
 COLUMNS_MAX = 10_000
@@ -46,13 +44,13 @@ _types = pa.types
 
 def columns(source: SourceFile, spec: DatasetSpec) -> list[str]:
     """The names of the columns. Raises: InvalidDataset (`invalid_parquet`, `schema_too_large`, `unsupported_type`)."""
-    with _open(source.path) as file:
+    with opened(source.path) as file:
         return list(file.schema_arrow.names)
 
 
 def keep_schema(source: SourceFile, path: Path) -> None:
     """Write the schema for the results. Raises: InvalidDataset when an earlier file has another schema."""
-    with _open(source.path) as file:
+    with opened(source.path) as file:
         schema = file.schema_arrow.remove_metadata()
     if path.exists() and not read_schema(path).equals(schema):
         raise InvalidDataset(
@@ -72,21 +70,20 @@ def read_schema(path: Path) -> pa.Schema:
 
 def rows_in(path: str) -> int:
     """The number of rows in the file's metadata. Raises: InvalidDataset where it cannot be read."""
-    with _open(path) as file:
+    with opened(path) as file:
         return file.metadata.num_rows
 
 
 def convert(source: SourceFile, spec: DatasetSpec, expected: list[str], advance: Advance) -> Iterator[Converted]:
     """Yield every record as a JSON object. Raises: InvalidDataset where the file cannot be read."""
-    with _open(source.path) as file:
-        dictionaries, column_bytes = _text_columns(file), BUFFERS_BYTES // max(1, file.metadata.num_columns)
-    buffer_bytes = max(BUFFER_BYTES_MIN, min(READ_BYTES, column_bytes))
-    with _bounded_memory(), _open(source.path, dictionaries, buffer_bytes) as file:
+    with opened(source.path) as file:
+        dictionaries, size_bytes = _text_columns(file), buffer_bytes(file.metadata.num_columns)
+    with bounded_memory(), opened(source.path, dictionaries, size_bytes) as file:
         rows_total, size, done = file.metadata.num_rows, os.path.getsize(source.path), 0
         try:
-            for batch in file.iter_batches(batch_size=_batch_rows(file)):
+            for batch in file.iter_batches(batch_size=batch_rows(file)):
                 for piece in _pieces(batch):
-                    yield _converted(piece, done, spec.line_bytes_max)
+                    yield converted(piece, done, spec.line_bytes_max)
                     done += piece.num_rows
                 advance(size * batch.num_rows // max(1, rows_total))
         except (MemoryError, pa.ArrowMemoryError):
@@ -96,11 +93,11 @@ def convert(source: SourceFile, spec: DatasetSpec, expected: list[str], advance:
                 code="invalid_parquet",
             ) from None
         except (pa.ArrowException, OSError) as error:
-            raise _broken(source.path, error) from None
+            raise broken(source.path, error) from None
 
 
 @contextmanager
-def _bounded_memory() -> Iterator[None]:
+def bounded_memory() -> Iterator[None]:
     """Limit the memory of the process to MEMORY_BYTES more than it uses now; reading more fails."""
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with open("/proc/self/statm", "rb") as file:
@@ -113,6 +110,11 @@ def _bounded_memory() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def buffer_bytes(columns: int) -> int:
+    """The bytes to read ahead of each column."""
+    return max(BUFFER_BYTES_MIN, min(READ_BYTES, BUFFERS_BYTES // max(1, columns)))
 
 
 def _text_columns(file: pq.ParquetFile) -> list[str]:
@@ -140,10 +142,18 @@ def _pieces(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     yield batch.slice(start)
 
 
-def _open(path: str, dictionaries: list[str] | None = None, buffer_bytes: int = READ_BYTES) -> pq.ParquetFile:
+def opened(
+    path: str, dictionaries: list[str] | None = None, buffer_bytes: int = READ_BYTES, source: Any = None
+) -> pq.ParquetFile:
+    """Open a Parquet file. Raises: InvalidDataset.
+
+    Args:
+        dictionaries: columns whose repeated values are in memory once.
+        source: a file object to read `path` through.
+    """
     try:
         file = pq.ParquetFile(
-            path,
+            path if source is None else source,
             pre_buffer=False,
             buffer_size=buffer_bytes,
             read_dictionary=dictionaries,
@@ -151,7 +161,7 @@ def _open(path: str, dictionaries: list[str] | None = None, buffer_bytes: int = 
             thrift_container_size_limit=THRIFT_ITEMS_MAX,
         )
     except (pa.ArrowException, OSError) as error:
-        raise _broken(path, error) from None
+        raise broken(path, error) from None
     schema = file.schema_arrow
     if len(schema) > COLUMNS_MAX or file.num_row_groups > ROW_GROUPS_MAX:
         raise InvalidDataset(
@@ -162,15 +172,19 @@ def _open(path: str, dictionaries: list[str] | None = None, buffer_bytes: int = 
     for number, field in enumerate(schema):
         if schema.get_field_index(field.name) != number:
             raise InvalidDataset(f"{path} has a column {field.name!r} twice", code="invalid_header")
-        _converter(field.type, f"the column {field.name!r} of {path}")
+        try:
+            _values.converter(field.type)
+        except UnsupportedType as error:
+            where = f"the column {field.name!r} of {path}"
+            raise InvalidDataset(f"{where} has {error}", code="unsupported_type") from None
     return file
 
 
-def _broken(path: str, error: Exception) -> InvalidDataset:
+def broken(path: str, error: Exception) -> InvalidDataset:
     return InvalidDataset(f"{path} cannot be read as Parquet: {error}", code="invalid_parquet")
 
 
-def _batch_rows(file: pq.ParquetFile) -> int:
+def batch_rows(file: pq.ParquetFile) -> int:
     """The rows of a batch: about BATCH_BYTES of the row group with the longest rows."""
     groups = [file.metadata.row_group(number) for number in range(file.num_row_groups)]
     widest = max((group.total_byte_size // max(1, group.num_rows) for group in groups), default=1)
@@ -178,141 +192,30 @@ def _batch_rows(file: pq.ParquetFile) -> int:
     return max(1, min(BATCH_ROWS_MAX, cells, BATCH_BYTES // max(1, widest)))
 
 
-def _converted(batch: pa.RecordBatch, done: int, line_bytes_max: int) -> Converted:
-    names = batch.schema.names
-    cells = [_converter(column.type, "")(column) for column in batch.columns]
+def converted(batch: pa.RecordBatch, done: int, line_bytes_max: int) -> Converted:
+    lines = _lines(batch)
     refused = []
-    lines = []
-    records = zip(*cells, strict=True) if cells else ((),) * batch.num_rows
-    for number, values in enumerate(records):
-        line = _encode(dict(zip(names, values, strict=True)))
+    for number, line in enumerate(lines):
         if len(line) > line_bytes_max:
             message = f"the record is longer than {line_bytes_max} bytes as JSON"
             refused.append(RefusedRow(number, done + number + 1, "line_too_long", message))
-        lines.append(line)
     lines.append(b"")
     return Converted(b"\n".join(lines), batch.num_rows, refused)
 
 
-Convert = Callable[[pa.Array], list[Any]]
+def lines_of(batch: pa.RecordBatch) -> bytes:
+    """The rows of a batch as JSON objects, each on a line."""
+    return b"".join([line + b"\n" for line in _lines(batch)])
 
 
-def _converter(kind: pa.DataType, where: str) -> Convert:
-    """The function that converts arrays of a type to JSON values. Raises: InvalidDataset (`unsupported_type`)."""
-    if isinstance(kind, pa.BaseExtensionType):
-        inner = _converter(kind.storage_type, where)
-        return lambda array: inner(array.storage)
-    if _types.is_dictionary(kind):
-        inner = _converter(kind.value_type, where)
-        return lambda array: inner(array.dictionary_decode())
-    if _types.is_struct(kind):
-        return _struct(kind, where)
-    if _types.is_map(kind):
-        return _map(kind, where)
-    if _types.is_list(kind) or _types.is_large_list(kind) or _types.is_fixed_size_list(kind):
-        return _list(kind, where)
-    for matches, convert_leaf in _LEAVES:
-        if matches(kind):
-            return convert_leaf
-    raise InvalidDataset(f"{where} has the type {kind}, which JSON cannot express", code="unsupported_type")
+def _lines(batch: pa.RecordBatch) -> list[bytes]:
+    names = batch.schema.names
+    cells = [_values.values(column) for column in batch.columns]
+    records = zip(*cells, strict=True) if cells else ((),) * batch.num_rows
+    return [_encode(dict(zip(names, values, strict=True))) for values in records]
 
 
-def _struct(kind: pa.StructType, where: str) -> Convert:
-    names = [field.name for field in kind]
-    inner = [_converter(field.type, where) for field in kind]
-
-    def convert_struct(array: pa.StructArray) -> list[Any]:
-        fields = [convert_field(array.field(number)) for number, convert_field in enumerate(inner)]
-        valid = array.is_valid().to_pylist()
-        values = zip(*fields, strict=True) if fields else ((),) * len(array)
-        return [dict(zip(names, value, strict=True)) if ok else None for ok, value in zip(valid, values, strict=True)]
-
-    return convert_struct
-
-
-def _list(kind: pa.ListType, where: str) -> Convert:
-    inner = _converter(kind.value_type, where)
-
-    def convert_list(array: pa.ListArray) -> list[Any]:
-        values = iter(inner(array.flatten()))
-        lengths = pc.list_value_length(array).to_pylist()
-        return [None if length is None else [next(values) for _ in range(length)] for length in lengths]
-
-    return convert_list
-
-
-def _map(kind: pa.MapType, where: str) -> Convert:
-    if not (_types.is_string(kind.key_type) or _types.is_large_string(kind.key_type)):
-        raise InvalidDataset(f"{where} is a map whose keys are {kind.key_type}, not text", code="unsupported_type")
-    inner = _converter(kind.item_type, where)
-
-    def convert_map(array: pa.MapArray) -> list[Any]:
-        entries = array.cast(pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)])))
-        pairs = entries.flatten()
-        members = zip(pairs.field(0).to_pylist(), inner(pairs.field(1)), strict=True)
-        lengths = pc.list_value_length(entries).to_pylist()
-        return [None if length is None else dict(next(members) for _ in range(length)) for length in lengths]
-
-    return convert_map
-
-
-def _values(array: pa.Array) -> list[Any]:
-    return array.to_pylist()
-
-
-def _timestamps(array: pa.TimestampArray) -> list[Any]:
-    """ISO 8601 with as many digits as the unit has. %S includes the fraction; times with a zone become UTC."""
-    zoned = array.type.tz is not None
-    naive = array.cast(pa.timestamp(array.type.unit, "UTC")).cast(pa.int64()).cast(pa.timestamp(array.type.unit))
-    return pc.strftime(naive, format="%Y-%m-%dT%H:%M:%SZ" if zoned else "%Y-%m-%dT%H:%M:%S").to_pylist()
-
-
-def _texts(array: pa.Array) -> list[Any]:
-    return array.cast(pa.string()).to_pylist()
-
-
-def _numbers_as_written(array: pa.Array) -> list[Any]:
-    return [None if text is None else Raw(text.encode()) for text in array.cast(pa.string()).to_pylist()]
-
-
-def _base64(array: pa.Array) -> list[Any]:
-    return [None if value is None else b64encode(value).decode() for value in array.to_pylist()]
-
-
-def _counts(array: pa.Array) -> list[Any]:
-    return array.cast(pa.int64()).to_pylist()
-
-
-def _halves(array: pa.Array) -> list[Any]:
-    return array.cast(pa.float32()).to_pylist()
-
-
-def _is_binary(kind: pa.DataType) -> bool:
-    return _types.is_binary(kind) or _types.is_large_binary(kind) or _types.is_fixed_size_binary(kind)
-
-
-def _is_plain(kind: pa.DataType) -> bool:
-    return (
-        _types.is_integer(kind)
-        or _types.is_float32(kind)
-        or _types.is_float64(kind)
-        or _types.is_boolean(kind)
-        or _types.is_null(kind)
-        or _types.is_string(kind)
-        or _types.is_large_string(kind)
-    )
-
-
-_LEAVES: tuple[tuple[Callable[[pa.DataType], bool], Convert], ...] = (
-    (_is_plain, _values),
-    (_types.is_float16, _halves),
-    (_types.is_timestamp, _timestamps),
-    (_types.is_date, _texts),
-    (_types.is_time, _texts),
-    (_types.is_duration, _counts),
-    (_types.is_decimal, _numbers_as_written),
-    (_is_binary, _base64),
-)
+_values = ArrowValues(number=lambda text: Raw(text.encode()))
 
 
 def values(path: Path, rows: int) -> Iterator[dict[str, Any]]:

@@ -1,15 +1,20 @@
-"""Loads the modules of this package with heavy imports only when a dataset needs them."""
+"""Loads the modules of this package with heavy imports only when a dataset needs them; opens the rows of any dataset."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from batchmill.datasets.sealed import DatasetRows, SealedRows, load_seal
 from batchmill.errors import InvalidDataset
 from batchmill.optional import require
+from batchmill.types import Seal
 
 MODULES = {
     "csv": "batchmill.datasets.csv_rows",
     "parquet": "batchmill.datasets.parquet_rows",
+    "column_rows": "batchmill.datasets.column_rows",
+    "column_sealing": "batchmill.datasets.column_sealing",
     "zstd": "batchmill.datasets.zstd_frames",
     "duplicates": "batchmill.datasets.duplicates",
 }
@@ -17,4 +22,11 @@ MODULES = {
 
 def load(name: str) -> Any:
     """Load a module of MODULES. Raises: InvalidDataset (`missing_dependency`)."""
-    return require(MODULES[name], f"reading {name.capitalize()}", InvalidDataset)
+    what = "Parquet" if "column" in name else name.capitalize()
+    return require(MODULES[name], f"reading {what}", InvalidDataset)
+
+
+def open_rows(home: Path, seal: Seal | None = None) -> DatasetRows:
+    """Open the rows of the dataset in `home`. Raises: InvalidDataset, DatasetDamaged."""
+    seal = load_seal(home) if seal is None else seal
+    return load("column_rows").ColumnRows(home, seal) if seal.is_columnar else SealedRows(home, seal)

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 from msgspec import Struct
@@ -38,6 +39,27 @@ def load_seal(home: Path) -> Seal:
         return msgspec.json.decode(data, type=Seal)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise damaged(home, [f"{layout.SEAL} cannot be read"]) from None
+
+
+class DatasetRows(Protocol):
+    """The rows of a sealed dataset by number, as JSON objects. All methods but `close` raise InputChanged.
+
+    Concurrency: one thread at a time.
+    """
+
+    rows: int
+
+    def read(self, first: int, last: int) -> list[bytes]:
+        """Rows first <= n < last."""
+
+    def read_lines(self, first: int, last: int) -> bytes:
+        """Rows first <= n < last, each on a line of its own that ends with a newline."""
+
+    def read_many(self, numbers: Sequence[int]) -> list[bytes]:
+        """Rows in any order."""
+
+    def close(self) -> None:
+        """Release files and memory; safe to call twice."""
 
 
 class VerifiedRows(Struct, gc=False):

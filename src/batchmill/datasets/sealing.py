@@ -64,11 +64,56 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
     clear(home)
     steps = _ProgressSteps(progress)
     size_limits = SizeLimits(order, home, sum(source.size_bytes for source in sources), steps.repeat)
-    material, progress = _material(order, detected, home, steps.progress, size_limits)
+    if order.may_be_columnar and detected.format == "parquet" and not order.dataset.copy:
+        report = _seal_columns(order, home, steps.progress, size_limits, sources)
+        if report is not None:
+            return report
+        clear(home)
+    return _seal_lines(order, detected, home, steps.progress, size_limits, sources)
+
+
+def _seal_columns(
+    order: SealOrder, home: Path, progress: Callable[[float], None], size_limits: SizeLimits, sources: list[SealedFile]
+) -> SealReport | None:
+    """Seal Parquet files where they lie; None: their rows must be converted."""
+    spec = order.dataset
+    files = classify(spec)
+    sealed = readers.load("column_sealing").seal_columns(files, spec, home, progress, size_limits)
+    if sealed is None:
+        return None
+    rows, digests = sealed
+    if rows == 0:
+        raise _no_rows()
+    _check_unchanged(sources)
+    paths = {source.path for source in files}
+    kept = [source for source in sources if source.path in paths]
+    new_seal = Seal(
+        rows=rows,
+        bytes=sum(file.size_bytes for file in kept),
+        digest=blake3(b"".join(digests)).hexdigest(),
+        format="parquet",
+        columns=detect(spec).columns,
+        files=kept,
+        sources=sources,
+        is_columnar=True,
+    )
+    layout.write_seal(home, new_seal)
+    return SealReport(new_seal, [], 0, 0)
+
+
+def _no_rows() -> InvalidDataset:
+    return InvalidDataset("the dataset has no rows: there is nothing to run", code="empty_file")
+
+
+def _seal_lines(
+    order: SealOrder, detected: Detected, home: Path, progress: Callable[[float], None], size_limits: SizeLimits,
+    sources: list[SealedFile],
+) -> SealReport:  # fmt: skip
+    material, progress = _material(order, detected, home, progress, size_limits)
     with Tables(home, order, material, size_limits) as tables:
         digests, adapters = _check_rows(order, material, tables, progress)
         if tables.rows == 0:
-            raise InvalidDataset("the dataset has no rows: there is nothing to run", code="empty_file")
+            raise _no_rows()
         if material.converted:
             digests = [digest for source in sources for digest in _digests(source)]
         _check_unchanged([*sources, *material.files])

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill import faults
-from batchmill.datasets.sealed import SealedRows
+from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import InvalidRow, JobPaused
 from batchmill.states import PauseReason
 from batchmill.store.segments import BlockRows, SegmentFile
@@ -197,7 +197,7 @@ class OpenJob(Struct, eq=False):
 
     id: str
     form: Form
-    rows: SealedRows
+    rows: DatasetRows
     segment: SegmentFile
     revoked: bool = False
     adapters: AdapterSet = AdapterSet()

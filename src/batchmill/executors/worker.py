@@ -18,7 +18,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from batchmill.datasets.sealed import SealedRows
+from batchmill.datasets.readers import open_rows
 from batchmill.engines import load_engine
 from batchmill.errors import BatchmillError, InputChanged, JobPaused, to_storage_error
 from batchmill.executors.channel import Channel, open_channel
@@ -213,7 +213,7 @@ class Worker:
         head = SegmentHead(message.job, message.identity, self._name)
         segment = SegmentFile(Path(message.segments), head, self._rolls.get(message.job, 0))
         self._jobs[message.job] = OpenJob(
-            message.job, message.form, SealedRows(Path(message.dataset)), segment, adapters=message.adapters,
+            message.job, message.form, open_rows(Path(message.dataset)), segment, adapters=message.adapters,
             project=message.project,
         )  # fmt: skip
 

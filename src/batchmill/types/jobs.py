@@ -40,9 +40,10 @@ class Seal(Struct, frozen=True):
     digest: str  # BLAKE3 of the BLAKE3 digests of 8 MiB blocks of every source file, in order
     format: str  # openai, jsonl, csv, parquet
     columns: list[str]  # of a table, in order; empty for OpenAI rows
-    files: list[SealedFile]  # the files that rows are read from
+    files: list[SealedFile]  # the files that rows are read from: JSON lines, or Parquet
     sources: list[SealedFile]  # the files that the caller named
     rejected: int = 0  # rows that validation refused
+    is_columnar: bool = False  # `files` are the Parquet files of the caller
 
 
 class Problem(Struct, frozen=True):

@@ -15,7 +15,8 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.datasets.inspection import BYTES_A_TOKEN, OUTPUT_TOKENS_DEFAULT
-from batchmill.datasets.sealed import SealedRows
+from batchmill.datasets.readers import open_rows
+from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import InvalidRow
 from batchmill.jobs.ledger.plan import PlanReader, TargetPlan
 from batchmill.types import ModelSpec, Request, Row, Usage
@@ -156,7 +157,7 @@ def estimate(order: EstimateOrder, progress: Callable[[float], None]) -> Estimat
     Raises: InputChanged when the rows are not what was sealed.
     """
     reader = PlanReader(Path(order.plan))
-    rows = SealedRows(Path(order.dataset))
+    rows = open_rows(Path(order.dataset))
     try:
         samples = list(_samples(order.spec, reader, rows, progress))
     finally:
@@ -195,7 +196,7 @@ class _Sample:
         self.bytes: list[int] = []
         self._random = random.Random(seed)
 
-    def read(self, spec: JobSpec, rows: SealedRows, numbers: list[int]) -> None:
+    def read(self, spec: JobSpec, rows: DatasetRows, numbers: list[int]) -> None:
         """Count the tokens of these rows, in an order in which every prefix is a sample."""
         assert self.counter is not None
         prompt, size = (spec.form.prompt or "") if isinstance(spec.form, TableForm) else "", 0
@@ -243,7 +244,7 @@ class _Sample:
 
 
 def _samples(
-    spec: JobSpec, reader: PlanReader, rows: SealedRows, progress: Callable[[float], None]
+    spec: JobSpec, reader: PlanReader, rows: DatasetRows, progress: Callable[[float], None]
 ) -> Iterator[_Sample]:
     """A sample for each model that has rows."""
     plan, lo, done = reader.plan, 0, 0

@@ -145,6 +145,7 @@ def seal_order(spec: JobSpec) -> SealOrder:
         ],
         keys=needs_keys(spec),
         columns_max=None if output_kind(Path(output))[0] == "jsonl" else COLUMNS_MAX,
+        may_be_columnar=may_be_columnar(spec),
         fold="all" if spec.policy.dedupe else "deterministic" if calls_language_models(spec.models) else "none",
     )
 
@@ -168,6 +169,12 @@ def targets(models: list[ModelSpec]) -> list[tuple[int, str | None]]:
 def needs_keys(spec: JobSpec) -> bool:
     """Whether rows are ordered or folded: functions keep the file's order."""
     return spec.policy.dedupe or len(spec.models) > 1 or calls_language_models(spec.models)
+
+
+def may_be_columnar(spec: JobSpec) -> bool:
+    """Whether every row is arguments of one function, and runs in the order of the file."""
+    has_prompt = isinstance(spec.form, TableForm) and spec.form.prompt is not None
+    return not (needs_keys(spec) or has_prompt or spec.models[0].needs_route)
 
 
 def calls_language_models(models: list[ModelSpec]) -> bool:

@@ -16,7 +16,8 @@ from msgspec import Struct
 
 from batchmill.datasets import layout
 from batchmill.datasets.orders import SealOrder
-from batchmill.datasets.sealed import SealedRows, load_seal
+from batchmill.datasets.readers import open_rows
+from batchmill.datasets.sealed import load_seal
 from batchmill.datasets.sealing import seal_with_retry
 from batchmill.errors import InputChanged, InvalidDataset, LedgerBroken
 from batchmill.jobs.ledger.files import JobFiles
@@ -41,7 +42,7 @@ def flaws(home: Path) -> list[str]:
     seal = load_seal(home)
     if not any(Path(file.path).parent == home for file in seal.files):
         return []
-    rows = SealedRows(home, seal)
+    rows = open_rows(home, seal)
     try:
         for first in range(0, rows.rows, ROWS):
             rows.read(first, min(first + ROWS, rows.rows))

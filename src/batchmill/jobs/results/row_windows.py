@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
-from batchmill.datasets.sealed import SealedRows
+from batchmill.datasets.readers import open_rows
+from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanReader, Progress, Rejected, iter_rejected, read_rejected
 from batchmill.jobs.results.results import GatherOrder
@@ -154,7 +155,7 @@ class RowWindows:
         self._unrun = order.unrun
         self._dataset = Path(order.dataset)
         self._index, self._partial = index, partial
-        self._sealed: SealedRows | None = None  # opened when a row of it is needed: most jobs need none
+        self._sealed: DatasetRows | None = None  # opened when a row of it is needed: most jobs need none
         self.folds = len(index.followers) > 0
 
     def __iter__(self) -> Iterator[Window]:
@@ -171,7 +172,7 @@ class RowWindows:
 
     def _raws(self, numbers: list[int]) -> list[bytes]:
         if self._sealed is None:
-            self._sealed = SealedRows(self._dataset)
+            self._sealed = open_rows(self._dataset)
         return self._sealed.read_many(numbers)
 
     def _window_end(self, first: int) -> int:

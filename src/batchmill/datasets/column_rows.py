@@ -1,0 +1,188 @@
+"""Reads rows of a dataset that was sealed as Parquet files, as columns or as JSON lines; every byte is verified.
+
+Reading forwards is cheap. A step back within a row group reads that group again from its start.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from msgspec import Struct
+
+from batchmill.datasets import layout, parquet_rows
+from batchmill.datasets.layout import damaged, faults
+from batchmill.datasets.sealed import load_seal
+from batchmill.datasets.verified_file import VerifiedFile, block_count
+from batchmill.errors import DatasetDamaged, InputChanged
+from batchmill.types import Seal
+
+FILES_OPEN_MAX = 8
+READERS_MAX = 2  # of different columns: those that a function takes, and all of a row that failed
+LINES_AT_ONCE = 1024  # rows whose values are Python objects at once
+
+Names = tuple[str, ...] | None  # of columns; None: all
+
+
+class _Reader(Struct):
+    """Reads one row group, batch after batch."""
+
+    group: int
+    batches: Iterator[pa.RecordBatch]
+    batch: pa.RecordBatch
+    first: int  # number of the first row of `batch`
+
+
+class ColumnRows:
+    """The rows of a sealed dataset by number, with the methods of `SealedRows`, and as record batches.
+
+    Raises: DatasetDamaged where its own files are not what was written.
+    Concurrency: one thread at a time.
+    """
+
+    def __init__(self, home: Path, seal: Seal | None = None) -> None:
+        self._seal = load_seal(home) if seal is None else seal
+        self._home, self.rows = home, self._seal.rows
+        try:
+            groups, self._crcs = array("Q"), array("I")
+            groups.frombytes((home / layout.ROW_GROUPS).read_bytes())
+            self._crcs.frombytes((home / layout.CRCS).read_bytes())
+            self.schema = parquet_rows.read_schema(home / layout.SCHEMA)
+        except (OSError, ValueError, pa.ArrowException) as error:
+            raise damaged(home, faults(home) or [str(error)]) from None
+        self._first_rows, self._file_of, self._number_of = groups[::3], groups[1::3], groups[2::3]
+        counts = [block_count(file.size_bytes) for file in self._seal.files]
+        self._first_blocks = list(accumulate(counts, initial=0))
+        is_whole = len(groups) % 3 == 0 and groups and self._first_rows[-1] == self.rows
+        if not is_whole or self._first_blocks[-1] != len(self._crcs):
+            raise damaged(home, faults(home) or [f"{layout.ROW_GROUPS} does not fit {self.rows} rows"])
+        self._files: OrderedDict[int, pq.ParquetFile] = OrderedDict()
+        self._readers: OrderedDict[Names, _Reader] = OrderedDict()
+
+    def read(self, first: int, last: int) -> list[bytes]:
+        """Rows first <= n < last as JSON objects. Raises: InputChanged."""
+        return self.read_lines(first, last).split(b"\n")[:-1]
+
+    def read_lines(self, first: int, last: int) -> bytes:
+        """Rows first <= n < last as JSON objects, each on a line. Raises: InputChanged."""
+        pieces = []
+        for start in range(first, last, LINES_AT_ONCE):
+            pieces.append(parquet_rows.lines_of(self.batch(start, min(start + LINES_AT_ONCE, last))))
+        return b"".join(pieces)
+
+    def read_many(self, numbers: Sequence[int]) -> list[bytes]:
+        """Rows in any order as JSON objects; fast for ascending ones. Raises: InputChanged."""
+        lines: dict[int, bytes] = {}
+        for first, last in runs_of(sorted(set(numbers))):
+            lines.update(zip(range(first, last), self.read(first, last), strict=True))
+        return [lines[number] for number in numbers]
+
+    def batch_of(self, numbers: Sequence[int], names: Names) -> pa.RecordBatch:
+        """Rows with ascending numbers as one batch. Raises: InputChanged."""
+        runs = [(numbers.start, numbers.stop)] if isinstance(numbers, range) else runs_of(numbers)
+        return _joined([self.batch(first, last, names) for first, last in runs])
+
+    def batch(self, first: int, last: int, names: Names = None) -> pa.RecordBatch:
+        """Columns of the rows first <= n < last. Raises: InputChanged."""
+        assert 0 <= first < last <= self.rows, (first, last, self.rows)
+        pieces = []
+        while first < last:
+            reader = self._reader(first, names)
+            start = first - reader.first
+            piece = reader.batch.slice(start, min(last - first, reader.batch.num_rows - start))
+            pieces.append(piece)
+            first += piece.num_rows
+        return _joined(pieces)
+
+    def close(self) -> None:
+        """Release files and memory; safe to call twice."""
+        self._readers.clear()
+        for file in self._files.values():
+            file.close(force=True)
+        self._files.clear()
+
+    def _reader(self, row: int, names: Names) -> _Reader:
+        """A reader whose batch has this row."""
+        group = bisect_right(self._first_rows, row) - 1
+        reader = self._readers.get(names)
+        try:
+            if reader is None or reader.group != group or row < reader.first:
+                self._readers.pop(names, None)
+                reader = self._readers[names] = self._begin(group, names)
+                if len(self._readers) > READERS_MAX:
+                    self._readers.popitem(last=False)
+            while row >= reader.first + reader.batch.num_rows:
+                reader.first += reader.batch.num_rows
+                reader.batch = next(reader.batches)
+        except StopIteration:
+            raise self._changed(group, f"row {row} is not there") from None
+        except (pa.ArrowException, OSError) as error:
+            raise self._changed(group, str(error)) from None
+        return reader
+
+    def _begin(self, group: int, names: Names) -> _Reader:
+        file = self._open(self._file_of[group])
+        columns = None if names is None else list(names)
+        batches = file.iter_batches(
+            parquet_rows.batch_rows(file), row_groups=[self._number_of[group]], columns=columns
+        )  # fmt: skip
+        return _Reader(group, batches, next(batches), self._first_rows[group])
+
+    def _open(self, number: int) -> pq.ParquetFile:
+        """Open a file that still has its size. Its time and inode may differ: the checksums decide."""
+        if number in self._files:
+            self._files.move_to_end(number)
+            return self._files[number]
+        sealed = self._seal.files[number]
+        try:
+            fd = os.open(sealed.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise self._differs(number, error.strerror or "it cannot be opened") from None
+        if (size := os.fstat(fd).st_size) != sealed.size_bytes:
+            os.close(fd)
+            raise self._differs(number, f"it has {size:,} bytes instead of {sealed.size_bytes:,}")
+        crcs = self._crcs[self._first_blocks[number] : self._first_blocks[number + 1]]
+        verified = VerifiedFile(
+            fd, sealed.size_bytes, crcs, lambda start, end: self._differs(number, f"bytes {start:,} to {end:,}")
+        )
+        file = parquet_rows.opened(
+            sealed.path, buffer_bytes=parquet_rows.buffer_bytes(len(self.schema)), source=verified
+        )
+        self._files[number] = file
+        if len(self._files) > FILES_OPEN_MAX:
+            self._files.popitem(last=False)[1].close(force=True)
+            self._readers.clear()
+        return file
+
+    def _changed(self, group: int, message: str) -> InputChanged:
+        return self._differs(self._file_of[group], message)
+
+    def _differs(self, number: int, message: str) -> InputChanged | DatasetDamaged:
+        if index_faults := faults(self._home):
+            return damaged(self._home, index_faults)
+        return InputChanged(
+            f"{self._seal.files[number].path} changed since it was sealed ({message}); restore it, or start over "
+            "with --restart"
+        )
+
+
+def runs_of(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, end) of consecutive numbers."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1] = runs[-1][0], number + 1
+        else:
+            runs.append((number, number + 1))
+    return runs
+
+
+def _joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)

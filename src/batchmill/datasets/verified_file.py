@@ -1,0 +1,116 @@
+"""A file whose every block is compared with its checksum when it is read."""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from blake3 import blake3
+
+from batchmill.datasets.layout import RANGE_BYTES
+from batchmill.errors import InputChanged
+
+BLOCK_BYTES = 256 * 1024  # what one checksum covers; the last block of a file may be shorter
+BLOCKS_KEPT = 64  # verified ones: columns are read in turns, each from where it stopped
+
+
+def checksums(path: str) -> Iterator[tuple[bytes, array[int]]]:
+    """For every RANGE_BYTES of a file: their BLAKE3 digest, and the CRC-32 of each block."""
+    with open(path, "rb", buffering=0) as file:
+        while data := _read_range(file):
+            view = memoryview(data)
+            crcs = [zlib.crc32(view[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
+            yield blake3(data).digest(), array("I", crcs)
+
+
+def _read_range(file: io.FileIO) -> bytes:
+    pieces, size = [], 0
+    while size < RANGE_BYTES and (piece := file.read(RANGE_BYTES - size)):
+        pieces.append(piece)
+        size += len(piece)
+    return b"".join(pieces)
+
+
+def block_count(size_bytes: int) -> int:
+    return -(-size_bytes // BLOCK_BYTES)
+
+
+class VerifiedFile(io.RawIOBase):
+    """
+    Args:
+        fd: of the file; closed with this object.
+        crcs: of its blocks.
+        changed: the error for a range of bytes that differs from what was sealed.
+    """
+
+    def __init__(self, fd: int, size_bytes: int, crcs: array[int], changed: Callable[[int, int], InputChanged]) -> None:
+        self._fd, self._size_bytes, self._crcs, self._changed = fd, size_bytes, crcs, changed
+        self._at = 0
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size_bytes}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def size(self) -> int:
+        return self._size_bytes
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Bytes from the current position on. Raises: InputChanged."""
+        end = self._size_bytes if size is None or size < 0 else min(self._at + size, self._size_bytes)
+        if end <= self._at:
+            return b""
+        first, last = self._at // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
+        data = self._verified(first, last + 1)
+        skip, self._at = self._at - first * BLOCK_BYTES, end
+        return data[skip : end - first * BLOCK_BYTES]
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._fd)
+        super().close()
+
+    def _verified(self, first: int, last: int) -> bytes:
+        """Blocks first <= n < last; the one at either end is likely to be read again."""
+        kept = self._blocks.get(first)
+        begin = first if kept is None else first + 1
+        pieces = [] if kept is None else [kept]
+        if begin < last:
+            pieces.append(self._read_blocks(begin, last))
+            self._keep(last - 1, pieces[-1][(last - 1 - begin) * BLOCK_BYTES :])
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _read_blocks(self, first: int, last: int) -> bytes:
+        start, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self._size_bytes)
+        data = os.pread(self._fd, end - start, start)
+        view = memoryview(data)
+        for number in range(first, last):
+            at = (number - first) * BLOCK_BYTES
+            if zlib.crc32(view[at : at + BLOCK_BYTES]) != self._crcs[number] or len(data) != end - start:
+                raise self._changed(start + at, min(start + at + BLOCK_BYTES, end))
+        return data
+
+    def _keep(self, number: int, data: bytes) -> None:
+        self._blocks[number] = data
+        self._blocks.move_to_end(number)
+        if len(self._blocks) > BLOCKS_KEPT:
+            self._blocks.popitem(last=False)
