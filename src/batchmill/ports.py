@@ -15,6 +15,8 @@ from batchmill.types import (
     AdapterSet,
     Amendment,
     CallStats,
+    ColumnBlock,
+    ColumnResultBlock,
     EngineStats,
     FunctionRequest,
     JobOrder,
@@ -39,6 +41,12 @@ if TYPE_CHECKING:
     from batchmill.wire.messages import FunctionReply, Start, ToOwner
 
 
+class Columns(Struct, frozen=True):
+    """The columns that an engine takes. Those that a dataset lacks are left out."""
+
+    names: tuple[str, ...] | None = None  # None: all
+
+
 class Feed(Protocol):
     """The rows for an engine: an endless stream without shards, leases or files."""
 
@@ -53,8 +61,11 @@ class Feed(Protocol):
 class BlockFeed(Feed, Protocol):
     """The feed of an engine that takes rows without an object for each."""
 
-    async def take_block(self, n: int) -> RowBlock | None:
-        """As `take`, but all rows of one call have one lease; None means that no more rows will come."""
+    async def take_block(self, n: int, columns: Columns | None = None) -> RowBlock | ColumnBlock | None:
+        """As `take`, but all rows of one call have one lease; None means that no more rows will come.
+
+        With `columns`, rows of a dataset that holds columns come as a ColumnBlock; all others are lines.
+        """
 
 
 @runtime_checkable
@@ -124,7 +135,7 @@ class Sink(Protocol):
 class BlockSink(Sink, Protocol):
     """Takes finished rows also as lines of the output file, without an object for each."""
 
-    def put_block(self, block: ResultBlock) -> None:
+    def put_block(self, block: ResultBlock | ColumnResultBlock) -> None:
         """As `put`, for rows that have a result."""
 
 

@@ -26,6 +26,8 @@ from batchmill.types import Seal
 
 FILES_OPEN_MAX = 8
 READERS_MAX = 2  # of different columns: those that a function takes, and all of a row that failed
+SLICE_ROWS_MAX = 16_384
+SLICE_BYTES = 8 * 1024 * 1024  # of Arrow memory
 LINES_AT_ONCE = 1024  # rows whose values are Python objects at once
 
 Names = tuple[str, ...] | None  # of columns; None: all
@@ -72,10 +74,9 @@ class ColumnRows:
 
     def read_lines(self, first: int, last: int) -> bytes:
         """Rows first <= n < last as JSON objects, each on a line. Raises: InputChanged."""
-        pieces = []
-        for start in range(first, last, LINES_AT_ONCE):
-            pieces.append(parquet_rows.lines_of(self.batch(start, min(start + LINES_AT_ONCE, last))))
-        return b"".join(pieces)
+        starts = range(first, last, LINES_AT_ONCE)
+        batches = (self.batch(start, min(start + LINES_AT_ONCE, last)) for start in starts)
+        return b"".join(map(parquet_rows.lines_of, batches))
 
     def read_many(self, numbers: Sequence[int]) -> list[bytes]:
         """Rows in any order as JSON objects; fast for ascending ones. Raises: InputChanged."""
@@ -84,6 +85,16 @@ class ColumnRows:
             lines.update(zip(range(first, last), self.read(first, last), strict=True))
         return [lines[number] for number in numbers]
 
+    def read_columns(self, numbers: Sequence[int], names: Names) -> tuple[memoryview, int]:
+        """An Arrow stream of one batch, of at most about SLICE_BYTES, and its rows. Raises: InputChanged."""
+        kept = None if names is None else tuple(name for name in self.schema.names if name in names)
+        numbers = numbers[:SLICE_ROWS_MAX]
+        batch = self.batch_of(numbers, kept)
+        while batch.nbytes > SLICE_BYTES and batch.num_rows > 1:
+            rows = batch.num_rows * SLICE_BYTES // batch.nbytes
+            batch = batch.slice(0, min(max(1, rows), batch.num_rows - 1))
+        return memoryview(parquet_rows.stream_of(batch)), batch.num_rows
+
     def batch_of(self, numbers: Sequence[int], names: Names) -> pa.RecordBatch:
         """Rows with ascending numbers as one batch. Raises: InputChanged."""
         runs = [(numbers.start, numbers.stop)] if isinstance(numbers, range) else runs_of(numbers)
@@ -91,15 +102,17 @@ class ColumnRows:
 
     def batch(self, first: int, last: int, names: Names = None) -> pa.RecordBatch:
         """Columns of the rows first <= n < last. Raises: InputChanged."""
+        return _joined(list(self.batches(first, last, names)))
+
+    def batches(self, first: int, last: int, names: Names = None) -> Iterator[pa.RecordBatch]:
+        """As `batch`, in the pieces in which they are read."""
         assert 0 <= first < last <= self.rows, (first, last, self.rows)
-        pieces = []
         while first < last:
             reader = self._reader(first, names)
             start = first - reader.first
             piece = reader.batch.slice(start, min(last - first, reader.batch.num_rows - start))
-            pieces.append(piece)
+            yield piece
             first += piece.num_rows
-        return _joined(pieces)
 
     def close(self) -> None:
         """Release files and memory; safe to call twice."""

@@ -193,7 +193,7 @@ def batch_rows(file: pq.ParquetFile) -> int:
 
 
 def converted(batch: pa.RecordBatch, done: int, line_bytes_max: int) -> Converted:
-    lines = _lines(batch)
+    lines = lines_in(batch)
     refused = []
     for number, line in enumerate(lines):
         if len(line) > line_bytes_max:
@@ -205,14 +205,23 @@ def converted(batch: pa.RecordBatch, done: int, line_bytes_max: int) -> Converte
 
 def lines_of(batch: pa.RecordBatch) -> bytes:
     """The rows of a batch as JSON objects, each on a line."""
-    return b"".join([line + b"\n" for line in _lines(batch)])
+    return b"".join([line + b"\n" for line in lines_in(batch)])
 
 
-def _lines(batch: pa.RecordBatch) -> list[bytes]:
+def lines_in(batch: pa.RecordBatch) -> list[bytes]:
+    """The rows of a batch as JSON objects."""
     names = batch.schema.names
     cells = [_values.values(column) for column in batch.columns]
     records = zip(*cells, strict=True) if cells else ((),) * batch.num_rows
     return [_encode(dict(zip(names, values, strict=True))) for values in records]
+
+
+def stream_of(batch: pa.RecordBatch) -> pa.Buffer:
+    """The batch as an Arrow stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue()
 
 
 _values = ArrowValues(number=lambda text: Raw(text.encode()))

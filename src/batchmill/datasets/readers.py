@@ -1,4 +1,4 @@
-"""Loads the modules of this package with heavy imports only when a dataset needs them; opens the rows of any dataset."""
+"""Loads modules of this package with heavy imports when a dataset needs them; opens the rows of any dataset."""
 
 from __future__ import annotations
 

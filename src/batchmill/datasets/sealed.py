@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 from msgspec import Struct
@@ -60,6 +60,14 @@ class DatasetRows(Protocol):
 
     def close(self) -> None:
         """Release files and memory; safe to call twice."""
+
+
+@runtime_checkable
+class ColumnDataset(DatasetRows, Protocol):
+    """A dataset that holds columns."""
+
+    def read_columns(self, numbers: Sequence[int], names: tuple[str, ...] | None) -> tuple[memoryview, int]:
+        """(an Arrow stream of the first of these rows, their number); `names` that it lacks are left out."""
 
 
 class VerifiedRows(Struct, gc=False):

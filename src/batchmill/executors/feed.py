@@ -11,13 +11,17 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from batchmill.datasets.sealed import ColumnDataset
 from batchmill.errors import InputChanged
 from batchmill.executors.leases import Allowance, Held
-from batchmill.types import Lease, Outcome, Row, RowBlock
+from batchmill.ports import Columns
+from batchmill.types import ColumnBlock, Lease, Outcome, Row, RowBlock
 from batchmill.types.connectors import RemoteJob
 from batchmill.wire.messages import Grant, unpack_u32
 
 WINDOW = 1024  # rows that are looked at together
+
+Block = RowBlock | ColumnBlock
 
 _note = msgspec.json.Decoder(RemoteJob)
 
@@ -245,11 +249,11 @@ class GrantFeed:
         block = await self.take_block(n)
         return [] if block is None else block.rows()
 
-    async def take_block(self, n: int) -> RowBlock | None:
+    async def take_block(self, n: int, columns: Columns | None = None) -> Block | None:
         """See `ports.BlockFeed`."""
         self._measure(n)
         while True:
-            block = self._take_now(n)
+            block = self._take_now(n, columns)
             if block is not None:
                 if len(self._turns):
                     self._wake()
@@ -287,11 +291,11 @@ class GrantFeed:
         fitting = int(rows * TAKE_S / max(self._time() - at, 1e-6))
         lane.take_max = min(fitting, max(rows, lane.take_max) * GROWTH_MAX)
 
-    def _take_now(self, n: int) -> RowBlock | None:
+    def _take_now(self, n: int, columns: Columns | None) -> Block | None:
         while self._isolated is None and (lane := self._turns.next()) is not None:
             # Beside other jobs a take is short, however slow this one's rows are; alone the engine knows best.
             most = n if len(self._turns) == 1 else min(n, max(self._least, lane.take_max))
-            block = self._take_of(lane, most)
+            block = self._take_of(lane, most, columns)
             if block is not None:
                 self._turns.charge(lane, len(block))
                 self._last = lane, len(block), self._time()
@@ -303,7 +307,7 @@ class GrantFeed:
                 return block
         return None
 
-    def _take_of(self, lane: _JobLane, n: int) -> RowBlock | None:
+    def _take_of(self, lane: _JobLane, n: int, columns: Columns | None = None) -> Block | None:
         """Up to `n` rows of a job's first grant; None where its input has changed: then it is forgotten."""
         queued = lane.queue[0]
         held = queued.held
@@ -313,15 +317,15 @@ class GrantFeed:
         n = 1 if held.isolated else n
         first, last = queued.next, min(queued.next + n, len(queued.numbers))
         try:
-            block = self._block(queued, first, last)
+            block = self._block(queued, first, last, columns)
             if allowance is not None and not allowance.takes_all:
                 count = allowance.reserve(block.rows())
                 if not count:
                     self._turns.leave(lane)
                     return None
                 if first + count < last:
-                    last = first + count
-                    block = self._block(queued, first, last)
+                    block = self._block(queued, first, first + count)
+            last = first + len(block)
         except InputChanged as error:
             self.drop(held.job.id)
             self._changed(held.job.id, error)
@@ -333,9 +337,15 @@ class GrantFeed:
         return block
 
     @staticmethod
-    def _block(queued: _Queued, first: int, last: int) -> RowBlock:
-        """Rows of a grant by index. Raises: InputChanged."""
+    def _block(queued: _Queued, first: int, last: int, columns: Columns | None = None) -> Block:
+        """Rows of a grant by index; of columns, perhaps only the first ones. Raises: InputChanged."""
         held, numbers = queued.held, queued.numbers[first:last]
+        if columns is not None and held.takes_blocks and isinstance(rows := held.job.rows, ColumnDataset):
+            data, count = rows.read_columns(numbers, columns.names)
+            last = first + count
+            return ColumnBlock(
+                data, queued.positions[first:last], numbers[:count], held.job.form, held, held.job.rows
+            )  # fmt: skip
         if isinstance(numbers, range):
             lines = held.job.rows.read_lines(numbers.start, numbers.stop)
         else:
@@ -368,7 +378,7 @@ class GrantFeed:
             lane.pending -= away
         return True
 
-    def _note_suspect(self, block: RowBlock) -> bool:
+    def _note_suspect(self, block: Block) -> bool:
         """Record the row's position for the owner, in case the row kills the process. False if that fails."""
         self._isolated = block.numbers[0], block.lease
         lease: Lease = block.lease.lease

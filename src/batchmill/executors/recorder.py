@@ -12,8 +12,17 @@ from msgspec import Struct, structs
 from batchmill import faults
 from batchmill.executors.leases import Held, Unsent
 from batchmill.models import redaction
-from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, error_meta, frame, frame_lines, pack_positions
-from batchmill.types import Commit, Outcome, ResultBlock, RowError, Usage
+from batchmill.store.segments import (
+    BlockMeta,
+    BlockRows,
+    SegmentFile,
+    error_meta,
+    frame,
+    frame_columns,
+    frame_lines,
+    pack_positions,
+)
+from batchmill.types import ColumnResultBlock, Commit, Outcome, ResultBlock, RowError, Usage
 
 BLOCK_ROWS = 1024
 BLOCK_BYTES = 1024 * 1024
@@ -141,16 +150,18 @@ class Recorder:
         if self._buffered and self._flush_timer is None:
             self._flush_timer = self._loop.call_later(KERNEL_S, self._flush_on_time)
 
-    def put_block(self, block: ResultBlock) -> None:
+    def put_block(self, block: ResultBlock | ColumnResultBlock) -> None:
         """See `ports.BlockSink`."""
         held: Held = block.lease
-        block = _masked(block)
         held.undone -= len(block.numbers)
         self._buffered.pop(id(held), None)
         if held.stale:
             return
         try:
-            self._append_lines(held, block)
+            if isinstance(block, ColumnResultBlock):
+                self._append_columns(held, block)
+            else:
+                self._append_lines(held, _masked(block))
         except OSError as error:
             held.stale = True
             self._broken(error)
@@ -172,6 +183,14 @@ class Recorder:
             )  # fmt: skip
             self._append_data(held, data, positions[first:end], ok=True, meta=meta)
             at += size
+
+    def _append_columns(self, held: Held, block: ColumnResultBlock) -> None:
+        lease, meta = held.lease, BlockMeta(block.usage)
+        data = frame_columns(
+            block.columns, block.positions, block.numbers,
+            generation=lease.generation, shard=lease.shard, epoch=lease.epoch, meta=meta,
+        )  # fmt: skip
+        self._append_data(held, data, block.positions, ok=True, meta=meta)
 
     @staticmethod
     def _take(part: BlockRows, outcomes: list[Outcome], lines: list[bytes]) -> None:

@@ -10,6 +10,7 @@ import operator
 
 from . import installed as json_text
 from . import values as arrays
+from .arrow_rows import ARROW, ArrowWriter, array_of, items_of, lists_of, read_batch
 from .installed import installed
 from .row_lines import LAYOUTS, read_lines
 
@@ -40,6 +41,8 @@ class Parameters:
         self.is_dict = is_dict
         self.defaults = dict(defaults or {})
         self.keeps_ids = False  # the ids of rows matter to the function
+        self.takes_frame = ""  # what table of all columns a function of many rows takes: see arrow_rows
+        self.series = {}  # parameters that take a column in a form of its own -> which one: see arrow_rows
         self.order = self.positional + sorted((self.names or self.required) - set(self.positional))
         last = [at for at, name in enumerate(self.positional) if name in self.required]
         self.fewest = last[-1] + 1 if last else 0  # positions that must be filled
@@ -60,8 +63,9 @@ class Bound:
 def read_rows(meta, buffers, parameters, *, as_columns=False):
     """The rows of an `ask` or `open` as calls of a row function; or as columns, if they arrived as valid columns."""
     try:
-        if as_columns and meta["layout"] == "columns":
-            bound = _whole_columns(meta, buffers, parameters)
+        if as_columns and meta["layout"] in ("columns", ARROW):
+            read = _whole_columns if meta["layout"] == "columns" else _arrow_columns
+            bound = read(meta, buffers, parameters)
             if bound is not None:
                 return bound
         bound = _read(meta, buffers, parameters)
@@ -99,6 +103,8 @@ def as_dicts(bound, parameters):
 def _read(meta, buffers, parameters):
     if meta["layout"] in LAYOUTS:
         return _of_lines(meta, buffers[0], parameters)
+    if meta["layout"] == ARROW:
+        return _of_batch(read_batch(buffers[0]), parameters)
     calls, layout = json_text.load(buffers[0]), meta["layout"]
     extra = buffers[1:]
     if layout == "columns":
@@ -122,6 +128,47 @@ def _of_lines(meta, data, parameters):
     bound.errors.update(errors)
     bound.writer = writer
     return bound
+
+
+def _of_batch(batch, parameters):
+    """The rows of an Arrow batch, one by one."""
+    lists, names = lists_of(batch), parameters.positional
+    is_plain = names and not (parameters.is_dict or parameters.models or parameters.arrays)
+    if is_plain and parameters.names is not None and set(lists) == parameters.names == set(names):
+        bound = Bound(ONE, lists[names[0]], {}) if len(names) == 1 else None
+        bound = bound or Bound(STAR, list(zip(*[lists[name] for name in names])), {})
+    else:
+        rows = list(map(dict, zip(*[[(name, value) for value in lists[name]] for name in lists])))
+        bound = _named(rows or [{} for _ in range(batch.num_rows)], parameters, is_lenient=True)
+    bound.writer = ArrowWriter()
+    return bound
+
+
+def _arrow_columns(meta, buffers, parameters):
+    """The columns of an Arrow batch, for a function that takes columns; None if rows must be read one by one."""
+    if parameters.models or (parameters.is_dict and not parameters.takes_frame):
+        return None
+    batch = read_batch(buffers[0])
+    if batch.num_rows != meta["rows"]:
+        raise ValueError(f"{meta['rows']} rows were announced, and {batch.num_rows} arrived")
+    if parameters.takes_frame:
+        whole = {"": batch}
+    elif not parameters.required.issubset(batch.schema.names):
+        return None
+    else:
+        whole = {name: _arrow_column(batch, name, parameters) for name in parameters.order}
+    bound = Bound(NAMED, [], {}, columns=whole)
+    bound.writer = ArrowWriter()
+    return bound
+
+
+def _arrow_column(batch, name, parameters):
+    if name not in batch.schema.names:
+        return [parameters.defaults[name]] * batch.num_rows
+    column = batch.column(name)
+    if name in parameters.series:
+        return column
+    return array_of(column, parameters.arrays[name]) if name in parameters.arrays else items_of(column)
 
 
 def _positional(calls, skip, parameters):

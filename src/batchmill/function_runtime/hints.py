@@ -91,6 +91,26 @@ def is_frame(hint):
     return pandas is not None and _without_none(hint)[0] is pandas.DataFrame
 
 
+def table_kind(hint):
+    """The kind of a hint for a table of all columns, as `arrow_rows` names it; "" for any other hint."""
+    return _kind_of(hint, {"Table": "table", "RecordBatch": "batch"}, "DataFrame")
+
+
+def series_kind(hint):
+    """The kind of a hint for one column, as `arrow_rows` names it; "" for any other hint."""
+    return _kind_of(hint, {"Array": "array", "ChunkedArray": "chunked"}, "Series")
+
+
+def _kind_of(hint, of_arrow, of_frames):
+    hint, _ = _without_none(hint)
+    if not isinstance(hint, type):
+        return ""
+    package = (hint.__module__ or "").partition(".")[0]
+    if package == "pyarrow":
+        return of_arrow.get(hint.__name__, "")
+    return package if package in ("pandas", "polars") and hint.__name__ == of_frames else ""
+
+
 def model_fields(model):
     """(name, hint, default, is required) of each field of a pydantic class, of either major version."""
     hints = typing.get_type_hints(model, include_extras=True)

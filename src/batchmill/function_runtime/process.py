@@ -15,6 +15,7 @@ import time
 import traceback
 
 from . import inferless_app, installed, marks, printing
+from .arrow_rows import ArrowWriter, is_arrow, is_available, items_of
 from .async_caller import AsyncLoop
 from .frames import BROKEN, WorkerSocket, end_with_worker, high, keep_freed_memory, pack, pack_text
 from .loading import LoadError, run_user_code, trace_of
@@ -84,9 +85,19 @@ class Replies:
         self._link.put(pack_text(text, [values, *buffers]))
 
     def _values(self, ask, first, end):
+        leaves_as_arrow = isinstance(ask.bound.writer, ArrowWriter)
+        if ask.pieces and leaves_as_arrow:
+            pieces = sorted((piece for piece in ask.pieces if first <= piece[0] < end), key=_first_of)
+            failed = sum(first <= row < end for row in ask.errors)
+            if sum(rows for _, rows, _ in pieces) + failed == end - first and pieces:
+                written = ask.bound.writer.write_pieces(pieces)
+                if written is not None:
+                    ask.pieces = [piece for piece in ask.pieces if piece[0] >= end]
+                    return b"arrow", (written, [])
         if ask.pieces:
             pieces = sorted((piece for piece in ask.pieces if first <= piece[0] < end), key=_first_of)
-            if ask.is_exact and not ask.errors and sum(rows for _, rows, _ in pieces) == end - first:
+            is_numpy = not any(is_arrow(columns) for *_, columns in pieces)
+            if is_numpy and ask.is_exact and not ask.errors and sum(rows for _, rows, _ in pieces) == end - first:
                 written = write_columns(pieces)
                 if written is not None:
                     return b"columns", written
@@ -94,7 +105,8 @@ class Replies:
                 spread(ask, *piece)
             ask.pieces = [piece for piece in ask.pieces if piece[0] >= end]
         if ask.bound.writer is not None:
-            return b"lines", (ask.bound.writer.write(ask.values[first:end], ask.errors, first), [])
+            written = ask.bound.writer.write(ask.values[first:end], ask.errors, first)
+            return b"arrow" if leaves_as_arrow else b"lines", (written, [])
         values = ask.values if end - first == ask.rows else ask.values[first:end]
         return b"rows", write_values(values, ask.errors, first, exact=ask.is_exact)
 
@@ -141,6 +153,9 @@ def _first_of(piece):
 
 def spread(ask, first, rows, columns):
     """Split array results into one for each row: for JSON, or beside failed rows."""
+    if is_arrow(columns):
+        ask.values[first : first + rows] = items_of(columns)
+        return
     lists = {name: list(each) if ask.is_exact else each.tolist() for name, each in columns.items()}
     if BARE_NAMES.issuperset(lists):
         [items] = lists.values()
@@ -219,7 +234,11 @@ class FunctionProcess:
             gc.set_threshold(GC_OBJECTS, *gc.get_threshold()[1:])
         if self._lines is not None:
             self._lines.stage = printing.CALL
-        fields = {"batch_size": self._code.batch_size, "batch_window_s": self._code.batch_window_s}
+        fields = {
+            "batch_size": self._code.batch_size,
+            "batch_window_s": self._code.batch_window_s,
+            "reads_arrow": is_available(),
+        }
         self._link.put(pack({"kind": "ready", "interface": self._code.interface, **fields}))
         self._link.flush()
         return frames[1:]

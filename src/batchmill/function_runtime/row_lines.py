@@ -131,14 +131,14 @@ class LineWriter:
             with contextlib.suppress(*_DUMP_ERRORS):  # found row by row
                 texts = list(map(installed.dump, values))
         if texts is None:
-            rows, texts = _texts(values, errors, rows)
+            rows, texts = texts_of(values, errors, rows)
         return b"".join(self._lines(rows, texts))
 
     def _lines(self, rows, texts):
         raise NotImplementedError
 
 
-def _texts(values, errors, rows):
+def texts_of(values, errors, rows):
     """(rows that have a result, its JSON); the others get an error."""
     writer, done, texts = Writer(), [], []
     for row, value in zip(rows, values):

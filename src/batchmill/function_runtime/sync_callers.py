@@ -11,6 +11,7 @@ import time
 from . import printing
 from . import values as arrays
 from .arguments import ONE, STAR, as_columns, as_dicts, column_of, read_rows
+from .arrow_rows import ArrowWriter, column_of_result, frame_of, is_arrow, items_of, series_of
 from .installed import loaded
 from .loading import row_error
 from .printing import FIRST
@@ -165,9 +166,17 @@ def prepare(ask, code):
     else:
         ask.columns = columns
     ask.keep_done()
+    if parameters.takes_frame or parameters.series:
+        key = _schema_of(ask.columns)
+        return [(first, end, key) for first, end in reversed(ask.runs)]
     if not parameters.arrays:
         return [(first, end, None) for first, end in reversed(ask.runs)]
     return [run for first, end in reversed(ask.runs) for run in _groups(ask, first, end, parameters)]
+
+
+def _schema_of(columns):
+    """What rows must have in common to share a table, or columns of Arrow."""
+    return tuple(str(each.schema if name == "" else each.type) for name, each in columns.items() if is_arrow(each))
 
 
 def _groups(ask, first, end, parameters):
@@ -192,10 +201,26 @@ def arguments_of(parts, code):
     """The arguments, by position and by name, of one call with the rows of all parts."""
     if code.calls == FRAME:
         return (_frame(parts, code),), {}
+    parameters = code.parameters
+    if parameters.takes_frame:
+        return (frame_of(_pieces(parts, ""), parameters.takes_frame),), {}
     if code.takes_rows:
         return (_items(parts, ""),), {}
-    is_array, names = code.parameters.arrays, code.parameters.order
-    return (), {name: _array(parts, name) if name in is_array else _items(parts, name) for name in names}
+    return (), {name: _column(parts, name, parameters) for name in parameters.order}
+
+
+def _column(parts, name, parameters):
+    if name in parameters.series:
+        return series_of(_pieces(parts, name), parameters.series[name])
+    return _array(parts, name) if name in parameters.arrays else _items(parts, name)
+
+
+def _pieces(parts, name):
+    """What each part has of a column: Arrow's of one type, or lists."""
+    columns = [(ask.columns[name], first, end) for ask, first, end in parts]
+    if any(isinstance(each, list) for each, _, _ in columns):
+        return [items_of(each.slice(a, b - a)) if is_arrow(each) else each[a:b] for each, a, b in columns]
+    return [each.slice(first, end - first) for each, first, end in columns]
 
 
 def _items(parts, name):
@@ -232,6 +257,8 @@ def _frame(parts, code):
 def share_out(parts, rows, result, code):
     """Give each row its result, or all rows the error of a result that does not fit."""
     found = _arrays_of(result, rows)
+    if found is None and any(isinstance(ask.bound.writer, ArrowWriter) for ask, _, _ in parts):
+        found = column_of_result(result, rows)
     if found is not None:
         for ask, first, end in parts:
             part, found = _cut(found, end - first)
@@ -292,11 +319,16 @@ def _arrays_of(result, rows):
 
 
 def _cut(named, rows):
+    if is_arrow(named):
+        return named.slice(0, rows), named.slice(rows)
     return {name: each[:rows] for name, each in named.items()}, {name: each[rows:] for name, each in named.items()}
 
 
 def _list_of(result):
     """The result as a list of one for each row; None for what is none."""
+    if type(result).__module__.partition(".")[0] in ("polars", "pyarrow"):
+        found = column_of_result(result, len(result))
+        return None if found is None else items_of(found)
     pandas = loaded("pandas")
     if pandas is not None and isinstance(result, pandas.DataFrame):
         return result.to_dict(orient="records")

@@ -10,7 +10,7 @@ import os
 
 from . import inferless_app
 from .arguments import Parameters
-from .hints import hints_of, is_frame, read_hint
+from .hints import hints_of, is_frame, read_hint, series_kind, table_kind
 from .installed import installed
 from .loading import FINISHERS, LoadError, find
 from .marks import BATCH_ROWS_MAX, ROWS_PARAMETER
@@ -131,6 +131,12 @@ def _list_function(call, given, hints, source):
         interface = _interface([], {}, LIST, takes_more=True)
         interface["takes"] = "rows"
         return UserCode(call, parameters, interface)
+    if len(names) == 1 and (kind := table_kind(hints.get(names[0]))):
+        parameters = Parameters([], [], None, is_dict=True)
+        parameters.takes_frame = kind
+        interface = _interface([], {}, LIST, takes_more=True)
+        interface["takes"] = "rows"
+        return UserCode(call, parameters, interface)
     read = {each.name: read_hint(hints.get(each.name), is_column=True) for each in given}
     parameters = Parameters(
         [each.name for each in given if each.kind in _POSITIONAL],
@@ -140,6 +146,8 @@ def _list_function(call, given, hints, source):
         models={name: _maker(hint.model) for name, hint in read.items() if hint.model is not None},
         defaults={each.name: each.default for each in given if each.default is not each.empty},
     )
+    kinds = {name: series_kind(hints.get(name)) for name in names}
+    parameters.series = {name: kind for name, kind in kinds.items() if kind}
     return UserCode(call, parameters, _interface(given, read, LIST))
 
 

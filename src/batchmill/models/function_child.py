@@ -246,6 +246,7 @@ class FunctionChild:
         self.ended: Callable[[], None] = _nothing
         self.exit_code: int | None = None
         self.batch_size = 0  # the most rows of one call; set by the start
+        self.reads_arrow = False  # its environment has pyarrow; set by the start
         self.log = FunctionLog(home / "function.log")
         self._log_start = self.log.size()
         self._marked_processes = MarkedProcesses(home)
@@ -359,6 +360,7 @@ class FunctionChild:
         meta, _ = received[0]
         if meta["kind"] == "ready":
             self.batch_size = meta.get("batch_size") or 1
+            self.reads_arrow = meta.get("reads_arrow") is True
             fields = {name: meta[name] for name in ("batch_size", "batch_window_s") if meta.get(name)}
             self._ready.set_result(msgspec.convert(meta["interface"] | fields, Interface))
         elif meta["kind"] == "failed":

@@ -1,6 +1,7 @@
 """Segments: append-only files of outcomes, in checksummed blocks that describe themselves.
 
-A segment belongs to one job and one worker. A block holds finished output lines of one shard, all ok or all errors.
+A segment belongs to one job and one worker. A block holds finished output lines of one shard, all ok or all errors; or
+the results of rows that succeeded as columns.
 Nothing here decides which blocks count: that is the ledger's.
 """
 
@@ -29,7 +30,7 @@ assert sys.byteorder == "little", "segments are written in the machine's own ord
 FILE_MAGIC = b"BMSEG\x00\x00\x01"
 BLOCK_MAGIC = b"BMBK"
 VERSION = 1
-IS_ERROR, IS_CONTIGUOUS = 1, 2
+IS_ERROR, IS_CONTIGUOUS, IS_COLUMNAR = 1, 2, 4
 SEGMENT_BYTES_MAX = 128 * 1024 * 1024  # a worker begins another file beyond this
 FILE_HEAD_BYTES_MAX = 64 * 1024
 SEARCH_BYTES = 1024 * 1024  # read at a time while searching for a valid header
@@ -59,6 +60,7 @@ class BlockMeta(Struct, frozen=True, omit_defaults=True):
     usage: Usage = Usage()
     errors: dict[str, int] = {}
     samples: dict[str, str] = {}  # error code -> one message
+    hidden: list[int] = []  # of columns: where the payload had BLOCK_MAGIC; its first byte is 0 there
 
 
 class Block(Struct, frozen=True):
@@ -78,6 +80,7 @@ class Block(Struct, frozen=True):
     payload_bytes: int
     table: bytes | None
     meta: BlockMeta
+    is_columnar: bool = False  # the payload is an Arrow stream, not lines
 
     def positions(self) -> Sequence[int]:
         """Plan position of every row, in the order of the payload's lines."""
@@ -91,7 +94,16 @@ class Block(Struct, frozen=True):
 
     def line_lengths(self) -> Sequence[int] | None:
         """Bytes of every line, or None for a block without a table: split its payload."""
-        return None if self.table is None else self._column(2)
+        return None if self.table is None or self.is_columnar else self._column(2)
+
+    def restored(self, payload: bytes) -> bytes:
+        """The payload as it was before `frame_columns` hid something in it."""
+        if not self.meta.hidden:
+            return payload
+        data = bytearray(payload)
+        for place in self.meta.hidden:
+            data[place] = BLOCK_MAGIC[0]
+        return bytes(data)
 
     def _column(self, k: int) -> array:
         assert self.table is not None
@@ -126,20 +138,52 @@ def frame_lines(
     generation: int, shard: int, epoch: int, ok: bool, meta: BlockMeta,
 ) -> bytes:  # fmt: skip
     """As `frame`, for joined lines. Ranges of positions and rows need no lengths, and cost nothing for each row."""
+    assert lengths is None or len(lengths) == len(rows), "every row has its line"
+    assert lengths is not None or (_runs_on(positions) and _runs_on(rows)), "rows that do not run on need lengths"
+    flags = 0 if ok else IS_ERROR
+    return _frame(payload, lengths, positions, rows, (generation, shard, epoch), flags, meta)
+
+
+def frame_columns(
+    payload: bytes, positions: Sequence[int], rows: Sequence[int], *, generation: int, shard: int, epoch: int,
+    meta: BlockMeta,
+) -> bytes:  # fmt: skip
+    """As `frame`, for results of rows that succeeded as an Arrow stream. What looks like a header in it is hidden."""
+    payload, hidden = _hide_magic(payload)
+    meta = msgspec.structs.replace(meta, hidden=hidden)
+    return _frame(payload, [0] * len(rows), positions, rows, (generation, shard, epoch), IS_COLUMNAR, meta)
+
+
+def _hide_magic(payload: bytes) -> tuple[bytes, list[int]]:
+    place = payload.find(BLOCK_MAGIC)
+    if place < 0:
+        return payload, []
+    data, hidden = bytearray(payload), []
+    while place >= 0:
+        data[place] = 0
+        hidden.append(place)
+        place = data.find(BLOCK_MAGIC, place + 1)
+    return bytes(data), hidden
+
+
+def _frame(
+    payload: bytes | memoryview, lengths: Sequence[int] | None, positions: Sequence[int], rows: Sequence[int],
+    lease: tuple[int, int, int], flags: int, meta: BlockMeta,
+) -> bytes:  # fmt: skip
+    """A block of a lease: generation, shard, epoch."""
     first, row, n = positions[0], rows[0], len(rows)
-    assert len(positions) == n and (lengths is None or len(lengths) == n), "every row has its position and its line"
-    contiguous = _runs_on(positions) and _runs_on(rows)
+    assert len(positions) == n, "every row has its position"
     table = b""
-    if not contiguous:
+    if _runs_on(positions) and _runs_on(rows):
+        flags |= IS_CONTIGUOUS
+    else:
         first = min(positions)
         deltas = array("I", [position - first for position in positions])
-        assert lengths is not None, "lines of rows that do not run on need lengths"
-        table = deltas.tobytes() + array("I", rows).tobytes() + array("I", lengths).tobytes()
+        table = deltas.tobytes() + array("I", rows).tobytes() + array("I", lengths or ()).tobytes()
     meta_bytes = b"" if meta == BlockMeta() else _meta_encoder.encode(meta)
-    flags = (0 if ok else IS_ERROR) | (IS_CONTIGUOUS if contiguous else 0)
     head = _HEAD.pack(
-        BLOCK_MAGIC, VERSION, flags, generation, shard, epoch, first, row, n, len(payload), len(table),
-        len(meta_bytes), crc32(payload, crc32(meta_bytes, crc32(table))),
+        BLOCK_MAGIC, VERSION, flags, *lease, first, row, n, len(payload), len(table), len(meta_bytes),
+        crc32(payload, crc32(meta_bytes, crc32(table))),
     )  # fmt: skip
     return b"".join((head, _CRC.pack(crc32(head)), table, meta_bytes, payload))
 
@@ -472,6 +516,7 @@ def _read_block(fd: int, path: str, offset: int, end: int) -> Block | None:
         payload_offset=offset + HEADER_BYTES + table + meta, payload_bytes=header.payload,
         table=None if header.flags & IS_CONTIGUOUS else body[:table],
         meta=_meta_decoder.decode(body[table : table + meta]) if meta else BlockMeta(),
+        is_columnar=bool(header.flags & IS_COLUMNAR),
     )  # fmt: skip
 
 
@@ -514,8 +559,8 @@ class SegmentReader:
         self._open: OrderedDict[str, int] = OrderedDict()
 
     def payload(self, block: Block) -> bytes:
-        """Iterate over the lines of a block."""
-        return self.read(block.path, block.payload_bytes, block.payload_offset)
+        """The lines of a block, or its Arrow stream."""
+        return block.restored(self.read(block.path, block.payload_bytes, block.payload_offset))
 
     def read(self, path: str, size: int, offset: int) -> bytes:
         """Read exactly these bytes. Raises: LedgerBroken if the segment has become shorter."""

@@ -4,6 +4,8 @@ from batchmill.types.calls import (
     AdapterStats,
     BatchTimes,
     CallStats,
+    ColumnBlock,
+    ColumnResultBlock,
     EngineStats,
     FunctionRequest,
     LiveHead,
@@ -58,11 +60,11 @@ from batchmill.types.projects import Caller, ProjectQuotas, Quotas, Scope
 
 # fmt: off
 __all__ = [
-    "Action", "AdapterSet", "AdapterStats", "Amendment", "BatchTimes", "CallStats", "Caller", "ClientConfig", "Commit",
-    "Connector", "DatasetSpec", "EngineEvent", "EngineState", "EngineStats", "EngineView", "FunctionRequest",
-    "FunctionSpec", "Interface", "Isolation", "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits",
-    "LiveHead", "LiveRequest", "LlmSettings", "ModelSpec", "Needs", "Once", "Outcome", "Policy", "Price", "Problem",
-    "ProjectQuotas", "Provision", "Quotas", "RemoteJob", "Request", "ResultBlock", "Row", "RowBlock", "RowError",
-    "SalvageReport", "SalvagedTable", "Scaling", "Scope",
-    "Seal", "SealedFile", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
+    "Action", "AdapterSet", "AdapterStats", "Amendment", "BatchTimes", "CallStats", "Caller", "ClientConfig",
+    "ColumnBlock", "ColumnResultBlock", "Commit", "Connector", "DatasetSpec", "EngineEvent", "EngineState",
+    "EngineStats", "EngineView", "FunctionRequest", "FunctionSpec", "Interface", "Isolation", "JobOrder", "JobQuery",
+    "JobView", "Lease", "LedgerReport", "Limits", "LiveHead", "LiveRequest", "LlmSettings", "ModelSpec", "Needs",
+    "Once", "Outcome", "Policy", "Price", "Problem", "ProjectQuotas", "Provision", "Quotas", "RemoteJob", "Request",
+    "ResultBlock", "Row", "RowBlock", "RowError", "SalvageReport", "SalvagedTable", "Scaling", "Scope", "Seal",
+    "SealedFile", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
 ]

@@ -56,6 +56,26 @@ class RowBlock(Struct, frozen=True, eq=False):
         return [Row(position, number, raw, self.form, self.lease) for position, number, raw in found]
 
 
+class ColumnBlock(Struct, frozen=True, eq=False):
+    """Rows of one lease as the columns that an engine asked for."""
+
+    data: bytes | memoryview  # an Arrow stream of one record batch
+    positions: Sequence[int]  # of each row, in the plan
+    numbers: Sequence[int]  # of each row, in the dataset; ascending
+    form: Any  # as in Row
+    lease: Any
+    dataset: Any  # a datasets.sealed.DatasetRows: the whole rows
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def rows(self) -> list[Row]:
+        """The rows one by one, with all of their columns. Raises: InputChanged."""
+        raws = self.dataset.read_many(self.numbers)
+        found = zip(self.positions, self.numbers, raws, strict=True)
+        return [Row(position, number, raw, self.form, self.lease) for position, number, raw in found]
+
+
 class Request(Struct, frozen=True, gc=False):
     """A row as a call of an OpenAI-style path."""
 
@@ -78,6 +98,16 @@ class ResultBlock(Struct, frozen=True, eq=False):
     positions: Sequence[int]  # of each row, in the plan
     numbers: Sequence[int]  # of each row, in the dataset
     lease: Any  # that of their RowBlock
+    usage: Usage = Usage()
+
+
+class ColumnResultBlock(Struct, frozen=True, eq=False):
+    """Results of rows of one lease as columns."""
+
+    columns: bytes  # an Arrow stream of one record batch, with a row for each row
+    positions: Sequence[int]  # of each row, in the plan
+    numbers: Sequence[int]  # of each row, in the dataset
+    lease: Any  # that of their ColumnBlock
     usage: Usage = Usage()
 
 

@@ -8,15 +8,16 @@ import time
 from collections.abc import Sequence
 
 from batchmill.engines.function.process import OWN_IDS, Blame, Counts, Process
-from batchmill.engines.function.row_batches import BlockBatch, FormRow, RowBatch, origin_of, row_error
+from batchmill.engines.function.row_batches import Block, BlockBatch, FormRow, RowBatch, origin_of, row_error
 from batchmill.engines.function.row_reader import FormBody, RowReader
 from batchmill.engines.function.row_results import BlockResults, failed
 from batchmill.errors import BatchmillError
 from batchmill.ports import BlockFeed, BlockSink, Feed, Sink
-from batchmill.types import FunctionSpec, ModelSpec, Outcome, Row, RowBlock, RowError
+from batchmill.types import ColumnBlock, FunctionSpec, ModelSpec, Outcome, Row, RowError
 from batchmill.wire.calls import CALL_FORMS, CallError
 
 ROWS_MAX = 2048  # of one RowBatch, or as many as go together in one call; there are two
+COLUMN_ROWS_MAX = 16_384  # of one block of columns
 BATCH_S = 0.1  # how long a RowBatch is meant to run
 GROWTH_MAX = 8  # from one RowBatch to the next
 TOGETHER = 64  # rows of a function that may take many at once
@@ -35,6 +36,7 @@ class RowBatcher:
         self._room = asyncio.Event()
         self.held = 0  # rows taken and not put
         self._size = 1
+        self._rows_max = ROWS_MAX
         self._last_done = 0.0
         self.interface = function.interface
 
@@ -44,7 +46,7 @@ class RowBatcher:
     @property
     def most(self) -> int:
         """The maximum number of rows to hold."""
-        most = 2 * max(ROWS_MAX, self._batch_size())
+        most = 2 * max(self._rows_max, self._batch_size())
         return min(self._most or most, most)
 
     async def run(self, feed: Feed, sink: Sink) -> None:
@@ -69,14 +71,16 @@ class RowBatcher:
             self.held = 0
 
     async def _feed_all(self, feed: Feed) -> None:
-        has_blocks = isinstance(feed, BlockFeed) and isinstance(self._sink, BlockSink)
-        while taken := await (feed.take_block if has_blocks else feed.take)(self._wanted()):
+        while taken := await self._take(feed):
             self.held += len(taken)
-            layout = self.reader.block_layout(taken) if isinstance(taken, RowBlock) else None
-            if layout is not None:
-                self._process.begin(BlockBatch(self, taken, layout))
+            layout = None if isinstance(taken, list) else self.reader.block_layout(taken)
+            if isinstance(taken, list):
+                self.send(taken)
+            elif layout is None:
+                self.send(taken.rows())
             else:
-                self.send(taken.rows() if isinstance(taken, RowBlock) else taken)
+                self._rows_max = COLUMN_ROWS_MAX if isinstance(taken, ColumnBlock) else ROWS_MAX
+                self._process.begin(BlockBatch(self, taken, layout))
             while self.held > self._unit_size() or self.held >= self.most:
                 self._room.clear()
                 await self._room.wait()
@@ -84,12 +88,21 @@ class RowBatcher:
             self._room.clear()
             await self._room.wait()
 
+    async def _take(self, feed: Feed) -> list[Row] | Block | None:
+        """The next rows, in the form that moves fastest. None or empty: no more will come."""
+        if not (isinstance(feed, BlockFeed) and isinstance(self._sink, BlockSink)):
+            return await feed.take(self._wanted())
+        child = self._process.child
+        return await feed.take_block(
+            self._wanted(), self.reader.columns() if child is not None and child.reads_arrow else None
+        )  # fmt: skip
+
     def _unit_size(self) -> int:
         """The rows of one batch: as many as last BATCH_S, and whole function batches."""
         together = self.interface.calls != "row" or self.interface.is_async
         batch = self._batch_size()
         unit = max(batch, TOGETHER if together else 1)
-        return min(max(unit, self._size), max(ROWS_MAX, batch))
+        return min(max(unit, self._size), max(self._rows_max, batch))
 
     def _batch_size(self) -> int:
         child = self._process.child
@@ -142,7 +155,7 @@ class RowBatcher:
         self._sink.put(outcomes)
         self._room.set()
 
-    def put_results(self, block: RowBlock, results: BlockResults, sent_at: float, errors: dict[int, CallError]) -> None:
+    def put_results(self, block: Block, results: BlockResults, sent_at: float, errors: dict[int, CallError]) -> None:
         """Put finished rows of a block; tracebacks of `errors` go to the log."""
         if not isinstance(self._sink, BlockSink):  # the run has ended
             return
@@ -188,4 +201,4 @@ class RowBatcher:
         took_s = now - max(sent_at, self._last_done)
         self._last_done = now
         fitting = int(rows * BATCH_S / max(took_s, 1e-6))
-        self._size = max(1, min(fitting, max(rows, self._size) * GROWTH_MAX, ROWS_MAX))
+        self._size = max(1, min(fitting, max(rows, self._size) * GROWTH_MAX, self._rows_max))

@@ -15,10 +15,15 @@ from batchmill.engines.function.row_results import BlockResults, outcome_of, out
 from batchmill.errors import BatchmillError
 from batchmill.function_runtime.frames import pack
 from batchmill.models.function_socket import Buffer
-from batchmill.types import Outcome, Row, RowBlock, RowError
+from batchmill.optional import require
+from batchmill.types import ColumnBlock, Outcome, Row, RowBlock, RowError
 from batchmill.wire.calls import CALL_FORMS, FUNCTION_ERROR, NAMED, CallError, ParsedCalls
 
+READ_COLUMN = "batchmill.engines.function.column_results:read_column"
 DEATHS_MAX = 3  # of processes that a row may cause
+
+
+Block = RowBlock | ColumnBlock
 
 
 class Batcher(Protocol):
@@ -32,7 +37,7 @@ class Batcher(Protocol):
     def put(self, outcomes: list[Outcome], sent_at: float, errors: dict[int, CallError]) -> None: ...
 
     def put_results(
-        self, block: RowBlock, results: BlockResults, sent_at: float, errors: dict[int, CallError]
+        self, block: Block, results: BlockResults, sent_at: float, errors: dict[int, CallError]
     ) -> None: ...
 
     def send(self, rows: Sequence[Row]) -> None: ...
@@ -97,12 +102,12 @@ class RowBatch(ProcessWork):
 
 
 class BlockBatch(ProcessWork):
-    """Rows in one frame as lines of the dataset; the process makes the lines of the results."""
+    """Rows in one frame as lines or columns of the dataset; results come back in the same form."""
 
     __slots__ = ("_batcher", "_block", "_called", "_done", "_layout", "sent_at")
     from_job = True
 
-    def __init__(self, batcher: Batcher, block: RowBlock, layout: dict[str, Any]) -> None:
+    def __init__(self, batcher: Batcher, block: Block, layout: dict[str, Any]) -> None:
         super().__init__(batcher.next_id(), ParsedCalls(len(block), NAMED, b""))
         self._batcher, self._block, self._layout = batcher, block, layout
         numbers = block.numbers
@@ -116,12 +121,13 @@ class BlockBatch(ProcessWork):
         numbers = self._block.numbers
         which = {"first": numbers.start} if isinstance(numbers, range) else {"numbers": list(numbers)}
         meta = {"kind": "ask", "id": self.id, "rows": len(numbers), "from_job": True, "exact": False}
-        return pack(meta | {"of": self.origin} | self._layout | which, [self._block.lines])
+        data = self._block.data if isinstance(self._block, ColumnBlock) else self._block.lines
+        return pack(meta | {"of": self.origin} | self._layout | which, [data])
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
         first, count = self._done, row_count(meta, self._done, len(self._block))
         errors = {int(row): CallError(*error) for row, error in meta["errors"].items()}
-        results = read_results(self._block, first, count, bytes(buffers[0]), errors)
+        results = self._read(first, count, bytes(buffers[0]), errors)
         self._done += count
         self._called += count - len(results.other_forms)
         self._batcher.put_results(self._block, results, self.sent_at, errors)
@@ -130,6 +136,11 @@ class BlockBatch(ProcessWork):
         if self._called:
             self._batcher.measure(self._called, self.sent_at)
         return True
+
+    def _read(self, first: int, count: int, data: bytes, errors: dict[int, CallError]) -> BlockResults:
+        if isinstance(self._block, ColumnBlock):
+            return require(READ_COLUMN, "results as columns")(self._block, first, count, data, errors)
+        return read_results(self._block, first, count, data, errors)
 
     def _single_rows(self) -> tuple[RowBatch | None, list[int]]:
         """The open rows as a RowBatch, which can run them in any combination, and the index of each in the block."""

@@ -9,8 +9,10 @@ import msgspec
 from msgspec import Raw, Struct
 
 from batchmill.errors import BatchmillError
+from batchmill.function_runtime.arrow_rows import ARROW
 from batchmill.function_runtime.row_lines import OPENAI, TABLE
-from batchmill.types import Interface, Row, RowBlock, RowError
+from batchmill.ports import Columns
+from batchmill.types import ColumnBlock, Interface, Row, RowBlock, RowError
 from batchmill.wire.calls import ARGUMENTS, form_of_body
 from batchmill.wire.forms import URLS, OpenAIForm, TableForm
 from batchmill.wire.json_bytes import encode, join_object, split_object
@@ -107,10 +109,18 @@ class RowReader:
         except READ_ERRORS as error:
             return RowError("invalid_json", f"the row cannot be read: {error}")
 
-    def block_layout(self, block: RowBlock) -> dict[str, Any] | None:
+    def columns(self) -> Columns:
+        """The columns that the function takes of a dataset that has some."""
+        interface = self._interface
+        is_open = interface.takes_more or interface.takes != "arguments"
+        return Columns(None if is_open else tuple(each.name for each in interface.inputs))
+
+    def block_layout(self, block: RowBlock | ColumnBlock) -> dict[str, Any] | None:
         """How the process reads and writes a block of rows; None if they must be read here, one by one."""
         if block.lease is None or not block.lease.takes_blocks:
             return None
+        if isinstance(block, ColumnBlock):
+            return {"layout": ARROW}
         if isinstance(block.form, TableForm):
             return None if self._cells.is_needed and block.form.is_text else {"layout": TABLE}
         return self._openai_layout | {"prefix": block.form.id_prefix}

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.function_runtime.row_lines import OTHER_FORM
-from batchmill.types import Outcome, ResultBlock, Row, RowBlock, RowError, Usage
+from batchmill.types import ColumnResultBlock, Outcome, ResultBlock, Row, RowBlock, RowError, Usage
 from batchmill.wire.calls import CallError
 from batchmill.wire.forms import OpenAIForm, usage_of
 from batchmill.wire.json_bytes import DEPTH_MAX, decode, is_too_deep
@@ -61,7 +61,7 @@ def row_count(meta: dict[str, Any], done: int, total: int) -> int:
 class BlockResults(Struct, frozen=True):
     """The results of some rows of a block."""
 
-    ok: ResultBlock | None
+    ok: ResultBlock | ColumnResultBlock | None
     failed: list[Outcome]
     other_forms: list[Row] = []  # that were not called: the worker must read them
 

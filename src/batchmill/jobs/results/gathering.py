@@ -6,7 +6,7 @@ Runs in a child process of the owner; `partial` in any process. The same outcome
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -19,6 +19,8 @@ from batchmill.jobs.ledger.plan import Progress
 from batchmill.jobs.results.result_lines import ResultLines
 from batchmill.jobs.results.results import GatherOrder, Manifest, ResultFile, output_kind
 from batchmill.jobs.results.row_windows import RowIndex, RowWindows, Window
+from batchmill.optional import require
+from batchmill.store.segments import SegmentReader
 from batchmill.wire.forms import Form
 
 INDEX_SHARE = 0.3  # of the progress
@@ -26,6 +28,26 @@ CAUSES_MAX = 1000  # distinct error codes
 OTHER = "other"
 
 TABLES = {"csv": "batchmill.jobs.results.result_columns", "parquet": "batchmill.jobs.results.result_parquet"}
+
+
+class Index(Protocol):
+    """What is known of all outcomes before any is read."""
+
+    rows: int
+    missing: int  # rows without an outcome
+    refused: int  # rows that validation refused
+    followers: Sequence[int]  # rows that share another row's outcome
+    reader: SegmentReader
+
+
+class Windows(Protocol):
+    """All rows in row order; can be iterated as often as asked."""
+
+    folds: bool  # some rows share another row's outcome
+
+    def __iter__(self) -> Iterator[Window]: ...
+
+    def close(self) -> None: ...
 
 
 class TableSource(Struct, frozen=True):
@@ -67,15 +89,20 @@ def gather(order: GatherOrder, progress: Progress) -> Manifest:
     Raises: LedgerBroken unless every row 0..N-1 has exactly one outcome (with `unrun`: at most one) and every
     byte is what was committed. InputChanged where followers or refused rows need a dataset that is gone. StorageFull.
     """
-    index = RowIndex(order, lambda share: progress(share * INDEX_SHARE))
+    index, windows = _open(order, lambda share: progress(share * INDEX_SHARE))
     if index.missing and order.unrun is None:
         raise LedgerBroken(f"{index.missing} of {index.rows} rows have no outcome", code="row_missing")
-    windows = RowWindows(order, index)
     kind, _ = output_kind(Path(order.output))
     tally = _Tally(order.form, index.rows, lambda share: progress(INDEX_SHARE + (1 - INDEX_SHARE) * share))
     try:
-        write = _write_lines if kind == "jsonl" else _write_table
-        output, errors = write(order, windows, tally)
+        if kind == "jsonl":
+            output, errors = _write_lines(order, windows, tally)
+        elif kind == "parquet" and not isinstance(windows, RowWindows):
+            write = require("batchmill.jobs.results.column_parquet:write", "results as Parquet")
+            output, errors = write(Path(order.output), index, windows, tally.count_columns), None
+            tally.finish()
+        else:
+            output, errors = _write_table(order, windows, tally)
     finally:
         windows.close()
         index.reader.close()
@@ -85,13 +112,22 @@ def gather(order: GatherOrder, progress: Progress) -> Manifest:
     )  # fmt: skip
 
 
+def _open(order: GatherOrder, progress: Progress, *, partial: bool = False) -> tuple[Index, Windows]:
+    """Where the outcomes are, and the rows with them. Raises: LedgerBroken, InputChanged."""
+    if load_seal(Path(order.dataset)).is_columnar:
+        open_columns = require("batchmill.jobs.results.column_windows:open_columns", "results of Parquet")
+        return open_columns(order, progress, partial=partial)
+    index = RowIndex(order, progress)
+    return index, RowWindows(order, index, partial=partial)
+
+
 def partial(order: GatherOrder, out: BinaryIO, errors: BinaryIO | None = None) -> int:
     """Write the rows that have an outcome so far as JSON lines, in row order; returns how many.
 
     Rows that failed go to `errors`, or among the others if there is no such file.
     """
-    index = RowIndex(order, lambda _: None)
-    windows, rows = RowWindows(order, index, partial=True), 0
+    index, windows = _open(order, lambda _: None, partial=True)
+    rows = 0
     try:
         for window in windows:
             rows += len(window.lines)
@@ -123,10 +159,19 @@ class _Tally:
     def count(self, window: Window) -> None:
         if window.numbers != range(self._next, self._next + len(window.lines)) or None in window.lines:
             raise LedgerBroken(f"the rows after {self._next - 1} do not follow each other")
-        self._next += len(window.lines)
-        self.failed += len(window.failed)
-        for index in window.failed:
-            error = self._form.cause(window.lines[index])
+        self._add(len(window.lines), [window.lines[index] for index in window.failed])
+
+    def count_columns(self, first: int, rows: int, errors: Sequence[bytes]) -> None:
+        """Count rows first..first+rows; `errors` are the lines of those that failed."""
+        if first != self._next:
+            raise LedgerBroken(f"the rows after {self._next - 1} do not follow each other")
+        self._add(rows, errors)
+
+    def _add(self, rows: int, errors: Sequence[bytes]) -> None:
+        self._next += rows
+        self.failed += len(errors)
+        for line in errors:
+            error = self._form.cause(line)
             code = error.code if error.code in self.causes or len(self.causes) < CAUSES_MAX else OTHER
             rows, sample = self.causes.get(code, (0, error.message))
             self.causes[code] = rows + 1, sample
@@ -137,7 +182,7 @@ class _Tally:
             raise LedgerBroken(f"{self._next} rows written of {self._rows}", code="row_missing")
 
 
-def _write_lines(order: GatherOrder, windows: RowWindows, tally: _Tally) -> tuple[ResultFile, ResultFile | None]:
+def _write_lines(order: GatherOrder, windows: Windows, tally: _Tally) -> tuple[ResultFile, ResultFile | None]:
     lines = ResultLines(Path(order.output), order.form.errors_apart)
     try:
         for window in windows:
@@ -149,7 +194,7 @@ def _write_lines(order: GatherOrder, windows: RowWindows, tally: _Tally) -> tupl
         lines.discard()
 
 
-def _write_table(order: GatherOrder, windows: RowWindows, tally: _Tally) -> tuple[ResultFile, None]:
+def _write_table(order: GatherOrder, windows: Windows, tally: _Tally) -> tuple[ResultFile, None]:
     seal = load_seal(Path(order.dataset))
     source = TableSource(
         Path(order.dataset), seal.columns, fixed=seal.format in ("csv", "parquet"), folds=windows.folds

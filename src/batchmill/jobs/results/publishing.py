@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from batchmill.children.offload import Offload
+from batchmill.datasets.sealed import load_seal
 from batchmill.errors import BatchmillError, JobPaused
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.plan import PlanReader
@@ -44,7 +45,7 @@ class Publishing:
 
     def follow(self, run: CountedRun) -> None:
         """Copy what `run` counts, if its plan keeps the file's order. The run must have counted nothing yet."""
-        if can_stream(self._output, run.plan.plan):
+        if can_stream(self._output, run.plan.plan) and not load_seal(self._files.dataset).is_columnar:
             run.counted_hooks.append(self._counted)
             self._copying = asyncio.create_task(self._copy(run.plan.plan.rows))
             self._copying.add_done_callback(lambda task: self._copied(task, run))

@@ -216,6 +216,7 @@ _LEAVES: tuple[tuple[Callable[[pa.DataType], bool], Callable[[list[Any], pa.Data
 GROUP_BYTES = 64 * 1024 * 1024  # of Arrow memory in a row group, about
 GROUP_ROWS = 1024 * 1024
 
+
 ARROW_TYPES = {
     ColumnKind.BOOL: pa.bool_(),
     ColumnKind.INT: pa.int64(),
@@ -227,7 +228,7 @@ ARROW_TYPES = {
 }
 
 
-class _Sink(io.RawIOBase):
+class PartSink(io.RawIOBase):
     """A PartFile as the file object that Arrow writes to, from its beginning to its end."""
 
     def __init__(self, file: PartFile) -> None:
@@ -291,7 +292,7 @@ class ParquetFile:
         self._columns = [self._column(name) for name in self._names.all()]
         self._schema = pa.schema([pa.field(column.name, column.type) for column in self._columns])
         self._decode = _rows_decoder(self._columns)
-        self._writer = pq.ParquetWriter(pa.PythonFile(_Sink(self._part), mode="w"), self._schema, compression="zstd")
+        self._writer = pq.ParquetWriter(pa.PythonFile(PartSink(self._part), mode="w"), self._schema, compression="zstd")
 
     def _column(self, name: str) -> _Column:
         if name == ERROR:

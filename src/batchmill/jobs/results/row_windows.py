@@ -26,22 +26,22 @@ PLACE = np.uint64(2**62 - 1)  # the other bits: a byte in all segments, one afte
 NEWLINE = 10
 
 
-class RowIndex:
-    """`place` and `size` of every row's line; `followers` and their `leaders`, ascending by follower.
+class OutcomeIndex:
+    """Where the newest outcome of every row is. Subclasses say what they keep of a block.
 
     Raises: LedgerBroken for whatever does not add up: a damaged block, a row with two outcomes in one generation, an
     outcome of a row that the plan does not run.
     """
 
+    missing = 0  # rows without an outcome
+
     def __init__(self, order: GatherOrder, progress: Progress) -> None:
         self._plan = PlanReader(Path(order.plans[0]))
         self._plan.close()
         self.rows = self._plan.plan.rows
-        self.place = np.full(self.rows, MISSING, np.uint64)
-        self.size = np.zeros(self.rows, np.uint32)
         self.reader = SegmentReader()
         folder = Path(order.segments)
-        self._number_segments(folder, [ref for _, ref in order.committed])
+        self._begin(folder, [ref for _, ref in order.committed])
         total, done = sum(ref.length for _, ref in order.committed), 0
         by_generation = sorted(order.committed, key=lambda commit: commit[0])
         for generation, commits in groupby(by_generation, key=lambda commit: commit[0]):
@@ -49,20 +49,47 @@ class RowIndex:
             seen, counted = np.zeros(self.rows, bool), 0
             for _, ref in commits:
                 for block in read_ref(folder, ref):
-                    rows = self._add(block, generation, planned)
+                    rows = _rows_of(block, generation, planned)
+                    self._add(block, rows)
                     seen[rows] = True
                     counted += block.n
                 done += ref.length
                 progress(done / total)
             if np.count_nonzero(seen) != counted:
                 raise LedgerBroken(f"generation {generation}: {counted} outcomes for {np.count_nonzero(seen)} rows")
-        self._share(order)
+        self._finish(order)
+
+    def _begin(self, folder: Path, refs: list[SegmentRef]) -> None:
+        """Called before the first block. Args: refs: all committed ranges."""
+
+    def _add(self, block: Block, rows: np.ndarray) -> None:
+        """Record the rows of a block; they replace those of an earlier generation."""
+        raise NotImplementedError
+
+    def _finish(self, order: GatherOrder) -> None:
+        """Called after the last block."""
+
+
+def _rows_of(block: Block, generation: int, planned: _Planned) -> np.ndarray:
+    """The numbers of a block's rows, which are those that the plan has at their positions."""
+    if block.generation != generation:
+        raise LedgerBroken(f"{_where(block)}: generation {block.generation}, committed for {generation}")
+    rows, positions = np.asarray(block.rows()), np.asarray(block.positions())
+    if not planned.has(positions, rows):
+        raise LedgerBroken(f"{_where(block)}: rows are not those that the plan has at their positions")
+    return rows
+
+
+class RowIndex(OutcomeIndex):
+    """`place` and `size` of every row's line; `followers` and their `leaders`, ascending by follower."""
 
     def segment_at(self, places: np.ndarray) -> np.ndarray:
         """The number of the segment that holds each place; see `bases` and `paths`."""
         return np.searchsorted(self.bases, places, side="right") - 1
 
-    def _number_segments(self, folder: Path, refs: list[SegmentRef]) -> None:
+    def _begin(self, folder: Path, refs: list[SegmentRef]) -> None:
+        self.place = np.full(self.rows, MISSING, np.uint64)
+        self.size = np.zeros(self.rows, np.uint32)
         ends: dict[str, int] = {}
         for ref in refs:
             path = str(folder / ref.segment)
@@ -71,13 +98,7 @@ class RowIndex:
         self.bases = np.cumsum([0, *(ends[path] for path in self.paths)]).astype(np.uint64)[:-1]
         self._base_of = dict(zip(self.paths, self.bases.tolist(), strict=True))
 
-    def _add(self, block: Block, generation: int, planned: _Planned) -> np.ndarray:
-        """Record the rows of a block; they replace those of an earlier generation."""
-        if block.generation != generation:
-            raise LedgerBroken(f"{_where(block)}: generation {block.generation}, committed for {generation}")
-        rows, positions = np.asarray(block.rows()), np.asarray(block.positions())
-        if not planned.has(positions, rows):
-            raise LedgerBroken(f"{_where(block)}: rows are not those that the plan has at their positions")
+    def _add(self, block: Block, rows: np.ndarray) -> None:
         payload = np.frombuffer(self.reader.payload(block), np.uint8)
         if block.table is None:
             ends = np.flatnonzero(payload == NEWLINE) + 1
@@ -90,9 +111,8 @@ class RowIndex:
         places = (ends - sizes + start).astype(np.uint64)
         self.place[rows] = places if block.ok else places | IS_ERROR
         self.size[rows] = sizes
-        return rows
 
-    def _share(self, order: GatherOrder) -> None:
+    def _finish(self, order: GatherOrder) -> None:
         """Give followers the lines of their leaders, and mark refused rows."""
         plan, home = self._plan.plan, self._plan.home
         pairs = np.fromfile(home / FOLLOWERS, np.uint32).reshape(-1, 2)

@@ -1,0 +1,278 @@
+"""The rows of a job whose dataset is columns, joined with their outcomes, a bounded window at a time in row order."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from msgspec import Raw, Struct
+
+from batchmill.datasets.column_rows import ColumnRows
+from batchmill.datasets.parquet_rows import lines_in
+from batchmill.errors import LedgerBroken
+from batchmill.function_runtime.arrow_rows import JSON, OUTPUT
+from batchmill.function_runtime.arrow_values import ArrowValues
+from batchmill.jobs.results.result_columns import ColumnKind, ColumnKinds
+from batchmill.jobs.results.result_parquet import ARROW_TYPES
+from batchmill.jobs.results.results import GatherOrder
+from batchmill.jobs.results.row_windows import OutcomeIndex, Window
+from batchmill.store.segments import Block
+from batchmill.types import RowError, SegmentRef
+from batchmill.wire.json_bytes import append_members, decode, encode, split_object
+
+NONE = -1  # no outcome
+BLOCKS_KEPT = 256  # decoded, of the window and those around it
+SLICES_MAX = 64  # of a window; where outcomes alternate more often, its rows are picked one by one
+
+_values = ArrowValues(number=lambda text: Raw(text.encode()))
+
+
+class _ErrorLine(Struct):
+    error: str
+
+
+_error_line = msgspec.json.Decoder(_ErrorLine)
+
+
+class ColumnIndex(OutcomeIndex):
+    """The number of the block with every row's outcome, and its place there."""
+
+    refused = 0
+    followers: Sequence[int] = ()
+
+    def _begin(self, folder: Path, refs: list[SegmentRef]) -> None:
+        self.blocks: list[Block] = []
+        self.block_of = np.full(self.rows, NONE, np.int32)
+        self.place_of = np.zeros(self.rows, np.uint32)
+
+    def _add(self, block: Block, rows: np.ndarray) -> None:
+        self.block_of[rows] = len(self.blocks)
+        self.place_of[rows] = np.arange(block.n, dtype=np.uint32)
+        self.blocks.append(block)
+
+    def _finish(self, order: GatherOrder) -> None:
+        self.missing = int(np.count_nonzero(self.block_of == NONE))
+        # By number of the block; NONE is the last one.
+        self.is_failed = np.array([*(not block.ok for block in self.blocks), True])
+
+
+class Outcomes(Struct, eq=False):
+    """The outcomes of one block: a typed column, or the JSON of every value, or error lines."""
+
+    column: pa.Array | None = None
+    texts: list[bytes] = []
+    errors: list[bytes] = []
+
+    def json(self) -> list[bytes]:
+        """The JSON of every value."""
+        return self.texts if self.column is None else [encode(value) for value in _values.values(self.column)]
+
+    def values(self) -> list[Any]:
+        """Every value, as JSON has it. A number that no machine number holds comes as Raw."""
+        return list(map(_decoded, self.texts)) if self.column is None else _values.values(self.column)
+
+
+def _decoded(text: bytes) -> Any:
+    try:
+        return decode(text)
+    except msgspec.ValidationError:
+        return Raw(text)
+
+
+class OutcomeReader:
+    """Reads the outcomes of blocks. The newest ones are kept."""
+
+    def __init__(self, index: ColumnIndex) -> None:
+        self._index = index
+        self._kept: OrderedDict[int, Outcomes] = OrderedDict()
+
+    def read(self, number: int) -> Outcomes:
+        """Raises: LedgerBroken if the block does not hold what it says."""
+        if number in self._kept:
+            self._kept.move_to_end(number)
+            return self._kept[number]
+        outcomes = self._kept[number] = self._read(self._index.blocks[number])
+        if len(self._kept) > BLOCKS_KEPT:
+            self._kept.popitem(last=False)
+        return outcomes
+
+    def _read(self, block: Block) -> Outcomes:
+        payload = self._index.reader.payload(block)
+        if block.is_columnar:
+            return _columns_of(block, payload)
+        lines = payload.split(b"\n")
+        if lines.pop() or len(lines) != block.n:
+            raise LedgerBroken(f"{block.path} at byte {block.offset}: the payload is not {block.n} lines")
+        if block.ok:
+            return Outcomes(texts=[bytes(split_object(line)[OUTPUT]) for line in lines])
+        return Outcomes(errors=[line + b"\n" for line in lines])
+
+
+def _columns_of(block: Block, payload: bytes) -> Outcomes:
+    try:
+        with pa.ipc.open_stream(pa.py_buffer(payload)) as reader:
+            batch = reader.read_next_batch()
+    except (pa.ArrowException, OSError, StopIteration) as error:
+        raise LedgerBroken(f"{block.path} at byte {block.offset}: {error}") from None
+    if batch.num_rows != block.n or batch.schema.names not in ([OUTPUT], [JSON]):
+        raise LedgerBroken(f"{block.path} at byte {block.offset}: the payload is not {block.n} results")
+    column = batch.column(0)
+    return Outcomes(column) if batch.schema.names == [OUTPUT] else Outcomes(texts=column.to_pylist())
+
+
+class OutputColumn:
+    """One type for all results of a job, and the results as arrays of it.
+
+    Results that functions gave as columns keep their type. Others have the type that their JSON values have together.
+    """
+
+    def __init__(self, index: ColumnIndex, reader: OutcomeReader) -> None:
+        self._reader = reader
+        self._kind: ColumnKind | None = None  # None: every result has the type
+        numbers = [number for number, block in enumerate(index.blocks) if block.ok]
+        types: set[pa.DataType | None] = set()
+        for number in numbers:
+            outcomes = reader.read(number)
+            types.add(None if outcomes.column is None else outcomes.column.type)
+        if len(types) == 1 and (only := types.pop()) is not None:
+            self.type = only
+        else:
+            self._kind = self._learn(numbers)
+            self.type = ARROW_TYPES[self._kind]
+
+    def _learn(self, numbers: list[int]) -> ColumnKind:
+        kinds = ColumnKinds()
+        for number in numbers:
+            for value in self._reader.read(number).values():
+                kinds.note(OUTPUT, value)
+            if kinds.kind(OUTPUT) is ColumnKind.JSON:
+                break  # no other kind holds what was seen
+        return kinds.kind(OUTPUT)
+
+    def array(self, number: int) -> pa.Array:
+        """The results of a block; of a block of errors as many nulls as rows."""
+        outcomes = self._reader.read(number)
+        if outcomes.errors:
+            return pa.nulls(len(outcomes.errors), self.type)
+        if self._kind is None and outcomes.column is not None:
+            return outcomes.column
+        if self._kind is ColumnKind.JSON:
+            texts = [text.decode() for text in outcomes.json()]
+            return pa.array([None if text == "null" else text for text in texts], self.type)
+        return pa.array(outcomes.values(), self.type)
+
+
+class ColumnWindow(Struct, eq=False):
+    """Consecutive rows. `errors`: by index, the error lines of those that failed."""
+
+    first: int
+    batch: pa.RecordBatch
+    errors: dict[int, bytes]
+
+    def error_column(self) -> pa.Array:
+        if not self.errors:
+            return pa.nulls(self.batch.num_rows, pa.string())
+        texts: list[str | None] = [None] * self.batch.num_rows
+        for index, line in self.errors.items():
+            texts[index] = _error_line.decode(line).error
+        return pa.array(texts, pa.string())
+
+
+class ColumnWindows:
+    """Iterates as often as asked, over the same rows. With `partial` rows that have no outcome yet are left out."""
+
+    folds = False
+
+    def __init__(self, order: GatherOrder, index: ColumnIndex, *, partial: bool = False) -> None:
+        self._index, self._partial = index, partial
+        self._unrun = _unrun_line(order.unrun)
+        self._rows = ColumnRows(Path(order.dataset))
+        self.reader = OutcomeReader(index)
+        self.schema = self._rows.schema
+
+    def close(self) -> None:
+        self._rows.close()
+
+    def __iter__(self) -> Iterator[Window]:
+        """Windows of lines."""
+        for window in self.windows():
+            yield self._lines(window)
+
+    def windows(self) -> Iterator[ColumnWindow]:
+        """Windows of columns. Raises: InputChanged."""
+        first = 0
+        for batch in self._rows.batches(0, self._index.rows):
+            yield ColumnWindow(first, batch, self._errors(first, batch.num_rows))
+            first += batch.num_rows
+
+    def output(self, window: ColumnWindow, output: OutputColumn) -> pa.Array:
+        """The results of a window's rows; null for those that have none."""
+        numbers, places = self._outcomes_of(window)
+        cuts = np.flatnonzero((numbers[1:] != numbers[:-1]) | (places[1:] != places[:-1] + 1)) + 1
+        if len(cuts) < SLICES_MAX:
+            starts = [0, *cuts.tolist()]
+            ends = [*starts[1:], len(numbers)]
+            slices = [
+                self._slice(output, int(numbers[start]), int(places[start]), end - start)
+                for start, end in zip(starts, ends, strict=True)
+            ]
+            return slices[0] if len(slices) == 1 else pa.concat_arrays(slices)
+        known, inverse = np.unique(numbers, return_inverse=True)
+        arrays = [pa.nulls(1, output.type) if number == NONE else output.array(int(number)) for number in known]
+        begins = np.cumsum([0, *map(len, arrays)])[:-1]
+        picked = begins[inverse] + np.where(numbers == NONE, 0, places)
+        return pc.take(pa.concat_arrays(arrays), pa.array(picked))
+
+    def _slice(self, output: OutputColumn, number: int, place: int, rows: int) -> pa.Array:
+        return pa.nulls(rows, output.type) if number == NONE else output.array(number).slice(place, rows)
+
+    def _outcomes_of(self, window: ColumnWindow) -> tuple[np.ndarray, np.ndarray]:
+        end = window.first + window.batch.num_rows
+        numbers, places = self._index.block_of[window.first : end], self._index.place_of[window.first : end]
+        return numbers, places.astype(np.int64)
+
+    def _errors(self, first: int, rows: int) -> dict[int, bytes]:
+        numbers, places = self._index.block_of[first : first + rows], self._index.place_of[first : first + rows]
+        found = {}
+        for index in np.flatnonzero(self._index.is_failed[numbers]).tolist():
+            number = int(numbers[index])
+            found[index] = self._unrun if number == NONE else self.reader.read(number).errors[int(places[index])]
+        return found
+
+    def _lines(self, window: ColumnWindow) -> Window:
+        """The rows of a window as lines of the result file."""
+        numbers, places = self._outcomes_of(window)
+        texts = {int(number): self.reader.read(int(number)).json() for number in np.unique(numbers) if number != NONE}
+        kept, lines, failed = [], [], []
+        rows = zip(lines_in(window.batch), numbers.tolist(), places.tolist(), strict=True)
+        for index, (raw, number, place) in enumerate(rows):
+            if number == NONE and self._partial:
+                continue
+            if index in window.errors:
+                failed.append(len(lines))
+                error = _error_line.decode(window.errors[index]).error
+                tail = b'"output":null,"error":' + encode(error)
+            else:
+                tail = b'"output":' + texts[number][place] + b',"error":null'
+            kept.append(window.first + index)
+            lines.append(append_members(raw, tail) + b"\n")
+        is_whole = len(kept) == window.batch.num_rows
+        return Window(range(window.first, window.first + len(kept)) if is_whole else kept, lines, failed)
+
+
+def _unrun_line(error: RowError | None) -> bytes:
+    """The error line of a row that never ran."""
+    text = "" if error is None else f"{error.code}: {error.message}"
+    return b'{"output":null,"error":%b}\n' % encode(text)
+
+
+def open_columns(order: GatherOrder, progress: Any, *, partial: bool = False) -> tuple[ColumnIndex, ColumnWindows]:
+    """Raises: as OutcomeIndex."""
+    index = ColumnIndex(order, progress)
+    return index, ColumnWindows(order, index, partial=partial)
