@@ -18,7 +18,7 @@ kserve kserve
 opensearch opensearch-py==3.2.0
 opensearch_ml opensearch-py==3.2.0 opensearch-py-ml==1.3.0
 predibase predibase==2025.10.3
-functions numpy pandas pydantic
+functions numpy pandas pydantic pyarrow polars
 LIST
 }
 

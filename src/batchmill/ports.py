@@ -42,9 +42,13 @@ if TYPE_CHECKING:
 
 
 class Columns(Struct, frozen=True):
-    """The columns that an engine takes. Those that a dataset lacks are left out."""
+    """The columns that an engine takes. Those that a dataset lacks are left out.
+
+    Where it lacks one that is required, all are given: the rows cannot run, and their errors tell what there is.
+    """
 
     names: tuple[str, ...] | None = None  # None: all
+    required: frozenset[str] = frozenset()
 
 
 class Feed(Protocol):

@@ -35,7 +35,7 @@ class BlockSource(OpenFeed):
         super().__init__(sink, ended=True)
         self._lines, self._form, self._next = lines, form, 0
 
-    async def take_block(self, n: int) -> RowBlock | None:
+    async def take_block(self, n: int, columns: object = None) -> RowBlock | None:
         first = self._next
         last = self._next = min(first + min(n, BLOCK_ROWS), len(self._lines))
         if first == last:

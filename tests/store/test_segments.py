@@ -206,3 +206,38 @@ def test_a_sync_covers_what_another_one_is_bringing_to_the_disk(tmp_path, monkey
     file.sync()
     other.join()
     file.close()
+
+
+HIDDEN = segments.BLOCK_MAGIC * 2 + b"\0" + segments.BLOCK_MAGIC + b"end\n"
+
+
+@pytest.mark.parametrize("rows", [[4, 5, 6], [9, 4, 6]])
+def test_columns_come_back_as_they_were(tmp_path, rows):
+    """A block of columns keeps bytes that look like the begin of a header, and has no lengths of lines."""
+    file = SegmentFile(tmp_path, HEAD)
+    payload = block([1, 2]) + HIDDEN
+    data = segments.frame_columns(payload, rows, rows, generation=0, shard=3, epoch=2, meta=BlockMeta(Usage(1, 0, 2)))
+    file.append(data)
+    file.close()
+    (found,) = segments.scan(tmp_path / file.name)
+    assert (found.is_columnar, found.ok, list(found.rows()), found.line_lengths()) == (True, True, rows, None)
+    assert found.meta.usage == Usage(1, 0, 2)
+    reader = segments.SegmentReader()
+    assert reader.payload(found) == payload
+    reader.close()
+
+
+def test_columns_never_look_like_a_block_to_a_salvage(tmp_path):
+    """A whole valid block inside a damaged block of columns is not found: user code may have written it there."""
+    file = SegmentFile(tmp_path, HEAD)
+    whole = block([7, 8])
+    file.append(segments.frame_columns(whole, [1, 2], [1, 2], generation=0, shard=3, epoch=2, meta=BlockMeta()))
+    file.append(block([3]))
+    file.close()
+    path = tmp_path / file.name
+    data = bytearray(path.read_bytes())
+    at = data.index(segments.BLOCK_MAGIC)
+    data[at : at + 8] = bytes(8)  # the header of the columns is gone
+    path.write_bytes(data)
+    found = [each for each in segments.salvage(path) if isinstance(each, segments.Block)]
+    assert [list(each.rows()) for each in found] == [[3]]

@@ -59,6 +59,7 @@ class ColumnRows:
             self.schema = parquet_rows.read_schema(home / layout.SCHEMA)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise damaged(home, faults(home) or [str(error)]) from None
+        self.columns = self.schema.names
         self._first_rows, self._file_of, self._number_of = groups[::3], groups[1::3], groups[2::3]
         counts = [block_count(file.size_bytes) for file in self._seal.files]
         self._first_blocks = list(accumulate(counts, initial=0))
@@ -87,9 +88,8 @@ class ColumnRows:
 
     def read_columns(self, numbers: Sequence[int], names: Names) -> tuple[memoryview, int]:
         """An Arrow stream of one batch, of at most about SLICE_BYTES, and its rows. Raises: InputChanged."""
-        kept = None if names is None else tuple(name for name in self.schema.names if name in names)
         numbers = numbers[:SLICE_ROWS_MAX]
-        batch = self.batch_of(numbers, kept)
+        batch = self.batch_of(numbers, names)
         while batch.nbytes > SLICE_BYTES and batch.num_rows > 1:
             rows = batch.num_rows * SLICE_BYTES // batch.nbytes
             batch = batch.slice(0, min(max(1, rows), batch.num_rows - 1))

@@ -66,8 +66,10 @@ class DatasetRows(Protocol):
 class ColumnDataset(DatasetRows, Protocol):
     """A dataset that holds columns."""
 
+    columns: list[str]  # the names, in order
+
     def read_columns(self, numbers: Sequence[int], names: tuple[str, ...] | None) -> tuple[memoryview, int]:
-        """(an Arrow stream of the first of these rows, their number); `names` that it lacks are left out."""
+        """(an Arrow stream of the first of these rows, their number); `names` None: all columns."""
 
 
 class VerifiedRows(Struct, gc=False):

@@ -58,6 +58,13 @@ def _handed_over(held: Held) -> set[int]:
     return {position for first, count in runs for position in range(first, first + count)}
 
 
+def _names(wanted: Columns, there: list[str]) -> tuple[str, ...] | None:
+    """The columns to read of those that are there; None: all."""
+    if wanted.names is None or not wanted.required.issubset(there):
+        return None
+    return tuple(name for name in there if name in wanted.names)
+
+
 SHARE_MIN = 1e-9  # a share of nothing would never come to its turn
 
 
@@ -341,7 +348,7 @@ class GrantFeed:
         """Rows of a grant by index; of columns, perhaps only the first ones. Raises: InputChanged."""
         held, numbers = queued.held, queued.numbers[first:last]
         if columns is not None and held.takes_blocks and isinstance(rows := held.job.rows, ColumnDataset):
-            data, count = rows.read_columns(numbers, columns.names)
+            data, count = rows.read_columns(numbers, _names(columns, rows.columns))
             last = first + count
             return ColumnBlock(
                 data, queued.positions[first:last], numbers[:count], held.job.form, held, held.job.rows

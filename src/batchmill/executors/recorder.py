@@ -29,7 +29,7 @@ BLOCK_BYTES = 1024 * 1024
 RUN_ROWS = 4 * BLOCK_ROWS  # of lines that an engine has joined, and that need no table
 KERNEL_S = 0.05  # an outcome waits at most so long for its block to be written
 DISK_S = 0.5  # and a written block at most so long for its commit
-COMMIT_ROWS = 16_384  # or until so many rows wait
+COMMIT_ROWS = 65_536  # or until so many rows wait
 COMMIT_BYTES = 8 * 1024 * 1024
 
 NO_USAGE = Usage()

@@ -124,7 +124,7 @@ def _masked(array: pa.Array) -> pa.Array:
         lists = array.cast(_entries(kind)) if types.is_map(kind) else array
         flat = lists.flatten()
         masked = _masked(flat)
-        return array if masked is flat else pa.array(_regrouped(lists, masked), lists.type).cast(kind)
+        return array if masked is flat else pa.array(_regrouped(lists, masked, is_map=types.is_map(kind)), kind)
     return array
 
 
@@ -132,10 +132,11 @@ def _entries(kind: pa.MapType) -> pa.DataType:
     return pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)]))
 
 
-def _regrouped(array: pa.Array, flat: pa.Array) -> list[Any]:
-    """The lists of `array` with the values of `flat`."""
-    values = iter(flat.to_pylist())
-    lengths = pc.list_value_length(array).to_pylist()
+def _regrouped(lists: pa.Array, flat: pa.Array, *, is_map: bool) -> list[Any]:
+    """The lists with the values of `flat`; the entries of a map as pairs."""
+    items = flat.to_pylist()
+    values = iter([(item["key"], item["value"]) for item in items] if is_map else items)
+    lengths = pc.list_value_length(lists).to_pylist()
     return [None if length is None else [next(values) for _ in range(length)] for length in lengths]
 
 

@@ -113,7 +113,10 @@ class RowReader:
         """The columns that the function takes of a dataset that has some."""
         interface = self._interface
         is_open = interface.takes_more or interface.takes != "arguments"
-        return Columns(None if is_open else tuple(each.name for each in interface.inputs))
+        if is_open:
+            return Columns()
+        names = [(each.name, each.required) for each in interface.inputs]
+        return Columns(tuple(name for name, _ in names), frozenset(name for name, is_required in names if is_required))
 
     def block_layout(self, block: RowBlock | ColumnBlock) -> dict[str, Any] | None:
         """How the process reads and writes a block of rows; None if they must be read here, one by one."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -34,16 +35,15 @@ def write(
         writer = pq.ParquetWriter(
             pa.PythonFile(PartSink(part), mode="w"), schema, compression="zstd", use_dictionary=_repeating(schema)
         )
-        group: list[pa.RecordBatch] = []
-        size = 0
-        for window in windows.windows():
-            count(window.first, window.batch.num_rows, list(window.errors.values()))
-            results = [windows.output(window, column), window.error_column()]
-            group.append(pa.RecordBatch.from_arrays([*window.batch.columns, *results], schema=schema))
-            size += group[-1].nbytes
-            if size >= GROUP_BYTES or sum(each.num_rows for each in group) >= GROUP_ROWS:
-                rows, size = rows + _write_group(writer, group), 0
-        rows += _write_group(writer, group)
+        with ThreadPoolExecutor(1) as beside:  # encodes and writes a row group while the next one is read
+            writing: Future[None] | None = None
+            for table in _groups(windows, column, schema, count):
+                if writing is not None:
+                    writing.result()
+                writing = beside.submit(writer.write_table, table, row_group_size=table.num_rows)
+                rows += table.num_rows
+            if writing is not None:
+                writing.result()
         writer.close()
         part.flush()
         with pq.ParquetFile(part.part) as written:
@@ -55,14 +55,22 @@ def write(
         part.discard()
 
 
-def _write_group(writer: pq.ParquetWriter, batches: list[pa.RecordBatch]) -> int:
-    """Write the batches as one row group and forget them. Returns: their rows."""
-    if not batches:
-        return 0
-    table = pa.Table.from_batches(batches)
-    writer.write_table(table, row_group_size=table.num_rows)
-    batches.clear()
-    return table.num_rows
+def _groups(
+    windows: ColumnWindows, column: OutputColumn, schema: pa.Schema, count: Callable[[int, int, Sequence[bytes]], None]
+) -> Iterator[pa.Table]:
+    """The joined rows, in tables that become row groups."""
+    batches: list[pa.RecordBatch] = []
+    size = rows = 0
+    for window in windows.windows():
+        count(window.first, window.batch.num_rows, list(window.errors.values()))
+        results = [windows.output(window, column), window.error_column()]
+        batches.append(pa.RecordBatch.from_arrays([*window.batch.columns, *results], schema=schema))
+        size, rows = size + batches[-1].nbytes, rows + batches[-1].num_rows
+        if size >= GROUP_BYTES or rows >= GROUP_ROWS:
+            yield pa.Table.from_batches(batches)
+            batches, size, rows = [], 0, 0
+    if batches:
+        yield pa.Table.from_batches(batches)
 
 
 def _repeating(schema: pa.Schema) -> list[str]:

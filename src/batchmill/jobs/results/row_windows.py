@@ -74,10 +74,14 @@ def _rows_of(block: Block, generation: int, planned: _Planned) -> np.ndarray:
     """The numbers of a block's rows, which are those that the plan has at their positions."""
     if block.generation != generation:
         raise LedgerBroken(f"{_where(block)}: generation {block.generation}, committed for {generation}")
-    rows, positions = np.asarray(block.rows()), np.asarray(block.positions())
+    rows, positions = _numbers(block.rows()), _numbers(block.positions())
     if not planned.has(positions, rows):
         raise LedgerBroken(f"{_where(block)}: rows are not those that the plan has at their positions")
     return rows
+
+
+def _numbers(numbers: Sequence[int]) -> np.ndarray:
+    return np.arange(numbers.start, numbers.stop) if isinstance(numbers, range) else np.asarray(numbers)
 
 
 class RowIndex(OutcomeIndex):
