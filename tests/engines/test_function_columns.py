@@ -23,7 +23,7 @@ def stream_of(array: pa.Array, name: str = "output") -> bytes:
 
 
 def block(rows: int = 3) -> ColumnBlock:
-    return ColumnBlock(b"", range(10, 10 + rows), range(rows), TableForm(), LEASE, None)
+    return ColumnBlock(b"", range(10, 10 + rows), range(rows), TableForm(), LEASE, lambda numbers: [])
 
 
 def read(array: pa.Array, name: str = "output", rows: int = 3, errors: dict[int, CallError] | None = None):

@@ -334,8 +334,7 @@ class GrantFeed:
                     block = self._block(queued, first, first + count)
             last = first + len(block)
         except InputChanged as error:
-            self.drop(held.job.id)
-            self._changed(held.job.id, error)
+            self._forget(held, error)
             return None
         queued.next = last
         lane.pending -= last - first
@@ -343,21 +342,34 @@ class GrantFeed:
             lane.queue.popleft()
         return block
 
-    @staticmethod
-    def _block(queued: _Queued, first: int, last: int, columns: Columns | None = None) -> Block:
+    def _block(self, queued: _Queued, first: int, last: int, columns: Columns | None = None) -> Block:
         """Rows of a grant by index; of columns, perhaps only the first ones. Raises: InputChanged."""
         held, numbers = queued.held, queued.numbers[first:last]
         if columns is not None and held.takes_blocks and isinstance(rows := held.job.rows, ColumnDataset):
             data, count = rows.read_columns(numbers, _names(columns, rows.columns))
             last = first + count
             return ColumnBlock(
-                data, queued.positions[first:last], numbers[:count], held.job.form, held, held.job.rows
+                data, queued.positions[first:last], numbers[:count], held.job.form, held,
+                lambda numbers: self._read_rows(held, numbers),
             )  # fmt: skip
         if isinstance(numbers, range):
             lines = held.job.rows.read_lines(numbers.start, numbers.stop)
         else:
             lines = b"".join([raw + b"\n" for raw in held.job.rows.read_many(numbers)])
         return RowBlock(lines, queued.positions[first:last], numbers, held.job.form, held)
+
+    def _read_rows(self, held: Held, numbers: Sequence[int]) -> list[bytes]:
+        """Whole rows that were taken as columns; none where the input has changed: then their job is forgotten."""
+        try:
+            return held.job.rows.read_many(numbers)
+        except InputChanged as error:
+            self._forget(held, error)
+            return []
+
+    def _forget(self, held: Held, error: InputChanged) -> None:
+        """Forget a job whose input has changed, and tell the owner."""
+        self.drop(held.job.id)
+        self._changed(held.job.id, error)
 
     def _afford(self, lane: _JobLane, queued: _Queued) -> bool:
         """Cut the lease to the job's budget; return whether any row runs now."""
@@ -370,8 +382,7 @@ class GrantFeed:
         try:
             kept = cut(held, allowance, queued.positions, read)
         except InputChanged as error:
-            self.drop(held.job.id)
-            self._changed(held.job.id, error)
+            self._forget(held, error)
             return False
         if kept == []:
             self._turns.leave(lane)

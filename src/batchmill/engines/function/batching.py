@@ -189,6 +189,11 @@ class RowBatcher:
         if calls is not None and (origin := origin_of([row])):
             calls.write(trace, origin[0], f"{origin[1]} row {row.number}")
 
+    def drop(self, rows: int) -> None:
+        """Forget rows that get no outcome: their job has ended."""
+        self.held -= rows
+        self._room.set()
+
     def give_up(self, row: Row, blame: Blame, deaths: int) -> None:
         """Put the error of a row that kills every process it runs in."""
         fault = blame.fault

@@ -42,6 +42,9 @@ class Batcher(Protocol):
 
     def send(self, rows: Sequence[Row]) -> None: ...
 
+    def drop(self, rows: int) -> None:
+        """Forget rows that get no outcome: their job has ended."""
+
     def give_up(self, row: Row, blame: Blame, deaths: int) -> None: ...
 
     def measure(self, rows: int, sent_at: float) -> None: ...
@@ -145,6 +148,9 @@ class BlockBatch(ProcessWork):
     def _single_rows(self) -> tuple[RowBatch | None, list[int]]:
         """The open rows as a RowBatch, which can run them in any combination, and the index of each in the block."""
         rows = self._block.rows()[self._done :]
+        if not rows:
+            self._batcher.drop(len(self._block) - self._done)
+            return None, []
         places: list[int] = []
         items: list[bytes] = []
         others: list[Row] = []

@@ -67,12 +67,13 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     if may_run and report.adapters and not request.is_preview:
         return msgspec.json.encode(Prepared(report, None, wanted=_by_model(sealing, report.adapters)))
     if may_run:
-        wanted = plan_order(spec, report.seal.rows)
+        seal = report.seal
+        wanted = plan_order(spec, seal.rows, is_columnar=seal.is_columnar)
 
         def cut(targets: list[plan.TargetPlan]) -> list[int]:
             choices.update(choose_routes(request, targets))
             models = routing.with_choices(spec, choices).models
-            return [plan.shard_rows(model, report.seal.rows) for model in models]
+            return [plan.shard_rows(model, seal.rows, is_columnar=seal.is_columnar) for model in models]
 
         folders = Path(request.dataset), Path(request.plan)
         planned = plan.make(wanted, *folders, lambda share: progress(SEALING_SHARE + share * 0.15), cut)
@@ -150,11 +151,11 @@ def seal_order(spec: JobSpec) -> SealOrder:
     )
 
 
-def plan_order(spec: JobSpec, rows: int) -> PlanOrder:
+def plan_order(spec: JobSpec, rows: int, *, is_columnar: bool = False) -> PlanOrder:
     """How to order and cut the rows."""
     return PlanOrder(
         targets=targets(spec.models),
-        shard_rows=[plan.shard_rows(model, rows) for model in spec.models],
+        shard_rows=[plan.shard_rows(model, rows, is_columnar=is_columnar) for model in spec.models],
         keys=needs_keys(spec),
         file_order=[number for number, model in enumerate(spec.models) if not model.traits.groups_prefixes],
         prompt_bytes=len((spec.form.prompt or "").encode()) if isinstance(spec.form, TableForm) else 0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -32,10 +33,12 @@ def write(
     part = PartFile(output)
     rows = 0
     try:
-        writer = pq.ParquetWriter(
-            pa.PythonFile(PartSink(part), mode="w"), schema, compression="zstd", use_dictionary=_repeating(schema)
-        )
-        with ThreadPoolExecutor(1) as beside:  # encodes and writes a row group while the next one is read
+        # One thread encodes a row group while the next one is read, another writes and hashes what is encoded.
+        with ThreadPoolExecutor(1) as beside, ThreadPoolExecutor(1) as writing_thread:
+            sink = _Sink(part, writing_thread)
+            writer = pq.ParquetWriter(
+                pa.PythonFile(sink, mode="w"), schema, compression="zstd", use_dictionary=_repeating(schema)
+            )
             writing: Future[None] | None = None
             for table in _groups(windows, column, schema, count):
                 if writing is not None:
@@ -44,7 +47,8 @@ def write(
                 rows += table.num_rows
             if writing is not None:
                 writing.result()
-        writer.close()
+            writer.close()
+            sink.wait()
         part.flush()
         with pq.ParquetFile(part.part) as written:
             if written.metadata.num_rows != rows:
@@ -53,6 +57,29 @@ def write(
         return ResultFile(str(output), rows, part.size_bytes, digest)
     finally:
         part.discard()
+
+
+class _Sink(PartSink):
+    """Writes in another thread; at most one piece waits there."""
+
+    def __init__(self, file: PartFile, thread: ThreadPoolExecutor) -> None:
+        super().__init__(file)
+        self._thread, self._writing = thread, thread.submit(int)
+        self._size_bytes = 0
+
+    def write(self, data: Any) -> int:
+        piece = bytes(data)  # Arrow's buffer is gone after the call
+        self.wait()
+        self._writing = self._thread.submit(self._file.write, piece)
+        self._size_bytes += len(piece)
+        return len(piece)
+
+    def tell(self) -> int:
+        return self._size_bytes
+
+    def wait(self) -> None:
+        """Return once everything was written. Raises: the error of a write."""
+        self._writing.result()
 
 
 def _groups(
