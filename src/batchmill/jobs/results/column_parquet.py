@@ -14,8 +14,11 @@ from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger.files import PartFile
 from batchmill.jobs.results.column_windows import ColumnIndex, ColumnWindows, OutputColumn
 from batchmill.jobs.results.result_columns import ERROR, OUTPUT
-from batchmill.jobs.results.result_parquet import GROUP_BYTES, GROUP_ROWS, PartSink
+from batchmill.jobs.results.result_parquet import GROUP_ROWS, PartSink
 from batchmill.jobs.results.results import ResultFile
+
+GROUP_BYTES = 24 * 1024 * 1024  # of Arrow memory in a row group, about: one is read while another is encoded
+PIECES_BYTES = 4 * 1024 * 1024
 
 _types = pa.types
 
@@ -48,7 +51,7 @@ def write(
             if writing is not None:
                 writing.result()
             writer.close()
-            sink.wait()
+            sink.finish()
         part.flush()
         with pq.ParquetFile(part.part) as written:
             if written.metadata.num_rows != rows:
@@ -60,26 +63,38 @@ def write(
 
 
 class _Sink(PartSink):
-    """Writes in another thread; at most one piece waits there."""
+    """Writes in another thread; what comes meanwhile waits, PIECES_BYTES at most."""
 
     def __init__(self, file: PartFile, thread: ThreadPoolExecutor) -> None:
         super().__init__(file)
         self._thread, self._writing = thread, thread.submit(int)
-        self._size_bytes = 0
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = self._size_bytes = 0
 
     def write(self, data: Any) -> int:
         piece = bytes(data)  # Arrow's buffer is gone after the call
-        self.wait()
-        self._writing = self._thread.submit(self._file.write, piece)
+        self._waiting.append(piece)
+        self._waiting_bytes += len(piece)
         self._size_bytes += len(piece)
+        if self._waiting_bytes >= PIECES_BYTES:
+            self._hand_over()
         return len(piece)
 
     def tell(self) -> int:
         return self._size_bytes
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Return once everything was written. Raises: the error of a write."""
+        self._hand_over()
         self._writing.result()
+
+    def _hand_over(self) -> None:
+        self._writing.result()
+        self._writing = self._thread.submit(self._write_all, self._waiting)
+        self._waiting, self._waiting_bytes = [], 0
+
+    def _write_all(self, pieces: list[bytes]) -> int:
+        return sum(map(self._file.write, pieces))
 
 
 def _groups(
