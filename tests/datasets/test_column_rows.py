@@ -111,7 +111,7 @@ def test_a_file_that_is_gone_or_of_another_size_has_changed(tmp_path, write):
     rows.close()
 
 
-@pytest.mark.parametrize("name", [layout.ROW_GROUPS, layout.CRCS])
+@pytest.mark.parametrize("name", [layout.ROW_GROUPS, layout.CHECKSUMS])
 def test_a_damaged_index_is_not_blamed_on_the_input(tmp_path, write, name):
     home, _ = _seal(tmp_path, write())
     (home / name).write_bytes((home / name).read_bytes()[:-4])

@@ -207,7 +207,7 @@ def test_sealing_again_replaces_what_lay_there(write, sealed, home):
     assert (report.seal.rows, rejected(home)) == (1, [])
     assert SealedRows(home).read(0, 1) == [openai_row("b")]
     assert {path.name for path in home.iterdir()} == {
-        layout.SEAL, layout.OFFSETS, layout.CHUNKS, layout.CRCS, layout.REJECTED, layout.SUMS,
+        layout.SEAL, layout.OFFSETS, layout.CHUNKS, layout.CHECKSUMS, layout.REJECTED, layout.SUMS,
     }  # fmt: skip
 
 

@@ -53,9 +53,9 @@ class ColumnRows:
         self._seal = load_seal(home) if seal is None else seal
         self._home, self.rows = home, self._seal.rows
         try:
-            groups, self._crcs = array("Q"), array("I")
+            groups, self._checksums = array("Q"), array("I")
             groups.frombytes((home / layout.ROW_GROUPS).read_bytes())
-            self._crcs.frombytes((home / layout.CRCS).read_bytes())
+            self._checksums.frombytes((home / layout.CHECKSUMS).read_bytes())
             self.schema = parquet_rows.read_schema(home / layout.SCHEMA)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise damaged(home, faults(home) or [str(error)]) from None
@@ -64,7 +64,7 @@ class ColumnRows:
         counts = [block_count(file.size_bytes) for file in self._seal.files]
         self._first_blocks = list(accumulate(counts, initial=0))
         is_whole = len(groups) % 3 == 0 and groups and self._first_rows[-1] == self.rows
-        if not is_whole or self._first_blocks[-1] != len(self._crcs):
+        if not is_whole or self._first_blocks[-1] != len(self._checksums):
             raise damaged(home, faults(home) or [f"{layout.ROW_GROUPS} does not fit {self.rows} rows"])
         self._files: OrderedDict[int, pq.ParquetFile] = OrderedDict()
         self._readers: OrderedDict[Names, _Reader] = OrderedDict()
@@ -161,9 +161,9 @@ class ColumnRows:
         if (size := os.fstat(fd).st_size) != sealed.size_bytes:
             os.close(fd)
             raise self._differs(number, f"it has {size:,} bytes instead of {sealed.size_bytes:,}")
-        crcs = self._crcs[self._first_blocks[number] : self._first_blocks[number + 1]]
+        checksums = self._checksums[self._first_blocks[number] : self._first_blocks[number + 1]]
         verified = VerifiedFile(
-            fd, sealed.size_bytes, crcs, lambda start, end: self._differs(number, f"bytes {start:,} to {end:,}")
+            fd, sealed.size_bytes, checksums, lambda start, end: self._differs(number, f"bytes {start:,} to {end:,}")
         )
         file = parquet_rows.opened(
             sealed.path, buffer_bytes=parquet_rows.buffer_bytes(len(self.schema)), source=verified

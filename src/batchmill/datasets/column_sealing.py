@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from batchmill.datasets import layout, parquet_rows
 from batchmill.datasets.formats import SourceFile, describe
 from batchmill.datasets.orders import SizeLimits
-from batchmill.datasets.verified_file import checksums
+from batchmill.datasets.verified_file import checksum_blocks
 from batchmill.errors import InvalidDataset
 from batchmill.types import DatasetSpec
 
@@ -49,21 +49,21 @@ def seal_columns(
             groups = _check_files(sources, spec, home, progress)
         except _NeedsConversion:
             return None
-        digests, crcs = hashing.result()
-    limits.add(len(groups) * groups.itemsize + len(crcs) * crcs.itemsize, groups[-3])
+        digests, checksums = hashing.result()
+    limits.add(len(groups) * groups.itemsize + len(checksums) * checksums.itemsize, groups[-3])
     (home / layout.ROW_GROUPS).write_bytes(groups.tobytes())
-    (home / layout.CRCS).write_bytes(crcs.tobytes())
+    (home / layout.CHECKSUMS).write_bytes(checksums.tobytes())
     (home / layout.REJECTED).touch()
     return groups[-3], digests
 
 
 def _checksums(paths: list[str]) -> tuple[list[bytes], array[int]]:
-    digests, crcs = [], array("I")
+    digests, checksums = [], array("I")
     for path in paths:
-        for digest, blocks in checksums(path):
+        for digest, blocks in checksum_blocks(path):
             digests.append(digest)
-            crcs += blocks
-    return digests, crcs
+            checksums += blocks
+    return digests, checksums
 
 
 def _check_files(

@@ -213,7 +213,7 @@ class Tables:
         self._open_files = ExitStack()
         self._offsets = self._create(layout.OFFSETS)
         self._chunks = self._create(layout.CHUNKS)
-        self._crcs = self._create(layout.CRCS)
+        self._checksums = self._create(layout.CHECKSUMS)
         self._rejected = self._create(layout.REJECTED)
         self._keys = [self._create(name) for name in layout.KEYS] if order.keys else []
         self.has_ids = isinstance(order.form, OpenAIForm)
@@ -246,7 +246,7 @@ class Tables:
             record = (self.rows, chunk.rows, chunk.block_rows, self._blocks, chunk.start, chunk.end)
             self._chunks.write(layout.CHUNK.pack(*record, self._line, chunk.lines, part.number))
             self._offsets.write(chunk.offsets)
-            self._crcs.write(chunk.crcs)
+            self._checksums.write(chunk.checksums)
             if self._hashes is not None:
                 self._hashes.write(chunk.ids)
             for file, column in zip(self._keys, chunk.keys, strict=False):
@@ -257,13 +257,13 @@ class Tables:
             row, line = self.rows + refused.row, self._line + refused.line
             self._problems.append(Problem(refused.code, refused.message, line, part.source, row))
         self._rejected_count += len(chunk.refused)
-        self._blocks += len(chunk.crcs) // 4
+        self._blocks += len(chunk.checksums) // 4
         self._line += chunk.lines
         self.rows += chunk.rows
 
     def _check_limits(self, chunk: ValidatedChunk, rejected_bytes: int) -> None:
         """Count a chunk before it is written. Raises: InvalidDataset, OverQuota, StorageFull."""
-        columns = [chunk.offsets, chunk.crcs, chunk.ids, *(chunk.keys if self._keys else ())]
+        columns = [chunk.offsets, chunk.checksums, chunk.ids, *(chunk.keys if self._keys else ())]
         if self.rows + chunk.rows > self._size_limits.rows_max:
             self._size_limits.refuse_rows()
         self._size_limits.add(layout.CHUNK.size + sum(map(len, columns)) + rejected_bytes)

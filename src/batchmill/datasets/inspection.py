@@ -15,6 +15,7 @@ import msgspec
 from blake3 import blake3
 from msgspec import Raw, Struct
 
+from batchmill.checksums import checksum
 from batchmill.datasets.layout import BLOCK_BYTES, BOM, CHUNK_BYTES, RANGE_BYTES
 from batchmill.datasets.orders import ByteRange, Fold, RangeEnd, RefusedRow, SealOrder, SourcePart, ValidatedChunk
 from batchmill.datasets.validation import CheckedLine, id_of, rules_for
@@ -275,7 +276,7 @@ class Inspector:
             findings = Findings(starts, array("q", map(hash, bulk.ids)), [], keys)
         else:
             findings = self._check_lines(lines, starts, harmless)
-        block_rows, crcs = checksums(text, start, findings.offsets)
+        block_rows, checksums = block_checksums(text, start, findings.offsets)
         return ValidatedChunk(
             start=start,
             end=start + len(text),
@@ -283,7 +284,7 @@ class Inspector:
             rows=len(findings.offsets),
             block_rows=block_rows,
             offsets=findings.offsets.tobytes(),
-            crcs=crcs.tobytes(),
+            checksums=checksums.tobytes(),
             ids=findings.ids.tobytes(),
             keys=findings.keys.pack() if findings.keys is not None else (b"", b"", b"", b""),
             refused=findings.refused,
@@ -375,10 +376,10 @@ class KeyColumns:
         return self._targets.tobytes(), self._prefixes.tobytes(), self._costs.tobytes(), bytes(self._folds)
 
 
-def checksums(text: bytes, start: int, offsets: array[int]) -> tuple[int, array[int]]:
-    """The rows of a block, and the crc32 of every block. A block ends where the next one starts, or with the text."""
+def block_checksums(text: bytes, start: int, offsets: array[int]) -> tuple[int, array[int]]:
+    """The rows of a block, and the checksum of each. A block ends where the next one starts, or with the text."""
     rows_a_block = max(1, min(BLOCK_ROWS_MAX, len(offsets) * BLOCK_BYTES // len(text)))
     view = memoryview(text)
     starts = [offset - start for offset in offsets[::rows_a_block]]
     ends = [*starts[1:], len(text)]
-    return rows_a_block, array("I", [zlib.crc32(view[a:b]) for a, b in zip(starts, ends, strict=False)])
+    return rows_a_block, array("I", [checksum(view[a:b]) for a, b in zip(starts, ends, strict=False)])

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import struct
 import sys
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from batchmill.checksums import checksum, checksum_of
 from batchmill.errors import DatasetDamaged
 from batchmill.types import Seal
 
-SEAL, OFFSETS, CHUNKS, CRCS = "seal.json", "offsets.u64", "chunks.bin", "crcs.u32"
+SEAL, OFFSETS, CHUNKS, CHECKSUMS = "seal.json", "offsets.u64", "chunks.bin", "checksums.u32"
 SUMS = "sums.json"  # checksums of these files
 REJECTED, ROWS, SCHEMA = "rejected.jsonl", "rows.jsonl", "schema.arrow"
 ROW_GROUPS = "groups.u64"  # of a dataset that is read as columns: (first row, file, number in it) of each row group
@@ -23,7 +23,7 @@ KEYS = (TARGET, PREFIX, COST, FOLD)
 # Only while sealing: a hash is useless without the seed of its process, and the lists of refused rows are merged.
 HASHES, REFUSED_EARLY, REFUSED_BY_LINE = "ids.i64", "refused-early.jsonl", "refused-lines.jsonl"
 FILES = (
-    SEAL, SUMS, OFFSETS, CHUNKS, CRCS, REJECTED, ROWS, SCHEMA, ROW_GROUPS, *KEYS, HASHES, REFUSED_EARLY,
+    SEAL, SUMS, OFFSETS, CHUNKS, CHECKSUMS, REJECTED, ROWS, SCHEMA, ROW_GROUPS, *KEYS, HASHES, REFUSED_EARLY,
     REFUSED_BY_LINE,
 )  # fmt: skip
 COPIES = "source-*.jsonl"
@@ -47,7 +47,7 @@ class ChunkRecord(NamedTuple):
     first_row: int
     rows: int
     block_rows: int  # rows in each of its blocks; the last may have fewer
-    first_block: int  # its index in `crcs.u32`
+    first_block: int  # its index in `checksums.u32`
     start: int  # where its first line starts
     end: int  # the end of its last line
     first_line: int  # 1-based, in its part
@@ -55,10 +55,10 @@ class ChunkRecord(NamedTuple):
     part: int  # which source its lines come from
 
 
-SUMMED_LINES = (OFFSETS, CHUNKS, CRCS, REJECTED)
-SUMMED_COLUMNS = (ROW_GROUPS, CRCS, REJECTED)
+SUMMED_LINES = (OFFSETS, CHUNKS, CHECKSUMS, REJECTED)
+SUMMED_COLUMNS = (ROW_GROUPS, CHECKSUMS, REJECTED)
 PIECE_BYTES = 1024 * 1024
-Sums = dict[str, tuple[int, int]]  # name -> (bytes, crc32)
+Sums = dict[str, tuple[int, int]]  # name -> (bytes, checksum)
 
 
 def write_seal(home: Path, seal: Seal) -> None:
@@ -87,7 +87,7 @@ def write_sums(home: Path, seal: bytes) -> None:
     """Durably write the checksums of the files in `home` and of the seal, which the caller writes next."""
     names = SUMMED_COLUMNS if (home / ROW_GROUPS).exists() else SUMMED_LINES
     sums: Sums = {name: _sum(home / name) for name in names}
-    sums[SEAL] = len(seal), zlib.crc32(seal)
+    sums[SEAL] = len(seal), checksum(seal)
     with open(home / SUMS, "wb") as file:
         file.write(msgspec.json.encode(sums))
         file.flush()
@@ -129,8 +129,6 @@ def damaged(home: Path, messages: list[str]) -> DatasetDamaged:
 
 
 def _sum(path: Path) -> tuple[int, int]:
-    size, crc = 0, 0
     with open(path, "rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            size, crc = size + len(piece), zlib.crc32(piece, crc)
-    return size, crc
+        value = checksum_of(iter(lambda: file.read(PIECE_BYTES), b""))
+        return file.tell(), value

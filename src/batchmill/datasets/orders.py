@@ -82,7 +82,7 @@ class ValidatedChunk(Struct, frozen=True, array_like=True):
     rows: int
     block_rows: int
     offsets: bytes  # u64 a row
-    crcs: bytes  # u32 a block
+    checksums: bytes  # u32 a block
     ids: bytes  # i64 a row: hash of the custom_id; empty for tables
     keys: tuple[bytes, bytes, bytes, bytes]  # target u16, prefix u64, cost u32, fold 2 x u64; empty without keys
     refused: list[RefusedRow]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import mmap
 import os
-import zlib
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
@@ -19,6 +18,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 from msgspec import Struct
 
+from batchmill.checksums import CHECKSUM_BYTES, checksum
 from batchmill.datasets import layout
 from batchmill.datasets.layout import CHUNK_FIELDS, ChunkRecord, damaged, faults
 from batchmill.errors import InputChanged, InvalidDataset
@@ -26,7 +26,6 @@ from batchmill.types import Seal
 
 CACHE_BYTES_MAX = 32 * 1024 * 1024  # verified blocks kept for scattered reads
 OFFSET_BYTES = 8
-CRC_BYTES = 4
 
 
 def load_seal(home: Path) -> Seal:
@@ -112,11 +111,11 @@ class SealedRows:
         self._seal = load_seal(home) if seal is None else seal
         self.rows = self._seal.rows
         self._home = home
-        self._offsets = self._crcs = -1
+        self._offsets = self._checksums = -1
         try:
             self._open_index()
         except (OSError, ValueError, TypeError) as error:
-            for fd in (self._offsets, self._crcs):
+            for fd in (self._offsets, self._checksums):
                 if fd >= 0:
                     os.close(fd)
             raise damaged(home, faults(home) or [str(error)]) from None
@@ -131,7 +130,7 @@ class SealedRows:
     def _open_index(self) -> None:
         home = self._home
         self._offsets = os.open(home / layout.OFFSETS, os.O_RDONLY | os.O_CLOEXEC)
-        self._crcs = os.open(home / layout.CRCS, os.O_RDONLY | os.O_CLOEXEC)
+        self._checksums = os.open(home / layout.CHECKSUMS, os.O_RDONLY | os.O_CLOEXEC)
         with open(home / layout.CHUNKS, "rb") as chunks:
             self._chunks_map = mmap.mmap(chunks.fileno(), 0, prot=mmap.PROT_READ)
         self._chunks = memoryview(self._chunks_map).cast("Q")
@@ -197,10 +196,10 @@ class SealedRows:
 
     def close(self) -> None:
         """Release files and memory; safe to call twice."""
-        for fd in (self._offsets, self._crcs, *self._files.values()):
+        for fd in (self._offsets, self._checksums, *self._files.values()):
             if fd >= 0:
                 os.close(fd)
-        self._offsets = self._crcs = -1
+        self._offsets = self._checksums = -1
         self._files.clear()
         self._cache.clear()
         self._chunks.release()
@@ -233,11 +232,11 @@ class SealedRows:
         if not chunk.start <= base <= starts[-1] <= chunk.end:
             raise self._changed(0, first, first + rows)
         data = self._pread(base, starts[-1], first, first + rows)
-        crcs = self._u32(chunk.first_block + from_block, chunk.first_block + to_block)
+        checksums = self._u32(chunk.first_block + from_block, chunk.first_block + to_block)
         view = memoryview(data)
         edges = [*(start - base for start in starts[: -1 : chunk.block_rows]), len(data)]
-        for number, crc in enumerate(crcs):
-            if zlib.crc32(view[edges[number] : edges[number + 1]]) != crc:
+        for number, stored in enumerate(checksums):
+            if checksum(view[edges[number] : edges[number + 1]]) != stored:
                 at = first + number * chunk.block_rows
                 raise self._changed(base, at, min(at + chunk.block_rows, first + rows))
         return VerifiedRows(first, first + rows, data, starts)
@@ -283,6 +282,6 @@ class SealedRows:
         return offsets
 
     def _u32(self, first: int, last: int) -> array[int]:
-        crcs = array("I")
-        crcs.frombytes(os.pread(self._crcs, (last - first) * CRC_BYTES, first * CRC_BYTES))
-        return crcs
+        checksums = array("I")
+        checksums.frombytes(os.pread(self._checksums, (last - first) * CHECKSUM_BYTES, first * CHECKSUM_BYTES))
+        return checksums

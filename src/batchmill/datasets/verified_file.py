@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import zlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from batchmill.checksums import checksum
 from batchmill.datasets.layout import RANGE_BYTES
 from batchmill.errors import InputChanged
 
@@ -19,13 +19,13 @@ BLOCK_BYTES = 256 * 1024  # what one checksum covers; the last block of a file m
 BLOCKS_KEPT = 64  # verified ones: columns are read in turns, each from where it stopped
 
 
-def checksums(path: str) -> Iterator[tuple[bytes, array[int]]]:
-    """For every RANGE_BYTES of a file: their BLAKE3 digest, and the CRC-32 of each block."""
+def checksum_blocks(path: str) -> Iterator[tuple[bytes, array[int]]]:
+    """For every RANGE_BYTES of a file: their BLAKE3 digest, and the checksum of each block."""
     with open(path, "rb", buffering=0) as file:
         while data := _read_range(file):
             view = memoryview(data)
-            crcs = [zlib.crc32(view[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
-            yield blake3(data).digest(), array("I", crcs)
+            checksums = [checksum(view[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
+            yield blake3(data).digest(), array("I", checksums)
 
 
 def _read_range(file: io.FileIO) -> bytes:
@@ -44,12 +44,14 @@ class VerifiedFile(io.RawIOBase):
     """
     Args:
         fd: of the file; closed with this object.
-        crcs: of its blocks.
+        checksums: of its blocks.
         changed: the error for a range of bytes that differs from what was sealed.
     """
 
-    def __init__(self, fd: int, size_bytes: int, crcs: array[int], changed: Callable[[int, int], InputChanged]) -> None:
-        self._fd, self._size_bytes, self._crcs, self._changed = fd, size_bytes, crcs, changed
+    def __init__(
+        self, fd: int, size_bytes: int, checksums: array[int], changed: Callable[[int, int], InputChanged]
+    ) -> None:
+        self._fd, self._size_bytes, self._checksums, self._changed = fd, size_bytes, checksums, changed
         self._at = 0
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
 
@@ -105,7 +107,7 @@ class VerifiedFile(io.RawIOBase):
         view = memoryview(data)
         for number in range(first, last):
             at = (number - first) * BLOCK_BYTES
-            if zlib.crc32(view[at : at + BLOCK_BYTES]) != self._crcs[number] or len(data) != end - start:
+            if checksum(view[at : at + BLOCK_BYTES]) != self._checksums[number] or len(data) != end - start:
                 raise self._changed(start + at, min(start + at + BLOCK_BYTES, end))
         return data
 

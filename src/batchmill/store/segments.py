@@ -17,11 +17,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from struct import Struct as Layout
 from typing import NamedTuple
-from zlib import crc32
 
 import msgspec
 from msgspec import Struct
 
+from batchmill.checksums import checksum, checksum_of
 from batchmill.errors import LedgerBroken
 from batchmill.types import RowError, SegmentRef, Usage
 
@@ -39,11 +39,12 @@ SEGMENTS_OPEN_MAX = 64  # by one reader
 
 Span = tuple[int, int]  # first byte, and the one after the last
 
-_FILE = Layout("<8sII")  # magic, length of the description, its crc
-# magic, version, flags, generation, shard, epoch, position, row, n, payload, table, meta, body crc | header crc
+_FILE = Layout("<8sII")  # magic, length of the description, its checksum
+# magic, version, flags, generation, shard, epoch, position, row, n, payload, table, meta, checksum of these three |
+# checksum of the header
 _HEAD = Layout("<4sHHIIIQQIIIII")
-_CRC = Layout("<I")
-HEADER_BYTES = _HEAD.size + _CRC.size
+_CHECKSUM = Layout("<I")
+HEADER_BYTES = _HEAD.size + _CHECKSUM.size
 
 
 class SegmentHead(Struct, frozen=True):
@@ -183,9 +184,9 @@ def _frame(
     meta_bytes = b"" if meta == BlockMeta() else _meta_encoder.encode(meta)
     head = _HEAD.pack(
         BLOCK_MAGIC, VERSION, flags, *lease, first, row, n, len(payload), len(table), len(meta_bytes),
-        crc32(payload, crc32(meta_bytes, crc32(table))),
+        checksum_of((table, meta_bytes, payload)),
     )  # fmt: skip
-    return b"".join((head, _CRC.pack(crc32(head)), table, meta_bytes, payload))
+    return b"".join((head, _CHECKSUM.pack(checksum(head)), table, meta_bytes, payload))
 
 
 def _runs_on(numbers: Sequence[int]) -> bool:
@@ -421,7 +422,7 @@ class SegmentFile:
             self._full.append(self._file)
         self._file = file
         data = msgspec.json.encode(self.head)
-        file.write(_FILE.pack(FILE_MAGIC, len(data), crc32(data)) + data)
+        file.write(_FILE.pack(FILE_MAGIC, len(data), checksum(data)) + data)
         sync_folder(self.folder)
         return file
 
@@ -440,11 +441,11 @@ def _read_file_head(fd: int) -> tuple[SegmentHead | None, int]:
     head = os.pread(fd, _FILE.size, 0)
     if len(head) < _FILE.size:
         return None, 0
-    magic, length, crc = _FILE.unpack(head)
+    magic, length, stored = _FILE.unpack(head)
     if magic != FILE_MAGIC or length > FILE_HEAD_BYTES_MAX:
         return None, 0
     data = os.pread(fd, length, _FILE.size)
-    if crc32(data) != crc:
+    if checksum(data) != stored:
         return None, 0
     return msgspec.json.decode(data, type=SegmentHead), _FILE.size + length
 
@@ -464,7 +465,7 @@ class _Header(NamedTuple):
     payload: int
     table: int
     meta: int
-    crc: int
+    checksum: int
 
     @property
     def length(self) -> int:
@@ -477,7 +478,7 @@ def _read_header(fd: int, offset: int) -> _Header | None:
 
 
 def _parse_header(head: bytes) -> _Header | None:
-    if len(head) < HEADER_BYTES or head[:4] != BLOCK_MAGIC or _CRC.unpack(head[-4:])[0] != crc32(head[:-4]):
+    if len(head) < HEADER_BYTES or head[:4] != BLOCK_MAGIC or _CHECKSUM.unpack(head[-4:])[0] != checksum(head[:-4]):
         return None
     header = _Header._make(_HEAD.unpack(head[:-4]))
     return header if header.version == VERSION else None
@@ -507,7 +508,7 @@ def _read_block(fd: int, path: str, offset: int, end: int) -> Block | None:
         return None
     size = header.length - HEADER_BYTES
     body = os.pread(fd, size, offset + HEADER_BYTES)
-    if len(body) < size or crc32(body) != header.crc:
+    if len(body) < size or checksum(body) != header.checksum:
         return None
     table, meta = header.table, header.meta
     return Block(

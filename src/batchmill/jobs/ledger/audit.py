@@ -85,8 +85,8 @@ def _is_same(home: Path, anew: Path) -> bool:
         old = load_seal(home)
         if (old.digest, old.rows) == (new.digest, new.rows):
             return True
-    crcs = home / layout.CRCS
-    return crcs.exists() and crcs.read_bytes() == (anew / layout.CRCS).read_bytes()
+    checksums = home / layout.CHECKSUMS
+    return checksums.exists() and checksums.read_bytes() == (anew / layout.CHECKSUMS).read_bytes()
 
 
 def _move_in(home: Path, anew: Path) -> None:
