@@ -267,8 +267,8 @@ def test_result_lines_are_checked(form: Form) -> None:
     """Lines that do not belong to the rows, or are no whole lines, fail their rows and no others."""
     good = [result(20 + n, form=form) for n in range(4)]
     whole = read_results(block(form), 0, 4, b"".join(good), {})
-    assert whole.ok is not None and (whole.ok.lines, whole.failed) == (b"".join(good), [])
-    assert (list(whole.ok.positions), list(whole.ok.numbers)) == ([10, 11, 12, 13], [20, 21, 22, 23])
+    assert ([done.lines for done in whole.ok], whole.failed) == ([b"".join(good)], [])
+    assert (list(whole.ok[0].positions), list(whole.ok[0].numbers)) == ([10, 11, 12, 13], [20, 21, 22, 23])
     forged = {
         "too few": good[:3],
         "too many": [*good, good[0]],
@@ -281,7 +281,7 @@ def test_result_lines_are_checked(form: Form) -> None:
     }
     for name, lines in forged.items():
         results = read_results(block(form), 0, 4, b"".join(lines), {})
-        assert results.ok is None, name
+        assert results.ok == [], name
         assert [o.error.code for o in results.failed if o.error] == ["bad_return"] * 4, name
     with pytest.raises(ValueError, match=r"errors of the rows \[7\]"):
         read_results(block(form), 0, 4, b"".join(good), {7: CallError("a", "b")})
@@ -293,9 +293,9 @@ def test_parts_of_a_block(form: Form) -> None:
     deep = b"[" * 600 + b"]" * 600
     lines = result(21, deep + b" " * 300, form) + result(23, b'{"usage":{"prompt_tokens":5}}', form)
     results = read_results(block(form), 1, 3, lines, {2: CallError("KeyError", "'x'")})
-    assert results.ok is not None
-    assert (results.ok.numbers, results.ok.positions) == ([23], [13])
-    assert results.ok.lines == result(23, b'{"usage":{"prompt_tokens":5}}', form)
-    assert results.ok.usage == Usage(input_tokens=5)
+    (done,) = results.ok
+    assert (done.numbers, done.positions) == ([23], [13])
+    assert done.lines == result(23, b'{"usage":{"prompt_tokens":5}}', form)
+    assert done.usage == Usage(input_tokens=5)
     failed = {o.row.number: o.error.code for o in results.failed if o.error}
     assert failed == {21: "bad_return", 22: "KeyError"}

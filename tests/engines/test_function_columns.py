@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
+from batchmill.engines.function import column_results
 from batchmill.engines.function.column_results import read_column
 from batchmill.models import redaction
 from batchmill.types import ColumnBlock, Usage
@@ -32,16 +33,16 @@ def read(array: pa.Array, name: str = "output", rows: int = 3, errors: dict[int,
 
 def test_a_column_becomes_a_block_of_results():
     results = read(pa.array([1, 2, 3]))
-    assert results.ok is not None
-    assert (results.ok.positions, results.ok.numbers, results.ok.lease) == (range(10, 13), range(3), LEASE)
-    assert pa.ipc.open_stream(results.ok.columns).read_all()["output"].to_pylist() == [1, 2, 3]
+    (done,) = results.ok
+    assert (done.positions, done.numbers, done.lease) == (range(10, 13), range(3), LEASE)
+    assert pa.ipc.open_stream(done.columns).read_all()["output"].to_pylist() == [1, 2, 3]
     assert results.failed == []
 
 
 def test_rows_that_failed_are_outcomes_of_their_own():
     results = read(pa.array([1, 3]), errors={1: CallError("ValueError", "two", "")})
-    assert results.ok is not None
-    assert (list(results.ok.positions), list(results.ok.numbers)) == ([10, 12], [0, 2])
+    (done,) = results.ok
+    assert (list(done.positions), list(done.numbers)) == ([10, 12], [0, 2])
     (failed,) = results.failed
     assert (failed.row.position, failed.row.number, failed.error.code) == (11, 1, "ValueError")
 
@@ -66,7 +67,7 @@ FORGED = {
 @pytest.mark.parametrize("data", FORGED.values(), ids=FORGED.keys())
 def test_a_forged_column_is_an_error_of_its_rows(data):
     results = read_column(block(), 0, 3, data, {})
-    assert results.ok is None
+    assert results.ok == []
     assert [(each.row.number, each.error.code) for each in results.failed] == [(n, "bad_return") for n in range(3)]
 
 
@@ -75,8 +76,8 @@ def test_offsets_beyond_the_data_are_found():
     offsets = bytes((0, 0, 0, 0, 2, 0, 0, 0))
     place = data.rindex(offsets + bytes(8))
     forged = data[:place] + bytes((0, 0, 0, 0, 255, 255, 0, 0)) + data[place + 8 :]
-    assert read_column(block(1), 0, 1, data, {}).ok is not None
-    assert read_column(block(1), 0, 1, forged, {}).ok is None
+    assert len(read_column(block(1), 0, 1, data, {}).ok) == 1
+    assert read_column(block(1), 0, 1, forged, {}).ok == []
 
 
 def test_errors_of_other_rows_are_refused():
@@ -89,8 +90,8 @@ def test_tokens_are_counted():
     texts = [b'{"usage":{"prompt_tokens":2,"completion_tokens":1}}'] * 3
     expected = Usage(6, 0, 3)
     for results in (read(pa.array(texts), "json"), read(pa.array([usage] * 3))):
-        assert results.ok is not None
-        assert results.ok.usage == expected
+        (done,) = results.ok
+        assert done.usage == expected
 
 
 SECRET = "hunter2-and-more"
@@ -109,7 +110,21 @@ def test_secrets_are_masked_before_they_are_written(monkeypatch, array):
     monkeypatch.setattr(redaction, "_known", redaction._LearntSecrets())
     redaction.learn(SECRET)
     results = read(array)
-    assert results.ok is not None
-    assert SECRET.encode() not in results.ok.columns
-    column = pa.ipc.open_stream(results.ok.columns).read_all()["output"]
+    (done,) = results.ok
+    assert SECRET.encode() not in done.columns
+    column = pa.ipc.open_stream(done.columns).read_all()["output"]
     assert str(column.to_pylist()[1:]) == str(array.to_pylist()[1:])
+
+
+def test_large_results_become_several_blocks(monkeypatch):
+    """Memory holds whole blocks when results are gathered."""
+    monkeypatch.setattr(column_results, "BLOCK_BYTES", 1000)
+    usage = [{"usage": {"prompt_tokens": 2}, "text": "x" * 400}] * 7
+    results = read_column(block(9), 0, 9, stream_of(pa.array(usage)), {n: CallError("E", "", "") for n in (2, 5)})
+    assert [number for done in results.ok for number in done.numbers] == [0, 1, 3, 4, 6, 7, 8]
+    assert len(results.ok) > 2
+    values = [
+        value for done in results.ok for value in pa.ipc.open_stream(done.columns).read_all()["output"].to_pylist()
+    ]
+    assert values == usage
+    assert sum(done.usage.input_tokens for done in results.ok) == 14

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from batchmill.datasets.sealed import SealedRows
+from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealing import SealOrder, seal
 from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, make, plan_again
 from batchmill.jobs.results.results import GatherOrder
@@ -19,7 +19,9 @@ def quiet(_: float) -> None:
 
 
 class FinishedJob:
-    def __init__(self, folder: Path, source: Path, form: OpenAIForm | TableForm, *, keys: bool = False) -> None:
+    def __init__(
+        self, folder: Path, source: Path, form: OpenAIForm | TableForm, *, keys: bool = False, columnar: bool = False
+    ) -> None:
         self.home, self.form = folder, form
         self.dataset, self.plan, self.segments = folder / "dataset", folder / "plan-0", folder / "segments"
         for path in (self.dataset, self.plan, self.segments):
@@ -28,11 +30,11 @@ class FinishedJob:
         order = SealOrder(
             dataset=DatasetSpec([str(source)]),
             form=form if isinstance(form, TableForm) and form.prompt else None,
-            targets={"m": (0, 0)}, keys=keys, fold="all" if keys else "none",
+            targets={"m": (0, 0)}, keys=keys, fold="all" if keys else "none", may_be_columnar=columnar,
         )  # fmt: skip
         seal(order, self.dataset, quiet)
         make(PlanOrder(targets=[(0, None)], shard_rows=[1000], keys=keys), self.dataset, self.plan, quiet)
-        rows = SealedRows(self.dataset)
+        rows = open_rows(self.dataset)
         self.raws = rows.read(0, rows.rows)
         rows.close()
         self.committed: list[tuple[int, SegmentRef]] = []

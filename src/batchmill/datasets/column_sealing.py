@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -43,12 +44,17 @@ def seal_columns(
     Raises: InvalidDataset where a file cannot be read, OverQuota, StorageFull.
     """
     limits.check_rows(sum(parquet_rows.rows_in(source.path) for source in sources))
+    is_refused = Event()
     with ThreadPoolExecutor(1) as beside:
-        hashing = beside.submit(_checksums, [source.path for source in sources])
+        hashing = beside.submit(_checksums, [source.path for source in sources], is_refused)
         try:
             groups = _check_files(sources, spec, home, progress)
         except _NeedsConversion:
+            is_refused.set()
             return None
+        except BaseException:
+            is_refused.set()
+            raise
         digests, checksums = hashing.result()
     limits.add(len(groups) * groups.itemsize + len(checksums) * checksums.itemsize, groups[-3])
     (home / layout.ROW_GROUPS).write_bytes(groups.tobytes())
@@ -57,10 +63,13 @@ def seal_columns(
     return groups[-3], digests
 
 
-def _checksums(paths: list[str]) -> tuple[list[bytes], array[int]]:
+def _checksums(paths: list[str], is_refused: Event) -> tuple[list[bytes], array[int]]:
+    """The digests and checksums of the files; incomplete once they are refused."""
     digests, checksums = [], array("I")
     for path in paths:
         for digest, blocks in checksum_blocks(path):
+            if is_refused.is_set():
+                return digests, checksums
             digests.append(digest)
             checksums += blocks
     return digests, checksums

@@ -159,11 +159,11 @@ class RowBatcher:
         """Put finished rows of a block; tracebacks of `errors` go to the log."""
         if not isinstance(self._sink, BlockSink):  # the run has ended
             return
-        if results.ok is not None:
-            rows = len(results.ok.numbers)
+        for done in results.ok:
+            rows = len(done.numbers)
             self._counts.answered(True, int((time.monotonic() - sent_at) * 1e9), rows)
             self.held -= rows
-            self._sink.put_block(results.ok)
+            self._sink.put_block(done)
         if results.other_forms:
             self.send(results.other_forms)
         if results.failed:

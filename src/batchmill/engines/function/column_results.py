@@ -18,6 +18,8 @@ from batchmill.wire.calls import CallError
 from batchmill.wire.forms import usage_of
 from batchmill.wire.json_bytes import DEPTH_MAX, decode, is_too_deep
 
+BLOCK_BYTES = 8 * 1024 * 1024  # of one block of results, about
+
 _values = ArrowValues(number=float)
 _raws = msgspec.json.Decoder(list[msgspec.Raw])
 
@@ -43,18 +45,23 @@ def read_column(
             raise ValueError(f"errors of the rows {sorted(errors)} in results of {count} rows from row {first} on")
         places = [place for place in places if place not in errors]
     if not len(places):
-        return BlockResults(None, _failed(block, errors))
+        return BlockResults([], _failed(block, errors))
     try:
         name, column = _open(data, len(places))
         column, usage = _read_texts(column) if name == JSON else (column, _usage_of(column))
         masked = _masked(column) if redaction.known() else column
     except (_Flaw, UnsupportedType) as flaw:
         error = CallError("bad_return", f"the function's process returned {flaw}")
-        return BlockResults(None, _failed(block, dict.fromkeys(range(first, first + count), error)))
-    if masked is not column:
-        data = _stream(name, masked)
-    positions, numbers = _select(block.positions, places), _select(block.numbers, places)
-    return BlockResults(ColumnResultBlock(data, positions, numbers, block.lease, usage), _failed(block, errors))
+        return BlockResults([], _failed(block, dict.fromkeys(range(first, first + count), error)))
+    done = []
+    step = max(1, BLOCK_BYTES * len(places) // max(1, len(data)))
+    for start in range(0, len(places), step):
+        some = places[start : start + step]
+        if masked is not column or len(some) < len(places):
+            data = _stream(name, masked.slice(start, len(some)))
+        positions, numbers = _select(block.positions, some), _select(block.numbers, some)
+        done.append(ColumnResultBlock(data, positions, numbers, block.lease, usage if start == 0 else Usage()))
+    return BlockResults(done, _failed(block, errors))
 
 
 def _open(data: bytes, rows: int) -> tuple[str, pa.Array]:

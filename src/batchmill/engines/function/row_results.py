@@ -61,7 +61,7 @@ def row_count(meta: dict[str, Any], done: int, total: int) -> int:
 class BlockResults(Struct, frozen=True):
     """The results of some rows of a block."""
 
-    ok: ResultBlock | ColumnResultBlock | None
+    ok: list[ResultBlock] | list[ColumnResultBlock]
     failed: list[Outcome]
     other_forms: list[Row] = []  # that were not called: the worker must read them
 
@@ -100,17 +100,17 @@ def read_results(block: RowBlock, first: int, count: int, lines: bytes, errors: 
     flaw = "a NUL byte" if b"\0" in lines else "an incomplete line" if last else _find_flaw(block, places, texts)
     if flaw:  # a header of a segment has NUL bytes, a line never
         error = CallError("bad_return", f"the function's process returned {flaw}")
-        return BlockResults(None, _failed(block, dict.fromkeys(range(first, first + count), error)))
+        return BlockResults([], _failed(block, dict.fromkeys(range(first, first + count), error)))
     if too_deep := _too_deep(block, places, texts):
         errors = errors | too_deep
         kept = [(place, text) for place, text in zip(places, texts, strict=True) if place not in too_deep]
         places, texts = [place for place, _ in kept], [text for _, text in kept]
         lines = b"".join([text + b"\n" for text in texts])
-    ok = None
+    ok: list[ResultBlock] = []
     if len(places):
         usage = _usage_of(block, texts) if b'"usage"' in lines else Usage()
         positions, numbers = _select(block.positions, places), _select(block.numbers, places)
-        ok = ResultBlock(lines, positions, numbers, block.lease, usage)
+        ok = [ResultBlock(lines, positions, numbers, block.lease, usage)]
     if not errors:
         return BlockResults(ok, [])
     others = [place for place, error in errors.items() if error.code == OTHER_FORM]

@@ -27,7 +27,7 @@ from batchmill.types import RowError, SegmentRef
 from batchmill.wire.json_bytes import append_members, decode, encode, split_object
 
 NONE = -1  # no outcome
-BLOCKS_KEPT = 256  # decoded, of the window and those around it
+KEPT_BYTES = 64 * 1024 * 1024  # of blocks in memory: those of a window and around it
 SLICES_MAX = 64  # of a window; where outcomes alternate more often, its rows are picked one by one
 
 _values = ArrowValues(number=lambda text: Raw(text.encode()))
@@ -91,15 +91,19 @@ class OutcomeReader:
     def __init__(self, index: ColumnIndex) -> None:
         self._index = index
         self._kept: OrderedDict[int, Outcomes] = OrderedDict()
+        self._kept_bytes = 0
 
     def read(self, number: int) -> Outcomes:
         """Raises: LedgerBroken if the block does not hold what it says."""
         if number in self._kept:
             self._kept.move_to_end(number)
             return self._kept[number]
-        outcomes = self._kept[number] = self._read(self._index.blocks[number])
-        if len(self._kept) > BLOCKS_KEPT:
-            self._kept.popitem(last=False)
+        block = self._index.blocks[number]
+        outcomes = self._kept[number] = self._read(block)
+        self._kept_bytes += block.payload_bytes
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+            dropped, _ = self._kept.popitem(last=False)
+            self._kept_bytes -= self._index.blocks[dropped].payload_bytes
         return outcomes
 
     def _read(self, block: Block) -> Outcomes:
