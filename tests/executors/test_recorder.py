@@ -15,7 +15,8 @@ from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.models import redaction
-from batchmill.store.segments import SegmentFile, SegmentHead, read_payload, read_ref, unpack_positions
+from batchmill.store.positions import unpack_positions
+from batchmill.store.segments import SegmentFile, SegmentHead, read_payload, read_ref
 from batchmill.types import Commit, DatasetSpec, Lease, Outcome, ResultBlock, Row, RowBlock, RowError, Usage
 from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.messages import Grant, pack_u32

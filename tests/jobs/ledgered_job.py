@@ -14,7 +14,8 @@ from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, make
 from batchmill.jobs.ledger.snapshot import Rebuilt
 from batchmill.jobs.repair import rebuild
 from batchmill.states import JobState
-from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, SegmentHead, error_meta, frame, pack_positions
+from batchmill.store.positions import pack_positions
+from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, SegmentHead, error_meta, frame
 from batchmill.types import Commit, DatasetSpec, LedgerReport, ModelSpec, Policy, RowError, SegmentRef, Shard, Usage
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec

@@ -16,7 +16,7 @@ from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger.ledger import Ledger, Verdict, mask_of, open_ledger, undone
 from batchmill.states import JobState
 from batchmill.store import tables
-from batchmill.store.segments import pack_positions
+from batchmill.store.positions import pack_positions
 from batchmill.types import Commit, DatasetSpec, JobQuery, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from batchmill.errors import LedgerBroken
 from batchmill.store import segments
+from batchmill.store.positions import pack_parts, pack_positions, unpack_positions
 from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, SegmentHead
 from batchmill.types import SegmentRef, Usage
 
@@ -97,9 +98,15 @@ def test_rolls_to_another_file(tmp_path, monkeypatch):
 
 
 @given(st.sets(st.integers(0, 300)))
+def test_positions_of_several_blocks_pack_together():
+    """Parts that follow each other are one run, whatever their order; a position that comes twice counts twice."""
+    assert list(unpack_positions(pack_parts([range(5, 9), [9, 10], range(5), []], 0))) == [(0, 11)]
+    assert sum(count for _, count in unpack_positions(pack_parts([range(5), [3, 4, 4]], 0))) == 8
+
+
 def test_positions_pack_as_runs(positions):
     """Packed positions are the same set, as disjoint runs."""
-    runs = list(segments.unpack_positions(segments.pack_positions(sorted(p + 50 for p in positions), 50)))
+    runs = list(unpack_positions(pack_positions(sorted(p + 50 for p in positions), 50)))
     assert {p for start, count in runs for p in range(start, start + count)} == positions
     assert sum(count for _, count in runs) == len(positions)
 
@@ -241,3 +248,9 @@ def test_columns_never_look_like_a_block_to_a_salvage(tmp_path):
     path.write_bytes(data)
     found = [each for each in segments.salvage(path) if isinstance(each, segments.Block)]
     assert [list(each.rows()) for each in found] == [[3]]
+
+
+def test_positions_of_several_blocks_pack_together():
+    """Parts that follow each other are one run, whatever their order; a position that comes twice counts twice."""
+    assert list(unpack_positions(pack_parts([range(5, 9), [9, 10], range(5), []], 0))) == [(0, 11)]
+    assert sum(count for _, count in unpack_positions(pack_parts([range(5), [3, 4, 4]], 0))) == 8

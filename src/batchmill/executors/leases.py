@@ -210,7 +210,7 @@ class Unsent(Struct, eq=False):
     """Outcomes in a segment that no commit names yet: adjacent blocks of one lease."""
 
     ref: SegmentRef
-    positions: list[int]
+    positions: list[Sequence[int]]  # of each block
     rows_ok: int
     rows_failed: int
     usage: Usage

@@ -12,16 +12,8 @@ from msgspec import Struct, structs
 from batchmill import faults
 from batchmill.executors.leases import Held, Unsent
 from batchmill.models import redaction
-from batchmill.store.segments import (
-    BlockMeta,
-    BlockRows,
-    SegmentFile,
-    error_meta,
-    frame,
-    frame_columns,
-    frame_lines,
-    pack_positions,
-)
+from batchmill.store.positions import pack_parts
+from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, error_meta, frame, frame_columns, frame_lines
 from batchmill.types import ColumnResultBlock, Commit, Outcome, ResultBlock, RowError, Usage
 
 BLOCK_ROWS = 1024
@@ -259,7 +251,7 @@ class Recorder:
             held.unsent.append(last)
         else:
             last.ref = type(ref)(ref.segment, last.ref.offset, last.ref.length + ref.length)
-        last.positions.extend(positions)
+        last.positions.append(positions)
         last.rows_ok += n if ok else 0
         last.rows_failed += 0 if ok else n
         last.usage = last.usage + meta.usage
@@ -326,7 +318,7 @@ def _commit_of(held: Held, part: Unsent) -> Commit:
         lease=held.lease,
         seq=held.seq,
         ref=part.ref,
-        done=pack_positions(part.positions, held.base),
+        done=pack_parts(part.positions, held.base),
         rows_ok=part.rows_ok,
         rows_failed=part.rows_failed,
         usage=part.usage,

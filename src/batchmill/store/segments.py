@@ -289,32 +289,6 @@ def read_head(path: str | os.PathLike[str]) -> SegmentHead | None:
         return _read_file_head(file.fileno())[0]
 
 
-def pack_positions(positions: Sequence[int], base: int) -> bytes:
-    """Positions as runs (start - base, count) of u32 pairs, sorted."""
-    runs = array("I")
-    if isinstance(positions, range) and positions.step == 1:
-        runs.extend((positions.start - base, len(positions)))
-        return runs.tobytes()
-    start = count = -1
-    for position in sorted(positions):
-        if position == start + count:
-            count += 1
-        else:
-            if count > 0:
-                runs.extend((start - base, count))
-            start, count = position, 1
-    if count > 0:
-        runs.extend((start - base, count))
-    return runs.tobytes()
-
-
-def unpack_positions(runs: bytes) -> Iterator[tuple[int, int]]:
-    """The (start - base, count) pairs of `pack_positions`."""
-    numbers = array("I")
-    numbers.frombytes(runs)
-    return zip(numbers[::2], numbers[1::2], strict=True)
-
-
 class _OpenFile:
     """One file of a segment, with the sizes that are written and synced."""
 

@@ -83,7 +83,7 @@ class SegmentRef(Struct, frozen=True):
 
 
 class Commit(Struct, frozen=True):
-    """Rows that a worker commits to the ledger. `done` packs the positions: see `store.segments.pack_positions`."""
+    """Rows that a worker commits to the ledger. `done` packs the positions: see `store.positions.pack_positions`."""
 
     lease: Lease
     seq: int

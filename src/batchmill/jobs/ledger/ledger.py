@@ -23,7 +23,8 @@ from batchmill.jobs.ledger.files import read_spec
 from batchmill.jobs.ledger.snapshot import Rebuilt, Snapshot
 from batchmill.states import ENDED, NEXT, JobState
 from batchmill.store.database import Database
-from batchmill.store.segments import Span, merged, unpack_positions
+from batchmill.store.positions import unpack_positions
+from batchmill.store.segments import Span, merged
 from batchmill.store.tables import commits, error_counts, jobs, notes, shards
 from batchmill.types import Commit, Lease, RemoteJob, SegmentRef, Shard
 from batchmill.wire.job_spec import JobSpec

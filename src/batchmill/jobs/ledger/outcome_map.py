@@ -15,7 +15,8 @@ from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.ledger import LeasedShard, Ledger, Verdict, mask_of
 from batchmill.jobs.ledger.plan import PlanReader
-from batchmill.store.segments import Block, SegmentReader, gaps_of, pack_positions, read_block, read_head, salvage
+from batchmill.store.positions import pack_positions
+from batchmill.store.segments import Block, SegmentReader, gaps_of, read_block, read_head, salvage
 from batchmill.types import Commit, SegmentRef, Shard
 from batchmill.wire.job_spec import JobSpec
 
