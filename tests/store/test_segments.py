@@ -98,12 +98,6 @@ def test_rolls_to_another_file(tmp_path, monkeypatch):
 
 
 @given(st.sets(st.integers(0, 300)))
-def test_positions_of_several_blocks_pack_together():
-    """Parts that follow each other are one run, whatever their order; a position that comes twice counts twice."""
-    assert list(unpack_positions(pack_parts([range(5, 9), [9, 10], range(5), []], 0))) == [(0, 11)]
-    assert sum(count for _, count in unpack_positions(pack_parts([range(5), [3, 4, 4]], 0))) == 8
-
-
 def test_positions_pack_as_runs(positions):
     """Packed positions are the same set, as disjoint runs."""
     runs = list(unpack_positions(pack_positions(sorted(p + 50 for p in positions), 50)))
