@@ -2,6 +2,7 @@
 
 import datetime
 import decimal
+import json
 import subprocess
 
 import pyarrow as pa
@@ -105,7 +106,7 @@ def test_results_have_a_type_where_all_have_the_same(call, result, name, kind, v
 
 def test_rows_that_fail_are_left_out_of_the_column(call):
     _, array, errors = call("def f(n):\n  if n == 1: raise ValueError('one')\n  return n", {"n": [0, 1, 2]})
-    assert array.to_pylist() == [b"0", b"2"]
+    assert array.to_pylist() == [0, 2]
     assert [errors[1][:2]] == [["ValueError", "one"]]
 
 
@@ -209,6 +210,35 @@ def test_nulls_in_columns(call):
     code = BATCHED + "def f(n: np.ndarray, s: np.ndarray): return [repr((float(a), b)) for a, b in zip(n, s)]"
     _, array, _ = call(code, {"n": [1, None], "s": ["a", None]})
     assert array.to_pylist() == ["(1.0, 'a')", "(nan, None)"]
+
+
+TYPED = "import numpy as np\nfrom numpy.typing import NDArray\nfrom batchmill import batched\n@batched(100)\n"
+
+
+@pytest.mark.parametrize(
+    ("hint", "column", "values", "failing"),
+    [
+        ("int32", pa.array([1, 2**40, 3]), [1, None, 3], [1]),
+        ("int64", pa.array([1, None, 3]), [1, None, 3], [1]),
+        ("float32", pa.array(["1.5", "x", "2"]), [1.5, None, 2.0], [1]),
+        ("float64", pa.array([1.5, None, 2.0]), [1.5, None, 2.0], []),
+        ("int8", pa.array([[1, 2], [3, 4], [500, 6]]), [[1, 2], [3, 4], None], [2]),
+        ("float32", pa.array([[1, 2], [3, 4], [5, 6]]), [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], []),
+    ],
+)
+def test_a_value_that_does_not_fit_the_type_fails_its_row_alone(call, hint, column, values, failing):
+    code = f"{TYPED}def f(n: NDArray[np.{hint}]):\n  assert n.dtype == '{hint}'\n  return n.tolist()"
+    _, array, errors = call(code, pa.RecordBatch.from_arrays([column], ["n"]))
+    assert sorted(errors) == failing
+    assert {error[0] for error in errors.values()} <= {"invalid_argument"}
+    kept = [value for row, value in enumerate(values) if row not in failing]
+    assert str(array.to_pylist()) == str(kept) or [json.loads(text) for text in array.to_pylist()] == kept
+
+
+def test_rows_that_fail_leave_the_others_their_type(call):
+    code = "def f(n):\n  if n == 1: raise ValueError('one')\n  return n * 0.5 if n else float('inf')"
+    name, array, errors = call(code, {"n": [0, 1, 2]})
+    assert (name, array.type, array.to_pylist(), list(errors)) == ("output", pa.float64(), [None, 1.0], [1])
 
 
 def test_asynchronous_functions_get_columns_too(call):

@@ -157,6 +157,8 @@ def _arrow_columns(meta, buffers, parameters):
         return None
     else:
         whole = {name: _arrow_column(batch, name, parameters) for name in parameters.order}
+        if any(column is None for column in whole.values()):  # found row by row
+            return None
     bound = Bound(NAMED, [], {}, columns=whole)
     bound.writer = ArrowWriter()
     return bound

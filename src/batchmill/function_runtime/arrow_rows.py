@@ -17,7 +17,10 @@ from .values import DTYPES, are_plain
 ARROW = "arrow"  # the layout of an `ask`, and of its results
 OUTPUT, JSON = "output", "json"  # the column of results: typed values, or each one's JSON
 TABLE, BATCH, ARRAY, CHUNKED, PANDAS, POLARS = "table", "batch", "array", "chunked", "pandas", "polars"
-_INT64 = 1 << 63
+_ARROW_NAMES = {
+    "BOOL": "bool_", "UINT8": "uint8", "UINT16": "uint16", "UINT32": "uint32", "UINT64": "uint64", "INT8": "int8",
+    "INT16": "int16", "INT32": "int32", "INT64": "int64", "FP16": "float16", "FP32": "float32", "FP64": "float64",
+}  # fmt: skip
 _DUMP_ERRORS = (ValueError, TypeError, OverflowError, RecursionError)
 
 
@@ -44,30 +47,52 @@ def lists_of(batch):
 
 
 def array_of(column, datatype):
-    """A numpy array of a column, with one item for each row."""
+    """A numpy array of a column, with one item for each row; None where some row does not fit the datatype."""
     pa = installed("pyarrow")
-    types, kind = pa.types, column.type
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    array = _matrix(column) if is_list else None
+    if datatype in _ARROW_NAMES:
+        try:
+            column = _cast(column, getattr(pa, _ARROW_NAMES[datatype])())
+        except pa.ArrowException:  # a value that the type cannot hold
+            return None
+        if column.null_count and not pa.types.is_floating(column.type):
+            return None
+    array = _matrix(column) if _is_list(column.type) else None
     if array is None:
+        if _is_list(column.type) and datatype in DTYPES:  # lists of different lengths
+            return None
         array = column.to_numpy(zero_copy_only=False)
-    if datatype in DTYPES:
-        array = array.astype(DTYPES[datatype], copy=False)
     array.setflags(write=False)
     return array
 
 
+def _is_list(kind):
+    types = installed("pyarrow").types
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
+def _cast(column, kind):
+    """The column, or the values of its lists, as another type. Raises: ArrowInvalid for a value that does not fit."""
+    pa = installed("pyarrow")
+    if not _is_list(column.type):
+        return column.cast(kind)
+    levels, inner = 0, column.type
+    while _is_list(inner):
+        levels, inner = levels + 1, inner.value_type
+    for _ in range(levels):
+        kind = pa.list_(kind)
+    return column.cast(kind)
+
+
 def _matrix(column):
     """An array of two or more axes for lists of equal length; None for others."""
-    pc, types = installed("pyarrow.compute"), installed("pyarrow").types
+    pc = installed("pyarrow.compute")
     if column.null_count or not len(column):
         return None
     lengths = pc.unique(pc.list_value_length(column)).to_pylist()
     if len(lengths) != 1:
         return None
-    items, kind = column.flatten(), column.type.value_type
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    inner = _matrix(items) if is_list else items.to_numpy(zero_copy_only=False)
+    items = column.flatten()
+    inner = _matrix(items) if _is_list(items.type) else items.to_numpy(zero_copy_only=False)
     return None if inner is None else inner.reshape((len(column), lengths[0], *inner.shape[1:]))
 
 
@@ -151,8 +176,9 @@ class ArrowWriter:
     def write(self, values, errors, first):
         """The results of rows from `first` on, without those in `errors`. Rows without a JSON form get an error."""
         rows = range(first, first + len(values))
-        if not errors and are_plain(values):
-            array = _typed(values)
+        kept = [value for row, value in zip(rows, values) if row not in errors] if errors else values
+        if are_plain(kept):
+            array = _typed(kept)
             if array is not None:
                 return _stream(OUTPUT, array)
         _, texts = texts_of(values, errors, rows)
@@ -176,7 +202,7 @@ def _typed(values):
     pa, kinds = installed("pyarrow"), set(map(type, values)) - {type(None)}
     try:
         if kinds == {float}:
-            return pa.array(values, pa.float64(), from_pandas=True)
+            return _finite(pa.array(values, pa.float64(), from_pandas=True))
         if kinds == {int}:
             return pa.array(values, pa.int64())
         if kinds == {str}:
@@ -187,7 +213,7 @@ def _typed(values):
             inner = {type(each) for value in values if value is not None for each in value}
             if inner == {float}:
                 array = pa.array(values, pa.list_(pa.float64()))
-                return array if _is_finite(array) else None
+                return array if _is_finite(array.flatten()) else None
             if inner == {int}:
                 return pa.array(values, pa.list_(pa.int64()))
     except (pa.ArrowException, *_DUMP_ERRORS):  # too large for a number of 64 bits, or text that is not UTF-8
@@ -197,7 +223,13 @@ def _typed(values):
 
 def _is_finite(array):
     pc = installed("pyarrow.compute")
-    return pc.all(pc.is_finite(array.flatten())).as_py() is not False
+    return pc.all(pc.is_finite(array)).as_py() is not False
+
+
+def _finite(array):
+    """The numbers with null for infinity, as JSON has it."""
+    pa, pc = installed("pyarrow"), installed("pyarrow.compute")
+    return array if _is_finite(array) else pc.if_else(pc.is_finite(array), array, pa.scalar(None, array.type))
 
 
 def _piece(columns):
