@@ -8,7 +8,7 @@ import os
 import zlib
 from array import array
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import msgspec
@@ -131,15 +131,18 @@ def fold_of(url: str, body: bytes, target: int, without: str | None = None) -> b
 GROUP_LINES = 16  # lines whose brackets are counted at once
 
 
-def is_harmless(text: bytes, lines: list[bytes], lengths: list[int], *, length_max: int, depth_max: int) -> bool:
-    """Whether no line has a flaw, for sure. False: check each line with `flaw`."""
+def is_harmless(text: bytes, lengths: list[int], *, length_max: int, depth_max: int) -> bool:
+    """Whether no line has a flaw, for sure. False: check each line with `flaw`.
+
+    Args: lengths: of the lines of `text`, with their line ends.
+    """
     longest = max(lengths, default=0)
     if longest > length_max or not (text.isascii() or is_utf8(text)):
         return False
     if longest <= 2 * depth_max:  # each level has two brackets
         return True
-    groups = range(0, len(lines), GROUP_LINES)
-    return all(_is_shallow(lines[first : first + GROUP_LINES], depth_max) for first in groups)
+    edges = [0, *islice(accumulate(lengths), GROUP_LINES - 1, len(lengths) - 1, GROUP_LINES), len(text)]
+    return all(_is_shallow(text[first:end], depth_max) for first, end in pairwise(edges))
 
 
 def flaw(line: bytes, *, length_max: int, depth_max: int) -> RowError | None:
@@ -161,10 +164,10 @@ def is_utf8(text: bytes) -> bool:
     return True
 
 
-def _is_shallow(lines: list[bytes], depth_max: int) -> bool:
-    if openings(b"".join(lines)) <= depth_max:
+def _is_shallow(lines: bytes, depth_max: int) -> bool:
+    if openings(lines) <= depth_max:
         return True
-    return not any(is_too_deep(line, depth_max) for line in lines)
+    return not any(is_too_deep(line, depth_max) for line in lines.split(b"\n"))
 
 
 def _encoding_hint(line: bytes) -> str:
@@ -269,7 +272,7 @@ class Inspector:
         lengths = list(map(len, lines))
         starts = array("Q", accumulate(lengths[:-1], initial=start))
         limits = {"length_max": self._order.dataset.line_bytes_max, "depth_max": self._order.dataset.depth_max}
-        harmless = is_harmless(text, lines, lengths, **limits)
+        harmless = is_harmless(text, lengths, **limits)
         bulk = self._rules.bulk(lines) if harmless else None
         if bulk is not None:
             keys = KeyColumns.of_functions(bulk.targets, bulk.sizes) if self._order.keys else None
