@@ -12,7 +12,7 @@ from . import installed as json_text
 from . import values as arrays
 from .arrow_rows import ARROW, ArrowWriter, array_of, items_of, lists_of, read_batch
 from .installed import installed
-from .row_lines import LAYOUTS, read_lines
+from .row_lines import LAYOUTS, read_lines, stages_of
 
 ONE, STAR, NAMED = "one", "star", "named"  # how a row is called: f(item), f(*item), f(**item)
 SHOWN = 20  # names in an error
@@ -50,14 +50,18 @@ class Parameters:
 
 
 class Bound:
-    """The rows of one request as arguments. `errors` has invalid rows, whose arguments are None."""
+    """The rows of one request as arguments. `errors` has invalid rows, whose arguments are None.
 
-    __slots__ = ("how", "calls", "errors", "ids", "columns", "writer")
+    `calls` begins with row number `first` of the request.
+    """
+
+    __slots__ = ("how", "calls", "errors", "ids", "columns", "writer", "first")
 
     def __init__(self, how, calls, errors, columns=None):
         self.how, self.calls, self.errors, self.columns = how, calls, errors, columns
         self.ids = None
         self.writer = None  # a LineWriter, if the results leave as lines
+        self.first = 0
 
 
 def read_rows(meta, buffers, parameters, *, as_columns=False):
@@ -72,9 +76,33 @@ def read_rows(meta, buffers, parameters, *, as_columns=False):
         if len(bound.calls) != meta["rows"]:
             raise ValueError(f"{meta['rows']} rows were announced, and {len(bound.calls)} arrived")
     except _READ_ERRORS as error:
-        failure = ["invalid_json", f"the rows cannot be read: {error}", ""]
-        return Bound(ONE, [None] * meta["rows"], dict.fromkeys(range(meta["rows"]), failure))
+        return _unreadable(error, 0, meta["rows"])
     return bound
+
+
+def _unreadable(error, first, end):
+    """Rows of a request that all fail for this reason."""
+    failure = ["invalid_json", f"the rows cannot be read: {error}", ""]
+    bound = Bound(ONE, [None] * (end - first), dict.fromkeys(range(first, end), failure))
+    bound.first = first
+    return bound
+
+
+def read_stages(meta, data, parameters):
+    """The rows of an `ask` of lines for a row function: some at a time, each when the earlier ones have been called."""
+    first, total = 0, meta["rows"]
+    try:
+        for lines in stages_of(data):
+            bound = _of_lines(meta, lines, parameters, first)
+            end = first + len(bound.calls)
+            if end > total:
+                break
+            yield bound
+            first = end
+        if first != total:
+            raise ValueError(f"{total} rows were announced, and others arrived")
+    except _READ_ERRORS as error:
+        yield _unreadable(error, first, total)
 
 
 def as_columns(bound, parameters):
@@ -102,7 +130,7 @@ def as_dicts(bound, parameters):
 
 def _read(meta, buffers, parameters):
     if meta["layout"] in LAYOUTS:
-        return _of_lines(meta, buffers[0], parameters)
+        return _of_lines(meta, buffers[0], parameters, 0)
     if meta["layout"] == ARROW:
         return _of_batch(read_batch(buffers[0]), parameters)
     calls, layout = json_text.load(buffers[0]), meta["layout"]
@@ -122,11 +150,13 @@ def _read(meta, buffers, parameters):
     return bound
 
 
-def _of_lines(meta, data, parameters):
-    rows, errors, writer = read_lines(meta, data)
+def _of_lines(meta, data, parameters, first):
+    rows, errors, writer = read_lines(meta, data, first)
     bound = _named(rows, parameters, is_lenient=True)
+    if first and bound.errors:
+        bound.errors = {first + row: error for row, error in bound.errors.items()}
     bound.errors.update(errors)
-    bound.writer = writer
+    bound.writer, bound.first = writer, first
     return bound
 
 

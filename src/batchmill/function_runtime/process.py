@@ -20,7 +20,7 @@ from .async_caller import AsyncLoop
 from .frames import BROKEN, WorkerSocket, end_with_worker, high, keep_freed_memory, pack, pack_text
 from .loading import LoadError, run_user_code, trace_of
 from .printing import Progress
-from .requests import write_columns, write_values
+from .requests import StagedRequest, write_columns, write_values
 from .streams import Streams
 from .sync_callers import ListCaller, RowCaller
 from .user_code import ROW, load
@@ -85,6 +85,8 @@ class Replies:
         self._link.put(pack_text(text, [values, *buffers]))
 
     def _values(self, ask, first, end):
+        if isinstance(ask, StagedRequest):
+            return b"lines", (ask.take_lines(end), [])
         leaves_as_arrow = isinstance(ask.bound.writer, ArrowWriter)
         if ask.pieces and leaves_as_arrow:
             pieces = sorted((piece for piece in ask.pieces if first <= piece[0] < end), key=_first_of)

@@ -55,13 +55,62 @@ class PendingRequest:
     def queue_ns(self):
         return max(self.begun_ns - self.arrived_ns, 0)
 
+    def has_runs(self):
+        """Whether rows are left to be called."""
+        return bool(self.runs)
 
-def good_runs(rows, errors):
+
+class StagedRequest(PendingRequest):
+    """Rows that are read in stages. The results of one are written before the next is read: both are freed early.
+
+    Args:
+        stages: an iterator of Bounds that have a LineWriter, or errors only.
+    """
+
+    __slots__ = ("_stages", "_texts", "_written")
+
+    def __init__(self, meta, stages):
+        super().__init__(meta, next(stages))
+        self._stages = stages
+        self._texts = []  # the lines of results that have not left
+        self._written = 0  # rows whose results are in `_texts`, or have left
+        self._bind(self.bound)
+
+    def _bind(self, bound):
+        self.bound, end = bound, bound.first + len(bound.calls)
+        self.runs = good_runs(end, bound.errors, bound.first)
+
+    def has_runs(self):
+        """As `PendingRequest.has_runs`; reads more rows if those before have been called."""
+        while not self.runs:
+            self._write(self.bound.first + len(self.bound.calls))
+            self.bound = bound = next(self._stages, None) or self.bound
+            if bound.first < self._written:
+                return False
+            self.errors.update(bound.errors)
+            self._bind(bound)
+        return True
+
+    def _write(self, end):
+        """Write the results of rows up to `end`, and free them."""
+        first, self._written = self._written, end
+        if first < end and self.bound.writer is not None:
+            self._texts.append(self.bound.writer.write(self.values[first:end], self.errors, first))
+            self.values[first:end] = [None] * (end - first)
+
+    def take_lines(self, end):
+        """The lines of the results that have not left, up to row `end`."""
+        self._write(end)
+        texts, self._texts = self._texts, []
+        return b"".join(texts)
+
+
+def good_runs(end, errors, first=0):
     """(first, end) of valid rows, the last ones first."""
     if not errors:
-        return [(0, rows)] if rows else []
-    runs, end = [], rows
-    for bad in [*sorted(errors, reverse=True), -1]:
+        return [(first, end)] if end > first else []
+    runs = []
+    for bad in [*sorted(errors, reverse=True), first - 1]:
         if bad + 1 < end:
             runs.append((bad + 1, end))
         end = bad

@@ -1,6 +1,7 @@
 """Rows of a job that arrive as lines of the dataset, and leave as lines of the result file.
 
 A block of rows is parsed once, here, and its results are written once: neither side handles an object for each row.
+It is parsed in stages, so that the rows of one are still in the processor's cache when they are called and freed.
 """
 
 from __future__ import annotations
@@ -34,27 +35,52 @@ else:
     _openai_line = _table_line = None
 
 
-def read_lines(meta, data):
-    """(rows as dicts, errors by row, a LineWriter). A row that is not called is None and has an error."""
+STAGE_BYTES = 64 * 1024  # of lines that are parsed together
+LINE_END_BYTES = 4096  # searched at once for the end of a line
+
+
+def stages_of(data):
+    """The lines of a block in pieces of about STAGE_BYTES, as memoryviews."""
+    data, at = memoryview(data), 0
+    while at < len(data):
+        end = _line_end(data, at + STAGE_BYTES)
+        yield data[at:end]
+        at = end
+
+
+def _line_end(data, at):
+    """The place after the first line end from `at` on."""
+    while at < len(data):
+        found = bytes(data[at : at + LINE_END_BYTES]).find(b"\n")
+        if found >= 0:
+            return at + found + 1
+        at += LINE_END_BYTES
+    return len(data)
+
+
+def read_lines(meta, data, first=0):
+    """(rows as dicts, errors by row, a LineWriter). A row that is not called is None and has an error.
+
+    Args:
+        data: lines of the request `meta`, all or some.
+        first: the number of the first of them in the request; errors are numbered from there.
+    """
     if meta["layout"] == TABLE:
         data = bytes(data)
-        rows, errors = _read_all(data, _table_line, _read_table)
-        return rows, errors, TableLines(data)
-    lines, errors = _read_all(data, _openai_line, _read_openai)
+        rows, errors = _read_all(data, _table_line, _read_table, first)
+        return rows, errors, TableLines(first, data)
+    lines, errors = _read_all(data, _openai_line, _read_openai, first)
     rows = [None if line is None else line.body for line in lines]
-    for row in _rows_in_forms(lines, rows, frozenset(meta["urls"]), frozenset(meta["forms"])):
-        errors[row] = [OTHER_FORM, "", ""]
-        rows[row] = None
+    for place in _rows_in_forms(lines, rows, frozenset(meta["urls"]), frozenset(meta["forms"])):
+        errors[first + place] = [OTHER_FORM, "", ""]
+        rows[place] = None
     for name in meta["drop"]:
         for row in rows:
             if row is not None:
                 row.pop(name, None)
     numbers = range(meta["first"], meta["first"] + meta["rows"]) if "first" in meta else meta["numbers"]
-    return (
-        rows,
-        errors,
-        OpenAILines(meta["prefix"], numbers, [None if line is None else line.custom_id for line in lines]),
-    )
+    ids = [None if line is None else line.custom_id for line in lines]
+    return rows, errors, OpenAILines(first, meta["prefix"], numbers[first : first + len(rows)], ids)
 
 
 def _rows_in_forms(lines, rows, urls, forms):
@@ -66,7 +92,8 @@ def _rows_in_forms(lines, rows, urls, forms):
     if None not in rows:
         others = {line.url for line in lines} - urls
         words = forms | ADDRESSED if others else forms
-        if not any(url.endswith(INFER) for url in others) and set().union(*rows).isdisjoint(words):
+        has_words = bool(words) and not words.isdisjoint(set().union(*rows))
+        if not has_words and not any(url.endswith(INFER) for url in others):
             return []
     return [
         number
@@ -81,15 +108,15 @@ def _may_be_in_form(url, row, urls, forms):
     return not forms.isdisjoint(row)
 
 
-def _read_all(data, decoder, read_one):
-    """(what each line holds, errors by row)."""
+def _read_all(data, decoder, read_one, first):
+    """(what each line holds, errors by row, numbered from `first`)."""
     if decoder is not None:
         try:
             return decoder.decode_lines(data), {}
         except _READ_ERRORS:
             pass  # found line by line
     found, errors = [], {}
-    for row, line in enumerate(bytes(data)[:-1].split(b"\n")):
+    for row, line in enumerate(bytes(data)[:-1].split(b"\n"), first):
         try:
             found.append(read_one(line) if decoder is None else decoder.decode(line))
         except _READ_ERRORS as error:
@@ -118,7 +145,14 @@ def _read_openai(text):
 
 
 class LineWriter:
-    """Writes results as lines of the result file."""
+    """Writes results as lines of the result file.
+
+    Args:
+        first: the number of its first row in the request.
+    """
+
+    def __init__(self, first):
+        self._first = first
 
     def write(self, values, errors, first):
         """The lines of rows from `first` on, without those in `errors`.
@@ -160,7 +194,8 @@ class OpenAILines(LineWriter):
         ids: their `custom_id` as JSON.
     """
 
-    def __init__(self, prefix, numbers, ids):
+    def __init__(self, first, prefix, numbers, ids):
+        super().__init__(first)
         self._numbers, self._ids = numbers, ids
         self._fixed = (
             b'{"id":"' + prefix.encode(),
@@ -171,10 +206,12 @@ class OpenAILines(LineWriter):
         )
 
     def _lines(self, rows, texts):
+        first = self._first
         if type(rows) is range:
-            numbers, ids = self._numbers[rows.start : rows.stop], self._ids[rows.start : rows.stop]
+            some = slice(rows.start - first, rows.stop - first)
+            numbers, ids = self._numbers[some], self._ids[some]
         else:
-            numbers, ids = [self._numbers[row] for row in rows], [self._ids[row] for row in rows]
+            numbers, ids = [self._numbers[row - first] for row in rows], [self._ids[row - first] for row in rows]
         digits = list(map(b"%d".__mod__, numbers))
         return _interleaved(len(texts), self._fixed, (digits, ids, digits, texts))
 
@@ -193,14 +230,15 @@ def _interleaved(count, fixed, varying):
 class TableLines(LineWriter):
     """Writes each row's own columns, then its output."""
 
-    def __init__(self, data):
+    def __init__(self, first, data):
+        super().__init__(first)
         self._data, self._heads = data, None
 
     def _lines(self, rows, texts):
         if self._heads is None:
             self._heads = [line.strip()[:-1].rstrip() for line in self._data[:-1].split(b"\n")]
-        heads = self._heads
+        heads = map(self._heads.__getitem__, [row - self._first for row in rows])
         return [
-            b'%b%b"output":%b,"error":null}\n' % (heads[row], b"" if heads[row] == b"{" else b",", text)
-            for row, text in zip(rows, texts)
+            b'%b%b"output":%b,"error":null}\n' % (head, b"" if head == b"{" else b",", text)
+            for head, text in zip(heads, texts)
         ]

@@ -10,12 +10,13 @@ import time
 
 from . import printing
 from . import values as arrays
-from .arguments import ONE, STAR, as_columns, as_dicts, column_of, read_rows
+from .arguments import NAMED, ONE, STAR, as_columns, as_dicts, column_of, read_rows, read_stages
 from .arrow_rows import ArrowWriter, column_of_result, frame_of, is_arrow, items_of, series_of
 from .installed import loaded
 from .loading import row_error
 from .printing import FIRST
-from .requests import BatchQueue, Bisection, PendingRequest, bad_return, halves, singles
+from .requests import BatchQueue, Bisection, PendingRequest, StagedRequest, bad_return, halves, singles
+from .row_lines import LAYOUTS
 from .streams import collected
 from .user_code import FRAME, OUTPUT
 from .values import detached
@@ -45,7 +46,10 @@ class RowCaller:
     def add(self, meta, buffers):
         """Add a request."""
         began = time.perf_counter_ns()
-        ask = PendingRequest(meta, read_rows(meta, buffers, self._code.parameters))
+        if meta["layout"] in LAYOUTS:
+            ask = StagedRequest(meta, read_stages(meta, buffers[0], self._code.parameters))
+        else:
+            ask = PendingRequest(meta, read_rows(meta, buffers, self._code.parameters))
         self._replies.count(1, 0, time.perf_counter_ns() - began, 0)
         (self._batcher if ask.from_job else self._live).append(ask)
 
@@ -83,35 +87,34 @@ class RowCaller:
             printing.idle()
 
     def _run_calls(self, ask):
-        runs = ask.runs
-        while runs and not ask.is_abandoned:
-            first, end = runs.pop()
-            at = self._call_some(ask, first, end)
-            if at < end:
-                runs.append((at, end))
-            if runs:
+        looked = time.perf_counter_ns()
+        while not ask.is_abandoned and ask.has_runs():
+            now = time.perf_counter_ns()
+            if now - looked >= LOOK_NS:
+                looked = now
                 goes_first = self._look()
-                self._replies.stage(ask, at)
+                self._replies.stage(ask, ask.runs[-1][0])
                 if goes_first and ask.from_job:
                     return False
+            first, end = ask.runs.pop()
+            at = self._call_some(ask, first, end)
+            if at < end:
+                ask.runs.append((at, end))
         self._replies.finish(ask)
         return True
 
     def _call_some(self, ask, first, end):
         """Run rows from `first` on for a moment; return the first that was not run."""
-        values, words, clock = ask.values, self._progress.words, time.perf_counter_ns
-        step = self._steps(ask.bound, first, end)
+        bound, clock = ask.bound, time.perf_counter_ns
+        rows = itertools.islice(bound.calls, first - bound.first, end - bound.first)
+        run = self._run_named if bound.how == NAMED else self._run_steps
+        source = {NAMED: iter, ONE: self._steps_of_one, STAR: self._steps_of_many}[bound.how](rows)
         self._progress.one(ask.id, first)
         began = last = clock()
         at, stride = first, 1
         while at < end and last - began < LOOK_NS:
             stop = min(at + stride, end)
-            for row in range(at, stop):
-                words[FIRST] = row  # in a child that user code has forked this raises: it calls no more rows
-                try:
-                    values[row] = step()
-                except BaseException as error:  # SystemExit and the like too: one row must not end the process
-                    self._fail(ask, row, error)
+            run(ask, at, stop, source)
             at, now = stop, clock()
             stride = min(2 * stride, STRIDE_MAX) if now - last < QUICK_NS else 1
             last = now
@@ -123,14 +126,31 @@ class RowCaller:
             self._check(ask, first, at)
         return at
 
-    def _steps(self, bound, first, end):
-        """What calls the next row, each time it is called."""
-        rows, call = itertools.islice(bound.calls, first, end), self._call
-        if bound.how == ONE:
-            return map(call, rows).__next__
-        if bound.how == STAR:
-            return itertools.starmap(call, rows).__next__
-        return map(lambda named: call(**named), rows).__next__  # noqa: C417 (a generator ends with its first error)
+    def _steps_of_one(self, rows):
+        return map(self._call, rows).__next__
+
+    def _steps_of_many(self, rows):
+        return itertools.starmap(self._call, rows).__next__
+
+    def _run_steps(self, ask, first, end, step):
+        """Call rows; `step` calls the next one each time it is called."""
+        values, words = ask.values, self._progress.words
+        for row in range(first, end):
+            words[FIRST] = row  # in a child that user code has forked this raises: it calls no more rows
+            try:
+                values[row] = step()
+            except BaseException as error:  # SystemExit and the like too: one row must not end the process
+                self._fail(ask, row, error)
+
+    def _run_named(self, ask, first, end, rows):
+        """Call rows with their arguments by name: as `_run_steps`, without a function in between."""
+        values, words, call = ask.values, self._progress.words, self._call
+        for row, named in zip(range(first, end), rows):
+            words[FIRST] = row
+            try:
+                values[row] = call(**named)
+            except BaseException as error:
+                self._fail(ask, row, error)
 
     def _fail(self, ask, row, error):
         if self._link.is_child:
