@@ -1,7 +1,7 @@
 """A job of 10 rows through a Python function that does nothing: the whole command, from a shell's point of view.
 
-Beside it four Pythons that start and end, one after another: the owner, the sealing child, the worker and the function's
-process start each once, so this is what no arrangement of them can go below on one core.
+Beside it four Pythons that start and end, one after another: owner, sealing child, worker and function's process start
+once each, so no arrangement of them can take less on one core.
 """
 
 from __future__ import annotations

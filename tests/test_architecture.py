@@ -26,7 +26,7 @@ ROWS = {
     5: ("jobs",),
     6: ("services", "server"),
     7: ("dialects", "console", "control"),
-    8: ("owner", "connection", "serving", "cli", "__main__"),
+    8: ("owner", "prepared", "connection", "serving", "cli", "__main__"),
 }
 ROW_OF = {name: row for row, names in ROWS.items() for name in names}
 CLIENT_ROW_MAX = 2  # the SDK reads the shared words and wire forms, nothing else
@@ -42,6 +42,7 @@ NEVER = {
     "dialects": {"console", "store", "datasets", "engines"},
     "console": {"dialects", "store", "datasets", "engines"},
     "owner": {"connection", "serving", "cli", "__main__"},
+    "prepared": {"owner", "connection", "serving", "cli", "__main__"},
     "serving": {"cli", "__main__"},
 }
 # The plug-ins of a package: they never import one another, and the jobs know none of them by name.
@@ -83,7 +84,9 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.connection.load_control_client": "the client of another process's control socket, which needs httpx2",
     "batchmill.control.listener.load_server": "what speaks HTTP, which needs uvicorn",
     "batchmill.dialects.load_dialects": "the dialects",
-    "batchmill.engines.load_engine": "the engines",
+    "batchmill.connection.load_owner": "what owns a data directory, which needs SQLAlchemy",
+    "batchmill.cli.local.load_preview": "the previews of orders, which need SQLAlchemy",
+    "batchmill.engines.import_engine": "the engines",
     "batchmill.jobs.results.gathering.create_table": "the tables results can be written as, of which one needs pyarrow",
     "batchmill.children.child._find": "the jobs of a child process, which its parent names",
     "batchmill.children.child._main": "what serves them, once the child is bound to its parent",

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -19,8 +21,9 @@ from batchmill.client.messages import HttpReply, HttpRequest, OwnerGone
 from batchmill.config import Config
 from batchmill.control.app import OWNER_STOPPING, ControlApp, Pieces
 from batchmill.errors import InvalidTransition, Unavailable
-from batchmill.owner import open_owner, open_store
+from batchmill.prepared import prepare
 from batchmill.services.data_dirs import SOCKET, TAKEOVER_S, owner_pid, prepare_data_dir, try_lock
+from batchmill.types import ModelSpec
 from batchmill.wire.operations import EVENTS
 
 if TYPE_CHECKING:
@@ -31,6 +34,12 @@ log = logging.getLogger("batchmill.connection")
 NOTICE_ATTEMPTS = 20  # after so many to take the lock, a command says that it waits
 EVENT_END = b"\n\n"
 CONTROL_CLIENT = "batchmill.control.client"  # it needs httpx2
+OWNER = "batchmill.owner"  # it needs SQLAlchemy
+
+
+def load_owner() -> ModuleType:
+    """Import what opens a data directory as its owner."""
+    return import_module(OWNER)
 
 
 def load_control_client() -> type[ControlClient]:
@@ -47,10 +56,15 @@ class OwnerConnection:
 
     def __init__(self, config: Config, stack: contextlib.AsyncExitStack) -> None:
         """Args: stack: closes what this process opens as the owner."""
+        self._expected: Sequence[ModelSpec] = ()
         self._config, self._stack = config, stack
         self._own: ControlApp | None = None  # set if this process is the owner
         self._client: ControlClient | None = None  # set if another process was contacted
         self._opening = asyncio.Lock()
+
+    def expect(self, models: Sequence[ModelSpec]) -> None:
+        """Announce a job with these models: if this process becomes the owner, their processes start at once."""
+        self._expected = models
 
     async def _owner_connection(self) -> ControlApp | ControlClient:
         """Return the application of this process if it is the owner, otherwise a client of the owner's."""
@@ -62,7 +76,7 @@ class OwnerConnection:
             attempts = 0
             while True:
                 if (lock := try_lock(self._config.data_dir)) is not None:
-                    self._own = await self._stack.enter_async_context(_own(self._config, lock))
+                    self._own = await self._stack.enter_async_context(_own(self._config, lock, self._expected))
                     return self._own
                 if self._client is None:
                     self._client = load_control_client()(self._config.data_dir / SOCKET)
@@ -146,9 +160,15 @@ async def _wait_for_next_owner(error: Unavailable) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _own(config: Config, lock: int) -> AsyncIterator[ControlApp]:
-    async with open_store(config, lock) as store, open_owner(store) as owner:
-        yield owner.control
+async def _own(config: Config, lock: int, expected: Sequence[ModelSpec]) -> AsyncIterator[ControlApp]:
+    async with contextlib.AsyncExitStack() as stack:
+        held = stack.enter_context(contextlib.ExitStack())
+        held.callback(os.close, lock)
+        prepared = await stack.enter_async_context(prepare(config.data_dir / "workers", expected))
+        owner = load_owner()
+        held.pop_all()  # the store closes it
+        store = await stack.enter_async_context(owner.open_store(config, lock))
+        yield (await stack.enter_async_context(owner.open_owner(store, prepared=prepared))).control
 
 
 @contextlib.asynccontextmanager

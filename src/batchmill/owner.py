@@ -20,6 +20,7 @@ from batchmill.control.app import ControlApp
 from batchmill.control.listener import ControlListener
 from batchmill.control.models import AdapterHandlers, FunctionHandlers, LlmHandlers, ModelHandlers
 from batchmill.engines.clock import SystemClock
+from batchmill.errors import InvalidConfig
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.intake import preview
 from batchmill.jobs.ledger.commits import CommitLog
@@ -32,11 +33,12 @@ from batchmill.models import devices, redaction
 from batchmill.models.isolation import isolation_of_config
 from batchmill.models.worker_environment import of_worker
 from batchmill.ports import Clock
-from batchmill.services import salvage
+from batchmill.prepared import PreparedProcesses
+from batchmill.services import salvage as salvaging
 from batchmill.services.adapters.service import AdapterService
 from batchmill.services.backups import Backups, keep_backups
 from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.data_dirs import SOCKET
+from batchmill.services.data_dirs import SOCKET, prepare_data_dir, try_lock
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions.deploying import Trials, VersionBuilder
 from batchmill.services.functions.versions import ModelVersions, Warm
@@ -46,9 +48,10 @@ from batchmill.services.llms.service import LlmService
 from batchmill.services.remote.remote_services import RemoteServices, make_remote
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import OwnerProvisions, Vault
-from batchmill.store.database import NAME as DATABASE
 from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskQuota
+from batchmill.store.names import DATABASE
+from batchmill.types import SalvageReport
 
 log = logging.getLogger("batchmill.owner")
 
@@ -86,6 +89,25 @@ class Store(Struct, frozen=True, eq=False):
     keys: KeyService
 
 
+def salvage(config: Config, progress: Callable[[str], None]) -> SalvageReport:
+    """Rebuild a damaged or missing database from what can still be read.
+
+    Raises: InvalidConfig while another process owns the data directory.
+    """
+    prepare_data_dir(config.data_dir)
+    lock = try_lock(config.data_dir)
+    if lock is None:
+        raise InvalidConfig(
+            f"another process owns the data directory {config.data_dir}: stop it first, so that nothing writes to the "
+            "database meanwhile",
+            code="data_dir_owned",
+        )
+    try:
+        return salvaging.salvage(config.data_dir, progress)
+    finally:
+        os.close(lock)
+
+
 @contextlib.asynccontextmanager
 async def open_store(config: Config, lock: int) -> AsyncIterator[Store]:
     """Open the database. Args: lock: the data directory's lock, from `try_lock`; it is always released at the end.
@@ -96,7 +118,7 @@ async def open_store(config: Config, lock: int) -> AsyncIterator[Store]:
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(os.close, lock)
         redaction.guard_logs()
-        await asyncio.to_thread(salvage.make_ready, config.data_dir)
+        await asyncio.to_thread(salvaging.make_ready, config.data_dir)
         database = Database(config.data_dir / DATABASE)
         stack.callback(database.close)
         yield Store(
@@ -176,14 +198,16 @@ class Owner(Struct, frozen=True, eq=False):
 
 @contextlib.asynccontextmanager
 async def open_owner(
-    store: Store, *, configured: ConfiguredModels | None = None, drain_s: float | None = None
-) -> AsyncIterator[Owner]:
+    store: Store, *, configured: ConfiguredModels | None = None, drain_s: float | None = None,
+    prepared: PreparedProcesses | None = None,
+) -> AsyncIterator[Owner]:  # fmt: skip
     """Open jobs, and what they run on. Leaving the context pauses running jobs; a connected command then takes over.
 
     Args:
         configured: the models of a server, which resumes its jobs and keeps its models; None: a command, which
             resolves the configured models when it needs them.
         drain_s: how long rows in flight may take to end; None: as long as when a job is paused.
+        prepared: the processes that were started for the first job of a command; None: there are none.
     """
     config, clock, serves = store.config, store.clock, configured is not None
     async with contextlib.AsyncExitStack() as stack:
@@ -192,6 +216,7 @@ async def open_owner(
         executor = LocalExecutor(
             config.data_dir / "workers",
             (lambda model: of_worker(model, os.environ, config.server.worker_environment)) if serves else None,
+            prepared=None if prepared is None else prepared.workers,
         )
         executor.sweep()
         backups = Backups(config.data_dir, clock, config.backups)
@@ -230,7 +255,7 @@ async def open_owner(
             directory.check()
         jobs = JobService(
             config.data_dir, commit_log, dispatcher, clock, disk_quota=store.disk_quota, adapters=models.adapters,
-            retention=config.retention,
+            retention=config.retention, children=None if prepared is None else prepared.children,
         )  # fmt: skip
         close_last(stack, lambda at_once: _close_jobs(jobs, at_once=at_once, drain_s=drain_s))
         await jobs.recover(resume_server_jobs=serves)

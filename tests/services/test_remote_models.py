@@ -13,9 +13,8 @@ from remote_room import KEY, THEM, US, RemoteRoom, connector_fields
 from batchmill.errors import Conflict, Forbidden, InvalidInput, RateLimited, UnknownName
 from batchmill.models.connectors.reading import read_connector
 from batchmill.services.remote import model_records as remote_model_records
-from batchmill.services.remote.connector_records import ConnectorRecord
-from batchmill.services.remote.model_records import RemoteModel
 from batchmill.services.remote.models import find_batch_provider, spec_of
+from batchmill.services.remote.stored import ConnectorRecord, RemoteModel
 from batchmill.types import Caller, Connector, Scope
 
 

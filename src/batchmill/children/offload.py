@@ -316,6 +316,10 @@ class Children:
         self._warm = Warm(idle_s=idle_s, environ=lambda: of_helpers(os.environ, names))
         self._slots = FairSemaphore(CHILDREN_MAX)
 
+    async def prepare(self) -> None:
+        """Start a child that waits for work. Raises: OSError."""
+        self._warm.keep(await self._warm.start(), GROWN_BYTES)
+
     async def offload(
         self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = ""
     ) -> bytes:

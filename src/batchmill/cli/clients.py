@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -17,7 +17,7 @@ from batchmill.client.streams import Views
 from batchmill.connection import OwnerConnection
 from batchmill.control import operations
 from batchmill.control.app import ControlApp
-from batchmill.types import JobOrder, JobQuery, JobView, LedgerReport, RemoteJob, Submitted, Wait
+from batchmill.types import JobOrder, JobQuery, JobView, LedgerReport, ModelSpec, RemoteJob, Submitted, Wait
 from batchmill.wire.native import PAGE_MAX, Change
 
 if TYPE_CHECKING:
@@ -118,9 +118,18 @@ class JobsClient(ABC):
 
 
 class OwnerJobs(JobsClient):
-    """Jobs of a data directory. Their orders name files and code of this machine."""
+    """Jobs of a data directory. Their orders name files and code of this machine.
+
+    Args: expect: is called with the models of an order before it is submitted.
+    """
+
+    def __init__(self, client: AsyncClient, expect: Callable[[Sequence[ModelSpec]], None] | None = None) -> None:
+        super().__init__(client)
+        self._expect = expect
 
     async def submit(self, order: JobOrder) -> Submitted:
+        if self._expect is not None:
+            self._expect(order.models)
         return await self._client.call(calls.typed_request(operations.RUN, body=order))
 
     async def partial(self, job_id: str) -> str:

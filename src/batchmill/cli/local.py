@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO
 
 from batchmill import connection
@@ -17,14 +19,19 @@ from batchmill.client.calls import typed_request
 from batchmill.config import Config
 from batchmill.control import operations
 from batchmill.errors import InvalidInput
-from batchmill.jobs.intake import preview
 from batchmill.services import data_dirs
 from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.functions.deploying import sent_archive
-from batchmill.types import JobOrder, JobView, ModelSpec
+from batchmill.services.functions.sent_archives import sent_archive
+from batchmill.types import JobOrder, JobView, ModelSpec, SalvageReport
 from batchmill.wire.native import DeployReply, Estimate, Explanation, ModelInfo, ModelList, SealReport
 
 PIECE_BYTES = 1024 * 1024
+PREVIEW = "batchmill.jobs.intake.preview"  # it needs SQLAlchemy
+
+
+def load_preview() -> ModuleType:
+    """Import what previews orders."""
+    return import_module(PREVIEW)
 
 
 class LocalApp:
@@ -33,7 +40,8 @@ class LocalApp:
     # The open connection, which nested operations of a command share.
     _owner: connection.OwnerConnection | None = None
 
-    salvage = staticmethod(data_dirs.salvage)
+    def salvage(self, config: Config, progress: Callable[[str], None]) -> SalvageReport:
+        return connection.load_owner().salvage(config, progress)
 
     @contextlib.asynccontextmanager
     async def open(self, config: Config, project: str | None = None) -> AsyncIterator[AsyncClient]:
@@ -49,17 +57,18 @@ class LocalApp:
     @contextlib.asynccontextmanager
     async def open_jobs(self, config: Config, project: str | None = None) -> AsyncIterator[OwnerJobs]:
         async with self.open(config, project) as client:
-            yield OwnerJobs(client)
+            assert self._owner is not None, "the connection is open"
+            yield OwnerJobs(client, self._owner.expect)
 
     async def preview_validate(self, order: JobOrder, config: Config, progress: Progress) -> SealReport:
         data_dirs.prepare_data_dir(config.data_dir)
-        return await preview.validate(order, config.data_dir, progress)
+        return await load_preview().validate(order, config.data_dir, progress)
 
     async def preview_plan(
         self, order: JobOrder, config: Config, progress: Progress
     ) -> tuple[SealReport, Explanation | None]:
         data_dirs.prepare_data_dir(config.data_dir)
-        return await preview.plan(order, config.data_dir, progress)
+        return await load_preview().plan(order, config.data_dir, progress)
 
     async def preview_estimate(
         self, order: JobOrder, config: Config, progress: Progress
@@ -70,7 +79,7 @@ class LocalApp:
         names = ", ".join(model.name for model in order.models)
         finished = [view for view in views if view.model == names and view.finished and view.elapsed_s]
         rate = finished[0].rows / finished[0].elapsed_s if finished else None
-        return await preview.estimate(order, config.data_dir, progress, rate)
+        return await load_preview().estimate(order, config.data_dir, progress, rate)
 
     async def partial_results(self, config: Config, job_id: str, out: BinaryIO) -> int:
         async with self.open_jobs(config) as jobs:

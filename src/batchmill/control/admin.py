@@ -21,11 +21,11 @@ from batchmill.control.operations import (
 )
 from batchmill.ports import Clock, Jobs
 from batchmill.services.keys import KeyService, key_info
-from batchmill.services.remote.connector_records import ConnectorRecord
 from batchmill.services.remote.connectors import unknown_connector
-from batchmill.services.remote.model_records import RemoteModel
 from batchmill.services.remote.remote_services import RemoteServices
-from batchmill.services.secrets.vault import Rotated, Vault
+from batchmill.services.remote.stored import ConnectorRecord, RemoteModel
+from batchmill.services.secrets.shown import Rotated
+from batchmill.services.secrets.vault import Vault
 from batchmill.services.usage import usage
 from batchmill.states import JobState, PauseReason
 from batchmill.store.disk_room import DiskQuota

@@ -10,9 +10,8 @@ from typing import Any
 
 from msgspec import Struct
 
-from batchmill.services.remote.connector_records import ConnectorRecord
-from batchmill.services.remote.model_records import RemoteModel
-from batchmill.services.secrets.vault import Rotated, SecretInfo
+from batchmill.services.remote.stored import ConnectorRecord, RemoteModel
+from batchmill.services.secrets.shown import Rotated, SecretInfo
 from batchmill.types import JobOrder, LedgerReport, ModelSpec, Scope, Submitted
 from batchmill.wire.native import DeployReply, ModelList, Name
 from batchmill.wire.native_models import AdapterInfo, NewAdapter

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from msgspec import Struct
 
 from batchmill.children.process_end import boot_id, kill_session, started
-from batchmill.executors.channel import Channel, open_channel
+from batchmill.executors.channel import Channel
+from batchmill.executors.prepared_workers import PreparedWorkers, WorkerProcess, start_process
 from batchmill.models import devices
 from batchmill.types import ModelSpec
 from batchmill.wire import messages
@@ -77,40 +76,41 @@ class LocalExecutor:
         folder: for the process ids of workers, which the next owner sweeps.
         environment: returns the environment variables of a worker of a model; None: those of this process, as for a
             command, whose workers act for its user.
+        prepared: workers with the environment of this process, which are used first; None: there are none.
     """
 
-    def __init__(self, folder: Path, environment: Callable[[ModelSpec], dict[str, str]] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        environment: Callable[[ModelSpec], dict[str, str]] | None = None,
+        prepared: PreparedWorkers | None = None,
+    ) -> None:
         self._folder, self._environment = folder, environment
+        self._prepared = prepared
 
     async def start(self, start: Start) -> LocalWorker:
         """A new worker process that has been sent `start`."""
         home = Path(start.home)
         home.mkdir(parents=True, exist_ok=True)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        log_path, pid_file = home / f"{start.worker}.log", self._folder / f"{start.worker}.pid"
-        with theirs, contextlib.ExitStack() as unless_started, open(log_path, "ab", buffering=0) as log:
-            unless_started.enter_context(ours)
-            channel = await open_channel(ours)
-            unless_started.callback(channel.close)
-            process = await asyncio.create_subprocess_exec(
-                # -P: a queue.py in the working folder must not replace the library module
-                sys.executable, "-P", "-m", "batchmill.executors.worker", str(theirs.fileno()),
-                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
-                env=self._environ_of(start),
-                start_new_session=True,  # only the owner handles a Ctrl-C at the terminal
-            )  # fmt: skip
-            try:
-                self._folder.mkdir(parents=True, exist_ok=True)
-                pid_file.write_text(f"{process.pid} {started(process.pid)} {boot_id()}")
-            except OSError:
-                kill_session(process.pid)
-                await process.wait()
-                raise
-            unless_started.pop_all()
-        worker = LocalWorker(process, channel, pid_file)
+        started_process = await self._process(start, home / f"{start.worker}.log")
+        process, pid_file = started_process.process, self._folder / f"{start.worker}.pid"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            pid_file.write_text(f"{process.pid} {started(process.pid)} {boot_id()}")
+        except OSError:
+            await started_process.end()
+            raise
+        worker = LocalWorker(process, started_process.channel, pid_file)
         worker.send(start)
         return worker
+
+    async def _process(self, start: Start, log: Path) -> WorkerProcess:
+        """A prepared process if one has the right environment, otherwise a new one."""
+        if self._prepared is not None and self._environment is None and start.gpus is None:
+            prepared = await self._prepared.take(log)
+            if prepared is not None:
+                return prepared
+        return await start_process(log, self._environ_of(start), start.model.engine)
 
     def _environ_of(self, start: Start) -> dict[str, str]:
         """The environment of a worker, with its own devices if they are allocated."""

@@ -1,4 +1,4 @@
-"""One process that hosts one engine: `python -m batchmill.executors.worker FD`, FD a socket to the owner.
+"""One process that hosts one engine: `python -m batchmill.executors.worker FD ENGINE`, FD a socket to the owner.
 
 It holds leases, feeds their rows to the engine and records the outcomes. When the owner ends, the worker writes every
 finished outcome to its segment and ends too.
@@ -19,7 +19,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from batchmill.datasets.readers import open_rows
-from batchmill.engines import load_engine
+from batchmill.engines import import_engine, load_engine
 from batchmill.errors import BatchmillError, InputChanged, JobPaused, to_storage_error
 from batchmill.executors.channel import Channel, open_channel
 from batchmill.executors.feed import GrantFeed
@@ -392,11 +392,13 @@ def _lower_priority() -> None:
         group.write(str(NICENESS))
 
 
-async def main(fd: int) -> int:
-    """Serve the owner on socket `fd` until the work ends."""
+async def main(fd: int, engine: str) -> int:
+    """Serve the owner on socket `fd` until the work ends. `engine`: the engine that `Start` will probably name."""
     keep_freed_memory(KEPT_BYTES)
     os.set_inheritable(fd, False)  # processes of user code do not inherit it
     channel = await open_channel(socket.socket(fileno=fd))
+    with contextlib.suppress(BatchmillError, ImportError):  # creating the engine raises it again, for the owner
+        import_engine(engine)
     received = await channel.read()
     if not received:
         return 0
@@ -425,7 +427,7 @@ async def main(fd: int) -> int:
 
 
 if __name__ == "__main__":
-    exit_code = asyncio.run(main(int(sys.argv[1])))
+    exit_code = asyncio.run(main(int(sys.argv[1]), sys.argv[2]))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # a thread that still runs user code must not keep the process alive

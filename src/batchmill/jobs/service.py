@@ -69,6 +69,7 @@ class JobService:
         disk_quota: DiskQuota,
         adapters: Adapters = adapters.NoAdapters(),
         retention: RetentionEntry = RetentionEntry(),
+        children: Children | None = None,
     ) -> None:
         """Take over a data directory; `recover` comes next.
 
@@ -76,11 +77,12 @@ class JobService:
             commit_log, dispatcher: this service closes them.
             disk_quota: counts the bytes of projects.
             adapters: fetches the adapters that rows name.
+            children: for sealing, planning and gathering; this service closes them. None: new ones.
         """
         self._data_dir, self._clock = data_dir, clock
         self._commit_log, self._dispatcher, database = commit_log, dispatcher, commit_log.ledger.database
         self._disk_reserve = DiskReserve(data_dir / "disk_reserve")
-        self._children = Children()
+        self._children = children or Children()
         self._tools = RunnerTools(
             data_dir, self._commit_log, self._dispatcher, clock, self._disk_reserve, self._children.offload,
             adapters, disk_quota,

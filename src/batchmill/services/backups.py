@@ -16,7 +16,7 @@ from batchmill.config import BackupsEntry
 from batchmill.errors import BatchmillError, LedgerBroken, StorageFull
 from batchmill.ports import Clock
 from batchmill.store.damaged_database import is_sound
-from batchmill.store.database import NAME
+from batchmill.store.names import DATABASE
 from batchmill.store.segments import sync_folder
 
 log = logging.getLogger("batchmill.owner")
@@ -56,7 +56,7 @@ class Backups:
         if not self._is_due(folder):
             return None
         target = folder / time.strftime(f"{PREFIX}%Y%m%dT%H%M%SZ{SUFFIX}", time.gmtime(self._clock.now()))
-        _copy(self._data_dir / NAME, folder / PART)
+        _copy(self._data_dir / DATABASE, folder / PART)
         faults.point("before_backup")
         os.replace(folder / PART, target)
         sync_folder(folder)

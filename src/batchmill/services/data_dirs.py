@@ -8,15 +8,12 @@ import fcntl
 import logging
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 from batchmill.config import Config
 from batchmill.errors import InvalidConfig, to_storage_error
-from batchmill.services import salvage as salvaging
-from batchmill.store.database import NAME as DATABASE
+from batchmill.store.names import DATABASE
 from batchmill.store.segments import sync_folder
-from batchmill.types import SalvageReport
 
 log = logging.getLogger("batchmill.owner")
 
@@ -29,25 +26,6 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600
 def has_models(config: Config) -> bool:
     """Tell whether the data directory has a database, so that models may be deployed in it."""
     return (config.data_dir / DATABASE).exists()
-
-
-def salvage(config: Config, progress: Callable[[str], None]) -> SalvageReport:
-    """Rebuild a damaged or missing database from what can still be read.
-
-    Raises: InvalidConfig while another process owns the data directory.
-    """
-    prepare_data_dir(config.data_dir)
-    lock = try_lock(config.data_dir)
-    if lock is None:
-        raise InvalidConfig(
-            f"another process owns the data directory {config.data_dir}: stop it first, so that nothing writes to the "
-            "database meanwhile",
-            code="data_dir_owned",
-        )
-    try:
-        return salvaging.salvage(config.data_dir, progress)
-    finally:
-        os.close(lock)
 
 
 def prepare_data_dir(data_dir: Path) -> None:

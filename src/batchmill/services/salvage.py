@@ -31,14 +31,15 @@ from batchmill.services.files import BATCH, FileRecord
 from batchmill.states import JobState
 from batchmill.store import database as schema_version
 from batchmill.store.damaged_database import DamagedDatabase, Row, in_sql, is_sound
-from batchmill.store.database import NAME, Database
+from batchmill.store.database import Database
+from batchmill.store.names import DATABASE
 from batchmill.store.segments import sync_folder
 from batchmill.store.tables import files as file_table
 from batchmill.store.tables import jobs, metadata, removals
 from batchmill.types import SalvagedTable, SalvageReport
 from batchmill.wire.job_spec import JobSpec
 
-WORK, SALVAGED = "salvage", f"{NAME}.salvaged"
+WORK, SALVAGED = "salvage", f"{DATABASE}.salvaged"
 DAMAGED = "damaged"  # the folder for the files that were replaced
 LOGS = ("-wal", "-shm")
 LEDGER = frozenset({"jobs", "shards", "commits", "error_counts"})  # tables that a job's own folder can rebuild
@@ -59,7 +60,7 @@ def salvage(data_dir: Path, progress: Progress) -> SalvageReport:
     Raises: InvalidConfig if another version of batchmill wrote the database.
     """
     finish(data_dir)
-    old, work = data_dir / NAME, data_dir / WORK
+    old, work = data_dir / DATABASE, data_dir / WORK
     if old.exists() and is_sound(old) and not _unknown_jobs(data_dir, old):
         return SalvageReport(is_sound=True)
     shutil.rmtree(work, ignore_errors=True)
@@ -85,12 +86,12 @@ def salvage(data_dir: Path, progress: Progress) -> SalvageReport:
 
 def finish(data_dir: Path) -> list[str]:
     """Install a salvaged database if one is ready. Returns the paths that were moved to `lost+found`."""
-    ready, old, work = data_dir / SALVAGED, data_dir / NAME, data_dir / WORK
+    ready, old, work = data_dir / SALVAGED, data_dir / DATABASE, data_dir / WORK
     moved: list[str] = []
     if ready.exists():
         aside = data_dir / DAMAGED / time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(ready.stat().st_mtime))
         aside.mkdir(parents=True, exist_ok=True, mode=0o700)
-        for path in (old, *(old.with_name(NAME + each) for each in LOGS)):
+        for path in (old, *(old.with_name(DATABASE + each) for each in LOGS)):
             if path.exists() and not (aside / path.name).exists():
                 os.link(path, aside / path.name)
         sync_folder(aside)
@@ -98,7 +99,7 @@ def finish(data_dir: Path) -> list[str]:
         moved = move_aside(data_dir, ready, work)
         faults.point("after_strays")
         for each in LOGS:  # they belong to the old database: the new one must not read them
-            old.with_name(NAME + each).unlink(missing_ok=True)
+            old.with_name(DATABASE + each).unlink(missing_ok=True)
         sync_folder(data_dir)
         faults.point("after_logs")
         os.replace(ready, old)
@@ -118,7 +119,7 @@ def make_ready(data_dir: Path) -> None:
 
 
 def _refuse_missing(data_dir: Path) -> None:
-    database = data_dir / NAME
+    database = data_dir / DATABASE
     if database.exists() and database.stat().st_size:
         return
     if next((data_dir / "jobs").glob("*/job.json"), None) is not None:
@@ -140,14 +141,14 @@ def _unknown_jobs(data_dir: Path, path: Path) -> list[str]:
 class _Salvage:
     def __init__(self, data_dir: Path, work: Path, progress: Progress) -> None:
         self._data_dir, self._work, self._progress = data_dir, work, progress
-        self.path = work / NAME
-        self._damaged = DamagedDatabase(data_dir / NAME, work)
+        self.path = work / DATABASE
+        self._damaged = DamagedDatabase(data_dir / DATABASE, work)
         self._backup = backups.newest(data_dir)
         version = self._damaged.version()
         if version not in (None, schema_version.VERSION):
             self._damaged.close()
             raise InvalidConfig(
-                f"the database {data_dir / NAME} has schema version {version}, this batchmill supports "
+                f"the database {data_dir / DATABASE} has schema version {version}, this batchmill supports "
                 f"{schema_version.VERSION}: salvage it with the batchmill that wrote it"
             )
         self._database = Database(self.path)
@@ -162,7 +163,7 @@ class _Salvage:
         self._damaged.close()
         self._database.close()
         for each in LOGS:
-            assert not self.path.with_name(NAME + each).exists(), (
+            assert not self.path.with_name(DATABASE + each).exists(), (
                 "closing the last connection empties the write-ahead log"
             )
 

@@ -47,10 +47,9 @@ def write(db: sa.Connection) -> None:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-NAME = "batchmill.db"
 DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 
-__all__ = ["NAME", "Database", "connector_tables", "dataset_tables", "llm_tables", "service_tables"]
+__all__ = ["Database", "connector_tables", "dataset_tables", "llm_tables", "service_tables"]
 
 # Errors of the disk or file system, which do not indicate a damaged database.
 _OF_THE_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)

@@ -16,8 +16,7 @@ from batchmill.client.calls import typed_request
 from batchmill.control import operations
 from batchmill.errors import InvalidInput
 from batchmill.models.connectors.reading import FILE_BYTES_MAX, refuse_unknown
-from batchmill.services.remote.connector_records import ConnectorRecord
-from batchmill.services.remote.model_records import RemoteModel
+from batchmill.services.remote.stored import ConnectorRecord, RemoteModel
 
 LOCAL = "its connectors may call any address, so it runs on this machine; a server's API creates other connectors"
 SHOWN_CHARS = 60

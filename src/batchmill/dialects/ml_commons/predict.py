@@ -37,7 +37,8 @@ from batchmill.server.replies import run_until_disconnect, whole_answer
 from batchmill.services.files import FileRecord
 from batchmill.services.model_rows import ServedModel
 from batchmill.services.remote import model_fields
-from batchmill.services.remote.models import AUTO, BATCH, ONLINE, RemoteModel
+from batchmill.services.remote.models import AUTO, BATCH, ONLINE
+from batchmill.services.remote.stored import RemoteModel
 from batchmill.services.remote.task_records import TaskRecord
 from batchmill.services.repeats import once_for
 from batchmill.services.services import Services

@@ -29,9 +29,8 @@ from batchmill.errors import InvalidInput
 from batchmill.server.bodies import parse_object
 from batchmill.server.operations import Call, Operation
 from batchmill.services.documents.search import Document
-from batchmill.services.remote.connectors import ConnectorRecord
 from batchmill.services.remote.groups import ModelGroup
-from batchmill.services.remote.models import RemoteModel
+from batchmill.services.remote.stored import ConnectorRecord, RemoteModel
 from batchmill.services.remote.task_records import BATCH_PREDICTION, COMPLETED, DEPLOY_MODEL, REGISTER_MODEL, TaskRecord
 from batchmill.services.services import Services
 from batchmill.types import Action, Connector, Scope

@@ -7,17 +7,15 @@ folder is useless after the process that created it has ended.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -34,6 +32,7 @@ from batchmill.models.secrets import NAME, Secret, resolve
 from batchmill.ports import Provisions
 from batchmill.services.functions.names import folder_of
 from batchmill.services.functions.records import FAILED
+from batchmill.services.functions.sent_archives import sweep_archives
 from batchmill.types import FunctionSpec, Interface, Isolation, Limits, ModelSpec, Tensor
 from batchmill.types.engine_traits import FUNCTION_PROCESS
 from batchmill.types.isolation import FunctionsEntry
@@ -41,7 +40,6 @@ from batchmill.wire import bundles
 from batchmill.wire.bundles import EXAMPLES_MAX, REQUIREMENTS_CHARS_MAX, DeployOrder, ModelVersion
 from batchmill.wire.calls import NAMED, POSITIONAL
 
-SENT_PREFIX = "deploy-"  # of archives that commands leave for the owner of the data directory
 LOG, ORDER, LOCK, TRIAL = "deploy.log", "deploy.json", "requirements.lock", "trial"
 LOG_BYTES_MAX = 256 * 1024  # bytes of the log that are shown
 BATCH_WINDOW_S_MAX = 60.0
@@ -189,8 +187,7 @@ class VersionBuilder:
     def sweep(self, keep: Collection[ModelVersion]) -> None:
         """Remove what a crashed owner left behind. No other process writes here."""
         shutil.rmtree(self._staging, ignore_errors=True)
-        for archive in self._data_dir.glob(f"{SENT_PREFIX}*"):
-            _remove_unlocked(archive)
+        sweep_archives(self._data_dir)
         self._environments.sweep({each.spec.python for each in keep if each.spec is not None and each.spec.python})
         folders = {self.folder(version): version for version in keep}
         for folder in self._folder.glob("*/*/*"):
@@ -199,30 +196,6 @@ class VersionBuilder:
             elif folders[folder].state == FAILED:
                 _gather_log(folder)
                 self.discard_code(folders[folder])
-
-
-@contextlib.contextmanager
-def sent_archive(data_dir: Path) -> Iterator[tuple[Path, BinaryIO]]:
-    """Create a file for an archive that the owner of the data directory reads. It stays locked while the command
-    runs."""
-    while True:
-        handle, name = tempfile.mkstemp(prefix=SENT_PREFIX, suffix=".tar.gz", dir=data_dir)
-        with open(handle, "wb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            if os.fstat(file.fileno()).st_nlink == 0:
-                continue  # a starting owner removed the file before this lock
-            try:
-                yield Path(name), file
-            finally:
-                Path(name).unlink(missing_ok=True)
-        return
-
-
-def _remove_unlocked(archive: Path) -> None:
-    """Remove an archive whose command was killed. A running command holds the lock of its archive."""
-    with contextlib.suppress(FileNotFoundError, BlockingIOError), archive.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        archive.unlink()
 
 
 def _stage(bundle: Path, folder: Path) -> Staged:

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 import sqlalchemy as sa
-from msgspec import Struct
 
 from batchmill.errors import Conflict, InvalidInput
+from batchmill.services.remote.stored import DEPLOYED, ConnectorRecord
 from batchmill.states import ENDED
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.tables import connectors, jobs, remote_models
@@ -16,20 +16,7 @@ from batchmill.types import Connector, ModelSpec
 from batchmill.wire.job_spec import JobSpec
 
 CONNECTORS_MAX = 10_000  # of one server, which holds them all in memory
-DEPLOYED = "DEPLOYED"
 SHOWN_MAX = 20  # ids in a message
-
-
-class ConnectorRecord(Struct, frozen=True):
-    """A stored connector. Its credentials are references to secrets in the vault."""
-
-    id: str
-    project: str
-    connector: Connector
-    access: dict[str, Any]  # fields that only a dialect reads
-    revision: int  # starts at 1; each change adds one
-    created: float
-    changed: float
 
 
 def insert(db: sa.Connection, record: ConnectorRecord, quota: int) -> None:

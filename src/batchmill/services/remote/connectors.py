@@ -22,7 +22,7 @@ from batchmill.models.connectors.urls import own_url
 from batchmill.ports import Clock
 from batchmill.services.remote import connector_records as records
 from batchmill.services.remote.changes import Changes, new_id
-from batchmill.services.remote.connector_records import ConnectorRecord
+from batchmill.services.remote.stored import ConnectorRecord
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
 from batchmill.types import Caller, Connector, ProjectQuotas

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 from batchmill.errors import Conflict, InvalidInput
 from batchmill.services.remote.connector_records import used_by_jobs
+from batchmill.services.remote.stored import ModelDetails, RemoteModel
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.tables import model_groups, remote_models
 from batchmill.types import Connector, Quotas
 
 MODELS_MAX = 10_000  # of one server, which holds them all in memory; the same for groups
-REGISTERED, DEPLOYED, UNDEPLOYED = "REGISTERED", "DEPLOYED", "UNDEPLOYED"
 
 
 class ModelGroup(Struct, frozen=True):
@@ -30,46 +30,6 @@ class ModelGroup(Struct, frozen=True):
     revision: int
     created: float
     changed: float
-
-
-class RateLimiter(Struct, frozen=True):
-    """How many calls of a model are allowed in a unit of time."""
-
-    limit: float
-    unit: str  # of Java's TimeUnit: SECONDS, MINUTES, HOURS, DAYS …
-
-
-class ModelDetails(Struct, frozen=True, omit_defaults=True):
-    """The fields of a model that have no column of their own."""
-
-    description: str | None = None
-    is_enabled: bool = True
-    is_auto_deploy: bool | None = None  # None: the server's configuration decides
-    rate_limiter: RateLimiter | None = None
-    interface: dict[str, str] | None = None  # JSON schemas as text: `model_fields`
-    deployed: float | None = None  # time of the last deployment
-    undeployed: float | None = None
-
-
-class RemoteModel(Struct, frozen=True):
-    """A model whose calls go through a connector."""
-
-    id: str
-    project: str
-    name: str
-    group: str
-    version: int  # within its group
-    connector: str | None  # the id of a shared connector; None: `own`
-    own: Connector | None
-    state: str  # REGISTERED, DEPLOYED, UNDEPLOYED
-    details: ModelDetails
-    revision: int
-    created: float
-    changed: float
-
-    @property
-    def is_deployed(self) -> bool:
-        return self.state == DEPLOYED
 
 
 def insert_group(db: sa.Connection, group: ModelGroup, quota: int) -> None:

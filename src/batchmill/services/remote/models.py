@@ -30,14 +30,8 @@ from batchmill.services.remote.model_fields import (
     refuse_unsupported,
     require_remote,
 )
-from batchmill.services.remote.model_records import (
-    DEPLOYED,
-    REGISTERED,
-    UNDEPLOYED,
-    ModelDetails,
-    ModelGroup,
-    RemoteModel,
-)
+from batchmill.services.remote.model_records import ModelGroup
+from batchmill.services.remote.stored import DEPLOYED, REGISTERED, UNDEPLOYED, ModelDetails, RemoteModel
 from batchmill.services.remote.task_records import refuse_running
 from batchmill.store.database import Database
 from batchmill.types import Caller, Connector, Limits, ModelSpec, Scope

@@ -16,7 +16,8 @@ from batchmill.services.remote import task_records as records
 from batchmill.services.remote.calls import RemoteCalls
 from batchmill.services.remote.connectors import ConnectorService, Endpoints
 from batchmill.services.remote.groups import ModelGroups
-from batchmill.services.remote.models import RemoteModel, RemoteModels
+from batchmill.services.remote.models import RemoteModels
+from batchmill.services.remote.stored import RemoteModel
 from batchmill.services.remote.task_records import CANCELLED, UNREACHABLE, TaskRecord
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database

@@ -24,6 +24,7 @@ from batchmill.models.secrets import SHOWN_CHARS, check_name, find_secret_flaw, 
 from batchmill.ports import Clock
 from batchmill.services import webhooks
 from batchmill.services.secrets.box import SecretBox
+from batchmill.services.secrets.shown import Rotated, SecretInfo
 from batchmill.store.database import Database
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.tables import secrets, webhook_endpoints
@@ -41,23 +42,6 @@ OWN_NAME = re.compile(r"connector/[A-Za-z0-9_-]{1,64}/[A-Za-z0-9_.:-]{1,120}|llm
 Changed = Callable[[frozenset[str]], Awaitable[None]]
 Also = Callable[[sa.Connection], Any]
 PREFIX, VARIABLE = "secret:", "env:"
-
-
-class SecretInfo(Struct, frozen=True):
-    """A secret as it can be shown. `hint`: its last characters; empty for a short secret."""
-
-    name: str
-    hint: str
-    created: float
-    changed: float
-
-
-class Rotated(Struct, frozen=True):
-    """The result of a rotation."""
-
-    rewrapped: int  # sealed values
-    unreadable: list[str]  # the owners of values that no key can open
-    keys_removed: int
 
 
 class _SealedColumn(Struct, frozen=True):
