@@ -19,7 +19,7 @@ PARAMETERS_MAX = 9
 
 # A module may import from its own row and the rows above it.
 ROWS = {
-    1: ("types", "states", "errors", "faults", "optional", "checksums", "function_runtime"),
+    1: ("types", "states", "errors", "faults", "imports", "optional", "checksums", "function_runtime"),
     2: ("ports", "config", "wire"),
     3: ("datasets", "models", "store", "children"),
     4: ("engines", "executors"),
@@ -93,6 +93,7 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.jobs.ledger.plan.ordering": "the two orders of a plan, of which one needs numpy",
     "batchmill.jobs.intake.estimate.counter_for": "what counts tokens, which needs the package tokenizers",
     "batchmill.wire.calls.load_form": "the forms of calls, of which one needs numpy",
+    "batchmill.imports.import_large": "what is imported later, or by some commands only",
     "batchmill.optional.require": "what is heavy, or needs the package of an extra",
     "batchmill.function_runtime.loading._import_module": "the user's own function",
     "batchmill.function_runtime.installed.installed": "what the environment of a function has installed",
@@ -359,6 +360,7 @@ def test_imports_stand_at_the_top():
         for node, function, _ in walk(module.tree):
             is_call = isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in {
                 "import_module",
+                "import_large",
                 "__import__",
             }
             if is_call and function:

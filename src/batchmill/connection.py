@@ -21,6 +21,7 @@ from batchmill.client.messages import HttpReply, HttpRequest, OwnerGone
 from batchmill.config import Config
 from batchmill.control.app import OWNER_STOPPING, ControlApp, Pieces
 from batchmill.errors import InvalidTransition, Unavailable
+from batchmill.imports import import_large
 from batchmill.prepared import prepare
 from batchmill.services.data_dirs import SOCKET, TAKEOVER_S, owner_pid, prepare_data_dir, try_lock
 from batchmill.types import ModelSpec
@@ -39,7 +40,7 @@ OWNER = "batchmill.owner"  # it needs SQLAlchemy
 
 def load_owner() -> ModuleType:
     """Import what opens a data directory as its owner."""
-    return import_module(OWNER)
+    return import_large(OWNER)
 
 
 def load_control_client() -> type[ControlClient]:

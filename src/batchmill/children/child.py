@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from importlib import import_module
+
+from batchmill.imports import import_large
 
 
 def _die_with(parent: int) -> None:
@@ -23,12 +24,12 @@ def _die_with(parent: int) -> None:
 
 def _main(parent: int) -> None:
     _die_with(parent)
-    import_module("batchmill.children.offload").serve(_find)
+    import_large("batchmill.children.serving").serve(_find)
 
 
 def _find(target: str) -> Callable[..., bytes]:
     module, _, name = target.partition(":")
-    return getattr(import_module(module), name)
+    return getattr(import_large(module), name)
 
 
 if __name__ == "__main__":

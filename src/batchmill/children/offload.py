@@ -8,42 +8,34 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
-import resource
 import signal
 import socket
 import sys
-import time
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 import msgspec
 
 from batchmill.children.bounds import ResourceLimits, said_too_much, took_too_long, took_too_much
 from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.children.process_end import end_reading, kill_group
-from batchmill.errors import BatchmillError, to_storage_error
+from batchmill.children.serving import ANSWER, BEGUN, ERROR, FULL, LENGTH_BYTES, PROGRESS
+from batchmill.errors import BatchmillError
 from batchmill.models.worker_environment import of_helpers
 from batchmill.wire.error_statuses import Raised
 
-PROGRESS_S = 0.2
 CHILDREN_MAX = 16  # that work at once, half of them for one project: its long work holds up no other's
 IDLE_MAX = 2  # kept for what comes next
 IDLE_S = 60.0  # and for so long
 GROWN_BYTES = 256 * 1024 * 1024  # a child that holds more memory after its work is not kept
-LENGTH_BYTES = 8  # before what is sent
 END_S = 2.0  # a child that has closed its socket may take so long to be gone
 LAST_WORDS = 2000  # bytes of what a child that died had said
 PIECE_BYTES = 256 * 1024  # sent or read at once; the loop runs other tasks in between
-NICE = 10  # programs of callers wait for everybody else
 START_S = 60.0  # for a child to start, to find its work and to read its order
-_ANSWER, _PROGRESS, _ERROR, _BEGUN, _FULL = b"A", b"P", b"E", b"B", b"M"
 
 CHILD_DIED = "child_died"
 
-Work = Callable[[bytes, Callable[[float], None]], bytes]
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
@@ -139,11 +131,11 @@ class Child:
             data = await self._read_data(length)
             if data is None:
                 break
-            if kind == _PROGRESS:
+            if kind == PROGRESS:
                 progress(msgspec.json.decode(data, type=float))
-            elif kind == _ERROR:
+            elif kind == ERROR:
                 raise msgspec.json.decode(data, type=Raised).error()
-            elif kind == _ANSWER:
+            elif kind == ANSWER:
                 return data
         raise await self._died(target)
 
@@ -161,7 +153,7 @@ class Child:
                 await self._ask(target, msgspec.json.encode(bounds), order)
                 while (message := await self._read()) is not None:
                     kind, length = message
-                    if kind == _BEGUN:
+                    if kind == BEGUN:
                         begun = True
                         limit.reschedule(asyncio.get_running_loop().time() + bounds.wall_s)
                     if length > bounds.answer_bytes:
@@ -169,11 +161,11 @@ class Child:
                     data = await self._read_data(length)
                     if data is None:
                         break
-                    if kind == _FULL:
+                    if kind == FULL:
                         raise took_too_much(work, bounds.memory_bytes)
-                    if kind == _ERROR:
+                    if kind == ERROR:
                         raise msgspec.json.decode(data, type=Raised).error()
-                    if kind == _ANSWER:
+                    if kind == ANSWER:
                         return data
         except TimeoutError:
             if begun:
@@ -354,76 +346,3 @@ class Children:
     async def close(self) -> None:
         """End those that wait for work; returns when they have gone. Those at work end with it."""
         await self._warm.close()
-
-
-# -- in the child -----------------------------------------------------------------------------------------------------
-
-
-def serve(load: Callable[[str], Work]) -> None:
-    """Serve requests on stdin with the functions that `load` finds, until end of file."""
-    stdin = sys.stdin.buffer
-    while (target := _read_part(stdin)) is not None:
-        bounds, order = _read_part(stdin), _read_part(stdin)
-        if bounds is None or order is None:
-            return
-        _answer(target.decode(), order, load, msgspec.json.decode(bounds, type=ResourceLimits) if bounds else None)
-
-
-def _read_part(stream: BinaryIO) -> bytes | None:
-    head = stream.read(LENGTH_BYTES)
-    if len(head) < LENGTH_BYTES:
-        return None
-    length = int.from_bytes(head, "little")
-    data = stream.read(length)
-    return data if len(data) == length else None
-
-
-def _answer(target: str, order: bytes, load: Callable[[str], Work], bounds: ResourceLimits | None) -> None:
-    """Send the result of one piece of work to the parent."""
-    sent = 0.0
-
-    def progress(share: float) -> None:
-        nonlocal sent
-        if time.monotonic() - sent >= PROGRESS_S:
-            sent = time.monotonic()
-            _send(_PROGRESS, msgspec.json.encode(share))
-
-    try:
-        work = load(target)
-        if bounds is not None:
-            _bind(bounds)
-        data = work(order, progress)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-    except BatchmillError as error:
-        _send(_ERROR, msgspec.json.encode(Raised.of(error)))
-    except OSError as error:
-        failure = to_storage_error(error) or BatchmillError(f"{target}: {type(error).__name__}: {error}")
-        _send(_ERROR, msgspec.json.encode(Raised.of(failure)))
-    except MemoryError:
-        if bounds is None:
-            raise
-        _send(_FULL, b"")
-    except Exception as error:  # our own bug in a child: the parent must report it
-        traceback.print_exc()
-        message = f"{target}: {type(error).__name__}: {error}"
-        _send(_ERROR, msgspec.json.encode(Raised.of(BatchmillError(message))))
-    else:
-        _send(_ANSWER, data)
-
-
-def _bind(bounds: ResourceLimits) -> None:
-    """Set the kernel's resource limits, and tell the parent that the work begins."""
-    gc.disable()  # it takes most of the time of reading long JSON; a child that has grown is not kept
-    os.setpriority(os.PRIO_PROCESS, 0, NICE)
-    resource.setrlimit(resource.RLIMIT_DATA, (bounds.memory_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):  # it writes to its pipe, and to nothing else
-        resource.setrlimit(what, (0, 0))
-    _send(_BEGUN, b"")
-    signal.setitimer(signal.ITIMER_PROF, bounds.cpu_s)  # its signal ends the process
-
-
-def _send(kind: bytes, data: bytes) -> None:
-    out = sys.stdout.buffer
-    out.write(kind + len(data).to_bytes(LENGTH_BYTES, "little"))
-    out.write(data)
-    out.flush()

@@ -13,7 +13,6 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeVar
 
@@ -24,6 +23,7 @@ from batchmill import config
 from batchmill.cli.text import CHARS_MAX, clean, json_line
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput, JobPaused, ModelFailed, StorageFailed, to_storage_error
+from batchmill.imports import import_large
 from batchmill.models import redaction
 from batchmill.types import JobOrder, JobView, ModelSpec, SalvageReport
 from batchmill.wire.native import DeployReply, ModelInfo
@@ -172,7 +172,7 @@ class Session:
     @property
     def app(self) -> App:
         if self._app is None:
-            self._app = import_module(LOCAL if self.server_url is None else REMOTE).app(self)
+            self._app = import_large(LOCAL if self.server_url is None else REMOTE).app(self)
         return self._app
 
     @property
