@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from msgspec import Struct
 
@@ -181,6 +181,26 @@ class CrashReportingEngine(Engine, Protocol):
 
     def learn(self, poison: Poison) -> None:
         """Update what is known of such requests."""
+
+
+class Prepared(Protocol):
+    """What an engine has started before its model is known."""
+
+    async def close(self) -> None:
+        """End what nobody uses. Returns when it has ended."""
+
+
+@runtime_checkable
+class PreparingEngine(Protocol):
+    """An engine that can begin its start before its model is known."""
+
+    @staticmethod
+    async def prepare() -> Prepared:
+        """Start what does not depend on the model. No user code runs. Raises: OSError."""
+        ...
+
+    def adopt(self, prepared: Any) -> None:
+        """Use what `prepare` of this class returned, and close it. Called before `start`, at most once."""
 
 
 class AnswerSink(Protocol):

@@ -28,7 +28,7 @@ from batchmill.executors.live_calls import AnswerSink, Calling
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.function_runtime.frames import keep_freed_memory
 from batchmill.models import redaction, secrets
-from batchmill.ports import CrashReportingEngine, Engine, RetryingEngine
+from batchmill.ports import CrashReportingEngine, Engine, Prepared, PreparingEngine, RetryingEngine
 from batchmill.states import PauseReason
 from batchmill.store.segments import SegmentFile, SegmentHead
 from batchmill.types import Commit, Outcome, Row, RowError
@@ -97,6 +97,13 @@ class Worker:
         self._notes = NoteClient(self._send)
         self._owner_gone = asyncio.Event()
         self._failed = False
+
+    async def adopt(self, prepared: Prepared) -> None:
+        """Give the engine what was started ahead for one of its kind. Called before `run`."""
+        if isinstance(self._engine, PreparingEngine):
+            self._engine.adopt(prepared)
+        else:
+            await prepared.close()
 
     async def run(self) -> int:
         """Host the engine until the owner drains or leaves. Returns the exit code."""
@@ -392,15 +399,25 @@ def _lower_priority() -> None:
         group.write(str(NICENESS))
 
 
+async def _prepare(engine: str) -> Prepared | None:
+    """Import an engine, and start what does not depend on the model; None: nothing, or what failed fails again."""
+    with contextlib.suppress(BatchmillError, ImportError, OSError):  # the start of the engine reports it to the owner
+        engine_class = import_engine(engine)
+        if isinstance(engine_class, PreparingEngine):
+            return await engine_class.prepare()
+    return None
+
+
 async def main(fd: int, engine: str) -> int:
     """Serve the owner on socket `fd` until the work ends. `engine`: the engine that `Start` will probably name."""
     keep_freed_memory(KEPT_BYTES)
     os.set_inheritable(fd, False)  # processes of user code do not inherit it
     channel = await open_channel(socket.socket(fileno=fd))
-    with contextlib.suppress(BatchmillError, ImportError):  # creating the engine raises it again, for the owner
-        import_engine(engine)
+    prepared = await _prepare(engine)
     received = await channel.read()
     if not received:
+        if prepared is not None:
+            await prepared.close()
         return 0
     start = messages.to_worker.decode(received[0])
     assert isinstance(start, Start)
@@ -414,6 +431,8 @@ async def main(fd: int, engine: str) -> int:
         if not traits.starts_process:
             _lower_priority()
         worker = Worker(start, channel, received[1:])
+        if prepared is not None:
+            await worker.adopt(prepared)
     except Exception as error:  # the engine cannot be created: the owner must get the reason
         failure = error if isinstance(error, BatchmillError) else _failure(error, f"the {start.model.engine} engine")
         reason = failure.reason if isinstance(failure, JobPaused) else PauseReason.ENGINE_FAILED

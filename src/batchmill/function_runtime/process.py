@@ -218,6 +218,7 @@ class FunctionProcess:
             self._link.wait()
             frames = self._link.receive()
         start = frames[0][0]
+        _catch_up(start)
         self._limit_memory(start.get("memory_bytes"))
         self._calls_max = start.get("in_flight_max")
         if start.get("log_fd") is not None:
@@ -318,6 +319,16 @@ class FunctionProcess:
                 self._call_or_await(self._code.finish)
             except BaseException as error:  # user code; it ends anyway
                 print(trace_of(error), file=sys.stderr)
+
+
+def _catch_up(start):
+    """What a process that was started ahead could not know: the file it prints to, and changed variables."""
+    os.environ.update(start.get("environ") or {})
+    if start.get("output"):
+        file = os.open(start["output"], os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
 
 
 async def _awaited(result):

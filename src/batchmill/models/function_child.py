@@ -12,7 +12,6 @@ import mmap
 import os
 import shutil
 import signal
-import socket
 import struct
 import sys
 import time
@@ -24,7 +23,6 @@ from typing import Any
 
 import msgspec
 
-from batchmill import function_runtime
 from batchmill.errors import ModelFailed
 from batchmill.function_runtime import frames
 from batchmill.models import isolation, secrets
@@ -32,11 +30,19 @@ from batchmill.models.call_log import CallLog
 from batchmill.models.environments import FOLDER, base_of
 from batchmill.models.function_socket import Frame, FrameSocket
 from batchmill.models.redaction import mask_known
+from batchmill.models.runtime_process import (
+    PROGRAM,
+    PROGRESS_BYTES,
+    VARIABLE,
+    Command,
+    PreparedRuntime,
+    RuntimeProcess,
+    start_runtime,
+)  # fmt: skip
 from batchmill.models.secrets import Secret
 from batchmill.models.worker_environment import environment_of
 from batchmill.types import Interface, Isolation, ModelSpec
 
-VARIABLE = "BATCHMILL_FUNCTION"
 FILE = "function.mark"
 KILL_S = 5.0  # how long killed processes may take to exit
 POLL_S = 0.01
@@ -205,11 +211,9 @@ def _parent_of(pid: int) -> int:
         return 0
 
 
-PROGRAM = Path(function_runtime.__file__).parent / "main.py"
 START_S = 1800.0  # setup() may load a large model
 STOP_S = 5.0  # how long finalize() may take
 END_S = 2.0  # how long a process may take to exit after it has closed its socket
-PROGRESS_BYTES = 64 * 1024
 MEMORY = 71  # exit code of a process that ends itself between two calls because its memory is full
 DATA_FACTOR = 2  # it may allocate this times memory_bytes, which limits the resident size
 _COUNT = struct.Struct("<I")
@@ -232,15 +236,17 @@ class FunctionChild:
         resolve: reads its secrets.
         isolation: the sandbox; None: it runs like this process.
         calls: the log for output of calls; None: all output goes to `function.log`.
+        prepared: a process that was started ahead, which is used if it fits; None: there is none.
     """
 
     def __init__(
         self, spec: ModelSpec, home: Path, *, resolve: Callable[[str], Secret] = secrets.resolve,
-        isolation: Isolation | None = None, calls: CallLog | None = None,
+        isolation: Isolation | None = None, calls: CallLog | None = None, prepared: PreparedRuntime | None = None,
     ) -> None:  # fmt: skip
         assert spec.function is not None, "a deployed function has a FunctionSpec"
         self._spec, self._function, self._resolve = spec, spec.function, resolve
-        self._isolation, self._calls = isolation, calls
+        self._isolation, self._calls, self._prepared = isolation, calls, prepared
+        self._ahead: dict[str, Any] = {}  # fields of the start frame for a process that was started ahead
         self._bubblewrap = BubblewrapInfo()
         self.on_frames: Callable[[list[Frame]], None] = self._ignore_frames
         self.ended: Callable[[], None] = _nothing
@@ -273,9 +279,13 @@ class FunctionChild:
         assert self._process is None, "a function's process is started once"
         self._ready = asyncio.get_running_loop().create_future()
         try:
+            runtime = self._take_prepared()
+            if runtime is not None:
+                self._own(runtime)
             await asyncio.to_thread(self._marked_processes.replace)
-            await self._spawn()
-            self.send(self._start_frame())
+            if runtime is None:
+                await self._spawn()
+            self.send(self._start_frame() | self._ahead)
             async with asyncio.timeout(timeout_s):
                 return await self._ready
         except BaseException as error:
@@ -286,33 +296,34 @@ class FunctionChild:
 
     async def _spawn(self) -> None:
         prefix = await asyncio.to_thread(self._isolation_prefix)
-        parent_end, child_end = socket.socketpair()
-        progress = os.memfd_create("batchmill-progress")
         info_fds = [self._bubblewrap.open()] if prefix else []
         log_fds = [] if self._calls is None else [self._calls.fd]
+        python = self._spec.python or sys.executable
+        command = Command(
+            python, self._environ() | {VARIABLE: self._marked_processes.mark}, self._function.folder or None,
+            [*prefix[:1], *_status_arguments(info_fds), *prefix[1:]], [*info_fds, *log_fds], self.log.fd,
+        )  # fmt: skip
         try:
-            os.ftruncate(progress, PROGRESS_BYTES)
-            self._progress = mmap.mmap(progress, PROGRESS_BYTES)
-            self._process = await asyncio.create_subprocess_exec(
-                *prefix[:1], *_status_arguments(info_fds), *prefix[1:],
-                self._spec.python or sys.executable, str(PROGRAM), str(child_end.fileno()), str(progress),
-                stdin=asyncio.subprocess.DEVNULL, stdout=self.log.fd, stderr=self.log.fd,
-                cwd=self._function.folder or None,
-                env=self._environ() | {VARIABLE: self._marked_processes.mark},
-                pass_fds=[child_end.fileno(), progress, *info_fds, *log_fds], process_group=0,
-            )  # fmt: skip
+            self._own(await start_runtime(command))
         except OSError as error:
-            parent_end.close()
-            raise ModelFailed(f"{self._spec.python or sys.executable} cannot be started: {error}") from None
-        except BaseException:
-            parent_end.close()
-            raise
+            raise ModelFailed(f"{python} cannot be started: {error}") from None
         finally:
-            child_end.close()
-            for fd in (progress, *info_fds):
+            for fd in info_fds:
                 os.close(fd)
-        self._socket = FrameSocket(parent_end, on_frames=self._receive, closed=self._disconnected)
+
+    def _own(self, runtime: RuntimeProcess) -> None:
+        self._process, self._progress = runtime.process, runtime.progress
+        self._socket = FrameSocket(runtime.socket, on_frames=self._receive, closed=self._disconnected)
         self._exit_task = asyncio.create_task(self._handle_exit(self._process))
+
+    def _take_prepared(self) -> RuntimeProcess | None:
+        """The process that was started ahead, if it is like the one that would be started now."""
+        is_in_place = not (self._spec.python or self._function.folder or self._isolation or self._calls)
+        runtime = self._prepared.take() if self._prepared is not None and is_in_place else None
+        if runtime is not None and self._prepared is not None:
+            self._marked_processes.mark = self._prepared.mark
+            self._ahead = {"environ": self._prepared.changed_environ(), "output": str(self.log.path)}
+        return runtime
 
     def _isolation_prefix(self) -> list[str]:
         """The command prefix. Blocks. Raises: ModelFailed for an interpreter whose folder has other files too."""

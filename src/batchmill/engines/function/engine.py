@@ -18,6 +18,7 @@ from batchmill.engines.function.process import Counts, Process, hung, memory_exc
 from batchmill.engines.function.row_reader import READ_ERRORS
 from batchmill.errors import ModelFailed
 from batchmill.models.function_child import Call
+from batchmill.models.runtime_process import PreparedRuntime
 from batchmill.ports import AnswerSink, Feed, Sink
 from batchmill.types import CallStats, EngineStats, FunctionRequest, FunctionSpec, LiveHead, LiveRequest, ModelSpec
 from batchmill.wire.calls import CALL_FORMS
@@ -222,6 +223,15 @@ class LocalFunctionEngine(FunctionEngine):
 
     def __init__(self, model: ModelSpec, home: Path) -> None:
         super().__init__(replace(model, function=IN_PLACE), home)
+
+    @staticmethod
+    async def prepare() -> PreparedRuntime:
+        """Start a function's process before the function is known. Raises: OSError."""
+        return await PreparedRuntime.start()
+
+    def adopt(self, prepared: PreparedRuntime) -> None:
+        """Use the process from `prepare`. It is ended if it is not used."""
+        self._process.adopt(prepared)
 
     def _function_request(self, request: LiveRequest) -> FunctionRequest:
         """The call without the fields that the function does not take: clients of OpenAI's API send many."""

@@ -24,6 +24,7 @@ from batchmill.models import secrets
 from batchmill.models.call_log import CallLog
 from batchmill.models.function_child import MEMORY, Call, FunctionChild
 from batchmill.models.function_socket import Buffer, Frame
+from batchmill.models.runtime_process import PreparedRuntime
 from batchmill.types import BatchTimes, CallStats, Interface, ModelSpec
 from batchmill.wire.calls import CallError, FunctionResults, ParsedCalls
 
@@ -298,17 +299,33 @@ class Process:
         self._idle_deaths = self._blamed_deaths = 0
         self._replacing: asyncio.Task[None] | None = None
         self._is_stopped = False
+        self._prepared: PreparedRuntime | None = None
+
+    def adopt(self, prepared: PreparedRuntime) -> None:
+        """Use a process that was started ahead for the first start, if it fits."""
+        self._prepared = prepared
 
     async def start(self) -> Interface:
         """Raises: ModelFailed, with the traceback."""
         self.note = f"setting up {self._model.source}"
         self.child = self._child()
-        interface = await self.child.start()
+        try:
+            interface = await self.child.start()
+        finally:
+            await self._end_prepared()
         self._up(self.child)
         return interface
 
+    async def _end_prepared(self) -> None:
+        """End the process that was started ahead, unless it was taken."""
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            await prepared.close()
+
     def _child(self) -> FunctionChild:
-        return FunctionChild(self._model, self._home, isolation=secrets.isolation(), calls=self.calls)
+        return FunctionChild(
+            self._model, self._home, isolation=secrets.isolation(), calls=self.calls, prepared=self._prepared
+        )
 
     def _up(self, child: FunctionChild) -> None:
         child.on_frames, child.ended = self._receive, self._ended
@@ -319,6 +336,7 @@ class Process:
     async def stop(self, grace_s: float) -> None:
         self._is_stopped = True
         self._is_open = self.is_up = False
+        await self._end_prepared()
         if self._replacing is not None:
             self._replacing.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -1,0 +1,108 @@
+"""Starts `function_runtime/main.py`: for a function that is known, or ahead, for one that `Start` will name.
+
+A process that was started ahead has imported the runtime and waits for the frame `start`. It has loaded no user code,
+and ends when the process that started it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from secrets import token_hex
+
+from msgspec import Struct
+
+from batchmill import function_runtime
+
+PROGRAM = Path(function_runtime.__file__).parent / "main.py"
+PROGRESS_BYTES = 64 * 1024
+VARIABLE = "BATCHMILL_FUNCTION"  # in the environment of a function's process and its descendants: its mark
+
+
+class RuntimeProcess(Struct, frozen=True, eq=False):
+    """A process of the runtime that waits for its start frame. Whoever has it ends it, and closes the other two."""
+
+    process: asyncio.subprocess.Process
+    socket: socket.socket
+    progress: mmap.mmap
+
+
+class Command(Struct, frozen=True):
+    """How to start the runtime's program.
+
+    Args:
+        prefix: the words before the interpreter, of a sandbox.
+        passed: descriptors that it inherits.
+        output: the descriptor for what it prints; None: that of this process.
+    """
+
+    python: str
+    environ: Mapping[str, str]
+    folder: str | None = None
+    prefix: Sequence[str] = ()
+    passed: Sequence[int] = ()
+    output: int | None = None
+
+
+async def start_runtime(command: Command) -> RuntimeProcess:
+    """Start the program. Raises: OSError."""
+    parent_end, child_end = socket.socketpair()
+    with child_end, contextlib.ExitStack() as unless_started, contextlib.ExitStack() as stack:
+        unless_started.callback(parent_end.close)
+        shared = os.memfd_create("batchmill-progress")
+        stack.callback(os.close, shared)
+        os.ftruncate(shared, PROGRESS_BYTES)
+        progress = mmap.mmap(shared, PROGRESS_BYTES)
+        unless_started.callback(progress.close)
+        process = await asyncio.create_subprocess_exec(
+            *command.prefix, command.python, str(PROGRAM), str(child_end.fileno()), str(shared),
+            stdin=asyncio.subprocess.DEVNULL, stdout=command.output, stderr=command.output,
+            cwd=command.folder, env=command.environ, pass_fds=[child_end.fileno(), shared, *command.passed],
+            process_group=0,
+        )  # fmt: skip
+        unless_started.pop_all()
+    return RuntimeProcess(process, parent_end, progress)
+
+
+class PreparedRuntime:
+    """A process that was started ahead, with this interpreter, folder and environment. Its owner closes it."""
+
+    def __init__(self, started: RuntimeProcess, mark: str, environ: Mapping[str, str]) -> None:
+        """Args: mark, environ: what it has in its environment."""
+        self._started: RuntimeProcess | None = started
+        self.mark, self._environ = mark, environ
+
+    @classmethod
+    async def start(cls) -> PreparedRuntime:
+        """Raises: OSError."""
+        mark, environ = token_hex(16), dict(os.environ)
+        started = await start_runtime(Command(sys.executable, environ | {VARIABLE: mark}))
+        return cls(started, mark, environ)
+
+    def take(self) -> RuntimeProcess | None:
+        """The process; None if it was taken or has ended, or a variable was removed since it was started."""
+        if self._started is None or self._started.process.returncode is not None or self._environ.keys() - os.environ:
+            return None
+        started, self._started = self._started, None
+        return started
+
+    def changed_environ(self) -> dict[str, str]:
+        """The variables of this process that have changed since."""
+        return {name: value for name, value in os.environ.items() if self._environ.get(name) != value}
+
+    async def close(self) -> None:
+        """End the process if nobody took it. Returns when it has ended."""
+        started, self._started = self._started, None
+        if started is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(started.process.pid, signal.SIGKILL)
+            await started.process.wait()
+            started.socket.close()
+            started.progress.close()
