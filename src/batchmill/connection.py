@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from batchmill import faults
 from batchmill.client.messages import HttpReply, HttpRequest, OwnerGone
 from batchmill.config import Config
 from batchmill.control.app import OWNER_STOPPING, ControlApp, Pieces
@@ -166,6 +167,7 @@ async def _own(config: Config, lock: int, expected: Sequence[ModelSpec]) -> Asyn
         held = stack.enter_context(contextlib.ExitStack())
         held.callback(os.close, lock)
         prepared = await stack.enter_async_context(prepare(config.data_dir / "workers", expected))
+        faults.point("after_prepared")
         owner = load_owner()
         held.pop_all()  # the store closes it
         store = await stack.enter_async_context(owner.open_store(config, lock))

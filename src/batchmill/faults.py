@@ -23,6 +23,9 @@ POINTS = (
     "before_publish",  # every row has its outcome, there is no result file
     "after_publish",  # the result files exist, the ledger says finalizing
 )
+START_POINTS = (  # the start of a run that becomes the owner
+    "after_prepared",  # its lock is taken, and its first processes run; nothing is open
+)
 FILE_POINTS = (  # the same for a server's files
     "after_settle",  # a file's bytes are durable under its id, it has no record
     "after_forget",  # its record is deleted, its bytes remain

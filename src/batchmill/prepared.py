@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from batchmill.children.offload import Children
 from batchmill.executors.prepared_workers import PreparedWorkers
+from batchmill.jobs.intake import PREPARE
 from batchmill.types import ModelSpec
 
 log = logging.getLogger("batchmill.owner")
@@ -42,7 +43,7 @@ async def prepare(folder: Path, models: Sequence[ModelSpec]) -> AsyncIterator[Pr
     prepared = PreparedProcesses(PreparedWorkers(folder), Children())
     try:
         try:
-            await prepared.children.prepare()
+            await prepared.children.prepare(PREPARE)
             await prepared.workers.start(list(_engines(models))[:WORKERS_MAX])
         except OSError as error:  # the owner starts them again, and reports why it cannot
             log.info("processes could not be started ahead: %s", error)

@@ -1,6 +1,7 @@
-"""The program of a child process: `python -P -m batchmill.children.child PARENT`.
+"""The program of a child process: `python -P -m batchmill.children.child PARENT EXPECTED`.
 
-It is asked for one MODULE:FUNCTION after another, and bound to its parent before anything that takes time is imported.
+It is bound to its parent before anything that takes time is imported. It is asked for one MODULE:FUNCTION after
+another, and imports the EXPECTED one before it is asked, unless that is empty.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _main(parent: int) -> None:
+def _main(parent: int, expected: str) -> None:
     _die_with(parent)
-    import_large("batchmill.children.serving").serve(_find)
+    serving = import_large("batchmill.children.serving")
+    if expected:
+        _find(expected)
+    serving.serve(_find)
 
 
 def _find(target: str) -> Callable[..., bytes]:
@@ -33,4 +37,4 @@ def _find(target: str) -> Callable[..., bytes]:
 
 
 if __name__ == "__main__":
-    _main(int(sys.argv[1]))
+    _main(int(sys.argv[1]), sys.argv[2])

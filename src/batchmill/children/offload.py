@@ -83,14 +83,18 @@ class Child:
         self.kept: asyncio.TimerHandle | None = None  # until when it waits for work
 
     @classmethod
-    async def start(cls, environ: Mapping[str, str] | None = None) -> Child:
-        """Args: `environ`, instead of what any child gets of this process's own: `models.worker_environment`."""
+    async def start(cls, environ: Mapping[str, str] | None = None, expected: str = "") -> Child:
+        """
+        Args:
+            environ: instead of what any child gets of this process's own: `models.worker_environment`.
+            expected: MODULE:FUNCTION that it imports while it waits for work; empty: none.
+        """
         variables = of_helpers(os.environ) if environ is None else dict(environ)
         with contextlib.ExitStack() as its, contextlib.ExitStack() as unless_started:
             speech, its_speech = await _opened(unless_started, its)
             errors, its_errors = await _opened(unless_started, its)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "batchmill.children.child", str(os.getpid()),
+                sys.executable, "-P", "-m", "batchmill.children.child", str(os.getpid()), expected,
                 stdin=its_speech, stdout=its_speech, stderr=its_errors, start_new_session=True, env=variables,
             )  # fmt: skip
             unless_started.pop_all()  # nothing is awaited after this: a cancelled caller leaves no child
@@ -263,8 +267,8 @@ class Warm:
             self.end(child)
         return await self.start()
 
-    async def start(self) -> Child:
-        return await Child.start(self._environ())
+    async def start(self, expected: str = "") -> Child:
+        return await Child.start(self._environ(), expected)
 
     def keep(self, child: Child, grown_bytes: int) -> None:
         """Keep a child for more work, unless it holds more memory than this."""
@@ -308,9 +312,9 @@ class Children:
         self._warm = Warm(idle_s=idle_s, environ=lambda: of_helpers(os.environ, names))
         self._slots = FairSemaphore(CHILDREN_MAX)
 
-    async def prepare(self) -> None:
-        """Start a child that waits for work. Raises: OSError."""
-        self._warm.keep(await self._warm.start(), GROWN_BYTES)
+    async def prepare(self, target: str) -> None:
+        """Start a child that waits for work, and imports `target` meanwhile. Raises: OSError."""
+        self._warm.keep(await self._warm.start(target), GROWN_BYTES)
 
     async def offload(
         self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = ""

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from batchmill.children.offload import Offload, offload
-from batchmill.jobs.intake import orders, routing
+from batchmill.jobs.intake import PREPARE, orders, routing
 from batchmill.jobs.intake.estimate import EstimateOrder
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder
 from batchmill.jobs.ledger.plan import PlanReader, explain
@@ -40,7 +40,7 @@ async def seal_and_plan(
             writing.check_usage()
 
         order = msgspec.structs.replace(order, bytes_left=writing.bytes_left, no_space_message=writing.no_space_message)
-        work = offload("batchmill.jobs.intake.preparation:prepare", msgspec.json.encode(order), show)
+        work = offload(PREPARE, msgspec.json.encode(order), show)
         return msgspec.json.decode(await writing.stoppable(work), type=Prepared)
 
 
