@@ -446,12 +446,18 @@ def test_import_loads_nothing_heavy():
 
 def test_a_run_loads_what_it_needs():
     """`batchmill run`, its workers and its child processes load what only some jobs need when a job needs it."""
-    run = "import batchmill.connection, batchmill.cli.jobs.run, batchmill.cli.jobs.displays"
+    run = "import batchmill.connection, batchmill.owner, batchmill.cli.jobs.run, batchmill.cli.jobs.displays"
     assert loaded_by(run) & {"numpy", "pyarrow", "rich", "starlette", "uvicorn", "httpx2", "grpc"} == set()
-    child = loaded_by("import batchmill.children.child, batchmill.jobs.intake.preparation")
-    assert child & {"numpy", "pyarrow", "sqlalchemy", "aiohttp", "click", "cryptography"} == set()
-    worker = loaded_by("import batchmill.executors.worker")
+    child = loaded_by("import batchmill.children.child, batchmill.children.serving, batchmill.jobs.intake.preparation")
+    assert child & {"asyncio", "numpy", "pyarrow", "sqlalchemy", "aiohttp", "click", "cryptography"} == set()
+    worker = loaded_by("import batchmill.executors.worker, batchmill.engines.function.engine")
     assert worker & {"numpy", "sqlalchemy", "aiohttp", "click", "cryptography", "zstandard"} == set()
+
+
+def test_a_command_beside_an_owner_loads_no_owner():
+    """What an owner needs is loaded once a command has the lock, after the processes of its job have started."""
+    command = loaded_by("import batchmill.cli.local, batchmill.cli.jobs.run, batchmill.cli.jobs.displays")
+    assert command & (HEAVY | {"cryptography", "httpx2"}) == set()
 
 
 def test_command_line_loads_nothing_heavy():

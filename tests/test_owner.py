@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from batchmill.client.calls import typed_request
 from batchmill.config import Config, load
+from batchmill.connection import connect
+from batchmill.control.operations import PING
 from batchmill.owner import open_owner, open_store
 from batchmill.services.data_dirs import SOCKET, prepare_data_dir, try_lock
 from batchmill.serving import serve
+from batchmill.types import ModelSpec
 
 MODELS = """
 [models.double]
@@ -86,7 +90,18 @@ async def owned(config: Config) -> AsyncIterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("opens", "error"), [(serve, Fault), (owned, asyncio.CancelledError)])
+@contextlib.asynccontextmanager
+async def running(config: Config) -> AsyncIterator[None]:
+    """As a command that is about to run a job, whose processes start first."""
+    async with connect(config) as connection:
+        connection.expect([ModelSpec("double", "function", "app.py:double")])
+        await connection.send(typed_request(PING))
+        yield
+
+
+@pytest.mark.parametrize(
+    ("opens", "error"), [(serve, Fault), (owned, asyncio.CancelledError), (running, asyncio.CancelledError)]
+)
 async def test_nothing_stays_of_an_opening_that_fails(tmp_path: Path, opens: Open, error: type[BaseException]) -> None:
     """Whichever step of the opening of a server or an owner fails, no task, process, file, socket or lock stays, and
     the next one can open the data directory."""

@@ -63,7 +63,7 @@ class PreparedWorkers:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._waiting: list[WorkerProcess] = []
+        self.waiting: list[WorkerProcess] = []  # the next one to be taken first
 
     async def start(self, engines: Sequence[str]) -> None:
         """Start a worker for each engine, with the environment of this process. Raises: OSError."""
@@ -72,16 +72,16 @@ class PreparedWorkers:
             leftover.unlink(missing_ok=True)
         for engine in engines:
             log = self._folder / f"{PREFIX}{uuid.uuid4().hex}.log"
-            self._waiting.append(await start_process(log, os.environ, engine))
+            self.waiting.append(await start_process(log, os.environ, engine))
 
     async def take(self, log: Path) -> WorkerProcess | None:
         """Return a worker that nobody has yet, with its log at `log`; None: there is none."""
-        while self._waiting:
-            worker = self._waiting[0]
+        while self.waiting:
+            worker = self.waiting[0]
             is_running = worker.process.returncode is None
             if is_running:
                 worker.log.rename(log)
-            del self._waiting[0]
+            del self.waiting[0]
             if is_running:
                 return WorkerProcess(worker.process, worker.channel, log)
             await self._discard(worker)  # the worker that is started in its place reports the reason
@@ -93,5 +93,5 @@ class PreparedWorkers:
 
     async def close(self) -> None:
         """End the workers that nobody took. Returns when they have ended."""
-        while self._waiting:
-            await self._discard(self._waiting.pop())
+        while self.waiting:
+            await self._discard(self.waiting.pop())
