@@ -94,6 +94,7 @@ async def test_a_start_takes_a_prepared_worker(tmp_path, model, prepared):
     assert isinstance(await first_of(worker, Ready, Failed), Ready)
     assert json.loads((tmp_path / "seen.json").read_text()) == {"replica": "3", "parent": worker.pid}
     assert children_of(worker.pid) == [function]
+    assert os.getpriority(os.PRIO_PROCESS, function) == os.getpriority(os.PRIO_PROCESS, worker.pid) > 0
     assert (tmp_path / "home" / "w1.log").exists() and not log.exists()
     assert "to the log" in (tmp_path / "home" / "function.log").read_text()
     assert (tmp_path / "workers" / "w1.pid").read_text().split()[0] == str(worker.pid)
@@ -139,13 +140,14 @@ async def test_other_environments_get_workers_of_their_own(tmp_path, model, prep
     assert [each.process.pid for each in prepared.waiting] == [pid]
 
 
-async def test_a_prepared_worker_serves_another_engine(tmp_path, prepared):
-    """The engine of the start counts; what was prepared for another one ends."""
+async def test_another_engine_gets_a_worker_of_its_own(tmp_path, prepared):
+    """A worker that was prepared for one engine is not used for another: their priorities differ."""
     await prepared.start(["function"])
+    pid = prepared.waiting[0].process.pid
     executor = LocalExecutor(tmp_path / "workers", prepared=prepared)
     worker = await executor.start(start_of(ModelSpec("m", "http", "m", base_url="http://127.0.0.1:9/v1"), tmp_path))
     assert isinstance(await first_of(worker, Ready, Failed), Ready)
-    assert children_of(worker.pid) == []
+    assert children_of(worker.pid) == [] and [each.process.pid for each in prepared.waiting] == [pid]
     await end(worker)
 
 

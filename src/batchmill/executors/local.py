@@ -107,7 +107,7 @@ class LocalExecutor:
     async def _process(self, start: Start, log: Path) -> WorkerProcess:
         """A prepared process if one has the right environment, otherwise a new one."""
         if self._prepared is not None and self._environment is None and start.gpus is None:
-            prepared = await self._prepared.take(log)
+            prepared = await self._prepared.take(start.model, log)
             if prepared is not None:
                 return prepared
         return await start_process(log, self._environ_of(start), start.model.engine)

@@ -1,4 +1,4 @@
-"""Worker processes of this machine that start before it is known what they run.
+"""Worker processes of this machine that start before it is known which model they run.
 
 A prepared worker imports its engine and waits for its `Start`. Until then it runs no user code and holds nothing: when
 its owner ends, it reads the end of its socket and ends too.
@@ -16,19 +16,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from batchmill.children.process_end import kill_session
 from batchmill.executors.channel import Channel, open_channel
+from batchmill.types import ModelSpec
 
 PREFIX = "prepared-"  # of the logs of workers that have no name yet
 
 
-class WorkerProcess(Struct, frozen=True):
+class WorkerProcess(Struct, frozen=True, eq=False):
     """A worker process that waits for its `Start`, the owner's end of its socket, and its log."""
 
     process: asyncio.subprocess.Process
     channel: Channel
     log: Path
+    engine: str
 
     async def end(self) -> None:
         """Kill the process. Returns when it has ended."""
@@ -38,7 +41,7 @@ class WorkerProcess(Struct, frozen=True):
 
 
 async def start_process(log_path: Path, environ: Mapping[str, str], engine: str) -> WorkerProcess:
-    """Start a worker. Args: engine: the name of its engine, which it imports while it waits for its `Start`."""
+    """Start a worker. Args: engine: that of its model, which it imports while it waits for its `Start`."""
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     with theirs, contextlib.ExitStack() as unless_started, open(log_path, "ab", buffering=0) as log:
@@ -52,7 +55,7 @@ async def start_process(log_path: Path, environ: Mapping[str, str], engine: str)
             start_new_session=True,  # only the owner handles a Ctrl-C at the terminal
         )  # fmt: skip
         unless_started.pop_all()
-    return WorkerProcess(process, channel, log_path)
+    return WorkerProcess(process, channel, log_path, engine)
 
 
 class PreparedWorkers:
@@ -74,16 +77,15 @@ class PreparedWorkers:
             log = self._folder / f"{PREFIX}{uuid.uuid4().hex}.log"
             self.waiting.append(await start_process(log, os.environ, engine))
 
-    async def take(self, log: Path) -> WorkerProcess | None:
-        """Return a worker that nobody has yet, with its log at `log`; None: there is none."""
-        while self.waiting:
-            worker = self.waiting[0]
+    async def take(self, model: ModelSpec, log: Path) -> WorkerProcess | None:
+        """Return a worker for a model that nobody has yet, with its log at `log`; None: there is none."""
+        while (worker := next((each for each in self.waiting if each.engine == model.engine), None)) is not None:
             is_running = worker.process.returncode is None
             if is_running:
                 worker.log.rename(log)
-            del self.waiting[0]
+            self.waiting.remove(worker)
             if is_running:
-                return WorkerProcess(worker.process, worker.channel, log)
+                return replace(worker, log=log)
             await self._discard(worker)  # the worker that is started in its place reports the reason
         return None
 

@@ -32,6 +32,7 @@ from batchmill.ports import CrashReportingEngine, Engine, Prepared, PreparingEng
 from batchmill.states import PauseReason
 from batchmill.store.segments import SegmentFile, SegmentHead
 from batchmill.types import Commit, Outcome, Row, RowError
+from batchmill.types.engine_traits import traits_of
 from batchmill.wire import messages
 from batchmill.wire.messages import (
     Abandon,
@@ -98,12 +99,10 @@ class Worker:
         self._owner_gone = asyncio.Event()
         self._failed = False
 
-    async def adopt(self, prepared: Prepared) -> None:
-        """Give the engine what was started ahead for one of its kind. Called before `run`."""
-        if isinstance(self._engine, PreparingEngine):
-            self._engine.adopt(prepared)
-        else:
-            await prepared.close()
+    def adopt(self, prepared: Prepared) -> None:
+        """Give the engine what was started ahead for it. Called before `run`."""
+        assert isinstance(self._engine, PreparingEngine), "a worker is started for one engine"
+        self._engine.adopt(prepared)
 
     async def run(self) -> int:
         """Host the engine until the owner drains or leaves. Returns the exit code."""
@@ -403,13 +402,15 @@ async def _prepare(engine: str) -> Prepared | None:
     """Import an engine, and start what does not depend on the model; None: nothing, or what failed fails again."""
     with contextlib.suppress(BatchmillError, ImportError, OSError):  # the start of the engine reports it to the owner
         engine_class = import_engine(engine)
+        if not traits_of(engine).starts_process:
+            _lower_priority()  # before the function's process starts, which inherits it
         if isinstance(engine_class, PreparingEngine):
             return await engine_class.prepare()
     return None
 
 
 async def main(fd: int, engine: str) -> int:
-    """Serve the owner on socket `fd` until the work ends. `engine`: the engine that `Start` will probably name."""
+    """Serve the owner on socket `fd` until the work ends. `engine`: the engine of its `Start`."""
     keep_freed_memory(KEPT_BYTES)
     os.set_inheritable(fd, False)  # processes of user code do not inherit it
     channel = await open_channel(socket.socket(fileno=fd))
@@ -428,11 +429,9 @@ async def main(fd: int, engine: str) -> int:
         traits = start.model.traits
         if start.model.limits.memory_bytes is not None and not traits.limits_memory:
             resource.setrlimit(resource.RLIMIT_AS, (start.model.limits.memory_bytes,) * 2)
-        if not traits.starts_process:
-            _lower_priority()
         worker = Worker(start, channel, received[1:])
         if prepared is not None:
-            await worker.adopt(prepared)
+            worker.adopt(prepared)
     except Exception as error:  # the engine cannot be created: the owner must get the reason
         failure = error if isinstance(error, BatchmillError) else _failure(error, f"the {start.model.engine} engine")
         reason = failure.reason if isinstance(failure, JobPaused) else PauseReason.ENGINE_FAILED
