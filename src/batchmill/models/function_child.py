@@ -27,10 +27,11 @@ import msgspec
 from batchmill import function_runtime
 from batchmill.errors import ModelFailed
 from batchmill.function_runtime import frames
+from batchmill.function_runtime.shared_memory import MemoryWriter
 from batchmill.models import isolation, secrets
 from batchmill.models.call_log import CallLog
 from batchmill.models.environments import FOLDER, base_of
-from batchmill.models.function_socket import Frame, FrameSocket
+from batchmill.models.function_socket import Frame, FrameMemory, FrameSocket
 from batchmill.models.redaction import mask_known
 from batchmill.models.secrets import Secret
 from batchmill.models.worker_environment import environment_of
@@ -250,6 +251,8 @@ class FunctionChild:
         self.log = FunctionLog(home / "function.log")
         self._log_start = self.log.size()
         self._marked_processes = MarkedProcesses(home)
+        self._memory = FrameMemory()
+        self.memory: MemoryWriter | None = None  # for large buffers of frames to the process; set by the start
         self._progress: mmap.mmap | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._socket: FrameSocket | None = None
@@ -293,14 +296,16 @@ class FunctionChild:
         try:
             os.ftruncate(progress, PROGRESS_BYTES)
             self._progress = mmap.mmap(progress, PROGRESS_BYTES)
-            self._process = await asyncio.create_subprocess_exec(
-                *prefix[:1], *_status_arguments(info_fds), *prefix[1:],
-                self._spec.python or sys.executable, str(PROGRAM), str(child_end.fileno()), str(progress),
-                stdin=asyncio.subprocess.DEVNULL, stdout=self.log.fd, stderr=self.log.fd,
-                cwd=self._function.folder or None,
-                env=self._environ() | {VARIABLE: self._marked_processes.mark},
-                pass_fds=[child_end.fileno(), progress, *info_fds, *log_fds], process_group=0,
-            )  # fmt: skip
+            with self._memory.open() as memory_fds:
+                fds = [child_end.fileno(), progress, *memory_fds]
+                self._process = await asyncio.create_subprocess_exec(
+                    *prefix[:1], *_status_arguments(info_fds), *prefix[1:],
+                    self._spec.python or sys.executable, str(PROGRAM), *map(str, fds),
+                    stdin=asyncio.subprocess.DEVNULL, stdout=self.log.fd, stderr=self.log.fd,
+                    cwd=self._function.folder or None,
+                    env=self._environ() | {VARIABLE: self._marked_processes.mark},
+                    pass_fds=[*fds, *info_fds, *log_fds], process_group=0,
+                )  # fmt: skip
         except OSError as error:
             parent_end.close()
             raise ModelFailed(f"{self._spec.python or sys.executable} cannot be started: {error}") from None
@@ -311,7 +316,7 @@ class FunctionChild:
             child_end.close()
             for fd in (progress, *info_fds):
                 os.close(fd)
-        self._socket = FrameSocket(parent_end, on_frames=self._receive, closed=self._disconnected)
+        self._socket = FrameSocket(parent_end, self._memory, on_frames=self._receive, closed=self._disconnected)
         self._exit_task = asyncio.create_task(self._handle_exit(self._process))
 
     def _isolation_prefix(self) -> list[str]:
@@ -361,6 +366,7 @@ class FunctionChild:
         if meta["kind"] == "ready":
             self.batch_size = meta.get("batch_size") or 1
             self.reads_arrow = meta.get("reads_arrow") is True
+            self.memory = self._memory.requests if meta.get("shares_memory") is True else None
             fields = {name: meta[name] for name in ("batch_size", "batch_window_s") if meta.get(name)}
             self._ready.set_result(msgspec.convert(meta["interface"] | fields, Interface))
         elif meta["kind"] == "failed":
@@ -427,10 +433,10 @@ class FunctionChild:
 
     def send(self, meta: dict[str, Any], buffers: Sequence[bytes | memoryview] = ()) -> None:
         """Queue a frame. It never waits, and does nothing after the process has exited."""
-        self.write(frames.pack(meta, buffers))
+        self.write(frames.pack(meta, buffers, self.memory))
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """As `send`, for a packed frame."""
+        """As `send`, for a frame that was packed with `memory`."""
         if self._socket is not None:
             self._socket.write(pieces)
 
@@ -461,6 +467,8 @@ class FunctionChild:
     def _close(self) -> None:
         self.log.close()
         self._bubblewrap.close()
+        self.memory = None
+        self._memory.close()
         if self._progress is not None:
             self._progress.close()
             self._progress = None

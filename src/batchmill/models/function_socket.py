@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import logging
+import os
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from batchmill.function_runtime.frames import BrokenFrame, Reader
+from batchmill.function_runtime import shared_memory
+from batchmill.function_runtime.frames import BrokenFrame, Reader, pack_returned
+from batchmill.function_runtime.shared_memory import MemoryReader, MemoryWriter
+
+log = logging.getLogger("batchmill.functions")
 
 READS_MAX = 16  # in one turn of the event loop, which has other work
 PIECES_MAX = 512  # passed to the kernel in one call, which takes up to 1024
@@ -20,20 +27,58 @@ Buffer = bytes | memoryview
 Frame = tuple[dict[str, Any], list[Buffer]]
 
 
+class FrameMemory:
+    """The memory that a worker shares with one function process: one for requests, one for results.
+
+    Without any, frames travel through the socket alone. The kernel frees it when both processes have ended.
+    """
+
+    def __init__(self) -> None:
+        self.requests: MemoryWriter | None = None
+        self.results: MemoryReader | None = None
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[list[int]]:
+        """The descriptors for the process, [] if there is no memory for them. They are closed afterwards."""
+        fds: list[int] = []
+        try:
+            try:
+                fds.append(shared_memory.create("batchmill-requests"))
+                fds.append(shared_memory.create("batchmill-results"))
+                self.requests, self.results = MemoryWriter(fds[0]), MemoryReader(fds[1])
+            except OSError as error:
+                log.warning("no memory can be shared with a function's process, which costs time only: %s", error)
+                self.close()
+            yield fds if self.results is not None else []
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def close(self) -> None:
+        """Unmap it."""
+        for each in (self.requests, self.results):
+            if each is not None:
+                each.close()
+        self.requests = self.results = None
+
+
 class FrameSocket:
     """
     Args:
         sock: one end of a socket pair. The FrameSocket closes it.
+        memory: for large buffers of what comes. The places of what was sent return through this socket.
         on_frames: called with all frames that one read completed, in order.
         closed: called once when the other side closes the socket or breaks the protocol, with the reason or "".
     """
 
     def __init__(
-        self, sock: socket.socket, *, on_frames: Callable[[list[Frame]], None], closed: Callable[[str], None]
-    ) -> None:
+        self, sock: socket.socket, memory: FrameMemory, *, on_frames: Callable[[list[Frame]], None],
+        closed: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self._sock, self._on_frames, self._on_close = sock, on_frames, closed
         self._loop = asyncio.get_running_loop()
-        self._reader = Reader()
+        self._memory = memory.results
+        self._reader = Reader(memory.results, memory.requests)
         self._queue: deque[bytes | memoryview] = deque()
         self._is_flushing = False  # a flush is scheduled, or waits until the socket is writable
         self._is_blocked = False
@@ -47,6 +92,8 @@ class FrameSocket:
         """Queue the pieces of a frame. Pieces of one turn of the loop are sent together. Does nothing when closed."""
         if not self.is_open:
             return
+        if self._memory is not None and (places := self._memory.returned()):
+            self._queue.append(pack_returned(places))
         self._queue.extend(pieces)
         if not self._is_flushing:
             self._is_flushing = True

@@ -23,6 +23,7 @@ from batchmill.engines.function.process import (
 )
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.function_runtime.frames import pack
+from batchmill.function_runtime.shared_memory import MemoryWriter
 from batchmill.models import redaction
 from batchmill.models.function_socket import Buffer
 from batchmill.ports import AnswerSink
@@ -212,10 +213,10 @@ class Stream(ProcessWork):
         self._wanted = AHEAD
         self._has_begun = False
 
-    def frame(self) -> list[Buffer]:
+    def frame(self, memory: MemoryWriter | None) -> list[Buffer]:
         parsed = self.parsed
         meta = {"kind": "open", "id": self.id, "layout": parsed.layout, "exact": self.is_exact, "of": self.origin}
-        return pack(meta, [parsed.calls, *parsed.buffers]) + self._next() * self._wanted
+        return pack(meta, [parsed.calls, *parsed.buffers], memory) + self._next() * self._wanted
 
     def _next(self) -> list[Buffer]:
         return pack({"kind": "next", "id": self.id})

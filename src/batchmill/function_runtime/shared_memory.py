@@ -1,0 +1,133 @@
+"""Memory that one process writes and another reads: large buffers of messages travel through it, not through a socket.
+
+It has a fixed size. The writer copies each buffer into a free range and tells its place; the reader copies it out,
+into memory of its own, and returns the range. So nothing refers to a range that is written again, and nobody can change
+what a reader has checked. A buffer that finds no room travels through the socket.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+
+SIZE_BYTES = 16 * 1024 * 1024  # of one direction between two processes
+SHARED_BYTES_MIN = 64 * 1024  # a smaller buffer costs less in a socket
+PAGE_BYTES = 4096  # ranges begin at multiples of it
+STEP_BYTES = 1024 * 1024  # of memory taken from the kernel at once
+_MADV_POPULATE_WRITE = 23  # takes the pages, and reports a lack of memory where writing would end the process
+
+
+class BrokenPlace(Exception):
+    """The other side names a place that it cannot mean."""
+
+
+def create(name):
+    """The descriptor of a memory in which nothing is written yet. Nobody can change its size. Raises: OSError."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, SIZE_BYTES)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+class MemoryWriter:
+    """The writer's side. It keeps no descriptor. Raises: OSError where the memory cannot be mapped."""
+
+    def __init__(self, fd):
+        self._mmap = mmap.mmap(fd, SIZE_BYTES)
+        self._view = memoryview(self._mmap)
+        self._free = [(0, SIZE_BYTES)]  # (begin, end) of free ranges, in order
+        self._used = {}  # begin -> end
+        self._backed = 0  # up to here pages were taken from the kernel
+
+    def put(self, data):
+        """Copy a buffer in, and return its place; None if there is no room for it now."""
+        size = data.nbytes if type(data) is memoryview else len(data)
+        begin = self._reserve(-(-size // PAGE_BYTES) * PAGE_BYTES)
+        if begin is None:
+            return None
+        self._view[begin : begin + size] = data
+        return begin
+
+    def _reserve(self, size):
+        for number, (begin, end) in enumerate(self._free):
+            if end - begin >= size:
+                if not self._back(begin + size):
+                    return None
+                if end - begin == size:
+                    del self._free[number]
+                else:
+                    self._free[number] = (begin + size, end)
+                self._used[begin] = begin + size
+                return begin
+        return None
+
+    def _back(self, end):
+        """Take pages from the kernel up to here; False if it has none, or is too old to say so."""
+        if end > self._backed:
+            upto = min(-(-end // STEP_BYTES) * STEP_BYTES, SIZE_BYTES)
+            try:
+                self._mmap.madvise(_MADV_POPULATE_WRITE, self._backed, upto - self._backed)
+            except OSError:
+                return False
+            self._backed = upto
+        return True
+
+    def release(self, begin):
+        """Take a range back that the reader has copied. Raises: BrokenPlace."""
+        end = self._used.pop(begin, None)
+        if end is None:
+            raise BrokenPlace(f"memory at {begin} is returned, and was not given")
+        free = self._free
+        at = next((number for number, each in enumerate(free) if each[0] > begin), len(free))
+        if at < len(free) and free[at][0] == end:
+            end = free.pop(at)[1]
+        if at and free[at - 1][1] == begin:
+            at -= 1
+            begin = free.pop(at)[0]
+        free.insert(at, (begin, end))
+
+    def close(self):
+        """Unmap it. Nothing can be put afterwards."""
+        self._free.clear()
+        self._view.release()
+        self._mmap.close()
+
+
+class MemoryReader:
+    """The reader's side. It keeps no descriptor. Raises: OSError where the memory cannot be mapped.
+
+    Args:
+        kind: bytes or bytearray, of what is copied out.
+    """
+
+    def __init__(self, fd, kind=bytes):
+        self._mmap = mmap.mmap(fd, SIZE_BYTES, prot=mmap.PROT_READ)
+        self._view = memoryview(self._mmap)
+        self._kind = kind
+        self._copied = []  # places to be returned to the writer
+
+    def take(self, begin, size):
+        """A copy of the buffer at this place, which can be returned then. Raises: BrokenPlace."""
+        if not 0 <= begin <= begin + size <= SIZE_BYTES:
+            raise BrokenPlace(f"{size} bytes at {begin} of a memory of {SIZE_BYTES} bytes")
+        data = self._kind(self._view[begin : begin + size])
+        self._copied.append(begin)
+        return data
+
+    def returned(self):
+        """The places copied since the last call."""
+        if not self._copied:
+            return ()
+        copied, self._copied = self._copied, []
+        return copied
+
+    def close(self):
+        """Unmap it. Nothing can be taken afterwards."""
+        self._view.release()
+        self._mmap.close()
