@@ -9,13 +9,14 @@ import pytest
 
 from batchmill.executors import channel as channels
 from batchmill.executors.channel import open_channel
+from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.wire import messages
 from batchmill.wire.messages import Ready, ReplyChunk, to_owner
 
 
 async def both():
     ours, theirs = socket.socketpair()
-    return await open_channel(ours), await open_channel(theirs)
+    return await open_channel(ours, MemoryPair()), await open_channel(theirs, MemoryPair())
 
 
 async def take(channel, count):
@@ -42,7 +43,7 @@ async def test_messages_arrive_in_order():
 async def test_reads_may_cut_anywhere(size):
     """A message in pieces of any length is the message."""
     ours, theirs = socket.socketpair()
-    channel = await open_channel(ours)
+    channel = await open_channel(ours, MemoryPair())
     data = messages.pack(Ready(7)) + messages.pack(ReplyChunk(3, b"abcdef" * 10)) + messages.pack(Ready(8))
     reading = asyncio.create_task(take(channel, 3))
     for at in range(0, len(data), size):
@@ -57,7 +58,7 @@ async def test_reads_may_cut_anywhere(size):
 async def test_who_speaks_another_protocol_is_an_error():
     """A length that no message has ends the channel, with a word on why."""
     ours, theirs = socket.socketpair()
-    channel = await open_channel(ours)
+    channel = await open_channel(ours, MemoryPair())
     theirs.sendall(b"GET / HTTP/1.1\r\n\r\n")
     with pytest.raises(ConnectionError, match="protocol"):
         await channel.read()
@@ -85,7 +86,7 @@ async def test_what_was_said_is_read_after_the_end():
     """When the process on the other side has ended, what lies in the socket is read and then its end, also while
     something else holds that side open and nobody reads what was to be sent."""
     ours, theirs = socket.socketpair()
-    channel, other = await open_channel(ours), theirs.dup()
+    channel, other = await open_channel(ours, MemoryPair()), theirs.dup()
     sent = [Ready(1), ReplyChunk(1, b"x" * 200_000), Ready(2)]
     for message in sent:
         theirs.sendall(messages.pack(message))

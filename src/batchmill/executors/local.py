@@ -14,6 +14,7 @@ from msgspec import Struct
 
 from batchmill.children.process_end import boot_id, kill_session, started
 from batchmill.executors.channel import Channel, open_channel
+from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.models import devices
 from batchmill.types import ModelSpec
 from batchmill.wire import messages
@@ -88,18 +89,21 @@ class LocalExecutor:
         home.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
+        memory = MemoryPair()
         log_path, pid_file = home / f"{start.worker}.log", self._folder / f"{start.worker}.pid"
         with theirs, contextlib.ExitStack() as unless_started, open(log_path, "ab", buffering=0) as log:
             unless_started.enter_context(ours)
-            channel = await open_channel(ours)
+            channel = await open_channel(ours, memory)
             unless_started.callback(channel.close)
-            process = await asyncio.create_subprocess_exec(
-                # -P: a queue.py in the working folder must not replace the library module
-                sys.executable, "-P", "-m", "batchmill.executors.worker", str(theirs.fileno()),
-                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()],
-                env=self._environ_of(start),
-                start_new_session=True,  # only the owner handles a Ctrl-C at the terminal
-            )  # fmt: skip
+            with memory.create() as memory_fds:
+                fds = [theirs.fileno(), *memory_fds]
+                process = await asyncio.create_subprocess_exec(
+                    # -P: a queue.py in the working folder must not replace the library module
+                    sys.executable, "-P", "-m", "batchmill.executors.worker", *map(str, fds),
+                    stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=fds,
+                    env=self._environ_of(start),
+                    start_new_session=True,  # only the owner handles a Ctrl-C at the terminal
+                )  # fmt: skip
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 pid_file.write_text(f"{process.pid} {started(process.pid)} {boot_id()}")

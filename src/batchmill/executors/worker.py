@@ -27,6 +27,7 @@ from batchmill.executors.leases import OVER, PAUSE, REFUSED, Allowance, Held, No
 from batchmill.executors.live_calls import AnswerSink, Calling
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.function_runtime.frames import keep_freed_memory
+from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.models import redaction, secrets
 from batchmill.ports import CrashReportingEngine, Engine, RetryingEngine
 from batchmill.states import PauseReason
@@ -392,11 +393,13 @@ def _lower_priority() -> None:
         group.write(str(NICENESS))
 
 
-async def main(fd: int) -> int:
-    """Serve the owner on socket `fd` until the work ends."""
+async def main(fd: int, *memory_fds: int) -> int:
+    """Serve the owner on socket `fd` until the work ends. `memory_fds`: of the memory that both share."""
     keep_freed_memory(KEPT_BYTES)
     os.set_inheritable(fd, False)  # processes of user code do not inherit it
-    channel = await open_channel(socket.socket(fileno=fd))
+    memory = MemoryPair()
+    memory.join(memory_fds)
+    channel = await open_channel(socket.socket(fileno=fd), memory, has_joined=True)
     received = await channel.read()
     if not received:
         return 0
@@ -425,7 +428,7 @@ async def main(fd: int) -> int:
 
 
 if __name__ == "__main__":
-    exit_code = asyncio.run(main(int(sys.argv[1])))
+    exit_code = asyncio.run(main(*map(int, sys.argv[1:])))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # a thread that still runs user code must not keep the process alive

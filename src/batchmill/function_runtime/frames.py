@@ -265,19 +265,18 @@ class WorkerSocket:
     this program must end.
 
     Args:
-        memory: a MemoryReader for large buffers of the worker, or None.
-        shared: a MemoryWriter for those of results, or None.
+        memory: the MemoryPair for large buffers.
     """
 
-    def __init__(self, fd, memory=None, shared=None):
+    def __init__(self, fd, memory):
         self._socket = socket.socket(fileno=high(fd))
         self._socket.setblocking(True)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             self._socket.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
         self._inode = os.fstat(self._socket.fileno()).st_ino
         self._pid = os.getpid()
-        self._memory, self._shared = memory, shared
-        self._reader = Reader(memory, shared)
+        self._memory = memory
+        self._reader = Reader(memory.reader, memory.writer)
         self._poll = select.poll()
         self._poll.register(self._socket.fileno(), select.POLLIN)
         self._out = []
@@ -324,12 +323,12 @@ class WorkerSocket:
 
     def put_text(self, text, buffers):
         """As `put`, for encoded JSON."""
-        self._out += pack_text(text, buffers, self._shared)
+        self._out += pack_text(text, buffers, self._memory.writer)
 
     def flush(self):
         """Write everything queued to the worker."""
         out = self._out
-        if self._memory is not None and (places := self._memory.returned()):
+        if self._memory.reader is not None and (places := self._memory.reader.returned()):
             out.insert(0, pack_returned(places))
         if not out:
             return

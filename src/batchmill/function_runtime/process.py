@@ -22,7 +22,7 @@ from .frames import BROKEN, WorkerSocket, end_with_worker, high, keep_freed_memo
 from .loading import LoadError, run_user_code, trace_of
 from .printing import Progress
 from .requests import write_columns, write_values
-from .shared_memory import MemoryReader, MemoryWriter
+from .shared_memory import MemoryPair
 from .streams import Streams
 from .sync_callers import ListCaller, RowCaller
 from .user_code import ROW, load
@@ -183,9 +183,9 @@ class FunctionProcess:
 
     def __init__(self, socket_fd, progress_fd, memory_fds):
         keep_freed_memory(KEPT_BYTES)
-        memory, shared = _open_memory(memory_fds)
-        self._shares_memory = memory is not None
-        self._link = WorkerSocket(socket_fd, memory, shared)
+        self._memory = MemoryPair()
+        self._memory.join(memory_fds, bytearray)  # which user code may write to
+        self._link = WorkerSocket(socket_fd, self._memory)
         end_with_worker(self._link.fileno())
         self._progress = Progress(progress_fd)
         os.register_at_fork(after_in_child=self._progress.forget)
@@ -242,7 +242,7 @@ class FunctionProcess:
             "batch_size": self._code.batch_size,
             "batch_window_s": self._code.batch_window_s,
             "reads_arrow": is_available(),
-            "shares_memory": self._shares_memory,
+            "shares_memory": self._memory.reader is not None,
         }
         self._link.put({"kind": "ready", "interface": self._code.interface, **fields})
         self._link.flush()
@@ -321,17 +321,6 @@ class FunctionProcess:
                 self._call_or_await(self._code.finish)
             except BaseException as error:  # user code; it ends anyway
                 print(trace_of(error), file=sys.stderr)
-
-
-def _open_memory(fds):
-    """(the memory that the worker writes, the one for results); None twice where they cannot be mapped."""
-    try:
-        return (MemoryReader(fds[0], bytearray), MemoryWriter(fds[1])) if fds else (None, None)
-    except OSError:  # a limit of this process's address space
-        return None, None
-    finally:
-        for fd in fds:
-            os.close(fd)
 
 
 async def _awaited(result):

@@ -7,9 +7,13 @@ what a reader has checked. A buffer that finds no room travels through the socke
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import logging
 import mmap
 import os
+
+log = logging.getLogger("batchmill.memory")
 
 SIZE_BYTES = 16 * 1024 * 1024  # of one direction between two processes
 SHARED_BYTES_MIN = 64 * 1024  # a smaller buffer costs less in a socket
@@ -22,9 +26,9 @@ class BrokenPlace(Exception):
     """The other side names a place that it cannot mean."""
 
 
-def create(name):
+def _create():
     """The descriptor of a memory in which nothing is written yet. Nobody can change its size. Raises: OSError."""
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create("batchmill-buffers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, SIZE_BYTES)
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -36,7 +40,7 @@ def create(name):
 
 
 class MemoryWriter:
-    """The writer's side. It keeps no descriptor. Raises: OSError where the memory cannot be mapped."""
+    """The writer's side. Raises: OSError where the memory cannot be mapped."""
 
     def __init__(self, fd):
         self._mmap = mmap.mmap(fd, SIZE_BYTES)
@@ -100,7 +104,7 @@ class MemoryWriter:
 
 
 class MemoryReader:
-    """The reader's side. It keeps no descriptor. Raises: OSError where the memory cannot be mapped.
+    """The reader's side. Raises: OSError where the memory cannot be mapped.
 
     Args:
         kind: bytes or bytearray, of what is copied out.
@@ -131,3 +135,57 @@ class MemoryReader:
         """Unmap it. Nothing can be taken afterwards."""
         self._view.release()
         self._mmap.close()
+
+
+class MemoryPair:
+    """The memory of two processes, one for each direction. Both are None where there is none to share.
+
+    The kernel frees it when both processes have ended, or have closed it.
+    """
+
+    def __init__(self):
+        self.writer = None
+        self.reader = None
+
+    @contextlib.contextmanager
+    def create(self):
+        """Yields the descriptors for the other process, which is to `join` them; none if there is no memory."""
+        fds = []
+        try:
+            try:
+                fds.append(_create())
+                fds.append(_create())
+                self._map(fds, bytes)
+            except OSError as error:  # a limit of descriptors, of file sizes or of memory
+                log.warning("no memory can be shared with another process, which costs time alone: %s", error)
+            yield fds if self.reader is not None else []
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def join(self, fds, kind=bytes):
+        """Map what the other process has created, if it has and if that is possible here. Closes the descriptors."""
+        try:
+            if fds:
+                self._map(fds[::-1], kind)
+        except OSError:  # a limit of this process's address space
+            pass
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _map(self, fds, kind):
+        writer = MemoryWriter(fds[0])
+        try:
+            self.reader = MemoryReader(fds[1], kind)
+        except OSError:
+            writer.close()
+            raise
+        self.writer = writer
+
+    def close(self):
+        """Unmap both."""
+        for each in (self.writer, self.reader):
+            if each is not None:
+                each.close()
+        self.writer = self.reader = None

@@ -27,11 +27,11 @@ import msgspec
 from batchmill import function_runtime
 from batchmill.errors import ModelFailed
 from batchmill.function_runtime import frames
-from batchmill.function_runtime.shared_memory import MemoryWriter
+from batchmill.function_runtime.shared_memory import MemoryPair, MemoryWriter
 from batchmill.models import isolation, secrets
 from batchmill.models.call_log import CallLog
 from batchmill.models.environments import FOLDER, base_of
-from batchmill.models.function_socket import Frame, FrameMemory, FrameSocket
+from batchmill.models.function_socket import Frame, FrameSocket
 from batchmill.models.redaction import mask_known
 from batchmill.models.secrets import Secret
 from batchmill.models.worker_environment import environment_of
@@ -251,7 +251,7 @@ class FunctionChild:
         self.log = FunctionLog(home / "function.log")
         self._log_start = self.log.size()
         self._marked_processes = MarkedProcesses(home)
-        self._memory = FrameMemory()
+        self._memory = MemoryPair()
         self.memory: MemoryWriter | None = None  # for large buffers of frames to the process; set by the start
         self._progress: mmap.mmap | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -296,7 +296,7 @@ class FunctionChild:
         try:
             os.ftruncate(progress, PROGRESS_BYTES)
             self._progress = mmap.mmap(progress, PROGRESS_BYTES)
-            with self._memory.open() as memory_fds:
+            with self._memory.create() as memory_fds:
                 fds = [child_end.fileno(), progress, *memory_fds]
                 self._process = await asyncio.create_subprocess_exec(
                     *prefix[:1], *_status_arguments(info_fds), *prefix[1:],
@@ -366,7 +366,7 @@ class FunctionChild:
         if meta["kind"] == "ready":
             self.batch_size = meta.get("batch_size") or 1
             self.reads_arrow = meta.get("reads_arrow") is True
-            self.memory = self._memory.requests if meta.get("shares_memory") is True else None
+            self.memory = self._memory.writer if meta.get("shares_memory") is True else None
             fields = {name: meta[name] for name in ("batch_size", "batch_window_s") if meta.get(name)}
             self._ready.set_result(msgspec.convert(meta["interface"] | fields, Interface))
         elif meta["kind"] == "failed":

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import logging
-import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from batchmill.function_runtime import shared_memory
 from batchmill.function_runtime.frames import BrokenFrame, Reader, pack_returned
-from batchmill.function_runtime.shared_memory import MemoryReader, MemoryWriter
-
-log = logging.getLogger("batchmill.functions")
+from batchmill.function_runtime.shared_memory import MemoryPair
 
 READS_MAX = 16  # in one turn of the event loop, which has other work
 PIECES_MAX = 512  # passed to the kernel in one call, which takes up to 1024
@@ -25,41 +19,6 @@ SOCKET_BYTES = 4 * 1024 * 1024  # requested size of the kernel's buffers, which 
 
 Buffer = bytes | memoryview
 Frame = tuple[dict[str, Any], list[Buffer]]
-
-
-class FrameMemory:
-    """The memory that a worker shares with one function process: one for requests, one for results.
-
-    Without any, frames travel through the socket alone. The kernel frees it when both processes have ended.
-    """
-
-    def __init__(self) -> None:
-        self.requests: MemoryWriter | None = None
-        self.results: MemoryReader | None = None
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[list[int]]:
-        """The descriptors for the process, [] if there is no memory for them. They are closed afterwards."""
-        fds: list[int] = []
-        try:
-            try:
-                fds.append(shared_memory.create("batchmill-requests"))
-                fds.append(shared_memory.create("batchmill-results"))
-                self.requests, self.results = MemoryWriter(fds[0]), MemoryReader(fds[1])
-            except OSError as error:
-                log.warning("no memory can be shared with a function's process, which costs time only: %s", error)
-                self.close()
-            yield fds if self.results is not None else []
-        finally:
-            for fd in fds:
-                os.close(fd)
-
-    def close(self) -> None:
-        """Unmap it."""
-        for each in (self.requests, self.results):
-            if each is not None:
-                each.close()
-        self.requests = self.results = None
 
 
 class FrameSocket:
@@ -72,13 +31,13 @@ class FrameSocket:
     """
 
     def __init__(
-        self, sock: socket.socket, memory: FrameMemory, *, on_frames: Callable[[list[Frame]], None],
+        self, sock: socket.socket, memory: MemoryPair, *, on_frames: Callable[[list[Frame]], None],
         closed: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._sock, self._on_frames, self._on_close = sock, on_frames, closed
         self._loop = asyncio.get_running_loop()
-        self._memory = memory.results
-        self._reader = Reader(memory.results, memory.requests)
+        self._memory = memory.reader
+        self._reader = Reader(memory.reader, memory.writer)
         self._queue: deque[bytes | memoryview] = deque()
         self._is_flushing = False  # a flush is scheduled, or waits until the socket is writable
         self._is_blocked = False

@@ -106,7 +106,8 @@ class Connection(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._deadline is None:
                 self._set_deadline(self.head_s)
-            if b"pgrade:" in data:
+            end = data.find(b"\r\n\r\n")
+            if data.find(b"pgrade:", 0, len(data) if end < 0 else end) >= 0:  # not in the body, which may be long
                 data = _without_upgrade(data)
         else:
             self._framing += len(data)

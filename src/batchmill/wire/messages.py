@@ -339,10 +339,16 @@ to_worker = msgspec.msgpack.Decoder(ToWorker)
 to_owner = msgspec.msgpack.Decoder(ToOwner)
 
 
-def pack(message: Struct) -> bytes:
-    """Encode a message, with its length before it."""
+def encode(message: Struct) -> bytes:
+    """Encode a message, without its length."""
     data = _encoder.encode(message)
     assert len(data) <= MESSAGE_BYTES_MAX, f"a message of {len(data)} bytes"
+    return data
+
+
+def pack(message: Struct) -> bytes:
+    """Encode a message, with its length before it."""
+    data = encode(message)
     return len(data).to_bytes(4, "little") + data
 
 
