@@ -162,9 +162,13 @@ class Calling:
         self._open.discard(reply.id)
         if reply.raised is not None:
             reply = FunctionReply(reply.id, reply.body, reply.head, without_secrets(reply.raised))
-        if not self._ready:
-            asyncio.get_running_loop().call_soon(self.flush)
         self._ready.append(reply)
+        if len(self._ready) > 1:
+            return
+        if self._open:
+            asyncio.get_running_loop().call_soon(self.flush)  # with the replies of the same turn
+        else:
+            self.flush()
 
     def flush(self) -> None:
         """Send the available replies and counters."""
