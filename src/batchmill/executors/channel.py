@@ -1,6 +1,7 @@
 """One end of the socket between owner and worker: reads all available messages, writes without waiting.
 
-A large message is written to memory that both share, and its place to the socket: see `function_runtime.shared_memory`.
+Large bodies of calls and replies, and other large messages, are written to memory that both share, and their places to
+the socket: see `function_runtime.shared_memory`. `complete` puts bodies back.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ import asyncio
 import socket
 import struct
 from collections import deque
+from typing import TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from batchmill.children.process_end import end_reading
 from batchmill.function_runtime.shared_memory import SHARED_BYTES_MIN, BrokenPlace, MemoryPair
+from batchmill.types import FunctionRequest
 from batchmill.wire import messages
+from batchmill.wire.messages import Answers, FunctionReply, FunctionRequests
 
 READ_AHEAD_BYTES = 4 * 1024 * 1024  # of unread messages; beyond that the other side has to wait
 LENGTH_BYTES = PLACE_BYTES = 4
@@ -23,6 +28,9 @@ SOCKET_BYTES = 4 * 1024 * 1024  # requested socket buffer; the kernel may give l
 SHARED, RETURNED = 1 << 31, 1 << 30  # flags of a length: a place in shared memory follows, or places that return
 LENGTH_MASK = RETURNED - 1
 RETURNED_MAX = 1024  # places in one piece
+
+Message = TypeVar("Message", bound=Struct)
+Part = TypeVar("Part", FunctionRequest, FunctionReply)
 
 
 class Channel(asyncio.BufferedProtocol):
@@ -55,7 +63,7 @@ class Channel(asyncio.BufferedProtocol):
         """Queue a message; does nothing once the other side has closed the socket."""
         if self._transport is None or self._transport.is_closing():
             return
-        data = messages.encode(message)
+        data = messages.encode(self._share(message) if self._shares else message)
         size = len(data)
         memory = self._memory
         if self._shares and size >= SHARED_BYTES_MIN and (place := memory.writer.put(data)) is not None:  # type: ignore[union-attr]
@@ -65,6 +73,45 @@ class Channel(asyncio.BufferedProtocol):
         if memory.reader is not None and (places := memory.reader.returned()):
             pieces.insert(0, _pack_returned(places))
         self._transport.write(b"".join(pieces))
+
+    def _share(self, message: Struct) -> Struct:
+        """Put large bodies into shared memory."""
+        match message:
+            case FunctionRequests(requests) if any(len(each.body) >= SHARED_BYTES_MIN for each in requests):
+                return FunctionRequests([self._shared(each, [each.body]) for each in requests])
+            case Answers(answers, stats) if any(each.size_bytes >= SHARED_BYTES_MIN for each in answers):
+                return Answers([self._shared(each, each.pieces or [each.body]) for each in answers], stats)
+        return message
+
+    def _shared(self, part: Part, body: list[bytes]) -> Part:
+        size = sum(map(len, body))
+        writer = self._memory.writer
+        if size < SHARED_BYTES_MIN or writer is None or (begin := writer.put(*body)) is None:
+            return part
+        if isinstance(part, FunctionReply):
+            return replace(part, body=b"", pieces=[], place=(begin, size))
+        return replace(part, body=b"", place=(begin, size))
+
+    def complete(self, message: Message) -> Message:
+        """The message with the bodies that were sent through shared memory. Raises: ConnectionError."""
+        match message:
+            case FunctionRequests(requests) if any(each.place is not None for each in requests):
+                return FunctionRequests([self._completed(each) for each in requests])  # type: ignore[return-value]
+            case Answers(answers, stats) if any(each.place is not None or each.pieces for each in answers):
+                return Answers([self._completed(each) for each in answers], stats)  # type: ignore[return-value]
+        return message
+
+    def _completed(self, part: Part) -> Part:
+        if part.place is not None:
+            if self._memory.reader is None:
+                raise ConnectionError("a body in shared memory, where there is none")
+            try:
+                return replace(part, body=self._memory.reader.take(*part.place), place=None)
+            except BrokenPlace as error:
+                raise ConnectionError(str(error)) from None
+        if isinstance(part, FunctionReply) and part.pieces:
+            return replace(part, body=part.joined(), pieces=[])
+        return part
 
     async def read(self) -> list[memoryview]:
         """The messages that have arrived, packed; none once the other side has closed it. Raises: ConnectionError."""

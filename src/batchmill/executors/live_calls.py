@@ -161,7 +161,7 @@ class Calling:
             return
         self._open.discard(reply.id)
         if reply.raised is not None:
-            reply = FunctionReply(reply.id, reply.body, reply.head, without_secrets(reply.raised))
+            reply = FunctionReply(reply.id, raised=without_secrets(reply.raised))
         self._ready.append(reply)
         if len(self._ready) > 1:
             return
@@ -179,7 +179,7 @@ class Calling:
         batch: list[FunctionReply] = []
         size = 0
         for reply in ready:
-            size_bytes = len(reply.body) + len(reply.head)
+            size_bytes = reply.size_bytes
             if size_bytes > REPLY_BYTES_MAX:
                 reply, size_bytes = _too_large(reply.id, size_bytes), 0
             if batch and size + size_bytes > LIVE_REQUESTS_BYTES:

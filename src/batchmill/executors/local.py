@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import sys
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class LocalWorker:
 
     def __init__(self, process: asyncio.subprocess.Process, channel: Channel, pid_file: Path) -> None:
         self._process, self._channel, self._pid_file = process, channel, pid_file
+        self._received: deque[memoryview] = deque()  # messages of one read that were not yielded
         self._exited = asyncio.create_task(self._wait_exit())
 
     @property
@@ -41,9 +43,12 @@ class LocalWorker:
         self._channel.send(message)
 
     async def messages(self) -> AsyncIterator[ToOwner]:
-        while received := await self._channel.read():
-            for data in received:
-                yield messages.to_owner.decode(data)
+        while True:
+            if not self._received:
+                self._received.extend(await self._channel.read())
+            if not self._received:
+                break
+            yield self._channel.complete(messages.to_owner.decode(self._received.popleft()))
         if not self._exited.done():
             asyncio.get_running_loop().call_later(CLOSED_S, self.kill)
 
@@ -95,7 +100,7 @@ class LocalExecutor:
             unless_started.enter_context(ours)
             channel = await open_channel(ours, memory)
             unless_started.callback(channel.close)
-            with memory.create() as memory_fds:
+            with memory.create(memoryview) as memory_fds:
                 fds = [theirs.fileno(), *memory_fds]
                 process = await asyncio.create_subprocess_exec(
                     # -P: a queue.py in the working folder must not replace the library module

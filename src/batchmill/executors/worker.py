@@ -159,12 +159,12 @@ class Worker:
     # -- messages of the owner ----------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        decode, receive = messages.to_worker.decode, self._receive
+        decode, complete, receive = messages.to_worker.decode, self._channel.complete, self._receive
         for data in self._first:
-            receive(decode(data))
+            receive(complete(decode(data)))
         while received := await self._channel.read():
             for data in received:
-                receive(decode(data))
+                receive(complete(decode(data)))
         self._owner_gone.set()
 
     def _receive(self, message: ToWorker) -> None:
@@ -398,7 +398,7 @@ async def main(fd: int, *memory_fds: int) -> int:
     keep_freed_memory(KEPT_BYTES)
     os.set_inheritable(fd, False)  # processes of user code do not inherit it
     memory = MemoryPair()
-    memory.join(memory_fds)
+    memory.join(memory_fds, memoryview)
     channel = await open_channel(socket.socket(fileno=fd), memory, has_joined=True)
     received = await channel.read()
     if not received:

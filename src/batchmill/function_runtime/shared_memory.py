@@ -1,17 +1,20 @@
 """Memory that one process writes and another reads: large buffers of messages travel through it, not through a socket.
 
-It has a fixed size. The writer copies each buffer into a free range and tells its place; the reader copies it out,
-into memory of its own, and returns the range. So nothing refers to a range that is written again, and nobody can change
-what a reader has checked. A buffer that finds no room travels through the socket.
+It has a fixed size. The writer copies each buffer into a free range and tells its place. A reader that does not trust
+the writer, or whose code may keep or change a buffer, copies it out and returns the range; another one gets a view, and
+the range returns once nothing refers to the view. A buffer that finds no room travels through the socket.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import ctypes
 import fcntl
 import logging
 import mmap
 import os
+import weakref
 
 log = logging.getLogger("batchmill.memory")
 
@@ -49,13 +52,16 @@ class MemoryWriter:
         self._used = {}  # begin -> end
         self._backed = 0  # up to here pages were taken from the kernel
 
-    def put(self, data):
-        """Copy a buffer in, and return its place; None if there is no room for it now."""
-        size = data.nbytes if type(data) is memoryview else len(data)
-        begin = self._reserve(-(-size // PAGE_BYTES) * PAGE_BYTES)
+    def put(self, *pieces):
+        """Copy the pieces of a buffer in, and return its place; None if there is no room for it now."""
+        sizes = [piece.nbytes if type(piece) is memoryview else len(piece) for piece in pieces]
+        begin = self._reserve(-(-sum(sizes) // PAGE_BYTES) * PAGE_BYTES)
         if begin is None:
             return None
-        self._view[begin : begin + size] = data
+        at = begin
+        for size, piece in zip(sizes, pieces):
+            self._view[at : at + size] = piece
+            at += size
         return begin
 
     def _reserve(self, size):
@@ -107,34 +113,61 @@ class MemoryReader:
     """The reader's side. Raises: OSError where the memory cannot be mapped.
 
     Args:
-        kind: bytes or bytearray, of what is copied out.
+        kind: what buffers become: bytes or bytearray, which are copies, or memoryview.
     """
 
     def __init__(self, fd, kind=bytes):
-        self._mmap = mmap.mmap(fd, SIZE_BYTES, prot=mmap.PROT_READ)
-        self._view = memoryview(self._mmap)
         self._kind = kind
-        self._copied = []  # places to be returned to the writer
+        self._unused = collections.deque()  # places to be returned to the writer; any thread appends
+        if kind is memoryview:
+            self._mmap = mmap.mmap(fd, SIZE_BYTES)  # ctypes finds the address of a writable one alone
+            self._address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._mmap))
+            self._areas = {}  # begin -> a reference to the area of its view
+        else:
+            self._mmap = mmap.mmap(fd, SIZE_BYTES, prot=mmap.PROT_READ)
+        self._is_closed = False
 
     def take(self, begin, size):
-        """A copy of the buffer at this place, which can be returned then. Raises: BrokenPlace."""
-        if not 0 <= begin <= begin + size <= SIZE_BYTES:
+        """The buffer at this place. Raises: BrokenPlace."""
+        if self._is_closed or not 0 <= begin <= begin + size <= SIZE_BYTES:
             raise BrokenPlace(f"{size} bytes at {begin} of a memory of {SIZE_BYTES} bytes")
-        data = self._kind(self._view[begin : begin + size])
-        self._copied.append(begin)
+        if self._kind is memoryview:
+            return self._view(begin, size)
+        with memoryview(self._mmap) as whole:
+            data = self._kind(whole[begin : begin + size])
+        self._unused.append(begin)
         return data
 
+    def _view(self, begin, size):
+        area = _Area.from_address(self._address + begin)
+        area.memory = self._mmap  # stays mapped as long as the view
+        self._areas[begin] = reference = _AreaReference(area, self._free)
+        reference.begin = begin
+        return memoryview(area).cast("B")[:size].toreadonly()
+
+    def _free(self, reference):
+        del self._areas[reference.begin]
+        self._unused.append(reference.begin)
+
     def returned(self):
-        """The places copied since the last call."""
-        if not self._copied:
-            return ()
-        copied, self._copied = self._copied, []
-        return copied
+        """The places that nothing refers to any more, and that were not returned before."""
+        places = []
+        while self._unused:
+            places.append(self._unused.popleft())
+        return places
 
     def close(self):
-        """Unmap it. Nothing can be taken afterwards."""
-        self._view.release()
-        self._mmap.close()
+        """Take nothing afterwards. It is unmapped once there are no views."""
+        self._is_closed = True
+        self._mmap = None
+
+
+class _Area(ctypes.c_ubyte * SIZE_BYTES):
+    """What the views of one buffer refer to. It begins where the buffer does, and is cut to its length."""
+
+
+class _AreaReference(weakref.ref):
+    __slots__ = ("begin",)
 
 
 class MemoryPair:
@@ -148,14 +181,14 @@ class MemoryPair:
         self.reader = None
 
     @contextlib.contextmanager
-    def create(self):
+    def create(self, kind=bytes):
         """Yields the descriptors for the other process, which is to `join` them; none if there is no memory."""
         fds = []
         try:
             try:
                 fds.append(_create())
                 fds.append(_create())
-                self._map(fds, bytes)
+                self._map(fds, kind)
             except OSError as error:  # a limit of descriptors, of file sizes or of memory
                 log.warning("no memory can be shared with another process, which costs time alone: %s", error)
             yield fds if self.reader is not None else []

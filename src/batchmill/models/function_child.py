@@ -435,10 +435,10 @@ class FunctionChild:
         """Queue a frame. It never waits, and does nothing after the process has exited."""
         self.write(frames.pack(meta, buffers, self.memory))
 
-    def write(self, pieces: Sequence[bytes | memoryview], *, at_once: bool = False) -> None:
-        """As `send`, for a frame that was packed with `memory`. `at_once`: see FrameSocket."""
+    def write(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """As `send`, for a frame that was packed with `memory`."""
         if self._socket is not None:
-            self._socket.write(pieces, at_once=at_once)
+            self._socket.write(pieces)
 
     def kill(self) -> None:
         """Kill the process and its descendants. `ended` is still called."""

@@ -47,11 +47,8 @@ class FrameSocket:
             sock.setsockopt(socket.SOL_SOCKET, option, SOCKET_BYTES)
         self._loop.add_reader(sock.fileno(), self._readable)
 
-    def write(self, pieces: Sequence[bytes | memoryview], *, at_once: bool = False) -> None:
-        """Queue the pieces of a frame, to be sent with those of the same turn of the loop. Does nothing when closed.
-
-        `at_once`: no others are expected in this turn.
-        """
+    def write(self, pieces: Sequence[bytes | memoryview]) -> None:
+        """Queue the pieces of a frame. Pieces of one turn of the loop are sent together. Does nothing when closed."""
         if not self.is_open:
             return
         if self._memory is not None and (places := self._memory.returned()):
@@ -59,10 +56,7 @@ class FrameSocket:
         self._queue.extend(pieces)
         if not self._is_flushing:
             self._is_flushing = True
-            if at_once:
-                self._flush()
-            else:
-                self._loop.call_soon(self._flush)
+            self._loop.call_soon(self._flush)
 
     def drain(self) -> None:
         """Read the remaining frames after the other side has exited."""

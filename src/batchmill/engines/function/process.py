@@ -361,7 +361,7 @@ class Process:
         assert self.child is not None
         work.is_sent = True
         self._running += work.holds_up
-        self.child.write(work.frame(self.child.memory), at_once=self._running == 1)
+        self.child.write(work.frame(self.child.memory))
 
     def _left(self, work: ProcessWork) -> None:
         work.is_sent = False

@@ -192,11 +192,8 @@ class PoolWorker:
             on_reply(piece)
 
     def send_request(self, request: FunctionRequest, on_reply: LiveCallback) -> None:
-        """Send a call: at once if it is the only one here, else with all others of this turn of the event loop."""
+        """Send a call, together with all others of this turn of the event loop."""
         self.calls[request.id] = on_reply
-        if len(self.calls) == 1 and not self._requests:
-            self.handle.send(FunctionRequests([request]))
-            return
         if not self._requests:
             asyncio.get_running_loop().call_soon(self._send_requests)
         self._requests.append(request)
