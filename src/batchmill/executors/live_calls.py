@@ -161,10 +161,14 @@ class Calling:
             return
         self._open.discard(reply.id)
         if reply.raised is not None:
-            reply = FunctionReply(reply.id, reply.body, reply.head, without_secrets(reply.raised))
-        if not self._ready:
-            asyncio.get_running_loop().call_soon(self.flush)
+            reply = FunctionReply(reply.id, raised=without_secrets(reply.raised))
         self._ready.append(reply)
+        if len(self._ready) > 1:
+            return
+        if self._open:
+            asyncio.get_running_loop().call_soon(self.flush)  # with the replies of the same turn
+        else:
+            self.flush()
 
     def flush(self) -> None:
         """Send the available replies and counters."""
@@ -175,7 +179,7 @@ class Calling:
         batch: list[FunctionReply] = []
         size = 0
         for reply in ready:
-            size_bytes = len(reply.body) + len(reply.head)
+            size_bytes = reply.size_bytes
             if size_bytes > REPLY_BYTES_MAX:
                 reply, size_bytes = _too_large(reply.id, size_bytes), 0
             if batch and size + size_bytes > LIVE_REQUESTS_BYTES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -29,6 +30,7 @@ class LocalWorker:
 
     def __init__(self, process: asyncio.subprocess.Process, channel: Channel, pid_file: Path) -> None:
         self._process, self._channel, self._pid_file = process, channel, pid_file
+        self._received: deque[memoryview] = deque()  # messages of one read that were not yielded
         self._exited = asyncio.create_task(self._wait_exit())
 
     @property
@@ -39,9 +41,12 @@ class LocalWorker:
         self._channel.send(message)
 
     async def messages(self) -> AsyncIterator[ToOwner]:
-        while received := await self._channel.read():
-            for data in received:
-                yield messages.to_owner.decode(data)
+        while True:
+            if not self._received:
+                self._received.extend(await self._channel.read())
+            if not self._received:
+                break
+            yield self._channel.complete(messages.to_owner.decode(self._received.popleft()))
         if not self._exited.done():
             asyncio.get_running_loop().call_later(CLOSED_S, self.kill)
 

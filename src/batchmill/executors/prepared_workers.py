@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from batchmill.children.process_end import kill_session
 from batchmill.executors.channel import Channel, open_channel
+from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.types import ModelSpec
 
 PREFIX = "prepared-"  # of the logs of workers that have no name yet
@@ -46,14 +47,17 @@ async def start_process(log_path: Path, environ: Mapping[str, str], engine: str)
     ours.setblocking(False)
     with theirs, contextlib.ExitStack() as unless_started, open(log_path, "ab", buffering=0) as log:
         unless_started.enter_context(ours)
-        channel = await open_channel(ours)
+        memory = MemoryPair()
+        channel = await open_channel(ours, memory)
         unless_started.callback(channel.close)
-        process = await asyncio.create_subprocess_exec(
-            # -P: a queue.py in the working folder must not replace the library module
-            sys.executable, "-P", "-m", "batchmill.executors.worker", str(theirs.fileno()), engine,
-            stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[theirs.fileno()], env=environ,
-            start_new_session=True,  # only the owner handles a Ctrl-C at the terminal
-        )  # fmt: skip
+        with memory.create(memoryview) as memory_fds:
+            fds = [theirs.fileno(), *memory_fds]
+            process = await asyncio.create_subprocess_exec(
+                # -P: a queue.py in the working folder must not replace the library module
+                sys.executable, "-P", "-m", "batchmill.executors.worker", engine, *map(str, fds),
+                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=fds, env=environ,
+                start_new_session=True,  # only the owner handles a Ctrl-C at the terminal
+            )  # fmt: skip
         unless_started.pop_all()
     return WorkerProcess(process, channel, log_path, engine)
 

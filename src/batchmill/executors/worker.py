@@ -1,4 +1,4 @@
-"""One process that hosts one engine: `python -m batchmill.executors.worker FD ENGINE`, FD a socket to the owner.
+"""One process that hosts one engine: `python -m batchmill.executors.worker ENGINE FD …`, FD a socket to the owner.
 
 It holds leases, feeds their rows to the engine and records the outcomes. When the owner ends, the worker writes every
 finished outcome to its segment and ends too.
@@ -27,6 +27,7 @@ from batchmill.executors.leases import OVER, PAUSE, REFUSED, Allowance, Held, No
 from batchmill.executors.live_calls import AnswerSink, Calling
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.function_runtime.frames import keep_freed_memory
+from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.models import redaction, secrets
 from batchmill.ports import CrashReportingEngine, Engine, Prepared, PreparingEngine, RetryingEngine
 from batchmill.states import PauseReason
@@ -164,12 +165,12 @@ class Worker:
     # -- messages of the owner ----------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
-        decode, receive = messages.to_worker.decode, self._receive
+        decode, complete, receive = messages.to_worker.decode, self._channel.complete, self._receive
         for data in self._first:
-            receive(decode(data))
+            receive(complete(decode(data)))
         while received := await self._channel.read():
             for data in received:
-                receive(decode(data))
+                receive(complete(decode(data)))
         self._owner_gone.set()
 
     def _receive(self, message: ToWorker) -> None:
@@ -409,11 +410,18 @@ async def _prepare(engine: str) -> Prepared | None:
     return None
 
 
-async def main(fd: int, engine: str) -> int:
-    """Serve the owner on socket `fd` until the work ends. `engine`: the engine of its `Start`."""
+async def main(engine: str, fd: int, *memory_fds: int) -> int:
+    """Serve the owner on socket `fd` until the work ends.
+
+    Args:
+        engine: the engine of its `Start`.
+        memory_fds: of the memory that both share.
+    """
     keep_freed_memory(KEPT_BYTES)
     os.set_inheritable(fd, False)  # processes of user code do not inherit it
-    channel = await open_channel(socket.socket(fileno=fd))
+    memory = MemoryPair()
+    memory.join(memory_fds, memoryview)
+    channel = await open_channel(socket.socket(fileno=fd), memory, has_joined=True)
     prepared = await _prepare(engine)
     received = await channel.read()
     if not received:
@@ -445,7 +453,7 @@ async def main(fd: int, engine: str) -> int:
 
 
 if __name__ == "__main__":
-    exit_code = asyncio.run(main(int(sys.argv[1]), sys.argv[2]))
+    exit_code = asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # a thread that still runs user code must not keep the process alive

@@ -1,4 +1,4 @@
-"""The program of a function's process: `python main.py SOCKET_FD PROGRESS_FD`.
+"""The program of a function's process: `python main.py SOCKET_FD PROGRESS_FD [REQUESTS_FD RESULTS_FD]`.
 
 Its package is loaded by path under a private name, and its folder leaves sys.path: nothing of it hides
 the user's modules.
@@ -21,4 +21,4 @@ if __name__ == "__main__":
     )
     sys.modules[PACKAGE] = package = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
-    importlib.import_module(f"{PACKAGE}.process").main(int(sys.argv[1]), int(sys.argv[2]))
+    importlib.import_module(f"{PACKAGE}.process").main(*map(int, sys.argv[1:]))

@@ -1,7 +1,8 @@
 """The function's process: loads what `start` names, then serves the worker until `stop` or the end.
 
 Of `start`, `received_shapes` is heeded in the worker, by the form that reads a body. To the worker go `ready`
-{interface, batch_size, batch_window_s}; `failed` {message}, then the exit; `results` and `piece` as `replies` has them.
+{interface, batch_size, batch_window_s, reads_arrow, shares_memory}; `failed` {message}, then the exit; `results` and
+`piece` as `replies` has them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import traceback
 from . import inferless_app, installed, marks, printing
 from .arrow_rows import ArrowWriter, is_arrow, is_available, items_of
 from .async_caller import AsyncLoop
-from .frames import BROKEN, WorkerSocket, end_with_worker, high, keep_freed_memory, pack, pack_text
+from .frames import BROKEN, WorkerSocket, end_with_worker, high, keep_freed_memory
 from .loading import LoadError, run_user_code, trace_of
 from .printing import Progress
 from .requests import StagedRequest, write_columns, write_values
+from .shared_memory import MemoryPair
 from .streams import Streams
 from .sync_callers import ListCaller, RowCaller
 from .user_code import ROW, load
@@ -82,7 +84,7 @@ class Replies:
             text = b'{"kind":"results","id":%d,"first":%d,"rows":%d,"layout":"%b","errors":%b,"ran":%b,"queue_ns":%d}'
             failures = installed.dump({str(row): error for row, error in errors.items()})
             text %= (ask.id, first, end - first, layout, failures, ran, ask.queue_ns)
-        self._link.put(pack_text(text, [values, *buffers]))
+        self._link.put_text(text, [values, *buffers])
 
     def _values(self, ask, first, end):
         if isinstance(ask, StagedRequest):
@@ -127,12 +129,12 @@ class Replies:
             self.end_stream(stream_id, errors[0])
             return False
         meta = {"kind": "piece", "id": stream_id, "ended": False, "error": None}
-        self._link.put(pack(meta, [text[1:-1], *buffers]))
+        self._link.put(meta, [text[1:-1], *buffers])
         return True
 
     def end_stream(self, stream_id, error=None):
         """End a stream."""
-        self._link.put(pack({"kind": "piece", "id": stream_id, "ended": True, "error": error}))
+        self._link.put({"kind": "piece", "id": stream_id, "ended": True, "error": error})
 
     def note(self, error):
         """Log an exception of user code if no caller waits for it."""
@@ -181,9 +183,11 @@ except ImportError:
 class FunctionProcess:
     """One process, one function, one worker."""
 
-    def __init__(self, socket_fd, progress_fd):
+    def __init__(self, socket_fd, progress_fd, memory_fds):
         keep_freed_memory(KEPT_BYTES)
-        self._link = WorkerSocket(socket_fd)
+        self._memory = MemoryPair()
+        self._memory.join(memory_fds, bytearray)  # which user code may write to
+        self._link = WorkerSocket(socket_fd, self._memory)
         end_with_worker(self._link.fileno())
         self._progress = Progress(progress_fd)
         os.register_at_fork(after_in_child=self._progress.forget)
@@ -199,7 +203,7 @@ class FunctionProcess:
         try:
             early = self._start()
         except LoadError as error:
-            self._link.put(pack({"kind": "failed", "message": str(error)}))
+            self._link.put({"kind": "failed", "message": str(error)})
             self._link.flush()
             return FAILED
         if self._code.is_async:
@@ -241,8 +245,9 @@ class FunctionProcess:
             "batch_size": self._code.batch_size,
             "batch_window_s": self._code.batch_window_s,
             "reads_arrow": is_available(),
+            "shares_memory": self._memory.reader is not None,
         }
-        self._link.put(pack({"kind": "ready", "interface": self._code.interface, **fields}))
+        self._link.put({"kind": "ready", "interface": self._code.interface, **fields})
         self._link.flush()
         return frames[1:]
 
@@ -345,7 +350,7 @@ def _data_bytes():
         return 0
 
 
-def main(socket_fd, progress_fd):
+def main(socket_fd, progress_fd, *memory_fds):
     """Run the program; never returns. An internal error ends it, and the worker starts a new process."""
     nothing = os.open(os.devnull, os.O_RDONLY)
     if nothing != 0:
@@ -355,7 +360,7 @@ def main(socket_fd, progress_fd):
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")
     try:
-        code = FunctionProcess(socket_fd, progress_fd).run()
+        code = FunctionProcess(socket_fd, progress_fd, memory_fds).run()
     except BaseException:  # at the edge of the process: user code's signal handlers may raise anywhere
         traceback.print_exc()
         code = BROKEN

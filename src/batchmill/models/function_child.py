@@ -25,6 +25,7 @@ import msgspec
 
 from batchmill.errors import ModelFailed
 from batchmill.function_runtime import frames
+from batchmill.function_runtime.shared_memory import MemoryPair, MemoryWriter
 from batchmill.models import isolation, secrets
 from batchmill.models.call_log import CallLog
 from batchmill.models.environments import FOLDER, base_of
@@ -256,6 +257,8 @@ class FunctionChild:
         self.log = FunctionLog(home / "function.log")
         self._log_start = self.log.size()
         self._marked_processes = MarkedProcesses(home)
+        self._memory = MemoryPair()
+        self.memory: MemoryWriter | None = None  # for large buffers of frames to the process; set by the start
         self._progress: mmap.mmap | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._socket: FrameSocket | None = None
@@ -312,8 +315,8 @@ class FunctionChild:
                 os.close(fd)
 
     def _own(self, runtime: RuntimeProcess) -> None:
-        self._process, self._progress = runtime.process, runtime.progress
-        self._socket = FrameSocket(runtime.socket, on_frames=self._receive, closed=self._disconnected)
+        self._process, self._progress, self._memory = runtime.process, runtime.progress, runtime.memory
+        self._socket = FrameSocket(runtime.socket, runtime.memory, on_frames=self._receive, closed=self._disconnected)
         self._exit_task = asyncio.create_task(self._handle_exit(self._process))
 
     def _take_prepared(self) -> RuntimeProcess | None:
@@ -372,6 +375,7 @@ class FunctionChild:
         if meta["kind"] == "ready":
             self.batch_size = meta.get("batch_size") or 1
             self.reads_arrow = meta.get("reads_arrow") is True
+            self.memory = self._memory.writer if meta.get("shares_memory") is True else None
             fields = {name: meta[name] for name in ("batch_size", "batch_window_s") if meta.get(name)}
             self._ready.set_result(msgspec.convert(meta["interface"] | fields, Interface))
         elif meta["kind"] == "failed":
@@ -438,10 +442,10 @@ class FunctionChild:
 
     def send(self, meta: dict[str, Any], buffers: Sequence[bytes | memoryview] = ()) -> None:
         """Queue a frame. It never waits, and does nothing after the process has exited."""
-        self.write(frames.pack(meta, buffers))
+        self.write(frames.pack(meta, buffers, self.memory))
 
     def write(self, pieces: Sequence[bytes | memoryview]) -> None:
-        """As `send`, for a packed frame."""
+        """As `send`, for a frame that was packed with `memory`."""
         if self._socket is not None:
             self._socket.write(pieces)
 
@@ -472,6 +476,8 @@ class FunctionChild:
     def _close(self) -> None:
         self.log.close()
         self._bubblewrap.close()
+        self.memory = None
+        self._memory.close()
         if self._progress is not None:
             self._progress.close()
             self._progress = None

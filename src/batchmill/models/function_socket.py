@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from batchmill.function_runtime.frames import BrokenFrame, Reader
+from batchmill.function_runtime.frames import BrokenFrame, Reader, pack_returned
+from batchmill.function_runtime.shared_memory import MemoryPair
 
 READS_MAX = 16  # in one turn of the event loop, which has other work
 PIECES_MAX = 512  # passed to the kernel in one call, which takes up to 1024
@@ -24,16 +25,19 @@ class FrameSocket:
     """
     Args:
         sock: one end of a socket pair. The FrameSocket closes it.
+        memory: for large buffers of what comes. The places of what was sent return through this socket.
         on_frames: called with all frames that one read completed, in order.
         closed: called once when the other side closes the socket or breaks the protocol, with the reason or "".
     """
 
     def __init__(
-        self, sock: socket.socket, *, on_frames: Callable[[list[Frame]], None], closed: Callable[[str], None]
-    ) -> None:
+        self, sock: socket.socket, memory: MemoryPair, *, on_frames: Callable[[list[Frame]], None],
+        closed: Callable[[str], None],
+    ) -> None:  # fmt: skip
         self._sock, self._on_frames, self._on_close = sock, on_frames, closed
         self._loop = asyncio.get_running_loop()
-        self._reader = Reader()
+        self._memory = memory.reader
+        self._reader = Reader(memory.reader, memory.writer)
         self._queue: deque[bytes | memoryview] = deque()
         self._is_flushing = False  # a flush is scheduled, or waits until the socket is writable
         self._is_blocked = False
@@ -47,6 +51,8 @@ class FrameSocket:
         """Queue the pieces of a frame. Pieces of one turn of the loop are sent together. Does nothing when closed."""
         if not self.is_open:
             return
+        if self._memory is not None and (places := self._memory.returned()):
+            self._queue.append(pack_returned(places))
         self._queue.extend(pieces)
         if not self._is_flushing:
             self._is_flushing = True

@@ -20,6 +20,7 @@ from secrets import token_hex
 from msgspec import Struct
 
 from batchmill import function_runtime
+from batchmill.function_runtime.shared_memory import MemoryPair
 
 PROGRAM = Path(function_runtime.__file__).parent / "main.py"
 PROGRESS_BYTES = 64 * 1024
@@ -27,11 +28,12 @@ VARIABLE = "BATCHMILL_FUNCTION"  # in the environment of a function's process an
 
 
 class RuntimeProcess(Struct, frozen=True, eq=False):
-    """A process of the runtime that waits for its start frame. Whoever has it ends it, and closes the other two."""
+    """A process of the runtime that waits for its start frame. Whoever has it ends it, and closes the others."""
 
     process: asyncio.subprocess.Process
     socket: socket.socket
     progress: mmap.mmap
+    memory: MemoryPair  # shared with it, for large buffers of frames
 
 
 class Command(Struct, frozen=True):
@@ -61,14 +63,17 @@ async def start_runtime(command: Command) -> RuntimeProcess:
         os.ftruncate(shared, PROGRESS_BYTES)
         progress = mmap.mmap(shared, PROGRESS_BYTES)
         unless_started.callback(progress.close)
+        memory = MemoryPair()
+        unless_started.callback(memory.close)
+        fds = [child_end.fileno(), shared, *stack.enter_context(memory.create())]
         process = await asyncio.create_subprocess_exec(
-            *command.prefix, command.python, str(PROGRAM), str(child_end.fileno()), str(shared),
+            *command.prefix, command.python, str(PROGRAM), *map(str, fds),
             stdin=asyncio.subprocess.DEVNULL, stdout=command.output, stderr=command.output,
-            cwd=command.folder, env=command.environ, pass_fds=[child_end.fileno(), shared, *command.passed],
+            cwd=command.folder, env=command.environ, pass_fds=[*fds, *command.passed],
             process_group=0,
         )  # fmt: skip
         unless_started.pop_all()
-    return RuntimeProcess(process, parent_end, progress)
+    return RuntimeProcess(process, parent_end, progress, memory)
 
 
 class PreparedRuntime:
@@ -106,3 +111,4 @@ class PreparedRuntime:
             await started.process.wait()
             started.socket.close()
             started.progress.close()
+            started.memory.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -106,7 +107,8 @@ class Connection(HttpToolsProtocol):
             self._head_bytes += len(data)
             if self._deadline is None:
                 self._set_deadline(self.head_s)
-            if b"pgrade:" in data:
+            end = data.find(b"\r\n\r\n")
+            if data.find(b"pgrade:", 0, len(data) if end < 0 else end) >= 0:  # not in the body, which may be long
                 data = _without_upgrade(data)
         else:
             self._framing += len(data)
@@ -330,12 +332,15 @@ class Connection(HttpToolsProtocol):
 
     # -- replies ------------------------------------------------------------------------------------------------------
 
-    def _send_fast_reply(self, reply: FastReply, data: bytes) -> None:
+    def _send_fast_reply(self, reply: FastReply, pieces: list[bytes]) -> None:
         """Send the reply of a request on the fast path, then go on with the next request."""
         self._fast_reply = None
         if self.transport.is_closing():
             return
-        self.transport.write(data)
+        if len(pieces) == 1:
+            self.transport.write(pieces[0])
+        else:
+            self._write_pieces(pieces)
         self.server_state.total_requests += 1
         if not reply.keep_alive:
             self.transport.close()
@@ -345,6 +350,17 @@ class Connection(HttpToolsProtocol):
             self._start_asgi_task(*self.pipeline.pop())
         else:
             self._set_deadline(self.timeout_keep_alive if self._in_head and not self._head_bytes else self.head_s)
+
+    def _write_pieces(self, pieces: list[bytes]) -> None:
+        """Write a long reply without joining it. The transport gets what the kernel does not take at once."""
+        sent = 0
+        if not self.transport.get_write_buffer_size():
+            with contextlib.suppress(OSError):  # it takes nothing now; or the transport finds the error too, and ends
+                sent = os.writev(self.transport.get_extra_info("socket").fileno(), pieces)
+        for piece in pieces:
+            if sent < len(piece):
+                self.transport.write(memoryview(piece)[sent:])
+            sent = max(sent - len(piece), 0)
 
     def end_fast_reply(self) -> None:
         """Refuse the request on the fast path: the server is stopping, and the time for requests has passed."""

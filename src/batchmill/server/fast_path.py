@@ -53,6 +53,7 @@ class FastHandler(Protocol):
 
 
 BODY_BYTES_MAX = 1024 * 1024  # a longer body is read piece by piece, with a time limit
+LONG_BYTES = 64 * 1024  # a longer reply is not joined with its head, which would copy it
 SMALL_BYTES = 16 * 1024  # a longer body counts as memory, and is accepted only from an authenticated caller
 ROUTES_MAX = 1024  # cached paths
 HOSTS_MAX = 64  # cached Host headers that are allowed
@@ -181,7 +182,9 @@ class FastPath:
 
     # -- answering ----------------------------------------------------------------------------------------------------
 
-    def begin(self, request: FastRequest, body: bytes, send: Callable[[FastReply, bytes], None]) -> FastReply | None:
+    def begin(
+        self, request: FastRequest, body: bytes, send: Callable[[FastReply, list[bytes]], None]
+    ) -> FastReply | None:
         """Begin to answer a complete request. `done` gets the bytes of the reply. None: take the normal path."""
         root, fast_route = self._root, request.fast_route
         if not root.deliveries.is_idle:
@@ -230,16 +233,18 @@ class FastPath:
 
     # -- the reply ----------------------------------------------------------------------------------------------------
 
-    def render(self, status: int, headers: Headers, body: bytes, end: bytes) -> bytes:
-        """Render a reply. Its headers have the order of the normal path; `end` holds the last ones."""
+    def render(self, status: int, headers: Headers, body: bytes, end: bytes) -> list[bytes]:
+        """Render a reply, a long body in a piece of its own. The headers have the order of the normal path.
+
+        `end` holds the last headers.
+        """
         key = tuple(headers)
         before, after = self._heads.get(key) or self._head(key)
         now = self._clock.monotonic()
         if now - self._dated >= 0.5:
             self._date, self._dated = b"date: %b\r\n" % date(), now
-        return b"".join(
-            (STATUS_LINE[status], before, b"content-length: %d\r\n" % len(body), after, self._date, end, body)
-        )
+        pieces = (STATUS_LINE[status], before, b"content-length: %d\r\n" % len(body), after, self._date, end)
+        return [b"".join(pieces), body] if len(body) >= LONG_BYTES else [b"".join((*pieces, body))]
 
     def _head(self, headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, bytes]:
         """Return the header lines before the Content-Length, and those after it."""
@@ -273,12 +278,12 @@ class FastReply:
         fast_path: FastPath,
         route: MountedOperation,
         record: RequestRecord,
-        send: Callable[[FastReply, bytes], None],
+        send: Callable[[FastReply, list[bytes]], None],
         project: str,
     ) -> None:
         self.project, self.held = project, 0  # bytes of its body that count as memory
         self._fast_path, self._route, self._record, self._send = fast_path, route, record, send
-        self._reply: bytes | None = None  # a reply that came before `start`
+        self._reply: list[bytes] | None = None  # a reply that came before `start`
         self._has_begun = False
         self.cancel: Cancel | None = None
         self.is_on_fast_path = True  # False: the normal path has taken over

@@ -145,11 +145,12 @@ class FunctionRequest(Struct, frozen=True, gc=False):
 
     id: int
     form: str  # a name of wire.call_forms: arguments, rows, tensors
-    body: bytes
+    body: bytes  # in a worker, a large one is a memoryview
     head: bytes = b""  # what the form needs besides the body
     timeout_s: float | None = None  # from now on; None: the model's own limit
     project: str = ""  # the project that calls
     request: str = ""  # the id of the HTTP request
+    place: tuple[int, int] | None = None  # begin and size of a large body in shared memory, on its way
 
 
 class BatchTimes(Struct, frozen=True, gc=False):

@@ -150,6 +150,11 @@ class CallForm(Protocol):
         Raises: ModelFailed, InvalidInput if the error of a row fails the request, or the reply cannot hold a result.
         """
 
+    def write_pieces(
+        self, request: ParsedCalls, results: FunctionResults, spec_name: str, version: str
+    ) -> tuple[list[bytes], bytes]:
+        """As `write`, with the body in pieces: one, or several where joining them would copy large arrays."""
+
     def event(self, request: ParsedCalls, values: bytes, buffers: list[bytes | memoryview]) -> bytes:
         """Write one event of a stream as JSON; `values` is the JSON of one result. Raises: ModelFailed."""
 

@@ -284,9 +284,19 @@ class FunctionReply(Struct, frozen=True, gc=False):
     """The reply of a function to a FunctionRequest, in the request's form, or its error."""
 
     id: int
-    body: bytes = b""
+    body: bytes = b""  # in the owner, a large one is a memoryview
     head: bytes = b""  # the form's header beside the body
     raised: Raised | None = None
+    pieces: list[bytes] = []  # of a large body that a worker has not joined
+    place: tuple[int, int] | None = None  # begin and size of a large body in shared memory, on its way
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.body) + sum(map(len, self.pieces)) + len(self.head)
+
+    def joined(self) -> bytes:
+        """The body in one piece, in memory of its own."""
+        return b"".join(self.pieces) if self.pieces else bytes(self.body)
 
 
 class Answers(Struct, frozen=True, tag="answers"):
@@ -339,10 +349,16 @@ to_worker = msgspec.msgpack.Decoder(ToWorker)
 to_owner = msgspec.msgpack.Decoder(ToOwner)
 
 
-def pack(message: Struct) -> bytes:
-    """Encode a message, with its length before it."""
+def encode(message: Struct) -> bytes:
+    """Encode a message, without its length."""
     data = _encoder.encode(message)
     assert len(data) <= MESSAGE_BYTES_MAX, f"a message of {len(data)} bytes"
+    return data
+
+
+def pack(message: Struct) -> bytes:
+    """Encode a message, with its length before it."""
+    data = encode(message)
     return len(data).to_bytes(4, "little") + data
 
 

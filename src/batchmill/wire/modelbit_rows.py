@@ -58,6 +58,12 @@ class ArgumentsForm:
             raise failure(results.errors[0])
         return only_value(results.values), b""
 
+    def write_pieces(
+        self, request: ParsedCalls, results: FunctionResults, spec_name: str, version: str
+    ) -> tuple[list[bytes], bytes]:
+        body, head = self.write(request, results, spec_name, version)
+        return [body], head
+
     def event(self, request: ParsedCalls, values: bytes, buffers: list[bytes | memoryview]) -> bytes:
         return values
 
@@ -149,6 +155,12 @@ class RowsForm:
         for row, error in errors.items():
             rows[row] = (ids[row], None, {"error": _text(error)})
         return b'{"data":' + _encode(rows) + b"}", b""
+
+    def write_pieces(
+        self, request: ParsedCalls, results: FunctionResults, spec_name: str, version: str
+    ) -> tuple[list[bytes], bytes]:
+        body, head = self.write(request, results, spec_name, version)
+        return [body], head
 
     def event(self, request: ParsedCalls, values: bytes, buffers: list[bytes | memoryview]) -> bytes:
         return b'{"data":' + values + b"}"

@@ -35,6 +35,7 @@ from batchmill.wire.tensor_request import InputTensor, RequestedOutput
 ARRAY, OBJECT = "$array", "$object"
 DEFAULT_OUTPUT = "output"  # the name of a result that is not a dict
 ROW_TYPES = {bool: DATATYPES["BOOL"], int: DATATYPES["INT64"], float: DATATYPES["FP64"], str: DATATYPES["BYTES"]}
+PIECE_BYTES_MIN = 64 * 1024  # of an array: joining it with the rest of a body would cost a copy
 Buffers = list[bytes | memoryview]
 
 
@@ -329,8 +330,10 @@ _encode = msgspec.json.Encoder().encode
 
 def reply_of(
     head: dict[str, Any], outputs: list[Output], requested: list[RequestedOutput] | None, *, binary: bool
-) -> tuple[bytes, bytes]:
-    """Return the body, and the length of its JSON as digits; empty if the body is JSON only.
+) -> tuple[list[bytes], bytes]:
+    """Return the pieces of the body, and the length of its JSON as digits; empty if the body is JSON only.
+
+    A body with an array of PIECE_BYTES_MIN is in several pieces, any other one in one.
 
     Raises: InvalidInput for an output that the function did not return.
     """
@@ -352,8 +355,10 @@ def reply_of(
         members.append(member)
     text = _encode({**head, "outputs": members})
     if not buffers:
-        return text, b""
-    return b"".join([text, *buffers]), b"%d" % len(text)
+        return [text], b""
+    pieces = [text, *buffers]
+    is_large = max(map(len, buffers)) >= PIECE_BYTES_MIN
+    return pieces if is_large else [b"".join(pieces)], b"%d" % len(text)
 
 
 def check_names(requested: list[str], available: list[str]) -> None:

@@ -94,6 +94,13 @@ class TensorsForm:
 
         Raises: ModelFailed, InvalidInput for a failed row, a result that is not a tensor, or a missing output.
         """
+        pieces, head = self.write_pieces(request, results, spec_name, version)
+        return b"".join(pieces), head
+
+    def write_pieces(
+        self, request: ParsedCalls, results: FunctionResults, spec_name: str, version: str
+    ) -> tuple[list[bytes], bytes]:
+        """As `write`, with the tensors in pieces of their own if one is large."""
         state: _State = request.state
         if results.errors:
             row = min(results.errors)
@@ -111,7 +118,7 @@ class TensorsForm:
         outputs = _outputs(state, b"[" + values + b"]", b"", buffers)
         head = {} if state.id is None else {"id": state.id}
         requested = state.requested and [RequestedOutput(each.name, None, each.classes) for each in state.requested]
-        return reply_of(head, outputs, requested, binary=False)[0]
+        return b"".join(reply_of(head, outputs, requested, binary=False)[0])
 
     def _number_datatypes(
         self, pairs: list[tuple[InputTensor, Tensor | None]], interface: Interface

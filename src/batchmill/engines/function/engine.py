@@ -161,7 +161,7 @@ class FunctionEngine:
         if not request.stream:
             answer = await self._answer(request)
             yield LiveHead(200)
-            yield answer.body
+            yield answer.joined()
             return
         function_request = self._function_request(request)
         parsed = self._live.read(function_request)

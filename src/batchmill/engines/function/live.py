@@ -23,6 +23,7 @@ from batchmill.engines.function.process import (
 )
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.function_runtime.frames import pack
+from batchmill.function_runtime.shared_memory import MemoryWriter
 from batchmill.models import redaction
 from batchmill.models.function_socket import Buffer
 from batchmill.ports import AnswerSink
@@ -129,7 +130,8 @@ class FunctionLive:
         """Parse the body into calls, or return its error."""
         try:
             form = self._forms.get(request.form) or self._load(request.form)
-            return form.read(request.body, request.head, self.interface, received_shapes=self._received_shapes)
+            body = request.body if request.form in EXACT else bytes(request.body)
+            return form.read(body, request.head, self.interface, received_shapes=self._received_shapes)
         except BatchmillError as error:
             return Raised.of(error)
         except Exception as error:  # a form's own bug: who waits must hear of it
@@ -158,8 +160,10 @@ class FunctionLive:
 
     def _written(self, call: FunctionLiveCall, results: FunctionResults) -> FunctionReply:
         try:
-            body, head = self._forms[call.form].write(call.parsed, results, self._name, self._version)
-            return FunctionReply(call.id, body, head)
+            pieces, head = self._forms[call.form].write_pieces(call.parsed, results, self._name, self._version)
+            if len(pieces) == 1:
+                return FunctionReply(call.id, bytes(pieces[0]), head)
+            return FunctionReply(call.id, head=head, pieces=pieces)
         except BatchmillError as error:
             return FunctionReply(call.id, raised=Raised.of(error))
         except Exception as error:  # as in `read`
@@ -212,10 +216,10 @@ class Stream(ProcessWork):
         self._wanted = AHEAD
         self._has_begun = False
 
-    def frame(self) -> list[Buffer]:
+    def frame(self, memory: MemoryWriter | None) -> list[Buffer]:
         parsed = self.parsed
         meta = {"kind": "open", "id": self.id, "layout": parsed.layout, "exact": self.is_exact, "of": self.origin}
-        return pack(meta, [parsed.calls, *parsed.buffers]) + self._next() * self._wanted
+        return pack(meta, [parsed.calls, *parsed.buffers], memory) + self._next() * self._wanted
 
     def _next(self) -> list[Buffer]:
         return pack({"kind": "next", "id": self.id})

@@ -20,6 +20,7 @@ from msgspec import Raw, Struct
 
 from batchmill.errors import ModelFailed
 from batchmill.function_runtime.frames import pack_text
+from batchmill.function_runtime.shared_memory import MemoryWriter
 from batchmill.models import secrets
 from batchmill.models.call_log import CallLog
 from batchmill.models.function_child import MEMORY, Call, FunctionChild
@@ -86,11 +87,12 @@ class ProcessWork:
         self.is_sent = False
         self.strikes = 0  # unexplained deaths of processes that had it
 
-    def frame(self) -> list[Buffer]:
+    def frame(self, memory: MemoryWriter | None) -> list[Buffer]:
+        """The pieces of its frame, the large buffers in `memory`."""
         parsed = self.parsed
         from_job, exact, of = WORDS[self.from_job], WORDS[self.is_exact], _json(self.origin)
         text = ASK % (self.id, parsed.rows, parsed.layout.encode(), from_job, exact, of)
-        return pack_text(text, [parsed.calls, *parsed.buffers] if parsed.buffers else (parsed.calls,))
+        return pack_text(text, [parsed.calls, *parsed.buffers] if parsed.buffers else (parsed.calls,), memory)
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
         """Handle a `results` or `piece` frame. True: it was the last."""
@@ -377,7 +379,7 @@ class Process:
         assert self.child is not None
         work.is_sent = True
         self._running += work.holds_up
-        self.child.write(work.frame())
+        self.child.write(work.frame(self.child.memory))
 
     def _left(self, work: ProcessWork) -> None:
         work.is_sent = False

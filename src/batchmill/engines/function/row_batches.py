@@ -14,6 +14,7 @@ from batchmill.engines.function.row_reader import RowReader, joined
 from batchmill.engines.function.row_results import BlockResults, outcome_of, outcomes_of, read_results, row_count
 from batchmill.errors import BatchmillError
 from batchmill.function_runtime.frames import pack
+from batchmill.function_runtime.shared_memory import MemoryWriter
 from batchmill.models.function_socket import Buffer
 from batchmill.optional import require
 from batchmill.types import ColumnBlock, Outcome, Row, RowBlock, RowError
@@ -120,12 +121,12 @@ class BlockBatch(ProcessWork):
         self._called = 0  # those of them that the function was called with
         self.sent_at = time.monotonic()
 
-    def frame(self) -> list[Buffer]:
+    def frame(self, memory: MemoryWriter | None) -> list[Buffer]:
         numbers = self._block.numbers
         which = {"first": numbers.start} if isinstance(numbers, range) else {"numbers": list(numbers)}
         meta = {"kind": "ask", "id": self.id, "rows": len(numbers), "from_job": True, "exact": False}
         data = self._block.data if isinstance(self._block, ColumnBlock) else self._block.lines
-        return pack(meta | {"of": self.origin} | self._layout | which, [data])
+        return pack(meta | {"of": self.origin} | self._layout | which, [data], memory)
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
         first, count = self._done, row_count(meta, self._done, len(self._block))

@@ -7,6 +7,8 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
+from msgspec.structs import replace
+
 from batchmill.errors import BatchmillError, ModelFailed, StorageFailed, StorageFull, TooLarge, Unavailable
 from batchmill.jobs.pools.pool import Pool
 from batchmill.jobs.pools.pool_worker import PoolWorker
@@ -211,7 +213,7 @@ class LivePath:
             cancel()
         if reply.raised is not None:
             raise reply.raised.error()
-        return reply
+        return reply if type(reply.body) is bytes else replace(reply, body=bytes(reply.body))
 
     async def load(self, model: ModelSpec) -> None:
         """Keep a worker ready for calls until `unload`. Raises as `call`."""
