@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import batchmill.function_runtime
-from batchmill.function_runtime import frames
+from batchmill.function_runtime import frames, printing
 
 PROGRAM = Path(batchmill.function_runtime.__file__).parent / "main.py"
 TIMEOUT_S = 20
@@ -29,8 +29,8 @@ class Driver:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(TIMEOUT_S)
         memory = os.memfd_create("progress")
-        os.ftruncate(memory, 65536)
-        self._progress = mmap.mmap(memory, 65536)
+        os.ftruncate(memory, printing.BYTES)
+        self._progress = mmap.mmap(memory, printing.BYTES)
         self.log = folder.parent / f"{folder.name}.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -81,7 +81,7 @@ class Driver:
         assert self.process.wait(TIMEOUT_S) == 1
         return meta["message"]
 
-    def ask(self, calls, *, layout="positional", rows=None, from_job=False, exact=False, buffers=()):
+    def ask(self, calls, *, layout="positional", rows=None, from_job=False, exact=False, slot=-1, buffers=()):
         """Send an ask; returns its id."""
         self._next_id += 1
         text = calls if isinstance(calls, bytes) else json.dumps(calls).encode()
@@ -93,6 +93,7 @@ class Driver:
             "layout": layout,
             "from_job": from_job,
             "exact": exact,
+            "slot": slot,
         }
         self.send(meta, [text, *buffers])
         return self._next_id
@@ -131,6 +132,10 @@ class Driver:
     def blamed(self):
         count = struct.unpack_from("<I", self._progress)[0]
         return [struct.unpack_from("<QII", self._progress, 4 + 16 * at) for at in range(count)]
+
+    def slot(self, number):
+        """The id of the request that has begun and was given this slot."""
+        return struct.unpack_from("<I", self._progress, printing.ENTRIES_BYTES + 4 * number)[0]
 
     def stop(self):
         self.send({"kind": "stop"})

@@ -118,7 +118,7 @@ class AsyncLoop:
             if not parts:
                 break
             for ask, _, _ in parts:
-                ask.begin()
+                ask.begin(self._progress)
             call = self._call_row(parts) if self._is_row else self._call_batch(parts)
             self._begin(call, [(ask.id, first, end - first) for ask, first, end in parts], self._ended)
         if self._batches or self._timer is not None:

@@ -15,12 +15,13 @@ class PendingRequest:
     """`values[row]` is the result of a row that has been called; rows that failed have None there and an error."""
 
     __slots__ = (
-        "id", "rows", "from_job", "is_exact", "arrived_ns", "begun_ns", "bound", "values", "errors", "done", "sent",
-        "sent_ns", "left", "runs", "is_abandoned", "columns", "pieces", "of",
+        "id", "slot", "rows", "from_job", "is_exact", "arrived_ns", "begun_ns", "bound", "values", "errors", "done",
+        "sent", "sent_ns", "left", "runs", "is_abandoned", "columns", "pieces", "of",
     )  # fmt: skip
 
     def __init__(self, meta, bound):
         self.id, self.rows, self.from_job, self.is_exact = meta["id"], meta["rows"], meta["from_job"], meta["exact"]
+        self.slot = meta.get("slot", -1)  # where `progress` notes that it has begun; below 0: nowhere
         self.of = meta.get("of") or ()  # (project, request) or (project, job, number of the first row)
         self.arrived_ns, self.begun_ns, self.sent_ns = time.perf_counter_ns(), 0, 0
         self.bound = bound
@@ -40,9 +41,10 @@ class PendingRequest:
         for row in self.errors:
             self.done[row] = 1
 
-    def begin(self):
+    def begin(self, progress):
         """Note that some of its rows are about to run."""
         if not self.begun_ns:
+            progress.begin(self.id, self.slot)
             self.begun_ns = self.sent_ns = time.perf_counter_ns()
 
     def end_rows(self, first, end):

@@ -75,7 +75,9 @@ class RowCaller:
 
     def _run(self, ask):
         """Run the remaining rows of a request; False if something must run before them."""
-        ask.begin()
+        if ask.is_abandoned:
+            return True
+        ask.begin(self._progress)
         printing.calling((ask,))
         try:
             return self._run_calls(ask)
@@ -413,7 +415,7 @@ class ListCaller:
             return
         rows = sum(end - first for _, first, end in parts)
         for ask, _, _ in parts:
-            ask.begin()
+            ask.begin(self._progress)
         before = self._failed
         if not self._try(parts, rows):
             self._cut(parts, rows)
