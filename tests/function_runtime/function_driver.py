@@ -1,5 +1,6 @@
 """Drives main.py as a real process over a socket pair, as the worker does, one frame at a time."""
 
+import contextlib
 import json
 import mmap
 import os
@@ -42,8 +43,8 @@ class Driver:
             )
         theirs.close()
         os.close(memory)
-        self._reader, self._came, self._next_id = frames.Reader(), [], 0
-        defaults = {"batch_size": 0, "batch_window_s": 0.0, "frame_columns": [], "received_shapes": False}
+        self._reader, self._came, self._next_id, self._held = frames.Reader(), [], 0, None
+        defaults = {"batch_size": 0, "batch_window_s": None, "frame_columns": [], "received_shapes": False}
         self.send({"kind": "start", "source": source, "folder": str(folder), "memory_bytes": None, **defaults, **start})
 
     def __enter__(self):
@@ -55,8 +56,19 @@ class Driver:
         self.socket.close()
 
     def send(self, meta, buffers=()):
-        for piece in frames.pack(meta, buffers):
-            self.socket.sendall(piece)
+        data = b"".join(frames.pack(meta, buffers))
+        if self._held is None:
+            self.socket.sendall(data)
+        else:
+            self._held += data
+
+    @contextlib.contextmanager
+    def together(self):
+        """What is sent in here arrives at once."""
+        self._held = bytearray()
+        yield
+        data, self._held = self._held, None
+        self.socket.sendall(data)
 
     def receive(self):
         """The next frame. Raises: EOFError when the process has gone, TimeoutError."""

@@ -42,13 +42,11 @@ def test_the_row_that_kills_is_named(drive, how):
 
 def test_the_batch_that_kills_is_named(drive):
     """For a function of many rows, all rows of the call are named, by ask."""
-    process = drive(
-        "import os, batchmill\n@batchmill.batched(4)\ndef f(a):\n  if 5 in a: os._exit(1)\n  return a",
-        batch_window_s=5.0,
-    )
+    process = drive("import os, batchmill\n@batchmill.batched(4)\ndef f(a):\n  if 5 in a: os._exit(1)\n  return a")
     process.ready()
-    first, second = process.ask([[0], [1], [2], [3], [4], [6]]), process.ask([[5]])
-    third = process.ask([[7]])
+    with process.together():
+        first, second = process.ask([[0], [1], [2], [3], [4], [6]]), process.ask([[5]])
+        third = process.ask([[7]])
     with pytest.raises(EOFError):
         while True:
             process.receive()
