@@ -41,6 +41,7 @@ class Shot:
 
     rate: float  # requests answered a second
     p50_ms: float
+    p99_ms: float
 
 
 def fire(target: Target, *, connections: int, seconds: float) -> Shot:
@@ -57,10 +58,11 @@ def fire(target: Target, *, connections: int, seconds: float) -> Shot:
         url = f"http://127.0.0.1:{target.port}{target.path}"
         received = subprocess.run([*command, url], capture_output=True, text=True, check=True).stdout
     wrong = [line for line in received.splitlines() if "Non-2xx" in line or "Socket errors" in line]
-    rate, p50 = re.search(r"Requests/sec:\s+([\d.]+)", received), re.search(r"50%\s+([\d.]+)(us|ms|s)\b", received)
-    if wrong or rate is None or p50 is None:
+    rate = re.search(r"Requests/sec:\s+([\d.]+)", received)
+    p50, p99 = (re.search(rf"\b{share}%\s+([\d.]+)(us|ms|s)\b", received) for share in (50, 99))
+    if wrong or rate is None or p50 is None or p99 is None:
         raise harness.CommandFailed(f"{url}: {wrong or received}")
-    return Shot(float(rate[1]), float(p50[1]) * MILLIS[p50[2]])
+    return Shot(float(rate[1]), *(float(found[1]) * MILLIS[found[2]] for found in (p50, p99)))
 
 
 def ask(target: Target) -> object:

@@ -72,7 +72,7 @@ async def test_rows_of_a_job_are_told_by_their_numbers(tmp_path: Path) -> None:
 
 async def test_a_batch_of_several_projects_is_nobodys(tmp_path: Path) -> None:
     """A line printed for calls of two projects together names them to whoever runs the machine, and to neither."""
-    spec = deployed(tmp_path, BATCH, batch_window_s=5.0, batch_size=2)
+    spec = deployed(tmp_path, BATCH, batch_size=2)
     async with running(spec, tmp_path / "home") as engine:
         answers = Answers(engine)
         asked = [answers.ask("arguments", {"a": n}, project=f"p{n}", request=f"req_{n}") for n in range(2)]

@@ -9,15 +9,17 @@ import asyncio
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, run_all
 from function_process_support import Answers, deployed, openai_rows, running, table_rows
 
-from batchmill.engines.function.engine import FunctionEngine
+from batchmill.engines.function.engine import FunctionEngine, Watch
 from batchmill.errors import ModelFailed
 from batchmill.types import Limits
+from batchmill.wire.messages import FunctionReply
 
 DOES = """
 import ctypes, os, sys, threading, time
@@ -49,6 +51,11 @@ def f(n):
     if 99 in n: threading.Event().wait()
     return [each * 2 for each in n]
 """
+
+
+def message_of(reply: FunctionReply) -> str:
+    assert reply.raised is not None, reply
+    return reply.raised.message
 
 
 async def test_exit_in_a_call_is_one_clear_error(tmp_path: Path) -> None:
@@ -397,18 +404,50 @@ async def f(does=""):
 
 async def test_a_body_of_many_quick_rows_that_is_late(tmp_path: Path) -> None:
     """A body whose rows take too long together ends by itself: none of its calls hangs, so the process stays."""
-    text = """
-import os, time
+    text = f"""
+import os
 def f(n):
-    time.sleep(0.05)
+    if n == 3: open({str(tmp_path / "called")!r}, "w").close()
+    if n > 3: open({str(tmp_path / "go")!r}).close()
     return os.getpid()
 """
-    async with running(deployed(tmp_path, text), tmp_path / "home") as engine:
+    spec = deployed(tmp_path, text)
+    os.mkfifo(tmp_path / "called")
+    os.mkfifo(tmp_path / "go")
+    async with running(spec, tmp_path / "home") as engine:
         answers = Answers(engine)
         pid = await answers.value({"n": 0})
-        with pytest.raises(ModelFailed, match="took longer than 0.3 s") as failed:
-            await answers.value({"data": [[n, n] for n in range(1000)]}, form="rows", timeout_s=0.3)
-        assert (failed.value.code, await answers.value({"n": 0})) == ("timeout", pid)
+        late = answers.ask("rows", {"data": [[n, n] for n in range(5)]}, timeout_s=3600)
+        await asyncio.to_thread((tmp_path / "called").read_bytes)
+        Watch(spec, engine._process, is_async=False).check(time.monotonic() + 3601)
+        assert message_of(await late) == "the function took longer than 3600 s"
+        go = os.open(tmp_path / "go", os.O_RDWR)
+        assert await answers.value({"n": 0}) == pid
+        os.close(go)
+
+
+async def test_a_call_whose_result_is_being_written_is_late(tmp_path: Path) -> None:
+    """A call that has ended, and whose result is not there yet, was called: nobody reads that the function was busy."""
+    text = f"""
+class Slow:
+    def tolist(self):
+        open({str(tmp_path / "called")!r}, "w").close()
+        open({str(tmp_path / "go")!r}).close()
+        return 1
+def f(n):
+    return Slow()
+"""
+    spec = deployed(tmp_path, text)
+    os.mkfifo(tmp_path / "called")
+    os.mkfifo(tmp_path / "go")
+    async with running(spec, tmp_path / "home") as engine:
+        answers = Answers(engine)
+        late, behind = (answers.ask("arguments", {"n": n}, timeout_s=3600) for n in range(2))
+        await asyncio.to_thread((tmp_path / "called").read_bytes)
+        Watch(spec, engine._process, is_async=False).check(time.monotonic() + 3601)
+        assert message_of(await late) == "the function took longer than 3600 s"
+        assert message_of(await behind) == "there was no answer in 3600 s: the function was busy, or being started"
+        await asyncio.to_thread((tmp_path / "go").write_bytes, b"")
 
 
 async def test_a_call_that_begins_late_is_not_taken_for_one_that_hangs(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Drives main.py as a real process over a socket pair, as the worker does, one frame at a time."""
 
+import contextlib
 import json
 import mmap
 import os
@@ -10,7 +11,7 @@ import sys
 from pathlib import Path
 
 import batchmill.function_runtime
-from batchmill.function_runtime import frames
+from batchmill.function_runtime import frames, printing
 
 PROGRAM = Path(batchmill.function_runtime.__file__).parent / "main.py"
 TIMEOUT_S = 20
@@ -29,8 +30,8 @@ class Driver:
         self.socket, theirs = socket.socketpair()
         self.socket.settimeout(TIMEOUT_S)
         memory = os.memfd_create("progress")
-        os.ftruncate(memory, 65536)
-        self._progress = mmap.mmap(memory, 65536)
+        os.ftruncate(memory, printing.BYTES)
+        self._progress = mmap.mmap(memory, printing.BYTES)
         self.log = folder.parent / f"{folder.name}.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -42,8 +43,8 @@ class Driver:
             )
         theirs.close()
         os.close(memory)
-        self._reader, self._came, self._next_id = frames.Reader(), [], 0
-        defaults = {"batch_size": 0, "batch_window_s": 0.0, "frame_columns": [], "received_shapes": False}
+        self._reader, self._came, self._next_id, self._held = frames.Reader(), [], 0, None
+        defaults = {"batch_size": 0, "batch_window_s": None, "frame_columns": [], "received_shapes": False}
         self.send({"kind": "start", "source": source, "folder": str(folder), "memory_bytes": None, **defaults, **start})
 
     def __enter__(self):
@@ -55,8 +56,19 @@ class Driver:
         self.socket.close()
 
     def send(self, meta, buffers=()):
-        for piece in frames.pack(meta, buffers):
-            self.socket.sendall(piece)
+        data = b"".join(frames.pack(meta, buffers))
+        if self._held is None:
+            self.socket.sendall(data)
+        else:
+            self._held += data
+
+    @contextlib.contextmanager
+    def together(self):
+        """What is sent in here arrives at once."""
+        self._held = bytearray()
+        yield
+        data, self._held = self._held, None
+        self.socket.sendall(data)
 
     def receive(self):
         """The next frame. Raises: EOFError when the process has gone, TimeoutError."""
@@ -81,7 +93,7 @@ class Driver:
         assert self.process.wait(TIMEOUT_S) == 1
         return meta["message"]
 
-    def ask(self, calls, *, layout="positional", rows=None, from_job=False, exact=False, buffers=()):
+    def ask(self, calls, *, layout="positional", rows=None, from_job=False, exact=False, slot=-1, buffers=()):
         """Send an ask; returns its id."""
         self._next_id += 1
         text = calls if isinstance(calls, bytes) else json.dumps(calls).encode()
@@ -93,6 +105,7 @@ class Driver:
             "layout": layout,
             "from_job": from_job,
             "exact": exact,
+            "slot": slot,
         }
         self.send(meta, [text, *buffers])
         return self._next_id
@@ -131,6 +144,10 @@ class Driver:
     def blamed(self):
         count = struct.unpack_from("<I", self._progress)[0]
         return [struct.unpack_from("<QII", self._progress, 4 + 16 * at) for at in range(count)]
+
+    def slot(self, number):
+        """The id of the request that has begun and was given this slot."""
+        return struct.unpack_from("<I", self._progress, printing.ENTRIES_BYTES + 4 * number)[0]
 
     def stop(self):
         self.send({"kind": "stop"})

@@ -1,6 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchmill.function_runtime.batch_window import BatchWindow
 from batchmill.function_runtime.requests import BatchQueue, Bisection, halves, singles
 
 
@@ -16,7 +17,7 @@ class Waiting:
 
 def test_live_rows_go_before_rows_of_jobs():
     """A batch holds live asks in their order, and is filled up with rows of a job."""
-    batches = BatchQueue(5)
+    batches = BatchQueue(5, BatchWindow(0))
     row_batch, a, b = Waiting("job", 1, from_job=True), Waiting("a", 2), Waiting("b", 3)
     batches.add(row_batch, 0, 100)
     batches.add(a, 0, 1)
@@ -29,7 +30,7 @@ def test_live_rows_go_before_rows_of_jobs():
 
 def test_only_rows_of_one_group_go_together():
     """Rows of different shapes never meet in a call; the group of the oldest goes first."""
-    batches = BatchQueue(8)
+    batches = BatchQueue(8, BatchWindow(0))
     a, b, c = Waiting("a", 1), Waiting("b", 2), Waiting("c", 3)
     batches.add(a, 0, 1, "wide")
     batches.add(b, 0, 1, "tall")
@@ -41,7 +42,7 @@ def test_only_rows_of_one_group_go_together():
 
 def test_an_oversized_ask_is_cut():
     """No batch is larger than its size, whatever comes in one ask."""
-    batches = BatchQueue(8)
+    batches = BatchQueue(8, BatchWindow(0))
     ask = Waiting("a")
     batches.add(ask, 0, 20)
     assert [batches.take(1), batches.take(1), batches.take(1)] == [[(ask, 0, 8)], [(ask, 8, 16)], [(ask, 16, 20)]]
@@ -50,37 +51,58 @@ def test_an_oversized_ask_is_cut():
 
 def test_without_a_window_nothing_waits():
     """What is there goes at once."""
-    batches = BatchQueue(8)
+    batches = BatchQueue(8, BatchWindow(0))
     assert batches.due_ns(5) is None
     batches.add(Waiting("a", 5), 0, 1)
     assert batches.due_ns(5) == 0
 
 
-def test_a_window_begins_with_the_oldest_ask():
-    """A batch that is not full waits until its oldest ask has waited so long."""
-    batches = BatchQueue(4, window_ns=100)
-    a, b = Waiting("a", 1000), Waiting("b", 1090)
+def window_with(*, away):
+    """A window that waits up to 100 ns for one of so many clients that have had their reply at 1000 ns."""
+    window = BatchWindow(100)
+    window.costs.learn(1, 10_000)
+    window.replied(away, 1000)
+    return window
+
+
+def test_a_batch_waits_for_clients_that_come_back():
+    """A batch that is not full waits for the window's time, and goes when all are back."""
+    batches = BatchQueue(4, window_with(away=3))
+    a, b, c = (Waiting(name, arrived_ns) for name, arrived_ns in (("a", 1010), ("b", 1050), ("c", 1060)))
     batches.add(a, 0, 1)
+    assert (batches.due_ns(1010), batches.take(1099)) == (90, [])
     batches.add(b, 0, 1)
-    assert batches.due_ns(1090) == 10
-    assert batches.take(1099) == []
-    assert batches.take(1100) == [(a, 0, 1), (b, 0, 1)]
+    assert (batches.due_ns(1050), batches.take(1099)) == (50, [])
+    batches.add(c, 0, 1)
+    assert batches.take(1060) == [(a, 0, 1), (b, 0, 1), (c, 0, 1)]
 
 
 def test_a_full_batch_does_not_wait():
-    """A full group goes before an older one that still waits."""
-    batches = BatchQueue(2, window_ns=100)
-    a, b, c = Waiting("a", 1000), Waiting("b", 1010), Waiting("c", 1010)
+    """Nothing is gained by waiting when no more rows fit."""
+    batches = BatchQueue(2, window_with(away=9))
+    a, b = Waiting("a", 1010), Waiting("b", 1010)
+    batches.add(a, 0, 1)
+    batches.add(b, 0, 1)
+    assert batches.take(1010) == [(a, 0, 1), (b, 0, 1)]
+
+
+def test_nothing_waits_while_there_is_something_to_do():
+    """Beside another group or a job no group waits; rows of a job do not either, and fill a batch of live rows."""
+    batches = BatchQueue(4, window_with(away=9))
+    a, b, row_batch = Waiting("a", 1010), Waiting("b", 1020), Waiting("job", 1000, from_job=True)
     batches.add(a, 0, 1, "x")
     batches.add(b, 0, 1, "y")
-    batches.add(c, 0, 1, "y")
-    assert batches.take(1011) == [(b, 0, 1), (c, 0, 1)]
-    assert batches.due_ns(1011) == 89
+    assert batches.take(1020) == [(a, 0, 1)]
+    assert batches.take(1020) == []
+    batches.add(row_batch, 0, 9, "y")
+    assert batches.take(1020) == [(b, 0, 1), (row_batch, 0, 3)]
+    assert batches.take(1020) == [(row_batch, 3, 7)]
+    assert batches.take(1020) == [(row_batch, 7, 9)]
 
 
 def test_what_is_dropped_never_goes():
     """An abandoned ask leaves its group, and what waits of others stays."""
-    batches = BatchQueue(4)
+    batches = BatchQueue(4, BatchWindow(0))
     a, b = Waiting("a", 1), Waiting("b", 2)
     batches.add(a, 0, 3)
     batches.add(b, 0, 1)
@@ -93,7 +115,7 @@ def test_what_is_dropped_never_goes():
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans(), st.sampled_from("xyz")), max_size=30), st.integers(1, 8))
 def test_every_row_goes_once(asks, size):
     """Whatever waits, batches hold each row exactly once, in the order of its ask, and none is too large."""
-    batches, rows = BatchQueue(size), {}
+    batches, rows = BatchQueue(size, BatchWindow(0)), {}
     for number, (count, from_job, key) in enumerate(asks):
         batches.add(Waiting(str(number), number, from_job=from_job), 0, count, key)
     while batches:

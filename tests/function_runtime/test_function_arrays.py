@@ -89,11 +89,10 @@ def test_an_oversized_array_is_cut_and_joined(drive):
 
 def test_shapes_do_not_mix(drive):
     """Asks of different shapes are answered by calls of their own."""
-    process = drive(
-        HEAD + "@batchmill.batched(8)\ndef f(a: np.ndarray): return [list(a.shape)] * len(a)", batch_window_s=0.05
-    )
+    process = drive(HEAD + "@batchmill.batched(8)\ndef f(a: np.ndarray): return [list(a.shape)] * len(a)")
     process.ready()
-    ids = [process.ask([[[1, 2]]]), process.ask([[[1, 2, 3]]]), process.ask([[[3, 4]]]), process.ask([[5]])]
+    with process.together():
+        ids = [process.ask([[[1, 2]]]), process.ask([[[1, 2, 3]]]), process.ask([[[3, 4]]]), process.ask([[5]])]
     came = {}
     for _ in ids:
         meta, buffers = process.receive()
@@ -103,13 +102,14 @@ def test_shapes_do_not_mix(drive):
 
 def test_a_json_ask_and_a_tensor_ask_meet(drive):
     """Calls of different dialects share a batch, and each is answered in its own way."""
-    process = drive(HEAD + "@batchmill.batched(2)\ndef f(a: np.ndarray): return a + len(a)", batch_window_s=5.0)
+    process = drive(HEAD + "@batchmill.batched(2)\ndef f(a: np.ndarray): return a + len(a)")
     process.ready()
-    plain = process.ask([[1.5]])
     data = np.array([2.5])
-    exact = process.ask(
-        {"a": {"$array": [0, "FP64", [1]]}}, layout="columns", rows=1, exact=True, buffers=[data.tobytes()]
-    )
+    with process.together():
+        plain = process.ask([[1.5]])
+        exact = process.ask(
+            {"a": {"$array": [0, "FP64", [1]]}}, layout="columns", rows=1, exact=True, buffers=[data.tobytes()]
+        )
     came = {
         meta["id"]: (meta["layout"], bytes(buffers[0]), buffers[1:])
         for meta, buffers in (process.receive(), process.receive())

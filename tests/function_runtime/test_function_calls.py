@@ -179,3 +179,21 @@ def test_results_as_json(drive, result, value):
     process.ready()
     [answer] = process.values([[1]])
     assert json.dumps(answer) == json.dumps(value)
+
+
+@pytest.mark.parametrize(
+    ("mark", "configured", "window_s"),
+    [
+        ("@batchmill.batched(2)\ndef", None, 0.01),
+        ("@batchmill.batched(2)\ndef", 0.0, 0.0),
+        ("@batchmill.batched(2)\ndef", 0.5, 0.5),
+        ("@batchmill.batched(2)\nasync def", None, 0.0),
+        ("@batchmill.batched(2)\nasync def", 0.5, 0.5),
+        ("def", 0.5, 0.0),
+    ],
+)
+def test_the_window_of_a_batch(drive, mark, configured, window_s):
+    """A function of many rows waits for 10 ms at most, or as configured; an async one only as configured."""
+    process = drive(f"import batchmill\n{mark} f(a): return a", batch_window_s=configured)
+    process.ready()
+    assert process.ready_meta["batch_window_s"] == window_s

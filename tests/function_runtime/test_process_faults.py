@@ -42,13 +42,11 @@ def test_the_row_that_kills_is_named(drive, how):
 
 def test_the_batch_that_kills_is_named(drive):
     """For a function of many rows, all rows of the call are named, by ask."""
-    process = drive(
-        "import os, batchmill\n@batchmill.batched(4)\ndef f(a):\n  if 5 in a: os._exit(1)\n  return a",
-        batch_window_s=5.0,
-    )
+    process = drive("import os, batchmill\n@batchmill.batched(4)\ndef f(a):\n  if 5 in a: os._exit(1)\n  return a")
     process.ready()
-    first, second = process.ask([[0], [1], [2], [3], [4], [6]]), process.ask([[5]])
-    third = process.ask([[7]])
+    with process.together():
+        first, second = process.ask([[0], [1], [2], [3], [4], [6]]), process.ask([[5]])
+        third = process.ask([[7]])
     with pytest.raises(EOFError):
         while True:
             process.receive()
@@ -68,6 +66,20 @@ def test_the_calls_of_a_loop_that_dies_are_named(drive):
     with pytest.raises(EOFError):
         process.receive()
     assert sorted(process.blamed()) == [(ids[1], 0, 1), (ids[3], 0, 1), (ids[4], 0, 1)]
+
+
+@pytest.mark.parametrize("mark", ["def", "async def", "@batchmill.batched(2)\ndef", "@batchmill.batched(2)\nasync def"])
+def test_what_has_begun_stays_known(drive, mark):
+    """Every kind of function notes in a request's slot that it has begun, once it has, and for good."""
+    result = "a" if "batched" in mark else "[a]"
+    process = drive(f"import batchmill\n{mark} f(a):\n  return {result}")
+    process.ready()
+    assert process.slot(3) == 0
+    for _ in range(2):
+        process.values([[1], [2]], slot=3)
+        assert process.slot(3) == process._next_id
+    process.values([[1]])
+    assert (process.slot(3), process.blamed()) == (process._next_id - 1, [])
 
 
 def test_nothing_is_blamed_between_calls(drive):
@@ -220,11 +232,11 @@ def test_rows_of_jobs_are_answered_in_stages(drive):
 
 
 def test_the_progress_page_is_as_the_worker_reads_it():
-    """u32 count, then entries of u64, u32, u32 without gaps."""
-    from batchmill.function_runtime.printing import ENTRIES_MAX, Progress
+    """u32 count, then entries of u64, u32, u32 without gaps; u32 slots from 64 KiB on."""
+    from batchmill.function_runtime.printing import BYTES, ENTRIES_BYTES, ENTRIES_MAX, SLOTS_MAX, Progress
 
     fd = os.memfd_create("progress")
-    os.ftruncate(fd, 65536)
+    os.ftruncate(fd, BYTES)
     copy = os.dup(fd)
     progress = Progress(fd)
 
@@ -243,4 +255,8 @@ def test_the_progress_page_is_as_the_worker_reads_it():
     assert read() == []
     progress.many([(1, 2, 3)] * (ENTRIES_MAX + 1))
     assert len(read()) == ENTRIES_MAX
+    for number, slot in ((5, 0), (2**40 + 1, SLOTS_MAX - 1), (6, SLOTS_MAX), (7, -1)):
+        progress.begin(number, slot)
+    slots = struct.unpack(f"<{SLOTS_MAX}I", os.pread(copy, BYTES, ENTRIES_BYTES))
+    assert (slots[0], slots[-1], sum(map(bool, slots)), len(read())) == (5, 1, 2, ENTRIES_MAX)
     os.close(copy)

@@ -110,7 +110,7 @@ async def test_blame(tmp_path: Path) -> None:
     child.send(ask, [b"[{}]"])
     async with asyncio.timeout(PATIENCE_S):
         await ended.wait()
-    assert (child.blamed(), child.last_called()) == ([(1 << 50, 0, 1)], 1 << 50)
+    assert (child.blamed(), child.progress and child.progress.last_called()) == ([(1 << 50, 0, 1)], 1 << 50)
     assert child.exit_report() == "signal SIGKILL"
     await child.stop()
 

@@ -224,7 +224,7 @@ class DeployOptions(TypedDict, total=False):
     memory_bytes: int | None
     timeout_s: float | None
     batch_size: int
-    batch_window_s: float
+    batch_window_s: float | None  # the longest wait for a batch to fill; 0: none; None: 10 ms
     frame_columns: list[str]
     is_idempotent: bool
     received_shapes: bool

@@ -8,6 +8,7 @@ import time
 
 from . import printing, sync_callers
 from .arguments import read_rows
+from .batch_window import BatchWindow
 from .loading import row_error
 from .requests import BatchQueue, Bisection, PendingRequest, halves, singles
 from .streams import StreamCall, call_with, check_count
@@ -30,7 +31,8 @@ class AsyncLoop:
         self._memory_bytes, self._when_full = memory_bytes, when_full
         self.met_memory_limit = False
         self._is_row = code.calls == ROW
-        self._batches = BatchQueue(code.batch_size, int(code.batch_window_s * 1e9))
+        window_ns = 0 if self._is_row else int(code.batch_window_s * 1e9)
+        self._batches = BatchQueue(code.batch_size, BatchWindow(window_ns, shares_max=1))
         self._bisection = Bisection()
         self._asks = {}
         self._running = {}  # task -> its (ask id, first row, rows), as many as the call has asks
@@ -118,7 +120,7 @@ class AsyncLoop:
             if not parts:
                 break
             for ask, _, _ in parts:
-                ask.begin()
+                ask.begin(self._progress)
             call = self._call_row(parts) if self._is_row else self._call_batch(parts)
             self._begin(call, [(ask.id, first, end - first) for ask, first, end in parts], self._ended)
         if self._batches or self._timer is not None:
@@ -214,12 +216,16 @@ class AsyncLoop:
 
     async def _call_batch(self, parts):
         rows = sum(end - first for _, first, end in parts)
-        before = self._failed
+        before, began = self._failed, time.perf_counter_ns()
         if not await self._try(parts, rows):
             await self._cut(parts, rows)
         self._bisection.learn(rows, self._failed - before)
-        for ask in dict.fromkeys(ask for ask, _, _ in parts):
+        asks = list(dict.fromkeys(ask for ask, _, _ in parts))
+        for ask in asks:
             self._reply(ask, rows)
+        if not asks[0].from_job:
+            ended = time.perf_counter_ns()
+            self._batches.window.called(asks, rows, began, ended, is_whole=self._failed == before)
 
     async def _try(self, parts, rows):
         """Call with these rows; False if it raised, and no row has a result then."""

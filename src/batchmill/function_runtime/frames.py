@@ -252,6 +252,7 @@ _RETURN = object()
 PIECES_MAX = 512  # handed to the kernel in one call; it takes 1024
 JOIN_BYTES_MAX = 64 * 1024  # pieces up to here together are copied into one
 SOCKET_BYTES = 4 * 1024 * 1024  # asked of the kernel for what is under way; it gives what it allows
+_SELECT_FDS = 1024  # descriptors that select can take
 HIGH_FD = 512  # user code that closes or reuses low descriptors does not meet ours by chance
 _PR_SET_PDEATHSIG = 1
 
@@ -295,7 +296,13 @@ class WorkerSocket:
         """Wait; whether frames, or the end, have arrived."""
         if self.is_child:
             os._exit(0)
-        return bool(self._poll.poll(None if timeout_s is None else max(0, timeout_s * 1000)))
+        fd = self._socket.fileno()
+        if timeout_s is None or fd >= _SELECT_FDS:
+            return bool(self._poll.poll(None if timeout_s is None else max(0, timeout_s * 1000)))
+        try:
+            return bool(select.select([fd], (), (), max(0, timeout_s))[0])  # to the microsecond; poll rounds up to 1 ms
+        except OSError:  # user code has closed it: `receive` ends the process
+            return True
 
     def receive(self):
         """The frames that have arrived; never waits. Ends the process when the worker has gone."""

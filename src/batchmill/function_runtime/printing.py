@@ -16,18 +16,28 @@ import threading
 import time
 import weakref
 
-BYTES = 64 * 1024
-ENTRIES_MAX = (BYTES - 4) // 16
+ENTRIES_BYTES = 64 * 1024
+ENTRIES_MAX = (ENTRIES_BYTES - 4) // 16
+SLOTS_MAX = 8192  # words behind the entries, each with the request that has begun and was given this slot
+BYTES = ENTRIES_BYTES + 4 * SLOTS_MAX
 FIRST = 3  # the word that holds the first row of the first entry
 
 
 class Progress:
-    """`words` is the page as u32: for rows called one by one, only words[FIRST] changes from row to row."""
+    """What is running, and which requests have begun, in memory that the worker reads.
+
+    `words` is the page as u32: for rows called one by one, only words[FIRST] changes from row to row.
+    """
 
     def __init__(self, fd):
         self._page = mmap.mmap(fd, BYTES)
         os.close(fd)
         self.words = memoryview(self._page).cast("I")
+
+    def begin(self, ask_id, slot):
+        """Note that rows of a request with a slot have been called, also between two of its calls and after them."""
+        if 0 <= slot < SLOTS_MAX:
+            self.words[ENTRIES_BYTES // 4 + slot] = ask_id & 0xFFFFFFFF
 
     def one(self, ask_id, first, rows=1):
         """Note that the rows of one request are about to run."""

@@ -15,12 +15,13 @@ class PendingRequest:
     """`values[row]` is the result of a row that has been called; rows that failed have None there and an error."""
 
     __slots__ = (
-        "id", "rows", "from_job", "is_exact", "arrived_ns", "begun_ns", "bound", "values", "errors", "done", "sent",
-        "sent_ns", "left", "runs", "is_abandoned", "columns", "pieces", "of",
+        "id", "slot", "rows", "from_job", "is_exact", "arrived_ns", "begun_ns", "bound", "values", "errors", "done",
+        "sent", "sent_ns", "left", "runs", "is_abandoned", "columns", "pieces", "of",
     )  # fmt: skip
 
     def __init__(self, meta, bound):
         self.id, self.rows, self.from_job, self.is_exact = meta["id"], meta["rows"], meta["from_job"], meta["exact"]
+        self.slot = meta.get("slot", -1)  # where `progress` notes that it has begun; below 0: nowhere
         self.of = meta.get("of") or ()  # (project, request) or (project, job, number of the first row)
         self.arrived_ns, self.begun_ns, self.sent_ns = time.perf_counter_ns(), 0, 0
         self.bound = bound
@@ -40,9 +41,10 @@ class PendingRequest:
         for row in self.errors:
             self.done[row] = 1
 
-    def begin(self):
+    def begin(self, progress):
         """Note that some of its rows are about to run."""
         if not self.begun_ns:
+            progress.begin(self.id, self.slot)
             self.begun_ns = self.sent_ns = time.perf_counter_ns()
 
     def end_rows(self, first, end):
@@ -177,13 +179,15 @@ PARTS_MAX = 4000  # asks in one batch: what `progress` can hold
 class BatchQueue:
     """Waiting rows by group: only rows of one group share a call. Within a group, live calls are in order.
 
+    Rows wait for others only while nothing else is to be done: no batch is full, and no other group or job waits.
+
     Args:
         size: rows in one batch, at most.
-        window_ns: how long the oldest may wait for a batch to fill while nothing else is to be done.
+        window: a batch_window.BatchWindow, which decides how long live requests wait and how many share a batch.
     """
 
-    def __init__(self, size, window_ns=0):
-        self.size, self.window_ns = size, window_ns
+    def __init__(self, size, window):
+        self.size, self.window = size, window
         self._live = {}  # key -> deque of (ask, first, end)
         self._batcher = {}
         self._rows = collections.Counter()  # key -> rows that wait
@@ -200,6 +204,8 @@ class BatchQueue:
         groups = self._batcher if ask.from_job else self._live
         groups.setdefault(key, collections.deque()).append((ask, first, end))
         self._count(key, end - first)
+        if not ask.from_job:
+            self.window.arrived(ask.arrived_ns)
 
     def drop(self, ask):
         """Drop the waiting rows of this request."""
@@ -222,20 +228,24 @@ class BatchQueue:
         key, wait_ns = self._choose(now_ns, size)
         if key is _NOTHING or wait_ns > 0:
             return []
-        parts = []
+        parts, parts_max = [], PARTS_MAX
+        if not self._batcher:
+            parts_max = min(parts_max, self.window.requests_max(len(self._live[key]), self._rows[key]))
+        if key in self._live:
+            self.window.begun()
         for groups in (self._live, self._batcher):
             if key in groups:
-                size -= self._take_of(groups[key], size, parts)
+                size -= self._take_of(groups[key], size, parts, parts_max)
                 if not groups[key]:
                     del groups[key]
         self._count(key, -_rows_of(parts))
         return parts
 
     @staticmethod
-    def _take_of(runs, size, parts):
+    def _take_of(runs, size, parts, parts_max):
         """Move up to `size` rows from what waits to `parts`; returns how many."""
         left = size
-        while runs and left and len(parts) < PARTS_MAX:
+        while runs and left and len(parts) < parts_max:
             ask, first, end = runs[0]
             stop = min(end, first + left)
             parts.append((ask, first, stop))
@@ -247,18 +257,15 @@ class BatchQueue:
         return size - left
 
     def _choose(self, now_ns, size):
-        """The key of the next batch and its remaining wait: a full one first, else the oldest."""
-        best, best_age = _NOTHING, 0
-        for groups in (self._live, self._batcher):
-            for key, runs in groups.items():
-                age = now_ns - runs[0][0].arrived_ns
-                if self.window_ns and self._rows[key] >= size:
-                    age += self.window_ns + _AHEAD_NS
-                if best is _NOTHING or age > best_age:
-                    best, best_age = key, age
-            if best is not _NOTHING:
-                break
-        return best, max(self.window_ns - best_age, 0)
+        """The key of the next batch, that of the oldest rows, and its remaining wait."""
+        groups = self._live or self._batcher
+        best, best_ns = _NOTHING, 0
+        for key, runs in groups.items():
+            if best is _NOTHING or runs[0][0].arrived_ns < best_ns:
+                best, best_ns = key, runs[0][0].arrived_ns
+        if len(groups) != 1 or self._batcher or self._rows[best] >= size:
+            return best, 0
+        return best, self.window.wait_ns(now_ns, len(groups[best]), self._rows[best])
 
     def _count(self, key, rows):
         self._rows[key] += rows
@@ -296,7 +303,6 @@ class Bisection:
 
 
 _NOTHING = object()
-_AHEAD_NS = 1 << 60
 
 
 def _rows_of(parts):

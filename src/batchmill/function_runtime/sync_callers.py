@@ -12,6 +12,7 @@ from . import printing
 from . import values as arrays
 from .arguments import NAMED, ONE, STAR, as_columns, as_dicts, column_of, read_rows, read_stages
 from .arrow_rows import ArrowWriter, column_of_result, frame_of, is_arrow, items_of, series_of
+from .batch_window import BatchWindow
 from .installed import loaded
 from .loading import row_error
 from .printing import FIRST
@@ -79,7 +80,9 @@ class RowCaller:
 
     def _run(self, ask):
         """Run the remaining rows of a request; False if something must run before them."""
-        ask.begin()
+        if ask.is_abandoned:
+            return True
+        ask.begin(self._progress)
         printing.calling((ask,))
         try:
             return self._run_calls(ask)
@@ -387,7 +390,7 @@ class ListCaller:
     def __init__(self, code, replies, progress, link, *, look, memory_bytes=None):
         self._code, self._replies, self._progress, self._link = code, replies, progress, link
         self._look, self._memory_bytes = look, memory_bytes
-        self._batches = BatchQueue(code.batch_size, int(code.batch_window_s * 1e9))
+        self._batches = BatchQueue(code.batch_size, BatchWindow(int(code.batch_window_s * 1e9)))
         self._bisection = Bisection()
         self._asks = {}
         self._failed = 0  # rows whose own call raised, ever
@@ -428,18 +431,25 @@ class ListCaller:
 
     def turn(self):
         """Call one batch, if one is due."""
-        parts = self._batches.take(time.perf_counter_ns(), self._size())
+        began = time.perf_counter_ns()
+        parts = self._batches.take(began, self._size())
         if not parts:
             return
         rows = sum(end - first for _, first, end in parts)
         for ask, _, _ in parts:
-            ask.begin()
+            ask.begin(self._progress)
         before = self._failed
         if not self._try(parts, rows):
             self._cut(parts, rows)
         self._bisection.learn(rows, self._failed - before)
-        for ask in dict.fromkeys(ask for ask, _, _ in parts):
+        asks = list(dict.fromkeys(ask for ask, _, _ in parts))
+        for ask in asks:
             self._reply(ask, rows)
+        if not asks[0].from_job:
+            ended = time.perf_counter_ns()
+            self._replies.flush()
+            self._look()  # what came during the call, before clients have these replies
+            self._batches.window.called(asks, rows, began, ended, is_whole=self._failed == before)
 
     def _reply(self, ask, size):
         if ask.left == 0:

@@ -21,6 +21,8 @@ OUTPUT = "output"  # the name of a result that has none
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
+WINDOW_S = 0.01  # the longest that an idle function waits for a batch to fill, unless set; async calls run side by side
+
 
 class UserCode:
     """The user's function, as the rest of this program sees it.
@@ -36,7 +38,7 @@ class UserCode:
         self.streams = ""
         self.takes_rows = interface["takes"] == "rows"
         self.batch_size = 1
-        self.batch_window_s = 0.0
+        self.batch_window_s = None  # until it is loaded, unless its own code sets it
         self.frame_columns = []
         self.result = None  # what checks and changes each result of a row, if anything does
         self.setup = self.finish = None
@@ -55,9 +57,19 @@ def load(start):
     size = start.get("batch_size") or 0
     if size and code.calls != ROW:
         code.batch_size = min(size, BATCH_ROWS_MAX)
-    if start.get("batch_window_s"):
-        code.batch_window_s = start["batch_window_s"]
+    code.batch_window_s = _window_of(code, start.get("batch_window_s"))
     return code
+
+
+def _window_of(code, configured_s):
+    """How long the function waits at most for a batch to fill."""
+    if code.calls == ROW:
+        return 0.0
+    if configured_s is not None:
+        return configured_s
+    if code.batch_window_s is not None:
+        return code.batch_window_s
+    return 0.0 if code.is_async else WINDOW_S
 
 
 def _describe(found, frame_columns):

@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import mmap
 import os
+import resource
 import shutil
 import signal
-import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,11 +28,11 @@ from batchmill.function_runtime.shared_memory import MemoryPair, MemoryWriter
 from batchmill.models import isolation, secrets
 from batchmill.models.call_log import CallLog
 from batchmill.models.environments import FOLDER, base_of
+from batchmill.models.function_progress import Call, ProgressPage
 from batchmill.models.function_socket import Frame, FrameSocket
 from batchmill.models.redaction import mask_known
 from batchmill.models.runtime_process import (
     PROGRAM,
-    PROGRESS_BYTES,
     VARIABLE,
     Command,
     PreparedRuntime,
@@ -217,11 +216,6 @@ STOP_S = 5.0  # how long finalize() may take
 END_S = 2.0  # how long a process may take to exit after it has closed its socket
 MEMORY = 71  # exit code of a process that ends itself between two calls because its memory is full
 DATA_FACTOR = 2  # it may allocate this times memory_bytes, which limits the resident size
-_COUNT = struct.Struct("<I")
-_PROGRESS_ENTRY = struct.Struct("<QII")
-ENTRIES_MAX = (PROGRESS_BYTES - _COUNT.size) // _PROGRESS_ENTRY.size
-
-Call = tuple[int, int, int]  # request id, first row, rows
 
 
 class FunctionChild:
@@ -259,7 +253,7 @@ class FunctionChild:
         self._marked_processes = MarkedProcesses(home)
         self._memory = MemoryPair()
         self.memory: MemoryWriter | None = None  # for large buffers of frames to the process; set by the start
-        self._progress: mmap.mmap | None = None
+        self.progress: ProgressPage | None = None  # from the start to `stop`
         self._process: asyncio.subprocess.Process | None = None
         self._socket: FrameSocket | None = None
         self._exit_task: asyncio.Task[None] | None = None
@@ -315,7 +309,7 @@ class FunctionChild:
                 os.close(fd)
 
     def _own(self, runtime: RuntimeProcess) -> None:
-        self._process, self._progress, self._memory = runtime.process, runtime.progress, runtime.memory
+        self._process, self.progress, self._memory = runtime.process, runtime.progress, runtime.memory
         self._socket = FrameSocket(runtime.socket, runtime.memory, on_frames=self._receive, closed=self._disconnected)
         self._exit_task = asyncio.create_task(self._handle_exit(self._process))
 
@@ -419,22 +413,14 @@ class FunctionChild:
 
     def blamed(self) -> list[Call]:
         """The rows whose calls are running now, or were running when the process died."""
-        if self._progress is None:
-            return []
-        (count,) = _COUNT.unpack_from(self._progress)
-        offsets = range(_COUNT.size, _COUNT.size + min(count, ENTRIES_MAX) * _PROGRESS_ENTRY.size, _PROGRESS_ENTRY.size)
-        return [_PROGRESS_ENTRY.unpack_from(self._progress, offset) for offset in offsets]
-
-    def last_called(self) -> int:
-        """The id of the request whose call started last, even if it has ended; 0 before the first call."""
-        return 0 if self._progress is None else _PROGRESS_ENTRY.unpack_from(self._progress, _COUNT.size)[0]
+        return [] if self.progress is None else self.progress.running()
 
     def resident_bytes(self) -> int:
         """Its resident memory; 0 if it is unknown."""
         try:
             pid = self.pid if self._isolation is None else self._bubblewrap.pid()
             with open(f"/proc/{pid}/statm", "rb") as file:
-                return int(file.read().split()[1]) * mmap.PAGESIZE
+                return int(file.read().split()[1]) * resource.getpagesize()
         except OSError:
             return 0
 
@@ -478,9 +464,9 @@ class FunctionChild:
         self._bubblewrap.close()
         self.memory = None
         self._memory.close()
-        if self._progress is not None:
-            self._progress.close()
-            self._progress = None
+        if self.progress is not None:
+            self.progress.close()
+            self.progress = None
 
 
 def _nothing() -> None: ...

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
 import os
 import signal
 import socket
@@ -21,9 +20,9 @@ from msgspec import Struct
 
 from batchmill import function_runtime
 from batchmill.function_runtime.shared_memory import MemoryPair
+from batchmill.models.function_progress import ProgressPage
 
 PROGRAM = Path(function_runtime.__file__).parent / "main.py"
-PROGRESS_BYTES = 64 * 1024
 VARIABLE = "BATCHMILL_FUNCTION"  # in the environment of a function's process and its descendants: its mark
 
 
@@ -32,7 +31,7 @@ class RuntimeProcess(Struct, frozen=True, eq=False):
 
     process: asyncio.subprocess.Process
     socket: socket.socket
-    progress: mmap.mmap
+    progress: ProgressPage
     memory: MemoryPair  # shared with it, for large buffers of frames
 
 
@@ -60,8 +59,7 @@ async def start_runtime(command: Command) -> RuntimeProcess:
         unless_started.callback(parent_end.close)
         shared = os.memfd_create("batchmill-progress")
         stack.callback(os.close, shared)
-        os.ftruncate(shared, PROGRESS_BYTES)
-        progress = mmap.mmap(shared, PROGRESS_BYTES)
+        progress = ProgressPage(shared)
         unless_started.callback(progress.close)
         memory = MemoryPair()
         unless_started.callback(memory.close)

@@ -184,7 +184,7 @@ class Interface(Struct, frozen=True, forbid_unknown_fields=True):
     is_async: bool = False
     streams: bool = False  # a generator, or it sends events itself
     batch_size: int = 0  # rows per call, as started; 0: unknown
-    batch_window_s: float = 0.0  # how long an idle worker waits for them
+    batch_window_s: float = 0.0  # the longest that an idle worker waits for them, as started
     summary: str = ""  # the first line of its docstring
 
 
@@ -199,7 +199,7 @@ class FunctionSpec(Struct, frozen=True, forbid_unknown_fields=True):
     digest: str  # sha256 of the code and of the environment
     interface: Interface = Interface()
     batch_size: int = 0  # rows of live requests and jobs per call; 0: the function's own setting
-    batch_window_s: float = 0.0  # how long an idle worker waits for a batch to fill
+    batch_window_s: float | None = None  # the longest wait for a batch to fill; None: the function's own setting
     frame_columns: list[str] = []  # of a data-frame function
     is_idempotent: bool = False  # a call whose worker crashed may be repeated
     environment: dict[str, str] = {}  # variables

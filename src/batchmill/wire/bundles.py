@@ -44,7 +44,7 @@ class DeployOrder(Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: int | None = None
     timeout_s: float | None = None
     batch_size: int = 0
-    batch_window_s: float = 0.0
+    batch_window_s: float | None = None
     frame_columns: list[str] = []
     is_idempotent: bool = False
     received_shapes: bool = False

@@ -38,7 +38,7 @@ OPTIONS = (
     click.option("--gpus", type=click.IntRange(min=0), help="GPUs of each worker [0]."),
     click.option("--batch-size", type=COUNT, help="The most rows in one call, from all callers."),
     click.option("--batch-window", "batch_window_s", type=CALL_TIME, metavar="SPAN",
-                 help="How long an idle worker waits for a batch to fill: 5ms [0]."),
+                 help="The longest that an idle worker waits for a batch to fill: 5ms, 0 [10ms]."),
     click.option("--dataframe", metavar="COLUMNS|FILE", help="Columns of the data frame, or an example of it."),
     click.option("--idempotent", "is_idempotent", is_flag=True, help="Calls may be repeated after their worker died."),
     click.option("--shared/--private", "is_shared", default=None,

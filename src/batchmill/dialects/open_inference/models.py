@@ -294,9 +294,10 @@ def config_of(target: VersionTarget) -> dict[str, Any]:
         "model_transaction_policy": {"decoupled": interface.streams},
     }
     if size:
+        window_s = interface.batch_window_s if function.batch_window_s is None else function.batch_window_s
         config["dynamic_batching"] = {
             "preferred_batch_size": [size],
-            "max_queue_delay_microseconds": round((function.batch_window_s or interface.batch_window_s) * 1e6),
+            "max_queue_delay_microseconds": round(window_s * 1e6),
         }
     return config
 

@@ -17,7 +17,7 @@ from batchmill.engines.function.live import FunctionLive
 from batchmill.engines.function.process import Counts, Process, hung, memory_exceeded
 from batchmill.engines.function.row_reader import READ_ERRORS
 from batchmill.errors import ModelFailed
-from batchmill.models.function_child import Call
+from batchmill.models.function_progress import Call
 from batchmill.models.runtime_process import PreparedRuntime
 from batchmill.ports import AnswerSink, Feed, Sink
 from batchmill.types import CallStats, EngineStats, FunctionRequest, FunctionSpec, LiveHead, LiveRequest, ModelSpec
@@ -70,7 +70,7 @@ class Watch:
         """Time out calls; replace the process if a call does not end or uses too much memory."""
         child = self._process.child
         running = child.blamed() if child is not None and self._process.is_up else []
-        self._expire(now, {call[0] for call in running})
+        self._expire(now)
         if child is None or not self._process.is_up:
             self._since.clear()
             self._leaving.clear()
@@ -83,13 +83,14 @@ class Watch:
         if self._memory_bytes is not None and (held := child.resident_bytes()) > self._memory_bytes:
             self._process.replace(memory_exceeded(self._memory_bytes, held))
 
-    def _expire(self, now: float, running: set[int]) -> None:
+    def _expire(self, now: float) -> None:
         """Time out calls; their unstarted work is dropped."""
         for work in [work for work in self._process.works.values() if work.deadline <= now]:
             if work.is_sent:
                 self._leaving[work.id] = work.limit_s + self._grace_s
+            was_called = self._process.has_begun(work)
             self._process.drop(work)
-            work.expire(was_called=work.id in running)
+            work.expire(was_called=was_called)
 
     def _end_hung(self, running: list[Call], now: float) -> None:
         """Replace the process if one call alone takes too long; time in the queue does not count.

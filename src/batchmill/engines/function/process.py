@@ -23,7 +23,8 @@ from batchmill.function_runtime.frames import pack_text
 from batchmill.function_runtime.shared_memory import MemoryWriter
 from batchmill.models import secrets
 from batchmill.models.call_log import CallLog
-from batchmill.models.function_child import MEMORY, Call, FunctionChild
+from batchmill.models.function_child import MEMORY, FunctionChild
+from batchmill.models.function_progress import NO_SLOT, Call
 from batchmill.models.function_socket import Buffer, Frame
 from batchmill.models.runtime_process import PreparedRuntime
 from batchmill.types import BatchTimes, CallStats, Interface, ModelSpec
@@ -33,7 +34,7 @@ CRASHED, HUNG, MEMORY_LIMIT = "worker_crashed", "timeout", "memory_limit"  # why
 INVALID_FRAME = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)  # what reading one may raise
 OWN_IDS = 1 << 48  # ids from here on are ours; below are those of Asks
 
-ASK = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","from_job":%b,"exact":%b,"of":%b}'
+ASK = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","from_job":%b,"exact":%b,"slot":%d,"of":%b}'
 WORDS = {True: b"true", False: b"false"}
 
 
@@ -75,7 +76,7 @@ class Blame(Struct, frozen=True):
 class ProcessWork:
     """Base of LiveCall, RowBatch, FormRow and Stream."""
 
-    __slots__ = ("parsed", "deadline", "id", "is_exact", "is_sent", "origin", "strikes")
+    __slots__ = ("parsed", "deadline", "id", "is_exact", "is_sent", "origin", "slot", "strikes")
     limit_s = math.inf  # what its deadline was made of
     from_job = False
     holds_up = True  # counts as running while the process has it
@@ -85,13 +86,14 @@ class ProcessWork:
         self.origin: Origin = ()  # (): unknown
         self.deadline = math.inf  # monotonic: somebody waits so long
         self.is_sent = False
+        self.slot = NO_SLOT  # where the process that has it notes that it has begun, if it has a deadline
         self.strikes = 0  # unexplained deaths of processes that had it
 
     def frame(self, memory: MemoryWriter | None) -> list[Buffer]:
         """The pieces of its frame, the large buffers in `memory`."""
         parsed = self.parsed
         from_job, exact, of = WORDS[self.from_job], WORDS[self.is_exact], _json(self.origin)
-        text = ASK % (self.id, parsed.rows, parsed.layout.encode(), from_job, exact, of)
+        text = ASK % (self.id, parsed.rows, parsed.layout.encode(), from_job, exact, self.slot, of)
         return pack_text(text, [parsed.calls, *parsed.buffers] if parsed.buffers else (parsed.calls,), memory)
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
@@ -117,7 +119,7 @@ class ProcessWork:
                 calls.write(text, project, job if row is None else f"{job} row {first + row}")
 
     def expire(self, *, was_called: bool) -> None:
-        """Report that its deadline has passed. `was_called`: the function was running it."""
+        """Report that its deadline has passed. `was_called`: the function has been called with rows of it."""
 
     def fail(self, error: ModelFailed) -> None:
         """Fail the work: no process will run it."""
@@ -376,12 +378,21 @@ class Process:
                     queue.remove(work)
 
     def _send(self, work: ProcessWork) -> None:
-        assert self.child is not None
+        assert self.child is not None and self.child.progress is not None
         work.is_sent = True
+        work.slot = NO_SLOT if work.deadline == math.inf else self.child.progress.take_slot()
         self._running += work.holds_up
         self.child.write(work.frame(self.child.memory))
 
+    def has_begun(self, work: ProcessWork) -> bool:
+        """Whether the function has been called with rows of this work, by the process that has it."""
+        if not work.is_sent or self.child is None or self.child.progress is None:
+            return False
+        return self.child.progress.has_begun(work.id, work.slot)
+
     def _left(self, work: ProcessWork) -> None:
+        assert self.child is not None and self.child.progress is not None
+        self.child.progress.return_slot(work.slot)
         work.is_sent = False
         self._running -= work.holds_up
         if not self._is_open:
@@ -457,8 +468,8 @@ class Process:
 
     def _unexplained(self, called: list[ProcessWork]) -> tuple[list[Call], bool]:
         """(the work to blame for a death while nothing ran, whether all must be repeated alone)."""
-        assert self.child is not None
-        last = self.works.get(self.child.last_called())
+        assert self.child is not None and self.child.progress is not None
+        last = self.works.get(self.child.progress.last_called())
         if last is not None and last.is_sent:  # its result was lost
             return [(last.id, 0, last.parsed.rows)], False
         for work in called:

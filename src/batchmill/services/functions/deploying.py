@@ -272,7 +272,7 @@ def check(order: DeployOrder, code: Path) -> None:
         ("workers", order.workers, 1, WORKERS_MAX),
         ("gpus", order.gpus, 0, GPUS_MAX),
         ("batch_size", order.batch_size, 0, BATCH_ROWS_MAX),
-        ("batch_window_s", order.batch_window_s, 0, BATCH_WINDOW_S_MAX),
+        ("batch_window_s", order.batch_window_s or 0, 0, BATCH_WINDOW_S_MAX),
         ("memory_bytes", order.memory_bytes, 1, LIMITS_MAX["memory_bytes"]),
         ("timeout_s", order.timeout_s, 1e-3, LIMITS_MAX["attempt_timeout_s"]),
         ("examples", len(order.examples), 0, EXAMPLES_MAX),
