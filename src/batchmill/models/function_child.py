@@ -421,11 +421,12 @@ class FunctionChild:
         return 0 if self._progress is None else _PROGRESS_ENTRY.unpack_from(self._progress, _COUNT.size)[0]
 
     def resident_bytes(self) -> int:
-        """Its resident memory; 0 if it is unknown."""
+        """Its resident memory without the shared memory of requests; 0 if it is unknown."""
         try:
             pid = self.pid if self._isolation is None else self._bubblewrap.pid()
             with open(f"/proc/{pid}/statm", "rb") as file:
-                return int(file.read().split()[1]) * mmap.PAGESIZE
+                held = int(file.read().split()[1]) * mmap.PAGESIZE
+                return max(0, held - (0 if self.memory is None else self.memory.backed_bytes))
         except OSError:
             return 0
 
