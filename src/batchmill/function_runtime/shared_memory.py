@@ -31,6 +31,8 @@ class BrokenPlace(Exception):
 
 def _create():
     """The descriptor of a memory in which nothing is written yet. Nobody can change its size. Raises: OSError."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no memory files")
     fd = os.memfd_create("batchmill-buffers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, SIZE_BYTES)
