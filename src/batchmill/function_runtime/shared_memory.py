@@ -31,6 +31,8 @@ class BrokenPlace(Exception):
 
 def _create():
     """The descriptor of a memory in which nothing is written yet. Nobody can change its size. Raises: OSError."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no memory files")
     fd = os.memfd_create("batchmill-buffers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, SIZE_BYTES)
@@ -50,7 +52,7 @@ class MemoryWriter:
         self._view = memoryview(self._mmap)
         self._free = [(0, SIZE_BYTES)]  # (begin, end) of free ranges, in order
         self._used = {}  # begin -> end
-        self._backed = 0  # up to here pages were taken from the kernel
+        self.backed_bytes = 0  # up to here pages were taken from the kernel
 
     def put(self, *pieces):
         """Copy the pieces of a buffer in, and return its place; None if there is no room for it now."""
@@ -79,13 +81,13 @@ class MemoryWriter:
 
     def _back(self, end):
         """Take pages from the kernel up to here; False if it has none, or is too old to say so."""
-        if end > self._backed:
+        if end > self.backed_bytes:
             upto = min(-(-end // STEP_BYTES) * STEP_BYTES, SIZE_BYTES)
             try:
-                self._mmap.madvise(_MADV_POPULATE_WRITE, self._backed, upto - self._backed)
+                self._mmap.madvise(_MADV_POPULATE_WRITE, self.backed_bytes, upto - self.backed_bytes)
             except OSError:
                 return False
-            self._backed = upto
+            self.backed_bytes = upto
         return True
 
     def release(self, begin):

@@ -416,11 +416,12 @@ class FunctionChild:
         return [] if self.progress is None else self.progress.running()
 
     def resident_bytes(self) -> int:
-        """Its resident memory; 0 if it is unknown."""
+        """Its resident memory without the shared memory of requests; 0 if it is unknown."""
         try:
             pid = self.pid if self._isolation is None else self._bubblewrap.pid()
             with open(f"/proc/{pid}/statm", "rb") as file:
-                return int(file.read().split()[1]) * resource.getpagesize()
+                held = int(file.read().split()[1]) * resource.getpagesize()
+                return max(0, held - (0 if self.memory is None else self.memory.backed_bytes))
         except OSError:
             return 0
 
