@@ -72,9 +72,17 @@ def read_rows(meta, buffers, parameters, *, as_columns=False):
         if len(bound.calls) != meta["rows"]:
             raise ValueError(f"{meta['rows']} rows were announced, and {len(bound.calls)} arrived")
     except _READ_ERRORS as error:
-        failure = ["invalid_json", f"the rows cannot be read: {error}", ""]
-        return Bound(ONE, [None] * meta["rows"], dict.fromkeys(range(meta["rows"]), failure))
+        return _none_of(meta["rows"], ["invalid_json", f"the rows cannot be read: {error}", ""])
+    except MemoryError:
+        if meta["rows"] > 1:  # the process ends, and gets fewer rows at once
+            raise
+        return _none_of(1, ["memory_limit", "the function's process was refused the memory to read the row", ""])
     return bound
+
+
+def _none_of(rows, error):
+    """Rows of which none can be called."""
+    return Bound(ONE, [None] * rows, dict.fromkeys(range(rows), error))
 
 
 def as_columns(bound, parameters):
@@ -276,7 +284,7 @@ def _convert(rows, parameters, errors):
                     rows[number] = make(row)
                 elif isinstance(row.get(name), dict):
                     row[name] = make(row[name])
-        except Exception as error:  # user code: the validators of its classes
+        except BaseException as error:  # user code: the validators of its classes
             errors[number] = ["invalid_argument", f"{name + ': ' if name else ''}{error}", ""]
             rows[number] = None
 
