@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from batchmill.engines.function.row_reader import joined
 from batchmill.function_runtime.row_lines import OTHER_FORM
 from batchmill.types import ColumnResultBlock, Outcome, ResultBlock, Row, RowBlock, RowError, Usage
 from batchmill.wire.calls import CallError
@@ -15,6 +16,7 @@ from batchmill.wire.forms import OpenAIForm, usage_of
 from batchmill.wire.json_bytes import DEPTH_MAX, decode, is_too_deep
 
 MESSAGE_CHARS_MAX = 2048
+OUTPUT, NO_ERROR = b',"output":', b',"error":null}'  # around the result in a line of a table
 SHALLOW_BYTES_MAX = 2 * DEPTH_MAX  # a result up to here cannot nest too deep
 
 _values = msgspec.json.Decoder(list[msgspec.Raw])
@@ -97,7 +99,8 @@ def read_results(block: RowBlock, first: int, count: int, lines: bytes, errors: 
         places = [place for place in places if place not in errors]
     texts = lines.split(b"\n")
     last = texts.pop()
-    flaw = "a NUL byte" if b"\0" in lines else "an incomplete line" if last else _find_flaw(block, places, texts)
+    flaw = "a NUL byte" if b"\0" in lines else "an incomplete line" if last else ""
+    flaw = flaw or _find_flaw(block, places, texts)
     if flaw:  # a header of a segment has NUL bytes, a line never
         error = CallError("bad_return", f"the function's process returned {flaw}")
         return BlockResults([], _failed(block, dict.fromkeys(range(first, first + count), error)))
@@ -138,13 +141,31 @@ def _find_flaw(block: RowBlock, places: range | list[int], texts: list[bytes]) -
     """What is wrong with the lines; empty if nothing is."""
     if len(texts) != len(places):
         return f"{len(texts)} lines for {len(places)} rows"
-    if isinstance(block.form, OpenAIForm):
-        head = b'{"id":"' + block.form.id_prefix.encode().replace(b"%", b"%%") + b'%d","custom_id":'
-        heads = [head % number for number in _select(block.numbers, places)]
-    else:
-        rows = block.lines[:-1].split(b"\n")
-        heads = [rows[place].strip()[:-1].rstrip() for place in places]
+    try:
+        b"".join(texts).decode()
+    except UnicodeDecodeError:
+        return "bytes that are not UTF-8"
+    if not isinstance(block.form, OpenAIForm):
+        return _find_table_flaw(block, places, texts)
+    head = b'{"id":"' + block.form.id_prefix.encode().replace(b"%", b"%%") + b'%d","custom_id":'
+    heads = [head % number for number in _select(block.numbers, places)]
     return "" if all(map(bytes.startswith, texts, heads)) else "lines of other rows"
+
+
+def _find_table_flaw(block: RowBlock, places: range | list[int], texts: list[bytes]) -> str:
+    """As `_find_flaw`; outputs must be JSON, as gathering reads them for a table."""
+    rows = block.lines[:-1].split(b"\n")
+    heads = [rows[place].strip()[:-1].rstrip() for place in places]
+    heads = [head + OUTPUT if head != b"{" else head + OUTPUT[1:] for head in heads]
+    if not all(map(bytes.startswith, texts, heads)):
+        return "lines of other rows"
+    outputs = [text[len(head) :] for head, text in zip(heads, texts, strict=True)]
+    try:
+        are_ended = all(output.endswith(NO_ERROR) for output in outputs)
+        values = _values.decode(joined([each[: -len(NO_ERROR)] for each in outputs])) if are_ended else []
+    except (msgspec.MsgspecError, RecursionError):
+        values = []
+    return "" if len(values) == len(texts) else "results that are not JSON"
 
 
 def _too_deep(block: RowBlock, places: range | list[int], texts: list[bytes]) -> dict[int, CallError]:
