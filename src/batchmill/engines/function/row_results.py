@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from batchmill.engines.function.row_reader import joined
 from batchmill.function_runtime.row_lines import OTHER_FORM
 from batchmill.types import ColumnResultBlock, Outcome, ResultBlock, Row, RowBlock, RowError, Usage
 from batchmill.wire.calls import CallError
@@ -16,7 +15,6 @@ from batchmill.wire.forms import OpenAIForm, usage_of
 from batchmill.wire.json_bytes import DEPTH_MAX, decode, is_too_deep
 
 MESSAGE_CHARS_MAX = 2048
-OUTPUT, NO_ERROR = b',"output":', b',"error":null}'  # around the result in a line of a table
 SHALLOW_BYTES_MAX = 2 * DEPTH_MAX  # a result up to here cannot nest too deep
 
 _values = msgspec.json.Decoder(list[msgspec.Raw])
@@ -80,6 +78,15 @@ class _TableResult(Struct):
     output: msgspec.Raw
 
 
+class _TableEnd(Struct, forbid_unknown_fields=True, gc=False):
+    """What follows the columns in a line of a table."""
+
+    row: int
+    output: msgspec.Raw
+    error: None
+
+
+_ends = msgspec.json.Decoder(list[_TableEnd])
 _openai_result, _table_result = msgspec.json.Decoder(_OpenAIResult), msgspec.json.Decoder(_TableResult)
 
 
@@ -142,7 +149,8 @@ def _find_flaw(block: RowBlock, places: range | list[int], texts: list[bytes]) -
     if len(texts) != len(places):
         return f"{len(texts)} lines for {len(places)} rows"
     try:
-        b"".join(texts).decode()
+        for text in () if all(map(bytes.isascii, texts)) else texts:
+            text.decode()
     except UnicodeDecodeError:
         return "bytes that are not UTF-8"
     if not isinstance(block.form, OpenAIForm):
@@ -156,16 +164,16 @@ def _find_table_flaw(block: RowBlock, places: range | list[int], texts: list[byt
     """As `_find_flaw`; outputs must be JSON, as gathering reads them for a table."""
     rows = block.lines[:-1].split(b"\n")
     heads = [rows[place].strip()[:-1].rstrip() for place in places]
-    heads = [head + OUTPUT if head != b"{" else head + OUTPUT[1:] for head in heads]
     if not all(map(bytes.startswith, texts, heads)):
         return "lines of other rows"
-    outputs = [text[len(head) :] for head, text in zip(heads, texts, strict=True)]
+    tails = [text[len(head) :] for head, text in zip(heads, texts, strict=True)]
+    if b"{" in heads:  # of a row without columns, whose output follows no comma
+        tails = [b"," + tail if head == b"{" else tail for head, tail in zip(heads, tails, strict=True)]
     try:
-        are_ended = all(output.endswith(NO_ERROR) for output in outputs)
-        values = _values.decode(joined([each[: -len(NO_ERROR)] for each in outputs])) if are_ended else []
+        ends = _ends.decode(b'[{"row":0' + b',{"row":0'.join(tails) + b"]") if texts else []
     except (msgspec.MsgspecError, RecursionError):
-        values = []
-    return "" if len(values) == len(texts) else "results that are not JSON"
+        return "results that are not JSON"
+    return "" if len(ends) == len(texts) else "results that are not JSON"
 
 
 def _too_deep(block: RowBlock, places: range | list[int], texts: list[bytes]) -> dict[int, CallError]:
