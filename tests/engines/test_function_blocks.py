@@ -13,6 +13,8 @@ from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed
 from function_process_support import deployed, running
 
 from batchmill.engines.function.engine import FunctionEngine
+from batchmill.engines.function.process import INVALID_FRAME
+from batchmill.engines.function.row_batches import RowBatch
 from batchmill.engines.function.row_results import read_results
 from batchmill.types import ResultBlock, Row, RowBlock, Usage
 from batchmill.wire.calls import CallError
@@ -243,6 +245,23 @@ async def test_invalid_frames_cost_the_process_and_no_row(tmp_path: Path, change
     assert {n: line["output"] for n, line in lines_of(sink, TableForm()).items()} == {n: n for n in range(6)}
 
 
+class BatcherStub:
+    """A batcher that gets nothing."""
+
+    def next_id(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("values", [b"[" * 100_000, b"[" * 100_000 + b"]" * 100_000, b"{", b"[1", b"\xff"])
+def test_results_of_single_rows_that_cannot_be_read(values: bytes) -> None:
+    """They are invalid frames, which cost the process, and no error that the worker does not expect."""
+    rows = [Row(n, n, b"{}", TableForm(), LEASE) for n in range(3)]
+    batch = RowBatch(BatcherStub(), rows, [b"{}"] * 3)
+    meta = {"first": 0, "rows": 3, "layout": "rows", "errors": {}}
+    with pytest.raises(INVALID_FRAME):
+        batch.take(meta, [values])
+
+
 def block(form: Form, rows: int = 4) -> RowBlock:
     if isinstance(form, OpenAIForm):
         line = b'{"custom_id":"c%d","method":"POST","url":"/v1/x","body":{}}\n'
@@ -278,7 +297,14 @@ def test_result_lines_are_checked(form: Form) -> None:
         "two in one": [good[0][:-1] + good[1], *good[2:]],
         "a NUL byte": [*good[:3], result(23, b'"\0"', form)],
         "nothing": [],
+        "not UTF-8": [*good[:3], result(23, b'"\xff"', form)],
     }
+    if isinstance(form, TableForm):
+        for text in (b"", b"GARBAGE", b"1,2", b'1,"error":"x"', b'"', b"1} {", b"[" * 5000):
+            forged[str(text)[:20]] = [*good[:3], result(23, text, form)]
+        forged["two and none"] = [result(20, b"1,2", form), result(21, b"", form), *good[2:]]
+        forged["another end"] = [*good[:3], good[3].replace(b"null", b'"no"')]
+        forged["another name"] = [*good[:3], good[3].replace(b"output", b"result")]
     for name, lines in forged.items():
         results = read_results(block(form), 0, 4, b"".join(lines), {})
         assert results.ok == [], name

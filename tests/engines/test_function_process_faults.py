@@ -323,6 +323,23 @@ async def test_a_setup_that_ends_the_process_tells_what_it_wrote(tmp_path: Path)
     await engine.stop()
 
 
+async def test_a_setup_that_is_killed_is_tried_again(tmp_path: Path) -> None:
+    """A signal during the setup is no reason to give a function up, but one in each of three setups is."""
+    text = f"""
+import os, pathlib
+with open({str(tmp_path / "starts")!r}, "a") as file: file.write("x")
+if os.stat({str(tmp_path / "starts")!r}).st_size <= KILLS: os.kill(os.getpid(), 9)
+def f(): return 1
+"""
+    async with running(deployed(tmp_path, text.replace("KILLS", "2")), tmp_path / "home") as engine:
+        assert await Answers(engine).value({}) == 1
+    engine = FunctionEngine(deployed(tmp_path, text.replace("KILLS", "100")), tmp_path / "home")
+    with pytest.raises(ModelFailed, match="signal SIGKILL"):
+        await engine.start()
+    await engine.stop()
+    assert (tmp_path / "starts").stat().st_size == 6
+
+
 async def test_a_process_that_cannot_start_again(tmp_path: Path) -> None:
     """A function that worked and cannot be started again fails its run and everybody who waits, with the reason."""
     mark = tmp_path / "mark"
@@ -484,3 +501,36 @@ async def f(wait=0.0):
         async with asyncio.timeout(PATIENCE_S):
             assert json.loads((await beside).body) == pid
         assert (tmp_path / "told").read_text() == "cancelled "
+
+
+LATE = """
+import batchmill, os, threading
+class Late:
+    def tolist(self): threading.Event().wait()
+def one(n): return Late() if n == 5 else n
+@batchmill.batched(4)
+def many(n): return [Late() if each == 5 else each for each in n]
+async def awaited(n): return Late() if n == 5 else n
+def pid(): return os.getpid()
+"""
+
+
+@pytest.mark.parametrize("name", ["one", "many", "awaited"])
+async def test_a_result_that_hangs_while_it_is_written(tmp_path: Path, name: str) -> None:
+    """The time limit of a call holds for the code of its result too, and only its row fails."""
+    spec = deployed(tmp_path, LATE, source=f"app.py:{name}", limits=Limits(attempt_timeout_s=0.3))
+    async with running(spec, tmp_path / "home") as engine:
+        sink = await run_all(engine, table_rows(*({"n": n} for n in range(8))))
+    assert {o.row.number: o.error.code for o in sink.outcomes if o.error} == {5: "timeout"}
+    assert sorted(int(o.body) for o in sink.outcomes if o.body) == [0, 1, 2, 3, 4, 6, 7]
+
+
+async def test_a_process_that_is_stopped_between_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has calls, runs none of them and sends nothing is replaced; its rows are called all the same."""
+    monkeypatch.setattr("batchmill.engines.function.engine.SILENT_S", 0.2)
+    async with running(deployed(tmp_path, LATE, source="app.py:pid"), tmp_path / "home") as engine:
+        pid = await Answers(engine).value({})
+        os.kill(pid, signal.SIGSTOP)
+        sink = await run_all(engine, table_rows({}, {}, {}))
+    assert [o.error for o in sink.outcomes] == [None] * 3
+    assert str(pid).encode() not in {o.body for o in sink.outcomes}

@@ -76,20 +76,31 @@ def read_rows(meta, buffers, parameters, *, as_columns=False):
         if len(bound.calls) != meta["rows"]:
             raise ValueError(f"{meta['rows']} rows were announced, and {len(bound.calls)} arrived")
     except _READ_ERRORS as error:
-        return _unreadable(error, 0, meta["rows"])
+        return _none_of(0, meta["rows"], ["invalid_json", f"the rows cannot be read: {error}", ""])
+    except MemoryError:
+        return _refused(meta)
     return bound
 
 
-def _unreadable(error, first, end):
-    """Rows of a request that all fail for this reason."""
-    failure = ["invalid_json", f"the rows cannot be read: {error}", ""]
-    bound = Bound(ONE, [None] * (end - first), dict.fromkeys(range(first, end), failure))
+def _none_of(first, end, error):
+    """Rows of a request of which none can be called."""
+    bound = Bound(ONE, [None] * (end - first), dict.fromkeys(range(first, end), error))
     bound.first = first
     return bound
 
 
+def _refused(meta):
+    """The row of a request that there is no memory for. Raises: MemoryError where it has several rows."""
+    if meta["rows"] > 1:  # the process ends, and gets fewer rows at once
+        raise MemoryError
+    return _none_of(0, 1, ["memory_limit", "the function's process was refused the memory to read the row", ""])
+
+
 def read_stages(meta, data, parameters):
-    """The rows of an `ask` of lines for a row function: some at a time, each when the earlier ones have been called."""
+    """The rows of an `ask` of lines for a row function: some at a time, each when the earlier ones have been called.
+
+    All that it yields together has as many rows as the request.
+    """
     first, total = 0, meta["rows"]
     try:
         for lines in stages_of(data):
@@ -102,7 +113,9 @@ def read_stages(meta, data, parameters):
         if first != total:
             raise ValueError(f"{total} rows were announced, and others arrived")
     except _READ_ERRORS as error:
-        yield _unreadable(error, first, total)
+        yield _none_of(first, total, ["invalid_json", f"the rows cannot be read: {error}", ""])
+    except MemoryError:
+        yield _refused(meta)
 
 
 def as_columns(bound, parameters):
@@ -306,7 +319,7 @@ def _convert(rows, parameters, errors):
                     rows[number] = make(row)
                 elif isinstance(row.get(name), dict):
                     row[name] = make(row[name])
-        except Exception as error:  # user code: the validators of its classes
+        except BaseException as error:  # user code: the validators of its classes
             errors[number] = ["invalid_argument", f"{name + ': ' if name else ''}{error}", ""]
             rows[number] = None
 

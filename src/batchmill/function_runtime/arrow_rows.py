@@ -11,8 +11,8 @@ import importlib.util
 from . import installed as json_text
 from .arrow_values import ArrowValues, UnsupportedType
 from .installed import installed, loaded
-from .row_lines import texts_of
-from .values import DTYPES, are_plain
+from .kept_results import texts_of
+from .values import DTYPES
 
 ARROW = "arrow"  # the layout of an `ask`, and of its results
 OUTPUT, JSON = "output", "json"  # the column of results: typed values, or each one's JSON
@@ -170,17 +170,24 @@ def items_of(array):
     return ArrowValues(number=_number).values(array)
 
 
+def copied(array):
+    """The array in memory of its own."""
+    pa = installed("pyarrow")
+    return pa.concat_arrays([array, array.slice(0, 0)])
+
+
 class ArrowWriter:
     """Writes results as an Arrow stream of one column."""
+
+    is_arrow = True
 
     def write(self, values, errors, first):
         """The results of rows from `first` on, without those in `errors`. Rows without a JSON form get an error."""
         rows = range(first, first + len(values))
         kept = [value for row, value in zip(rows, values) if row not in errors] if errors else values
-        if are_plain(kept):
-            array = _typed(kept)
-            if array is not None:
-                return _stream(OUTPUT, array)
+        array = _typed(kept)
+        if array is not None:
+            return _stream(OUTPUT, array)
         _, texts = texts_of(values, errors, rows)
         return _stream(JSON, installed("pyarrow").array(texts, "binary")) if texts else b""
 

@@ -9,6 +9,7 @@ import time
 from . import printing, sync_callers
 from .arguments import read_rows
 from .batch_window import BatchWindow
+from .kept_results import ResultKeeper
 from .loading import row_error
 from .requests import BatchQueue, Bisection, PendingRequest, halves, singles
 from .streams import StreamCall, call_with, check_count
@@ -44,6 +45,7 @@ class AsyncLoop:
         self._chains = {}  # stream id -> the last thing to be done for it
         self._timer = None
         self._failed = 0
+        self._keeper = ResultKeeper(self._error_of)
         self._calls_max = max(CALLS_MAX, calls_max or 0) if self._is_row else BATCHES_MAX
         self._stopped = loop.create_future()
 
@@ -87,7 +89,7 @@ class AsyncLoop:
         self._replies.flush()
 
     def _add(self, meta, buffers):
-        ask = PendingRequest(meta, read_rows(meta, buffers, self._code.parameters, as_columns=not self._is_row))
+        ask = PendingRequest(meta, self._read(meta, buffers))
         if not ask.left:
             self._replies.finish(ask)
             return
@@ -99,6 +101,21 @@ class AsyncLoop:
             runs = sync_callers.prepare(ask, self._code)
         for first, end, key in runs:
             self._batches.add(ask, first, end, key)
+
+    def _read(self, meta, buffers):
+        """The rows of an `ask`. Where user code makes objects of them, all of them count as being called."""
+        parameters = self._code.parameters
+        if not parameters.models:
+            return read_rows(meta, buffers, parameters, as_columns=not self._is_row)
+        entry = (meta["id"], 0, meta["rows"])
+        self._progress.many([entry, *[each for entries in self._running.values() for each in entries]])
+        try:
+            return read_rows(meta, buffers, parameters, as_columns=not self._is_row)
+        finally:
+            if self._is_row:
+                self._progress.many([self._running[task][0] for task in self._places])
+            else:
+                self._note_all()
 
     def _abandon(self, ask_id):
         ask = self._asks.pop(ask_id, None)
@@ -178,15 +195,15 @@ class AsyncLoop:
         began = time.perf_counter_ns()
         try:
             if self._code.streams:
-                ask.values[row] = await self._collected(ask.bound, row)
+                value = await self._collected(ask.bound, row)
             else:
-                ask.values[row] = await call_with(self._code.call, ask.bound, row)
+                value = await call_with(self._code.call, ask.bound, row)
         except BaseException as error:  # SystemExit and the like too: one row must not end the process
             self._refuse_cancel()
             ask.errors[row] = self._error_of(error)
+        else:
+            sync_callers.keep_result(ask, row, value, self._code, self._keeper)
         self._replies.count(1, 1, 0, time.perf_counter_ns() - began)
-        if self._code.result is not None and not self._code.streams and row not in ask.errors:
-            sync_callers.settle(ask, row, self._code)
         ask.end_rows(row, row + 1)
         self._reply(ask, 1)
 
@@ -212,7 +229,7 @@ class AsyncLoop:
             self._replies.finish(ask, size)
         elif ask.from_job:
             upto = ask.done.find(0, ask.sent)
-            self._replies.stage(ask, ask.rows if upto < 0 else upto, size)
+            self._replies.stage(ask, ask.rows if upto < 0 else upto, self._keeper, size)
 
     async def _call_batch(self, parts):
         rows = sum(end - first for _, first, end in parts)
@@ -235,6 +252,7 @@ class AsyncLoop:
             args, named = sync_callers.arguments_of(parts, self._code)
             called = time.perf_counter_ns()
             result = await self._code.call(*args, **named)
+            sync_callers.share_out(parts, rows, result, self._code, self._keeper)
         except BaseException as error:  # as in _call_row
             self._refuse_cancel()
             if rows > 1:
@@ -244,7 +262,6 @@ class AsyncLoop:
             return True
         finally:
             self._replies.count(rows, 1, called - began, time.perf_counter_ns() - called)
-        sync_callers.share_out(parts, rows, result, self._code)
         return True
 
     async def _cut(self, parts, rows):

@@ -16,19 +16,22 @@ import time
 import traceback
 
 from . import inferless_app, installed, marks, printing
-from .arrow_rows import ArrowWriter, is_arrow, is_available, items_of
+from .arrow_rows import is_arrow, is_available, items_of
 from .async_caller import AsyncLoop
 from .frames import BROKEN, WorkerSocket, end_with_worker, high, keep_freed_memory
+from .kept_results import Unkept, text_of_result, texts_of
 from .loading import LoadError, run_user_code, trace_of
 from .printing import Progress
-from .requests import StagedRequest, write_columns, write_values
+from .requests import StagedRequest, write_columns, write_exactly
 from .shared_memory import MemoryPair
 from .streams import Streams
 from .sync_callers import ListCaller, RowCaller
 from .user_code import ROW, load
 
 STAGE_NS = 50_000_000  # results of a job's rows are sent this often
+RESULT_BYTES = 4 * 1024 * 1024  # and whenever there are so many, that memory stays small
 FLUSH_NS = 1_000_000  # results that wait for others of the same turn leave after this
+REFUSED = ["memory_limit", "the function's process was refused the memory to write the row's result", ""]
 BARE_NAMES = frozenset(["output"])  # a column of this name is the result itself, not a dict of one
 
 
@@ -59,11 +62,11 @@ class Replies:
         if not ask.is_abandoned:
             self._results(ask, ask.sent, ask.rows, size)
 
-    def stage(self, ask, upto, size=1):
-        """Send the finished rows of a batch, if it is time."""
-        now = time.perf_counter_ns()
-        if ask.from_job and upto > ask.sent and now - ask.sent_ns >= STAGE_NS:
-            ask.sent_ns = now
+    def stage(self, ask, upto, keeper, size=1):
+        """Send the finished rows of a batch, if it is time, or if what `keeper` has kept is large."""
+        now, is_large = time.perf_counter_ns(), keeper.size_bytes >= RESULT_BYTES
+        if ask.from_job and upto > ask.sent and (is_large or now - ask.sent_ns >= STAGE_NS):
+            ask.sent_ns, keeper.size_bytes = now, 0
             self._results(ask, ask.sent, upto, size)
             ask.values[ask.sent : upto] = [None] * (upto - ask.sent)
             ask.sent = upto
@@ -71,7 +74,13 @@ class Replies:
 
     def _results(self, ask, first, end, size):
         began = time.perf_counter_ns()
-        layout, (values, buffers) = self._values(ask, first, end)
+        try:
+            layout, (values, buffers) = self._values(ask, first, end)
+        except MemoryError:
+            if end - first > 1:  # the process ends, and gets fewer rows at once
+                raise
+            ask.errors[first], ask.values[first], ask.pieces = REFUSED, None, []
+            layout, (values, buffers) = self._values(ask, first, end)
         errors = ask.errors
         if ask.sent or end < ask.rows:
             errors = {row: error for row, error in errors.items() if first <= row < end}
@@ -89,8 +98,7 @@ class Replies:
     def _values(self, ask, first, end):
         if isinstance(ask, StagedRequest):
             return b"lines", (ask.take_lines(end), [])
-        leaves_as_arrow = isinstance(ask.bound.writer, ArrowWriter)
-        if ask.pieces and leaves_as_arrow:
+        if ask.pieces and ask.leaves_as_arrow:
             pieces = sorted((piece for piece in ask.pieces if first <= piece[0] < end), key=_first_of)
             failed = sum(first <= row < end for row in ask.errors)
             if sum(rows for _, rows, _ in pieces) + failed == end - first and pieces:
@@ -110,9 +118,15 @@ class Replies:
             ask.pieces = [piece for piece in ask.pieces if piece[0] >= end]
         if ask.bound.writer is not None:
             written = ask.bound.writer.write(ask.values[first:end], ask.errors, first)
-            return b"arrow" if leaves_as_arrow else b"lines", (written, [])
+            return b"arrow" if ask.leaves_as_arrow else b"lines", (written, [])
         values = ask.values if end - first == ask.rows else ask.values[first:end]
-        return b"rows", write_values(values, ask.errors, first, exact=ask.is_exact)
+        if ask.is_exact:
+            return b"rows", write_exactly(values, ask.errors, first)
+        rows, texts = texts_of(values, ask.errors, range(first, end))
+        if len(texts) < end - first:
+            found = dict(zip(rows, texts))
+            texts = [found.get(row, b"null") for row in range(first, end)]
+        return b"rows", (b"[" + b",".join(texts) + b"]", [])
 
     def _taken(self):
         if not self._ran:
@@ -123,13 +137,20 @@ class Replies:
 
     def piece(self, stream_id, value, *, exact):
         """One event of a stream."""
-        errors = {}
-        text, buffers = write_values([value], errors, 0, exact=exact)
+        errors, buffers = {}, []
+        if exact:
+            text, buffers = write_exactly([value], errors, 0)
+            text = text[1:-1]
+        else:
+            try:
+                text = text_of_result(value)
+            except Unkept as unkept:
+                errors = [unkept.error]
         if errors:
             self.end_stream(stream_id, errors[0])
             return False
         meta = {"kind": "piece", "id": stream_id, "ended": False, "error": None}
-        self._link.put(meta, [text[1:-1], *buffers])
+        self._link.put(meta, [text, *buffers])
         return True
 
     def end_stream(self, stream_id, error=None):

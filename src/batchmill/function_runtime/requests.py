@@ -8,15 +8,18 @@ import time
 from . import installed
 from . import values as arrays
 from .loading import text_of
-from .values import Unserializable, Writer, are_plain
+from .values import Unserializable, Writer
 
 
 class PendingRequest:
-    """`values[row]` is the result of a row that has been called; rows that failed have None there and an error."""
+    """`values[row]` is the kept result of a row that has been called (see kept_results).
+
+    Rows that failed have None there and an error.
+    """
 
     __slots__ = (
         "id", "slot", "rows", "from_job", "is_exact", "arrived_ns", "begun_ns", "bound", "values", "errors", "done",
-        "sent", "sent_ns", "left", "runs", "is_abandoned", "columns", "pieces", "of",
+        "sent", "sent_ns", "left", "runs", "is_abandoned", "columns", "pieces", "of", "leaves_as_arrow",
     )  # fmt: skip
 
     def __init__(self, meta, bound):
@@ -26,6 +29,7 @@ class PendingRequest:
         self.arrived_ns, self.begun_ns, self.sent_ns = time.perf_counter_ns(), 0, 0
         self.bound = bound
         self.errors = bound.errors
+        self.leaves_as_arrow = bound.writer is not None and bound.writer.is_arrow
         self.values = [None] * self.rows
         self.done = None  # of rows that end in any order: a byte for each
         self.sent = 0  # rows whose results have left
@@ -85,10 +89,11 @@ class StagedRequest(PendingRequest):
     def has_runs(self):
         """As `PendingRequest.has_runs`; reads more rows if those before have been called."""
         while not self.runs:
-            self._write(self.bound.first + len(self.bound.calls))
-            self.bound = bound = next(self._stages, None) or self.bound
-            if bound.first < self._written:
+            end = self.bound.first + len(self.bound.calls)
+            if end == self.rows:
                 return False
+            self._write(end)
+            bound = next(self._stages)
             self.errors.update(bound.errors)
             self._bind(bound)
         return True
@@ -119,14 +124,9 @@ def good_runs(end, errors, first=0):
     return runs
 
 
-def write_values(values, errors, first, *, exact):
+def write_exactly(values, errors, first):
     """(JSON of the values, buffers). Rows whose result has no form get an error in `errors`, numbered from `first`."""
-    if not exact and are_plain(values):
-        try:
-            return installed.dump(values), []
-        except (ValueError, TypeError, OverflowError, RecursionError):  # text that is not UTF-8: found row by row
-            pass
-    writer = Writer(exact=exact)
+    writer = Writer(exact=True)
     plain = []
     for row, value in enumerate(values, first):
         try:

@@ -6,13 +6,11 @@ It is parsed in stages, so that the rows of one are still in the processor's cac
 
 from __future__ import annotations
 
-import contextlib
 import json
 
 from . import installed
 from .installed import msgspec
-from .requests import bad_return
-from .values import Writer, are_plain
+from .kept_results import texts_of
 
 OPENAI, TABLE = "openai_lines", "table_lines"  # layouts of an `ask`
 LAYOUTS = frozenset([OPENAI, TABLE])
@@ -20,7 +18,6 @@ INFER = "/infer"  # how the path of a call with tensors ends
 ADDRESSED = frozenset(["data"])  # the field of a call whose path names its function
 OTHER_FORM = "other_form"  # the error of a row that may be in the form of a live call: the worker reads it
 _READ_ERRORS = (ValueError, TypeError, RecursionError, KeyError)
-_DUMP_ERRORS = (ValueError, TypeError, OverflowError, RecursionError)
 
 if hasattr(getattr(getattr(msgspec, "json", None), "Decoder", None), "decode_lines"):  # older ones lack it
 
@@ -154,36 +151,17 @@ class LineWriter:
     def __init__(self, first):
         self._first = first
 
+    is_arrow = False
+
     def write(self, values, errors, first):
         """The lines of rows from `first` on, without those in `errors`.
 
         Rows whose result has no JSON form get an error.
         """
-        rows = range(first, first + len(values))
-        texts = None
-        if not errors and are_plain(values):
-            with contextlib.suppress(*_DUMP_ERRORS):  # found row by row
-                texts = list(map(installed.dump, values))
-        if texts is None:
-            rows, texts = texts_of(values, errors, rows)
-        return b"".join(self._lines(rows, texts))
+        return b"".join(self._lines(*texts_of(values, errors, range(first, first + len(values)))))
 
     def _lines(self, rows, texts):
         raise NotImplementedError
-
-
-def texts_of(values, errors, rows):
-    """(rows that have a result, its JSON); the others get an error."""
-    writer, done, texts = Writer(), [], []
-    for row, value in zip(rows, values):
-        if row in errors:
-            continue
-        try:
-            texts.append(installed.dump(writer.value(value)))
-            done.append(row)
-        except Exception as error:  # what runs here may be the result's own code
-            errors[row] = bad_return(error)
-    return done, texts
 
 
 class OpenAILines(LineWriter):

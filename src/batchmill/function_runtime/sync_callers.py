@@ -10,10 +10,11 @@ import time
 
 from . import printing
 from . import values as arrays
-from .arguments import NAMED, ONE, STAR, as_columns, as_dicts, column_of, read_rows, read_stages
-from .arrow_rows import ArrowWriter, column_of_result, frame_of, is_arrow, items_of, series_of
+from .arguments import ONE, STAR, as_columns, as_dicts, column_of, read_rows, read_stages
+from .arrow_rows import column_of_result, copied, frame_of, is_arrow, items_of, series_of
 from .batch_window import BatchWindow
 from .installed import loaded
+from .kept_results import ResultKeeper
 from .loading import row_error
 from .printing import FIRST
 from .requests import BatchQueue, Bisection, PendingRequest, StagedRequest, bad_return, halves, singles
@@ -26,6 +27,18 @@ TRACES_MAX = 4  # of the rows of a live ask that fail: its reply shows one at mo
 LOOK_NS = 500_000  # rows are called for this long, then the socket is looked at
 STRIDE_MAX = 16  # rows between two looks at the clock, where they are quick
 QUICK_NS = LOOK_NS // 8
+_OBJECT_KINDS = frozenset("OSUmM")  # of numpy arrays whose items are written one by one
+
+
+def read(meta, buffers, code, progress, *, as_columns=False):
+    """The rows of an `ask`. Where user code makes objects of them, all of them count as being called."""
+    if not code.parameters.models:
+        return read_rows(meta, buffers, code.parameters, as_columns=as_columns)
+    progress.one(meta["id"], 0, meta["rows"])
+    try:
+        return read_rows(meta, buffers, code.parameters, as_columns=as_columns)
+    finally:
+        progress.none()
 
 
 class RowCaller:
@@ -40,6 +53,7 @@ class RowCaller:
         self._look, self._memory_bytes = look, memory_bytes
         self._call = collected(code) if code.streams else code.call
         self._result = None if code.streams else code.result
+        self._keeper = ResultKeeper(self._error_of)
         self._live = collections.deque()
         self._batcher = collections.deque()
         self.met_memory_limit = False
@@ -47,10 +61,10 @@ class RowCaller:
     def add(self, meta, buffers):
         """Add a request."""
         began = time.perf_counter_ns()
-        if meta["layout"] in LAYOUTS:
+        if meta["layout"] in LAYOUTS and not self._code.parameters.models:
             ask = StagedRequest(meta, read_stages(meta, buffers[0], self._code.parameters))
         else:
-            ask = PendingRequest(meta, read_rows(meta, buffers, self._code.parameters))
+            ask = PendingRequest(meta, read(meta, buffers, self._code, self._progress))
         self._replies.count(1, 0, time.perf_counter_ns() - began, 0)
         (self._batcher if ask.from_job else self._live).append(ask)
 
@@ -96,7 +110,7 @@ class RowCaller:
             if now - looked >= LOOK_NS:
                 looked = now
                 goes_first = self._look()
-                self._replies.stage(ask, ask.runs[-1][0])
+                self._replies.stage(ask, ask.runs[-1][0], self._keeper)
                 if goes_first and ask.from_job:
                     return False
             first, end = ask.runs.pop()
@@ -108,69 +122,59 @@ class RowCaller:
 
     def _call_some(self, ask, first, end):
         """Run rows from `first` on for a moment; return the first that was not run."""
-        bound, clock = ask.bound, time.perf_counter_ns
-        rows = itertools.islice(bound.calls, first - bound.first, end - bound.first)
-        run = self._run_named if bound.how == NAMED else self._run_steps
-        source = {NAMED: iter, ONE: self._steps_of_one, STAR: self._steps_of_many}[bound.how](rows)
+        values, words, clock = ask.values, self._progress.words, time.perf_counter_ns
+        step, (fixed, write) = self._steps(ask.bound, first, end), self._keeper.how(ask, self._result)
+        written = []
         self._progress.one(ask.id, first)
         began = last = clock()
         at, stride = first, 1
         while at < end and last - began < LOOK_NS:
             stop = min(at + stride, end)
-            run(ask, at, stop, source)
+            for row in range(at, stop):
+                words[FIRST] = row  # in a child that user code has forked this raises: it calls no more rows
+                try:
+                    result = step()
+                except BaseException as error:  # SystemExit and the like too: one row must not end the process
+                    self._fail(ask, row, error)
+                    continue
+                if write is None or type(result) in fixed:
+                    values[row] = result
+                    continue
+                try:
+                    values[row] = write(result)
+                    written.append(result)
+                except BaseException as error:  # as above: the result's own code may run here
+                    values[row] = self._keeper.rewrite(ask, row, result, error)
+                    if values[row] is not None:
+                        written.append(result)
             at, now = stop, clock()
             stride = min(2 * stride, STRIDE_MAX) if now - last < QUICK_NS else 1
             last = now
         if self._link.is_child:
             os._exit(0)
+        self._keeper.end_run(ask, first, at, written if self._result is None else [])
         self._progress.none()
         self._replies.count(1, at - first, 0, last - began)
-        if self._result is not None:
-            self._check(ask, first, at)
         return at
 
-    def _steps_of_one(self, rows):
-        return map(self._call, rows).__next__
-
-    def _steps_of_many(self, rows):
-        return itertools.starmap(self._call, rows).__next__
-
-    def _run_steps(self, ask, first, end, step):
-        """Call rows; `step` calls the next one each time it is called."""
-        values, words = ask.values, self._progress.words
-        for row in range(first, end):
-            words[FIRST] = row  # in a child that user code has forked this raises: it calls no more rows
-            try:
-                values[row] = step()
-            except BaseException as error:  # SystemExit and the like too: one row must not end the process
-                self._fail(ask, row, error)
-
-    def _run_named(self, ask, first, end, rows):
-        """Call rows with their arguments by name: as `_run_steps`, without a function in between."""
-        values, words, call = ask.values, self._progress.words, self._call
-        for row, named in zip(range(first, end), rows):
-            words[FIRST] = row
-            try:
-                values[row] = call(**named)
-            except BaseException as error:
-                self._fail(ask, row, error)
+    def _steps(self, bound, first, end):
+        """What calls the next row, each time it is called."""
+        rows, call = itertools.islice(bound.calls, first - bound.first, end - bound.first), self._call
+        if bound.how == ONE:
+            return map(call, rows).__next__
+        if bound.how == STAR:
+            return itertools.starmap(call, rows).__next__
+        return map(lambda named: call(**named), rows).__next__  # noqa: C417 (a generator ends with its first error)
 
     def _fail(self, ask, row, error):
         if self._link.is_child:
             os._exit(0)
         is_shown = ask.from_job or len(ask.errors) < TRACES_MAX
-        ask.errors[row] = row_error(error, self._memory_bytes, with_trace=is_shown)
-        self.met_memory_limit |= isinstance(error, MemoryError)
+        ask.errors[row] = self._error_of(error, with_trace=is_shown)
 
-    def _check(self, ask, first, end):
-        """Check that results are what the app may return."""
-        for row in range(first, end):
-            if row not in ask.errors:
-                try:
-                    ask.values[row] = self._result(ask.values[row])
-                except Exception as error:  # the result's own code may run here
-                    ask.errors[row] = bad_return(error)
-                    ask.values[row] = None
+    def _error_of(self, error, *, with_trace=True):
+        self.met_memory_limit |= isinstance(error, MemoryError)
+        return row_error(error, self._memory_bytes, with_trace=with_trace)
 
 
 def prepare(ask, code):
@@ -277,16 +281,13 @@ def _frame(parts, code):
     return pandas.DataFrame(data, index=index)
 
 
-def share_out(parts, rows, result, code):
-    """Give each row its result, or all rows the error of a result that does not fit."""
+def share_out(parts, rows, result, code, keeper):
+    """Give each row its result, or all rows the error of a result that does not fit. Code of the result may raise."""
     found = _arrays_of(result, rows)
-    if found is None and any(isinstance(ask.bound.writer, ArrowWriter) for ask, _, _ in parts):
+    if found is None and any(ask.leaves_as_arrow for ask, _, _ in parts):
         found = column_of_result(result, rows)
     if found is not None:
-        for ask, first, end in parts:
-            part, found = _cut(found, end - first)
-            ask.pieces.append((first, end - first, part))
-            ask.end_rows(first, end)
+        _share_arrays(parts, found, result)
         return
     items = _list_of(result)
     if items is None or len(items) != rows:
@@ -294,31 +295,54 @@ def share_out(parts, rows, result, code):
         return
     at = 0
     for ask, first, end in parts:
-        ask.values[first:end] = items[at : at + end - first]
+        keep_items(ask, first, items[at : at + end - first], code, keeper)
         at += end - first
-        for row in range(first, end) if code.result is not None or _has_errors(ask.values[first:end]) else ():
-            settle(ask, row, code)
         ask.end_rows(first, end)
 
 
-def _has_errors(items):
-    return any(isinstance(each, BaseException) for each in items)
+def _share_arrays(parts, found, result):
+    """A function may write to one array again and again: what waits for other calls is copied."""
+    ending = collections.Counter()
+    for ask, first, end in parts:
+        ending[ask] += end - first
+    pieces = []
+    for ask, first, end in parts:
+        part, found = _cut(found, end - first)
+        pieces.append(_owned(part, result) if ask.left > ending[ask] else part)
+    for (ask, first, end), part in zip(parts, pieces):
+        ask.pieces.append((first, end - first, part))
+        ask.end_rows(first, end)
 
 
-def settle(ask, row, code):
-    """Store the results; an exception among them is that row's error."""
-    value = ask.values[row]
+def _owned(part, result):
+    if not is_arrow(part):
+        return {name: each.copy() for name, each in part.items()}
+    return part if type(result).__module__.partition(".")[0] == "pyarrow" else copied(part)
+
+
+def keep_result(ask, row, value, code, keeper):
+    """Keep the result of one row."""
+    if code.result is not None and not code.streams:
+        value = _settled(ask, row, value, code)
+    [ask.values[row]] = keeper.keep_all(ask, row, [value])
+
+
+def keep_items(ask, first, items, code, keeper):
+    """Keep the results of consecutive rows; an exception among them is that row's error."""
+    if code.result is not None or any(isinstance(each, BaseException) for each in items):
+        items = [_settled(ask, row, value, code) for row, value in enumerate(items, first)]
+    ask.values[first : first + len(items)] = keeper.keep_all(ask, first, items)
+
+
+def _settled(ask, row, value, code):
     try:
         if isinstance(value, BaseException):
             ask.errors[row] = row_error(value)
-        elif code.result is not None:
-            ask.values[row] = code.result(value)
-            return
         else:
-            return
+            return value if code.result is None else code.result(value)
     except Exception as error:  # the result's own code may run here
         ask.errors[row] = bad_return(error)
-    ask.values[row] = None
+    return None
 
 
 def _arrays_of(result, rows):
@@ -356,7 +380,8 @@ def _list_of(result):
     if pandas is not None and isinstance(result, pandas.DataFrame):
         return result.to_dict(orient="records")
     if hasattr(result, "tolist") and getattr(result, "shape", (1,)) != ():
-        return list(result) if getattr(getattr(result, "dtype", None), "kind", "") in "OSUmM" else result.tolist()
+        kind = getattr(getattr(result, "dtype", None), "kind", None)
+        return list(result) if kind in _OBJECT_KINDS else result.tolist()
     if isinstance(result, collections.abc.Sequence) and not isinstance(result, (str, bytes)):
         return list(result)
     return None
@@ -395,12 +420,13 @@ class ListCaller:
         self._asks = {}
         self._failed = 0  # rows whose own call raised, ever
         self._reading_ns = 0  # of asks whose rows have not been called
+        self._keeper = ResultKeeper(self._error_of)
         self.met_memory_limit = False
 
     def add(self, meta, buffers):
         """Take an ask over."""
         began = time.perf_counter_ns()
-        ask = PendingRequest(meta, read_rows(meta, buffers, self._code.parameters, as_columns=True))
+        ask = PendingRequest(meta, read(meta, buffers, self._code, self._progress, as_columns=True))
         if not ask.left:
             self._replies.finish(ask)
             return
@@ -457,7 +483,7 @@ class ListCaller:
             self._replies.finish(ask, size)
         elif ask.from_job:
             upto = ask.done.find(0, ask.sent)
-            self._replies.stage(ask, ask.rows if upto < 0 else upto, size)
+            self._replies.stage(ask, ask.rows if upto < 0 else upto, self._keeper, size)
 
     def _try(self, parts, rows):
         """Call with these rows; false where it raised, and then nothing is settled."""
@@ -465,11 +491,14 @@ class ListCaller:
         if error is None:
             return True
         if rows == 1:
-            fail(parts, row_error(error, self._memory_bytes))
-            self.met_memory_limit |= isinstance(error, MemoryError)
+            fail(parts, self._error_of(error))
             self._failed += 1
             return True
         return False
+
+    def _error_of(self, error):
+        self.met_memory_limit |= isinstance(error, MemoryError)
+        return row_error(error, self._memory_bytes)
 
     def _call(self, parts, rows):
         """Run one call; return its exception, or None if every row has its result."""
@@ -481,6 +510,9 @@ class ListCaller:
             args, named = arguments_of(parts, self._code)
             called = time.perf_counter_ns()
             result = self._code.call(*args, **named)
+            if self._link.is_child:
+                os._exit(0)
+            share_out(parts, rows, result, self._code, self._keeper)
         except BaseException as error:  # SystemExit and the like too: one batch must not end the process
             return error
         finally:
@@ -490,7 +522,6 @@ class ListCaller:
             self._progress.none()
             self._replies.count(rows, 1, called - began + self._reading_ns, time.perf_counter_ns() - called)
             self._reading_ns = 0
-        share_out(parts, rows, result, self._code)
         return None
 
     def _cut(self, parts, rows):

@@ -399,6 +399,11 @@ class FunctionChild:
             self._ready.set_exception(ModelFailed(f"{self._spec.source} could not be started: {self.exit_report()}"))
         self.ended()
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal has ended it, as the kernel sends one where memory is short."""
+        return self.exit_code is not None and self.exit_code < 0
+
     def ending(self) -> str:
         """The exit code or signal. Without its output, which may belong to other callers."""
         code = self.exit_code

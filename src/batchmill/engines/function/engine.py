@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from batchmill.engines.function import live
 from batchmill.engines.function.batching import RowBatcher
 from batchmill.engines.function.live import FunctionLive
-from batchmill.engines.function.process import Counts, Process, hung, memory_exceeded
+from batchmill.engines.function.process import Counts, Process, hung, memory_exceeded, silent
 from batchmill.engines.function.row_reader import READ_ERRORS
 from batchmill.errors import ModelFailed
 from batchmill.models.function_progress import Call
@@ -30,6 +30,7 @@ log = logging.getLogger("batchmill.functions")
 
 TICK_S = 0.05
 LOG_TICKS = 20  # between two looks at the size of the log
+SILENT_S = 60.0  # a process that has calls, runs none and sends nothing for so long is stopped, or blocked for good
 GRACE_S = 0.5  # an async call whose time is up is cancelled, and may end by itself
 
 
@@ -41,6 +42,7 @@ class Watch:
 
     def __init__(self, model: ModelSpec, process: Process, *, is_async: bool) -> None:
         self._process = process
+        self._reads = self._silent_ticks = 0
         self._limit_s, self._memory_bytes = model.limits.attempt_timeout_s, model.limits.memory_bytes
         self._grace_s = GRACE_S if is_async else 0.0
         self._since: dict[Call, float] = {}  # calls that are running -> when they were first seen to
@@ -80,6 +82,7 @@ class Watch:
             self._leaving.clear()
         else:
             self._end_hung(running, now)
+        self._end_silent(is_running=bool(running))
         if self._memory_bytes is not None and (held := child.resident_bytes()) > self._memory_bytes:
             self._process.replace(memory_exceeded(self._memory_bytes, held))
 
@@ -103,6 +106,15 @@ class Watch:
         late = [call for call, since in self._since.items() if now - since > self._limit_of(call[0])]
         if late:
             self._process.replace(hung(min(self._limit_of(call[0]) for call in late)), frozenset(late))
+
+    def _end_silent(self, *, is_running: bool) -> None:
+        """Replace a process that does not work. Ticks are counted: while this process is stopped, nothing is read."""
+        process = self._process
+        is_silent = process.has_calls and not is_running and process.reads == self._reads
+        self._silent_ticks = self._silent_ticks + 1 if is_silent else 0
+        self._reads = process.reads
+        if self._silent_ticks * TICK_S > SILENT_S:
+            process.replace(silent(SILENT_S))
 
     def _limit_of(self, id_: int) -> float:
         """The time limit of a call: a job's row may have a shorter one than the model."""

@@ -31,7 +31,8 @@ from batchmill.types import BatchTimes, CallStats, Interface, ModelSpec
 from batchmill.wire.calls import CallError, FunctionResults, ParsedCalls
 
 CRASHED, HUNG, MEMORY_LIMIT = "worker_crashed", "timeout", "memory_limit"  # why a process was to be replaced
-INVALID_FRAME = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError)  # what reading one may raise
+# What reading one may raise.
+INVALID_FRAME = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 OWN_IDS = 1 << 48  # ids from here on are ours; below are those of Asks
 
 ASK = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","from_job":%b,"exact":%b,"slot":%d,"of":%b}'
@@ -63,6 +64,10 @@ def no_answer(seconds: float) -> ProcessFault:
 def memory_exceeded(limit: int, held: int) -> ProcessFault:
     text = f"the function's process held {held / 2**20:.0f} MiB, more than its limit of {limit / 2**20:.0f} MiB"
     return ProcessFault(MEMORY_LIMIT, text)
+
+
+def silent(seconds: float) -> ProcessFault:
+    return ProcessFault(CRASHED, f"the function's process ran none of its calls and sent nothing for {seconds:g} s")
 
 
 class Blame(Struct, frozen=True):
@@ -268,6 +273,7 @@ class Counts:
         return taken
 
 
+SETUP_KILLS_MAX = 3  # first starts that a signal ends, then the model is given up
 STARTS_MAX = 4  # in a row that fail, then the model is given up
 IDLE_DEATHS_MAX = 5  # in a row while nothing was called, and nothing was answered between
 STRIKES_MAX = 2  # unexplained deaths that a work may have been in, then it is asked alone
@@ -298,6 +304,7 @@ class Process:
         self._running = 0  # works that the process has and that hold suspects up
         self._is_open = False  # a process is there, and works may go to it at once
         self.is_up = False
+        self.reads = 0  # of its socket that brought frames
         self._fault: ProcessFault | None = None  # why we killed it
         self._hung: frozenset[Call] | None = None
         self._idle_deaths = self._blamed_deaths = 0
@@ -312,13 +319,25 @@ class Process:
     async def start(self) -> Interface:
         """Raises: ModelFailed, with the traceback."""
         self.note = f"setting up {self._model.source}"
-        self.child = self._child()
         try:
-            interface = await self.child.start()
+            return await self._start_child()
         finally:
             await self._end_prepared()
-        self._up(self.child)
-        return interface
+
+    async def _start_child(self) -> Interface:
+        """As `start`; a process that is killed while it sets up is started again."""
+        for kills_left in reversed(range(SETUP_KILLS_MAX)):
+            self.child = self._child()
+            try:
+                interface = await self.child.start()
+            except ModelFailed:
+                if not kills_left or not self.child.was_killed:
+                    raise
+                await self.child.stop(0)
+            else:
+                self._up(self.child)
+                return interface
+        raise AssertionError("the last start returns or raises")
 
     async def _end_prepared(self) -> None:
         """End the process that was started ahead, unless it was taken."""
@@ -415,7 +434,13 @@ class Process:
 
     # -- what it says -------------------------------------------------------------------------------------------------
 
+    @property
+    def has_calls(self) -> bool:
+        """Whether the process has calls that it has not answered."""
+        return self._running > 0
+
     def _receive(self, frames: list[Frame]) -> None:
+        self.reads += 1
         works = self.works
         for meta, buffers in frames:
             try:

@@ -78,6 +78,15 @@ class _TableResult(Struct):
     output: msgspec.Raw
 
 
+class _TableEnd(Struct, forbid_unknown_fields=True, gc=False):
+    """What follows the columns in a line of a table."""
+
+    row: int
+    output: msgspec.Raw
+    error: None
+
+
+_ends = msgspec.json.Decoder(list[_TableEnd])
 _openai_result, _table_result = msgspec.json.Decoder(_OpenAIResult), msgspec.json.Decoder(_TableResult)
 
 
@@ -97,7 +106,8 @@ def read_results(block: RowBlock, first: int, count: int, lines: bytes, errors: 
         places = [place for place in places if place not in errors]
     texts = lines.split(b"\n")
     last = texts.pop()
-    flaw = "a NUL byte" if b"\0" in lines else "an incomplete line" if last else _find_flaw(block, places, texts)
+    flaw = "a NUL byte" if b"\0" in lines else "an incomplete line" if last else ""
+    flaw = flaw or _find_flaw(block, places, texts)
     if flaw:  # a header of a segment has NUL bytes, a line never
         error = CallError("bad_return", f"the function's process returned {flaw}")
         return BlockResults([], _failed(block, dict.fromkeys(range(first, first + count), error)))
@@ -138,13 +148,32 @@ def _find_flaw(block: RowBlock, places: range | list[int], texts: list[bytes]) -
     """What is wrong with the lines; empty if nothing is."""
     if len(texts) != len(places):
         return f"{len(texts)} lines for {len(places)} rows"
-    if isinstance(block.form, OpenAIForm):
-        head = b'{"id":"' + block.form.id_prefix.encode().replace(b"%", b"%%") + b'%d","custom_id":'
-        heads = [head % number for number in _select(block.numbers, places)]
-    else:
-        rows = block.lines[:-1].split(b"\n")
-        heads = [rows[place].strip()[:-1].rstrip() for place in places]
+    try:
+        for text in () if all(map(bytes.isascii, texts)) else texts:
+            text.decode()
+    except UnicodeDecodeError:
+        return "bytes that are not UTF-8"
+    if not isinstance(block.form, OpenAIForm):
+        return _find_table_flaw(block, places, texts)
+    head = b'{"id":"' + block.form.id_prefix.encode().replace(b"%", b"%%") + b'%d","custom_id":'
+    heads = [head % number for number in _select(block.numbers, places)]
     return "" if all(map(bytes.startswith, texts, heads)) else "lines of other rows"
+
+
+def _find_table_flaw(block: RowBlock, places: range | list[int], texts: list[bytes]) -> str:
+    """As `_find_flaw`; outputs must be JSON, as gathering reads them for a table."""
+    rows = block.lines[:-1].split(b"\n")
+    heads = [rows[place].strip()[:-1].rstrip() for place in places]
+    if not all(map(bytes.startswith, texts, heads)):
+        return "lines of other rows"
+    tails = [text[len(head) :] for head, text in zip(heads, texts, strict=True)]
+    if b"{" in heads:  # of a row without columns, whose output follows no comma
+        tails = [b"," + tail if head == b"{" else tail for head, tail in zip(heads, tails, strict=True)]
+    try:
+        ends = _ends.decode(b'[{"row":0' + b',{"row":0'.join(tails) + b"]") if texts else []
+    except (msgspec.MsgspecError, RecursionError):
+        return "results that are not JSON"
+    return "" if len(ends) == len(texts) else "results that are not JSON"
 
 
 def _too_deep(block: RowBlock, places: range | list[int], texts: list[bytes]) -> dict[int, CallError]:
