@@ -56,8 +56,8 @@ def write(
         with pq.ParquetFile(part.part) as written:
             if written.metadata.num_rows != rows:
                 raise LedgerBroken(f"{part.part} holds {written.metadata.num_rows} rows instead of {rows}")
-        digest = part.publish()
-        return ResultFile(str(output), rows, part.size_bytes, digest)
+        part.publish()
+        return ResultFile(str(output), rows, part.size_bytes)
     finally:
         part.discard()
 

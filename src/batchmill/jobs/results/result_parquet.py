@@ -279,8 +279,8 @@ class ParquetFile:
         with pq.ParquetFile(self._part.part) as written:
             if written.metadata.num_rows != self._rows:
                 raise LedgerBroken(f"{self._part.part} holds {written.metadata.num_rows} rows instead of {self._rows}")
-        digest = self._part.publish()
-        return ResultFile(str(self._output), self._rows, self._part.size_bytes, digest)
+        self._part.publish()
+        return ResultFile(str(self._output), self._rows, self._part.size_bytes)
 
     def discard(self) -> None:
         self._part.discard()
