@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -66,8 +66,14 @@ class ColumnRows:
         is_whole = len(groups) % 3 == 0 and groups and self._first_rows[-1] == self.rows
         if not is_whole or self._first_blocks[-1] != len(self._checksums):
             raise damaged(home, faults(home) or [f"{layout.ROW_GROUPS} does not fit {self.rows} rows"])
+        self.paths = [file.path for file in self._seal.files]
         self._files: OrderedDict[int, pq.ParquetFile] = OrderedDict()
         self._readers: OrderedDict[Names, _Reader] = OrderedDict()
+
+    def row_groups(self) -> list[tuple[int, int, int]]:
+        """(rows, number of the file, number in the file) of every row group that has rows, in the order of the rows."""
+        rows = [end - first for first, end in pairwise(self._first_rows)]
+        return list(zip(rows, self._file_of, self._number_of, strict=False))
 
     def read(self, first: int, last: int) -> list[bytes]:
         """Rows first <= n < last as JSON objects. Raises: InputChanged."""
@@ -149,10 +155,22 @@ class ColumnRows:
         return _Reader(group, batches, next(batches), self._first_rows[group])
 
     def _open(self, number: int) -> pq.ParquetFile:
-        """Open a file that still has its size. Its time and inode may differ: the checksums decide."""
         if number in self._files:
             self._files.move_to_end(number)
             return self._files[number]
+        path, size = self.paths[number], parquet_rows.buffer_bytes(len(self.schema))
+        file = parquet_rows.opened(path, buffer_bytes=size, source=self.verified(number))
+        self._files[number] = file
+        if len(self._files) > FILES_OPEN_MAX:
+            self._files.popitem(last=False)[1].close(force=True)
+            self._readers.clear()
+        return file
+
+    def verified(self, number: int) -> VerifiedFile:
+        """Open a file that still has its size. Its time and inode may differ: the checksums decide.
+
+        Raises: InputChanged.
+        """
         sealed = self._seal.files[number]
         try:
             fd = os.open(sealed.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -162,17 +180,9 @@ class ColumnRows:
             os.close(fd)
             raise self._differs(number, f"it has {size:,} bytes instead of {sealed.size_bytes:,}")
         checksums = self._checksums[self._first_blocks[number] : self._first_blocks[number + 1]]
-        verified = VerifiedFile(
+        return VerifiedFile(
             fd, sealed.size_bytes, checksums, lambda start, end: self._differs(number, f"bytes {start:,} to {end:,}")
         )
-        file = parquet_rows.opened(
-            sealed.path, buffer_bytes=parquet_rows.buffer_bytes(len(self.schema)), source=verified
-        )
-        self._files[number] = file
-        if len(self._files) > FILES_OPEN_MAX:
-            self._files.popitem(last=False)[1].close(force=True)
-            self._readers.clear()
-        return file
 
     def _changed(self, group: int, message: str) -> InputChanged:
         return self._differs(self._file_of[group], message)

@@ -16,6 +16,7 @@ from batchmill.datasets.layout import RANGE_BYTES
 from batchmill.errors import InputChanged
 
 BLOCK_BYTES = 256 * 1024  # what one checksum covers; the last block of a file may be shorter
+PIECE_BLOCKS = 4
 BLOCKS_KEPT = 64  # verified ones: columns are read in turns, each from where it stopped
 
 
@@ -80,6 +81,13 @@ class VerifiedFile(io.RawIOBase):
         data = self._verified(first, last + 1)
         skip, self._at = self._at - first * BLOCK_BYTES, end
         return data[skip : end - first * BLOCK_BYTES]
+
+    def pieces(self, end: int) -> Iterator[bytes]:
+        """The bytes from the start to `end`, in pieces of PIECE_BLOCKS blocks. Raises: InputChanged."""
+        for start in range(0, end, PIECE_BLOCKS * BLOCK_BYTES):
+            first = start // BLOCK_BYTES
+            data = self._read_blocks(first, min(first + PIECE_BLOCKS, block_count(end)))
+            yield data if start + len(data) <= end else data[: end - start]
 
     def readinto(self, buffer: Any) -> int:
         data = self.read(len(buffer))
