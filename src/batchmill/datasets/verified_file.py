@@ -82,12 +82,17 @@ class VerifiedFile(io.RawIOBase):
         skip, self._at = self._at - first * BLOCK_BYTES, end
         return data[skip : end - first * BLOCK_BYTES]
 
-    def pieces(self, end: int) -> Iterator[bytes]:
-        """The bytes from the start to `end`, in pieces of PIECE_BLOCKS blocks. Raises: InputChanged."""
-        for start in range(0, end, PIECE_BLOCKS * BLOCK_BYTES):
-            first = start // BLOCK_BYTES
-            data = self._read_blocks(first, min(first + PIECE_BLOCKS, block_count(end)))
-            yield data if start + len(data) <= end else data[: end - start]
+    def pieces(self, end: int) -> Iterator[memoryview]:
+        """The bytes from the start to `end`, in pieces of PIECE_BLOCKS blocks; each is overwritten by the next.
+
+        Raises: InputChanged.
+        """
+        buffer = memoryview(bytearray(PIECE_BLOCKS * BLOCK_BYTES))  # new memory for each costs as much as the reading
+        for start in range(0, end, len(buffer)):
+            last = min(start + len(buffer), self._size_bytes)
+            piece = buffer[: os.preadv(self._fd, [buffer[: last - start]], start)]
+            self._check(piece, start, last)
+            yield piece[: end - start]
 
     def readinto(self, buffer: Any) -> int:
         data = self.read(len(buffer))
@@ -112,12 +117,16 @@ class VerifiedFile(io.RawIOBase):
     def _read_blocks(self, first: int, last: int) -> bytes:
         start, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self._size_bytes)
         data = os.pread(self._fd, end - start, start)
-        view = memoryview(data)
-        for number in range(first, last):
-            at = (number - first) * BLOCK_BYTES
-            if checksum(view[at : at + BLOCK_BYTES]) != self._checksums[number] or len(data) != end - start:
-                raise self._changed(start + at, min(start + at + BLOCK_BYTES, end))
+        self._check(memoryview(data), start, end)
         return data
+
+    def _check(self, data: memoryview, start: int, end: int) -> None:
+        """Compare the bytes of whole blocks with their checksums."""
+        first = start // BLOCK_BYTES
+        for at in range(0, end - start, BLOCK_BYTES):
+            found = checksum(data[at : at + BLOCK_BYTES])
+            if found != self._checksums[first + at // BLOCK_BYTES] or len(data) != end - start:
+                raise self._changed(start + at, min(start + at + BLOCK_BYTES, end))
 
     def _keep(self, number: int, data: bytes) -> None:
         self._blocks[number] = data

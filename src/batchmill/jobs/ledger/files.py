@@ -71,6 +71,11 @@ class PartFile:
             while view:
                 view = view[os.write(self._fd, view) :]
 
+    def sync(self) -> None:
+        """Make what was flushed durable, in any thread."""
+        with full_disk_named(self.part):
+            os.fdatasync(self._fd)
+
     def publish(self) -> None:
         """Make the file durable under its name."""
         self.flush()

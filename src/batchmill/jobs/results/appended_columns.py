@@ -31,6 +31,7 @@ GROUP_ROWS_MIN, GROUP_BYTES_MIN = 8192, 1024 * 1024  # of row groups on average:
 GROUP_ROWS_MAX = 1024 * 1024 * 64  # that pyarrow writes
 RESULT_BYTES_MAX = 128 * 1024 * 1024  # of a row group, in memory at once
 WINDOW_ROWS = 65_536
+SYNC_BYTES = 64 * 1024 * 1024
 PIECES_BYTES = 64 * 1024 * 1024  # encoded while the input is copied
 
 Count = Callable[[int, int, Sequence[bytes]], None]
@@ -137,10 +138,18 @@ def write(part: PartFile, source: Source, windows: ColumnWindows, column: Output
 
 
 def _copy(part: PartFile, source: Source, rows: ColumnRows) -> None:
-    for number, footer in enumerate(source.files):
-        with rows.verified(number) as file:
-            for piece in file.pieces(footer.start):
-                part.write(piece)
+    """Copy the input. The disk writes meanwhile: `publish` has little left to wait for."""
+    with ThreadPoolExecutor(1) as beside:
+        syncing, synced = beside.submit(int), 0
+        for number, footer in enumerate(source.files):
+            with rows.verified(number) as file:
+                for piece in file.pieces(footer.start):
+                    part.write(piece)
+                    part.flush()  # the next piece overwrites this one
+                    if part.size_bytes - synced >= SYNC_BYTES:
+                        syncing.result()
+                        syncing, synced = beside.submit(part.sync), part.size_bytes
+        syncing.result()
 
 
 def _results(
