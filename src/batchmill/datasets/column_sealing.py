@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import Event
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchmill.datasets import layout, parquet_rows
@@ -144,9 +143,9 @@ def _longest(array: pa.Array) -> int:
     if _types.is_nested(kind):
         return _items(array.offsets) * (_longest(array.values) + 1) + 4
     if _types.is_string(kind) or _types.is_large_string(kind):
-        return ESCAPED_BYTES * _most(pc.binary_length(array)) + 4
+        return ESCAPED_BYTES * _most(parquet_rows.compute().binary_length(array)) + 4
     if _types.is_binary(kind) or _types.is_large_binary(kind):
-        return BASE64_BYTES * _most(pc.binary_length(array)) + 8
+        return BASE64_BYTES * _most(parquet_rows.compute().binary_length(array)) + 8
     if _types.is_fixed_size_binary(kind) and not _types.is_decimal(kind):
         return BASE64_BYTES * kind.byte_width + 8
     return NUMBER_BYTES
@@ -154,8 +153,8 @@ def _longest(array: pa.Array) -> int:
 
 def _items(offsets: pa.Array) -> int:
     """The length of the longest list."""
-    return _most(pc.subtract(offsets[1:], offsets[:-1]))
+    return _most(parquet_rows.compute().subtract(offsets[1:], offsets[:-1]))
 
 
 def _most(lengths: pa.Array) -> int:
-    return pc.max(lengths).as_py() or 0
+    return parquet_rows.compute().max(lengths).as_py() or 0

@@ -22,19 +22,27 @@ BLOCKS_KEPT = 64  # verified ones: columns are read in turns, each from where it
 
 def checksum_blocks(path: str) -> Iterator[tuple[bytes, array[int]]]:
     """For every RANGE_BYTES of a file: their BLAKE3 digest, and the checksum of each block."""
+    buffer = memoryview(bytearray(PIECE_BLOCKS * BLOCK_BYTES))  # new memory for each piece costs as much as the reading
+    digest, checksums, size = blake3(), array("I"), 0
     with open(path, "rb", buffering=0) as file:
-        while data := _read_range(file):
-            view = memoryview(data)
-            checksums = [checksum(view[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
-            yield blake3(data).digest(), array("I", checksums)
+        while count := _fill(buffer, file):
+            piece = buffer[:count]
+            digest.update(piece)
+            checksums.extend(checksum(piece[at : at + BLOCK_BYTES]) for at in range(0, count, BLOCK_BYTES))
+            size += count
+            if size % RANGE_BYTES == 0:
+                yield digest.digest(), checksums
+                digest, checksums = blake3(), array("I")
+    if checksums:
+        yield digest.digest(), checksums
 
 
-def _read_range(file: io.FileIO) -> bytes:
-    pieces, size = [], 0
-    while size < RANGE_BYTES and (piece := file.read(RANGE_BYTES - size)):
-        pieces.append(piece)
-        size += len(piece)
-    return b"".join(pieces)
+def _fill(buffer: memoryview, file: io.FileIO) -> int:
+    """Read until the buffer is full or the file ends."""
+    size = 0
+    while size < len(buffer) and (count := file.readinto(buffer[size:])):
+        size += count
+    return size
 
 
 def block_count(size_bytes: int) -> int:
@@ -87,7 +95,7 @@ class VerifiedFile(io.RawIOBase):
 
         Raises: InputChanged.
         """
-        buffer = memoryview(bytearray(PIECE_BLOCKS * BLOCK_BYTES))  # new memory for each costs as much as the reading
+        buffer = memoryview(bytearray(PIECE_BLOCKS * BLOCK_BYTES))
         for start in range(0, end, len(buffer)):
             last = min(start + len(buffer), self._size_bytes)
             piece = buffer[: os.preadv(self._fd, [buffer[: last - start]], start)]

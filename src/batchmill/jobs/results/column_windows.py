@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from msgspec import Raw, Struct
 
 from batchmill.datasets.column_rows import ColumnRows
@@ -240,7 +239,7 @@ class ColumnWindows:
         arrays = [pa.nulls(1, output.type) if number == NONE else output.array(int(number)) for number in known]
         begins = np.cumsum([0, *map(len, arrays)])[:-1]
         picked = begins[inverse] + np.where(numbers == NONE, 0, places)
-        return pc.take(pa.concat_arrays(arrays), pa.array(picked))
+        return pa.concat_arrays(arrays).take(pa.array(picked))
 
     def _slice(self, output: OutputColumn, number: int, place: int, rows: int) -> pa.Array:
         return pa.nulls(rows, output.type) if number == NONE else output.array(number).slice(place, rows)
