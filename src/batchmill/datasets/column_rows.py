@@ -42,6 +42,13 @@ class _Reader(Struct):
     first: int  # number of the first row of `batch`
 
 
+class _File(Struct):
+    """An open file, and the rows of a batch: to know them takes a look at every row group."""
+
+    file: pq.ParquetFile
+    batch_rows: int
+
+
 class ColumnRows:
     """The rows of a sealed dataset by number, with the methods of `SealedRows`, and as record batches.
 
@@ -67,7 +74,7 @@ class ColumnRows:
         if not is_whole or self._first_blocks[-1] != len(self._checksums):
             raise damaged(home, faults(home) or [f"{layout.ROW_GROUPS} does not fit {self.rows} rows"])
         self.paths = [file.path for file in self._seal.files]
-        self._files: OrderedDict[int, pq.ParquetFile] = OrderedDict()
+        self._files: OrderedDict[int, _File] = OrderedDict()
         self._readers: OrderedDict[Names, _Reader] = OrderedDict()
 
     def row_groups(self) -> list[tuple[int, int, int]]:
@@ -123,8 +130,8 @@ class ColumnRows:
     def close(self) -> None:
         """Release files and memory; safe to call twice."""
         self._readers.clear()
-        for file in self._files.values():
-            file.close(force=True)
+        for opened in self._files.values():
+            opened.file.close(force=True)
         self._files.clear()
 
     def _reader(self, row: int, names: Names) -> _Reader:
@@ -147,24 +154,22 @@ class ColumnRows:
         return reader
 
     def _begin(self, group: int, names: Names) -> _Reader:
-        file = self._open(self._file_of[group])
+        opened = self._open(self._file_of[group])
         columns = None if names is None else list(names)
-        batches = file.iter_batches(
-            parquet_rows.batch_rows(file), row_groups=[self._number_of[group]], columns=columns
-        )  # fmt: skip
+        batches = opened.file.iter_batches(opened.batch_rows, row_groups=[self._number_of[group]], columns=columns)
         return _Reader(group, batches, next(batches), self._first_rows[group])
 
-    def _open(self, number: int) -> pq.ParquetFile:
+    def _open(self, number: int) -> _File:
         if number in self._files:
             self._files.move_to_end(number)
             return self._files[number]
         path, size = self.paths[number], parquet_rows.buffer_bytes(len(self.schema))
         file = parquet_rows.opened(path, buffer_bytes=size, source=self.verified(number))
-        self._files[number] = file
+        opened = self._files[number] = _File(file, parquet_rows.batch_rows(file))
         if len(self._files) > FILES_OPEN_MAX:
-            self._files.popitem(last=False)[1].close(force=True)
+            self._files.popitem(last=False)[1].file.close(force=True)
             self._readers.clear()
-        return file
+        return opened
 
     def verified(self, number: int) -> VerifiedFile:
         """Open a file that still has its size. Its time and inode may differ: the checksums decide.

@@ -84,8 +84,9 @@ def _check_files(
         parquet_rows.keep_schema(source, home / layout.SCHEMA)
         with parquet_rows.bounded_memory(), parquet_rows.opened(source.path) as file:
             size = describe(source.path).size_bytes
+            batch_rows = parquet_rows.batch_rows(file)
             for group in range(file.num_row_groups):
-                _check_group(source.path, file, group, spec)
+                _check_group(source.path, file, group, batch_rows, spec)
                 if count := file.metadata.row_group(group).num_rows:
                     groups.extend((rows, number, group))
                     rows += count
@@ -95,10 +96,10 @@ def _check_files(
     return groups
 
 
-def _check_group(path: str, file: pq.ParquetFile, group: int, spec: DatasetSpec) -> None:
+def _check_group(path: str, file: pq.ParquetFile, group: int, batch_rows: int, spec: DatasetSpec) -> None:
     rows = 0
     try:
-        for batch in file.iter_batches(parquet_rows.batch_rows(file), row_groups=[group]):
+        for batch in file.iter_batches(batch_rows, row_groups=[group]):
             if batch.nbytes > BATCH_BYTES_MAX:
                 raise _NeedsConversion
             batch.validate(full=True)
