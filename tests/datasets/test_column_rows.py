@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchmill.datasets import layout, verified_file
+from batchmill.datasets import layout, parquet_rows, verified_file
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealing import seal
@@ -158,4 +158,22 @@ def test_a_file_larger_than_a_block_is_read_in_verified_blocks(tmp_path, write):
     rows = open_rows(home)
     assert rows.batch(0, size).to_pydict() == table.to_pydict()
     assert rows.batch(size - 1, size, ("b",))["b"].to_pylist() == [size - 1]
+    rows.close()
+
+
+def test_many_small_row_groups_are_looked_at_once_a_file(tmp_path, write, monkeypatch):
+    """The rows of a batch depend on all row groups: to ask again for each group would take time that grows squared."""
+    asked = []
+    batch_rows = parquet_rows.batch_rows
+
+    def counted(file):
+        asked.append(file)
+        return batch_rows(file)
+
+    monkeypatch.setattr(parquet_rows, "batch_rows", counted)
+    home, _ = _seal(tmp_path, write("a.parquet", row_group_size=2), write("b.parquet", row_group_size=2))
+    assert len(asked) == 2
+    rows = open_rows(home)
+    assert len(rows.read(0, 2 * ROWS)) == 2 * ROWS
+    assert len(asked) == 4
     rows.close()

@@ -148,6 +148,16 @@ BATCHED = (
         ("def f(t: pd.DataFrame): return t['n'] * 2", pa.int64(), [0, 2, 4]),
         ("def f(t: pd.DataFrame): return t[['n']]", pa.struct([("n", pa.int64())]), [{"n": 0}, {"n": 1}, {"n": 2}]),
         (
+            "def f(t: pd.DataFrame): return pd.concat([t[['s']][:1], t[['s']][1:]])",
+            pa.struct([("s", pa.large_string())]),
+            [{"s": "a"}, {"s": "b"}, {"s": "c"}],
+        ),
+        (
+            "def f(t: pd.DataFrame): return pd.concat([t['s'][:1], t['s'][1:]])",
+            pa.large_string(),
+            ["a", "b", "c"],
+        ),
+        (
             "def f(t: pl.DataFrame): return t.select('n')",
             pa.struct([("n", pa.int64())]),
             [{"n": 0}, {"n": 1}, {"n": 2}],

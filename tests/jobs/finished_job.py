@@ -20,15 +20,16 @@ def quiet(_: float) -> None:
 
 class FinishedJob:
     def __init__(
-        self, folder: Path, source: Path, form: OpenAIForm | TableForm, *, keys: bool = False, columnar: bool = False
-    ) -> None:
+        self, folder: Path, source: Path | list[Path], form: OpenAIForm | TableForm, *, keys: bool = False,
+        columnar: bool = False,
+    ) -> None:  # fmt: skip
         self.home, self.form = folder, form
         self.dataset, self.plan, self.segments = folder / "dataset", folder / "plan-0", folder / "segments"
         for path in (self.dataset, self.plan, self.segments):
             path.mkdir(parents=True)
         self.plans = [self.plan]
         order = SealOrder(
-            dataset=DatasetSpec([str(source)]),
+            dataset=DatasetSpec(list(map(str, source if isinstance(source, list) else [source]))),
             form=form if isinstance(form, TableForm) and form.prompt else None,
             targets={"m": (0, 0)}, keys=keys, fold="all" if keys else "none", may_be_columnar=columnar,
         )  # fmt: skip

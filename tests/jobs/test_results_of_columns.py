@@ -12,7 +12,7 @@ from finished_job import FinishedJob, quiet
 from msgspec.structs import replace
 
 from batchmill.errors import InputChanged, LedgerBroken
-from batchmill.jobs.results import column_windows
+from batchmill.jobs.results import appended_columns, column_windows
 from batchmill.jobs.results.gathering import gather, partial
 from batchmill.store.segments import BlockMeta, frame_columns
 from batchmill.types import RowError
@@ -41,8 +41,11 @@ class ColumnJob(FinishedJob):
         )  # fmt: skip
 
 
-@pytest.fixture
-def job(tmp_path) -> ColumnJob:
+@pytest.fixture(params=["encoded", "copied"])
+def job(request, tmp_path, monkeypatch) -> ColumnJob:
+    """Row groups as small as these are joined, unless none is too small to be copied."""
+    if request.param == "copied":
+        monkeypatch.setattr(appended_columns, "GROUP_ROWS_MIN", 1)
     return ColumnJob(tmp_path)
 
 

@@ -10,7 +10,7 @@ from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -42,6 +42,13 @@ class _Reader(Struct):
     first: int  # number of the first row of `batch`
 
 
+class _File(Struct):
+    """An open file, and the rows of a batch: to know them takes a look at every row group."""
+
+    file: pq.ParquetFile
+    batch_rows: int
+
+
 class ColumnRows:
     """The rows of a sealed dataset by number, with the methods of `SealedRows`, and as record batches.
 
@@ -66,8 +73,14 @@ class ColumnRows:
         is_whole = len(groups) % 3 == 0 and groups and self._first_rows[-1] == self.rows
         if not is_whole or self._first_blocks[-1] != len(self._checksums):
             raise damaged(home, faults(home) or [f"{layout.ROW_GROUPS} does not fit {self.rows} rows"])
-        self._files: OrderedDict[int, pq.ParquetFile] = OrderedDict()
+        self.paths = [file.path for file in self._seal.files]
+        self._files: OrderedDict[int, _File] = OrderedDict()
         self._readers: OrderedDict[Names, _Reader] = OrderedDict()
+
+    def row_groups(self) -> list[tuple[int, int, int]]:
+        """(rows, number of the file, number in the file) of every row group that has rows, in the order of the rows."""
+        rows = [end - first for first, end in pairwise(self._first_rows)]
+        return list(zip(rows, self._file_of, self._number_of, strict=False))
 
     def read(self, first: int, last: int) -> list[bytes]:
         """Rows first <= n < last as JSON objects. Raises: InputChanged."""
@@ -117,8 +130,8 @@ class ColumnRows:
     def close(self) -> None:
         """Release files and memory; safe to call twice."""
         self._readers.clear()
-        for file in self._files.values():
-            file.close(force=True)
+        for opened in self._files.values():
+            opened.file.close(force=True)
         self._files.clear()
 
     def _reader(self, row: int, names: Names) -> _Reader:
@@ -141,18 +154,28 @@ class ColumnRows:
         return reader
 
     def _begin(self, group: int, names: Names) -> _Reader:
-        file = self._open(self._file_of[group])
+        opened = self._open(self._file_of[group])
         columns = None if names is None else list(names)
-        batches = file.iter_batches(
-            parquet_rows.batch_rows(file), row_groups=[self._number_of[group]], columns=columns
-        )  # fmt: skip
+        batches = opened.file.iter_batches(opened.batch_rows, row_groups=[self._number_of[group]], columns=columns)
         return _Reader(group, batches, next(batches), self._first_rows[group])
 
-    def _open(self, number: int) -> pq.ParquetFile:
-        """Open a file that still has its size. Its time and inode may differ: the checksums decide."""
+    def _open(self, number: int) -> _File:
         if number in self._files:
             self._files.move_to_end(number)
             return self._files[number]
+        path, size = self.paths[number], parquet_rows.buffer_bytes(len(self.schema))
+        file = parquet_rows.opened(path, buffer_bytes=size, source=self.verified(number))
+        opened = self._files[number] = _File(file, parquet_rows.batch_rows(file))
+        if len(self._files) > FILES_OPEN_MAX:
+            self._files.popitem(last=False)[1].file.close(force=True)
+            self._readers.clear()
+        return opened
+
+    def verified(self, number: int) -> VerifiedFile:
+        """Open a file that still has its size. Its time and inode may differ: the checksums decide.
+
+        Raises: InputChanged.
+        """
         sealed = self._seal.files[number]
         try:
             fd = os.open(sealed.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -162,17 +185,9 @@ class ColumnRows:
             os.close(fd)
             raise self._differs(number, f"it has {size:,} bytes instead of {sealed.size_bytes:,}")
         checksums = self._checksums[self._first_blocks[number] : self._first_blocks[number + 1]]
-        verified = VerifiedFile(
+        return VerifiedFile(
             fd, sealed.size_bytes, checksums, lambda start, end: self._differs(number, f"bytes {start:,} to {end:,}")
         )
-        file = parquet_rows.opened(
-            sealed.path, buffer_bytes=parquet_rows.buffer_bytes(len(self.schema)), source=verified
-        )
-        self._files[number] = file
-        if len(self._files) > FILES_OPEN_MAX:
-            self._files.popitem(last=False)[1].close(force=True)
-            self._readers.clear()
-        return file
 
     def _changed(self, group: int, message: str) -> InputChanged:
         return self._differs(self._file_of[group], message)

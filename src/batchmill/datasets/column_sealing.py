@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import Event
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from batchmill.datasets import layout, parquet_rows
@@ -85,8 +84,9 @@ def _check_files(
         parquet_rows.keep_schema(source, home / layout.SCHEMA)
         with parquet_rows.bounded_memory(), parquet_rows.opened(source.path) as file:
             size = describe(source.path).size_bytes
+            batch_rows = parquet_rows.batch_rows(file)
             for group in range(file.num_row_groups):
-                _check_group(source.path, file, group, spec)
+                _check_group(source.path, file, group, batch_rows, spec)
                 if count := file.metadata.row_group(group).num_rows:
                     groups.extend((rows, number, group))
                     rows += count
@@ -96,10 +96,10 @@ def _check_files(
     return groups
 
 
-def _check_group(path: str, file: pq.ParquetFile, group: int, spec: DatasetSpec) -> None:
+def _check_group(path: str, file: pq.ParquetFile, group: int, batch_rows: int, spec: DatasetSpec) -> None:
     rows = 0
     try:
-        for batch in file.iter_batches(parquet_rows.batch_rows(file), row_groups=[group]):
+        for batch in file.iter_batches(batch_rows, row_groups=[group]):
             if batch.nbytes > BATCH_BYTES_MAX:
                 raise _NeedsConversion
             batch.validate(full=True)
@@ -144,9 +144,9 @@ def _longest(array: pa.Array) -> int:
     if _types.is_nested(kind):
         return _items(array.offsets) * (_longest(array.values) + 1) + 4
     if _types.is_string(kind) or _types.is_large_string(kind):
-        return ESCAPED_BYTES * _most(pc.binary_length(array)) + 4
+        return ESCAPED_BYTES * _most(parquet_rows.compute().binary_length(array)) + 4
     if _types.is_binary(kind) or _types.is_large_binary(kind):
-        return BASE64_BYTES * _most(pc.binary_length(array)) + 8
+        return BASE64_BYTES * _most(parquet_rows.compute().binary_length(array)) + 8
     if _types.is_fixed_size_binary(kind) and not _types.is_decimal(kind):
         return BASE64_BYTES * kind.byte_width + 8
     return NUMBER_BYTES
@@ -154,8 +154,8 @@ def _longest(array: pa.Array) -> int:
 
 def _items(offsets: pa.Array) -> int:
     """The length of the longest list."""
-    return _most(pc.subtract(offsets[1:], offsets[:-1]))
+    return _most(parquet_rows.compute().subtract(offsets[1:], offsets[:-1]))
 
 
 def _most(lengths: pa.Array) -> int:
-    return pc.max(lengths).as_py() or 0
+    return parquet_rows.compute().max(lengths).as_py() or 0

@@ -137,6 +137,15 @@ def detect(spec: DatasetSpec) -> Detected:
     return Detected("jsonl", list(names or ()))
 
 
+def detect_format(spec: DatasetSpec) -> str:
+    """`detect(spec).format`, without the columns of Parquet: what reads them takes longer to import than to use.
+
+    Raises: as `detect`; Parquet that cannot be read is refused where it is sealed.
+    """
+    sources = classify(spec)
+    return "parquet" if sources and sources[0].format == "parquet" else detect(spec).format
+
+
 def names_at_first(spec: DatasetSpec) -> tuple[str, ...]:
     """The field names of the first rows of a JSONL dataset, in order; unreadable rows are skipped."""
     names: dict[str, None] = {}

@@ -16,24 +16,33 @@ from batchmill.datasets.layout import RANGE_BYTES
 from batchmill.errors import InputChanged
 
 BLOCK_BYTES = 256 * 1024  # what one checksum covers; the last block of a file may be shorter
+PIECE_BLOCKS = 4
 BLOCKS_KEPT = 64  # verified ones: columns are read in turns, each from where it stopped
 
 
 def checksum_blocks(path: str) -> Iterator[tuple[bytes, array[int]]]:
     """For every RANGE_BYTES of a file: their BLAKE3 digest, and the checksum of each block."""
+    buffer = memoryview(bytearray(PIECE_BLOCKS * BLOCK_BYTES))  # new memory for each piece costs as much as the reading
+    digest, checksums, size = blake3(), array("I"), 0
     with open(path, "rb", buffering=0) as file:
-        while data := _read_range(file):
-            view = memoryview(data)
-            checksums = [checksum(view[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
-            yield blake3(data).digest(), array("I", checksums)
+        while count := _fill(buffer, file):
+            piece = buffer[:count]
+            digest.update(piece)
+            checksums.extend(checksum(piece[at : at + BLOCK_BYTES]) for at in range(0, count, BLOCK_BYTES))
+            size += count
+            if size % RANGE_BYTES == 0:
+                yield digest.digest(), checksums
+                digest, checksums = blake3(), array("I")
+    if checksums:
+        yield digest.digest(), checksums
 
 
-def _read_range(file: io.FileIO) -> bytes:
-    pieces, size = [], 0
-    while size < RANGE_BYTES and (piece := file.read(RANGE_BYTES - size)):
-        pieces.append(piece)
-        size += len(piece)
-    return b"".join(pieces)
+def _fill(buffer: memoryview, file: io.FileIO) -> int:
+    """Read until the buffer is full or the file ends."""
+    size = 0
+    while size < len(buffer) and (count := file.readinto(buffer[size:])):
+        size += count
+    return size
 
 
 def block_count(size_bytes: int) -> int:
@@ -81,6 +90,18 @@ class VerifiedFile(io.RawIOBase):
         skip, self._at = self._at - first * BLOCK_BYTES, end
         return data[skip : end - first * BLOCK_BYTES]
 
+    def pieces(self, end: int) -> Iterator[memoryview]:
+        """The bytes from the start to `end`, in pieces of PIECE_BLOCKS blocks; each is overwritten by the next.
+
+        Raises: InputChanged.
+        """
+        buffer = memoryview(bytearray(PIECE_BLOCKS * BLOCK_BYTES))
+        for start in range(0, end, len(buffer)):
+            last = min(start + len(buffer), self._size_bytes)
+            piece = buffer[: os.preadv(self._fd, [buffer[: last - start]], start)]
+            self._check(piece, start, last)
+            yield piece[: end - start]
+
     def readinto(self, buffer: Any) -> int:
         data = self.read(len(buffer))
         buffer[: len(data)] = data
@@ -104,12 +125,16 @@ class VerifiedFile(io.RawIOBase):
     def _read_blocks(self, first: int, last: int) -> bytes:
         start, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self._size_bytes)
         data = os.pread(self._fd, end - start, start)
-        view = memoryview(data)
-        for number in range(first, last):
-            at = (number - first) * BLOCK_BYTES
-            if checksum(view[at : at + BLOCK_BYTES]) != self._checksums[number] or len(data) != end - start:
-                raise self._changed(start + at, min(start + at + BLOCK_BYTES, end))
+        self._check(memoryview(data), start, end)
         return data
+
+    def _check(self, data: memoryview, start: int, end: int) -> None:
+        """Compare the bytes of whole blocks with their checksums."""
+        first = start // BLOCK_BYTES
+        for at in range(0, end - start, BLOCK_BYTES):
+            found = checksum(data[at : at + BLOCK_BYTES])
+            if found != self._checksums[first + at // BLOCK_BYTES] or len(data) != end - start:
+                raise self._changed(start + at, min(start + at + BLOCK_BYTES, end))
 
     def _keep(self, number: int, data: bytes) -> None:
         self._blocks[number] = data

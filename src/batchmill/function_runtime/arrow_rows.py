@@ -150,7 +150,7 @@ def column_of_result(result, rows):
 def _as_array(result, pa):
     pandas, polars = loaded(PANDAS), loaded(POLARS)
     if pandas is not None and isinstance(result, pandas.DataFrame):
-        result = pa.RecordBatch.from_pandas(result, preserve_index=False)
+        result = pa.Table.from_pandas(result, preserve_index=False)  # its columns of text may have several chunks
     elif pandas is not None and isinstance(result, pandas.Series):
         result = pa.Array.from_pandas(result)
     elif polars is not None and isinstance(result, (polars.DataFrame, polars.Series)):

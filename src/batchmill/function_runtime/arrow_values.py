@@ -23,7 +23,7 @@ class ArrowValues:
 
     def __init__(self, number):
         self._number = number
-        self._pa, self._pc = installed("pyarrow"), installed("pyarrow.compute")
+        self._pa = installed("pyarrow")
         types = self._pa.types
         self._leaves = (
             (types.is_integer, _values),
@@ -41,6 +41,11 @@ class ArrowValues:
             (types.is_large_binary, _base64),
             (types.is_fixed_size_binary, _base64),
         )
+
+    @property
+    def _pc(self):
+        """It takes half as long to import as all of pyarrow: not before it is needed."""
+        return installed("pyarrow.compute")
 
     def values(self, array):
         """The values of an array. Raises: UnsupportedType."""
@@ -79,17 +84,17 @@ class ArrowValues:
         return convert_struct
 
     def _list(self, kind):
-        inner, pc = self.converter(kind.value_type), self._pc
+        inner = self.converter(kind.value_type)
 
         def convert_list(array):
             values = iter(inner(array.flatten()))
-            lengths = pc.list_value_length(array).to_pylist()
+            lengths = self._pc.list_value_length(array).to_pylist()
             return [None if length is None else [next(values) for _ in range(length)] for length in lengths]
 
         return convert_list
 
     def _map(self, kind):
-        pa, pc, types = self._pa, self._pc, self._pa.types
+        pa, types = self._pa, self._pa.types
         if not (types.is_string(kind.key_type) or types.is_large_string(kind.key_type)):
             raise UnsupportedType(f"a map whose keys are {kind.key_type}, not text")
         inner = self.converter(kind.item_type)
@@ -98,7 +103,7 @@ class ArrowValues:
             entries = array.cast(pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)])))
             pairs = entries.flatten()
             members = zip(pairs.field(0).to_pylist(), inner(pairs.field(1)))
-            lengths = pc.list_value_length(entries).to_pylist()
+            lengths = self._pc.list_value_length(entries).to_pylist()
             return [None if length is None else dict(next(members) for _ in range(length)) for length in lengths]
 
         return convert_map

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 import pyarrow as pa
-import pyarrow.compute as pc
 
+from batchmill.datasets.parquet_rows import compute
 from batchmill.engines.function.row_results import SHALLOW_BYTES_MAX, BlockResults, failed
 from batchmill.function_runtime.arrow_rows import JSON, OUTPUT
 from batchmill.function_runtime.arrow_values import ArrowValues, UnsupportedType
@@ -143,7 +143,7 @@ def _regrouped(lists: pa.Array, flat: pa.Array, *, is_map: bool) -> list[Any]:
     """The lists with the values of `flat`; the entries of a map as pairs."""
     items = flat.to_pylist()
     values = iter([(item["key"], item["value"]) for item in items] if is_map else items)
-    lengths = pc.list_value_length(lists).to_pylist()
+    lengths = compute().list_value_length(lists).to_pylist()
     return [None if length is None else [next(values) for _ in range(length)] for length in lengths]
 
 

@@ -92,14 +92,14 @@ def describe(order: JobOrder, now: float) -> JobSpec:
     """The spec of an order, with a new id. Raises: InvalidInput if the order cannot run."""
     if not order.models:
         raise InvalidInput("a job needs a model: name one with --model", code="no_model")
-    detected = formats.detect(order.dataset)
+    format = formats.detect_format(order.dataset)
     job_id = f"job_{secrets.token_hex(10)}"
-    form = _form(order, detected.format, job_id)
+    form = _form(order, format, job_id)
     if order.output is not None:
-        check_output(order.output, detected.format)
+        check_output(order.output, format)
         _refuse_inputs(order.dataset.paths, outputs(order.output, form))
     else:
-        check_kind(stored_name(order.output_format), detected.format)
+        check_kind(stored_name(order.output_format), format)
     check(order.policy, order.models, now)
     return JobSpec(
         id=job_id,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol, Self
 
 import msgspec
 
@@ -21,17 +21,25 @@ BUFFER_BYTES = 1024 * 1024  # small writes are gathered up to this size
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+class Digest(Protocol):
+    """A hash of `hashlib`."""
+
+    def update(self, data: bytes | memoryview, /) -> None: ...
+
+
 class PartFile:
     """A file that is written under a temporary name. Without `publish`, it is removed.
 
     Raises: StorageFull from `write` and `publish` when the disk or the quota is full. Any other error of the file
     system is final: the part is not to be published.
+
+    Args: digest: is updated with everything that is written.
     """
 
-    def __init__(self, path: Path, mode: int = 0o666) -> None:
+    def __init__(self, path: Path, mode: int = 0o666, digest: Digest | None = None) -> None:
         self.path, self.part = path, path.with_name(path.name + ".part")
         self.size_bytes = 0
-        self._digest = hashlib.sha256()
+        self._digest = digest
         self._buffer: list[bytes | memoryview] = []
         self._buffered = 0
         with suppress(FileNotFoundError):
@@ -56,14 +64,20 @@ class PartFile:
         data: bytes | memoryview = self._buffer[0] if len(self._buffer) == 1 else b"".join(self._buffer)
         self._buffer.clear()
         self._buffered = 0
-        self._digest.update(data)
+        if self._digest is not None:
+            self._digest.update(data)
         view = memoryview(data)
         with full_disk_named(self.part):
             while view:
                 view = view[os.write(self._fd, view) :]
 
-    def publish(self) -> str:
-        """Make the file durable under its name. Returns its sha256."""
+    def sync(self) -> None:
+        """Make what was flushed durable, in any thread."""
+        with full_disk_named(self.part):
+            os.fdatasync(self._fd)
+
+    def publish(self) -> None:
+        """Make the file durable under its name."""
         self.flush()
         with full_disk_named(self.part):
             os.fsync(self._fd)
@@ -71,7 +85,6 @@ class PartFile:
         self._fd = -1
         os.replace(self.part, self.path)
         sync_folder(self.path.parent)
-        return self._digest.hexdigest()
 
     def discard(self) -> None:
         """Drop the part unless it was published. Safe to call twice."""
@@ -81,7 +94,7 @@ class PartFile:
             with suppress(FileNotFoundError):
                 self.part.unlink()
 
-    def __enter__(self) -> PartFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -86,6 +86,19 @@ class Arranged(Struct, frozen=True):
     followers: int
 
 
+class SummedFile(PartFile):
+    """A file of a plan; `plan.json` has its sha256."""
+
+    def __init__(self, path: Path) -> None:
+        self._sum = sha256()
+        super().__init__(path, 0o600, self._sum)
+
+    def publish_summed(self) -> str:
+        """Publish the file. Returns its sha256."""
+        self.publish()
+        return self._sum.hexdigest()
+
+
 class PlanParts(Struct, frozen=True):
     """What an ordering reads and writes: rows there are, rows refused (sorted), and the two files."""
 
@@ -120,15 +133,15 @@ def make(order: PlanOrder, dataset: Path, home: Path, progress: Progress, cut: C
     rejected = read_rejected(dataset, seal.rows)
     if len(rejected) != seal.rejected:
         raise LedgerBroken(f"{dataset}: {seal.rejected} rows were refused, but {len(rejected)} are listed")
-    with PartFile(home / ORDER, 0o600) as positions, PartFile(home / FOLLOWERS, 0o600) as followers:
+    with SummedFile(home / ORDER) as positions, SummedFile(home / FOLLOWERS) as followers:
         parts = PlanParts(seal.rows, rejected, positions, followers)
         arranged = ordering(order.keys)(order, dataset, parts, progress)
         leaders = sum(target.rows for target in arranged.targets)
         if leaders + arranged.followers + len(rejected) != seal.rows:
             raise LedgerBroken(f"{leaders} + {arranged.followers} + {len(rejected)} rows planned of {seal.rows}")
-        files = {FOLLOWERS: followers.publish()}
+        files = {FOLLOWERS: followers.publish_summed()}
         if arranged.permuted:
-            files[ORDER] = positions.publish()
+            files[ORDER] = positions.publish_summed()
     shard_rows = order.shard_rows if cut is None else cut(arranged.targets)
     plan = _write(home, seal.rows, arranged, shard_rows, files, rejected=len(rejected))
     progress(1.0)
@@ -167,12 +180,12 @@ def _write_gaps(parts: PlanParts, progress: Progress) -> None:
 def plan_again(earlier: PlanReader, wanted: Callable[[int], bool], shard_rows: Sequence[int], home: Path) -> Plan:
     """Plan the `wanted` rows of an earlier plan again, in the same order and without followers."""
     kept: dict[int, int] = {}  # model -> rows
-    with PartFile(home / ORDER, 0o600) as positions, PartFile(home / FOLLOWERS, 0o600) as followers:
+    with SummedFile(home / ORDER) as positions, SummedFile(home / FOLLOWERS) as followers:
         for shard in earlier.shards():
             numbers = array("I", filter(wanted, earlier.row_numbers(shard.lo, shard.hi)))
             kept[shard.model] = kept.get(shard.model, 0) + len(numbers)
             positions.write(numbers.tobytes())
-        files = {ORDER: positions.publish(), FOLLOWERS: followers.publish()}
+        files = {ORDER: positions.publish_summed(), FOLLOWERS: followers.publish_summed()}
     targets = [TargetPlan(model=model, adapter=None, rows=rows) for model, rows in kept.items()]
     arranged = Arranged(targets=targets, followers=0, permuted=True)
     return _write(home, earlier.plan.rows, arranged, shard_rows, files)
@@ -183,10 +196,10 @@ def _write(
 ) -> Plan:
     """Cut the ordered rows into shards and write `plan.json` last."""
     shards = list(_shards(arranged.targets, shard_rows))
-    with PartFile(home / SHARDS, 0o600) as file:
+    with SummedFile(home / SHARDS) as file:
         for shard in shards:
             file.write(array("Q", (shard.lo, shard.hi, shard.model)).tobytes())
-        files = {**files, SHARDS: file.publish()}
+        files = {**files, SHARDS: file.publish_summed()}
     plan = Plan(
         rows=rows, leaders=sum(target.rows for target in arranged.targets), followers=arranged.followers,
         rejected=rejected, permuted=arranged.permuted, shards=len(shards), targets=arranged.targets, files=files,

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from msgspec import Raw, Struct
 
 from batchmill.datasets.column_rows import ColumnRows
@@ -60,6 +59,13 @@ class ColumnIndex(OutcomeIndex):
         self.missing = int(np.count_nonzero(self.block_of == NONE))
         # By number of the block; NONE is the last one.
         self.is_failed = np.array([*(not block.ok for block in self.blocks), True])
+        self._sizes = np.array([*(block.payload_bytes for block in self.blocks), 0])
+
+    def payload_bytes(self, first: int, end: int) -> int:
+        """The bytes of all blocks that have outcomes of the rows first <= n < end."""
+        is_there = np.zeros(len(self._sizes), bool)
+        is_there[self.block_of[first:end]] = True
+        return int(self._sizes[is_there].sum())
 
 
 class Outcomes(Struct, eq=False):
@@ -179,13 +185,15 @@ class ColumnWindow(Struct, eq=False):
     batch: pa.RecordBatch
     errors: dict[int, bytes]
 
-    def error_column(self) -> pa.Array:
-        if not self.errors:
-            return pa.nulls(self.batch.num_rows, pa.string())
-        texts: list[str | None] = [None] * self.batch.num_rows
-        for index, line in self.errors.items():
-            texts[index] = _error_line.decode(line).error
-        return pa.array(texts, pa.string())
+
+def error_column(errors: dict[int, bytes], rows: int) -> pa.Array:
+    """The messages of rows that failed. Args: errors: by index, their error lines."""
+    if not errors:
+        return pa.nulls(rows, pa.string())
+    texts: list[str | None] = [None] * rows
+    for index, line in errors.items():
+        texts[index] = _error_line.decode(line).error
+    return pa.array(texts, pa.string())
 
 
 class ColumnWindows:
@@ -196,12 +204,12 @@ class ColumnWindows:
     def __init__(self, order: GatherOrder, index: ColumnIndex, *, partial: bool = False) -> None:
         self._index, self._partial = index, partial
         self._unrun = _unrun_line(order.unrun)
-        self._rows = ColumnRows(Path(order.dataset))
+        self.rows = ColumnRows(Path(order.dataset))
         self.reader = OutcomeReader(index)
-        self.schema = self._rows.schema
+        self.schema = self.rows.schema
 
     def close(self) -> None:
-        self._rows.close()
+        self.rows.close()
 
     def __iter__(self) -> Iterator[Window]:
         """Windows of lines."""
@@ -211,13 +219,13 @@ class ColumnWindows:
     def windows(self) -> Iterator[ColumnWindow]:
         """Windows of columns. Raises: InputChanged."""
         first = 0
-        for batch in self._rows.batches(0, self._index.rows):
-            yield ColumnWindow(first, batch, self._errors(first, batch.num_rows))
+        for batch in self.rows.batches(0, self._index.rows):
+            yield ColumnWindow(first, batch, self.errors(first, batch.num_rows))
             first += batch.num_rows
 
-    def output(self, window: ColumnWindow, output: OutputColumn) -> pa.Array:
-        """The results of a window's rows; null for those that have none."""
-        numbers, places = self._outcomes_of(window)
+    def output(self, first: int, rows: int, output: OutputColumn) -> pa.Array:
+        """The results of rows from `first` on; null for those that have none."""
+        numbers, places = self._outcomes_of(first, rows)
         cuts = np.flatnonzero((numbers[1:] != numbers[:-1]) | (places[1:] != places[:-1] + 1)) + 1
         if len(cuts) < SLICES_MAX:
             starts = [0, *cuts.tolist()]
@@ -231,17 +239,17 @@ class ColumnWindows:
         arrays = [pa.nulls(1, output.type) if number == NONE else output.array(int(number)) for number in known]
         begins = np.cumsum([0, *map(len, arrays)])[:-1]
         picked = begins[inverse] + np.where(numbers == NONE, 0, places)
-        return pc.take(pa.concat_arrays(arrays), pa.array(picked))
+        return pa.concat_arrays(arrays).take(pa.array(picked))
 
     def _slice(self, output: OutputColumn, number: int, place: int, rows: int) -> pa.Array:
         return pa.nulls(rows, output.type) if number == NONE else output.array(number).slice(place, rows)
 
-    def _outcomes_of(self, window: ColumnWindow) -> tuple[np.ndarray, np.ndarray]:
-        end = window.first + window.batch.num_rows
-        numbers, places = self._index.block_of[window.first : end], self._index.place_of[window.first : end]
+    def _outcomes_of(self, first: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        numbers, places = self._index.block_of[first : first + rows], self._index.place_of[first : first + rows]
         return numbers, places.astype(np.int64)
 
-    def _errors(self, first: int, rows: int) -> dict[int, bytes]:
+    def errors(self, first: int, rows: int) -> dict[int, bytes]:
+        """The error lines of those of `rows` rows from `first` on that failed, by index."""
         numbers, places = self._index.block_of[first : first + rows], self._index.place_of[first : first + rows]
         found = {}
         for index in np.flatnonzero(self._index.is_failed[numbers]).tolist():
@@ -251,7 +259,7 @@ class ColumnWindows:
 
     def _lines(self, window: ColumnWindow) -> Window:
         """The rows of a window as lines of the result file."""
-        numbers, places = self._outcomes_of(window)
+        numbers, places = self._outcomes_of(window.first, window.batch.num_rows)
         texts = {int(number): self.reader.read(int(number)).json() for number in np.unique(numbers) if number != NONE}
         kept, lines, failed = [], [], []
         rows = zip(lines_in(window.batch), numbers.tolist(), places.tolist(), strict=True)

@@ -37,8 +37,8 @@ class LineFile:
     def publish(self) -> ResultFile:
         if self._compressor is not None:
             self._file.write(self._compressor.flush())
-        digest = self._file.publish()
-        return ResultFile(str(self.path), self.rows, self._file.size_bytes, digest)
+        self._file.publish()
+        return ResultFile(str(self.path), self.rows, self._file.size_bytes)
 
     def discard(self) -> None:
         self._file.discard()

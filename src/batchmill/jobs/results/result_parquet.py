@@ -10,6 +10,7 @@ import io
 import re
 from base64 import b64decode
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal
@@ -244,6 +245,52 @@ class PartSink(io.RawIOBase):
         return self._file.size_bytes
 
 
+class ThreadSink(PartSink):
+    """Writes in another thread; what comes meanwhile waits, `waiting_max` bytes at most.
+
+    Args: before: is called in that thread before anything is written; offsets do not count what it writes.
+    """
+
+    def __init__(
+        self, file: PartFile, thread: ThreadPoolExecutor, waiting_max: int, before: Callable[[], object] = int
+    ) -> None:
+        super().__init__(file)
+        self._thread, self._writing = thread, thread.submit(before)
+        self._waiting: list[bytes] = []
+        self._waiting_bytes = self._size_bytes = 0
+        self._waiting_max = waiting_max
+
+    def write(self, data: Any) -> int:
+        piece = bytes(data)  # Arrow's buffer is gone after the call
+        self._waiting.append(piece)
+        self._waiting_bytes += len(piece)
+        self._size_bytes += len(piece)
+        if self._waiting_bytes >= self._waiting_max:
+            self._hand_over()
+        return len(piece)
+
+    def tell(self) -> int:
+        return self._size_bytes
+
+    def finish(self) -> None:
+        """Return once everything was written. Raises: the error of a write."""
+        self._hand_over()
+        self._writing.result()
+
+    def _hand_over(self) -> None:
+        self._writing.result()
+        self._writing = self._thread.submit(self._write_all, self._waiting)
+        self._waiting, self._waiting_bytes = [], 0
+
+    def _write_all(self, pieces: list[bytes]) -> int:
+        return sum(map(self._file.write, pieces))
+
+
+def repeating(schema: pa.Schema) -> list[str]:
+    """The columns whose values are likely to repeat: a dictionary of floats costs time and is given up."""
+    return [field.name for field in schema if not (_types.is_floating(field.type) or _types.is_nested(field.type))]
+
+
 class ParquetFile:
     def __init__(self, output: Path, source: TableSource) -> None:
         self.must_learn = True
@@ -279,8 +326,8 @@ class ParquetFile:
         with pq.ParquetFile(self._part.part) as written:
             if written.metadata.num_rows != self._rows:
                 raise LedgerBroken(f"{self._part.part} holds {written.metadata.num_rows} rows instead of {self._rows}")
-        digest = self._part.publish()
-        return ResultFile(str(self._output), self._rows, self._part.size_bytes, digest)
+        self._part.publish()
+        return ResultFile(str(self._output), self._rows, self._part.size_bytes)
 
     def discard(self) -> None:
         self._part.discard()

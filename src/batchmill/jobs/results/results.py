@@ -40,7 +40,6 @@ class ResultFile(Struct, frozen=True):
     path: str
     rows: int
     bytes: int
-    sha256: str
 
 
 class Manifest(Struct, frozen=True):
