@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import select
@@ -16,8 +17,8 @@ from batchmill.children.process_end import boot_id, started
 from batchmill.executors import local
 from batchmill.executors.local import LocalExecutor
 from batchmill.models import functions
-from batchmill.types import ModelSpec
-from batchmill.wire.messages import Ready, Start
+from batchmill.types import FunctionRequest, ModelSpec
+from batchmill.wire.messages import FunctionRequests, Ready, Start
 
 
 class TestLocalExecutor(ExecutorSuite):
@@ -43,6 +44,28 @@ class TestLocalExecutor(ExecutorSuite):
         await self.expect(worker, Ready)
         worker.kill()
         await worker.wait()
+
+
+async def test_the_memory_of_a_killed_worker_is_freed(tmp_path):
+    """An owner shares memory with a worker that lives, and has none left of one that was killed with work under way."""
+    (tmp_path / "app.py").write_text("import threading\ndef hangs(text): threading.Event().wait()")
+    model = ModelSpec("hangs", "function", f"{tmp_path / 'app.py'}:hangs")
+    before = len(os.listdir("/proc/self/fd"))
+    worker = await LocalExecutor(tmp_path / "workers").start(Start("w", model, str(tmp_path / "home")))
+    async for message in worker.messages():
+        if isinstance(message, Ready):
+            break
+    for number in range(20):
+        worker.send(FunctionRequests([FunctionRequest(number, "arguments", b'{"text": "%b"}' % (b"x" * 1_000_000))]))
+    assert "batchmill-buffers" in Path("/proc/self/maps").read_text()
+    worker.kill()
+    async for _ in worker.messages():
+        pass
+    await worker.wait()
+    await asyncio.sleep(0)  # the transport closes in a turn of its own
+    gc.collect()
+    assert "batchmill-buffers" not in Path("/proc/self/maps").read_text()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 @pytest.mark.parametrize(("gpus", "seen"), [(["2", "5"], ["2,5", "2,5"]), ([], ["", ""]), (None, [None, "7"])])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealing import SealOrder, seal
-from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, make, plan_again
+from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, ShardRows, make, plan_again
 from batchmill.jobs.results.results import GatherOrder
 from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, SegmentHead, error_meta, frame
 from batchmill.types import DatasetSpec, Outcome, Row, RowError, SegmentRef, Usage
@@ -34,7 +34,7 @@ class FinishedJob:
             targets={"m": (0, 0)}, keys=keys, fold="all" if keys else "none", may_be_columnar=columnar,
         )  # fmt: skip
         seal(order, self.dataset, quiet)
-        make(PlanOrder(targets=[(0, None)], shard_rows=[1000], keys=keys), self.dataset, self.plan, quiet)
+        make(PlanOrder(targets=[(0, None)], shard_rows=[ShardRows(1000)], keys=keys), self.dataset, self.plan, quiet)
         rows = open_rows(self.dataset)
         self.raws = rows.read(0, rows.rows)
         rows.close()
@@ -54,7 +54,7 @@ class FinishedJob:
         wanted, home = set(rows), self.home / f"plan-{len(self.plans)}"
         home.mkdir()
         first = PlanReader(self.plan)
-        plan_again(first, wanted.__contains__, [1000], home)
+        plan_again(first, wanted.__contains__, [ShardRows(1000)], home)
         first.close()
         self.plans.append(home)
 

@@ -10,7 +10,7 @@ from finished_job import FinishedJob, quiet, write_requests
 from batchmill.jobs.ledger.audit import AuditOrder, verify
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.ledger import open_ledger
-from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, make
+from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, ShardRows, make
 from batchmill.jobs.ledger.snapshot import Rebuilt
 from batchmill.jobs.repair import rebuild
 from batchmill.states import JobState
@@ -30,7 +30,7 @@ class LedgeredJob:
         source = write_requests(folder / "in.jsonl", [f"text {number}" for number in range(rows)])
         self.files = JobFiles(self.data_dir, job_id)
         self.job = FinishedJob(self.files.home, source, OpenAIForm())
-        make(PlanOrder(targets=[(0, None)], shard_rows=[shard_rows]), self.job.dataset, self.job.plan, quiet)
+        make(PlanOrder(targets=[(0, None)], shard_rows=[ShardRows(shard_rows)]), self.job.dataset, self.job.plan, quiet)
         self.spec = JobSpec(
             id=job_id, dataset=DatasetSpec([str(source)]), models=[ModelSpec("m", "function", "app.py:f")],
             form=OpenAIForm(), policy=Policy(), output=None, identity="identity", code={}, created=1.0,

@@ -12,7 +12,7 @@ from finished_job import quiet
 from batchmill.datasets.sealing import SealOrder, seal
 from batchmill.jobs.intake import estimate as estimating
 from batchmill.jobs.intake.estimate import ByLength, EstimateOrder, RowTokens, estimate, estimate_offloaded, tokens_of
-from batchmill.jobs.ledger.plan import PlanOrder, make
+from batchmill.jobs.ledger.plan import PlanOrder, ShardRows, make
 from batchmill.types import DatasetSpec, Limits, ModelSpec, Policy, Price, Request
 from batchmill.wire.forms import CHAT, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
 from batchmill.wire.job_spec import JobSpec
@@ -48,7 +48,7 @@ def prepared(folder: Path, lines: list[str], models: list[ModelSpec], form: Form
         dataset, quiet,
     )  # fmt: skip
     targets = [(number, None) for number in range(len(models))]
-    make(PlanOrder(targets=targets, shard_rows=[64] * len(models), keys=has_tokens), dataset, plan, quiet)
+    make(PlanOrder(targets=targets, shard_rows=[ShardRows(64)] * len(models), keys=has_tokens), dataset, plan, quiet)
     spec = JobSpec(
         id="job_1", dataset=DatasetSpec([str(source)]), models=models, form=form, policy=Policy(), output=None,
         identity="", code={}, created=0.0,

@@ -10,9 +10,20 @@ from written_dataset import RowKeys, Written, write_dataset
 
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger import plan
-from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PLAN, SHARDS, PlanOrder, PlanReader, explain, make
+from batchmill.jobs.ledger.plan import (
+    FOLLOWERS,
+    LAST_SHARDS,
+    ORDER,
+    PLAN,
+    SHARDS,
+    PlanOrder,
+    PlanReader,
+    ShardRows,
+    explain,
+    make,
+)
 
-ONE_MODEL = PlanOrder(targets=[(0, None)], shard_rows=[4])
+ONE_MODEL = PlanOrder(targets=[(0, None)], shard_rows=[ShardRows(4)])
 
 
 def quiet(_: float) -> None:
@@ -34,6 +45,24 @@ def test_file_order_needs_no_order_file(tmp_path):
     assert reader.row_numbers(3, 7) == range(3, 7)
     assert not (reader.home / ORDER).exists()
     assert not reader.plan.permuted
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=st.integers(0, 400), most=st.integers(1, 90), last=st.none() | st.integers(1, 90))
+def test_shards_become_shorter_towards_the_end(tmp_path_factory, rows, most, last):
+    """Shards cover all rows in order; with a `last` none is shorter than that but the final one, nor grows."""
+    order = PlanOrder(targets=[(0, None)], shard_rows=[ShardRows(most, last)])
+    written = write_dataset(tmp_path_factory.mktemp("shards"), [RowKeys()] * rows, keys=False)
+    shards = list(make_plan(written, order).shards())
+    edges = [0, *(shard.hi for shard in shards)]
+    assert [shard.lo for shard in shards] == edges[:-1] and edges[-1] == rows
+    lengths = [shard.hi - shard.lo for shard in shards]
+    assert lengths == sorted(lengths, reverse=True) and all(length <= most for length in lengths)
+    if last is None or last >= most:
+        assert set(lengths[:-1]) <= {most}
+    else:
+        assert all(length >= last for length in lengths[:-1])
+        assert sum(lengths[-LAST_SHARDS:]) <= 4 * max(last, lengths[0]) and (not lengths or lengths[-1] <= last)
 
 
 def test_refused_rows_do_not_run(tmp_path):

@@ -7,11 +7,11 @@ from written_dataset import RowKeys, Written, write_dataset
 
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger import key_order
-from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanOrder, PlanReader, explain, make
+from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanOrder, PlanReader, ShardRows, explain, make
 
 TARGETS = [(1, None), (0, "upper"), (0, None), (0, "lower"), (1, None)]
-KEYED = PlanOrder(targets=TARGETS, shard_rows=[3, 5], keys=True)
-ONE = PlanOrder(targets=[(0, None)], shard_rows=[100], keys=True)
+KEYED = PlanOrder(targets=TARGETS, shard_rows=[ShardRows(3), ShardRows(5)], keys=True)
+ONE = PlanOrder(targets=[(0, None)], shard_rows=[ShardRows(100)], keys=True)
 
 row_keys = st.builds(
     RowKeys,
@@ -101,7 +101,7 @@ def test_plan_is_a_function(tmp_path_factory, rows, keys):
 def test_models_of_file_order_keep_it(tmp_path):
     """A model that gains nothing from prefixes keeps the file's order; folding still works."""
     rows = [RowKeys(prefix=9 - n, cost=n, fold=(4, 4) if n in (2, 7) else (0, 0)) for n in range(9)]
-    order = PlanOrder(targets=[(0, None)], shard_rows=[4], keys=True, file_order=[0])
+    order = PlanOrder(targets=[(0, None)], shard_rows=[ShardRows(4)], keys=True, file_order=[0])
     reader = make_plan(write_dataset(tmp_path, rows), order)
     assert rows_of(reader) == [0, 1, 2, 3, 4, 5, 6, 8]
     assert list(reader.followers()) == [(7, 2)]

@@ -12,7 +12,7 @@ from written_dataset import RowKeys, write_dataset
 from batchmill.errors import InvalidInput, StorageFull
 from batchmill.jobs.ledger import files
 from batchmill.jobs.ledger.files import PartFile
-from batchmill.jobs.ledger.plan import PlanOrder, make
+from batchmill.jobs.ledger.plan import PlanOrder, ShardRows, make
 from batchmill.jobs.results.results import can_stream, check_output, errors_path, output_kind
 
 
@@ -72,7 +72,7 @@ def test_only_the_files_own_order_can_be_streamed(tmp_path):
     for name, rows in {"plain": [RowKeys()] * 3, "refused": [RowKeys(), RowKeys(rejected=True)]}.items():
         (tmp_path / name).mkdir()
         written = write_dataset(tmp_path / name, rows, keys=False)
-        order = PlanOrder(targets=[(0, None)], shard_rows=[4])
+        order = PlanOrder(targets=[(0, None)], shard_rows=[ShardRows(4)])
         plans[name] = make(order, written.dataset, written.plan, lambda _: None)
     assert can_stream(tmp_path / "out.jsonl", plans["plain"])
     assert not can_stream(tmp_path / "out.jsonl", plans["refused"])

@@ -45,7 +45,7 @@ class EngineTraits(Struct, frozen=True, kw_only=True):
         configured_as: its name in `--model NAME:SOURCE` and in the configuration. Empty: cannot be configured.
         settings, limits: the keys of a `[models]` table, and of its `limits`, that it accepts.
         refusals: setting -> why this engine does not accept it.
-        shard_rows: fewest and most rows of a shard: about two seconds of work at full speed.
+        shard_rows: fewest and most rows of a shard: up to two seconds of work at full speed.
         environment: variables of its workers: names, patterns, and the groups of `models/worker_environment.py`.
     """
 
@@ -94,7 +94,7 @@ ENGINES: dict[str, EngineTraits] = {
         limits=frozenset({"in_flight_max", "attempt_timeout_s", "memory_bytes"}),
         refusals={"python": "a function runs in batchmill's environment; `batchmill deploy` gives it its own"},
         source=Source.CODE,
-        shard_rows=(1, 16_384),
+        shard_rows=(1, 65_536),
         environment=("user_code", "devices", "hub_cache"),
         takes_columns=True,
         is_local=True,
@@ -103,7 +103,7 @@ ENGINES: dict[str, EngineTraits] = {
     ),
     FUNCTION_PROCESS: EngineTraits(
         class_path="batchmill.engines.function.engine:FunctionEngine",
-        shard_rows=(1, 16_384),
+        shard_rows=(1, 65_536),
         environment=("user_code", "devices", "hub_cache"),
         takes_columns=True,
         is_local=True,

@@ -70,7 +70,7 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
         seal = report.seal
         wanted = plan_order(spec, seal.rows, is_columnar=seal.is_columnar)
 
-        def cut(targets: list[plan.TargetPlan]) -> list[int]:
+        def cut(targets: list[plan.TargetPlan]) -> list[plan.ShardRows]:
             choices.update(choose_routes(request, targets))
             models = routing.with_choices(spec, choices).models
             return [plan.shard_rows(model, seal.rows, is_columnar=seal.is_columnar) for model in models]

@@ -34,18 +34,30 @@ ROWS_MAX = 2**32 - 1  # a row number fits in a u32
 CHUNK_BYTES = 1024 * 1024
 STEP_ROWS = 1024 * 1024
 _FOLLOWER_BYTES, _SHARD_BYTES = 8, 24
-SHARDS_PER_WORKER = 8  # at least, where the job has the rows for it: the last shards even the workers out
+SHARDS_PER_WORKER = 8  # at least, where the job has the rows for it
 COLUMN_SHARD_ROWS = 131_072
+LAST_SHARD_ROWS = 16_384  # longer shards become shorter towards the end, down to so many rows
+LAST_SHARDS = 4  # such a shard has at most this share of the rows that are left
 
 Progress = Callable[[float], None]
-Cut = Callable[["list[TargetPlan]"], list[int]]
+Cut = Callable[["list[TargetPlan]"], "list[ShardRows]"]
+
+
+class ShardRows(Struct, frozen=True):
+    """Rows of the shards of a model. Long ones save transactions; short ones at the end let workers end together.
+
+    `last`: the shards become shorter towards the end, down to so many rows; None: all have the same length.
+    """
+
+    most: int
+    last: int | None = None
 
 
 class PlanOrder(Struct, frozen=True):
     """The input of planning, besides the dataset."""
 
     targets: list[tuple[int, str | None]]  # value of target.u16 -> (model number, adapter)
-    shard_rows: list[int]  # per model: rows of a shard, the last one may have fewer
+    shard_rows: list[ShardRows]  # per model; the last shard may have fewer
     keys: bool = False  # the dataset has the columns target, prefix, cost and fold
     file_order: list[int] = []  # numbers of models that gain nothing from shared prefixes: rows stay in file order
     prompt_bytes: int = 0  # that the prompt of a table adds to each row, for the share of prefixes in common
@@ -177,7 +189,7 @@ def _write_gaps(parts: PlanParts, progress: Progress) -> None:
         progress(end / parts.rows)
 
 
-def plan_again(earlier: PlanReader, wanted: Callable[[int], bool], shard_rows: Sequence[int], home: Path) -> Plan:
+def plan_again(earlier: PlanReader, wanted: Callable[[int], bool], shard_rows: Sequence[ShardRows], home: Path) -> Plan:
     """Plan the `wanted` rows of an earlier plan again, in the same order and without followers."""
     kept: dict[int, int] = {}  # model -> rows
     with SummedFile(home / ORDER) as positions, SummedFile(home / FOLLOWERS) as followers:
@@ -192,7 +204,7 @@ def plan_again(earlier: PlanReader, wanted: Callable[[int], bool], shard_rows: S
 
 
 def _write(
-    home: Path, rows: int, arranged: Arranged, shard_rows: Sequence[int], files: dict[str, str], rejected: int = 0
+    home: Path, rows: int, arranged: Arranged, shard_rows: Sequence[ShardRows], files: dict[str, str], rejected: int = 0
 ) -> Plan:
     """Cut the ordered rows into shards and write `plan.json` last."""
     shards = list(_shards(arranged.targets, shard_rows))
@@ -337,31 +349,32 @@ def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _shards(targets: Iterable[TargetPlan], shard_rows: Sequence[int]) -> Iterator[Shard]:
+def _shards(targets: Iterable[TargetPlan], shard_rows: Sequence[ShardRows]) -> Iterator[Shard]:
     """Shards of a model run on over its adapters, and end where the model's rows end."""
     number = lo = 0
     spans: dict[int, int] = {}
     for target in targets:
         spans[target.model] = spans.get(target.model, 0) + target.rows
     for model, rows in spans.items():
-        end = lo + rows
+        end, most, last = lo + rows, shard_rows[model].most, shard_rows[model].last
         while lo < end:
-            hi = min(lo + shard_rows[model], end)
+            longest = most if last is None else max(last, (end - lo) // LAST_SHARDS)
+            hi = min(lo + min(most, longest), end)
             yield Shard(number, lo, hi, model)
             number, lo = number + 1, hi
 
 
-def shard_rows(model: ModelSpec, rows: int, *, is_columnar: bool = False) -> int:
-    """Rows of a shard of this model in a job of `rows` rows; for a provider's batch API, those of one job there.
+def shard_rows(model: ModelSpec, rows: int, *, is_columnar: bool = False) -> ShardRows:
+    """The shards of this model in a job of `rows` rows; for a provider's batch API, those of one job there.
 
     Shards of a columnar dataset are longer: its rows move faster, and are read best where they follow each other.
     """
     if model.is_handed_over:
-        return handed_over_rows(model)
+        return ShardRows(handed_over_rows(model))
     least, most = model.traits.shard_rows
     most = max(most, COLUMN_SHARD_ROWS) if is_columnar else most
     workers = max(1, model.workers if model.scaling is None else model.scaling.replicas_max)
-    return max(least, min(most, rows // (workers * SHARDS_PER_WORKER)))
+    return ShardRows(max(least, min(most, rows // (workers * SHARDS_PER_WORKER))), LAST_SHARD_ROWS)
 
 
 def handed_over_rows(model: ModelSpec) -> int:
