@@ -1,5 +1,6 @@
 """The same work through a column UDF of Daft, JSON to JSON: `daft_udf.py INPUT OUTPUT_FOLDER`."""
 
+import os
 import sys
 
 import daft
@@ -19,6 +20,8 @@ def main() -> None:
     rows = daft.read_json(sys.argv[1])
     results = rows.select(col("custom_id"), nothing(col("body")).alias("response"))
     results.write_json(sys.argv[2])
+    sys.stdout.flush()
+    os._exit(0)  # its threads sometimes crash while Python ends
 
 
 if __name__ == "__main__":
