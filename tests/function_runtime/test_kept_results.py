@@ -218,3 +218,50 @@ def test_texts_of_values_that_nobody_else_holds():
     rows, texts = texts_of([1, None, b"[2]", "\ud800", (3,)], errors, range(10, 15))
     assert errors.keys() == {1, 13}
     assert (list(rows), texts) == ([10, 11, 12, 14], [b"1", b"null", b"[2]", b"[3]"])
+
+
+CHANGING = """
+import batchmill
+kept, items, dicts = {}, [0], [{}, {}]
+def odd_from_50(n):
+    kept["n"] = n if n < 50 else (n,)
+    return kept
+def same_dict(n):
+    kept["n"] = n
+    return kept
+def same_list(n):
+    items[0] = n
+    return items
+def same_inside(n):
+    items[0] = n
+    return {"n": [items]}
+@batchmill.batched(2)
+def dicts_of_same(n):
+    for each, value in zip(dicts, n): each["n"] = value
+    return dicts[:len(n)]
+"""
+
+
+def test_a_result_that_becomes_odd_and_is_reused(drive):
+    """A function whose plain results become odd ones keeps the value of each row, though it fills one dict again."""
+    process = drive(CHANGING, source="app.py:odd_from_50")
+    process.ready()
+    for rows in (30, ROWS):  # the first results are plain: then the next ones are written before they are looked at
+        text = b"".join([json.dumps({"n": n}).encode() + b"\n" for n in range(rows)])
+        process.ask(text, layout=TABLE, rows=rows, from_job=True)
+        found = []
+        while len(found) < rows:
+            _, buffers = process.receive()
+            found += [json.loads(line)["output"]["n"] for line in bytes(buffers[0]).splitlines()]
+    assert found == [n if n < 50 else [n] for n in range(ROWS)]
+
+
+@pytest.mark.parametrize("name", ["same_dict", "same_list", "same_inside", "dicts_of_same"])
+def test_exact_results_are_kept_too(drive, name):
+    """The rows of one request for tensors have the results of their own calls, whatever is filled again."""
+    process = drive(CHANGING, source=f"app.py:{name}")
+    process.ready()
+    process.ask([{"n": n} for n in range(4)], layout="named", exact=True)
+    _, buffers = process.receive()
+    form = {"same_list": lambda n: [n], "same_inside": lambda n: {"n": [[n]]}}.get(name, lambda n: {"n": n})
+    assert json.loads(buffers[0]) == [form(n) for n in range(4)]

@@ -10,7 +10,7 @@ import contextlib
 
 from . import installed
 from .requests import bad_return
-from .values import SIMPLE, Unserializable, Writer, are_plain
+from .values import DEPTH_MAX, SIMPLE, Unserializable, Writer, are_plain
 
 DUMP_ERRORS = (ValueError, TypeError, OverflowError, RecursionError)
 RESULT_BYTES_MAX = 1 << 30  # of one result as JSON: what a line of a dataset may have
@@ -18,6 +18,7 @@ _FIXED = SIMPLE - {str}  # numbers, bools and None
 _BYTES = frozenset([bytes])
 _SIZED = frozenset([str, bytes])
 _UNSIZED = _FIXED | {list}
+_CONTAINERS = frozenset([dict, list, tuple])
 
 
 class Unkept(Exception):
@@ -55,7 +56,7 @@ class ResultKeeper:
         elif not ask.is_exact:
             write = installed.dump if self._is_plain and check is None else text_of_result
         elif ask.rows > 1:
-            write = _copied_array
+            write = _copied
         fixed = SIMPLE if ask.leaves_as_arrow else _FIXED
         if check is None:
             return fixed, write
@@ -88,14 +89,16 @@ class ResultKeeper:
             if was_plain and not self._is_plain:
                 results = iter(written)
                 for row in range(first, end):
-                    if type(values[row]) is bytes:
-                        values[row] = self._keep_or_fail(ask, row, next(results), text_of_result)
+                    if type(values[row]) is bytes and _is_unchanged(result := next(results), values[row]):
+                        values[row] = self._keep_or_fail(ask, row, result, text_of_result)
         self._measure(ask, first, values[first:end])
 
     def keep_all(self, ask, first, results):
         """Keep the results of consecutive rows; None stands for those in `ask.errors`."""
-        if ask.is_exact or _FIXED.issuperset(map(type, results)):
+        if _FIXED.issuperset(map(type, results)):
             return results
+        if ask.is_exact:
+            return [_copied(each) for each in results] if ask.left > len(results) else results
         kept, write = None, _for_column if ask.leaves_as_arrow else text_of_result
         if not ask.leaves_as_arrow and are_plain(results):
             with contextlib.suppress(MemoryError, *DUMP_ERRORS):  # found row by row
@@ -132,6 +135,14 @@ class ResultKeeper:
         return None
 
 
+def _is_unchanged(result, text):
+    """Whether a result still is what was written. If the function has changed it since, only the text has its value."""
+    try:
+        return installed.dump(result) == text
+    except DUMP_ERRORS:
+        return False
+
+
 def _for_column(result):
     kind = type(result)
     if kind is str:
@@ -141,9 +152,17 @@ def _for_column(result):
     return text_of_result(result)
 
 
-def _copied_array(result):
-    numpy = installed.loaded("numpy")
-    return result.copy() if numpy is not None and type(result) is numpy.ndarray else result
+def _copied(result, path=()):
+    """A copy of a result: its dicts, lists and arrays may be filled again for the next call."""
+    kind, numpy = type(result), installed.loaded("numpy")
+    if numpy is not None and kind is numpy.ndarray:
+        return result.copy()
+    if kind not in _CONTAINERS or id(result) in path or len(path) == DEPTH_MAX:  # what is too deep is refused later
+        return result
+    path = (*path, id(result))
+    if kind is dict:
+        return {name: _copied(each, path) for name, each in result.items()}
+    return kind(result) if SIMPLE.issuperset(map(type, result)) else kind([_copied(each, path) for each in result])
 
 
 def text_of_result(value):
