@@ -212,3 +212,18 @@ async def test_places_without_shared_memory_end_the_channel(word):
         await channel.read()
     theirs.close()
     channel.close()
+
+
+async def test_bodies_in_shared_memory_are_read_after_the_end():
+    """Replies that a worker sent before it ended arrive, where the owner reads them only after its end."""
+    (owner, _), (worker, _) = await both_with_memory()
+    for number in (1, 2):
+        worker.send(Answers([FunctionReply(number, b"x" * 100_000)]))
+    worker.close()
+    with pytest.raises(ConnectionResetError):
+        while True:
+            await owner.drain()
+            await asyncio.sleep(0)
+    received = [owner.complete(to_owner.decode(data)) for data in await owner.read()]
+    assert [(reply.id, len(reply.body)) for each in received for reply in each.answers] == [(1, 100_000), (2, 100_000)]
+    assert await owner.read() == []

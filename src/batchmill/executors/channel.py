@@ -53,7 +53,7 @@ class Channel(asyncio.BufferedProtocol):
         self._large: bytearray | None = None  # for a message that does not fit
         self._filled = 0  # bytes in the current buffer
         self._ahead = 0  # bytes of `_unread`
-        self._is_paused = self._is_over = False
+        self._is_paused = self._is_over = self._is_closed = False
         self._error: ConnectionError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._can_write = asyncio.Event()  # the kernel accepts more data
@@ -119,6 +119,7 @@ class Channel(asyncio.BufferedProtocol):
             if self._error is not None:
                 raise self._error
             if self._is_over:
+                self._memory.close()
                 return []
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -142,6 +143,10 @@ class Channel(asyncio.BufferedProtocol):
             end_reading(self._transport.get_extra_info("socket"))
 
     def close(self) -> None:
+        """Close the socket, and read nothing more."""
+        self._is_closed = True
+        if self._is_over:
+            self._memory.close()
         if self._transport is not None:
             self._transport.close()
 
@@ -232,7 +237,8 @@ class Channel(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_over = True
-        self._memory.close()
+        if self._is_closed:
+            self._memory.close()  # otherwise `read` does: what it has returned may have its bodies there
         self._can_write.set()
         self._wake()
 
