@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import resource
+import time
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +178,27 @@ async def test_a_worker_that_gets_no_memory(tmp_path: Path) -> None:
             assert (await called(Answers(engine), numbers(5)) == numbers(5)).all()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+RETURNING_CHILD = """
+import os, time
+async def f(child: bool = False):
+    if child:
+        if os.fork() == 0:
+            time.sleep(0.1)
+            return "C" * 1_000_000
+        return "parent"
+    return "P" * 1_000_000
+"""
+
+
+async def test_a_child_that_returns_does_not_write_to_results(tmp_path: Path) -> None:
+    """A forked child of an async function ends when it returns, and leaves the memory of its parent's results alone."""
+    async with running(deployed(tmp_path, RETURNING_CHILD), tmp_path) as engine:
+        answers = Answers(engine)
+        assert await answers.value({"child": True}) == "parent"
+        waiting = answers.ask("arguments", {})
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        time.sleep(0.5)  # noqa: ASYNC251 (the worker is busy while the child returns)
+        assert set(json.loads((await waiting).joined())) == {"P"}

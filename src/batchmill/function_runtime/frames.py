@@ -330,6 +330,8 @@ class WorkerSocket:
 
     def put_text(self, text, buffers):
         """As `put`, for encoded JSON."""
+        if self.is_child:  # it would write to memory that its parent shares with the worker
+            os._exit(0)
         self._out += pack_text(text, buffers, self._memory.writer)
 
     def flush(self):
