@@ -214,3 +214,13 @@ def test_forged_returns_are_refused(pairs):
             frames.Reader(ours.reader, ours.writer).feed(data)
     with pytest.raises(frames.BrokenFrame, match="there is none"):
         frames.Reader().feed(frames.pack_returned([0]))
+
+
+def test_a_place_is_named_once(pairs):
+    """A writer that names a place again before it was returned is broken: what waits to be returned is bounded."""
+    ours, theirs = pairs()
+    place = ours.writer.put(b"x" * LARGE)
+    theirs.reader.take(place, LARGE)
+    with pytest.raises(BrokenPlace):
+        theirs.reader.take(place, LARGE)
+    assert theirs.reader.returned() == [place]
