@@ -180,16 +180,16 @@ def f(n: Model): return 1
     assert process.blamed() == [(id_, 0, 2)]
 
 
-def keeper_of():
-    """(a keeper, a request of two rows)."""
-    rows, _, writer = read_lines({"layout": TABLE, "rows": 2}, b"{}\n{}\n")
+def keeper_of(count=2):
+    """(a keeper, a request of so many rows)."""
+    rows, _, writer = read_lines({"layout": TABLE, "rows": count}, b"{}\n" * count)
 
     class BoundStub:
         pass
 
     bound = BoundStub()
     bound.calls, bound.errors, bound.writer = rows, {}, writer
-    return ResultKeeper(row_error), PendingRequest({"id": 1, "rows": 2, "from_job": True, "exact": False}, bound)
+    return ResultKeeper(row_error), PendingRequest({"id": 1, "rows": count, "from_job": True, "exact": False}, bound)
 
 
 def test_a_result_has_a_largest_size(monkeypatch):
@@ -265,3 +265,20 @@ def test_exact_results_are_kept_too(drive, name):
     _, buffers = process.receive()
     form = {"same_list": lambda n: [n], "same_inside": lambda n: {"n": [[n]]}}.get(name, lambda n: {"n": n})
     assert json.loads(buffers[0]) == [form(n) for n in range(4)]
+
+
+def test_a_reused_object_that_is_no_longer_plain():
+    """Where plain results are followed by others in one object, the rows before keep what was theirs."""
+    keeper, ask = keeper_of(4)
+    _, carefully = keeper.how(ask)
+    ask.values[0] = carefully({"n": 0})
+    keeper.end_run(ask, 0, 1, [{"n": 0}])
+    _, quickly = keeper.how(ask)
+    assert quickly is not carefully, "what follows plain results is written without a look"
+    reused = {}
+    for row, value in enumerate([1, 2, (3, 4)], 1):
+        reused["n"] = value
+        ask.values[row] = quickly(reused)
+    keeper.end_run(ask, 1, 4, [reused] * 3)
+    assert [json.loads(text)["n"] for text in ask.values] == [0, 1, 2, [3, 4]]
+    assert keeper.how(ask)[1] is carefully

@@ -114,9 +114,11 @@ class ResultKeeper:
         kinds = set(map(type, kept))
         if _UNSIZED.issuperset(kinds) or ask.is_exact:
             return
-        sizes = list(map(len, kept)) if kinds == _BYTES else [len(v) if type(v) in _SIZED else 0 for v in kept]
-        self.size_bytes += sum(sizes)
-        if max(sizes) > RESULT_BYTES_MAX:
+        sizes = map(len, kept) if kinds == _BYTES else [len(v) if type(v) in _SIZED else 0 for v in kept]
+        size = sum(sizes)
+        self.size_bytes += size
+        if size > RESULT_BYTES_MAX:
+            sizes = [len(v) if type(v) in _SIZED else 0 for v in kept]
             for place, size in enumerate(sizes):
                 if size > RESULT_BYTES_MAX:
                     message = f"the result has {size} bytes, and may have {RESULT_BYTES_MAX}"
