@@ -12,7 +12,7 @@ from written_dataset import RowKeys, write_dataset
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.ledger import open_ledger
-from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, make
+from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, ShardRows, make
 from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.pools.job_run import JobRun
 from batchmill.states import JobState
@@ -43,7 +43,7 @@ class Stage:
             home.mkdir(parents=True)
             (home / "segments").mkdir()
             written = write_dataset(home, [RowKeys()] * (SHARDS * SHARD_ROWS), keys=False)
-            make(PlanOrder([(0, None)], [SHARD_ROWS]), written.dataset, written.plan, lambda _: None)
+            make(PlanOrder([(0, None)], [ShardRows(SHARD_ROWS)]), written.dataset, written.plan, lambda _: None)
             self.commit_log.ledger.create(self.spec(name, model))
             for state in (JobState.PLANNING, JobState.QUEUED, JobState.RUNNING):
                 self.commit_log.ledger.move(name, state)

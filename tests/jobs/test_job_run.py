@@ -7,7 +7,7 @@ from fakes.held_clock import HeldClock
 from written_dataset import RowKeys, write_dataset
 
 from batchmill.jobs.ledger.files import JobFiles
-from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, make
+from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, ShardRows, make
 from batchmill.jobs.pools.job_run import JobRun
 from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
 from batchmill.wire.forms import OpenAIForm
@@ -19,7 +19,7 @@ SHARDS, SHARD_ROWS = 5, 4
 @pytest.fixture
 async def run(tmp_path):
     written = write_dataset(tmp_path, [RowKeys()] * (SHARDS * SHARD_ROWS), keys=False)
-    make(PlanOrder([(0, None)], [SHARD_ROWS]), written.dataset, written.plan, lambda _: None)
+    make(PlanOrder([(0, None)], [ShardRows(SHARD_ROWS)]), written.dataset, written.plan, lambda _: None)
     plan = PlanReader(written.plan)
     spec = JobSpec(
         id="job_1", dataset=DatasetSpec(["/data/in.jsonl"]), models=[ModelSpec("m", "function", "app.py:f")],

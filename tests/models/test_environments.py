@@ -125,7 +125,8 @@ def test_settings_of_pip_are_uvs_settings(tmp_path):
     config.write_text(
         "[global]\nindex-url = https://a/simple\nextra_index_url = https://b/simple\n  https://c/simple\n"
     )
-    found = pip_settings.for_uv([], {"PIP_CONFIG_FILE": str(config), "PIP_CERT": "/ca.pem", "PIP_TIMEOUT": "7"}).environ
+    own_only = {"PIP_CONFIG_FILE": str(config), "XDG_CONFIG_DIRS": str(tmp_path)}  # this machine's pip has settings too
+    found = pip_settings.for_uv([], own_only | {"PIP_CERT": "/ca.pem", "PIP_TIMEOUT": "7"}).environ
     assert found["UV_DEFAULT_INDEX"] == "https://a/simple" and found["UV_INDEX"] == "https://b/simple https://c/simple"
     assert found["SSL_CERT_FILE"] == "/ca.pem" and found["UV_HTTP_TIMEOUT"] == "7"
     assert not [name for name in found if name.startswith("PIP_")]

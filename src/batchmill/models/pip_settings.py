@@ -24,10 +24,21 @@ from batchmill.models.worker_environment import USER_CODE
 CONFIG = "PIP_CONFIG_FILE"
 # Packages run their own code while they are built. Like functions, that code gets none of our keys.
 _BUILD_VARIABLES = USER_CODE | {
-    *("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "PKG_CONFIG_PATH", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    *(
+        "XDG_CONFIG_DIRS",
+        "CC",
+        "CXX",
+        "CFLAGS",
+        "CXXFLAGS",
+        "LDFLAGS",
+        "PKG_CONFIG_PATH",
+        "REQUESTS_CA_BUNDLE",
+        "CURL_CA_BUNDLE",
+    ),
     *("SSH_AUTH_SOCK", "SSL_CLIENT_CERT", "NETRC", "UV_DEFAULT_INDEX", "UV_FIND_LINKS", "UV_INSECURE_HOST"),
     *("UV_EXTRA_INDEX_URL", "UV_KEYRING_PROVIDER", "UV_CONFIG_FILE", "UV_CACHE_DIR", "UV_LINK_MODE", "UV_OFFLINE"),
     *("UV_SYSTEM_CERTS", "UV_EXCLUDE_NEWER", "UV_PRERELEASE", "UV_TORCH_BACKEND"),
+    "XDG_CONFIG_DIRS",
 }
 _BUILD_PREFIXES = ("PIP_", "GIT_", "LC_", "CMAKE_", "CARGO_", "RUSTUP_", "UV_INDEX", "UV_HTTP_", "UV_CONCURRENT_")
 _VARIABLE = re.compile(r"\$\{([A-Z0-9_]+)\}")
@@ -178,7 +189,9 @@ def _config_files(environ: Mapping[str, str]) -> list[str]:
     if chosen == os.devnull:
         return []
     of_user = [chosen] if os.path.exists(chosen) else ["~/.pip/pip.conf", "~/.config/pip/pip.conf"]
-    return [os.path.expanduser(path) for path in ("/etc/xdg/pip/pip.conf", "/etc/pip.conf", *of_user)]
+    folders = (environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep)
+    of_machine = [os.path.join(folder, "pip", "pip.conf") for folder in folders]
+    return [os.path.expanduser(path) for path in (*of_machine, "/etc/pip.conf", *of_user)]
 
 
 def _settings(environ: Mapping[str, str]) -> dict[str, list[str]] | None:
