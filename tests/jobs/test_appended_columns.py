@@ -148,6 +148,27 @@ def test_files_follow_each_other(tmp_path, copied):
     assert [metadata.row_group(at).num_rows for at in range(6)] == [4, 1, 4, 2, 4, 3]
 
 
+def test_no_column_has_an_index_of_pages(tmp_path, copied):
+    """Readers refuse files in which some columns have an index of pages and others have none."""
+    source = tmp_path / "in.parquet"
+    pq.write_table(table_of_types(), source, write_page_index=True, row_group_size=4)
+    metadata = pq.ParquetFile(gathered(tmp_path, source)[1]).metadata
+    groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+    chunks = [group.column(number) for group in groups for number in range(group.num_columns)]
+    assert copied and not any(chunk.has_offset_index or chunk.has_column_index for chunk in chunks)
+
+
+def test_files_of_different_writers_are_encoded(tmp_path, copied):
+    """Readers trust statistics by the name of the writer, of which a file has one."""
+    paths = [tmp_path / "0.parquet", tmp_path / "1.parquet"]
+    for path in paths:
+        pq.write_table(table_of_types().select(["real"]), path)
+    data = paths[1].read_bytes()
+    paths[1].write_bytes(data.replace(b"parquet-cpp-arrow", b"another-cpp-arrow"))
+    assert paths[1].read_bytes() != data
+    assert gathered(tmp_path, paths)[0].num_rows == 2 * ROWS and not copied
+
+
 def test_files_that_were_written_differently_are_encoded(tmp_path, copied):
     """The same columns of different storage have no common footer."""
     paths = [tmp_path / "0.parquet", tmp_path / "1.parquet"]

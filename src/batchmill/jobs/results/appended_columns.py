@@ -71,7 +71,7 @@ def source_of(rows: ColumnRows, index: ColumnIndex, schema: pa.Schema) -> Source
         size = sum(file.start for file in files)
         if rows.rows < GROUP_ROWS_MIN * len(groups) and size < GROUP_BYTES_MIN * len(groups):
             return None
-        if not all(file.is_plain() and file.schema() == files[0].schema() for file in files):
+        if not all(file.is_plain() and file.is_written_like(files[0]) for file in files):
             return None
         _, whole = _empty_file(schema)
         order, counts = [(file, number) for _, file, number in groups], [count for count, *_ in groups]

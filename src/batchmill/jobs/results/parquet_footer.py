@@ -33,7 +33,7 @@ ORDINALS = 2**15
 ARROW_SCHEMA = b"ARROW:schema"
 
 # Numbers of fields. FileMetaData:
-VERSION, SCHEMA, ROWS, GROUPS, METADATA, ORDERS, ENCRYPTION = 1, 2, 3, 4, 5, 7, 8
+VERSION, SCHEMA, ROWS, GROUPS, METADATA, CREATOR, ORDERS, ENCRYPTION = 1, 2, 3, 4, 5, 6, 7, 8
 CHILDREN = 5  # SchemaElement
 COLUMNS, UNPACKED_BYTES, GROUP_ROWS, GROUP_OFFSET, PACKED_BYTES, ORDINAL = 1, 2, 3, 5, 6, 7  # RowGroup
 FILE_PATH, CHUNK_OFFSET, CHUNK, OFFSET_INDEX, COLUMN_INDEX, CRYPTO = 1, 2, 3, (4, 5), (6, 7), (8, 9)  # ColumnChunk
@@ -57,6 +57,12 @@ class Footer(Struct, frozen=True):
         """A value of the file's own key-value pairs."""
         pairs = _items(self.fields, METADATA) if METADATA in self.fields else []
         return next((pair[TEXT].value for pair in pairs if pair[KEY].value == key and TEXT in pair), None)
+
+    def is_written_like(self, other: Footer) -> bool:
+        """Whether readers take both alike: by the writer's name they judge whether statistics can be trusted."""
+        return self.schema() == other.schema() and all(
+            self.fields.get(number) == other.fields.get(number) for number in (CREATOR, ORDERS)
+        )
 
     def is_plain(self) -> bool:
         """Whether every column chunk is in this file and not encrypted."""
@@ -130,15 +136,17 @@ def _structs(items: list[Fields]) -> Value:
 
 
 def _moved(group: Fields, by: int) -> Fields:
-    """A row group whose bytes are `by` further on. Indexes of pages stay behind: they hold offsets themselves."""
+    """A row group whose bytes are `by` further on, without indexes of pages.
+
+    They hold offsets themselves, and the results have none: readers refuse files of which only some columns have them.
+    """
     chunks = []
     for chunk in _items(group, COLUMNS):
         moved = _shifted(chunk, (CHUNK_OFFSET,), by)
         fields = _shifted(chunk[CHUNK].value, (DATA_PAGE, INDEX_PAGE, DICTIONARY_PAGE, BLOOM_FILTER), by)
         moved[CHUNK] = Value(STRUCT, fields)
-        if by:
-            for number in (*OFFSET_INDEX, *COLUMN_INDEX):
-                moved.pop(number, None)
+        for number in (*OFFSET_INDEX, *COLUMN_INDEX):
+            moved.pop(number, None)
         chunks.append(moved)
     return _shifted(group, (GROUP_OFFSET,), by) | {COLUMNS: _structs(chunks)}
 
