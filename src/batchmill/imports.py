@@ -7,12 +7,15 @@ time of importing the owner, and as much again in each later collection and at t
 from __future__ import annotations
 
 import gc
+import sys
 from importlib import import_module
 from types import ModuleType
 
 
 def import_large(name: str) -> ModuleType:
     """Import a module that imports many others. The garbage collector leaves them alone, now and later."""
+    if name in sys.modules:
+        return import_module(name)  # to freeze once more would keep the garbage of all work since
     was_enabled = gc.isenabled()
     gc.disable()
     try:
