@@ -1,4 +1,4 @@
-"""The end of a server's process."""
+"""The end of a command, and of a server's process."""
 
 from __future__ import annotations
 
@@ -36,3 +36,10 @@ def test_threads_that_are_idle_are_no_news():
     code += "threads = ThreadPoolExecutor(); threads.submit(int).result(); ending.leave(threads, 7)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_command_whose_standard_error_is_closed_succeeds():
+    """A descriptor that was closed before the command started changes no exit code."""
+    command = '"$0" -m batchmill --version 2>&-'
+    done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.startswith("batchmill")) == (0, True)

@@ -95,8 +95,9 @@ def main() -> NoReturn:
         if threading.active_count() > 1:  # Python waits for the others
             raise
         logging.shutdown()
-        with contextlib.suppress(OSError):  # `guard` has reported it
-            sys.stdout.flush()
-            sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # `guard` has reported it
+                if stream is not None:  # its descriptor was closed before this process started
+                    stream.flush()
         assert isinstance(end.code, int), "`guard` returns a number"
         os._exit(end.code)  # taking all modules apart would take a tenth of a second
