@@ -178,3 +178,23 @@ async def test_logs_of_a_killed_owner_are_removed(tmp_path, prepared):
     (tmp_path / "workers" / f"{PREFIX}old.log").touch()
     await prepared.start([])
     assert logs(tmp_path) == []
+
+
+BROKEN = """
+import sys
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "batchmill.engines.function.engine":
+            raise ValueError("a package of another version")
+sys.meta_path.insert(0, Broken())
+"""
+
+
+async def test_an_engine_that_cannot_be_imported(tmp_path, model):
+    """Whatever an engine's packages raise when they are imported, the owner gets it as the reason."""
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    executor = LocalExecutor(tmp_path / "workers", lambda _: {**os.environ, "PYTHONPATH": str(tmp_path)})
+    worker = await executor.start(start_of(model, tmp_path))
+    message = await first_of(worker, Ready, Failed)
+    assert isinstance(message, Failed) and "a package of another version" in str(message)
+    await end(worker)

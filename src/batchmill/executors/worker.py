@@ -401,7 +401,7 @@ def _lower_priority() -> None:
 
 async def _prepare(engine: str) -> Prepared | None:
     """Import an engine, and start what does not depend on the model; None: nothing, or what failed fails again."""
-    with contextlib.suppress(BatchmillError, ImportError, OSError):  # the start of the engine reports it to the owner
+    with contextlib.suppress(Exception):  # whatever an engine's packages raise: its start reports it to the owner
         engine_class = import_engine(engine)
         if not traits_of(engine).starts_process:
             _lower_priority()  # before the function's process starts, which inherits it
