@@ -7,11 +7,13 @@ from fakes.held_clock import HeldClock
 from written_dataset import RowKeys, write_dataset
 
 from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.ledger import LeasedShard
 from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, ShardRows, make
-from batchmill.jobs.pools.job_run import JobRun
+from batchmill.jobs.pools.job_run import CRASHES_MAX, USER_CODE_DEATHS, JobRun
 from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.messages import Grant
 
 SHARDS, SHARD_ROWS = 5, 4
 
@@ -101,3 +103,27 @@ async def test_catching_up_counts_each_row_once(run):
 async def test_one_shard_of_many(run):
     """A shard is what the plan says."""
     assert run.shard(2) == Shard(2, 8, 12, 0)
+
+
+async def test_rows_run_together_again_once_one_was_given_up(run):
+    """A shard runs a row at a time until the row that kills is found; the next death makes it do so again."""
+
+    def die() -> bool:
+        """Whether the shard runs a row at a time after one more death."""
+        run.put_back(run.shard(0), died=True)
+        return grant().isolated
+
+    def grant() -> Grant:
+        assert run.has_ready(0)
+        shard = run.pop(0, "w")
+        return run.grant(shard, LeasedShard(Lease("job_1", 0, shard.number, 1), 0, 0))
+
+    grant()
+    assert [die() for _ in range(USER_CODE_DEATHS)] == [False] * (USER_CODE_DEATHS - 1) + [True]
+    for _ in range(CRASHES_MAX - 1):
+        run.suspect(2)
+    run.put_back(run.shard(0), died=True)
+    granted = grant()
+    assert granted.quarantined == [2] and not granted.isolated
+    assert die(), "another row kills"
+    assert die(), "a row is given up once"

@@ -199,6 +199,7 @@ class JobRun:
         self._done: dict[int, int] = {}
         self._deaths: dict[int, int] = {}  # shard -> workers that died on it
         self._row_deaths: dict[int, int] = {}  # position -> workers that died while it ran alone
+        self._given_up: set[int] = set()  # positions that were: after each the rows of its shard ran together again
         self.suspects = 0  # times that a worker died while a row ran alone
         self.rows_left = plan.leaders
         self.cost = 0.0
@@ -308,6 +309,10 @@ class JobRun:
             return Grant(n=len(left), position=shard.lo, row=numbers.start, **base)
         pairs = [(shard.lo + i, numbers[i]) for i in left]
         given_up = [p for p, _ in pairs if self._row_deaths.get(p, 0) >= CRASHES_MAX - 1]
+        if isolated and not self._given_up.issuperset(given_up):
+            self._given_up.update(given_up)
+            self._deaths[shard.number] = self._deaths_max(shard) - 1  # the others run together, until one more dies
+            base["isolated"] = False
         return messages.replace_rows(Grant(n=0, quarantined=given_up, **base), pairs)
 
     def _is_isolated(self, shard: Shard) -> bool:
@@ -317,8 +322,10 @@ class JobRun:
         """
         if self.spec.models[shard.model].is_handed_over:
             return False
-        deaths_max = USER_CODE_DEATHS if self.spec.models[shard.model].traits.runs_user_code else CRASHES_MAX
-        return self._deaths.get(shard.number, 0) >= deaths_max
+        return self._deaths.get(shard.number, 0) >= self._deaths_max(shard)
+
+    def _deaths_max(self, shard: Shard) -> int:
+        return USER_CODE_DEATHS if self.spec.models[shard.model].traits.runs_user_code else CRASHES_MAX
 
     # -- results ------------------------------------------------------------------------------------------------------
 
