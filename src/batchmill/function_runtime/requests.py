@@ -188,6 +188,7 @@ class BatchQueue:
 
     def __init__(self, size, window):
         self.size, self.window = size, window
+        self._latest = None  # the live request that was added last
         self._live = {}  # key -> deque of (ask, first, end)
         self._batcher = {}
         self._rows = collections.Counter()  # key -> rows that wait
@@ -204,7 +205,8 @@ class BatchQueue:
         groups = self._batcher if ask.from_job else self._live
         groups.setdefault(key, collections.deque()).append((ask, first, end))
         self._count(key, end - first)
-        if not ask.from_job:
+        if not ask.from_job and ask is not self._latest:  # a request with bad rows has several runs
+            self._latest = ask
             self.window.arrived(ask.arrived_ns)
 
     def drop(self, ask):

@@ -9,13 +9,11 @@ import mmap
 import os
 import struct
 
+from batchmill.function_runtime.printing import BYTES, ENTRIES_BYTES, ENTRIES_MAX, SLOTS_MAX
+
 _COUNT = struct.Struct("<I")
 _ENTRY = struct.Struct("<QII")
 _SLOT = struct.Struct("<I")
-ENTRIES_BYTES = 64 * 1024
-ENTRIES_MAX = (ENTRIES_BYTES - _COUNT.size) // _ENTRY.size
-SLOTS_MAX = 8192
-PROGRESS_BYTES = ENTRIES_BYTES + SLOTS_MAX * _SLOT.size
 NO_SLOT = -1
 
 Call = tuple[int, int, int]  # request id, first row, rows
@@ -26,8 +24,8 @@ class ProgressPage:
 
     def __init__(self, fd: int) -> None:
         """`fd`: a file of memory, which the process gets too; it may be closed after this. Raises: OSError."""
-        os.ftruncate(fd, PROGRESS_BYTES)
-        self._page = mmap.mmap(fd, PROGRESS_BYTES)
+        os.ftruncate(fd, BYTES)
+        self._page = mmap.mmap(fd, BYTES)
         self._free = list(range(SLOTS_MAX - 1, -1, -1))
 
     def running(self) -> list[Call]:

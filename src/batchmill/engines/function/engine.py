@@ -46,7 +46,7 @@ class Watch:
         self._limit_s, self._memory_bytes = model.limits.attempt_timeout_s, model.limits.memory_bytes
         self._grace_s = GRACE_S if is_async else 0.0
         self._since: dict[Call, float] = {}  # calls that are running -> when they were first seen to
-        self._leaving: dict[int, float] = {}  # Asks whose time is up -> how long a call of theirs may take
+        self._leaving: dict[int, float] = {}  # calls whose time is up -> how long a call of theirs may take
 
     async def run(self) -> None:
         """Until cancelled."""

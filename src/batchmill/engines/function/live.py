@@ -88,7 +88,7 @@ class FunctionLiveCall(ProcessWork):
 
 
 class FunctionLive:
-    """Takes Asks. Concurrency: one event loop.
+    """Runs live calls. Concurrency: one event loop.
 
     Args:
         function: the model's, as it was deployed.
@@ -103,7 +103,7 @@ class FunctionLive:
         self.interface: Interface = function.interface
         self.in_flight = 0
         self._forms: dict[str, CallForm] = {}  # those that were used
-        self._in_threads: set[int] = set()  # Asks whose body is being read, or whose results are being written
+        self._in_threads: set[int] = set()  # calls whose body is being read, or whose results are being written
 
     def call(self, request: FunctionRequest, answering: AnswerSink) -> None:
         """See `ports.CallEngine`."""

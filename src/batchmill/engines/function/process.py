@@ -1,7 +1,7 @@
-"""FunctionProcess: the live process of a function. A dead one is replaced, and open requests are repeated.
+"""The live process of a function. A dead one is replaced, and open requests are repeated.
 
 Rows whose call was running are to blame. Where several were, they are asked again in smaller groups with nothing beside
-them, until the one that kills is alone; each Work says itself what becomes of it.
+them, until the one that kills is alone; each ProcessWork decides itself what becomes of it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from batchmill.wire.calls import CallError, FunctionResults, ParsedCalls
 CRASHED, HUNG, MEMORY_LIMIT = "worker_crashed", "timeout", "memory_limit"  # why a process was to be replaced
 # What reading one may raise.
 INVALID_FRAME = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
-OWN_IDS = 1 << 48  # ids from here on are ours; below are those of Asks
+OWN_IDS = 1 << 48  # ids from here on are ours; below are those of live calls
 
 ASK = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","from_job":%b,"exact":%b,"slot":%d,"of":%b}'
 WORDS = {True: b"true", False: b"false"}
@@ -46,7 +46,7 @@ _json = msgspec.json.encode
 class ProcessFault(Struct, frozen=True):
     """The reason for the end of a process."""
 
-    code: str  # CRASHED, HUNG, STUFFED
+    code: str  # CRASHED, HUNG, MEMORY_LIMIT
     message: str
 
     def error(self) -> ModelFailed:
