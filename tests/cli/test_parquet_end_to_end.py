@@ -34,6 +34,9 @@ def crash(number):
 @batched(64)
 def arrays(number: np.ndarray, vector: np.ndarray): return vector * number[:, None]
 
+@batched(16384)
+def many(number: np.ndarray, real: np.ndarray): return number * real
+
 @batched(64)
 def table(t: pa.Table): return t.select(["number", "text"])
 
@@ -127,6 +130,16 @@ def test_parquet_keeps_the_columns_of_the_input_and_types_the_results(work, tmp_
         expected = line["output"]
         assert value == (json.dumps(expected, separators=(",", ":")) if function == "each" and expected is not None
                          else expected) or json.loads(value) == expected  # fmt: skip
+
+
+def test_large_blocks_of_columns(work, tmp_path):
+    """Blocks of columns that go through shared memory, in both directions, are whole."""
+    rows = 120_000
+    many = pa.table({"number": pa.array(range(rows), pa.int64()), "real": [n / 8 for n in range(rows)]})
+    pq.write_table(many, tmp_path / "in.parquet")
+    code, said = run(work, "many", "out.parquet")
+    assert code == 0, said
+    assert pq.read_table(tmp_path / "out.parquet")["output"].to_pylist() == [n * (n / 8) for n in range(rows)]
 
 
 def test_rows_that_failed_run_again_and_the_others_stay(work, tmp_path):

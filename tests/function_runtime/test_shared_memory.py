@@ -42,6 +42,14 @@ def test_what_is_put_is_taken(pairs, kind):
         assert type(taken) is kind and bytes(taken) == b"ab" + b"c" * LARGE
 
 
+def test_pieces_of_any_kind_of_numbers(pairs):
+    """Views of numbers are put as their bytes: Arrow's buffers are views of signed ones."""
+    ours, theirs = pairs()
+    numbers = numpy.arange(-4, 4, dtype="i8")
+    place = ours.writer.put(memoryview(numbers.view("i1")), memoryview(numbers))
+    assert theirs.reader.take(place, 2 * numbers.nbytes) == numbers.tobytes() * 2
+
+
 def test_a_copy_is_the_readers_own(pairs):
     """A copied place returns at once, and writing to it again does not change the copy."""
     ours, theirs = pairs(bytearray)

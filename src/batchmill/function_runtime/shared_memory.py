@@ -62,7 +62,7 @@ class MemoryWriter:
             return None
         at = begin
         for size, piece in zip(sizes, pieces):
-            self._view[at : at + size] = piece
+            self._view[at : at + size] = piece.cast("B") if type(piece) is memoryview else piece
             at += size
         return begin
 
