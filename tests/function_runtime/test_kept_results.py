@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from batchmill.function_runtime import kept_results
-from batchmill.function_runtime.kept_results import ResultKeeper, texts_of
+from batchmill.function_runtime.kept_results import ResultSerializer, texts_of
 from batchmill.function_runtime.loading import row_error
 from batchmill.function_runtime.requests import PendingRequest
 from batchmill.function_runtime.row_lines import TABLE, read_lines
@@ -180,8 +180,8 @@ def f(n: Model): return 1
     assert process.blamed() == [(id_, 0, 2)]
 
 
-def keeper_of(count=2):
-    """(a keeper, a request of so many rows)."""
+def serializer_of(count=2):
+    """(a serializer, a request of so many rows)."""
     rows, _, writer = read_lines({"layout": TABLE, "rows": count}, b"{}\n" * count)
 
     class BoundStub:
@@ -189,14 +189,16 @@ def keeper_of(count=2):
 
     bound = BoundStub()
     bound.calls, bound.errors, bound.writer = rows, {}, writer
-    return ResultKeeper(row_error), PendingRequest({"id": 1, "rows": count, "from_job": True, "exact": False}, bound)
+    return ResultSerializer(row_error), PendingRequest(
+        {"id": 1, "rows": count, "from_job": True, "exact": False}, bound
+    )
 
 
 def test_a_result_has_a_largest_size(monkeypatch):
     """A result of the largest size is kept, and one byte more is an error of its row."""
     monkeypatch.setattr(kept_results, "RESULT_BYTES_MAX", 6)
-    keeper, ask = keeper_of()
-    assert keeper.keep_all(ask, 0, ["1234", "12345"]) == [b'"1234"', None]
+    serializer, ask = serializer_of()
+    assert serializer.keep_all(ask, 0, ["1234", "12345"]) == [b'"1234"', None]
     assert ask.errors == {1: ["bad_return", "the result has 7 bytes, and may have 6", ""]}
 
 
@@ -207,8 +209,8 @@ def test_what_memory_is_refused_for_fails_alone():
         def tolist(self):
             raise MemoryError
 
-    keeper, ask = keeper_of()
-    assert keeper.keep_all(ask, 0, [Large(), {"a": 1}]) == [None, b'{"a":1}']
+    serializer, ask = serializer_of()
+    assert serializer.keep_all(ask, 0, [Large(), {"a": 1}]) == [None, b'{"a":1}']
     assert ask.errors[0][0] == "MemoryError"
 
 
@@ -269,16 +271,16 @@ def test_exact_results_are_kept_too(drive, name):
 
 def test_a_reused_object_that_is_no_longer_plain():
     """Where plain results are followed by others in one object, the rows before keep what was theirs."""
-    keeper, ask = keeper_of(4)
-    _, carefully = keeper.how(ask)
+    serializer, ask = serializer_of(4)
+    _, carefully = serializer.how(ask)
     ask.values[0] = carefully({"n": 0})
-    keeper.end_run(ask, 0, 1, [{"n": 0}])
-    _, quickly = keeper.how(ask)
+    serializer.end_run(ask, 0, 1, [{"n": 0}])
+    _, quickly = serializer.how(ask)
     assert quickly is not carefully, "what follows plain results is written without a look"
     reused = {}
     for row, value in enumerate([1, 2, (3, 4)], 1):
         reused["n"] = value
         ask.values[row] = quickly(reused)
-    keeper.end_run(ask, 1, 4, [reused] * 3)
+    serializer.end_run(ask, 1, 4, [reused] * 3)
     assert [json.loads(text)["n"] for text in ask.values] == [0, 1, 2, [3, 4]]
-    assert keeper.how(ask)[1] is carefully
+    assert serializer.how(ask)[1] is carefully

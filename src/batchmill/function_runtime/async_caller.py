@@ -9,7 +9,7 @@ import time
 from . import printing, sync_callers
 from .arguments import read_rows
 from .batch_window import BatchWindow
-from .kept_results import ResultKeeper
+from .kept_results import ResultSerializer
 from .loading import row_error
 from .requests import BatchQueue, Bisection, PendingRequest, halves, singles
 from .streams import StreamCall, call_with, check_count
@@ -45,7 +45,7 @@ class AsyncLoop:
         self._chains = {}  # stream id -> the last thing to be done for it
         self._timer = None
         self._failed = 0
-        self._keeper = ResultKeeper(self._error_of)
+        self._serializer = ResultSerializer(self._error_of)
         self._calls_max = max(CALLS_MAX, calls_max or 0) if self._is_row else BATCHES_MAX
         self._stopped = loop.create_future()
 
@@ -202,7 +202,7 @@ class AsyncLoop:
             self._refuse_cancel()
             ask.errors[row] = self._error_of(error)
         else:
-            sync_callers.keep_result(ask, row, value, self._code, self._keeper)
+            sync_callers.keep_result(ask, row, value, self._code, self._serializer)
         self._replies.count(1, 1, 0, time.perf_counter_ns() - began)
         ask.end_rows(row, row + 1)
         self._reply(ask, 1)
@@ -229,7 +229,7 @@ class AsyncLoop:
             self._replies.finish(ask, size)
         elif ask.from_job:
             upto = ask.done.find(0, ask.sent)
-            self._replies.stage(ask, ask.rows if upto < 0 else upto, self._keeper, size)
+            self._replies.stage(ask, ask.rows if upto < 0 else upto, self._serializer, size)
 
     async def _call_batch(self, parts):
         rows = sum(end - first for _, first, end in parts)
@@ -252,7 +252,7 @@ class AsyncLoop:
             args, named = sync_callers.arguments_of(parts, self._code)
             called = time.perf_counter_ns()
             result = await self._code.call(*args, **named)
-            sync_callers.share_out(parts, rows, result, self._code, self._keeper)
+            sync_callers.share_out(parts, rows, result, self._code, self._serializer)
         except BaseException as error:  # as in _call_row
             self._refuse_cancel()
             if rows > 1:

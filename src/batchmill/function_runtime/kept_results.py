@@ -29,7 +29,7 @@ class Unkept(Exception):
         self.error = error
 
 
-class ResultKeeper:
+class ResultSerializer:
     """
     Kept results are numbers, bools, None, and JSON as bytes; for columns also texts, and lists of all these.
 
@@ -40,7 +40,7 @@ class ResultKeeper:
     def __init__(self, error_of):
         self._error_of = error_of
         self._is_plain = False  # whether the latest results were: then the next ones are written without a look first
-        self.size_bytes = 0  # of what was kept, until somebody sets it to 0
+        self.size_bytes = 0  # of what was kept, until the reader sets it to 0
 
     def how(self, ask, check=None):
         """(types of results that are kept as they are, what writes any other one and may raise anything).

@@ -62,11 +62,11 @@ class Replies:
         if not ask.is_abandoned:
             self._results(ask, ask.sent, ask.rows, size)
 
-    def stage(self, ask, upto, keeper, size=1):
-        """Send the finished rows of a batch, if it is time, or if what `keeper` has kept is large."""
-        now, is_large = time.perf_counter_ns(), keeper.size_bytes >= RESULT_BYTES
+    def stage(self, ask, upto, serializer, size=1):
+        """Send the finished rows of a batch, if it is time, or if what `serializer` has kept is large."""
+        now, is_large = time.perf_counter_ns(), serializer.size_bytes >= RESULT_BYTES
         if ask.from_job and upto > ask.sent and (is_large or now - ask.sent_ns >= STAGE_NS):
-            ask.sent_ns, keeper.size_bytes = now, 0
+            ask.sent_ns, serializer.size_bytes = now, 0
             self._results(ask, ask.sent, upto, size)
             ask.values[ask.sent : upto] = [None] * (upto - ask.sent)
             ask.sent = upto

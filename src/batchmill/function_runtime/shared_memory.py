@@ -136,7 +136,7 @@ class MemoryReader:
         if self._kind is memoryview:
             return self._view(begin, size)
         if begin in self._unused:  # the writer cannot have it again yet: so there are never more than fit
-            raise BrokenPlace(f"the memory at {begin} is told twice")
+            raise BrokenPlace(f"the memory at {begin} is named twice")
         with memoryview(self._mmap) as whole:
             data = self._kind(whole[begin : begin + size])
         self._unused.append(begin)

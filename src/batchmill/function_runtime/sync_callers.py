@@ -14,7 +14,7 @@ from .arguments import ONE, STAR, as_columns, as_dicts, column_of, read_rows, re
 from .arrow_rows import column_of_result, copied, frame_of, is_arrow, items_of, series_of
 from .batch_window import BatchWindow
 from .installed import loaded
-from .kept_results import ResultKeeper
+from .kept_results import ResultSerializer
 from .loading import row_error
 from .printing import FIRST
 from .requests import BatchQueue, Bisection, PendingRequest, StagedRequest, bad_return, halves, singles
@@ -53,7 +53,7 @@ class RowCaller:
         self._look, self._memory_bytes = look, memory_bytes
         self._call = collected(code) if code.streams else code.call
         self._result = None if code.streams else code.result
-        self._keeper = ResultKeeper(self._error_of)
+        self._serializer = ResultSerializer(self._error_of)
         self._live = collections.deque()
         self._batcher = collections.deque()
         self.met_memory_limit = False
@@ -110,7 +110,7 @@ class RowCaller:
             if now - looked >= LOOK_NS:
                 looked = now
                 goes_first = self._look()
-                self._replies.stage(ask, ask.runs[-1][0], self._keeper)
+                self._replies.stage(ask, ask.runs[-1][0], self._serializer)
                 if goes_first and ask.from_job:
                     return False
             first, end = ask.runs.pop()
@@ -123,7 +123,7 @@ class RowCaller:
     def _call_some(self, ask, first, end):
         """Run rows from `first` on for a moment; return the first that was not run."""
         values, words, clock = ask.values, self._progress.words, time.perf_counter_ns
-        step, (fixed, write) = self._steps(ask.bound, first, end), self._keeper.how(ask, self._result)
+        step, (fixed, write) = self._steps(ask.bound, first, end), self._serializer.how(ask, self._result)
         written = []
         self._progress.one(ask.id, first)
         began = last = clock()
@@ -144,7 +144,7 @@ class RowCaller:
                     values[row] = write(result)
                     written.append(result)
                 except BaseException as error:  # as above: the result's own code may run here
-                    values[row] = self._keeper.rewrite(ask, row, result, error)
+                    values[row] = self._serializer.rewrite(ask, row, result, error)
                     if values[row] is not None:
                         written.append(result)
             at, now = stop, clock()
@@ -152,7 +152,7 @@ class RowCaller:
             last = now
         if self._link.is_child:
             os._exit(0)
-        self._keeper.end_run(ask, first, at, written if self._result is None else [])
+        self._serializer.end_run(ask, first, at, written if self._result is None else [])
         self._progress.none()
         self._replies.count(1, at - first, 0, last - began)
         return at
@@ -281,7 +281,7 @@ def _frame(parts, code):
     return pandas.DataFrame(data, index=index)
 
 
-def share_out(parts, rows, result, code, keeper):
+def share_out(parts, rows, result, code, serializer):
     """Give each row its result, or all rows the error of a result that does not fit. Code of the result may raise."""
     found = _arrays_of(result, rows)
     if found is None and any(ask.leaves_as_arrow for ask, _, _ in parts):
@@ -295,7 +295,7 @@ def share_out(parts, rows, result, code, keeper):
         return
     at = 0
     for ask, first, end in parts:
-        keep_items(ask, first, items[at : at + end - first], code, keeper)
+        keep_items(ask, first, items[at : at + end - first], code, serializer)
         at += end - first
         ask.end_rows(first, end)
 
@@ -320,18 +320,18 @@ def _owned(part, result):
     return part if type(result).__module__.partition(".")[0] == "pyarrow" else copied(part)
 
 
-def keep_result(ask, row, value, code, keeper):
+def keep_result(ask, row, value, code, serializer):
     """Keep the result of one row."""
     if code.result is not None and not code.streams:
         value = _settled(ask, row, value, code)
-    [ask.values[row]] = keeper.keep_all(ask, row, [value])
+    [ask.values[row]] = serializer.keep_all(ask, row, [value])
 
 
-def keep_items(ask, first, items, code, keeper):
+def keep_items(ask, first, items, code, serializer):
     """Keep the results of consecutive rows; an exception among them is that row's error."""
     if code.result is not None or any(isinstance(each, BaseException) for each in items):
         items = [_settled(ask, row, value, code) for row, value in enumerate(items, first)]
-    ask.values[first : first + len(items)] = keeper.keep_all(ask, first, items)
+    ask.values[first : first + len(items)] = serializer.keep_all(ask, first, items)
 
 
 def _settled(ask, row, value, code):
@@ -420,7 +420,7 @@ class ListCaller:
         self._asks = {}
         self._failed = 0  # rows whose own call raised, ever
         self._reading_ns = 0  # of asks whose rows have not been called
-        self._keeper = ResultKeeper(self._error_of)
+        self._serializer = ResultSerializer(self._error_of)
         self.met_memory_limit = False
 
     def add(self, meta, buffers):
@@ -483,7 +483,7 @@ class ListCaller:
             self._replies.finish(ask, size)
         elif ask.from_job:
             upto = ask.done.find(0, ask.sent)
-            self._replies.stage(ask, ask.rows if upto < 0 else upto, self._keeper, size)
+            self._replies.stage(ask, ask.rows if upto < 0 else upto, self._serializer, size)
 
     def _try(self, parts, rows):
         """Call with these rows; false where it raised, and then nothing is settled."""
@@ -512,7 +512,7 @@ class ListCaller:
             result = self._code.call(*args, **named)
             if self._link.is_child:
                 os._exit(0)
-            share_out(parts, rows, result, self._code, self._keeper)
+            share_out(parts, rows, result, self._code, self._serializer)
         except BaseException as error:  # SystemExit and the like too: one batch must not end the process
             return error
         finally:
