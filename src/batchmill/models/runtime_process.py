@@ -27,7 +27,7 @@ VARIABLE = "BATCHMILL_FUNCTION"  # in the environment of a function's process an
 
 
 class RuntimeProcess(Struct, frozen=True, eq=False):
-    """A process of the runtime that waits for its start frame. Whoever has it ends it, and closes the others."""
+    """A process of the runtime that waits for its start frame. The holder ends it and closes the others."""
 
     process: asyncio.subprocess.Process
     socket: socket.socket
