@@ -1,0 +1,267 @@
+"""One object store: reads by ranges, writes whole objects, tries again what may succeed later.
+
+The only module that imports obstore, with `failures`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import obstore
+from msgspec import Struct
+from obstore.store import LocalStore, MemoryStore, from_url
+
+from batchmill.errors import AuthRefused, BatchmillError, InvalidConfig, InvalidInput, TooLarge, Unavailable
+from batchmill.object_store.credentials import find_access
+from batchmill.object_store.failures import ERRORS, changed, exists, translate, unavailable
+from batchmill.object_store.urls import BUCKETS, ObjectUrl, check_key, local_path
+
+RANGE_BYTES = 8 * 1024 * 1024  # of one GET of a large object, and of one part of a large upload
+RETRY_S = 60.0  # how long a call tries again
+DELAY_S, DELAY_MAX_S = 0.1, 5.0  # before the second attempt, and the most before any
+REQUEST_S = 60  # for one request of at most RANGE_BYTES
+CONNECT_S = 10
+UPLOADS_MAX = 4  # parts of one object that are sent at the same time
+UPLOAD_RETRIES_MAX = 8  # of each part
+LISTED_AT_ONCE = 1000
+DELETED_AT_ONCE = 1000
+
+Result = TypeVar("Result")
+Pause = Callable[[float], None]
+
+
+class ObjectInfo(Struct, frozen=True):
+    """An object as it was seen. Another `etag` or `version` means other content."""
+
+    key: str
+    size_bytes: int
+    etag: str | None = None
+    version: str | None = None  # in buckets with versions
+    modified_s: float = 0.0  # seconds since the epoch
+
+
+class ObjectStore:
+    """The objects below one URL. Keys are relative to it.
+
+    All methods raise InvalidInput (`no_object`, `store_refused`), AuthRefused (`auth_error`) and Unavailable
+    (`store_unavailable`, after RETRY_S of attempts).
+    Concurrency: any number of threads at once. Every method blocks: an event loop calls them in a thread.
+    """
+
+    def __init__(
+        self, place: ObjectUrl, *, client: Any = None, retry_s: float = RETRY_S, pause: Pause = time.sleep
+    ) -> None:
+        """Args: client: an obstore store of the bucket, for tests; None: the one of the URL."""
+        self.url = str(place).rstrip("/")
+        self._place, self._retry_s, self._pause = place, retry_s, pause
+        self._prefix = f"{place.key.rstrip('/')}/" if place.key and place.scheme != "file" else ""
+        self._is_given = client is not None
+        self._client = client if self._is_given else self._connect(retries=0)
+
+    def _connect(self, *, retries: int) -> Any:
+        """A client with the credentials of now. Raises: InvalidConfig, AuthRefused."""
+        place = self._place
+        try:
+            if place.scheme == "memory":
+                return MemoryStore()
+            if place.scheme == "file":
+                return LocalStore(local_path(place), mkdir=True)
+            access = find_access(place.scheme)
+            return from_url(
+                place.root,
+                config=access.config or None,
+                client_options={
+                    "timeout": timedelta(seconds=REQUEST_S),
+                    "connect_timeout": timedelta(seconds=CONNECT_S),
+                    "allow_http": access.allow_http,
+                },
+                retry_config={"max_retries": retries, "retry_timeout": timedelta(seconds=self._retry_s)},
+                credential_provider=access.provider,
+            )
+        except ERRORS as error:
+            detail = str(error).strip().partition("\n")[0]
+            raise InvalidConfig(f"{place.root} cannot be opened: {detail}", code="invalid_store") from None
+
+    def head(self, key: str) -> ObjectInfo:
+        """Size, ETag and version of an object."""
+        return self._call(key, lambda client, path: self._info(obstore.head(client, path)))
+
+    def find(self, key: str) -> ObjectInfo | None:
+        """As `head`; None: there is no such object."""
+        try:
+            return self.head(key)
+        except InvalidInput as error:
+            if error.code != "no_object":
+                raise
+            return None
+
+    def get(self, key: str, *, size_max: int) -> bytes:
+        """A whole object. Raises: TooLarge for one of more than `size_max` bytes."""
+        info = self.head(key)
+        if info.size_bytes > size_max:
+            raise TooLarge(f"{self._name(key)} has {info.size_bytes:,} bytes, more than {size_max:,}")
+        return b"".join(self.read(info))
+
+    def read(self, info: ObjectInfo) -> Iterator[memoryview]:
+        """The content of an object as it was seen, in ranges. Raises: InputChanged."""
+        for start in range(0, info.size_bytes, RANGE_BYTES):
+            yield self.get_range(info, start, min(start + RANGE_BYTES, info.size_bytes))
+
+    def get_range(self, info: ObjectInfo, start: int, end: int) -> memoryview:
+        """Bytes start <= n < end of an object as it was seen: never fewer. Raises: InputChanged."""
+        assert 0 <= start < end <= info.size_bytes, (start, end, info.size_bytes)
+
+        def fetch(client: Any, path: str) -> memoryview:
+            options: dict[str, Any] = {"range": (start, end)}
+            if info.etag:
+                options["if_match"] = info.etag
+            reply = obstore.get(client, path, options=options)
+            if not _is_same(self._info(reply.meta), info):  # a store may ignore If-Match
+                raise changed(self._name(info.key))
+            data = memoryview(reply.bytes())
+            if len(data) != end - start:
+                raise unavailable(self._name(info.key), f"{len(data):,} of {end - start:,} bytes came")
+            return data
+
+        return self._call(info.key, fetch)
+
+    def put(self, key: str, data: bytes | memoryview, *, overwrite: bool = False) -> ObjectInfo:
+        """Write an object. Without `overwrite` it must not exist, or have this very content: the reply to an earlier
+        attempt may have been lost.
+
+        Raises: Conflict (`object_exists`).
+        """
+
+        def send(client: Any, path: str) -> ObjectInfo:
+            try:
+                mode = "overwrite" if overwrite else "create"
+                reply = obstore.put(client, path, data, mode=mode, use_multipart=False)
+            except obstore.exceptions.AlreadyExistsError:
+                return self._settle(key, data)
+            self._sync(key)
+            return ObjectInfo(key, len(data), reply["e_tag"], reply["version"])
+
+        return self._call(key, send)
+
+    def put_file(self, key: str, path: Path) -> ObjectInfo:
+        """Write the content of a file. A file of more than RANGE_BYTES goes in parts, and replaces what has its name;
+        a smaller one is put as by `put`, without `overwrite`.
+
+        The object appears when it is whole. Parts of an upload that was cut off cost money until the bucket's
+        lifecycle rule removes them.
+        """
+        size = path.stat().st_size
+        if size <= RANGE_BYTES:
+            return self.put(key, path.read_bytes())
+        self._call(key, lambda _, name: self._upload(name, path))
+        info = self.head(key)
+        if info.size_bytes != size:
+            raise unavailable(self._name(key), f"{info.size_bytes:,} of {size:,} bytes were stored")
+        self._sync(key)
+        return info
+
+    def _upload(self, name: str, path: Path) -> None:
+        has_retries = self._place.scheme in BUCKETS and not self._is_given
+        client = self._connect(retries=UPLOAD_RETRIES_MAX) if has_retries else self._client
+        with path.open("rb") as file:
+            obstore.put(client, name, file, use_multipart=True, chunk_size=RANGE_BYTES, max_concurrency=UPLOADS_MAX)
+
+    def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
+        """Objects whose key starts with `prefix`, in the order of their keys; those after the key `after` only."""
+        folder = prefix.rpartition("/")[0]  # obstore lists whole folders
+        at = after
+        while True:
+            found = self._call(folder, lambda client, _, at=at: self._list_some(client, folder, at))
+            infos = sorted((self._info(each) for each in found), key=lambda info: info.key)
+            yield from (info for info in infos if info.key.startswith(prefix) and info.key > after)
+            if len(infos) < LISTED_AT_ONCE:
+                return
+            at = infos[-1].key
+
+    def _list_some(self, client: Any, folder: str, after: str) -> list[Any]:
+        place = f"{self._prefix}{folder}"
+        found: list[Any] = []
+        chunks = obstore.list(client, place or None, offset=f"{self._prefix}{after}" if after else None)
+        for chunk in chunks:
+            found += chunk
+            if len(found) >= LISTED_AT_ONCE and self._place.scheme not in ("file", "memory"):  # which are not sorted
+                break
+        return found
+
+    def delete(self, *keys: str) -> None:
+        """Remove objects. One that is not there is fine."""
+        for at in range(0, len(keys), DELETED_AT_ONCE):
+            for key in keys[at : at + DELETED_AT_ONCE]:
+                self._delete(key)
+
+    def _delete(self, key: str) -> None:
+        try:
+            self._call(key, lambda client, path: obstore.delete(client, path))
+        except InvalidInput as error:
+            if error.code != "no_object":
+                raise
+
+    def _settle(self, key: str, data: bytes | memoryview) -> ObjectInfo:
+        """The object that is there instead of a new one. Raises: Conflict if it has other content."""
+        info = self.find(key)
+        if info is None:
+            raise unavailable(self._name(key), "another writer was at it")
+        if info.size_bytes != len(data):
+            raise exists(self._name(key))
+        view = memoryview(data)
+        for start in range(0, len(view), RANGE_BYTES):
+            if self.get_range(info, start, min(start + RANGE_BYTES, len(view))) != view[start : start + RANGE_BYTES]:
+                raise exists(self._name(key))
+        return info
+
+    def _call(self, key: str, action: Callable[[Any, str], Result]) -> Result:
+        """Call `action` with the client and the full key until it succeeds, fails for good, or RETRY_S are over."""
+        if key:
+            check_key(key, self._name(key))
+        deadline, delay, is_renewed = time.monotonic() + self._retry_s, DELAY_S, self._is_given
+        while True:
+            try:
+                return action(self._client, f"{self._prefix}{key}")
+            except BatchmillError as error:
+                failure = error
+            except ERRORS as error:
+                failure = translate(self._name(key), error)
+            if isinstance(failure, AuthRefused) and not is_renewed:
+                is_renewed = True  # they may have expired: those of now are fetched once
+                self._client = self._connect(retries=0)
+                continue
+            if not isinstance(failure, Unavailable) or time.monotonic() + delay > deadline:
+                raise failure from None
+            self._pause(delay * random.uniform(0.5, 1.0))
+            delay = min(2 * delay, DELAY_MAX_S)
+
+    def _info(self, meta: Any) -> ObjectInfo:
+        key = str(meta["path"]).removeprefix(self._prefix)
+        return ObjectInfo(key, meta["size"], meta["e_tag"], meta["version"], meta["last_modified"].timestamp())
+
+    def _name(self, key: str) -> str:
+        return f"{self.url}/{key}" if key else self.url
+
+    def _sync(self, key: str) -> None:
+        """Make a file of a folder durable, which obstore does not."""
+        if self._place.scheme != "file":
+            return
+        path = Path(local_path(self._place)) / key
+        for each in (path, path.parent):
+            fd = os.open(each, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+def _is_same(info: ObjectInfo, seen: ObjectInfo) -> bool:
+    if info.size_bytes != seen.size_bytes or (info.etag and seen.etag and info.etag != seen.etag):
+        return False
+    return not (info.version and seen.version and info.version != seen.version)

@@ -1,0 +1,90 @@
+"""URLs of objects. Imports nothing heavy: commands read URLs before they know whether a store is needed."""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import TYPE_CHECKING
+from urllib.parse import unquote
+
+from msgspec import Struct
+
+from batchmill.errors import InvalidInput
+from batchmill.optional import require
+
+if TYPE_CHECKING:
+    from batchmill.object_store.store import ObjectStore
+
+STORE = "batchmill.object_store.store:ObjectStore"
+BUCKETS = ("s3", "gs", "az")  # schemes of stores with buckets, which Azure calls containers
+SCHEMES = (*BUCKETS, "file", "memory")
+KEY_BYTES_MAX = 1024  # of S3 and of Google Cloud Storage; Azure takes as many characters
+SHOWN_CHARS = 200
+
+
+class ObjectUrl(Struct, frozen=True):
+    """An object, or the objects below a prefix: `key` is empty for a whole bucket."""
+
+    scheme: str
+    bucket: str  # empty for file and memory
+    key: str  # as the store has it, without escapes
+
+    @property
+    def root(self) -> str:
+        """The URL of its bucket. For a file: of its folder."""
+        return f"{self.scheme}://{self.bucket}"
+
+    def __str__(self) -> str:
+        return f"{self.root}/{self.key}"
+
+
+def is_object_url(text: str) -> bool:
+    """Whether a text is a URL of an object store with buckets (s3, gs, az): others are paths, or other URLs."""
+    return text.partition("://")[0] in BUCKETS and "://" in text
+
+
+def parse_url(text: str) -> ObjectUrl:
+    """The bucket and key of a URL. A key is written as it is: `%20` in it is three characters.
+
+    Raises: InvalidInput (`invalid_url`).
+    """
+    scheme, colon, rest = text.partition("://")
+    if not colon or scheme not in SCHEMES:
+        raise _invalid(text, f"write one of {', '.join(f'{each}://' for each in BUCKETS)}")
+    bucket, _, key = rest.partition("/")
+    if scheme in BUCKETS and not bucket:
+        raise _invalid(text, f"it names no bucket: write {scheme}://BUCKET/KEY")
+    if scheme not in BUCKETS and bucket:
+        raise _invalid(text, f"write {scheme}:///PATH, with three slashes")
+    if "@" in bucket or ":" in bucket:
+        raise _invalid(text, "credentials and ports do not belong in a URL: they come from the environment")
+    check_key(key, text)
+    return ObjectUrl(scheme, bucket, key)
+
+
+def check_key(key: str, text: str) -> None:
+    """Raises: InvalidInput (`invalid_url`) for a key that stores would take for another one."""
+    parts = key.removesuffix("/").split("/")
+    if key and any(part in ("", ".", "..") for part in parts):
+        raise _invalid(text, "a part between its slashes is empty, '.' or '..'")
+    if len(key.encode()) > KEY_BYTES_MAX:
+        raise _invalid(text, f"its key has more than {KEY_BYTES_MAX:,} bytes")
+    if any(unicodedata.category(each) == "Cc" for each in key):
+        raise _invalid(text, "its key has control characters")
+
+
+def open_store(url: str) -> ObjectStore:
+    """The store at a URL; its keys are relative to the URL. Connects to nothing yet.
+
+    Raises: InvalidInput (`invalid_url`), InvalidConfig (`missing_dependency`, `invalid_store`).
+    """
+    place = parse_url(url)
+    return require(STORE, f"an object store ({place.scheme}://)")(place)
+
+
+def local_path(url: ObjectUrl) -> str:
+    """The path of the folder of a file:// URL."""
+    return "/" + unquote(url.key)
+
+
+def _invalid(text: str, reason: str) -> InvalidInput:
+    return InvalidInput(f"{text[:SHOWN_CHARS]!r} is not a URL of an object: {reason}", code="invalid_url")

@@ -1,0 +1,150 @@
+"""A proxy before an S3 server that fails requests as S3, networks and credentials do: one fault for one request."""
+
+from __future__ import annotations
+
+import http.client
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+from urllib.parse import urlsplit
+
+ERROR = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{}</Code><Message>as ordered</Message></Error>'
+ANSWERS = {
+    "slow_down": (503, "SlowDown"),
+    "expired": (400, "ExpiredToken"),
+    "denied": (403, "AccessDenied"),
+    "changed": (412, "PreconditionFailed"),
+    "other_region": (301, "PermanentRedirect"),
+}
+# reset: the connection breaks before the request is served; lost_reply: after it was served. truncated: the body ends
+# early; short: it is shorter than what was asked for, and says so.
+FAULTS = (*ANSWERS, "reset", "lost_reply", "truncated", "short")
+
+
+class FaultyObjects:
+    """Faults of the next requests by method; those without one are served."""
+
+    def __init__(self, upstream: str) -> None:
+        self.upstream = urlsplit(upstream).netloc
+        self.faults: deque[tuple[str, str]] = deque()  # (method, fault)
+        self.always: dict[str, str] = {}  # method -> fault of each request
+        self.requests: list[tuple[str, str, dict[str, str]]] = []  # method, path, headers
+        self.url = ""
+        self._lock = threading.Lock()
+
+    def fail(self, method: str, *faults: str) -> None:
+        """The next requests of this method fail, one after the other."""
+        assert set(faults) <= set(FAULTS), faults
+        self.faults.extend((method, fault) for fault in faults)
+
+    def take(self, method: str, path: str, headers: dict[str, str]) -> str:
+        with self._lock:
+            self.requests.append((method, path, headers))
+            for each in self.faults:
+                if each[0] == method:
+                    self.faults.remove(each)
+                    return each[1]
+        return self.always.get(method, "")
+
+    def count(self, method: str) -> int:
+        return sum(each[0] == method for each in self.requests)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    plan: ClassVar[FaultyObjects]
+
+    def serve(self) -> None:
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length)
+        fault = self.plan.take(self.command, self.path, {k.lower(): v for k, v in self.headers.items()})
+        if fault in ANSWERS:
+            status, code = ANSWERS[fault]
+            self.reply(status, [("Content-Type", "application/xml")], ERROR.format(code).encode())
+        elif fault == "reset":
+            self.reset()
+        else:
+            self.forward(body, fault)
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = serve
+
+    def forward(self, body: bytes, fault: str) -> None:
+        upstream = http.client.HTTPConnection(self.plan.upstream, timeout=60)
+        try:
+            upstream.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                if name.lower() not in ("connection", "host"):
+                    upstream.putheader(name, value)
+            upstream.putheader("Host", self.plan.upstream)
+            upstream.endheaders(body)
+            answer = upstream.getresponse()
+            data = answer.read()
+        finally:
+            upstream.close()
+        if fault == "lost_reply":
+            self.reset()
+            return
+        dropped = ("content-length", "connection", "transfer-encoding", "date", "server")
+        headers = [each for each in answer.getheaders() if each[0].lower() not in dropped]
+        size = int(answer.getheader("Content-Length") or len(data)) if self.command == "HEAD" else len(data)
+        if fault == "short":
+            data = data[: len(data) // 2]
+            size = len(data)
+        if fault == "truncated":
+            self.reply(answer.status, headers, data[: len(data) // 2], size)
+            self.reset()
+            return
+        self.reply(answer.status, headers, data, size)
+
+    def reply(self, status: int, headers: list[tuple[str, str]], data: bytes, size: int | None = None) -> None:
+        self.send_response(status)
+        for name, value in headers:
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(data) if size is None else size))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def reset(self) -> None:
+        self.wfile.flush()
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close_connection = True
+        self.connection.close()
+
+    def finish(self) -> None:
+        if self.connection.fileno() >= 0:
+            super().finish()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is printed."""
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def shutdown_request(self, request: socket.socket) -> None:
+        if request.fileno() >= 0:
+            super().shutdown_request(request)
+
+    def handle_error(self, *_: object) -> None:
+        """A client that went away is no error of a test."""
+
+
+@contextmanager
+def faulty_objects(upstream: str) -> Iterator[FaultyObjects]:
+    plan = FaultyObjects(upstream)
+    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"plan": plan}))
+    plan.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield plan
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,46 @@
+"""An S3 server of the tests: moto's, on loopback, and an environment that leads to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from botocore.config import Config
+from botocore.session import Session
+from moto.server import ThreadedMotoServer
+
+KEY = "testing"
+
+
+@contextmanager
+def s3_server() -> Iterator[str]:
+    """The URL of a server."""
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+def s3_environment(url: str) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": KEY, "AWS_REGION": "us-east-1",
+        "NO_PROXY": "*",
+    }  # fmt: skip
+
+
+@contextmanager
+def bucket_client(url: str, bucket: str) -> Iterator[Any]:
+    """botocore's own client, and a bucket that is empty before and gone after."""
+    client = Session().create_client(
+        "s3", region_name="us-east-1", endpoint_url=url, aws_access_key_id=KEY, aws_secret_access_key=KEY,
+        config=Config(proxies={}, s3={"addressing_style": "path"}),
+    )  # fmt: skip
+    client.create_bucket(Bucket=bucket)
+    yield client
+    while found := client.list_objects_v2(Bucket=bucket).get("Contents", ()):
+        for each in found:
+            client.delete_object(Bucket=bucket, Key=each["Key"])
+    client.delete_bucket(Bucket=bucket)
+    client.close()
