@@ -148,6 +148,17 @@ async def test_a_queue_that_broke_says_so(commit_log):
     assert await commit_log.call(commit_log.ledger.progress, "job_1", 0) == {0: 1}
 
 
+async def test_who_measures_hears_of_each_transaction(commit_log):
+    """A listener gets the number of commits of each transaction and its seconds, before the commits' callers do."""
+    heard: list[object] = []
+    commit_log.listen(lambda commits, seconds: heard.append((commits, seconds >= 0)))
+    lease = commit_log.ledger.lease("job_1", 0, SHARD).lease
+    for seq, position in ((0, 100), (1, 101)):
+        await commit_log.commit(commit(lease, seq, position), None, heard.append)
+    await commit_log.settle()
+    assert heard == [(2, True), Verdict.COUNTED, Verdict.COUNTED]
+
+
 async def test_the_queue_has_a_maximum(commit_log):
     """Up to so many commits are queued at once; one more waits until there is room."""
     stale = commit(Lease("gone", 0, 0, 1), 0, 100)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from prometheus_client.parser import text_string_to_metric_families
 from services.webhook_support import EndedJobs
 
@@ -16,7 +17,8 @@ from batchmill.server.metrics import MODEL_GAUGES, MODEL_RATIOS, Metrics, models
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.outbox import Outbox
 from batchmill.services.webhooks import EVENT_TYPES, EndedJob
-from batchmill.states import JobState
+from batchmill.states import JobState, PauseReason
+from batchmill.store import tables
 from batchmill.types import AdapterStats, Commit, Lease, SegmentRef, Usage
 
 DOCS = Path(__file__).parents[2] / "docs" / "webhooks-and-metrics.md"
@@ -34,8 +36,8 @@ def outbox(jobs: EndedJobs) -> Outbox:
 
 
 @pytest.fixture
-def metrics(jobs: EndedJobs, outbox: Outbox) -> Metrics:
-    return Metrics(jobs.database, jobs.jobs.dispatcher, outbox)
+def metrics(jobs: EndedJobs, outbox: Outbox, tmp_path: Path) -> Metrics:
+    return Metrics(jobs.database, jobs.jobs.dispatcher, outbox, tmp_path)
 
 
 async def samples(metrics: Metrics, project: str | None = None) -> dict[tuple[str, ...], float]:
@@ -116,6 +118,68 @@ async def test_jobs_are_counted_by_state(jobs: EndedJobs, metrics: Metrics):
     assert found["batchmill_jobs", "running"] == 1
     assert ("batchmill_jobs", "cancelled") not in found
     assert found["batchmill_jobs_ended_total", "p", "cancelled"] == 1
+
+
+async def test_the_oldest_job_and_pauses_are_measured(jobs: EndedJobs, metrics: Metrics):
+    """The creation of the oldest job of each state, and paused jobs by reason; never of ended jobs."""
+    for number in (1, 2, 3):
+        job = await jobs.end(number)
+        state, reason = (JobState.RUNNING, None) if number < 3 else (JobState.PAUSED, PauseReason.QUOTA)
+        await jobs.database.call(jobs.ledger.note, job, state=state, reason=reason, created=100.0 * number)
+    await jobs.end(4)
+    found = await samples(metrics)
+    assert found["batchmill_oldest_job_created_timestamp_seconds", "running"] == 100
+    assert found["batchmill_oldest_job_created_timestamp_seconds", "paused"] == 300
+    assert found["batchmill_jobs", "running"] == 2
+    assert found["batchmill_jobs_paused", "quota"] == 1
+    assert len([key for key in found if key[0] == "batchmill_oldest_job_created_timestamp_seconds"]) == 2
+
+
+async def test_spending_is_counted(jobs: EndedJobs, metrics: Metrics):
+    """The cost of counted rows, of models with a price alone."""
+    tallies = jobs.jobs.dispatcher.tallies
+    tallies.count("p", "m", commit(1, 0, Usage()), 0.25)
+    tallies.count("p", "m", commit(1, 0, Usage()), 0.5)
+    tallies.count("p", "free", commit(1, 0, Usage()), None)
+    found = await samples(metrics)
+    assert {key[1:]: value for key, value in found.items() if key[0] == "batchmill_cost_usd_total"} == {
+        ("m", "p"): 0.75
+    }
+
+
+async def test_commits_are_counted_and_timed(metrics: Metrics):
+    """Every commit counts, and each transaction is timed once, however many it wrote."""
+    metrics.on_commits(3, 0.02)
+    metrics.on_commits(1, 0.3)
+    found = await samples(metrics)
+    assert found["batchmill_commits_total",] == 4
+    assert found["batchmill_commit_duration_seconds_count",] == 2
+    assert found["batchmill_commit_duration_seconds_bucket", "0.025"] == 1
+
+
+async def test_provider_batches_are_counted(jobs: EndedJobs, metrics: Metrics):
+    """Batches of unfinished jobs count until all their rows have an outcome."""
+    job, ended = await jobs.end(1), await jobs.end(2)
+    await jobs.database.call(jobs.ledger.note, job, state=JobState.RUNNING)
+
+    def note(db: sa.Connection) -> None:
+        for each, shard, done in ((job, 7, 1), (job, 8, 2), (ended, 7, 1)):
+            generation = db.execute(sa.select(tables.jobs.c.generation).where(tables.jobs.c.id == each)).scalar_one()
+            key = {"job": each, "generation": generation, "shard": shard}
+            db.execute(tables.shards.insert().values(**key, lo=0, hi=2, epoch=1, done=done, bitmap=b""))
+            db.execute(tables.notes.insert().values(**key, key="tag", data=b"{}", changed=1.0))
+
+    await jobs.database.write(note)
+    assert (await samples(metrics))["batchmill_provider_batches",] == 1
+
+
+async def test_database_and_disk_are_measured(jobs: EndedJobs, metrics: Metrics, tmp_path: Path):
+    """The size of the database, and of the file system of the data directory; one that is gone is left out."""
+    found = await samples(metrics)
+    assert found["batchmill_database_size_bytes",] % 4096 == 0 < found["batchmill_database_size_bytes",]
+    assert 0 < found["batchmill_disk_free_bytes",] <= found["batchmill_disk_size_bytes",]
+    lost = Metrics(jobs.database, jobs.jobs.dispatcher, jobs.outbox(), tmp_path / "lost")
+    assert not [key for key in await samples(lost) if key[0].startswith("batchmill_disk")]
 
 
 async def test_webhooks_are_counted(jobs: EndedJobs, metrics: Metrics, outbox: Outbox):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import platform
+import shutil
 import threading
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import prometheus_client as prometheus
@@ -30,9 +32,9 @@ from batchmill.services.live_calls import LiveCall
 from batchmill.services.outbox import Outbox
 from batchmill.services.services import Services
 from batchmill.services.webhooks import EndedJob
-from batchmill.states import ENDED
+from batchmill.states import ENDED, JobState
 from batchmill.store.database import Database
-from batchmill.store.tables import jobs
+from batchmill.store.tables import jobs, notes, shards
 from batchmill.types import AdapterStats, BatchTimes, CallStats
 
 if TYPE_CHECKING:
@@ -245,20 +247,22 @@ CONTENT_TYPE = prometheus.CONTENT_TYPE_PLAIN_0_0_4
 # Upper bounds in seconds: a small GET takes a millisecond, an upload or a long generation minutes.
 HTTP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 LIVE_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 300.0)
+COMMIT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "GRPC"})
 
 
 class Metrics:
     """Counts events by `served`, `live` and `ended`; `render` returns the page."""
 
-    def __init__(self, database: Database, dispatcher: Dispatcher, outbox: Outbox) -> None:
-        self._database, self._dispatcher, self._outbox = database, dispatcher, outbox
+    def __init__(self, database: Database, dispatcher: Dispatcher, outbox: Outbox, data_dir: Path) -> None:
+        self._database, self._dispatcher, self._outbox, self._data_dir = database, dispatcher, outbox, data_dir
         self.functions: Callable[[], Iterable[VersionStats]] = tuple  # statistics of deployed functions
         self.copies: Mapping[tuple[str, str], int] = {}  # calls copied to mirrors
         prometheus.disable_created_metrics()  # they would double the number of series
         self._registry = prometheus.CollectorRegistry(auto_describe=True)
-        self._jobs: dict[str, int] = {}
+        self._ledger = LedgerState()
         self._events_waiting = 0
+        self._commits = 0
         self._ended: Counter[tuple[str, ...]] = Counter()
         self._live_tokens: Counter[tuple[str, ...]] = Counter()
         self._build()
@@ -271,6 +275,7 @@ class Metrics:
         info.labels(batchmill.__version__, platform.python_version()).set(1)
         self._requests = Timings(HTTP_SECONDS)
         self._live = Timings(LIVE_SECONDS)
+        self._commit_times = Timings(COMMIT_SECONDS)
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -291,11 +296,16 @@ class Metrics:
         """Count an ended job."""
         self._ended[job.project, job.state] += 1
 
+    def on_commits(self, commits: int, seconds: float) -> None:
+        """Count the commits of one transaction, which took `seconds`."""
+        self._commits += commits
+        self._commit_times.add(("all",), seconds)
+
     # -- the page -----------------------------------------------------------------------------------------------------
 
     async def render(self, project: str | None = None) -> bytes:
         """Render the page in Prometheus' text format, version 0.0.4. `project`: leave out what other projects did."""
-        self._jobs = await self._database.read(_count_jobs)
+        self._ledger = await self._database.read(_read_ledger)
         self._events_waiting = await self._outbox.count_waiting()
         page = prometheus.generate_latest(self._registry)
         return page if project is None else _without_other_projects(page, project)
@@ -325,7 +335,13 @@ class Metrics:
             self._live_tokens,
         )  # fmt: skip
         yield counter_family("jobs_ended", "Jobs that ended.", [project, "state"], self._ended)
-        yield gauge_family("jobs", "Jobs that have not ended.", ["state"], {(k,): n for k, n in self._jobs.items()})
+        spending = "Cost of rows with a committed outcome, in USD, of models with a price."
+        yield counter_family("cost_usd", spending, [project, model], tallies.spending)
+        yield from _ledger_families(self._ledger)
+        yield counter_family("commits", "Commits of workers, including refused ones.", [], {(): self._commits})
+        help_text = "Seconds of a transaction that writes commits; it may write many."
+        yield self._commit_times.family("commit_duration_seconds", help_text, [])
+        yield from _disk_families(self._data_dir)
         deliveries = {(result,): n for result, n in self._outbox.counts.items()}
         yield counter_family("webhook_deliveries", "Attempts to deliver an event, by result.", ["result"], deliveries)
         yield gauge_family(
@@ -380,10 +396,71 @@ def models(gauges: Sequence[ModelGauge]) -> Iterable[Family]:
         )
 
 
-def _count_jobs(db: sa.Connection) -> dict[str, int]:
-    """Count jobs by state, without reading ended jobs that are announced."""
-    conditions = (jobs.c.announced <= jobs.c.generation, jobs.c.state.not_in(ENDED))
-    return dict(db.execute(sa.select(jobs.c.state, sa.func.count()).where(*conditions).group_by(jobs.c.state)).all())
+class LedgerState(Struct, frozen=True):
+    """What the database says of unfinished jobs, and its size."""
+
+    jobs: Mapping[str, int] = {}  # by state
+    oldest: Mapping[str, float] = {}  # state -> when its oldest job was created, seconds since the epoch
+    paused: Mapping[str, int] = {}  # by reason
+    provider_batches: int = 0
+    size_bytes: int = 0
+
+
+def _read_ledger(db: sa.Connection) -> LedgerState:
+    """Read the unfinished jobs, without reading ended jobs that are announced."""
+    unfinished = (jobs.c.announced <= jobs.c.generation, jobs.c.state.not_in(ENDED))
+    columns = (jobs.c.state, jobs.c.reason, sa.func.count(), sa.func.min(jobs.c.created))
+    counts: Counter[str] = Counter()
+    paused: Counter[str] = Counter()
+    oldest: dict[str, float] = {}
+    for state, reason, count, created in db.execute(
+        sa.select(*columns).where(*unfinished).group_by(jobs.c.state, jobs.c.reason)
+    ):
+        counts[state] += count
+        oldest[state] = min(created, oldest.get(state, created))
+        if state == JobState.PAUSED:
+            paused[reason or "none"] += count
+    return LedgerState(counts, oldest, paused, _count_provider_batches(db, unfinished), _size_bytes(db))
+
+
+def _count_provider_batches(db: sa.Connection, unfinished: Sequence[sa.ColumnElement[bool]]) -> int:
+    """Count the notes of shards with open rows. Only engines of providers write notes, one for each batch."""
+    of_job = (jobs.c.id == notes.c.job) & (jobs.c.generation == notes.c.generation)
+    of_shard = (shards.c.job == notes.c.job) & (shards.c.generation == notes.c.generation)
+    joined = jobs.join(notes, of_job).join(shards, of_shard & (shards.c.shard == notes.c.shard))
+    is_open = shards.c.done < shards.c.hi - shards.c.lo
+    return db.execute(sa.select(sa.func.count()).select_from(joined).where(*unfinished, is_open)).scalar_one()
+
+
+def _size_bytes(db: sa.Connection) -> int:
+    """The size of the database, without SQLite's write-ahead log."""
+    if db.dialect.name == "sqlite":
+        query = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
+    else:
+        query = "SELECT pg_database_size(current_database())"
+    return db.execute(sa.text(query)).scalar_one()
+
+
+def _ledger_families(state: LedgerState) -> Iterable[Family]:
+    yield gauge_family("jobs", "Jobs that have not ended.", ["state"], {(k,): n for k, n in state.jobs.items()})
+    help_text = "When the oldest job of a state was created, in seconds since the epoch."
+    oldest = {(k,): created for k, created in state.oldest.items()}
+    yield gauge_family("oldest_job_created_timestamp_seconds", help_text, ["state"], oldest)
+    help_text = "Paused jobs by reason."
+    yield gauge_family("jobs_paused", help_text, ["reason"], {(k,): n for k, n in state.paused.items()})
+    help_text = "Batches of unfinished jobs at providers, without results yet."
+    yield gauge_family("provider_batches", help_text, [], {(): state.provider_batches})
+    yield gauge_family("database_size_bytes", "Size of the database.", [], {(): state.size_bytes})
+
+
+def _disk_families(data_dir: Path) -> Iterable[Family]:
+    """Nothing where the data directory cannot be read: /health says so."""
+    try:
+        usage = shutil.disk_usage(data_dir)
+    except OSError:
+        return
+    yield gauge_family("disk_size_bytes", "Size of the data directory's file system.", [], {(): usage.total})
+    yield gauge_family("disk_free_bytes", "Free bytes of this file system.", [], {(): usage.free})
 
 
 Application = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
@@ -427,12 +504,12 @@ class Observers:
     def __init__(
         self, services: Services, *, database: Database, jobs: Jobs, dispatcher: Dispatcher, environ: Mapping[str, str]
     ) -> None:
-        self._services = services
+        self._services, self._dispatcher = services, dispatcher
         self._tracing = load_tracing(services.config.server.otlp_endpoint, environ, services.clock)
         self._outbox = Outbox(
             database, services.clock, webhooks=services.webhooks, jobs=jobs, files=services.files, on_ended=self._ended
         )
-        self.metrics = Metrics(database, dispatcher, self._outbox)
+        self.metrics = Metrics(database, dispatcher, self._outbox, services.config.data_dir)
         self._running: asyncio.Task[None] | None = None
 
     def _ended(self, job: EndedJob) -> None:
@@ -443,6 +520,7 @@ class Observers:
     def open(self, root: HttpRoot) -> Application:
         """Start observing. Return the application to serve instead of `root`."""
         root.watch(self.metrics.on_request)
+        self._dispatcher.listen(self.metrics.on_commits)
         self._services.live.listen(self.metrics.on_live_call)
         self._services.functions.listen(self.metrics.on_live_call)
         self.metrics.functions, self.metrics.copies = self._version_stats, self._services.functions.copied

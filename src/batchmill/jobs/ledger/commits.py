@@ -7,6 +7,7 @@ everything before it has been counted: what could not be counted must not be sai
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
@@ -29,6 +30,7 @@ T = TypeVar("T")
 CommitCallback = Callable[[Verdict | BatchmillError], None]
 
 
+TransactionCallback = Callable[[int, float], None]  # commits of one transaction, and its seconds
 NoteCallback = Callable[[bool | BatchmillError], None]  # False: the lease is another's meanwhile
 
 
@@ -55,6 +57,7 @@ class CommitLog:
         self._batch: list[_Any] = []  # taken from the queue and not yet answered
         self._refused: dict[Lease, None] = {}  # with a commit that could not be counted
         self._broken: LedgerBroken | None = None
+        self._listeners: list[TransactionCallback] = []
         self._draining = asyncio.create_task(self._drain())
         self._draining.add_done_callback(self._stopped)
 
@@ -70,6 +73,10 @@ class CommitLog:
     async def call_reader(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a method of the ledger that only reads; it waits for no commit."""
         return await self.ledger.database.call_reader(function, *args, **kwargs)
+
+    def listen(self, callback: TransactionCallback) -> None:
+        """Call `callback` after each transaction of commits. It must be quick and must not raise."""
+        self._listeners.append(callback)
 
     async def commit(self, commit: Commit, cost: float | None, callback: CommitCallback) -> None:
         """Queue a commit, once there is room; `told` is called with the result on the event loop.
@@ -115,6 +122,7 @@ class CommitLog:
         """
         if not entries:
             return
+        began = time.perf_counter()
         try:
             verdicts = await self.call(self.ledger.commit, [(entry.commit, entry.cost) for entry in entries])
         except Exception as error:  # a bug over one commit must not end the line for all jobs
@@ -126,6 +134,8 @@ class CommitLog:
                 error = _bug("a commit could not be counted", error)
             self._resolve(entries[0], error)
             return
+        for listener in self._listeners:
+            listener(len(entries), time.perf_counter() - began)
         for entry, verdict in zip(entries, verdicts, strict=True):
             self._resolve(entry, verdict)
 

@@ -96,6 +96,7 @@ class Dispatcher:
         self.quarantine = quarantine = quarantine or Quarantine(clock)
         self._commit_log, self._clock, self._weights = commit_log, clock, sharing.weights
         self.tallies = Tallies()
+        self.listen = commit_log.listen
         pools = Pools(
             data_dir,
             executor,
@@ -445,7 +446,7 @@ class Dispatcher:
         run, removed = self._runs.get(job_id), self._removed.get(job_id)
         if verdict is Verdict.COUNTED:
             project = run.spec.project if run is not None else removed.project if removed is not None else ""
-            self.tallies.count(project, pool.model.name, commit)
+            self.tallies.count(project, pool.model.name, commit, cost)
             claims = self._claims_of(pool)
             claims.charge(project, commit)
             if not claims.is_fresh:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from operator import add
@@ -106,12 +106,15 @@ class Tallies:
         self.rows: Counter[tuple[str, str, str]] = Counter()  # (project, model, "ok" or "failed")
         self.tokens: Counter[tuple[str, str, str]] = Counter()  # (project, model, "input", "cached" or "output")
         self.errors: Counter[tuple[str, str, str]] = Counter()  # (project, model, code)
+        self.spending: dict[tuple[str, str], float] = defaultdict(float)  # USD by (project, model)
         self.live: Counter[tuple[str, int]] = Counter()  # (model, status of the reply; 0: no reply)
         self.adapters = AdapterSums()
         self._codes: set[str] = set()
 
-    def count(self, project: str, model: str, commit: Commit) -> None:
-        """Count rows that the ledger counted."""
+    def count(self, project: str, model: str, commit: Commit, cost: float | None = None) -> None:
+        """Count rows that the ledger counted. `cost`: theirs in USD; None: the model has no price."""
+        if cost is not None:
+            self.spending[project, model] += cost
         self.rows[project, model, "ok"] += commit.rows_ok
         self.rows[project, model, "failed"] += commit.rows_failed
         usage = commit.usage
