@@ -27,6 +27,7 @@ import rows
 from local_endpoint import Call, Endpoint, running_endpoint
 
 from batchmill.store import segments
+from batchmill.store.segment_files import SegmentFolder
 
 ROW_BYTES = 600
 RECORD_S = 1.0  # a reply this old is on disk
@@ -166,7 +167,7 @@ class Chaos:
 def recorded_rows(data_dir: Path) -> Iterator[int]:
     """The numbers of the rows whose outcomes stand in the segments."""
     for path in data_dir.glob("jobs/*/segments/*.seg"):
-        for block in segments.salvage(path):
+        for block in segments.salvage(SegmentFolder(path.parent), path.name):
             if isinstance(block, segments.Block):
                 yield from block.rows()
 

@@ -32,6 +32,7 @@ from batchmill.types import (
     ResultBlock,
     Row,
     RowBlock,
+    SegmentRef,
     Submitted,
     Wait,
 )
@@ -141,6 +142,60 @@ class BlockSink(Sink, Protocol):
 
     def put_block(self, block: ResultBlock | ColumnResultBlock) -> None:
         """As `put`, for rows that have a result."""
+
+
+class SegmentSink(Protocol):
+    """Takes a worker's finished blocks of one job. An OSError is final: nothing more can be appended.
+
+    Concurrency: `sync` may run in a thread while another thread appends.
+    """
+
+    roll: int  # the number of the last segment; a later sink of the same job and worker goes on behind it
+
+    @property
+    def commit_delay_s(self) -> float:
+        """How long appended blocks may wait for `sync` and their commit."""
+
+    def append(self, blocks: bytes) -> SegmentRef:
+        """Take whole blocks of one lease, and say where they will be. From now on they outlive this process, unless
+        their commit has to carry them: then it follows within `commit_delay_s`. Raises: OSError.
+        """
+
+    def sync(self) -> None:
+        """Return once earlier appends are durable, but for those that a commit carries. Raises: OSError."""
+
+    def carried(self, ref: SegmentRef) -> bytes:
+        """The blocks of a range that its commit must carry; empty if they are durable where `ref` says."""
+
+    def acknowledge(self, ref: SegmentRef) -> None:
+        """The owner has decided on the commit of this range: it is stored, or will never count."""
+
+    def close(self) -> None:
+        """Sync, and release what is open. Carried blocks stay known until they are acknowledged. Raises: OSError."""
+
+
+class SegmentSource(Protocol):
+    """Reads the segments of one job. All methods raise FileNotFoundError for a segment that is not there, and OSError.
+
+    Concurrency: one thread at a time.
+    """
+
+    def names(self, worker: str = "") -> list[str]:
+        """The segments that may hold blocks which no commit names, of one worker or of all; in order."""
+
+    def size(self, name: str) -> int: ...
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        """Bytes of a segment; fewer only at its end."""
+
+    def sync(self, name: str) -> None:
+        """Make durable what a worker that has died wrote."""
+
+    def where(self, name: str) -> str:
+        """The place of a segment, for people. It need not exist."""
+
+    def close(self) -> None:
+        """Release what is open. Safe to call twice."""
 
 
 class Engine(Protocol):

@@ -14,6 +14,7 @@ import pytest
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealing import seal
 from batchmill.ports import Executor, WorkerHandle
+from batchmill.store.segment_files import SegmentFolder
 from batchmill.store.segments import read_ref
 from batchmill.types import DatasetSpec, Lease, LiveRequest, ModelSpec
 from batchmill.wire.forms import OpenAIForm
@@ -118,10 +119,10 @@ class ExecutorSuite:
         record = await self.expect(worker, Record)
         commit = record.commit
         assert (commit.lease, commit.rows_ok, commit.rows_failed) == (lease, ROWS, 0)
-        assert [row for block in read_ref(tmp_path / "segments", commit.ref) for row in block.rows()] == list(
-            range(ROWS)
-        )
-        worker.send(Ack(lease, commit.seq, True))
+        assert [
+            row for block in read_ref(SegmentFolder(tmp_path / "segments"), commit.ref) for row in block.rows()
+        ] == list(range(ROWS))
+        worker.send(Ack(lease, commit.seq, True, commit.ref))
         worker.send(Drain())
         assert [message async for message in worker.messages() if isinstance(message, Failed)] == []
         assert await worker.wait() == 0

@@ -17,7 +17,8 @@ from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, empty_rows
 from batchmill.ports import LeaseFeed
-from batchmill.store.segments import SegmentFile, SegmentHead
+from batchmill.store.segment_files import SegmentFile
+from batchmill.store.segments import SegmentHead
 from batchmill.types import DatasetSpec, Lease
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.messages import Grant

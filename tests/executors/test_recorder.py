@@ -15,8 +15,10 @@ from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.models import redaction
+from batchmill.ports import SegmentSink
 from batchmill.store.positions import unpack_positions
-from batchmill.store.segments import SegmentFile, SegmentHead, read_payload, read_ref
+from batchmill.store.segment_files import SegmentFile, SegmentFolder
+from batchmill.store.segments import SegmentHead, read_payload, read_ref
 from batchmill.types import Commit, DatasetSpec, Lease, Outcome, ResultBlock, Row, RowBlock, RowError, Usage
 from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.messages import Grant, pack_u32
@@ -75,7 +77,7 @@ def lease(shard: int) -> Lease:
 
 
 def rows_of(job: OpenJob, commit: Commit) -> list[int]:
-    return [row for block in read_ref(job.segment.folder, commit.ref) for row in block.rows()]
+    return [row for block in read_ref(SegmentFolder(job.segment.folder), commit.ref) for row in block.rows()]
 
 
 async def test_every_outcome_is_committed_once(job, tmp_path):
@@ -132,13 +134,14 @@ async def test_blocks_of_results(job, tmp_path, monkeypatch, keep, is_scattered)
         lease_host.recorder.put([Outcome(row, error=RowError("odd", "an odd row")) for row in others])
     lease_host.recorder.flush()
     await lease_host.recorder.sync()
-    blocks = [block for commit in lease_host.commits for block in read_ref(job.segment.folder, commit.ref)]
+    source = SegmentFolder(job.segment.folder)
+    blocks = [block for commit in lease_host.commits for block in read_ref(source, commit.ref)]
     assert sorted(row for block in blocks for row in block.rows()) == sorted(numbers)
     assert sum(commit.rows_ok for commit in lease_host.commits) == len(done.numbers)
     assert sum(commit.usage.input_tokens for commit in lease_host.commits) == len(done.numbers)
     assert all(block.n <= 16 for block in blocks)
     for block in blocks:
-        texts = read_payload(block).splitlines()
+        texts = read_payload(source, block).splitlines()
         assert len(texts) == block.n
         assert all(
             f'"n":{row},'.encode() in text for row, text in zip(block.rows(), texts, strict=True) if b'"n"' in text
@@ -156,8 +159,9 @@ async def test_blocks_hold_no_secret(job, tmp_path, monkeypatch):
     lease_host.recorder.put_block(results_of(block, text=b'"hunter2-and-more"'))
     await lease_host.recorder.sync()
     (commit,) = lease_host.commits
-    (stored,) = read_ref(job.segment.folder, commit.ref)
-    text = read_payload(stored)
+    source = SegmentFolder(job.segment.folder)
+    (stored,) = read_ref(source, commit.ref)
+    text = read_payload(source, stored)
     assert b"hunter2" not in text and text.count(b"\n") == commit.rows_ok == 3
 
 
@@ -179,8 +183,9 @@ async def test_lines_hold_the_rows_own_ids(job, tmp_path):
     lease_host.recorder.put([Outcome(row, b'{"x":1}') for row in await lease_host.feed.take(5)])
     await lease_host.recorder.sync()
     (commit,) = lease_host.commits
-    (block,) = read_ref(job.segment.folder, commit.ref)
-    first, second = read_payload(block).splitlines()
+    source = SegmentFolder(job.segment.folder)
+    (block,) = read_ref(source, commit.ref)
+    first, second = read_payload(source, block).splitlines()
     assert b'"custom_id":"r7"' in first and b'"custom_id":"r8"' in second
 
 
@@ -203,7 +208,7 @@ async def test_a_full_disk_names_no_byte(job, tmp_path, monkeypatch):
     lease_host = Desk(job, tmp_path)
     lease_host.grant(0, Grant(lease(0), 0, 0, 2))
 
-    def refuse(segments: list[SegmentFile]) -> None:
+    def refuse(segments: list[SegmentSink]) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(recording, "_sync_all", refuse)

@@ -9,8 +9,9 @@ from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealing import SealOrder, seal
 from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, ShardRows, make, plan_again
 from batchmill.jobs.results.results import GatherOrder
-from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, SegmentHead, error_meta, frame
-from batchmill.types import DatasetSpec, Outcome, Row, RowError, SegmentRef, Usage
+from batchmill.store.segment_files import SegmentFile
+from batchmill.store.segments import BlockMeta, BlockRows, SegmentHead, error_meta, frame
+from batchmill.types import DatasetSpec, Outcome, Row, RowError, SegmentPlace, SegmentRef, Usage
 from batchmill.wire.forms import OpenAIForm, TableForm
 
 
@@ -92,7 +93,7 @@ class FinishedJob:
 
     def order(self, output: Path, *, unrun: RowError | None = None) -> GatherOrder:
         return GatherOrder(
-            dataset=str(self.dataset), plans=list(map(str, self.plans)), segments=str(self.segments),
+            dataset=str(self.dataset), plans=list(map(str, self.plans)), segments=SegmentPlace(str(self.segments)),
             committed=self.committed, form=self.form, output=str(output), unrun=unrun,
         )  # fmt: skip
 

@@ -15,7 +15,8 @@ from batchmill.jobs.ledger.snapshot import Rebuilt
 from batchmill.jobs.repair import rebuild
 from batchmill.states import JobState
 from batchmill.store.positions import pack_positions
-from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, SegmentHead, error_meta, frame
+from batchmill.store.segment_files import SegmentFile
+from batchmill.store.segments import BlockMeta, BlockRows, SegmentHead, error_meta, frame
 from batchmill.types import Commit, DatasetSpec, LedgerReport, ModelSpec, Policy, RowError, SegmentRef, Shard, Usage
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
@@ -102,7 +103,7 @@ class LedgeredJob:
         path.write_bytes(data)
 
     def order(self) -> AuditOrder:
-        return AuditOrder(self.spec, str(self.data_dir), self.ledger.snapshot(self.id))
+        return AuditOrder(self.spec, str(self.data_dir), self.files.segment_place, self.ledger.snapshot(self.id))
 
     def rebuild(self) -> Rebuilt:
         order = self.order()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from pathlib import Path
 
 import pytest
 
@@ -72,10 +71,10 @@ async def test_a_segment_that_cannot_be_read_is_not_adopted(folder, opened, monk
         "        signal.pause()\n"
         "    return 2 * n\n"
     )
-    refused: list[Path] = []
+    refused: list[str] = []
 
-    def unreadable(path):
-        refused.append(path)
+    def unreadable(source, name):
+        refused.append(name)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     service = await opened()

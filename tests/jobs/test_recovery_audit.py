@@ -35,7 +35,7 @@ def run(job: LedgeredJob) -> list:
 
 
 def broken(job: LedgeredJob, snapshot: Snapshot) -> str:
-    return "\n".join(verify(AuditOrder(job.spec, str(job.data_dir), snapshot), quiet).broken)
+    return "\n".join(verify(AuditOrder(job.spec, str(job.data_dir), job.files.segment_place, snapshot), quiet).broken)
 
 
 def of_shard(snapshot: Snapshot, number: int, **changes) -> Snapshot:

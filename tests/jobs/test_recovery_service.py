@@ -9,6 +9,7 @@ import pytest
 
 from batchmill.errors import InvalidTransition, LedgerBroken
 from batchmill.jobs.service import JobService
+from batchmill.store.segment_files import SegmentFolder
 from batchmill.store.segments import scan
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
 
@@ -51,8 +52,11 @@ async def end_of(service: JobService, job_id: str) -> JobView:
 
 def damage(folder: Path, job_id: str, generation: int = 0) -> list[int]:
     """Flip a bit in the first block of a generation; returns the rows in it."""
-    for path in sorted((folder / "data" / "jobs" / job_id / "segments").glob("*.seg")):
-        for block in scan(path):
+    home = folder / "data" / "jobs" / job_id / "segments"
+    source = SegmentFolder(home)
+    for name in source.names():
+        path = home / name
+        for block in scan(source, name):
             if block.generation == generation and block.ok:
                 data = bytearray(path.read_bytes())
                 data[block.payload_offset] ^= 1

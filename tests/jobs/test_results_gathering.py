@@ -15,6 +15,7 @@ from batchmill.jobs.results import row_windows
 from batchmill.jobs.results.gathering import gather, gather_offloaded, partial, partial_offloaded
 from batchmill.jobs.results.results import GatherOrder, Manifest
 from batchmill.jobs.results.streaming_results import StreamingGather
+from batchmill.store.segment_files import SegmentFolder
 from batchmill.types import RowError
 from batchmill.wire.forms import OpenAIForm, TableForm
 
@@ -94,7 +95,7 @@ def test_both_ways_give_the_same_bytes(tmp_path):
     """Results copied while a job runs and results gathered afterwards are the same files."""
     job = FinishedJob(tmp_path / "job", write_requests(tmp_path / "in.jsonl", ["x"] * 9), OpenAIForm())
     job.run_all(failed={2, 7})
-    streaming = StreamingGather(job.segments, tmp_path / "out.jsonl", job.form, 9)
+    streaming = StreamingGather(SegmentFolder(job.segments), tmp_path / "out.jsonl", job.form, 9)
     streaming.offer([ref for _, ref in job.committed])
     copied = streaming.finish()
     streaming.discard()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.results.streaming_results import StreamingGather
+from batchmill.store.segment_files import SegmentFolder
 from batchmill.types import SegmentRef
 from batchmill.wire.forms import OpenAIForm, TableForm
 
@@ -42,7 +43,7 @@ def table_job(tmp_path_factory) -> FinishedJob:
 
 
 def stream(job: FinishedJob, output: Path, refs: list[SegmentRef]):
-    gather = StreamingGather(job.segments, output, job.form, ROWS)
+    gather = StreamingGather(SegmentFolder(job.segments), output, job.form, ROWS)
     try:
         for ref in refs:
             gather.offer([ref])
@@ -80,7 +81,7 @@ def test_table_rows_in_any_order_of_blocks(table_job, tmp_path_factory, parts):
 
 def test_rows_are_written_as_they_come(openai_job, tmp_path):
     """Rows that follow each other are written at once; those behind a gap wait for it."""
-    gather = StreamingGather(openai_job.segments, tmp_path / "out.jsonl", openai_job.form, ROWS)
+    gather = StreamingGather(SegmentFolder(openai_job.segments), tmp_path / "out.jsonl", openai_job.form, ROWS)
     first, last, rest = range(8), range(16, ROWS), range(8, 16)
     seen = []
     for part in (first, last, rest):
@@ -119,7 +120,7 @@ def test_a_damaged_block_stops(openai_job, tmp_path):
 
 def test_a_row_beyond_the_dataset_stops(openai_job, tmp_path):
     """An outcome for a row that the dataset does not have is refused."""
-    gather = StreamingGather(openai_job.segments, tmp_path / "out.jsonl", openai_job.form, ROWS - 1)
+    gather = StreamingGather(SegmentFolder(openai_job.segments), tmp_path / "out.jsonl", openai_job.form, ROWS - 1)
     with pytest.raises(LedgerBroken, match=f"row {ROWS - 1} of a dataset of {ROWS - 1}"):
         gather.offer([openai_job.commit(openai_job.block(range(ROWS)))])
     gather.discard()
@@ -142,7 +143,7 @@ def test_what_a_crash_left_is_replaced(openai_job, tmp_path):
 
 def test_nothing_is_taken_once_discarded(openai_job, tmp_path):
     """What a thread still offers after the results were given up opens no file again."""
-    gather = StreamingGather(openai_job.segments, tmp_path / "out.jsonl", openai_job.form, ROWS)
+    gather = StreamingGather(SegmentFolder(openai_job.segments), tmp_path / "out.jsonl", openai_job.form, ROWS)
     gather.discard()
     gather.offer([openai_job.commit(openai_job.block(range(ROWS)))])
     gather.discard()

@@ -15,6 +15,7 @@ from batchmill.jobs.intake import orders
 from batchmill.jobs.results.gathering import gather
 from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.states import JobState
+from batchmill.store.segment_files import SegmentFolder
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy, RowError
 from batchmill.wire.forms import OpenAIForm
 
@@ -48,7 +49,7 @@ def test_errors_stand_in_their_place(tmp_path, way):
         refs.append(job.commit(*[job.block(part, kind) for part, kind in ((bad, True), (good, False)) if part]))
     output = tmp_path / "out.jsonl"
     if way == "streaming":
-        copy = StreamingGather(job.segments, output, TOGETHER, ROWS)
+        copy = StreamingGather(SegmentFolder(job.segments), output, TOGETHER, ROWS)
         for ref in refs:
             copy.offer([ref])
         manifest = copy.finish()

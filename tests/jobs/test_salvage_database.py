@@ -76,7 +76,9 @@ def state_of(model, data_dir):
     """(rows that the ledger of the job counts, how many keys there are, ids of files), after an audit."""
     database = Database(data_dir / "batchmill.db")
     try:
-        report = verify(AuditOrder(model.spec, str(data_dir), Ledger(database).snapshot(JOB)), quiet)
+        report = verify(
+            AuditOrder(model.spec, str(data_dir), model.files.segment_place, Ledger(database).snapshot(JOB)), quiet
+        )
         assert report.broken == []
         with database.reader.connect() as db:
             found = db.execute(files.select()).mappings().all()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from batchmill.store import segments
-from batchmill.store.segments import Block, BlockMeta, BlockRows, Damage, SegmentFile, SegmentHead, salvage
+from batchmill.store.segment_files import SegmentFile, SegmentFolder
+from batchmill.store.segments import Block, BlockMeta, BlockRows, Damage, SegmentHead, salvage
 
 
 def write(folder, parts: list[list[int]]) -> tuple[SegmentFile, list]:
@@ -25,7 +26,7 @@ def test_damage_anywhere_costs_one_block(tmp_path):
     data, middle = (tmp_path / file.name).read_bytes(), refs[1]
     for at in range(middle.offset, middle.offset + middle.length):
         (tmp_path / "bad.seg").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        first, damage, last = salvage(tmp_path / "bad.seg")
+        first, damage, last = salvage(SegmentFolder(tmp_path), "bad.seg")
         assert isinstance(first, Block) and isinstance(damage, Damage) and isinstance(last, Block)
         assert (first.offset, last.offset) == (refs[0].offset, refs[2].offset)
         assert (damage.offset, damage.length, damage.is_tail) == (middle.offset, middle.length, False)
@@ -38,9 +39,9 @@ def test_a_damaged_head_costs_no_block(tmp_path):
     file, refs = write(tmp_path, [[0, 1], [2]])
     data = (tmp_path / file.name).read_bytes()
     (tmp_path / "bad.seg").write_bytes(b"x" + data[1:])
-    damage, *found = salvage(tmp_path / "bad.seg")
+    damage, *found = salvage(SegmentFolder(tmp_path), "bad.seg")
     assert isinstance(damage, Damage) and [block.offset for block in found] == [ref.offset for ref in refs]
-    assert segments.read_head(tmp_path / "bad.seg") is None
+    assert segments.read_head(SegmentFolder(tmp_path), "bad.seg") is None
 
 
 @pytest.mark.parametrize("search", [5, 61, 1024])
@@ -52,7 +53,7 @@ def test_a_search_reads_a_little_at_a_time(tmp_path, monkeypatch, search):
     cut = refs[1].offset
     garbage = b"BMBK, BMB and BM" * 40 + b"BMB"
     (tmp_path / "bad.seg").write_bytes(data[:cut] + garbage + data[cut:])
-    _, damage, last = salvage(tmp_path / "bad.seg")
+    _, damage, last = salvage(SegmentFolder(tmp_path), "bad.seg")
     assert (damage.offset, damage.length) == (cut, len(garbage))
     assert last.row == 1
 
@@ -62,5 +63,5 @@ def test_a_torn_tail_is_told_from_damage(tmp_path):
     file, refs = write(tmp_path, [[0], [1, 2]])
     data = (tmp_path / file.name).read_bytes()
     (tmp_path / "torn.seg").write_bytes(data[: refs[1].offset + refs[1].length - 3])
-    _, tail = salvage(tmp_path / "torn.seg")
+    _, tail = salvage(SegmentFolder(tmp_path), "torn.seg")
     assert isinstance(tail, Damage) and tail.is_tail and tail.rows is None

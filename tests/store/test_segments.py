@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchmill.errors import LedgerBroken
-from batchmill.store import segments
+from batchmill.store import segment_files, segments
 from batchmill.store.positions import pack_parts, pack_positions, unpack_positions
-from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, SegmentHead
+from batchmill.store.segment_files import SegmentFile, SegmentFolder
+from batchmill.store.segments import BlockMeta, BlockRows, SegmentHead
 from batchmill.types import SegmentRef, Usage
 
 HEAD = SegmentHead("job_1", "abc", "w1")
@@ -24,8 +25,8 @@ def block(rows: list[int], *, ok: bool = True, positions: list[int] | None = Non
     return segments.frame(part, generation=0, shard=3, epoch=2, ok=ok, meta=BlockMeta(Usage(1, 0, 2)))
 
 
-def lines_of(found: segments.Block) -> list[bytes]:
-    return segments.read_payload(found).splitlines(keepends=True)
+def lines_of(source: SegmentFolder, found: segments.Block) -> list[bytes]:
+    return segments.read_payload(source, found).splitlines(keepends=True)
 
 
 @given(st.lists(st.permutations(range(20)).map(lambda rows: rows[:7]), min_size=1, max_size=5))
@@ -36,19 +37,19 @@ def test_round_trip(tmp_path_factory, parts):
     for rows in parts:
         file.append(block(rows, positions=[row + 100 for row in rows]))
     file.close()
-    found = list(segments.scan(folder / file.name))
+    found = list(segments.scan(SegmentFolder(folder), file.name))
     assert [list(b.rows()) for b in found] == [list(rows) for rows in parts]
     assert [list(b.positions()) for b in found] == [[row + 100 for row in rows] for rows in parts]
-    assert all(lines_of(b) == [b'{"row":%d}\n' % row for row in b.rows()] for b in found)
+    assert all(lines_of(SegmentFolder(folder), b) == [b'{"row":%d}\n' % row for row in b.rows()] for b in found)
     assert all(b.meta.usage == Usage(1, 0, 2) and (b.shard, b.epoch) == (3, 2) for b in found)
-    assert segments.read_head(folder / file.name) == HEAD
+    assert segments.read_head(SegmentFolder(folder), file.name) == HEAD
 
 
 def test_contiguous_rows_need_no_table(tmp_path):
     """Rows that run on without a gap cost a header and no table."""
     file = SegmentFile(tmp_path, HEAD)
     file.append(block(list(range(5, 9))))
-    (found,) = segments.scan(tmp_path / file.name)
+    (found,) = segments.scan(SegmentFolder(tmp_path), file.name)
     assert found.table is None and list(found.rows()) == [5, 6, 7, 8]
 
 
@@ -61,7 +62,7 @@ def test_torn_tail_at_every_byte(tmp_path):
     data = (tmp_path / file.name).read_bytes()
     for cut in range(last.offset, last.offset + last.length):
         (tmp_path / "cut.seg").write_bytes(data[:cut])
-        assert [b.offset for b in segments.scan(tmp_path / "cut.seg")] == [first.offset]
+        assert [b.offset for b in segments.scan(SegmentFolder(tmp_path), "cut.seg")] == [first.offset]
 
 
 def test_every_flipped_bit_is_seen(tmp_path):
@@ -73,7 +74,7 @@ def test_every_flipped_bit_is_seen(tmp_path):
     for at in range(ref.offset, ref.offset + ref.length):
         (tmp_path / "bad.seg").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(LedgerBroken):
-            segments.read_ref(tmp_path, SegmentRef("bad.seg", ref.offset, ref.length))
+            segments.read_ref(SegmentFolder(tmp_path), SegmentRef("bad.seg", ref.offset, ref.length))
 
 
 def test_zeros_after_the_end_are_no_block(tmp_path):
@@ -83,17 +84,17 @@ def test_zeros_after_the_end_are_no_block(tmp_path):
     file.close()
     with open(tmp_path / file.name, "ab") as tail:
         tail.write(bytes(4096))
-    assert len(list(segments.scan(tmp_path / file.name))) == 1
+    assert len(list(segments.scan(SegmentFolder(tmp_path), file.name))) == 1
 
 
 def test_rolls_to_another_file(tmp_path, monkeypatch):
     """A full segment is followed by another, and both are synced."""
-    monkeypatch.setattr(segments, "SEGMENT_BYTES_MAX", 100)
+    monkeypatch.setattr(segment_files, "SEGMENT_BYTES_MAX", 100)
     file = SegmentFile(tmp_path, HEAD)
     refs = [file.append(block([row])) for row in range(3)]
     file.sync()
     assert len({ref.segment for ref in refs}) > 1
-    assert [b.row for ref in refs for b in segments.read_ref(tmp_path, ref)] == [0, 1, 2]
+    assert [b.row for ref in refs for b in segments.read_ref(SegmentFolder(tmp_path), ref)] == [0, 1, 2]
     file.close()
 
 
@@ -126,12 +127,12 @@ def test_disk_full_is_final(tmp_path, monkeypatch):
     def refuse(fd: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(segments.os, "fdatasync", refuse)
+    monkeypatch.setattr(segment_files.os, "fdatasync", refuse)
     with pytest.raises(OSError, match="No space"):
         file.sync()
     with pytest.raises(OSError, match="earlier"):
         file.append(block([3]))
-    assert [b.offset for b in segments.scan(tmp_path / file.name)] == [kept.offset]
+    assert [b.offset for b in segments.scan(SegmentFolder(tmp_path), file.name)] == [kept.offset]
     file.close()
 
 
@@ -157,14 +158,16 @@ def test_an_append_beside_a_failing_sync_leaves_no_file_without_a_head(tmp_path,
             file.sync()
 
     failing = threading.Thread(target=sync)
-    monkeypatch.setattr(segments.os, "fdatasync", refuse)
+    monkeypatch.setattr(segment_files.os, "fdatasync", refuse)
     failing.start()
     assert is_syncing.wait(60)
     with monkeypatch.context() as patched:
-        patched.setattr(segments.os, "write", write)
+        patched.setattr(segment_files.os, "write", write)
         file.append(block([1]))
     failing.join()
-    assert segments.read_head(tmp_path / file.name) is not None or (tmp_path / file.name).stat().st_size == 0
+    assert (
+        segments.read_head(SegmentFolder(tmp_path), file.name) is not None or (tmp_path / file.name).stat().st_size == 0
+    )
     file.close()
 
 
@@ -176,15 +179,15 @@ def test_a_failed_sync_of_a_full_file_keeps_what_was_synced(tmp_path, monkeypatc
     file.append(block([1]))
 
     def refuse(fd: int) -> None:
-        monkeypatch.setattr(segments, "SEGMENT_BYTES_MAX", 1)
+        monkeypatch.setattr(segment_files, "SEGMENT_BYTES_MAX", 1)
         file.append(block([2]))  # meanwhile, into another file
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(segments.os, "fdatasync", refuse)
+    monkeypatch.setattr(segment_files.os, "fdatasync", refuse)
     with pytest.raises(OSError, match="Input/output"):
         file.sync()
     assert file.name != kept.segment
-    assert [b.offset for b in segments.scan(tmp_path / kept.segment)] == [kept.offset]
+    assert [b.offset for b in segments.scan(SegmentFolder(tmp_path), kept.segment)] == [kept.offset]
     file.close()
 
 
@@ -192,18 +195,18 @@ def test_a_sync_covers_what_another_one_is_bringing_to_the_disk(tmp_path, monkey
     """A sync that finds another one at work ends after it: a full file that the other one took is on the disk then."""
     file = SegmentFile(tmp_path, HEAD)
     file.append(block([0]))
-    monkeypatch.setattr(segments, "SEGMENT_BYTES_MAX", 1)
+    monkeypatch.setattr(segment_files, "SEGMENT_BYTES_MAX", 1)
     file.append(block([1]))
     other, real = threading.Thread(target=file.sync), os.fdatasync
 
     def slow(fd: int) -> None:
-        monkeypatch.setattr(segments.os, "fdatasync", real)
+        monkeypatch.setattr(segment_files.os, "fdatasync", real)
         other.start()
         other.join(0.1)
         assert other.is_alive()
         real(fd)
 
-    monkeypatch.setattr(segments.os, "fdatasync", slow)
+    monkeypatch.setattr(segment_files.os, "fdatasync", slow)
     file.sync()
     other.join()
     file.close()
@@ -220,12 +223,10 @@ def test_columns_come_back_as_they_were(tmp_path, rows):
     data = segments.frame_columns(payload, rows, rows, generation=0, shard=3, epoch=2, meta=BlockMeta(Usage(1, 0, 2)))
     file.append(data)
     file.close()
-    (found,) = segments.scan(tmp_path / file.name)
+    (found,) = segments.scan(SegmentFolder(tmp_path), file.name)
     assert (found.is_columnar, found.ok, list(found.rows()), found.line_lengths()) == (True, True, rows, None)
     assert found.meta.usage == Usage(1, 0, 2)
-    reader = segments.SegmentReader()
-    assert reader.payload(found) == payload
-    reader.close()
+    assert segments.read_payload(SegmentFolder(tmp_path), found) == payload
 
 
 def test_columns_never_look_like_a_block_to_a_salvage(tmp_path):
@@ -240,7 +241,7 @@ def test_columns_never_look_like_a_block_to_a_salvage(tmp_path):
     at = data.index(segments.BLOCK_MAGIC)
     data[at : at + 8] = bytes(8)  # the header of the columns is gone
     path.write_bytes(data)
-    found = [each for each in segments.salvage(path) if isinstance(each, segments.Block)]
+    found = [each for each in segments.salvage(SegmentFolder(tmp_path), file.name) if isinstance(each, segments.Block)]
     assert [list(each.rows()) for each in found] == [[3]]
 
 

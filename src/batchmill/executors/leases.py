@@ -13,8 +13,9 @@ from msgspec import Struct
 from batchmill import faults
 from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import InvalidRow, JobPaused
+from batchmill.ports import SegmentSink
 from batchmill.states import PauseReason
-from batchmill.store.segments import BlockRows, SegmentFile
+from batchmill.store.segments import BlockRows
 from batchmill.types import AdapterSet, Lease, Outcome, Price, Row, RowError, SegmentRef, Usage
 from batchmill.wire.forms import Form
 from batchmill.wire.messages import Note, Noted, Spending
@@ -198,7 +199,7 @@ class OpenJob(Struct, eq=False):
     id: str
     form: Form
     rows: DatasetRows
-    segment: SegmentFile
+    segment: SegmentSink
     revoked: bool = False
     adapters: AdapterSet = AdapterSet()
     ending: str = ""  # once it is revoked: how its leases end, PAUSE or OVER

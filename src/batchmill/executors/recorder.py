@@ -12,15 +12,15 @@ from msgspec import Struct, structs
 from batchmill import faults
 from batchmill.executors.leases import Held, Unsent
 from batchmill.models import redaction
+from batchmill.ports import SegmentSink
 from batchmill.store.positions import pack_parts
-from batchmill.store.segments import BlockMeta, BlockRows, SegmentFile, error_meta, frame, frame_columns, frame_lines
+from batchmill.store.segments import BlockMeta, BlockRows, error_meta, frame, frame_columns, frame_lines
 from batchmill.types import ColumnResultBlock, Commit, Outcome, ResultBlock, RowError, Usage
 
 BLOCK_ROWS = 1024
 BLOCK_BYTES = 1024 * 1024
 RUN_ROWS = 4 * BLOCK_ROWS  # of lines that an engine has joined, and that need no table
 KERNEL_S = 0.05  # an outcome waits at most so long for its block to be written
-DISK_S = 0.5  # and a written block at most so long for its commit
 COMMIT_ROWS = 65_536  # or until so many rows wait
 COMMIT_BYTES = 8 * 1024 * 1024
 
@@ -266,8 +266,13 @@ class Recorder:
         self._written[id(held)] = held
         if self._written_rows >= COMMIT_ROWS or self._written_bytes >= COMMIT_BYTES or held.undone == 0:
             self._due.set()
-        elif self._due_timer is None:
-            self._due_timer = self._loop.call_later(DISK_S, self._due.set)
+            return
+        due_at = self._loop.time() + held.job.segment.commit_delay_s
+        if self._due_timer is not None and self._due_timer.when() > due_at:
+            self._due_timer.cancel()
+            self._due_timer = None
+        if self._due_timer is None:
+            self._due_timer = self._loop.call_at(due_at, self._due.set)
 
     async def run(self) -> None:
         """Bring written blocks to the disk and to the owner, until cancelled."""
@@ -307,7 +312,7 @@ class Recorder:
                 faults.point("after_send")
 
 
-def _sync_all(segments: list[SegmentFile]) -> None:
+def _sync_all(segments: list[SegmentSink]) -> None:
     for segment in segments:
         segment.sync()
     faults.point("after_sync")
@@ -324,4 +329,5 @@ def _commit_of(held: Held, part: Unsent) -> Commit:
         usage=part.usage,
         errors=part.errors,
         samples=part.samples,
+        blocks=held.job.segment.carried(part.ref),
     )

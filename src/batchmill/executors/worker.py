@@ -31,7 +31,8 @@ from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.models import redaction, secrets
 from batchmill.ports import CrashReportingEngine, Engine, Prepared, PreparingEngine, RetryingEngine
 from batchmill.states import PauseReason
-from batchmill.store.segments import SegmentFile, SegmentHead
+from batchmill.store.segment_files import SegmentFile
+from batchmill.store.segments import SegmentHead
 from batchmill.types import Commit, Outcome, Row, RowError
 from batchmill.types.engine_traits import traits_of
 from batchmill.wire import messages
@@ -184,7 +185,9 @@ class Worker:
                 self._open(message)
             case Grant():
                 self._grant(message)
-            case Ack(lease, counted=counted):
+            case Ack(lease, counted=counted, ref=ref):
+                if lease.job in self._jobs:
+                    self._jobs[lease.job].segment.acknowledge(ref)
                 if not counted:
                     self._drop_stale(lease.job, lease.generation, lease.shard, lease.epoch)
             case SetShare(job, priority, share, row_cost):

@@ -6,7 +6,6 @@ in the place of what was there in one transaction: killed before it, nothing has
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,18 @@ from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, newest
 from batchmill.jobs.ledger.plan import PLAN, PlanReader, Progress, iter_rejected, plan_again, shard_rows
 from batchmill.jobs.ledger.snapshot import CommitRecord, Counters, Rebuilt, ShardRecord
-from batchmill.store.segments import Block, Damage, gaps_of, merged, read_block, read_head, read_payload, salvage
+from batchmill.store.segment_files import open_segments
+from batchmill.store.segments import (
+    Block,
+    Damage,
+    gaps_of,
+    merged,
+    read_block,
+    read_head,
+    read_payload,
+    salvage,
+    where,
+)
 from batchmill.types import Shard, Usage
 
 Key = tuple[int, int]  # generation, shard
@@ -38,7 +48,7 @@ class _Orphan(Struct, frozen=True, order=True, gc=False):
     generation: int
     shard: int
     epoch_back: int  # the epoch, negated
-    path: str
+    segment: str
     offset: int
 
 
@@ -68,6 +78,7 @@ class _Rebuild:
     def __init__(self, order: AuditOrder) -> None:
         self.files = JobFiles(Path(order.data_dir), order.spec.id)
         self._spec, self._before = order.spec, order.before
+        self._segments = open_segments(order.segments)
         self._maps: dict[int, OutcomeMap] = {}
         self._commits: dict[Key, list[CommitRecord]] = defaultdict(list)
         self._epochs: dict[Key, int] = defaultdict(int)  # the highest that a lease or a block of the shard had
@@ -79,13 +90,14 @@ class _Rebuild:
 
     def unplanned(self) -> Rebuilt:
         """Rebuild a job that was stopped before its plan was written: none of its rows ran."""
-        if self._before.commits or any(self.files.segments.glob("*.seg")):
+        if self._before.commits or self._segments.names():
             raise LedgerBroken(f"the plan in {self.files.plan(0)} is gone: restore it", code="plan_broken")
         return Rebuilt(0, Counters(), [], [], {})
 
     def close(self) -> None:
         for outcomes in self._maps.values():
             outcomes.close()
+        self._segments.close()
 
     def rebuild_dataset(self) -> None:
         """Rebuild the index of a damaged dataset. Raises: InputChanged if its input is missing."""
@@ -111,20 +123,20 @@ class _Rebuild:
             progress(done / total)
 
     def _read_commit(self, commit: CommitRecord) -> Iterator[Block]:
-        path, end = self.files.segments / commit.segment, commit.offset + commit.length
-        rows = commit.rows_ok + commit.rows_failed
-        if not path.exists():
-            self._damaged.add(f"{path} is gone: {rows} rows of generation {commit.generation}, shard {commit.shard}")
+        place, end = self._segments.where(commit.segment), commit.offset + commit.length
+        rows, reached = commit.rows_ok + commit.rows_failed, commit.offset
+        try:
+            for found in salvage(self._segments, commit.segment, commit.offset, end):
+                reached = found.offset + found.length
+                if isinstance(found, Damage):
+                    self._damaged.add(str(found))
+                else:
+                    yield found
+        except FileNotFoundError:
+            self._damaged.add(f"{place} is gone: {rows} rows of generation {commit.generation}, shard {commit.shard}")
             return
-        reached = commit.offset
-        for found in salvage(path, commit.offset, end):
-            reached = found.offset + found.length
-            if isinstance(found, Damage):
-                self._damaged.add(str(found))
-            else:
-                yield found
         if reached < end:
-            self._damaged.add(f"{path} ends at byte {reached}; {end - reached} bytes behind it were committed")
+            self._damaged.add(f"{place} ends at byte {reached}; {end - reached} bytes behind it were committed")
 
     def keep_orphans(self) -> None:
         """Keep every valid uncommitted block whose rows have no outcome, the newest of a shard first."""
@@ -132,24 +144,24 @@ class _Rebuild:
         for commit in self._before.commits:
             spans[commit.segment].append((commit.offset, commit.offset + commit.length))
         orphans = []
-        for path in sorted(self.files.segments.glob("*.seg")):
-            head = read_head(path)
+        for name in self._segments.names():
+            head = read_head(self._segments, name)
             if head is not None and head.job != self._spec.id:
-                self._damaged.add(f"{path} is a segment of the job {head.job}")
+                self._damaged.add(f"{self._segments.where(name)} is a segment of the job {head.job}")
                 continue
-            for start, end in gaps_of(path, merged(spans[path.name])):
-                orphans += self._scan(path, start, end)
+            for start, end in gaps_of(self._segments, name, merged(spans[name])):
+                orphans += self._scan(name, start, end)
         used = set()
         for orphan in sorted(orphans):
-            block = read_block(orphan.path, orphan.offset)
+            block = read_block(self._segments, orphan.segment, orphan.offset)
             if self._take(block):
                 self._count_block(block)
-                used.add(orphan.path)
-        for path in used:
-            _sync(path)
+                used.add(orphan.segment)
+        for name in used:
+            self._segments.sync(name)
 
-    def _scan(self, path: Path, start: int, end: int | None) -> Iterator[_Orphan]:
-        for found in salvage(path, start, end):
+    def _scan(self, name: str, start: int, end: int | None) -> Iterator[_Orphan]:
+        for found in salvage(self._segments, name, start, end):
             if isinstance(found, Block):
                 yield _orphan(found)
             elif found.rows is not None or not found.is_tail:  # a tail that is torn was being written: no damage
@@ -164,7 +176,7 @@ class _Rebuild:
         fault = outcomes.breach(block, block.shard)
         if fault is not None:
             if named:
-                self._damaged.add(f"{block.path} at byte {block.offset} was {named}, but holds {fault}")
+                self._damaged.add(f"{where(self._segments, block)} was {named}, but holds {fault}")
             return False
         outcomes.take(block)
         self._usage += block.meta.usage
@@ -174,14 +186,14 @@ class _Rebuild:
 
     def _map(self, generation: int) -> OutcomeMap:
         if generation not in self._maps:
-            self._maps[generation] = OutcomeMap(self.files.plan(generation), generation)
+            self._maps[generation] = OutcomeMap(self.files.plan(generation), generation, self._segments)
         return self._maps[generation]
 
     def _count_block(self, block: Block) -> None:
         shard = self._map(block.generation).shards[block.shard]
         price = self._spec.models[shard.model].price
         record = CommitRecord(
-            generation=block.generation, shard=block.shard, seq=0, epoch=0, segment=Path(block.path).name,
+            generation=block.generation, shard=block.shard, seq=0, epoch=0, segment=block.segment,
             offset=block.offset, length=block.length, rows_ok=block.n if block.ok else 0,
             rows_failed=0 if block.ok else block.n, cost=None if price is None else price.cost(block.meta.usage),
         )  # fmt: skip
@@ -271,7 +283,7 @@ class _Rebuild:
         samples: dict[str, str] = {}
         has_error = bytearray(len(states))
         for place in sorted(self._failed, key=lambda place: -place.generation):
-            block = read_block(place.path, place.offset)
+            block = read_block(self._segments, place.segment, place.offset)
             current = [states[row] == FAILED and not has_error[row] for row in block.rows()]
             for row in block.rows():
                 has_error[row] = 1
@@ -288,26 +300,17 @@ class _Rebuild:
             for code, count in block.meta.errors.items():
                 yield code, count, block.meta.samples.get(code, "")
         elif any(current):
-            for line, counts in zip(read_payload(block).split(b"\n")[:-1], current, strict=True):
+            for line, counts in zip(read_payload(self._segments, block).split(b"\n")[:-1], current, strict=True):
                 if counts:
                     error = self._spec.form.cause(line)
                     yield error.code, 1, error.message
 
 
 def _orphan(block: Block) -> _Orphan:
-    return _Orphan(block.generation, block.shard, -block.epoch, block.path, block.offset)
+    return _Orphan(block.generation, block.shard, -block.epoch, block.segment, block.offset)
 
 
 def _open_rows(plan: PlanReader, states: bytearray) -> int:
     """The number of rows of a plan without an outcome."""
     shards = plan.shards()
     return sum(states[row] == OPEN for shard in shards for row in plan.row_numbers(shard.lo, shard.hi))
-
-
-def _sync(path: str) -> None:
-    """Sync a file to disk before its blocks are counted."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fdatasync(fd)
-    finally:
-        os.close(fd)

@@ -46,7 +46,7 @@ from batchmill.jobs.intake.adapters import AdapterWork
 from batchmill.jobs.intake.orders import has_run
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed
 from batchmill.jobs.intake.preview import seal_and_plan
-from batchmill.jobs.intake.retry_plan import RetryOrder, plan_retry
+from batchmill.jobs.intake.retry_plan import plan_retry
 from batchmill.jobs.ledger import ledger, outcome_map
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.files import JobFiles
@@ -223,7 +223,7 @@ class JobRunner:
         self.spec = await self._adapters.check_again(self.spec)
         generation = record["generation"] + 1
         blocks = await self._commit_log.call(self._ledger.committed, job_id)
-        opened = await plan_retry(RetryOrder(self.spec, str(self.files.data_dir), blocks, generation), self._offload)
+        opened = await plan_retry(self.spec, self.files, blocks, generation, self._offload)
         await asyncio.to_thread(self.files.write_spec, self.spec)
         limit = self._tools.quota_of(self.spec)
         await self._commit_log.call(

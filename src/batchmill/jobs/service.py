@@ -519,7 +519,10 @@ class JobService:
         return report
 
     async def _audit_order(self, spec: JobSpec) -> AuditOrder:
-        return AuditOrder(spec, str(self._data_dir), await self._call(self._ledger.snapshot, spec.id))
+        files = JobFiles(self._data_dir, spec.id)
+        return AuditOrder(
+            spec, str(self._data_dir), files.segment_place, await self._call(self._ledger.snapshot, spec.id)
+        )
 
     async def rebuild(self, job_id: str) -> LedgerReport:
         spec = await self._spec_or_file(job_id)

@@ -277,7 +277,7 @@ class _Salvage:
             spec = read_spec(record["spec"])
             if record["compacted"] is not None or not self._is_in_doubt(spec, before):
                 return False
-        after = repair.rebuild(AuditOrder(spec, str(self._data_dir), before), lambda _: None)
+        after = repair.rebuild(AuditOrder(spec, str(self._data_dir), files.segment_place, before), lambda _: None)
         self._ledger.replace(spec, before, after)
         return True
 
@@ -294,11 +294,14 @@ class _Salvage:
         """Tell whether part of the job's record may be lost and can be rebuilt."""
         if not self.incomplete & LEDGER or before.state == JobState.FAILED:
             return False
-        if not (JobFiles(self._data_dir, spec.id).plan(0) / PLAN).exists():
+        files = JobFiles(self._data_dir, spec.id)
+        if not (files.plan(0) / PLAN).exists():
             return False  # none of its rows ran
         if spec.id in self._from_backup:
             return True
-        return bool(audit.verify(AuditOrder(spec, str(self._data_dir), before), lambda _: None).broken)
+        return bool(
+            audit.verify(AuditOrder(spec, str(self._data_dir), files.segment_place, before), lambda _: None).broken
+        )
 
     def report(self) -> SalvageReport:
         return SalvageReport(

@@ -36,6 +36,7 @@ from batchmill.types.jobs import (
     SalvageReport,
     Seal,
     SealedFile,
+    SegmentPlace,
     SegmentRef,
     Shard,
     Submitted,
@@ -66,5 +67,5 @@ __all__ = [
     "JobView", "Lease", "LedgerReport", "Limits", "LiveHead", "LiveRequest", "LlmSettings", "ModelSpec", "Needs",
     "Once", "Outcome", "Policy", "Price", "Problem", "ProjectQuotas", "Provision", "Quotas", "RemoteJob", "Request",
     "ResultBlock", "Row", "RowBlock", "RowError", "SalvageReport", "SalvagedTable", "Scaling", "Scope", "Seal",
-    "SealedFile", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
+    "SealedFile", "SegmentPlace", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
 ]

@@ -82,6 +82,12 @@ class SegmentRef(Struct, frozen=True):
     length: int
 
 
+class SegmentPlace(Struct, frozen=True):
+    """Where the segments of a job are, for whoever reads them."""
+
+    folder: str
+
+
 class Commit(Struct, frozen=True):
     """Rows that a worker commits to the ledger. `done` packs the positions: see `store.positions.pack_positions`."""
 
@@ -94,6 +100,7 @@ class Commit(Struct, frozen=True):
     usage: Usage
     errors: dict[str, int] = {}  # error code -> rows
     samples: dict[str, str] = {}  # error code -> one message
+    blocks: bytes = b""  # those of `ref`, if it is durable only with the commit
 
 
 class LedgerReport(Struct, frozen=True):

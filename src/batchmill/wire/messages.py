@@ -19,6 +19,7 @@ from batchmill.types import (
     LiveRequest,
     ModelSpec,
     Provision,
+    SegmentRef,
 )
 from batchmill.types.models import Charge, Poison, Suspect
 from batchmill.wire.error_statuses import Raised
@@ -82,6 +83,7 @@ class Ack(Struct, frozen=True, tag="ack"):
     lease: Lease
     seq: int
     counted: bool
+    ref: SegmentRef
 
 
 class SetShare(Struct, frozen=True, tag="set_share"):

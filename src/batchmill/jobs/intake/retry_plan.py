@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -13,8 +14,10 @@ from batchmill.errors import InvalidTransition
 from batchmill.jobs.ledger import plan
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.outcome_map import FAILED, OK, put
+from batchmill.ports import SegmentSource
+from batchmill.store.segment_files import open_segments
 from batchmill.store.segments import read_ref
-from batchmill.types import SegmentRef
+from batchmill.types import SegmentPlace, SegmentRef
 from batchmill.wire.job_spec import JobSpec
 
 
@@ -23,6 +26,7 @@ class RetryOrder(Struct, frozen=True):
 
     spec: JobSpec
     data_dir: str
+    segments: SegmentPlace
     committed: list[tuple[int, SegmentRef]]  # the oldest generation first
     generation: int  # that is to be opened
 
@@ -35,14 +39,21 @@ class Opened(Struct, frozen=True):
     settled: dict[str, int]  # error code -> rows that validation refused: they cannot be run again
 
 
-async def plan_retry(order: RetryOrder, offload: Callable[..., Awaitable[bytes]]) -> Opened:
+async def plan_retry(
+    spec: JobSpec,
+    files: JobFiles,
+    blocks: list[tuple[int, SegmentRef]],
+    generation: int,
+    offload: Callable[..., Awaitable[bytes]],
+) -> Opened:
     """Plan a retry in a child process. Raises: InvalidTransition where there is no row to run."""
+    order = RetryOrder(spec, str(files.data_dir), files.segment_place, blocks, generation)
     answer = await offload(
         "batchmill.jobs.intake.retry_plan:plan_retry_offloaded", msgspec.json.encode(order), lambda _: None
     )
     opened = msgspec.json.decode(answer, type=Opened)
     if opened.rows == 0:
-        raise InvalidTransition(f"the job {order.spec.id} has no failed rows that could be run again")
+        raise InvalidTransition(f"the job {spec.id} has no failed rows that could be run again")
     return opened
 
 
@@ -50,10 +61,11 @@ def plan_retry_offloaded(order: bytes, progress: Callable[[float], None]) -> byt
     """Offloaded: RetryOrder in, Opened out, both as JSON."""
     request = msgspec.json.decode(order, type=RetryOrder)
     files = JobFiles(Path(request.data_dir), request.spec.id)
-    return msgspec.json.encode(plan_failed(request.spec, files, request.committed, request.generation))
+    with closing(open_segments(request.segments)) as segments:
+        return msgspec.json.encode(plan_failed(request.spec, files, segments, request.committed, request.generation))
 
 
-def outcomes(segments: Path, blocks: list[tuple[int, SegmentRef]], rows: int) -> bytearray:
+def outcomes(segments: SegmentSource, blocks: list[tuple[int, SegmentRef]], rows: int) -> bytearray:
     """OPEN, OK or FAILED for every row, as its newest generation has it. One byte a row."""
     state = bytearray(rows)
     for _, ref in blocks:  # the oldest generation first
@@ -62,11 +74,13 @@ def outcomes(segments: Path, blocks: list[tuple[int, SegmentRef]], rows: int) ->
     return state
 
 
-def plan_failed(spec: JobSpec, files: JobFiles, blocks: list[tuple[int, SegmentRef]], generation: int) -> Opened:
+def plan_failed(
+    spec: JobSpec, files: JobFiles, segments: SegmentSource, blocks: list[tuple[int, SegmentRef]], generation: int
+) -> Opened:
     """Write the plan of `generation` and return its counts. Nothing is written if no row can run."""
     first = plan.PlanReader(files.plan(0))
     try:
-        state = outcomes(files.segments, blocks, first.plan.rows)
+        state = outcomes(segments, blocks, first.plan.rows)
         settled = Counter(refused.code for refused in plan.iter_rejected(files.dataset))
         done = state.count(OK)
         rows = first.leaders - done

@@ -25,8 +25,9 @@ from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, newe
 from batchmill.jobs.ledger.plan import PLAN, Progress
 from batchmill.jobs.ledger.snapshot import CommitRecord, ShardRecord, Snapshot
 from batchmill.states import JobState
-from batchmill.store.segments import Block, read_head, read_ref, sync_folder
-from batchmill.types import LedgerReport, SegmentRef, Usage
+from batchmill.store.segment_files import open_segments
+from batchmill.store.segments import Block, read_head, read_ref, sync_folder, where
+from batchmill.types import LedgerReport, SegmentPlace, SegmentRef, Usage
 from batchmill.wire.job_spec import JobSpec
 
 ANEW = "dataset.new"
@@ -111,6 +112,7 @@ class AuditOrder(Struct, frozen=True):
 
     spec: JobSpec
     data_dir: str
+    segments: SegmentPlace
     before: Snapshot
 
 
@@ -156,6 +158,7 @@ class _Audit:
     def __init__(self, order: AuditOrder) -> None:
         self._spec, self._before = order.spec, order.before
         self._files = JobFiles(Path(order.data_dir), order.spec.id)
+        self._segments = open_segments(order.segments)
         self._found = BreachList()
         self._maps: dict[int, OutcomeMap] = {}
         self._shards = {(shard.generation, shard.shard): shard for shard in order.before.shards}
@@ -175,7 +178,7 @@ class _Audit:
             return  # it was never planned
         for generation in range(self._before.generation + 1):
             try:
-                outcomes = OutcomeMap(self._files.plan(generation), generation)
+                outcomes = OutcomeMap(self._files.plan(generation), generation, self._segments)
             except LedgerBroken as error:
                 self._found.add(error.message)
                 continue
@@ -223,32 +226,34 @@ class _Audit:
                 self._found.add(f"{commit.segment}: bytes from {commit.offset} on are committed twice")
             ends[commit.segment] = max(ends.get(commit.segment, 0), commit.offset + commit.length)
         for name in ends:
-            path = self._files.segments / name
-            if path.exists():  # that it is gone is said for each of its commits
-                head = read_head(path)
-                if head is None or head.job != self._spec.id:
-                    self._found.add(f"{path}: {'its head is damaged' if head is None else f'of the job {head.job}'}")
+            try:
+                head = read_head(self._segments, name)
+            except FileNotFoundError:
+                continue  # that is said for each of its commits
+            if head is None or head.job != self._spec.id:
+                fault = "its head is damaged" if head is None else f"of the job {head.job}"
+                self._found.add(f"{self._segments.where(name)}: {fault}")
 
     def check_commits(self, progress: Progress) -> None:
         """Every committed range holds sound blocks of its shard, with the rows that the commit counts."""
         total, done = sum(commit.length for commit in self._before.commits), 0
         for commit in self._before.commits:
-            where = f"generation {commit.generation}, shard {commit.shard}, commit {commit.seq}"
+            place = f"generation {commit.generation}, shard {commit.shard}, commit {commit.seq}"
             try:
-                blocks = read_ref(self._files.segments, SegmentRef(commit.segment, commit.offset, commit.length))
+                blocks = read_ref(self._segments, SegmentRef(commit.segment, commit.offset, commit.length))
             except LedgerBroken as error:
-                self._found.add(f"{where}: {error.message}")
+                self._found.add(f"{place}: {error.message}")
                 continue
             for block in blocks:
                 self._usage += block.meta.usage
                 fault = self._block_fault(block, commit)
                 if fault is not None:
-                    self._found.add(f"{where}: {block.path} at byte {block.offset}: {fault}")
+                    self._found.add(f"{place}: {where(self._segments, block)}: {fault}")
             ok = sum(block.n for block in blocks if block.ok)
             rows = sum(block.n for block in blocks)
             if (ok, rows - ok) != (commit.rows_ok, commit.rows_failed):
                 counted = f"{commit.rows_ok} rows ok and {commit.rows_failed} failed"
-                self._found.add(f"{where}: counts {counted}, its blocks hold {ok} and {rows - ok}")
+                self._found.add(f"{place}: counts {counted}, its blocks hold {ok} and {rows - ok}")
             done += commit.length
             progress(done / total)
 
@@ -318,6 +323,7 @@ class _Audit:
     def close(self) -> None:
         for outcomes in self._maps.values():
             outcomes.close()
+        self._segments.close()
 
 
 def _tokens(usage: Usage) -> str:

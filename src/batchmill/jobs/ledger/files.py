@@ -15,6 +15,7 @@ import msgspec
 from batchmill.datasets import sealing
 from batchmill.errors import StorageFull
 from batchmill.store.segments import sync_folder
+from batchmill.types import SegmentPlace
 from batchmill.wire.job_spec import JobSpec
 
 BUFFER_BYTES = 1024 * 1024  # small writes are gathered up to this size
@@ -145,6 +146,10 @@ class JobFiles:
     @property
     def segments(self) -> Path:
         return self.home / "segments"
+
+    @property
+    def segment_place(self) -> SegmentPlace:
+        return SegmentPlace(str(self.segments))
 
     def plan(self, generation: int) -> Path:
         """The plan of a generation: the first runs every row, a later one those that failed."""

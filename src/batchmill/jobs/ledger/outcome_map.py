@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from itertools import accumulate
 from pathlib import Path
 
@@ -15,8 +15,10 @@ from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.ledger import LeasedShard, Ledger, Verdict, mask_of
 from batchmill.jobs.ledger.plan import PlanReader
+from batchmill.ports import SegmentSource
 from batchmill.store.positions import pack_positions
-from batchmill.store.segments import Block, SegmentReader, gaps_of, read_block, read_head, salvage
+from batchmill.store.segment_files import open_segments
+from batchmill.store.segments import Block, gaps_of, read_block, read_head, read_payload, salvage
 from batchmill.types import Commit, SegmentRef, Shard
 from batchmill.wire.job_spec import JobSpec
 
@@ -64,7 +66,7 @@ class OutcomeMap:
     Raises: LedgerBroken when the plan is not what was written.
     """
 
-    def __init__(self, home: Path, generation: int) -> None:
+    def __init__(self, home: Path, generation: int, segments: SegmentSource) -> None:
         self.generation = generation
         self.plan = PlanReader(home)
         try:
@@ -74,7 +76,7 @@ class OutcomeMap:
             raise
         self.shards = self.plan.shards()
         self.states = bytearray(self.plan.leaders)
-        self._reader = SegmentReader()
+        self._segments = segments
 
     def breach(self, block: Block, shard: int) -> str | None:
         """Why a block cannot count for a shard; None if it can."""
@@ -88,7 +90,7 @@ class OutcomeMap:
         fault = block_fault(block, self.shards[shard], self.plan)
         if fault is None and not self._is_open(block):
             fault = "a row that has its outcome already"
-        return fault or line_fault(block, self._reader.payload(block))
+        return fault or line_fault(block, read_payload(self._segments, block))
 
     def take(self, block: Block) -> None:
         """Count the rows of a block."""
@@ -110,7 +112,6 @@ class OutcomeMap:
 
     def close(self) -> None:
         self.plan.close()
-        self._reader.close()
 
     def _is_open(self, block: Block) -> bool:
         positions = block.positions()
@@ -150,7 +151,7 @@ class _Orphan(Struct, frozen=True, order=True, gc=False):
 
     shard: int
     epoch_back: int  # the epoch, negated
-    path: str
+    segment: str
     offset: int
     n: int
 
@@ -170,39 +171,51 @@ def adopt(
     Committed bytes are not read again. Each shard concerned gets a new epoch first, so that the worker that wrote
     the blocks can commit nothing any more.
     """
-    orphans = sorted(_orphans(ledger, spec, generation, files.segments, worker or ""))
+    with closing(open_segments(files.segment_place)) as source:
+        return _adopt(ledger, spec, generation, plan, source, worker or "")
+
+
+def _adopt(
+    ledger: Ledger, spec: JobSpec, generation: int, plan: PlanReader, source: SegmentSource, worker: str
+) -> Counted:
+    orphans = sorted(_orphans(ledger, spec, generation, source, worker))
     if not orphans:
         return []
     shards = plan.shards()
     counted: Counted = []
     for batch in _batches(orphans, len(shards)):
         bitmaps = ledger.bitmaps(spec.id, generation, list(batch))
-        finds = [_choose(found, shards[number], plan, bitmaps.get(number, 0)) for number, found in batch.items()]
+        finds = [
+            _choose(source, found, shards[number], plan, bitmaps.get(number, 0)) for number, found in batch.items()
+        ]
         counted += _count(ledger, spec, generation, [find for find in finds if find.blocks])
     return counted
 
 
-def _orphans(ledger: Ledger, spec: JobSpec, generation: int, folder: Path, worker: str) -> Iterator[_Orphan]:
-    spans = ledger.committed_spans(spec.id, worker)
-    for path in sorted(folder.glob(f"{worker or '*'}-*.seg")):
+def _orphans(ledger: Ledger, spec: JobSpec, generation: int, source: SegmentSource, worker: str) -> Iterator[_Orphan]:
+    names = source.names(worker)
+    spans = ledger.committed_spans(spec.id, worker) if names else {}
+    for name in names:
         try:
-            found = _orphans_in(path, spec.id, generation, spans.get(path.name, []))
+            found = _orphans_in(source, name, spec.id, generation, spans.get(name, []))
             if found:
-                _sync(path)
-        except OSError as error:  # final for that file: the rows of what it holds besides what was counted run again
-            log.warning("nothing more is adopted of %s: %s", path, error)
+                source.sync(name)
+        except OSError as error:  # final for it: the rows of what it holds besides what was counted run again
+            log.warning("nothing more is adopted of %s: %s", source.where(name), error)
         else:
             yield from found
 
 
-def _orphans_in(path: Path, job: str, generation: int, counted: list[tuple[int, int]]) -> list[_Orphan]:
-    head = read_head(path)
+def _orphans_in(
+    source: SegmentSource, name: str, job: str, generation: int, counted: list[tuple[int, int]]
+) -> list[_Orphan]:
+    head = read_head(source, name)
     if head is not None and head.job != job:
         return []
     return [
-        _Orphan(block.shard, -block.epoch, block.path, block.offset, block.n)
-        for start, end in gaps_of(path, counted)
-        for block in salvage(path, start, end)
+        _Orphan(block.shard, -block.epoch, name, block.offset, block.n)
+        for start, end in gaps_of(source, name, counted)
+        for block in salvage(source, name, start, end)
         if isinstance(block, Block) and block.generation == generation
     ]
 
@@ -223,14 +236,14 @@ def _batches(orphans: list[_Orphan], shards: int) -> Iterator[dict[int, list[_Or
         yield batch
 
 
-def _choose(orphans: list[_Orphan], shard: Shard, plan: PlanReader, bitmap: int) -> _ShardBlocks:
+def _choose(source: SegmentSource, orphans: list[_Orphan], shard: Shard, plan: PlanReader, bitmap: int) -> _ShardBlocks:
     """The blocks whose rows have no outcome yet: a shard with none keeps its lease."""
     chosen = []
     for orphan in orphans:
         try:
-            block = read_block(orphan.path, orphan.offset)
+            block = read_block(source, orphan.segment, orphan.offset)
         except OSError as error:
-            log.warning("nothing more is adopted of %s: %s", orphan.path, error)
+            log.warning("nothing more is adopted of %s: %s", source.where(orphan.segment), error)
             continue
         if block_fault(block, shard, plan) is not None:
             continue  # of another plan
@@ -260,15 +273,7 @@ def _count(ledger: Ledger, spec: JobSpec, generation: int, finds: list[_ShardBlo
 
 def _commit_of(block: Block, done: bytes, leased: LeasedShard, seq: int) -> Commit:
     return Commit(
-        lease=leased.lease, seq=seq, ref=SegmentRef(Path(block.path).name, block.offset, block.length), done=done,
+        lease=leased.lease, seq=seq, ref=SegmentRef(block.segment, block.offset, block.length), done=done,
         rows_ok=block.n if block.ok else 0, rows_failed=0 if block.ok else block.n, usage=block.meta.usage,
         errors=block.meta.errors, samples=block.meta.samples,
     )  # fmt: skip
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fdatasync(fd)
-    finally:
-        os.close(fd)

@@ -434,7 +434,8 @@ class Dispatcher:
         cost = None if price is None else price.cost(commit.usage)
 
         def callback(verdict: Verdict | BatchmillError) -> None:
-            worker.handle.send(Ack(commit.lease, commit.seq, verdict in (Verdict.COUNTED, Verdict.REPEATED)))
+            is_counted = verdict in (Verdict.COUNTED, Verdict.REPEATED)
+            worker.handle.send(Ack(commit.lease, commit.seq, is_counted, commit.ref))
             self._recorded(pool, commit, cost, verdict, worker)
 
         await self._commit_log.commit(commit, cost, callback)

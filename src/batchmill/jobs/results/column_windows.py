@@ -21,7 +21,7 @@ from batchmill.jobs.results.result_columns import ColumnKind, ColumnKinds
 from batchmill.jobs.results.result_parquet import ARROW_TYPES
 from batchmill.jobs.results.results import GatherOrder
 from batchmill.jobs.results.row_windows import OutcomeIndex, Window
-from batchmill.store.segments import Block
+from batchmill.store.segments import Block, read_payload, where
 from batchmill.types import RowError, SegmentRef
 from batchmill.wire.json_bytes import append_members, decode, encode, split_object
 
@@ -45,7 +45,7 @@ class ColumnIndex(OutcomeIndex):
     refused = 0
     followers: Sequence[int] = ()
 
-    def _begin(self, folder: Path, refs: list[SegmentRef]) -> None:
+    def _begin(self, refs: list[SegmentRef]) -> None:
         self.blocks: list[Block] = []
         self.block_of = np.full(self.rows, NONE, np.int32)
         self.place_of = np.zeros(self.rows, np.uint32)
@@ -113,25 +113,25 @@ class OutcomeReader:
         return outcomes
 
     def _read(self, block: Block) -> Outcomes:
-        payload = self._index.reader.payload(block)
+        payload, place = read_payload(self._index.segments, block), where(self._index.segments, block)
         if block.is_columnar:
-            return _columns_of(block, payload)
+            return _columns_of(block, payload, place)
         lines = payload.split(b"\n")
         if lines.pop() or len(lines) != block.n:
-            raise LedgerBroken(f"{block.path} at byte {block.offset}: the payload is not {block.n} lines")
+            raise LedgerBroken(f"{place}: the payload is not {block.n} lines")
         if block.ok:
             return Outcomes(texts=[bytes(split_object(line)[OUTPUT]) for line in lines])
         return Outcomes(errors=[line + b"\n" for line in lines])
 
 
-def _columns_of(block: Block, payload: bytes) -> Outcomes:
+def _columns_of(block: Block, payload: bytes, place: str) -> Outcomes:
     try:
         with pa.ipc.open_stream(pa.py_buffer(payload)) as reader:
             batch = reader.read_next_batch()
     except (pa.ArrowException, OSError, StopIteration) as error:
-        raise LedgerBroken(f"{block.path} at byte {block.offset}: {error}") from None
+        raise LedgerBroken(f"{place}: {error}") from None
     if batch.num_rows != block.n or batch.schema.names not in ([OUTPUT], [JSON]):
-        raise LedgerBroken(f"{block.path} at byte {block.offset}: the payload is not {block.n} results")
+        raise LedgerBroken(f"{place}: the payload is not {block.n} results")
     column = batch.column(0)
     return Outcomes(column) if batch.schema.names == [OUTPUT] else Outcomes(texts=column.to_pylist())
 

@@ -20,7 +20,7 @@ from batchmill.jobs.results.result_lines import ResultLines
 from batchmill.jobs.results.results import GatherOrder, Manifest, ResultFile, output_kind
 from batchmill.jobs.results.row_windows import RowIndex, RowWindows, Window
 from batchmill.optional import require
-from batchmill.store.segments import SegmentReader
+from batchmill.ports import SegmentSource
 from batchmill.wire.forms import Form
 
 INDEX_SHARE = 0.3  # of the progress
@@ -37,7 +37,7 @@ class Index(Protocol):
     missing: int  # rows without an outcome
     refused: int  # rows that validation refused
     followers: Sequence[int]  # rows that share another row's outcome
-    reader: SegmentReader
+    segments: SegmentSource
 
 
 class Windows(Protocol):
@@ -105,7 +105,7 @@ def gather(order: GatherOrder, progress: Progress) -> Manifest:
             output, errors = _write_table(order, windows, tally)
     finally:
         windows.close()
-        index.reader.close()
+        index.segments.close()
     return Manifest(
         output, errors, rows=index.rows, ok=index.rows - tally.failed, failed=tally.failed,
         folded=len(index.followers), rejected=index.refused, unrun=index.missing, causes=tally.causes,
@@ -136,7 +136,7 @@ def partial(order: GatherOrder, out: BinaryIO, errors: BinaryIO | None = None) -
                 (errors if errors is not None and number in failed else out).write(line)
     finally:
         windows.close()
-        index.reader.close()
+        index.segments.close()
     return rows
 
 

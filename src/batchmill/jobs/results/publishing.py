@@ -17,6 +17,7 @@ from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.results.results import GatherOrder, Manifest, can_stream, stored_name
 from batchmill.jobs.results.streaming_results import StreamingGather
+from batchmill.store.segment_files import open_segments
 from batchmill.types import Commit, RowError, SegmentRef
 from batchmill.wire.job_spec import JobSpec
 
@@ -63,7 +64,7 @@ class Publishing:
         self._queue.put_nowait(commit.ref)
 
     async def _copy(self, rows: int) -> Manifest:
-        gather = StreamingGather(self._files.segments, self._output, self._spec.form, rows)
+        gather = StreamingGather(open_segments(self._files.segment_place), self._output, self._spec.form, rows)
         try:
             while (ref := await self._queue.get()) is not None:
                 await asyncio.to_thread(gather.offer, [ref])
@@ -120,7 +121,7 @@ def gather_order(
     return GatherOrder(
         dataset=str(files.dataset),
         plans=[str(path.parent) for path in plans],
-        segments=str(files.segments),
+        segments=files.segment_place,
         committed=committed,
         form=spec.form,
         output=str(output),

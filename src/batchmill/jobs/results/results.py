@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from batchmill.errors import InvalidInput
 from batchmill.jobs.ledger.plan import Plan
-from batchmill.types import RowError, SegmentRef
+from batchmill.types import RowError, SegmentPlace, SegmentRef
 from batchmill.wire.forms import Form
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
@@ -27,7 +27,7 @@ class GatherOrder(Struct, frozen=True):
 
     dataset: str  # folder of the sealed dataset
     plans: list[str]  # folders, by generation: the first names every row, later ones the rows that ran again
-    segments: str
+    segments: SegmentPlace
     committed: list[tuple[int, SegmentRef]]  # generation and range of every commit, the oldest generation first
     form: Form
     output: str

@@ -15,7 +15,8 @@ from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanReader, Progress, Rejected, iter_rejected, read_rejected
 from batchmill.jobs.results.results import GatherOrder
-from batchmill.store.segments import Block, SegmentReader, read_ref
+from batchmill.store.segment_files import open_segments
+from batchmill.store.segments import Block, read_exactly, read_payload, read_ref, where
 from batchmill.types import Outcome, Row, RowError, SegmentRef
 from batchmill.wire.forms import Form
 
@@ -39,17 +40,16 @@ class OutcomeIndex:
         self._plan = PlanReader(Path(order.plans[0]))
         self._plan.close()
         self.rows = self._plan.plan.rows
-        self.reader = SegmentReader()
-        folder = Path(order.segments)
-        self._begin(folder, [ref for _, ref in order.committed])
+        self.segments = open_segments(order.segments)
+        self._begin([ref for _, ref in order.committed])
         total, done = sum(ref.length for _, ref in order.committed), 0
         by_generation = sorted(order.committed, key=lambda commit: commit[0])
         for generation, commits in groupby(by_generation, key=lambda commit: commit[0]):
             planned = _Planned(Path(order.plans[generation]))
             seen, counted = np.zeros(self.rows, bool), 0
             for _, ref in commits:
-                for block in read_ref(folder, ref):
-                    rows = _rows_of(block, generation, planned)
+                for block in read_ref(self.segments, ref):
+                    rows = self._rows_of(block, generation, planned)
                     self._add(block, rows)
                     seen[rows] = True
                     counted += block.n
@@ -59,7 +59,7 @@ class OutcomeIndex:
                 raise LedgerBroken(f"generation {generation}: {counted} outcomes for {np.count_nonzero(seen)} rows")
         self._finish(order)
 
-    def _begin(self, folder: Path, refs: list[SegmentRef]) -> None:
+    def _begin(self, refs: list[SegmentRef]) -> None:
         """Called before the first block. Args: refs: all committed ranges."""
 
     def _add(self, block: Block, rows: np.ndarray) -> None:
@@ -69,15 +69,15 @@ class OutcomeIndex:
     def _finish(self, order: GatherOrder) -> None:
         """Called after the last block."""
 
-
-def _rows_of(block: Block, generation: int, planned: _Planned) -> np.ndarray:
-    """The numbers of a block's rows, which are those that the plan has at their positions."""
-    if block.generation != generation:
-        raise LedgerBroken(f"{_where(block)}: generation {block.generation}, committed for {generation}")
-    rows, positions = _numbers(block.rows()), _numbers(block.positions())
-    if not planned.has(positions, rows):
-        raise LedgerBroken(f"{_where(block)}: rows are not those that the plan has at their positions")
-    return rows
+    def _rows_of(self, block: Block, generation: int, planned: _Planned) -> np.ndarray:
+        """The numbers of a block's rows, which are those that the plan has at their positions."""
+        place = where(self.segments, block)
+        if block.generation != generation:
+            raise LedgerBroken(f"{place}: generation {block.generation}, committed for {generation}")
+        rows, positions = _numbers(block.rows()), _numbers(block.positions())
+        if not planned.has(positions, rows):
+            raise LedgerBroken(f"{place}: rows are not those that the plan has at their positions")
+        return rows
 
 
 def _numbers(numbers: Sequence[int]) -> np.ndarray:
@@ -88,30 +88,29 @@ class RowIndex(OutcomeIndex):
     """`place` and `size` of every row's line; `followers` and their `leaders`, ascending by follower."""
 
     def segment_at(self, places: np.ndarray) -> np.ndarray:
-        """The number of the segment that holds each place; see `bases` and `paths`."""
+        """The number of the segment that holds each place; see `bases` and `names`."""
         return np.searchsorted(self.bases, places, side="right") - 1
 
-    def _begin(self, folder: Path, refs: list[SegmentRef]) -> None:
+    def _begin(self, refs: list[SegmentRef]) -> None:
         self.place = np.full(self.rows, MISSING, np.uint64)
         self.size = np.zeros(self.rows, np.uint32)
         ends: dict[str, int] = {}
         for ref in refs:
-            path = str(folder / ref.segment)
-            ends[path] = max(ends.get(path, 0), ref.offset + ref.length)
-        self.paths = sorted(ends)
-        self.bases = np.cumsum([0, *(ends[path] for path in self.paths)]).astype(np.uint64)[:-1]
-        self._base_of = dict(zip(self.paths, self.bases.tolist(), strict=True))
+            ends[ref.segment] = max(ends.get(ref.segment, 0), ref.offset + ref.length)
+        self.names = sorted(ends)
+        self.bases = np.cumsum([0, *(ends[name] for name in self.names)]).astype(np.uint64)[:-1]
+        self._base_of = dict(zip(self.names, self.bases.tolist(), strict=True))
 
     def _add(self, block: Block, rows: np.ndarray) -> None:
-        payload = np.frombuffer(self.reader.payload(block), np.uint8)
+        payload = np.frombuffer(read_payload(self.segments, block), np.uint8)
         if block.table is None:
             ends = np.flatnonzero(payload == NEWLINE) + 1
         else:
             ends = np.cumsum(np.asarray(block.line_lengths(), np.int64))
         if len(ends) != block.n or int(ends[-1]) != len(payload) or not np.all(payload[ends - 1] == NEWLINE):
-            raise LedgerBroken(f"{_where(block)}: the payload is not {block.n} lines")
+            raise LedgerBroken(f"{where(self.segments, block)}: the payload is not {block.n} lines")
         sizes = np.diff(ends, prepend=0)
-        start = self._base_of[block.path] + block.payload_offset
+        start = self._base_of[block.segment] + block.payload_offset
         places = (ends - sizes + start).astype(np.uint64)
         self.place[rows] = places if block.ok else places | IS_ERROR
         self.size[rows] = sizes
@@ -150,10 +149,6 @@ class _Planned:
         if int(positions.max()) >= self._leaders:
             return False
         return np.array_equal(positions if self._numbers is None else self._numbers[positions], rows)
-
-
-def _where(block: Block) -> str:
-    return f"{block.path} at byte {block.offset}"
 
 
 WINDOW_ROWS = 1024 * 1024
@@ -241,8 +236,8 @@ class RowWindows:
             if begin == end:
                 continue
             low, segment = lows[begin], int(segments[begin])
-            path, base = self._index.paths[segment], int(self._index.bases[segment])
-            data = self._index.reader.read(path, highs[end - 1] - low, low - base)
+            name, base = self._index.names[segment], int(self._index.bases[segment])
+            data = read_exactly(self._index.segments, name, low - base, highs[end - 1] - low)
             found += [data[a - low : b - low] for a, b in zip(lows[begin:end], highs[begin:end], strict=True)]
         lines = np.empty(len(starts), object)
         lines[by_place] = found

@@ -14,7 +14,8 @@ from threading import Lock
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.results.result_lines import ResultLines
 from batchmill.jobs.results.results import Manifest
-from batchmill.store.segments import Block, SegmentReader, read_ref
+from batchmill.ports import SegmentSource
+from batchmill.store.segments import Block, read_payload, read_ref, where
 from batchmill.types import SegmentRef
 from batchmill.wire.forms import Form
 
@@ -29,11 +30,11 @@ class StreamingGather:
     Concurrency: any thread; one call waits for another.
     """
 
-    def __init__(self, segments: Path, output: Path, form: Form, rows: int) -> None:
+    def __init__(self, segments: SegmentSource, output: Path, form: Form, rows: int) -> None:
+        """Args: segments: closed with this object."""
         self.rows = rows
         self.written = 0  # rows 0..written-1 are in the files
         self._segments = segments
-        self._reader = SegmentReader()
         self._lines = ResultLines(output, form.errors_apart)
         self._waiting: list[tuple[int, int, _Pending]] = []  # a heap by the next row of each block
         self._offered = 0
@@ -73,7 +74,7 @@ class StreamingGather:
         """Remove unpublished files. Safe to call twice."""
         with self._lock:
             self._discarded = True
-            self._reader.close()
+            self._segments.close()
             self._lines.discard()
 
     def _take(self, block: Block) -> None:
@@ -84,9 +85,9 @@ class StreamingGather:
         else:
             first, last, in_place = min(rows), max(rows), list(block.positions()) == list(rows)
         if not in_place:
-            raise LedgerBroken(f"{_where(block)}: rows are not where the plan, in file order, has them")
+            raise LedgerBroken(f"{where(self._segments, block)}: rows are not where the plan, in file order, has them")
         if last >= self.rows:
-            raise LedgerBroken(f"{_where(block)}: row {last} of a dataset of {self.rows}")
+            raise LedgerBroken(f"{where(self._segments, block)}: row {last} of a dataset of {self.rows}")
         self._offered += 1
         heapq.heappush(self._waiting, (first, self._offered, pending))
         for code, count in block.meta.errors.items():
@@ -99,8 +100,8 @@ class StreamingGather:
         while waiting and waiting[0][0] <= self.written:
             row, number, pending = waiting[0]
             if row < self.written:
-                raise LedgerBroken(f"{_where(pending.block)}: row {row} has two outcomes")
-            _, count, start, end = pending.next_run(self._reader)
+                raise LedgerBroken(f"{where(self._segments, pending.block)}: row {row} has two outcomes")
+            _, count, start, end = pending.next_run(self._segments)
             self._lines.write(pending.payload[start:end], count, ok=pending.block.ok)
             self.written += count
             if pending.runs:
@@ -118,28 +119,28 @@ class _Pending:
         self.runs: list[Run] = []  # not yet written, the next one last
         self._opened = False
 
-    def next_run(self, reader: SegmentReader) -> Run:
+    def next_run(self, segments: SegmentSource) -> Run:
         if not self._opened:
             self._opened = True
-            data = reader.payload(self.block)
+            data = read_payload(segments, self.block)
             self.payload = memoryview(data)
-            self.runs = _runs_of(self.block, data)[::-1]
+            self.runs = _runs_of(self.block, data, where(segments, self.block))[::-1]
         return self.runs.pop()
 
 
-def _runs_of(block: Block, payload: bytes) -> list[Run]:
+def _runs_of(block: Block, payload: bytes, place: str) -> list[Run]:
     """The rows of a block in row order, grouped where both numbers and lines are consecutive."""
     lengths = block.line_lengths()
     if lengths is None:
         if (lines := payload.count(b"\n")) != block.n:
-            raise LedgerBroken(f"{_where(block)}: {lines} lines for {block.n} rows")
+            raise LedgerBroken(f"{place}: {lines} lines for {block.n} rows")
         return [(block.row, block.n, 0, len(payload))]
     rows = block.rows()
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + length)
     if starts[-1] != len(payload):
-        raise LedgerBroken(f"{_where(block)}: lines of {starts[-1]} bytes in a payload of {len(payload)}")
+        raise LedgerBroken(f"{place}: lines of {starts[-1]} bytes in a payload of {len(payload)}")
     runs: list[Run] = []
     for index in _in_row_order(rows):
         row, start, end = rows[index], starts[index], starts[index + 1]
@@ -153,7 +154,3 @@ def _runs_of(block: Block, payload: bytes) -> list[Run]:
 
 def _in_row_order(rows: Sequence[int]) -> Sequence[int]:
     return sorted(range(len(rows)), key=rows.__getitem__)
-
-
-def _where(block: Block) -> str:
-    return f"{block.path} at byte {block.offset}"
