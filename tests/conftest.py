@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from fakes.databases import POSTGRESQL, SQLITE, databases
 from fakes.preloaded import PreloadedPopen
 from hypothesis import HealthCheck, settings
 
@@ -24,6 +26,40 @@ SPLIT = (
     "docs/test_examples.py",
     "story/test_secret_leaks.py",
     "story/test_serve.py",
+)
+
+# Files whose tests run once on SQLite and once on PostgreSQL.
+ON_BOTH = (
+    "jobs/test_commits.py",
+    "jobs/test_ledger.py",
+    "jobs/test_quarantine.py",
+    "jobs/test_recovery.py",
+    "jobs/test_recovery_audit.py",
+    "jobs/test_recovery_rebuild.py",
+    "jobs/test_recovery_service.py",
+    "jobs/test_retention.py",
+    "jobs/test_server_jobs.py",
+    "jobs/test_service.py",
+    "jobs/test_shard_notes.py",
+    "jobs/test_submissions.py",
+    "services/test_clock_steps.py",
+    "services/test_connector_service.py",
+    "services/test_datasets.py",
+    "services/test_files.py",
+    "services/test_keys.py",
+    "services/test_links.py",
+    "services/test_llm_deployments.py",
+    "services/test_model_versions.py",
+    "services/test_outbox.py",
+    "services/test_quotas.py",
+    "services/test_remote_models.py",
+    "services/test_remote_tasks.py",
+    "services/test_repeats.py",
+    "services/test_result_files.py",
+    "services/test_uploads.py",
+    "services/test_vault.py",
+    "services/test_webhooks.py",
+    "store/test_any_database.py",
 )
 
 # How fast a machine is that does other work too is not a promise of ours.
@@ -45,6 +81,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     wanted = [item for item in items if item.get_closest_marker("vllm") is None]
     config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
     items[:] = wanted
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests of ON_BOTH with each kind of database."""
+    if str(metafunc.definition.path).endswith(ON_BOTH):
+        metafunc.fixturenames.insert(0, "database_kind")
+        metafunc.parametrize("database_kind", [SQLITE, POSTGRESQL], indirect=True)
+
+
+@pytest.fixture
+def database_kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What `open_database` opens in this test."""
+    databases.begin(request.param)
+    yield request.param
+    databases.end()
 
 
 def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:

@@ -56,10 +56,12 @@ JOB_FOLDER_AT = {name: at for at, name in enumerate(JOB_FOLDERS)}
 
 HEAVY = {
     "aiohttp",
+    "alembic",
     "botocore",
     "huggingface_hub",
     "numpy",
     "obstore",
+    "psycopg",
     "pyarrow",
     "rich",
     "sqlalchemy",

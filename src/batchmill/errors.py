@@ -24,9 +24,12 @@ BatchmillError
 │   ├── SubmitUnknown       it is unknown whether a provider accepted a batch of rows
 │   ├── RouteFailed         this route to a model failed; another of its routes may work
 │   ├── StorageFull
+│   ├── DatabaseUnavailable PostgreSQL cannot be reached, or not be written for now
 │   └── StorageFailed       the disk failed, or the limit of open files was reached
 ├── ModelFailed             user code or an engine could not be started
 ├── Unavailable             not now: the server is stopping, a model is still loading
+│   ├── DatabaseOwned       another process owns the database
+│   └── OwnerReplaced       another process has become the owner of the database
 └── LedgerBroken            an invariant of the ledger does not hold: work stops
 
 `code` is stable, `blame` says whose fault it is (caller, model, system), and `retryable` whether the same call may
@@ -184,6 +187,11 @@ class StorageFailed(JobPaused):
     reason = PauseReason.STORAGE_FAILED
 
 
+class DatabaseUnavailable(JobPaused):
+    code = "database_unavailable"
+    reason = PauseReason.DATABASE_UNAVAILABLE
+
+
 def to_storage_error(error: OSError, *, refusals: bool = False) -> JobPaused | None:
     """Turn an error of the file system into one for people; None: it says nothing about the machine's state.
 
@@ -211,6 +219,17 @@ class ModelFailed(BatchmillError):
 class Unavailable(BatchmillError):
     code = "unavailable"
     retryable = True
+
+
+class DatabaseOwned(Unavailable):
+    code = "database_owned"
+
+    address = ""  # the owner's URL; empty: it serves nothing
+    heartbeat: object = None  # changes while the owner lives
+
+
+class OwnerReplaced(Unavailable):
+    code = "owner_replaced"
 
 
 class LedgerBroken(BatchmillError):

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from msgspec import Struct
 
-from batchmill.config import Config
+from batchmill.config import BackupsEntry, Config
 from batchmill.control.admin import ConnectorHandlers, JobHandlers, KeyHandlers, SecretHandlers
 from batchmill.control.app import ControlApp
 from batchmill.control.listener import ControlListener
@@ -39,6 +39,7 @@ from batchmill.services.adapters.service import AdapterService
 from batchmill.services.backups import Backups, keep_backups
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.data_dirs import SOCKET, prepare_data_dir, try_lock
+from batchmill.services.databases import open_database
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions.deploying import Trials, VersionBuilder
 from batchmill.services.functions.versions import ModelVersions, Warm
@@ -50,7 +51,6 @@ from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import OwnerProvisions, Vault
 from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskQuota
-from batchmill.store.names import DATABASE
 from batchmill.types import SalvageReport
 
 log = logging.getLogger("batchmill.owner")
@@ -94,6 +94,11 @@ def salvage(config: Config, progress: Callable[[str], None]) -> SalvageReport:
 
     Raises: InvalidConfig while another process owns the data directory.
     """
+    if config.database.url is not None:
+        raise InvalidConfig(
+            "the ledger is in a PostgreSQL database, whose pages batchmill cannot salvage: restore it from a copy of "
+            "pg_dump or of its server's own backups; `batchmill ledger rebuild JOB` then adopts what jobs wrote since"
+        )
     prepare_data_dir(config.data_dir)
     lock = try_lock(config.data_dir)
     if lock is None:
@@ -109,8 +114,10 @@ def salvage(config: Config, progress: Callable[[str], None]) -> SalvageReport:
 
 
 @contextlib.asynccontextmanager
-async def open_store(config: Config, lock: int) -> AsyncIterator[Store]:
-    """Open the database. Args: lock: the data directory's lock, from `try_lock`; it is always released at the end.
+async def open_store(config: Config, lock: int, database: Database | None = None) -> AsyncIterator[Store]:
+    """Open the database. Args:
+        lock: the data directory's lock, from `try_lock`; it is always released at the end.
+        database: the database if it is open already; it is always closed at the end.
 
     Raises: InvalidConfig if the database is damaged, or another version of batchmill has written it.
     """
@@ -118,8 +125,10 @@ async def open_store(config: Config, lock: int) -> AsyncIterator[Store]:
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(os.close, lock)
         redaction.guard_logs()
-        await asyncio.to_thread(salvaging.make_ready, config.data_dir)
-        database = Database(config.data_dir / DATABASE)
+        if database is None:
+            if config.database.url is None:
+                await asyncio.to_thread(salvaging.make_ready, config.data_dir)
+            database = open_database(config)  # not in a thread: a cancellation could lose what it opened
         stack.callback(database.close)
         yield Store(
             config,
@@ -219,7 +228,8 @@ async def open_owner(
             prepared=None if prepared is None else prepared.workers,
         )
         executor.sweep()
-        backups = Backups(config.data_dir, clock, config.backups)
+        is_file = config.database.url is None  # otherwise its server keeps backups
+        backups = Backups(config.data_dir, clock, config.backups if is_file else BackupsEntry(keep=0))
         await keep_backups(backups)
         # Workers of a command inherit its environment.
         provisions = await _make_provisions(store, os.environ if serves else None)

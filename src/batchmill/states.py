@@ -60,6 +60,7 @@ class PauseReason(StrEnum):
     AUTH = "auth"
     STORAGE_FULL = "storage_full"
     STORAGE_FAILED = "storage_failed"  # the disk failed, or the limit of open files was reached
+    DATABASE_UNAVAILABLE = "database_unavailable"  # it goes on by itself when the database is back
     DISK_QUOTA = "disk_quota"  # its project has reached its disk quota
     INPUT_CHANGED = "input_changed"
     DATASET_DAMAGED = "dataset_damaged"  # the sealed copy of the input, not the input itself

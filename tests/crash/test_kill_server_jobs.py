@@ -19,7 +19,8 @@ import asyncio, sys
 from pathlib import Path
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
-from batchmill.jobs.ledger.ledger import open_ledger
+from batchmill.jobs.ledger.ledger import Ledger
+from batchmill.store.database import Database
 from batchmill.jobs.service import JobService
 from fakes.job_service import job_service
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Once
@@ -29,7 +30,7 @@ async def main(folder: Path) -> None:
     data.mkdir(exist_ok=True)
     executor = LocalExecutor(data / "workers")
     executor.sweep()
-    service = job_service(data, open_ledger(data / "batchmill.db"), executor, SystemClock())
+    service = job_service(data, Ledger(Database(data / "batchmill.db")), executor, SystemClock())
     await service.recover(resume_server_jobs=True)
     order = JobOrder(
         DatasetSpec([str(folder / "in.jsonl")], format="openai"),

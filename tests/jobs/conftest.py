@@ -4,12 +4,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from fakes.databases import open_ledger
 from fakes.job_service import job_service
 
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.intake.adapters import NoAdapters
-from batchmill.jobs.ledger.ledger import open_ledger
 from batchmill.jobs.service import JobService
 from batchmill.ports import Adapters, Clock
 from batchmill.types import ProjectQuotas

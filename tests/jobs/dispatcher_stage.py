@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+from fakes.databases import open_ledger
 from fakes.held_clock import HeldClock
 from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 from written_dataset import RowKeys, write_dataset
 
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.files import JobFiles
-from batchmill.jobs.ledger.ledger import open_ledger
 from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, ShardRows, make
 from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.pools.job_run import JobRun

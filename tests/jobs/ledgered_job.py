@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fakes.databases import databases, open_ledger
 from finished_job import FinishedJob, quiet, write_requests
 
 from batchmill.jobs.ledger.audit import AuditOrder, verify
 from batchmill.jobs.ledger.files import JobFiles
-from batchmill.jobs.ledger.ledger import open_ledger
 from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, ShardRows, make
 from batchmill.jobs.ledger.snapshot import Rebuilt
 from batchmill.jobs.repair import rebuild
@@ -48,8 +48,7 @@ class LedgeredJob:
     def lose_database(self) -> None:
         """As if somebody had deleted it."""
         self.ledger.close()
-        for path in self.data_dir.glob("batchmill.db*"):
-            path.unlink()
+        databases.lose(self.data_dir / "batchmill.db")
         self.open()
 
     @property

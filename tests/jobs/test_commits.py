@@ -8,11 +8,12 @@ import threading
 
 import pytest
 import sqlalchemy as sa
+from fakes.databases import open_ledger
 
 from batchmill.errors import BatchmillError, LedgerBroken, StorageFull
 from batchmill.jobs.ledger import commits, ledger
 from batchmill.jobs.ledger.commits import CommitLog
-from batchmill.jobs.ledger.ledger import Verdict, open_ledger
+from batchmill.jobs.ledger.ledger import Verdict
 from batchmill.states import JobState
 from batchmill.store.positions import pack_positions
 from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage

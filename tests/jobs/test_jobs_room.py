@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+from fakes.databases import open_ledger
 from fakes.job_service import job_service
 
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
-from batchmill.jobs.ledger.ledger import open_ledger
 from batchmill.jobs.pools.resources import Resources
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Needs, Scaling
 

@@ -7,13 +7,14 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import sqlalchemy as sa
+from fakes.databases import open_ledger
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from batchmill.errors import InvalidConfig, InvalidTransition, LedgerBroken, UnknownName
 from batchmill.jobs.ledger import records
-from batchmill.jobs.ledger.ledger import Ledger, Verdict, mask_of, open_ledger, undone
+from batchmill.jobs.ledger.ledger import Ledger, Verdict, mask_of, undone
 from batchmill.states import JobState
 from batchmill.store import tables
 from batchmill.store.positions import pack_positions

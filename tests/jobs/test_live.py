@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 
 import pytest
+from fakes.databases import open_ledger
 from fakes.held_clock import HeldClock
 from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 
 from batchmill.errors import BatchmillError, InvalidRow, ModelFailed, TooLarge, Unavailable
 from batchmill.jobs.ledger.commits import CommitLog
-from batchmill.jobs.ledger.ledger import open_ledger
 from batchmill.jobs.pools import live as live_path
 from batchmill.jobs.pools.dispatcher import Dispatcher, Sharing
 from batchmill.jobs.pools.live import LivePath

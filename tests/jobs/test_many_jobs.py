@@ -6,11 +6,11 @@ import asyncio
 import json
 
 import pytest
+from fakes.databases import open_ledger
 from fakes.job_service import job_service
 
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
-from batchmill.jobs.ledger.ledger import open_ledger
 from batchmill.types import DatasetSpec, JobOrder, JobView, LiveHead, LiveRequest, ModelSpec, Policy
 
 LARGE_ROWS, SMALL_ROWS = 100_000, 10

@@ -7,13 +7,13 @@ import errno
 import json
 
 import pytest
+from fakes.databases import open_ledger
 from fakes.held_clock import HeldClock
 from fakes.job_service import job_service
 from fakes.scripted_workers import ScriptedExecutor
 
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
-from batchmill.jobs.ledger.ledger import open_ledger
 from batchmill.jobs.pools import pool
 from batchmill.jobs.pools.pool import Death, Pool, PoolTools
 from batchmill.jobs.pools.pool_worker import PoolWorker

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dispatcher_stage import Stage
+from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 
 from batchmill.config import QuarantineEntry
 from batchmill.jobs.pools.quarantine import Quarantine
-from batchmill.store.database import Database
 from batchmill.types import ModelSpec
 from batchmill.types.models import DIED, Charge, Suspect
 from batchmill.wire.messages import Charged, EngineDied, Learn, Suspected
@@ -23,7 +23,7 @@ async def test_what_is_known_survives_a_restart_and_ends(tmp_path):
     """It is read back by the next owner, forgotten when it is old or there are too many, and cleared for good."""
     clock, settings = HeldClock(), QuarantineEntry(expires_s=100.0, entries_max=2)
     now = clock.now()
-    database = Database(tmp_path / "db")
+    database = open_database(tmp_path / "db")
     try:
         first = Quarantine(clock, database, settings)
         for digest, at in (("old", now), ("one", now + 50), ("two", now + 60)):

@@ -12,6 +12,7 @@ import sys
 
 import msgspec
 import pytest
+from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 from fakes.job_service import job_service
 from ledgered_job import LedgeredJob
@@ -26,7 +27,6 @@ from batchmill.jobs.retention import BY_AGE
 from batchmill.services import salvage
 from batchmill.services.backups import Backups
 from batchmill.states import JobState
-from batchmill.store.database import Database
 from batchmill.store.tables import commits, files, jobs, shards
 from batchmill.types import DatasetSpec
 
@@ -63,7 +63,7 @@ def model(tmp_path_factory):
 def data_dir(model, tmp_path):
     """A copy; the result lies where the copy has it."""
     shutil.copytree(model.data_dir, tmp_path / "data", ignore=lambda folder, names: [])
-    database = Database(tmp_path / "data" / "batchmill.db")
+    database = open_database(tmp_path / "data" / "batchmill.db")
     with database.writer.begin() as db:
         db.execute(jobs.update().values(output=str(tmp_path / "data" / "jobs" / JOB / "results.jsonl")))
     database.close()
@@ -71,7 +71,7 @@ def data_dir(model, tmp_path):
 
 
 def service_of(data_dir, clock=None, **entry):
-    ledger = Ledger(Database(data_dir / "batchmill.db"))
+    ledger = Ledger(open_database(data_dir / "batchmill.db"))
     return job_service(
         data_dir, ledger, LocalExecutor(data_dir / "workers"), clock or HeldClock(), retention=RetentionEntry(**entry)
     )

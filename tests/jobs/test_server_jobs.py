@@ -13,13 +13,13 @@ import time
 
 import msgspec
 import pytest
+from fakes.databases import open_ledger
 from fakes.job_service import job_service
 
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import Conflict, InvalidInput, InvalidTransition, OverQuota, StorageFull, UnknownName
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import records
-from batchmill.jobs.ledger.ledger import open_ledger
 from batchmill.jobs.service import JobService
 from batchmill.states import JobState
 from batchmill.types import (

@@ -7,11 +7,11 @@ import threading
 
 import msgspec
 import pytest
+from fakes.databases import open_database
 
 from batchmill.errors import Conflict
 from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger.records import BLIND_S, KEPT_S
-from batchmill.store.database import Database
 from batchmill.types import DatasetSpec, ModelSpec, Once, Policy
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
@@ -30,7 +30,7 @@ def spec(job_id: str = "job_1") -> JobSpec:
 
 @pytest.fixture
 def database(tmp_path):
-    opened = Database(tmp_path / "batchmill.db")
+    opened = open_database(tmp_path / "batchmill.db")
     yield opened
     opened.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import sqlalchemy as sa
+from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 
 from batchmill.config import ServerEntry
@@ -12,7 +13,6 @@ from batchmill.jobs.ledger import snapshot
 from batchmill.services.files import FileRecord, FileService
 from batchmill.services.uploads import NewUpload, UploadService
 from batchmill.states import JobState
-from batchmill.store.database import Database
 from batchmill.store.tables import jobs
 from batchmill.types import DatasetSpec, JobView, ModelSpec, Policy
 from batchmill.wire.forms import OpenAIForm
@@ -30,7 +30,7 @@ class FileRoom:
         self.open()
 
     def open(self) -> None:
-        self.database = Database(self.data_dir / "batchmill.db")
+        self.database = open_database(self.data_dir / "batchmill.db")
         self.files = FileService(self.database, self.data_dir, self.clock, self.limits)
         self.uploads = UploadService(self.database, self.files, self.clock)
 

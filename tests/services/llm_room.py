@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 
 from batchmill.config import KEY_FILE, load
@@ -96,7 +97,7 @@ class LlmRoom:
         if self.database is not None:
             await self.llms.close()
             self.database.close()
-        self.database = Database(self.folder / "batchmill.db")
+        self.database = open_database(self.folder / "batchmill.db")
         self.vault = Vault(self.database, SecretBox(self.folder / KEY_FILE), self.clock)
         self.directory = ModelDirectory(ConfiguredModels(self.config))
         self.llms = LlmService(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 
 from batchmill.config import KEY_FILE, Config, MlCommonsEntry, ServerEntry
@@ -76,7 +77,7 @@ class RemoteRoom:
         if self.database is not None:
             await self.remote.close()
             self.database.close()
-        self.database = Database(self.folder / "batchmill.db")
+        self.database = open_database(self.folder / "batchmill.db")
         self.vault = Vault(self.database, SecretBox(self.folder / KEY_FILE), self.clock)
         self.directory = ModelDirectory(ConfiguredModels(self.config))
         self.remote = make_remote(self.config, self.database, self.vault, self.clock, self.directory)

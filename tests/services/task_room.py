@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 
 from batchmill.config import Config, MlCommonsEntry, ServerEntry
@@ -16,7 +17,6 @@ from batchmill.services.remote.tasks import RemoteTasks
 from batchmill.services.repeats import RepeatedOrders
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import Vault
-from batchmill.store.database import Database
 from batchmill.types import Caller, Scope
 
 ANN, BOB = Caller("ann", Scope.ADMIN), Caller("bob", Scope.ADMIN)
@@ -40,7 +40,7 @@ class TaskRoom:
     async def open(self) -> None:
         server = ServerEntry(private_hosts=LOOPBACK)
         config = Config(self.data_dir, self.data_dir, server=server, ml_commons=self.entry)
-        self.database = Database(self.data_dir / "batchmill.db")
+        self.database = open_database(self.data_dir / "batchmill.db")
         self.vault = Vault(self.database, SecretBox(self.data_dir / "secrets.key"), self.clock)
         self.remote = make_remote(
             config, self.database, self.vault, self.clock, ModelDirectory(ConfiguredModels(config))

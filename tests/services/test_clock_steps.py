@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.databases import open_database
 
 from batchmill.services.clock_steps import ClockSteps
 from batchmill.store.database import Database
@@ -36,7 +37,7 @@ class TwoClocks:
 
 @pytest.fixture
 def database(tmp_path: Path) -> Iterator[Database]:
-    opened = Database(tmp_path / "batchmill.db")
+    opened = open_database(tmp_path / "batchmill.db")
     yield opened
     opened.close()
 

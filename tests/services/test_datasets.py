@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 
 from batchmill.config import Config, ServerEntry
@@ -20,7 +21,6 @@ from batchmill.services.files import FileService
 from batchmill.services.links import LinkService
 from batchmill.services.named_datasets import DatasetRecord, DatasetService, DatasetState, Details
 from batchmill.services.secrets.box import SecretBox
-from batchmill.store.database import Database
 
 BODY = {"messages": [{"role": "user", "content": "a"}]}
 ROW = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": BODY}
@@ -38,7 +38,7 @@ class Room:
 
     def open(self) -> None:
         data_dir = self.config.data_dir
-        self.database = Database(data_dir / "batchmill.db")
+        self.database = open_database(data_dir / "batchmill.db")
         self.files = FileService(self.database, data_dir, self.clock, self.config.server)
         self.links = LinkService(self.database, self.clock, SecretBox(data_dir / "secrets.key"))
         self.datasets = DatasetService(self.database, self.files, self.links, self.clock, self.config)

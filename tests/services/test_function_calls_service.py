@@ -6,13 +6,13 @@ import asyncio
 import random
 
 import pytest
+from fakes.databases import open_ledger
 from fakes.held_clock import HeldClock
 from fakes.scripted_workers import ScriptedExecutor, ScriptedWorker
 
 from batchmill.config import Config
 from batchmill.errors import InvalidRow, ModelFailed, Unavailable, UnknownName
 from batchmill.jobs.ledger.commits import CommitLog
-from batchmill.jobs.ledger.ledger import open_ledger
 from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.directory import ModelDirectory

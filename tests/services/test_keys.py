@@ -4,17 +4,17 @@ import asyncio
 
 import msgspec
 import pytest
+from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 
 from batchmill.errors import Forbidden, InvalidInput, OverQuota, Unauthenticated, UnknownName
 from batchmill.services.keys import ANYBODY, KeyService
-from batchmill.store.database import Database
 from batchmill.types import Caller, ProjectQuotas, Quotas, Scope
 
 
 @pytest.fixture
 def database(tmp_path):
-    opened = Database(tmp_path / "batchmill.db")
+    opened = open_database(tmp_path / "batchmill.db")
     yield opened
     opened.close()
 

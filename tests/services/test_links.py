@@ -5,13 +5,13 @@ from __future__ import annotations
 import string
 
 import pytest
+from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 
 from batchmill.errors import InvalidConfig, Refused
 from batchmill.services import links
 from batchmill.services.links import LinkService
 from batchmill.services.secrets.box import SecretBox
-from batchmill.store.database import Database
 
 PURPOSE, THING, HOUR_S = "the download of", "file-1", 3600.0
 
@@ -23,7 +23,7 @@ class Room:
         self.open()
 
     def open(self) -> None:
-        self.database = Database(self.path)
+        self.database = open_database(self.path)
         self.links = LinkService(self.database, self.clock, self.box)
 
     def sign(self, lifetime_s: float = HOUR_S) -> str:

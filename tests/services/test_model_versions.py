@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 from fakes.packages import add_wheel, use_as_index
 
@@ -20,7 +21,6 @@ from batchmill.services.directory import ModelDirectory
 from batchmill.services.functions.deploying import VersionBuilder
 from batchmill.services.functions.records import version_info
 from batchmill.services.functions.versions import ModelVersions
-from batchmill.store.database import Database
 from batchmill.store.tables import jobs
 from batchmill.types import Caller, DatasetSpec, Interface, Policy, Scope, Tensor
 from batchmill.types.isolation import FunctionsEntry
@@ -45,7 +45,7 @@ class Place:
         self.warmed, self.cold = [], None  # versions that were warmed up; raised by the next
 
     def open(self):
-        self.database = Database(self.folder / "batchmill.db")
+        self.database = open_database(self.folder / "batchmill.db")
         builder = VersionBuilder(self.folder, self.try_it, self.entry)
         models = {"of_config": ModelEntry(engine="function", source="app.py:f")}
         config = Config(data_dir=self.folder, base=self.folder, models=models)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 from file_room import JOB
 from llm_room import CONFIG, ScriptedEngines
@@ -44,7 +45,6 @@ from batchmill.services.uploads import NewUpload, UploadService
 from batchmill.services.usage import usage
 from batchmill.services.webhook_sender import WebhookSender
 from batchmill.services.webhooks import WebhookService
-from batchmill.store.database import Database
 from batchmill.types import (
     Caller,
     DatasetSpec,
@@ -77,7 +77,7 @@ class Room:
         config = load(environ={"HOME": str(folder)}, cwd=folder, data_dir=str(folder))
         clock, self.quotas = HeldClock(), config.project_quotas
         box = SecretBox(folder / "secrets.key")
-        self.database = database = Database(folder / "batchmill.db")
+        self.database = database = open_database(folder / "batchmill.db")
         directory = ModelDirectory(ConfiguredModels(config))
         self.vault = Vault(database, box, clock, self.quotas)
         self.keys = KeyService(database, clock, self.quotas)

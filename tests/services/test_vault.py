@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 
 from batchmill import faults
@@ -21,7 +22,6 @@ from batchmill.services.secrets import vault as vaults
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import PAGE, OwnerProvisions, Vault, references
 from batchmill.services.webhooks import WebhookService
-from batchmill.store.database import Database
 from batchmill.store.tables import connectors, secrets
 from batchmill.types import FunctionSpec, ModelSpec
 from batchmill.types.connectors import Action, Connector
@@ -39,7 +39,7 @@ class Room:
     def again(self) -> Vault:
         if hasattr(self, "database"):
             self.database.close()
-        self.database = Database(self.folder / "batchmill.db")
+        self.database = open_database(self.folder / "batchmill.db")
         self.vault = Vault(self.database, SecretBox(self.folder / KEY_FILE), self.clock)
         return self.vault
 

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from fakes.databases import open_ledger
 from fakes.held_clock import HeldClock
 from fakes.job_service import job_service
 from fakes.scripted_workers import ScriptedExecutor
 
 from batchmill.config import Config, ServerEntry, WebhookEntry
-from batchmill.jobs.ledger.ledger import open_ledger
 from batchmill.services.files import FileService
 from batchmill.services.outbox import Outbox
 from batchmill.services.secrets.box import SecretBox

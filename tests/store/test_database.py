@@ -11,42 +11,43 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from fakes.databases import open_database
 
 from batchmill.errors import InvalidConfig, LedgerBroken, StorageFailed
-from batchmill.store import database as schema_version
+from batchmill.store import schema as schema_version
 from batchmill.store.database import Database
 from batchmill.store.tables import schema
 
 
 @pytest.fixture
 def database(tmp_path: Path):
-    opened = Database(tmp_path / "batchmill.db")
+    opened = open_database(tmp_path / "batchmill.db")
     yield opened
     opened.close()
 
 
 def test_a_database_of_another_version_is_refused(tmp_path: Path):
     """A database that another version has written is left alone, and the message says what to do."""
-    Database(tmp_path / "batchmill.db").close()
+    open_database(tmp_path / "batchmill.db").close()
     for version in (1, 999):
         with sqlite3.connect(tmp_path / "batchmill.db") as db:
             db.execute("UPDATE schema SET version = ?", [version])
         db.close()
         with pytest.raises(InvalidConfig, match=rf"batchmill.db has schema version {version},.*another --data-dir"):
-            Database(tmp_path / "batchmill.db")
+            open_database(tmp_path / "batchmill.db")
 
 
 def test_a_database_that_the_disk_keeps_closed_is_no_bad_input(tmp_path: Path):
     """Where the kernel refuses further files, or SQLite gets none, that is said, and not that the database is wrong."""
     path = tmp_path / "batchmill.db"
-    Database(path).close()
+    open_database(path).close()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     os.close(free := os.dup(0))  # the first number that a file would get
     for more in (0, 1):
         resource.setrlimit(resource.RLIMIT_NOFILE, (free + more, hard))
         try:
             with pytest.raises(StorageFailed, match=r"Too many open files|unable to open database file"):
-                Database(path)
+                open_database(path)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -55,7 +56,7 @@ def test_what_is_no_database_is_refused(tmp_path: Path):
     """A file that is something else is named with the way out, not written over."""
     (tmp_path / "batchmill.db").write_bytes(b"no database at all, but long enough to be looked at" * 50)
     with pytest.raises(InvalidConfig, match="ledger salvage"):
-        Database(tmp_path / "batchmill.db")
+        open_database(tmp_path / "batchmill.db")
 
 
 async def test_reading_does_not_wait_for_writing(database: Database):
@@ -97,7 +98,7 @@ async def test_a_failed_transaction_leaves_nothing(database: Database):
 
 async def test_a_closed_database_says_so(tmp_path: Path):
     """Asked after its end, it raises instead of waiting for ever."""
-    database = Database(tmp_path / "batchmill.db")
+    database = open_database(tmp_path / "batchmill.db")
     database.close()
     with pytest.raises(LedgerBroken, match="closed"):
         await database.write(lambda db: None)

@@ -5,6 +5,7 @@ from batchmill.config.entries import (
     KEY_FILE,
     BackupsEntry,
     Config,
+    DatabaseEntry,
     DeploymentsEntry,
     InputLimits,
     MlCommonsEntry,
@@ -19,6 +20,6 @@ from batchmill.config.entries import (
 
 __all__ = [
     "KEY_FILE", "LIMITS_MAX", "MODEL_NAME", "PROJECT_NAME", "SERVER_MAX", "WORKERS_MAX", "BackupsEntry", "Config",
-    "DeploymentsEntry", "InputLimits", "MlCommonsEntry", "ModelEntry", "ProjectEntry", "QuarantineEntry",
-    "RetentionEntry", "ServerEntry", "StatusRegex", "WebhookEntry", "limit_flaw", "load",
+    "DatabaseEntry", "DeploymentsEntry", "InputLimits", "MlCommonsEntry", "ModelEntry", "ProjectEntry",
+    "QuarantineEntry", "RetentionEntry", "ServerEntry", "StatusRegex", "WebhookEntry", "limit_flaw", "load",
 ]  # fmt: skip

@@ -15,7 +15,9 @@ from msgspec import Struct
 from msgspec.structs import fields, replace
 
 from batchmill.config.entries import (
+    BackupsEntry,
     Config,
+    DatabaseEntry,
     DeploymentsEntry,
     File,
     InputLimits,
@@ -89,6 +91,7 @@ def check_keys(table: dict[str, Any]) -> None:
     _only_known(commons, MlCommonsEntry, "ml_commons.")
     _only_known(table.get("functions"), FunctionsEntry, "functions.")
     _only_known(table.get("secrets"), SecretsEntry, "secrets.")
+    _only_known(table.get("database"), DatabaseEntry, "database.")
     _only_known(table.get("machine"), MachineEntry, "machine.")
     _only_known(table.get("quotas"), Quotas, "quotas.")
     deployments = table.get("deployments")
@@ -136,6 +139,7 @@ def check_values(read: File) -> None:
     read.functions.check()
     _check_deployments(read)
     read.machine.check()
+    read.database.check()
     for name, entry in read.models.items():
         place = f"models.{name}"
         if not MODEL_NAME.fullmatch(name):
@@ -202,6 +206,11 @@ def _check_serving(read: File) -> None:
             raise InvalidConfig(f"retention.{each.name} must be 0 to {RETENTION_S_MAX:,.0f}, not {value}")
     if not 0 <= read.backups.keep <= BACKUPS_MAX:
         raise InvalidConfig(f"backups.keep must be 0 to {BACKUPS_MAX:,}, not {read.backups.keep}")
+    if read.database.url is not None and read.backups != BackupsEntry():
+        raise InvalidConfig(
+            "backups are copies of the file SQLite, and database.url names a PostgreSQL database: leave [backups] out, "
+            "and make backups with pg_dump or the database's own server"
+        )
     for name in server.worker_environment:
         if not VARIABLES.fullmatch(name):
             raise InvalidConfig(

@@ -56,6 +56,8 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | server.worker_environment    | variables of the server's environment that its workers get besides those  |
 |                              | that their engine heeds: names, or beginnings like "ACME_*"               |
 | server.otlp_endpoint         | where traces are sent (OTEL_EXPORTER_OTLP_ENDPOINT); none: nowhere         |
+| database.url                 | the PostgreSQL database of jobs and models; none: SQLite in data_dir       |
+| database.password            | "env:NAME" or "file:PATH": its password, where libpq finds none itself    |
 | secrets.key_file             | what secrets in the database are encrypted with                           |
 |                              | (BATCHMILL_SECRETS_KEY_FILE); none: secrets.key in data_dir                |
 | projects.NAME.weight         | its share of the workers beside other projects, 1 if it is not said        |
@@ -93,16 +95,19 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import fields
 
+from batchmill.errors import InvalidConfig
 from batchmill.types import DatasetSpec, Limits, Price, ProjectQuotas, Quotas
 from batchmill.types.isolation import FunctionsEntry
 from batchmill.types.machines import MachineEntry, ReplicaEntry
 
+URL_SCHEMES = ("postgresql+psycopg://", "postgresql://")  # of database.url
 KEY_FILE = "secrets.key"  # in the data directory, unless secrets.key_file says where
 _DATASET = {each.name: each.default for each in fields(DatasetSpec)}
 
@@ -185,6 +190,32 @@ class SecretsEntry(Struct, frozen=True):
     key_file: str | None = None
 
 
+class DatabaseEntry(Struct, frozen=True):
+    """`[database]`. `url` None: SQLite in the data directory."""
+
+    url: str | None = None
+    password: str | None = None  # "env:NAME" or "file:PATH"
+
+    def check(self) -> None:
+        """Raises: InvalidConfig. The URL may hold a password, so that messages never repeat it."""
+        if self.url is None:
+            if self.password is not None:
+                raise InvalidConfig("database.password is set without database.url: the file SQLite has no password")
+            return
+        if not self.url.startswith(URL_SCHEMES):
+            raise InvalidConfig(
+                'database.url must begin with "postgresql+psycopg://", like postgresql+psycopg://USER@HOST/NAME'
+            )
+        authority = self.url.partition("://")[2].partition("/")[0]
+        if ":" in authority.rpartition("@")[0] or re.search(r"[?&]password=", self.url):
+            raise InvalidConfig(
+                'database.url holds a password: write it to database.password as "env:NAME" or "file:PATH", or let '
+                "libpq find it (PGPASSWORD, ~/.pgpass, a service)"
+            )
+        if self.password is not None and not self.password.startswith(("env:", "file:")):
+            raise InvalidConfig('database.password is "env:NAME" or "file:PATH", never the password itself')
+
+
 class StatusRegex(Struct, frozen=True):
     """`[ml_commons.status_regex]`: what a provider's whole word for a state must match, in any case."""
 
@@ -257,6 +288,7 @@ class File(Struct, frozen=True):
     ml_commons: MlCommonsEntry = MlCommonsEntry()
     deployments: DeploymentsEntry = DeploymentsEntry()
     secrets: SecretsEntry = SecretsEntry()
+    database: DatabaseEntry = DatabaseEntry()
     machine: MachineEntry = MachineEntry()
     quarantine: QuarantineEntry = QuarantineEntry()
     backups: BackupsEntry = BackupsEntry()
@@ -282,6 +314,7 @@ class Config(Struct, frozen=True):
     quarantine: QuarantineEntry = QuarantineEntry()
     backups: BackupsEntry = BackupsEntry()
     retention: RetentionEntry = RetentionEntry()
+    database: DatabaseEntry = DatabaseEntry()
     key_file: Path | None = None  # None: `secrets.key` in the data directory
 
     @property

@@ -28,6 +28,7 @@ WAYS_OUT = {
     PauseReason.AUTH: "mend the credentials, then resume it",
     PauseReason.STORAGE_FULL: "a server resumes it when space is free",
     PauseReason.STORAGE_FAILED: "a server tries it again by itself, less often each time; else resume it",
+    PauseReason.DATABASE_UNAVAILABLE: "a server resumes it when the database is back",
     PauseReason.DISK_QUOTA: "it resumes by itself when space is free",
     PauseReason.INPUT_CHANGED: "restore the input, then resume it",
     PauseReason.DATASET_DAMAGED: "run `batchmill ledger rebuild` for it, then resume it",

@@ -24,8 +24,8 @@ FOLDER_MODE, FILE_MODE = 0o700, 0o600
 
 
 def has_models(config: Config) -> bool:
-    """Tell whether the data directory has a database, so that models may be deployed in it."""
-    return (config.data_dir / DATABASE).exists()
+    """Tell whether there is a database, so that models may be deployed in it."""
+    return config.database.url is not None or (config.data_dir / DATABASE).exists()
 
 
 def prepare_data_dir(data_dir: Path) -> None:
@@ -66,6 +66,17 @@ def try_lock(data_dir: Path) -> int | None:
     os.ftruncate(fd, 0)
     os.write(fd, f"{os.getpid()}\n".encode())
     return fd
+
+
+def take_lock_of_stopped(data_dir: Path) -> int:
+    """Take the owner's lock from a process that no longer owns the database: it was stopped, or is on a lost machine.
+
+    It keeps the lock of a file that is not there any more.
+    """
+    (data_dir / LOCK).unlink(missing_ok=True)
+    lock = try_lock(data_dir)
+    assert lock is not None, "the owner of the database is the only process that takes the new lock"
+    return lock
 
 
 def owner_pid(data_dir: Path) -> str:

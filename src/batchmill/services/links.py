@@ -18,6 +18,7 @@ from batchmill.errors import InvalidConfig, Refused
 from batchmill.ports import Clock
 from batchmill.services.secrets.box import SecretBox
 from batchmill.store.database import Database
+from batchmill.store.portable import insert_missing
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.tables import used_links
 from batchmill.types import ProjectQuotas
@@ -126,9 +127,7 @@ def _used_error() -> Refused:
 
 
 def _insert_used(db: sa.Connection, link: SignedLink) -> None:
-    db.execute(
-        used_links.insert().prefix_with("OR IGNORE").values(id=link.id, expires=link.expires, project=link.project)
-    )
+    insert_missing(db, used_links, {"id": link.id, "expires": link.expires, "project": link.project})
 
 
 def _delete_expired(db: sa.Connection, now: float) -> int:

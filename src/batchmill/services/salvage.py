@@ -29,7 +29,7 @@ from batchmill.jobs.ledger.plan import PLAN
 from batchmill.services import backups
 from batchmill.services.files import BATCH, FileRecord
 from batchmill.states import JobState
-from batchmill.store import database as schema_version
+from batchmill.store import schema as schema_version
 from batchmill.store.damaged_database import DamagedDatabase, Row, in_sql, is_sound
 from batchmill.store.database import Database
 from batchmill.store.names import DATABASE

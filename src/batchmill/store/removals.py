@@ -10,6 +10,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import Gone
+from batchmill.store.portable import insert_missing
 from batchmill.store.tables import jobs, removals
 
 REMEMBERED_S = 90 * 86_400.0  # how long removals are remembered after their job was deleted
@@ -39,7 +40,7 @@ _FIELDS = [removals.c[name] for name in Removal.__struct_fields__]
 
 def insert(db: sa.Connection, removal: Removal) -> None:
     """Insert a removal, unless there is one already."""
-    db.execute(removals.insert().prefix_with("OR IGNORE").values(msgspec.structs.asdict(removal)))
+    insert_missing(db, removals, msgspec.structs.asdict(removal))
 
 
 def find(db: sa.Connection, removed_id: str) -> Removal | None:

@@ -68,10 +68,10 @@ jobs = Table(
     Index("jobs_by_project", "project", "created"),
     Index("jobs_by_bytes", "project", "bytes"),
     Index("jobs_by_state", "project", "state"),
-    Index("jobs_to_compact", "finished", sqlite_where=_WHOLE),
+    Index("jobs_to_compact", "finished", sqlite_where=_WHOLE, postgresql_where=_WHOLE),
     Index("jobs_by_created", "created"),
     Index("jobs_by_state_created", "state", "created"),
-    Index("jobs_to_announce", "finished", sqlite_where=_UNANNOUNCED),
+    Index("jobs_to_announce", "finished", sqlite_where=_UNANNOUNCED, postgresql_where=_UNANNOUNCED),
 )
 
 job_models = Table(  # names of the models and adapters of a job's rows, once known
@@ -444,3 +444,14 @@ late_calls = Table(  # calls whose answers are sent to a URL later; the row is d
     Index("late_calls_by_due", "due"),
     Index("late_calls_by_project", "project"),
 )
+
+
+def _on_postgresql() -> None:
+    """Compare and order text by its bytes, as SQLite does, and let lengths be checked where values come in."""
+    for table in metadata.tables.values():
+        for each in table.columns:
+            if isinstance(each.type, String):
+                each.type = each.type.with_variant(Text(collation="C"), "postgresql")
+
+
+_on_postgresql()

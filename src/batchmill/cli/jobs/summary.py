@@ -39,6 +39,7 @@ PAUSES = {
         "a disk error or the limit of open files stopped it",
         f"remove the cause; then {RESUME}",
     ),
+    PauseReason.DATABASE_UNAVAILABLE: ("the database could not be reached", f"see to its server; then {RESUME}"),
     PauseReason.DISK_QUOTA: (
         "its project has no room left on the server's disk",
         "delete files, uploads or adapters; the job then resumes by itself",

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from itertools import groupby
-from pathlib import Path
 
 import msgspec
 import sqlalchemy as sa
@@ -23,6 +22,7 @@ from batchmill.jobs.ledger.files import read_spec
 from batchmill.jobs.ledger.snapshot import Rebuilt, Snapshot
 from batchmill.states import ENDED, NEXT, JobState
 from batchmill.store.database import Database
+from batchmill.store.portable import greatest
 from batchmill.store.positions import unpack_positions
 from batchmill.store.segments import Span, merged
 from batchmill.store.tables import commits, error_counts, jobs, notes, shards
@@ -172,7 +172,7 @@ _TIMES = ("started", "finalizing", "cancelling", "finished")
 
 def _after_all(at: object) -> sa.ColumnElement[float]:
     """This time, or the latest time of a job if that is later."""
-    return sa.func.max(at, jobs.c.created, *(sa.func.coalesce(jobs.c[name], 0.0) for name in _TIMES))
+    return greatest(at, jobs.c.created, *(sa.func.coalesce(jobs.c[name], 0.0) for name in _TIMES))
 
 
 class Ledger:
@@ -425,11 +425,6 @@ class Ledger:
 
     def close(self) -> None:
         self.database.close()
-
-
-def open_ledger(path: Path) -> Ledger:
-    """The ledger in the database at `path`."""
-    return Ledger(Database(path))
 
 
 def _lease_one(db: sa.Connection, seen: Lease, shard: Shard) -> LeasedShard:

@@ -1,0 +1,144 @@
+"""The row that says which process owns a PostgreSQL database.
+
+A lock that belongs to a connection would last as long as the server believes in the connection: for hours, where the
+owner is stopped or its network is cut. The row has an epoch instead, and a heartbeat on the database's own clock.
+
+Every writing transaction locks the row by its key, the epoch (`FOR KEY SHARE`): a successor, which raises the epoch,
+waits until it has ended, and later transactions of the old owner find no row. The heartbeat changes no key, so it waits
+for no transaction, and none waits for it.
+
+An owner that cannot renew for LEASE_S grants nothing, and its workers begin nothing. A successor waits SILENCE_S, which
+is longer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import sqlalchemy as sa
+
+from batchmill.errors import DatabaseOwned, OwnerReplaced
+
+log = logging.getLogger("batchmill.owner")
+
+BEAT_S = 0.5
+LEASE_S = 3.0  # of the owner's own clock, since it sent its last renewal
+SILENCE_S = 5.0  # of the database's clock, since the last heartbeat; more than LEASE_S
+
+metadata = sa.MetaData()
+
+owners = sa.Table(
+    "owners",
+    metadata,
+    sa.Column("epoch", sa.BigInteger, primary_key=True, autoincrement=False),  # one more with every owner
+    sa.Column("name", sa.Text(collation="C"), nullable=False),
+    sa.Column("address", sa.Text(collation="C"), nullable=False),  # its URL; empty: it serves nothing
+    sa.Column("heartbeat", sa.DateTime(timezone=True)),  # None: it has ended in order
+)
+
+_SILENT = owners.c.heartbeat.is_(None) | (
+    owners.c.heartbeat < sa.func.clock_timestamp() - sa.literal(timedelta(seconds=SILENCE_S), sa.Interval)
+)
+_CHECK = sa.text("SELECT CAST(pg_current_xact_id() AS text) FROM owners WHERE epoch = :epoch FOR KEY SHARE")
+
+
+def create(db: sa.Connection) -> None:
+    """Create the table with its one row."""
+    metadata.create_all(db)
+    if db.execute(sa.select(owners.c.epoch)).first() is None:
+        db.execute(owners.insert().values(epoch=0, name="", address="", heartbeat=None))
+
+
+class OwnerLease:
+    """The ownership of a database by this process, renewed by a thread until it is released or lost."""
+
+    def __init__(self, engine: sa.Engine, epoch: int, valid_until: float) -> None:
+        self.epoch = epoch
+        self._engine, self._valid_until = engine, valid_until
+        self._ended, self._is_lost = threading.Event(), False
+        self._on_lost: Callable[[], None] = lambda: None
+        self._thread = threading.Thread(target=self._beat, name="owner-heartbeat", daemon=True)
+        self._thread.start()
+
+    @property
+    def left_s(self) -> float:
+        """How long this process may still begin work without another renewal; 0 or less: it may not."""
+        return -1.0 if self._is_lost else self._valid_until - time.monotonic()
+
+    def on_lost(self, call: Callable[[], None]) -> None:
+        """Have `call` called, in another thread, once another process is the owner."""
+        self._on_lost = call
+        if self._is_lost:
+            call()
+
+    def check(self, db: sa.Connection) -> str:
+        """Lock the owner's row until the transaction ends. Returns the transaction's number.
+
+        Raises: OwnerReplaced where another process has become the owner.
+        """
+        number = db.execute(_CHECK, {"epoch": self.epoch}).scalar()
+        if number is None:
+            self._lose()
+            raise OwnerReplaced(
+                "another process has become the owner of the database: this one writes nothing any more"
+            )
+        return number
+
+    def release(self) -> None:
+        """Let another process become the owner at once."""
+        self._ended.set()
+        self._thread.join()
+        if not self._is_lost:
+            try:
+                with self._engine.begin() as db:
+                    db.execute(owners.update().where(owners.c.epoch == self.epoch).values(heartbeat=None))
+            except sa.exc.DBAPIError as error:
+                log.warning("the database was not told that its owner has ended: %s", error.orig)
+        self._engine.dispose()
+
+    def _lose(self) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self._on_lost()
+
+    def _beat(self) -> None:
+        renewal = owners.update().where(owners.c.epoch == self.epoch).values(heartbeat=sa.func.clock_timestamp())
+        while not self._ended.wait(BEAT_S) and not self._is_lost:
+            began = time.monotonic()
+            try:
+                with self._engine.begin() as db:
+                    renewed = db.execute(renewal).rowcount
+            except sa.exc.DBAPIError:
+                continue  # the next round connects again
+            if renewed:
+                self._valid_until = began + LEASE_S
+            else:
+                self._lose()
+
+
+def _owned(owner: sa.Row) -> DatabaseOwned:
+    way_out = f"name it with --server {owner.address}" if owner.address else "wait until it has ended, or stop it"
+    error = DatabaseOwned(f"the database is owned by {owner.name}: {way_out}")
+    error.address, error.heartbeat = owner.address, (owner.epoch, owner.heartbeat)
+    return error
+
+
+def claim(engine: sa.Engine, name: str, address: str) -> OwnerLease:
+    """Become the owner. Raises: DatabaseOwned by a process whose heartbeat is recent."""
+    began = time.monotonic()
+    taken = (
+        owners.update()
+        .where(_SILENT)
+        .values(epoch=owners.c.epoch + 1, name=name, address=address, heartbeat=sa.func.clock_timestamp())
+        .returning(owners.c.epoch)
+    )
+    with engine.begin() as db:
+        epoch = db.execute(taken).scalar()
+        if epoch is None:
+            current = db.execute(sa.select(owners)).one()
+            raise _owned(current)
+    return OwnerLease(engine, epoch, began + LEASE_S)
