@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,19 @@ def test_the_key_file_is_for_its_owner_alone(path: Path) -> None:
     path.symlink_to(path.with_name("elsewhere"))
     with pytest.raises(InvalidConfig, match="cannot be read"):
         SecretBox(path).seal(b"x", "one")
+
+
+def test_root_may_lend_the_key_file_to_a_group(path: Path) -> None:
+    """A key file of root that one group may read, and nobody else, is private to a service."""
+    cases = {
+        (1000, 0o600): True, (1000, 0o640): False, (1000, 0o604): False, (1001, 0o600): False,
+        (0, 0o440): True, (0, 0o400): True, (0, 0o640): True, (0, 0o444): False, (0, 0o460): False, (0, 0o450): False,
+    }  # fmt: skip
+    for (owner, mode), expected in cases.items():
+        info = os.stat_result((stat.S_IFREG | mode, 0, 0, 1, owner, 0, 0, 0, 0, 0))
+        assert key_ring.is_private(info, 1000) is expected, (owner, oct(mode))
+    own = os.stat_result((stat.S_IFREG | 0o440, 0, 0, 1, 0, 0, 0, 0, 0, 0))
+    assert not key_ring.is_private(own, 0)
 
 
 @pytest.mark.parametrize(

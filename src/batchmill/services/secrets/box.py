@@ -68,8 +68,11 @@ def read(path: Path) -> Ring:
         raise InvalidConfig(f"the key file {path} cannot be read: {error.strerror}") from None
     try:
         info = os.fstat(file)
-        if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
-            raise InvalidConfig(f"the key file {path} must be accessible to you alone: chmod 600 {path}")
+        if not is_private(info, os.geteuid()):
+            raise InvalidConfig(
+                f"the key file {path} must be accessible to you alone (chmod 600 {path}), or be root's and readable by "
+                f"its group at most (chmod 440 {path})"
+            )
         data = os.read(file, FILE_BYTES_MAX + 1)
     finally:
         os.close(file)
@@ -77,6 +80,15 @@ def read(path: Path) -> Ring:
     if ring is None:
         raise InvalidConfig(f"the key file {path} is damaged: restore a copy of it")
     return ring
+
+
+def is_private(info: os.stat_result, user: int) -> bool:
+    """Tell whether a file belongs to `user` alone, or is one that root lends to a service, which can only read it.
+
+    systemd's credentials and a Kubernetes secret are such: root owns them, and a group or an access list reads them.
+    """
+    mode = stat.S_IMODE(info.st_mode)
+    return (info.st_uid == user and not mode & 0o077) or (info.st_uid == 0 != user and not mode & 0o037)
 
 
 def _parse(data: bytes) -> Ring | None:
