@@ -3,6 +3,7 @@
 # make clients  set up the published clients that the tests use
 # make postgres  install the programs of a PostgreSQL server, which the tests run
 # make bubblewrap  install the program that isolates functions, which the tests use
+# make promtool  get Prometheus' checker of rules, which the tests use
 # make bench  run the figures of benchmarks/ (BENCH="function_rows help_time" picks some)
 # make lint   check the style, the types of the SDK, and the lowest versions of what is needed for known advisories
 # make clean  remove everything that these made
@@ -24,7 +25,7 @@ PYTEST_ARGS ?= --numprocesses 3 --dist loadfile --no-loadscope-reorder
 export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE  # compiled once, modules are imported twice as fast by every process of a test
 
-.PHONY: help test demo bench lint clean vllm clients bubblewrap postgres
+.PHONY: help test demo bench lint clean vllm clients bubblewrap postgres promtool
 .DEFAULT_GOAL := help
 
 help:
@@ -54,6 +55,10 @@ bubblewrap:
 postgres: $(INSTALLED)
 	@tools/postgres.sh $(VENV)
 
+# Debian's package of Prometheus, unpacked and not installed: that needs no root and starts no service.
+promtool:
+	@tools/promtool.sh .venv-promtool
+
 demo: vllm
 	@BATCHMILL="$(VENV)/bin/batchmill" BATCHMILL_VLLM_PYTHON="$$PWD/$(VLLM_VENV)/bin/python" \
 	    EXAMPLE_PYTHON="$(VENV)/bin/python" sh examples/demo.sh
@@ -64,6 +69,7 @@ test: lint
 	@$(MAKE) --no-print-directory clients || echo "--> a client could not be installed: its tests will fail"
 	@$(MAKE) --no-print-directory bubblewrap || echo "--> bubblewrap is not there: the tests that need it will fail"
 	@$(MAKE) --no-print-directory postgres || echo "--> PostgreSQL is not there: the tests that need it will fail"
+	@$(MAKE) --no-print-directory promtool || echo "--> promtool is not there: the tests that need it will fail"
 	@echo "--> running the tests"
 	@HF_HUB_OFFLINE=1 BATCHMILL_VLLM_PYTHON="$$PWD/$(VLLM_VENV)/bin/python" \
 	    BATCHMILL_CLIENT_ENVS="$$PWD/$(CLIENT_VENVS)" \
@@ -88,7 +94,7 @@ bench: vllm
 
 clean:
 	@echo "--> removing environments, caches and what the demo and the benchmarks wrote"
-	@rm -rf $(VENV) $(VLLM_VENV) $(CLIENT_VENVS) demo-output .pytest_cache .ruff_cache .hypothesis build dist \
+	@rm -rf $(VENV) $(VLLM_VENV) $(CLIENT_VENVS) .venv-promtool demo-output .pytest_cache .ruff_cache .hypothesis build dist \
 	    benchmarks/.venvs benchmarks/.data
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@find src -name '*.egg-info' -type d -prune -exec rm -rf {} +
