@@ -42,6 +42,7 @@ ON_BOTH = (
     "jobs/test_service.py",
     "jobs/test_shard_notes.py",
     "jobs/test_submissions.py",
+    "server/test_metrics.py",
     "services/test_clock_steps.py",
     "services/test_connector_service.py",
     "services/test_datasets.py",

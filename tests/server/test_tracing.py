@@ -122,7 +122,7 @@ def test_a_job_is_linked_to_its_request(tracing: Tracing, exporter: InMemorySpan
     assert list(second.links) == []
 
 
-@pytest.mark.parametrize("path", ["/health", "/metrics"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
 async def test_what_machines_ask_all_the_time_is_not_traced(
     tracing: Tracing, exporter: InMemorySpanExporter, path: str
 ):

@@ -1,4 +1,4 @@
-"""Operations outside of all dialects: /health, /openapi.json and /metrics."""
+"""Operations outside of all dialects: /health, /ready, /openapi.json and /metrics."""
 
 from __future__ import annotations
 
@@ -145,6 +145,10 @@ class SystemRoutes:
         return [
             Operation(
                 "getHealth", "GET", "/health", "Say whether the server can take work", None, self.health,
+                reply=Report, also={503: Report}, is_vital=True,
+            ),
+            Operation(
+                "getReady", "GET", "/ready", "Say whether to send requests here", None, self.health,
                 reply=Report, also={503: Report}, is_vital=True,
             ),
             Operation(

@@ -24,7 +24,7 @@ from batchmill.services.trace_context import traceparent
 from batchmill.services.webhooks import EndedJob
 
 NANOS = 1_000_000_000
-UNTRACED = frozenset({"/health", "/metrics"})  # monitoring polls them every few seconds
+UNTRACED = frozenset({"/health", "/ready", "/metrics"})  # monitoring polls them every few seconds
 SERVICE = "batchmill"
 
 Scope = MutableMapping[str, Any]
