@@ -15,7 +15,7 @@ from pathlib import Path
 from deploy.deploy_files import DEPLOY, PORT, ROOT, USER
 
 CONTAINERFILE = DEPLOY / "Containerfile"
-COMING = {"postgres", "ray"}  # extras of parts that are not in this build yet; pip warns of them and goes on
+COMING = {"ray"}  # an extra that this build may not have yet; pip warns of it and goes on
 BUILD_S = 300
 
 
