@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from fakes.databases import POSTGRESQL, databases
 from prometheus_client.parser import text_string_to_metric_families
 from services.webhook_support import EndedJobs
 
@@ -174,9 +175,11 @@ async def test_provider_batches_are_counted(jobs: EndedJobs, metrics: Metrics):
 
 
 async def test_database_and_disk_are_measured(jobs: EndedJobs, metrics: Metrics, tmp_path: Path):
-    """The size of the database, and of the file system of the data directory; one that is gone is left out."""
+    """The size and the owners of the database, and the file system of the data directory, unless it is gone."""
     found = await samples(metrics)
     assert found["batchmill_database_size_bytes",] >= 64 * 1024
+    assert (("batchmill_owner_epoch",) in found) == (databases.kind == POSTGRESQL)
+    assert found.get(("batchmill_owner_epoch",), 1) >= 1
     assert 0 < found["batchmill_disk_free_bytes",] <= found["batchmill_disk_size_bytes",]
     lost = Metrics(jobs.database, jobs.jobs.dispatcher, jobs.outbox(), tmp_path / "lost")
     assert not [key for key in await samples(lost) if key[0].startswith("batchmill_disk")]

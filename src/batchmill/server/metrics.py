@@ -404,6 +404,7 @@ class LedgerState(Struct, frozen=True):
     paused: Mapping[str, int] = {}  # by reason
     provider_batches: int = 0
     size_bytes: int = 0
+    owner_epoch: int | None = None  # None: a file has no other owners
 
 
 def _read_ledger(db: sa.Connection) -> LedgerState:
@@ -420,7 +421,12 @@ def _read_ledger(db: sa.Connection) -> LedgerState:
         oldest[state] = min(created, oldest.get(state, created))
         if state == JobState.PAUSED:
             paused[reason or "none"] += count
-    return LedgerState(counts, oldest, paused, _count_provider_batches(db, unfinished), _size_bytes(db))
+    batches = _count_provider_batches(db, unfinished)
+    if db.dialect.name == "sqlite":  # the size is without the write-ahead log
+        pages = sa.text("SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()")
+        return LedgerState(counts, oldest, paused, batches, db.execute(pages).scalar_one())
+    size, epoch = db.execute(sa.text("SELECT pg_database_size(current_database()), epoch FROM owners")).one()
+    return LedgerState(counts, oldest, paused, batches, size, epoch)
 
 
 def _count_provider_batches(db: sa.Connection, unfinished: Sequence[sa.ColumnElement[bool]]) -> int:
@@ -430,15 +436,6 @@ def _count_provider_batches(db: sa.Connection, unfinished: Sequence[sa.ColumnEle
     joined = jobs.join(notes, of_job).join(shards, of_shard & (shards.c.shard == notes.c.shard))
     is_open = shards.c.done < shards.c.hi - shards.c.lo
     return db.execute(sa.select(sa.func.count()).select_from(joined).where(*unfinished, is_open)).scalar_one()
-
-
-def _size_bytes(db: sa.Connection) -> int:
-    """The size of the database, without SQLite's write-ahead log."""
-    if db.dialect.name == "sqlite":
-        query = "SELECT page_count * page_size FROM pragma_page_count(), pragma_page_size()"
-    else:
-        query = "SELECT pg_database_size(current_database())"
-    return db.execute(sa.text(query)).scalar_one()
 
 
 def _ledger_families(state: LedgerState) -> Iterable[Family]:
@@ -451,6 +448,8 @@ def _ledger_families(state: LedgerState) -> Iterable[Family]:
     help_text = "Batches of unfinished jobs at providers, without results yet."
     yield gauge_family("provider_batches", help_text, [], {(): state.provider_batches})
     yield gauge_family("database_size_bytes", "Size of the database.", [], {(): state.size_bytes})
+    epoch: dict[tuple[str, ...], float] = {} if state.owner_epoch is None else {(): state.owner_epoch}
+    yield gauge_family("owner_epoch", "Owners that a PostgreSQL database has had, this one included.", [], epoch)
 
 
 def _disk_families(data_dir: Path) -> Iterable[Family]:
