@@ -6,22 +6,22 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from written_dataset import RowKeys, Written, write_dataset
 
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger import plan
 from batchmill.jobs.ledger.plan import (
     FOLLOWERS,
-    LAST_SHARDS,
     ORDER,
     PLAN,
-    SHARDS,
     PlanOrder,
     PlanReader,
     ShardRows,
     explain,
     make,
 )
+from batchmill.jobs.ledger.shards import LAST_SHARDS
 
 ONE_MODEL = PlanOrder(targets=[(0, None)], shard_rows=[ShardRows(4)])
 
@@ -81,11 +81,7 @@ def test_any_gaps(tmp_path_factory, refused, rows, step):
     written = write_dataset(
         tmp_path_factory.mktemp("gaps"), [RowKeys(rejected=n in refused) for n in range(rows)], keys=False
     )
-    whole, plan.STEP_ROWS = plan.STEP_ROWS, step
-    try:
-        assert rows_of(make_plan(written)) == kept
-    finally:
-        plan.STEP_ROWS = whole
+    assert rows_of(make_plan(written, replace(ONE_MODEL, piece_rows=step))) == kept
 
 
 def test_shards_cover_the_positions(tmp_path):
@@ -97,7 +93,7 @@ def test_shards_cover_the_positions(tmp_path):
 def test_an_empty_dataset_has_an_empty_plan(tmp_path):
     """No rows, no shards, no error."""
     reader = make_plan(write_dataset(tmp_path, [], keys=False))
-    assert (reader.leaders, reader.shards(), list(reader.followers())) == (0, [], [])
+    assert (reader.leaders, list(reader.shards()), list(reader.followers())) == (0, [], [])
 
 
 def test_making_it_again_gives_the_same_bytes(tmp_path):
@@ -110,7 +106,7 @@ def test_making_it_again_gives_the_same_bytes(tmp_path):
     assert {path.name: path.read_bytes() for path in written.plan.iterdir()} == first
 
 
-@pytest.mark.parametrize("name", [ORDER, SHARDS, PLAN])
+@pytest.mark.parametrize("name", [ORDER, PLAN])
 def test_damage_is_found(tmp_path, name):
     """A changed byte in any file of a plan is found by `check`."""
     reader = make_plan(write_dataset(tmp_path, [RowKeys(rejected=n == 2) for n in range(9)], keys=False))
@@ -122,7 +118,7 @@ def test_damage_is_found(tmp_path, name):
         PlanReader(reader.home).check()
 
 
-@pytest.mark.parametrize("name", [ORDER, SHARDS, FOLLOWERS])
+@pytest.mark.parametrize("name", [ORDER, FOLLOWERS])
 def test_a_short_file_is_refused(tmp_path, name):
     """A plan whose files have the wrong size cannot be opened."""
     reader = make_plan(write_dataset(tmp_path, [RowKeys(rejected=n == 2) for n in range(9)], keys=False))
@@ -159,7 +155,7 @@ def test_too_many_rows_are_refused(tmp_path, monkeypatch):
 def test_explanation_of_file_order(tmp_path):
     """People see how many rows run, in how many shards, and that nothing is known of prefixes without keys."""
     reader = make_plan(write_dataset(tmp_path, [RowKeys(rejected=n == 2) for n in range(9)], keys=False))
-    result = explain(reader.plan, ["m"], reader.shards())
+    result = explain(reader.plan, ["m"])
     assert (result.rows, result.run, result.folded, result.rejected, result.shards) == (9, 8, 0, 1, 2)
     assert (result.tokens, result.shared_prefix, result.groups[0].model, result.groups[0].shards) == (
         None,

@@ -3,14 +3,15 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from written_dataset import RowKeys, Written, write_dataset
 
 from batchmill.errors import LedgerBroken
-from batchmill.jobs.ledger import key_order
 from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanOrder, PlanReader, ShardRows, explain, make
 
 TARGETS = [(1, None), (0, "upper"), (0, None), (0, "lower"), (1, None)]
 KEYED = PlanOrder(targets=TARGETS, shard_rows=[ShardRows(3), ShardRows(5)], keys=True)
+SECOND_KEEPS_ORDER = replace(KEYED, file_order=[1])
 ONE = PlanOrder(targets=[(0, None)], shard_rows=[ShardRows(100)], keys=True)
 
 row_keys = st.builds(
@@ -47,15 +48,11 @@ def with_folds(rows: list[RowKeys], keys: list[tuple[int, int]]) -> list[RowKeys
 
 
 @settings(deadline=None, max_examples=60)
-@given(rows=st.lists(row_keys, max_size=60), keys=folds, step=st.integers(1, 70))
-def test_every_row_stands_once(tmp_path_factory, rows, keys, step):
+@given(rows=st.lists(row_keys, max_size=60), keys=folds, piece_rows=st.integers(1, 70))
+def test_every_row_stands_once(tmp_path_factory, rows, keys, piece_rows):
     """Each row is a leader, a follower or refused, once; shards tile the positions, one model each."""
     rows = with_folds(rows, keys)
-    whole, key_order.STEP_ROWS = key_order.STEP_ROWS, step
-    try:
-        reader = make_plan(write_dataset(tmp_path_factory.mktemp("plan"), rows))
-    finally:
-        key_order.STEP_ROWS = whole
+    reader = make_plan(write_dataset(tmp_path_factory.mktemp("plan"), rows), replace(KEYED, piece_rows=piece_rows))
     leaders, followers = rows_of(reader), dict(reader.followers())
     refused = [n for n, row in enumerate(rows) if row.rejected]
     assert sorted([*leaders, *followers, *refused]) == list(range(len(rows)))
@@ -84,6 +81,45 @@ def test_order_is_model_adapter_prefix_cost_number(tmp_path_factory, rows):
         return model, adapter is not None, adapter or "", rows[n].prefix, -rows[n].cost, n
 
     assert rows_of(reader) == sorted((n for n, row in enumerate(rows) if not row.rejected), key=rank)
+
+
+def reference(rows: list[RowKeys]) -> tuple[list[int], list[tuple[int, int]]]:
+    """(order, followers and their leaders) by dictionaries and one sort."""
+    leaders: dict[tuple[int, int], int] = {}
+    order, followers = [], []
+    for n, row in enumerate(rows):
+        leader = n if row.rejected or row.fold == (0, 0) else leaders.setdefault(row.fold, n)
+        if not row.rejected:
+            (order if leader == n else followers).append(n if leader == n else (n, leader))
+
+    def rank(n: int) -> tuple:
+        model, adapter = TARGETS[rows[n].target]
+        keeps_order = model in SECOND_KEEPS_ORDER.file_order
+        keys = (0, 0) if keeps_order else (rows[n].prefix, -rows[n].cost)
+        return model, adapter is not None, adapter or "", *keys, n
+
+    return sorted(order, key=rank), followers
+
+
+@settings(deadline=None, max_examples=200)
+@given(rows=st.lists(row_keys, max_size=80), keys=folds, piece_rows=st.integers(1, 25))
+def test_pieces_change_nothing(tmp_path_factory, rows, keys, piece_rows):
+    """Order and folding are those of a plain sort, and every byte of the plan is that of one piece."""
+    rows = with_folds(rows, keys)
+    written = write_dataset(tmp_path_factory.mktemp("plan"), rows)
+    whole = make_plan(written, SECOND_KEEPS_ORDER)
+    files = {path.name: path.read_bytes() for path in written.plan.iterdir()}
+    reader = make_plan(written, replace(SECOND_KEEPS_ORDER, piece_rows=piece_rows))
+    assert {path.name: path.read_bytes() for path in written.plan.iterdir()} == files
+    assert (rows_of(reader), list(reader.followers())) == reference(rows)
+    whole.close()
+    reader.close()
+
+
+def test_a_prefix_key_too_long_stops_the_job(tmp_path):
+    """A prefix key with more bits than its levels is a broken dataset: it would run under another model."""
+    with pytest.raises(LedgerBroken, match="more than 60 bits"):
+        make_plan(write_dataset(tmp_path, [RowKeys(prefix=2**60)]), ONE)
 
 
 @settings(deadline=None, max_examples=60)
@@ -155,7 +191,7 @@ def test_groups_are_those_that_save_most(tmp_path):
     opening, prompts = 77 << 50, (1, 2, 3)
     rows = [RowKeys(prefix=opening + prompt, bytes=5000, cost=10) for _ in range(10) for prompt in prompts]
     reader = make_plan(write_dataset(tmp_path, rows), ONE)
-    result = explain(reader.plan, ["m"], reader.shards())
+    result = explain(reader.plan, ["m"])
     assert result.groups[0].prefix_groups == 3
     assert result.shared_prefix == pytest.approx((27 * 4096 + 2 * 2048) / (30 * 5000))
     assert result.tokens == 300

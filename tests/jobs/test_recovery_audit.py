@@ -136,10 +136,10 @@ def test_breaches_of_files(job):
     job.damage(refs[1])
     path = job.files.segments / refs[0].segment
     path.write_bytes(b"x" + path.read_bytes()[1:])
-    plan = job.job.plan / "shards.u64"
-    plan.write_bytes(bytes(len(plan.read_bytes())))
+    plan = job.job.plan / "plan.json"
+    plan.write_bytes(plan.read_bytes().replace(b'"most":', b'"most":9'))
     found = "\n".join(job.verify().broken)
-    assert all(text in found for text in ("shards.u64 is damaged", "its head is damaged", "checksums do not match"))
+    assert all(text in found for text in ("plan.json is damaged", "its head is damaged", "checksums do not match"))
 
 
 def test_findings_have_a_maximum(job, monkeypatch):

@@ -1,6 +1,7 @@
 """Finds rows that repeat the custom_id of an earlier row, by hash, and verifies them by reading them.
 
-Memory is 8 bytes a row while the hashes are sorted; rows are read again only where hashes are equal.
+Hashes are sorted in pieces on disk: memory does not grow with the rows, nor with the rows that repeat others. Rows are
+read again only where hashes are equal.
 """
 
 from __future__ import annotations
@@ -10,57 +11,87 @@ from pathlib import Path
 
 import numpy as np
 
+from batchmill.datasets.external_sort import ExternalSort, RowCursor
+from batchmill.datasets.layout import PIECE_ROWS
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.validation import id_of
 
 WINDOW_ROWS = 1 << 20
-IDS_MAX = 1 << 18  # custom_ids in memory at once: with more candidates the rows are read several times
+IDS_MAX = 1 << 18  # rows that are compared at once: their custom_ids are in memory
 READ_ROWS = 1024
 
 
-def find(hashes: Path, rows: SealedRows) -> Iterator[tuple[int, int]]:
-    """Yield (row, the first row with its custom_id), in row order."""
-    numbers, values = _candidates(hashes)
-    shares = len(numbers) // IDS_MAX + 1
-    share_of = values.view(np.uint64) % np.uint64(shares)
-    pairs = [_repeated(numbers[share_of == share], rows) for share in range(shares)]
-    repeated = np.concatenate(pairs)
-    for row, first in repeated[np.argsort(repeated[:, 0], kind="stable")]:
-        yield int(row), int(first)
+def find(hashes: Path, rows: SealedRows, *, piece_rows: int = PIECE_ROWS) -> Iterator[tuple[int, int]]:
+    """Yield (row, the first row with its custom_id), in row order.
+
+    Args: piece_rows: rows that are sorted in memory.
+    """
+    folder, step = hashes.parent, min(WINDOW_ROWS, piece_rows)
+    with ExternalSort(folder, 1, rows.rows, piece_rows=piece_rows) as repeated:
+        with ExternalSort(folder, 2, rows.rows, piece_rows=piece_rows) as by_hash, open(hashes, "rb") as file:
+            start = 0
+            while len(window := np.fromfile(file, np.uint64, step)):
+                by_hash.add(window, np.arange(start, start + len(window), dtype=np.uint64))
+                start += len(window)
+            known = _KnownIds(rows)
+            for batch in _batches(_shared(by_hash.blocks()), min(IDS_MAX, piece_rows)):
+                repeated.add(known.repeated(batch))
+        cursor = RowCursor(repeated.blocks())
+        for end in range(step, rows.rows + step, step):
+            for pair in cursor.until(end).tolist():
+                yield pair >> 32, pair & 0xFFFFFFFF
 
 
-def _candidates(hashes: Path) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers, ascending, and the hashes of rows that share their hash with another row."""
-    values = np.fromfile(hashes, np.int64)
-    values.sort()
-    shared = np.unique(values[1:][values[1:] == values[:-1]])
-    del values
-    if not len(shared):
-        return np.empty(0, np.int64), np.empty(0, np.int64)
-    numbers, hashes_shared = [], []
-    with open(hashes, "rb") as file:
-        start = 0
-        while len(window := np.fromfile(file, np.int64, WINDOW_ROWS)):
-            indexes = np.searchsorted(shared, window)
-            indexes[indexes == len(shared)] = 0
-            hits = np.flatnonzero(shared[indexes] == window)
-            numbers.append(hits + start)
-            hashes_shared.append(window[hits])
-            start += len(window)
-    return np.concatenate(numbers), np.concatenate(hashes_shared)
+def _shared(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    """Of sorted records (hash, row) those whose hash another record has, in the same order."""
+    held = np.empty((0, 2), np.uint64)  # the last record, whose hash the next block may have
+    is_held_shared = False  # with the record before it
+    for block in blocks:
+        records = np.concatenate((held, block))
+        same = np.zeros(len(records) + 1, bool)
+        same[1:-1] = records[1:, 0] == records[:-1, 0]
+        same[0] = is_held_shared
+        shared = (same[1:] | same[:-1])[:-1]
+        yield records[:-1][shared]
+        held, is_held_shared = records[-1:].copy(), bool(same[len(records) - 1])
+    if is_held_shared:
+        yield held
 
 
-def _repeated(numbers: np.ndarray, rows: SealedRows) -> np.ndarray:
-    """[n, 2] int64: rows and the first row with the same custom_id."""
-    firsts: dict[str, int] = {}
-    pairs: list[tuple[int, int]] = []
-    for start in range(0, len(numbers), READ_ROWS):
-        batch = numbers[start : start + READ_ROWS].tolist()
-        for row, line in zip(batch, rows.read_many(batch), strict=True):
-            custom_id = id_of(line)
+def _batches(blocks: Iterator[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    for block in blocks:
+        for start in range(0, len(block), size):
+            yield block[start : start + size]
+
+
+class _KnownIds:
+    """The first row of each custom_id, of as many rows as are compared at once."""
+
+    def __init__(self, rows: SealedRows) -> None:
+        self._rows = rows
+        self._last = np.uint64(0)  # hash
+        self._firsts: dict[str, int] = {}  # of rows with this hash: the next batch may have more of them
+
+    def repeated(self, batch: np.ndarray) -> np.ndarray:
+        """row << 32 | first row of those that repeat a custom_id. Args: batch: the next records (hash, row)."""
+        if batch[0, 0] != self._last:
+            self._firsts = {}
+        kept = dict(self._firsts) if batch[-1, 0] == self._last else {}
+        self._last = batch[-1, 0]
+        pairs = []
+        by_row = batch[np.argsort(batch[:, 1])]
+        is_last = (by_row[:, 0] == self._last).tolist()
+        for row, custom_id, may_continue in zip(by_row[:, 1].tolist(), self._ids(by_row), is_last, strict=True):
             if custom_id is None:
                 continue
-            first = firsts.setdefault(custom_id, row)
+            first = self._firsts.setdefault(custom_id, row)
             if first != row:
-                pairs.append((row, first))
-    return np.array(pairs, np.int64).reshape(-1, 2)
+                pairs.append(row << 32 | first)
+            if may_continue:
+                kept[custom_id] = first
+        self._firsts = kept
+        return np.array(pairs, np.uint64)
+
+    def _ids(self, batch: np.ndarray) -> Iterator[str | None]:
+        for start in range(0, len(batch), READ_ROWS):
+            yield from map(id_of, self._rows.read_many(batch[start : start + READ_ROWS, 1].tolist()))

@@ -33,6 +33,8 @@ RANGE_BYTES = 8 * 1024 * 1024  # what a validator reads at a time, and what one 
 CHUNK_BYTES = 512 * 1024
 BLOCK_BYTES = 64 * 1024  # what one checksum covers, about
 
+PIECE_ROWS = 4 * 1024 * 1024  # rows of which an array may be in memory: more are sorted and joined in pieces
+
 BOM = b"\xef\xbb\xbf"
 
 CHUNK_FIELDS = 9

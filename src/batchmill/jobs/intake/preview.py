@@ -16,7 +16,7 @@ from batchmill.children.offload import Offload, offload
 from batchmill.jobs.intake import PREPARE, orders, routing
 from batchmill.jobs.intake.estimate import EstimateOrder
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder
-from batchmill.jobs.ledger.plan import PlanReader, explain
+from batchmill.jobs.ledger.plan import explain
 from batchmill.store.disk_room import DiskQuota, preparing
 from batchmill.types import JobOrder
 from batchmill.wire.job_spec import JobSpec
@@ -92,13 +92,9 @@ async def plan(
     async with _prepared(order, data_dir, progress, disk_quota) as (spec, home, prepared):
         if prepared.plan is None:
             return prepared.report, None
-        reader = PlanReader(home / "plan")
-        try:
-            explained = explain(prepared.plan, [model.name for model in spec.models], reader.shards())
-            notes = [*_unfetched(prepared.report), *routing.sentences(spec)]
-            return prepared.report, msgspec.structs.replace(explained, notes=notes)
-        finally:
-            reader.close()
+        explained = explain(prepared.plan, [model.name for model in spec.models])
+        notes = [*_unfetched(prepared.report), *routing.sentences(spec)]
+        return prepared.report, msgspec.structs.replace(explained, notes=notes)
 
 
 async def estimate(

@@ -1,8 +1,8 @@
 """The plan: the order in which rows run, which rows share an outcome, and the shards.
 
 `make` is a pure function of the sealed dataset and its order. It writes `order.u32` (position -> row number, absent
-where the order is the file's), `followers.u32` (follower, leader), `shards.u64` (lo, hi, model) and, last, `plan.json`.
-Nothing here needs numpy: workers read plans too.
+where the order is the file's), `followers.u32` (follower, leader) and, last, `plan.json` with the spans of the shards.
+Nothing here needs numpy: workers read plans too. Nothing grows with the rows but these files.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from batchmill.datasets.layout import REJECTED
+from batchmill.datasets.layout import PIECE_ROWS, REJECTED
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger.files import PartFile, remove_files
+from batchmill.jobs.ledger.shards import Shards, ShardSpan
 from batchmill.models.providers import PROVIDERS
-from batchmill.types import ModelSpec, Shard
+from batchmill.types import ModelSpec
 from batchmill.wire.native import Explanation, PlanGroup
 
 assert sys.byteorder == "little", "plans are written in the machine's own order, which must be little endian"
 
-PLAN, ORDER, FOLLOWERS, SHARDS = "plan.json", "order.u32", "followers.u32", "shards.u64"
+PLAN, ORDER, FOLLOWERS = "plan.json", "order.u32", "followers.u32"
 ROWS_MAX = 2**32 - 1  # a row number fits in a u32
 CHUNK_BYTES = 1024 * 1024
 STEP_ROWS = 1024 * 1024
-_FOLLOWER_BYTES, _SHARD_BYTES = 8, 24
+_FOLLOWER_BYTES = 8
 SHARDS_PER_WORKER = 8  # at least, where the job has the rows for it
 COLUMN_SHARD_ROWS = 131_072
 LAST_SHARD_ROWS = 16_384  # longer shards become shorter towards the end, down to so many rows
-LAST_SHARDS = 4  # such a shard has at most this share of the rows that are left
 
 Progress = Callable[[float], None]
 Cut = Callable[["list[TargetPlan]"], "list[ShardRows]"]
@@ -61,6 +61,7 @@ class PlanOrder(Struct, frozen=True):
     keys: bool = False  # the dataset has the columns target, prefix, cost and fold
     file_order: list[int] = []  # numbers of models that gain nothing from shared prefixes: rows stay in file order
     prompt_bytes: int = 0  # that the prompt of a table adds to each row, for the share of prefixes in common
+    piece_rows: int = PIECE_ROWS  # that are sorted in memory
 
 
 class TargetPlan(Struct, frozen=True):
@@ -84,10 +85,15 @@ class Plan(Struct, frozen=True):
     followers: int
     rejected: int
     permuted: bool  # order.u32 says which row is at a position; otherwise position and number are the same
-    shards: int
+    spans: list[ShardSpan]  # how the positions of each model are cut into shards
     targets: list[TargetPlan]
     files: dict[str, str]  # name -> sha256
     sha256: str = ""  # over everything above
+
+    @property
+    def shards(self) -> int:
+        """How many there are."""
+        return len(Shards(self.spans))
 
 
 class Arranged(Struct, frozen=True):
@@ -111,11 +117,41 @@ class SummedFile(PartFile):
         return self._sum.hexdigest()
 
 
+class RefusedRows:
+    """The rows that validation refused, read in windows. Raises: LedgerBroken where the list is not the seal's."""
+
+    def __init__(self, dataset: Path, rows: int, count: int) -> None:
+        self.count = count
+        self._dataset, self._rows = dataset, rows
+        self._numbers, self._next = iter(()), rows
+
+    def within(self, window: range) -> array:
+        """The numbers (u32, ascending) of those in a window. Windows follow each other; the first begins anew."""
+        if window.start == 0:
+            self._numbers = self._checked()
+            self._next = next(self._numbers, self._rows)
+        found = array("I")
+        while self._next < window.stop:
+            found.append(self._next)
+            self._next = next(self._numbers, self._rows)
+        return found
+
+    def _checked(self) -> Iterator[int]:
+        last, count = -1, 0
+        for refused in iter_rejected(self._dataset):
+            if not last < refused.row < self._rows:
+                raise LedgerBroken(f"{self._dataset}: the refused rows are not in ascending order below {self._rows}")
+            last, count = refused.row, count + 1
+            yield last
+        if count != self.count:
+            raise LedgerBroken(f"{self._dataset}: {self.count} rows were refused, but {count} are listed")
+
+
 class PlanParts(Struct, frozen=True):
-    """What an ordering reads and writes: rows there are, rows refused (sorted), and the two files."""
+    """What an ordering reads and writes: rows there are, rows refused, and the two files."""
 
     rows: int
-    rejected: array  # of u32
+    refused: RefusedRows
     order: PartFile
     followers: PartFile
 
@@ -141,21 +177,18 @@ def make(order: PlanOrder, dataset: Path, home: Path, progress: Progress, cut: C
     seal = load_seal(dataset)
     if seal.rows > ROWS_MAX:
         raise LedgerBroken(f"{seal.rows} rows are more than a plan can number ({ROWS_MAX}); split the dataset")
-    remove_files([home / name for name in (PLAN, ORDER, FOLLOWERS, SHARDS)])
-    rejected = read_rejected(dataset, seal.rows)
-    if len(rejected) != seal.rejected:
-        raise LedgerBroken(f"{dataset}: {seal.rejected} rows were refused, but {len(rejected)} are listed")
+    remove_files([home / name for name in (PLAN, ORDER, FOLLOWERS)])
     with SummedFile(home / ORDER) as positions, SummedFile(home / FOLLOWERS) as followers:
-        parts = PlanParts(seal.rows, rejected, positions, followers)
+        parts = PlanParts(seal.rows, RefusedRows(dataset, seal.rows, seal.rejected), positions, followers)
         arranged = ordering(order.keys)(order, dataset, parts, progress)
         leaders = sum(target.rows for target in arranged.targets)
-        if leaders + arranged.followers + len(rejected) != seal.rows:
-            raise LedgerBroken(f"{leaders} + {arranged.followers} + {len(rejected)} rows planned of {seal.rows}")
+        if leaders + arranged.followers + seal.rejected != seal.rows:
+            raise LedgerBroken(f"{leaders} + {arranged.followers} + {seal.rejected} rows planned of {seal.rows}")
         files = {FOLLOWERS: followers.publish_summed()}
         if arranged.permuted:
             files[ORDER] = positions.publish_summed()
     shard_rows = order.shard_rows if cut is None else cut(arranged.targets)
-    plan = _write(home, seal.rows, arranged, shard_rows, files, rejected=len(rejected))
+    plan = _write(home, seal.rows, arranged, shard_rows, files, rejected=seal.rejected)
     progress(1.0)
     return plan
 
@@ -167,24 +200,24 @@ def arrange_in_file_order(order: PlanOrder, dataset: Path, parts: PlanParts, pro
     """
     models = {model for model, _ in order.targets}
     assert len(models) == 1, f"{dataset}: rows of several models need keys"
-    rejected = parts.rejected
-    if rejected:
-        _write_gaps(parts, progress)
-    target = TargetPlan(model=models.pop(), adapter=None, rows=parts.rows - len(rejected))
-    return Arranged(targets=[target], permuted=len(rejected) > 0, followers=0)
+    refused = parts.refused.count
+    if refused:
+        _write_gaps(parts, min(STEP_ROWS, order.piece_rows), progress)
+    else:
+        parts.refused.within(range(parts.rows))  # that none is listed
+    target = TargetPlan(model=models.pop(), adapter=None, rows=parts.rows - refused)
+    return Arranged(targets=[target], permuted=refused > 0, followers=0)
 
 
-def _write_gaps(parts: PlanParts, progress: Progress) -> None:
-    """Write every row number except the refused ones, in chunks."""
-    rejected, at = parts.rejected, 0
-    for start in range(0, parts.rows, STEP_ROWS):
-        end = min(start + STEP_ROWS, parts.rows)
+def _write_gaps(parts: PlanParts, step: int, progress: Progress) -> None:
+    """Write every row number except the refused ones. Args: step: rows in memory."""
+    for start in range(0, parts.rows, step):
+        end = min(start + step, parts.rows)
         numbers = array("I")
-        while start < end:
-            gap = rejected[at] if at < len(rejected) and rejected[at] < end else end
-            numbers.extend(range(start, gap))
-            start = gap + 1
-            at += gap < end
+        for refused in parts.refused.within(range(start, end)):
+            numbers.extend(range(start, refused))
+            start = refused + 1
+        numbers.extend(range(start, end))
         parts.order.write(numbers.tobytes())
         progress(end / parts.rows)
 
@@ -207,28 +240,16 @@ def _write(
     home: Path, rows: int, arranged: Arranged, shard_rows: Sequence[ShardRows], files: dict[str, str], rejected: int = 0
 ) -> Plan:
     """Cut the ordered rows into shards and write `plan.json` last."""
-    shards = list(_shards(arranged.targets, shard_rows))
-    with SummedFile(home / SHARDS) as file:
-        for shard in shards:
-            file.write(array("Q", (shard.lo, shard.hi, shard.model)).tobytes())
-        files = {**files, SHARDS: file.publish_summed()}
     plan = Plan(
         rows=rows, leaders=sum(target.rows for target in arranged.targets), followers=arranged.followers,
-        rejected=rejected, permuted=arranged.permuted, shards=len(shards), targets=arranged.targets, files=files,
+        rejected=rejected, permuted=arranged.permuted, spans=_spans(arranged.targets, shard_rows),
+        targets=arranged.targets, files=files,
     )  # fmt: skip
     plan = msgspec.structs.replace(plan, sha256=_digest(plan))
     with PartFile(home / PLAN, 0o600) as file:
         file.write(msgspec.json.encode(plan))
         file.publish()
     return plan
-
-
-def read_rejected(dataset: Path, rows: int) -> array:
-    """The numbers of the rows that validation refused, ascending."""
-    numbers = array("I", (refused.row for refused in iter_rejected(dataset)))
-    if any(a >= b for a, b in zip(numbers, numbers[1:], strict=False)) or (numbers and numbers[-1] >= rows):
-        raise LedgerBroken(f"{dataset}: the refused rows are not in ascending order below {rows}")
-    return numbers
 
 
 class Rejected(Struct, frozen=True, gc=False):
@@ -275,12 +296,9 @@ class PlanReader:
         numbers.frombytes(_pread(self._fd, 4 * (hi - lo), 4 * lo))
         return numbers
 
-    def shards(self) -> list[Shard]:
+    def shards(self) -> Shards:
         """Every shard, by number; together they cover all positions once."""
-        numbers = array("Q")
-        numbers.frombytes((self.home / SHARDS).read_bytes())
-        triples = zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)
-        return [Shard(number, lo, hi, model) for number, (lo, hi, model) in enumerate(triples)]
+        return Shards(self.plan.spans)
 
     def followers(self) -> Iterator[tuple[int, int]]:
         """(row, row whose outcome it shares), ascending by the first."""
@@ -309,7 +327,7 @@ class PlanReader:
 
     def _check_sizes(self) -> None:
         plan = self.plan
-        sizes = {FOLLOWERS: plan.followers * _FOLLOWER_BYTES, SHARDS: plan.shards * _SHARD_BYTES}
+        sizes = {FOLLOWERS: plan.followers * _FOLLOWER_BYTES}
         if plan.permuted:
             sizes[ORDER] = plan.leaders * 4
         for name, expected in sizes.items():
@@ -322,11 +340,9 @@ class PlanReader:
                 raise LedgerBroken(f"{self.home / name} has {size} bytes instead of {expected}", code="plan_broken")
 
 
-def explain(plan: Plan, models: Sequence[str], shards: Iterable[Shard]) -> Explanation:
+def explain(plan: Plan, models: Sequence[str]) -> Explanation:
     """A plan in words and figures; `models` are the names by model number."""
-    per_model: dict[int, int] = {}
-    for shard in shards:
-        per_model[shard.model] = per_model.get(shard.model, 0) + 1
+    per_model = {span.model: span.end - span.first for span in plan.spans}
     groups = [
         PlanGroup(
             models[target.model], target.adapter, target.rows, target.folded, per_model.get(target.model, 0),
@@ -349,19 +365,19 @@ def _share(part: int, whole: int) -> float | None:
     return part / whole if whole else None
 
 
-def _shards(targets: Iterable[TargetPlan], shard_rows: Sequence[ShardRows]) -> Iterator[Shard]:
+def _spans(targets: Iterable[TargetPlan], shard_rows: Sequence[ShardRows]) -> list[ShardSpan]:
     """Shards of a model run on over its adapters, and end where the model's rows end."""
-    number = lo = 0
-    spans: dict[int, int] = {}
+    rows_of: dict[int, int] = {}
     for target in targets:
-        spans[target.model] = spans.get(target.model, 0) + target.rows
-    for model, rows in spans.items():
-        end, most, last = lo + rows, shard_rows[model].most, shard_rows[model].last
-        while lo < end:
-            longest = most if last is None else max(last, (end - lo) // LAST_SHARDS)
-            hi = min(lo + min(most, longest), end)
-            yield Shard(number, lo, hi, model)
-            number, lo = number + 1, hi
+        rows_of[target.model] = rows_of.get(target.model, 0) + target.rows
+    spans: list[ShardSpan] = []
+    first = lo = 0
+    for model, rows in rows_of.items():
+        if rows:
+            cut = shard_rows[model]
+            spans.append(ShardSpan(model, first, lo, lo + rows, cut.most, cut.last))
+            first, lo = spans[-1].end, lo + rows
+    return spans
 
 
 def shard_rows(model: ModelSpec, rows: int, *, is_columnar: bool = False) -> ShardRows:

@@ -13,7 +13,7 @@ from msgspec import Struct
 from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import LedgerBroken
-from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanReader, Progress, Rejected, iter_rejected, read_rejected
+from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanReader, Progress, RefusedRows, Rejected, iter_rejected
 from batchmill.jobs.results.results import GatherOrder
 from batchmill.store.segment_files import open_segments
 from batchmill.store.segments import Block, read_exactly, read_payload, read_ref, where
@@ -120,9 +120,10 @@ class RowIndex(OutcomeIndex):
         plan, home = self._plan.plan, self._plan.home
         pairs = np.fromfile(home / FOLLOWERS, np.uint32).reshape(-1, 2)
         self.followers, self.leaders = pairs[:, 0].copy(), pairs[:, 1].copy()
-        refused = np.frombuffer(read_rejected(Path(order.dataset), self.rows), np.uint32)
-        if len(refused) != plan.rejected or len(self.followers) != plan.followers:
-            raise LedgerBroken(f"{home}: the plan has other followers or refused rows than it says")
+        refused_rows = RefusedRows(Path(order.dataset), self.rows, plan.rejected)
+        refused = np.frombuffer(refused_rows.within(range(self.rows)), np.uint32)
+        if len(self.followers) != plan.followers:
+            raise LedgerBroken(f"{home}: the plan has other followers than it says")
         idle = np.concatenate((self.followers, refused))
         if np.any(self.place[idle] != MISSING):
             raise LedgerBroken("a row has an outcome that the plan does not run: it was refused, or follows another")
