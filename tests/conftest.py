@@ -60,6 +60,7 @@ ON_BOTH = (
     "services/test_uploads.py",
     "services/test_vault.py",
     "services/test_webhooks.py",
+    "server/test_standby.py",
     "store/test_any_database.py",
 )
 

@@ -110,6 +110,9 @@ class LeaseHandle(Protocol):
         not do what the note announces.
         """
 
+    async def until_owned(self) -> None:
+        """Wait until the owner surely owns the database. Call it before what must not be done for two owners."""
+
     @property
     def ending(self) -> str:
         """Empty: go on. "pause": the job pauses, and its rows may stay at the provider. "over": the job ends without

@@ -8,14 +8,15 @@ import logging
 import os
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from socket import socket
+from socket import gethostname, socket
+from typing import TypeVar
 
 from msgspec import Struct
 
 from batchmill.config import Config
 from batchmill.dialects import FALLBACK, load_dialects, load_grpc
 from batchmill.engines.clock import SystemClock
-from batchmill.errors import BatchmillError, InvalidConfig
+from batchmill.errors import BatchmillError, DatabaseOwned, DatabaseUnavailable, InvalidConfig
 from batchmill.owner import Close, Owner, Store, close_last, open_owner, open_store
 from batchmill.ports import Clock
 from batchmill.server import access_log, openapi
@@ -25,9 +26,11 @@ from batchmill.server.connection import Listener, bind, url_of
 from batchmill.server.fast_path import FastPath
 from batchmill.server.http import HttpRoot
 from batchmill.server.metrics import Observers
+from batchmill.server.standby import Standby
 from batchmill.server.system_routes import Health, SystemRoutes
 from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.data_dirs import prepare_data_dir, try_lock
+from batchmill.services.data_dirs import owner_pid, prepare_data_dir, take_lock_of_stopped, try_lock
+from batchmill.services.databases import end_replaced, open_backend, process_name
 from batchmill.services.files import FileService
 from batchmill.services.functions.calls import FunctionCalls
 from batchmill.services.functions.late_replies import LateReplies
@@ -41,11 +44,16 @@ from batchmill.services.repeats import RepeatedOrders
 from batchmill.services.services import Services
 from batchmill.services.uploads import UploadService
 from batchmill.services.webhooks import WebhookService
+from batchmill.store.database import Database
+
+T = TypeVar("T")
 
 log = logging.getLogger("batchmill.server")
 
 OWNER_WAIT_S = 10.0  # how long to wait for a stopping owner of the data directory
 OWNER_POLL_S = 0.1
+PREDECESSOR_S = 1.0  # the same where the database says that this server is its owner
+STANDBY_POLL_S = 0.5
 REQUESTS_DRAIN_S = 10  # how long requests under way may take to end when the server stops
 ROWS_DRAIN_S = 20.0  # the same for rows in flight, after the requests
 SWEEP_S = 60.0
@@ -73,13 +81,75 @@ async def serve(config: Config, *, rows_drain_s: float = ROWS_DRAIN_S) -> AsyncI
     async with contextlib.AsyncExitStack() as stack:
         sock = bind(config.server.host, config.server.port)
         stack.callback(sock.close)
-        store = await stack.enter_async_context(open_store(config, await _take_lock(config)))
+        database = await _stand_by(config, sock)
+        try:
+            lock = await (_take_lock(config) if database is None else _take_lock_of_predecessor(config))
+        except BaseException:
+            if database is not None:
+                database.close()
+            raise
+        store = await stack.enter_async_context(open_store(config, lock, database))
         await _refuse_open_address(store)
         owner = await stack.enter_async_context(open_owner(store, configured=configured, drain_s=rows_drain_s))
         stopping = asyncio.Event()
         services = await _open_services(stack, owner, stopping)
         health = Health(store.database, config.data_dir, store.clock, owner.jobs, stopping)
         yield await _open_front(stack, owner, services, health, sock)
+
+
+async def _stand_by(config: Config, sock: socket) -> Database | None:
+    """Wait until this process owns the PostgreSQL database, and answer requests meanwhile. None: a file is used."""
+    if config.database.url is None:
+        return None
+    clock, address = SystemClock(), url_of(sock, shown=gethostname())
+    database = Database(backend := await _finished(open_backend, config.database))
+    standby = Standby(sock, database, clock)
+    is_open = False
+    try:
+        while True:
+            try:
+                lease = await _finished(backend.claim, process_name(), address)
+                break
+            except DatabaseOwned as error:
+                standby.owner = error.address
+                if not is_open:
+                    log.info("standing by: %s; this server takes over when it ends", error.message)
+                    await standby.open()
+                    is_open = True
+            except DatabaseUnavailable as error:
+                log.warning("standing by: %s", error.message)
+            await clock.sleep(STANDBY_POLL_S)
+        lease.on_lost(end_replaced)
+        if is_open:
+            log.info("this server has taken the database over")
+    except BaseException:
+        database.close()
+        raise
+    finally:
+        await standby.close()
+    return database
+
+
+async def _finished(call: Callable[..., T], *args: object) -> T:
+    """Call in a thread. A cancellation waits until the call has ended, so that nothing it opened is lost."""
+    task = asyncio.create_task(asyncio.to_thread(call, *args))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
+async def _take_lock_of_predecessor(config: Config) -> int:
+    """Take the lock of the data directory, also from a stopped process, which owns the database no more."""
+    clock = SystemClock()
+    deadline = clock.monotonic() + PREDECESSOR_S
+    while (lock := try_lock(config.data_dir)) is None:
+        if clock.monotonic() > deadline:
+            log.warning("process %s, which owned the database, still holds its lock", owner_pid(config.data_dir))
+            return take_lock_of_stopped(config.data_dir)
+        await clock.sleep(OWNER_POLL_S)
+    return lock
 
 
 async def _take_lock(config: Config) -> int:

@@ -47,6 +47,9 @@ class HeldLease:
         self.notes[key] = data
         await self.step()
 
+    async def until_owned(self) -> None:
+        """Its owner lives as long as it does."""
+
     async def step(self) -> None:
         """One more durable step has passed, unless this is where the worker dies."""
         self.steps += 1

@@ -29,6 +29,9 @@ class Owner:
     async def note(self, held: Held, key: str, data: bytes) -> Noted:
         return await self.notes.send(held.lease, key, data)
 
+    async def until_owned(self) -> None:
+        """The test is the owner."""
+
     def leave(self, held: Held) -> None:
         self.left.append(held)
 

@@ -46,6 +46,9 @@ class Owner:
     def load(self, key: str) -> Load:
         return Load()
 
+    def owned_s(self) -> None:
+        """Its owner owns the data directory until it ends."""
+
     async def recover_worker(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         self.deaths += 1
         return self.death

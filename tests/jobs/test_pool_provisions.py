@@ -43,6 +43,9 @@ class Dispatcher:
     def __init__(self) -> None:
         self.failure: asyncio.Future[Failed] = asyncio.get_running_loop().create_future()
 
+    def owned_s(self) -> None:
+        """Its owner owns the data directory until it ends."""
+
     async def receive(self, pool: Pool, worker: PoolWorker, message: object) -> None:
         """No rows are given out here, and none are counted."""
 

@@ -54,6 +54,9 @@ class Stage:
         pool = self.pools.get(key)
         return self.loads.get(pool.model.name, Load()) if pool is not None else Load()
 
+    def owned_s(self) -> None:
+        """Its owner owns the data directory until it ends."""
+
     async def recover_worker(self, pool: Pool, worker: PoolWorker, code: int) -> Death:
         return Death()
 

@@ -154,7 +154,10 @@ class GrantFeed:
         changed: Callable[[str, InputChanged], None],
         broken: Callable[[OSError], None],
         suspect: Path,
+        may_begin: Callable[[], bool] = lambda: True,
     ) -> None:
+        """Args: may_begin: while it returns False, no row is taken; `wake` is called when that changes."""
+        self._may_begin = may_begin
         self._want, self._changed, self._broken = want, changed, broken
         self._time = asyncio.get_running_loop().time
         self._lanes: dict[str, _JobLane] = {}
@@ -275,7 +278,8 @@ class GrantFeed:
     async def take_noted(self, n: int) -> list[Row]:
         """See `ports.LeaseFeed`."""
         while True:
-            for lane in [lane for lane in self._lanes.values() if lane.queue and lane.queue[0].is_noted]:
+            noted = [lane for lane in self._lanes.values() if lane.queue and lane.queue[0].is_noted]
+            for lane in noted if self._may_begin() else ():
                 if (block := self._take_of(lane, n)) is not None:
                     self._turns.charge(lane, len(block))
                     if not lane.queue:
@@ -299,7 +303,7 @@ class GrantFeed:
         lane.take_max = min(fitting, max(rows, lane.take_max) * GROWTH_MAX)
 
     def _take_now(self, n: int, columns: Columns | None) -> Block | None:
-        while self._isolated is None and (lane := self._turns.next()) is not None:
+        while self._isolated is None and self._may_begin() and (lane := self._turns.next()) is not None:
             # Beside other jobs a take is short, however slow this one's rows are; alone the engine knows best.
             most = n if len(self._turns) == 1 else min(n, max(self._least, lane.take_max))
             block = self._take_of(lane, most, columns)
@@ -417,6 +421,13 @@ class GrantFeed:
         if not self._ended and not lane.is_requested and lane.pending < max(ahead, 1) + 1:
             lane.is_requested = True
             self._want(lane.job)
+
+    def wake(self) -> None:
+        """Try again to take rows."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        self._waiters.clear()
 
     def _wake(self) -> None:
         while self._waiters:

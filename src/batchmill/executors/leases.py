@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
@@ -18,7 +19,7 @@ from batchmill.states import PauseReason
 from batchmill.store.segments import BlockRows
 from batchmill.types import AdapterSet, Lease, Outcome, Price, Row, RowError, SegmentRef, Usage
 from batchmill.wire.forms import Form
-from batchmill.wire.messages import Note, Noted, Spending
+from batchmill.wire.messages import Note, Noted, Renewed, Spending
 
 OUTPUT_GUESS = 4096  # output tokens of a row without a limit, until one such row has finished
 # The guess is then learned from this many recent rows; below KNOWN rows it is twice the longest output.
@@ -225,6 +226,9 @@ class LeaseHost(Protocol):
     async def note(self, held: Held, key: str, data: bytes) -> Noted:
         """Store a note; return the result once all earlier outcomes have been counted."""
 
+    async def until_owned(self) -> None:
+        """Wait until the owner surely owns the database."""
+
     def leave(self, held: Held) -> None: ...
 
     def fail(self, held: Held, error: JobPaused) -> None: ...
@@ -297,6 +301,10 @@ class Held(Struct, eq=False):
         else:
             self.noted.pop(key, None)
 
+    async def until_owned(self) -> None:
+        if self.lease_host is not None:
+            await self.lease_host.until_owned()
+
     def end(self, how: str) -> None:
         """End the lease: "pause" or "over"."""
         if self.ending == OVER:
@@ -331,6 +339,43 @@ class Held(Struct, eq=False):
         if self.lease_host is not None and not self.is_left:
             self.is_left = True
             self.lease_host.leave(self)
+
+
+class OwnerTerm:
+    """How long this worker may begin work: as long as its owner surely owns the database.
+
+    An owner that is stopped, or cut off from its database, is silent: another one may have replaced it.
+    """
+
+    def __init__(self, clock: Callable[[], float], *, is_limited: bool) -> None:
+        """Args: clock: monotonic seconds; is_limited: False: the owner owns its database until it ends."""
+        self.clock, self._until = clock, 0.0 if is_limited else math.inf
+        self._waiters: list[asyncio.Future[None]] = []
+
+    @property
+    def is_valid(self) -> bool:
+        return self.clock() < self._until
+
+    def renew(self, message: Renewed) -> bool:
+        """Handle the owner's reply to a heartbeat. Returns whether work may begin again."""
+        was_valid = self.is_valid
+        self._until = max(self._until, message.at + message.left_s)
+        if was_valid or not self.is_valid:
+            return False
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+        return True
+
+    async def until_valid(self) -> None:
+        while not self.is_valid:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            try:
+                await waiter
+            finally:
+                if waiter in self._waiters:
+                    self._waiters.remove(waiter)
 
 
 class NoteClient:

@@ -13,6 +13,7 @@ import os
 import resource
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from batchmill.engines import import_engine, load_engine
 from batchmill.errors import BatchmillError, InputChanged, JobPaused, to_storage_error
 from batchmill.executors.channel import Channel, open_channel
 from batchmill.executors.feed import GrantFeed
-from batchmill.executors.leases import OVER, PAUSE, REFUSED, Allowance, Held, NoteClient, OpenJob
+from batchmill.executors.leases import OVER, PAUSE, REFUSED, Allowance, Held, NoteClient, OpenJob, OwnerTerm
 from batchmill.executors.live_calls import AnswerSink, Calling
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.function_runtime.frames import keep_freed_memory
@@ -56,6 +57,7 @@ from batchmill.wire.messages import (
     Ready,
     Record,
     Released,
+    Renewed,
     RequestRows,
     Revoke,
     SetShare,
@@ -86,11 +88,13 @@ class Worker:
         if isinstance(self._engine, CrashReportingEngine):
             self._engine.report_deaths(self._send)
             self._engine.learn(start.poison)
+        self._term = OwnerTerm(time.monotonic, is_limited=start.is_owned_for_a_time)
         self._feed = GrantFeed(
             want=lambda job: self._send(RequestRows(job)),
             changed=self._input_changed,
             broken=self._storage_failed,
             suspect=self._home / f"{self._name}.suspect",
+            may_begin=lambda: self._term.is_valid,
         )
         self._recorder = Recorder(
             commit=self._record, settled=self._feed.settled, spent=self._settled, broken=self._storage_failed
@@ -210,6 +214,9 @@ class Worker:
                 self._answering.begin(message)
             case FlowCredit(id_, size):
                 self._answering.add_credit(id_, size)
+            case Renewed():
+                if self._term.renew(message):
+                    self._feed.wake()
             case Drain():
                 self._feed.end()
             case Start():
@@ -320,6 +327,9 @@ class Worker:
         await self._recorder.settle(held)
         return REFUSED if held.stale else await self._notes.send(held.lease, key, data)
 
+    async def until_owned(self) -> None:
+        await self._term.until_valid()
+
     def leave(self, held: Held) -> None:
         self._feed.drop_lease(held)
         asyncio.get_running_loop().call_soon(self._release_left)
@@ -353,11 +363,13 @@ class Worker:
             asyncio.get_running_loop().call_soon(self._release_left)
 
     async def _beat(self) -> None:
+        if not self._term.is_valid:  # it begins nothing before the reply
+            self._send(Heartbeat(self._engine.stats(), time.monotonic()))
         while True:
             await asyncio.sleep(
                 HEARTBEAT_S if not any(job.revoked for job in self._jobs.values()) else HEARTBEAT_S / 10
             )
-            self._send(Heartbeat(self._engine.stats()))
+            self._send(Heartbeat(self._engine.stats(), time.monotonic()))
             for job in self._jobs.values():
                 if job.allowance is not None:
                     job.allowance.return_unused()

@@ -537,8 +537,12 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def url_of(sock: socket.socket) -> str:
-    """Return the URL at which a client on this machine reaches the socket."""
+def url_of(sock: socket.socket, shown: str = "") -> str:
+    """Return the URL at which a client on this machine reaches the socket.
+
+    Args: shown: the name of this machine, for clients of other ones, where the socket takes any address.
+    """
     host, port = sock.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    any_address = {"0.0.0.0": shown or "127.0.0.1", "::": shown or "::1"}
+    host = any_address.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -54,6 +54,10 @@ class Backend(Protocol):
         """The error for people."""
         ...
 
+    def owned_s(self) -> float | None:
+        """How long this process may begin work without renewing its ownership; None: until it ends."""
+        ...
+
     def stop_waiting(self) -> None:
         """Fail what waits for another attempt."""
         ...
@@ -71,6 +75,7 @@ class Database:
         """
         self._backend: Backend = SqliteBackend(at) if isinstance(at, Path) else at
         self.writer, self.reader = self._backend.writer, self._backend.reader
+        self.owned_s = self._backend.owned_s
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="database-write")
         self._reading = ThreadPoolExecutor(self._backend.reader_threads, thread_name_prefix="database-read")
         self._closed = False

@@ -56,9 +56,13 @@ def create(db: sa.Connection) -> None:
 class OwnerLease:
     """The ownership of a database by this process, renewed by a thread until it is released or lost."""
 
-    def __init__(self, engine: sa.Engine, epoch: int, valid_until: float) -> None:
+    def __init__(self, engine: sa.Engine, epoch: int, claimed: float) -> None:
+        """Args:
+        engine: for the heartbeat alone.
+        claimed: monotonic: when the claim began.
+        """
         self.epoch = epoch
-        self._engine, self._valid_until = engine, valid_until
+        self._engine, self._valid_until = engine, claimed + LEASE_S
         self._ended, self._is_lost = threading.Event(), False
         self._on_lost: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._beat, name="owner-heartbeat", daemon=True)
@@ -127,9 +131,8 @@ def _owned(owner: sa.Row) -> DatabaseOwned:
     return error
 
 
-def claim(engine: sa.Engine, name: str, address: str) -> OwnerLease:
-    """Become the owner. Raises: DatabaseOwned by a process whose heartbeat is recent."""
-    began = time.monotonic()
+def claim(engine: sa.Engine, name: str, address: str) -> int:
+    """Become the owner. Returns the new epoch. Raises: DatabaseOwned by a process whose heartbeat is recent."""
     taken = (
         owners.update()
         .where(_SILENT)
@@ -141,4 +144,4 @@ def claim(engine: sa.Engine, name: str, address: str) -> OwnerLease:
         if epoch is None:
             current = db.execute(sa.select(owners)).one()
             raise _owned(current)
-    return OwnerLease(engine, epoch, began + LEASE_S)
+    return epoch

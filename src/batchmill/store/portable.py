@@ -25,4 +25,5 @@ def _as_max(element: greatest, compiler: Any, **kw: Any) -> str:
 def insert_missing(db: sa.Connection, table: sa.Table, values: Mapping[str, Any]) -> int:
     """Insert a row unless one with a key of it exists. Returns the number of inserted rows."""
     dialect = postgresql if db.dialect.name == "postgresql" else sqlite
-    return db.execute(dialect.insert(table).values(**values).on_conflict_do_nothing()).rowcount
+    insert = dialect.insert(table).values(**values).on_conflict_do_nothing()
+    return db.execute(insert, execution_options={"preserve_rowcount": True}).rowcount

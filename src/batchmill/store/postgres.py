@@ -153,17 +153,18 @@ class PostgresBackend:
 
     def claim(self, name: str, address: str) -> owner_row.OwnerLease:
         """Become the owner. Raises: Owned by a process whose heartbeat is recent."""
-        engine = create_engine(self._url, isolation_level="READ COMMITTED", pool_size=1, max_overflow=0)
+        began = time.monotonic()
         try:
-            lease = owner_row.claim(engine, name, address)
+            epoch = owner_row.claim(self._engine, name, address)
         except sa.exc.SQLAlchemyError as error:
-            engine.dispose()
             raise self.translate(error) from error
-        except BatchmillError:
-            engine.dispose()
-            raise
-        self.writer.lease = lease
-        return lease
+        engine = create_engine(self._url, isolation_level="READ COMMITTED", pool_size=1, max_overflow=0)
+        self.writer.lease = owner_row.OwnerLease(engine, epoch, began)
+        return self.writer.lease
+
+    def owned_s(self) -> float | None:
+        """How long this process may begin work without renewing its ownership."""
+        return None if self.writer.lease is None else self.writer.lease.left_s
 
     # -- errors -------------------------------------------------------------------------------------------------------
 

@@ -53,6 +53,9 @@ class SqliteBackend:
         """Call a function in this thread. What fails once would fail again."""
         return call()
 
+    def owned_s(self) -> None:
+        """The lock of the data directory ends with this process."""
+
     def stop_waiting(self) -> None:
         """Nothing waits."""
 

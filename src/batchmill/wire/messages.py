@@ -40,6 +40,7 @@ class Start(Struct, frozen=True, tag="start"):
     provision: Provision = Provision()
     gpus: list[str] | None = None  # the devices of this worker; None: devices are not assigned
     poison: Poison = Poison()
+    is_owned_for_a_time: bool = False  # begin nothing but while a Renewed is valid
 
 
 class Open(Struct, frozen=True, tag="open"):
@@ -163,6 +164,16 @@ class FlowCredit(Struct, frozen=True, tag="flow_credit"):
     bytes: int
 
 
+class Renewed(Struct, frozen=True, tag="renewed"):
+    """Owner: when the Heartbeat of time `at` arrived, the database was its own for `left_s` more.
+
+    The worker begins nothing after `at + left_s` of its own clock: by then, another process may be the owner.
+    """
+
+    at: float
+    left_s: float
+
+
 class Drain(Struct, frozen=True, tag="drain"):
     """Owner: no more grants will come; record what is in flight, then exit."""
 
@@ -223,6 +234,7 @@ class Heartbeat(Struct, frozen=True, tag="heartbeat"):
     """Worker: it is alive; the statistics of its engine."""
 
     stats: EngineStats
+    at: float = 0.0  # monotonic, of the worker's clock
 
 
 class Failed(Struct, frozen=True, tag="failed"):
@@ -324,6 +336,7 @@ ToWorker = (
     | FunctionRequests
     | Abandon
     | FlowCredit
+    | Renewed
     | Drain
 )
 ToOwner = (

@@ -192,6 +192,7 @@ class ProviderJob:
         """Make a call that must take effect once. After a lost reply, check its effect before a retry."""
         patience = Patience(self._course)
         while True:
+            await self._lease.until_owned()
             self._course.check()
             try:
                 job = await call()

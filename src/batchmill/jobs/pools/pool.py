@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -34,6 +34,7 @@ from batchmill.wire.messages import (
     Heartbeat,
     Ready,
     Record,
+    Renewed,
     ReplyChunk,
     Start,
     StorageBroken,
@@ -61,6 +62,8 @@ class Death(Struct, frozen=True):
 
 class RowDispatcher(Protocol):
     """Gives rows to the workers of pools and handles their messages about rows."""
+
+    owned_s: Callable[[], float | None]  # see `Database.owned_s`
 
     def load(self, key: str) -> Load:
         """The rows that wait for the workers of this pool key."""
@@ -286,7 +289,8 @@ class Pool:
             is_first = False
             try:
                 poison = self._tools.quarantine.poison(self.model.source)
-                start = Start(name, self.model, str(home), replica.number, provision, capacity.gpus, poison)
+                is_limited = self._dispatcher.owned_s() is not None
+                start = Start(name, self.model, str(home), replica.number, provision, capacity.gpus, poison, is_limited)
                 handle = await self._tools.executor.start(start)
             except OSError as error:
                 self._fail(_not_started(error))
@@ -409,7 +413,10 @@ class Pool:
                     self._tools.log.add(self.key, "ready", replica=worker.replica)
                     self._wake_waiters()
                     await self._dispatcher.receive(self, worker, message)
-            case Heartbeat(stats):
+            case Heartbeat(stats, at):
+                left_s = self._dispatcher.owned_s()
+                if left_s is not None and left_s > 0:
+                    worker.handle.send(Renewed(at, left_s))
                 self.adapters.add(self.model.name, worker.stats.adapters, stats.adapters)
                 worker.stats = stats
             case EngineDied(_, how, in_flight):

@@ -1,0 +1,34 @@
+"""A worker begins work only while its owner surely owns the database."""
+
+from __future__ import annotations
+
+import asyncio
+
+from batchmill.executors.leases import OwnerTerm
+from batchmill.wire.messages import Renewed
+
+
+async def test_work_begins_only_within_the_term():
+    """Before the first reply, and once the owner is silent for longer than its term, nothing begins; the term counts
+    from when the worker sent its heartbeat, however late the reply is.
+    """
+    now = 10.0
+    term = OwnerTerm(lambda: now, is_limited=True)
+    waiting = asyncio.create_task(term.until_valid())
+    await asyncio.sleep(0)
+    assert not term.is_valid and not waiting.done()
+    now = 12.0
+    assert not term.renew(Renewed(at=8.0, left_s=3.0))  # it was on its way for too long
+    assert term.renew(Renewed(at=11.0, left_s=3.0)) and term.is_valid
+    await waiting
+    assert not term.renew(Renewed(at=11.5, left_s=3.0))  # it was valid before
+    now = 14.4
+    assert term.is_valid
+    now = 14.5
+    assert not term.is_valid
+    assert term.renew(Renewed(at=14.4, left_s=2.5))
+
+
+def test_an_owner_of_a_file_has_no_term():
+    """The lock of a data directory ends with its owner, and so does the worker."""
+    assert OwnerTerm(lambda: 1e12, is_limited=False).is_valid
