@@ -6,9 +6,11 @@ import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import sqlalchemy as sa
 
+from batchmill.errors import DatabaseUnavailable
 from batchmill.jobs.runner import JobRunner, RunnerTools
 from batchmill.wire.job_spec import JobSpec
 
@@ -19,6 +21,7 @@ class ActiveJobs:
     def __init__(self, tools: RunnerTools) -> None:
         self._tools = tools
         self._runners: dict[str, JobRunner] = {}
+        self.unstored: set[str] = set()  # jobs that stopped and could not store that they did
         self._locks: dict[str, asyncio.Lock] = {}
         self._users: defaultdict[str, int] = defaultdict(int)  # lock -> number of tasks that hold it or wait for it
         self.outputs = asyncio.Lock()  # held, before any other, while a job is matched with the file it writes to
@@ -65,8 +68,14 @@ class ActiveJobs:
         """Run a job from its stored state."""
         runner.task = asyncio.create_task(runner.run())
         self._runners[runner.spec.id] = runner
-        runner.task.add_done_callback(lambda _: self._forget(runner))
+        runner.task.add_done_callback(partial(self._ended, runner))
         return runner
+
+    def _ended(self, runner: JobRunner, task: asyncio.Task[None]) -> None:
+        """Forget a runner. What it could not store is its state: the database could not be reached."""
+        self._forget(runner)
+        if not task.cancelled() and isinstance(task.exception(), DatabaseUnavailable):
+            self.unstored.add(runner.spec.id)
 
     def _forget(self, runner: JobRunner) -> None:
         if self._runners.get(runner.spec.id) is runner:

@@ -107,13 +107,15 @@ class StalledJobs:
     def __init__(self, data_dir: Path, database: Database, active: ActiveJobs, disk_quota: DiskQuota) -> None:
         """Args: disk_quota: counts the bytes of projects."""
         self._data_dir, self._database, self._active, self._disk_quota = data_dir, database, active, disk_quota
-        self.stranded: set[str] = set()  # a server's jobs whose stored state is wrong, because the disk was full
+        self.stranded: set[str] = set()  # a server's jobs whose stored state is wrong: it could not be written
 
     async def poll(self) -> Sequence[Stalled]:
         """The jobs to resume. Pauses running jobs of projects that have no disk quota left."""
         await self._pause_over_quota()
         read, disk_quota = self._database.read, self._disk_quota
-        reasons = PauseReason.STORAGE_FULL, PauseReason.STORAGE_FAILED
+        self.stranded |= self._active.unstored
+        self._active.unstored.clear()
+        reasons = PauseReason.STORAGE_FULL, PauseReason.STORAGE_FAILED, PauseReason.DATABASE_UNAVAILABLE
         stalled = [record for reason in reasons for record in await read(records.paused_for, reason)]
         over_quota = await read(records.paused_for, PauseReason.DISK_QUOTA)
         has_room = {project: await disk_quota.has_room(project) for project in {each["project"] for each in over_quota}}

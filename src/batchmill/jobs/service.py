@@ -16,7 +16,14 @@ import sqlalchemy as sa
 from batchmill import faults
 from batchmill.children.offload import Children
 from batchmill.config import RetentionEntry
-from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, StorageFull, UnknownName
+from batchmill.errors import (
+    BatchmillError,
+    DatabaseUnavailable,
+    InvalidInput,
+    InvalidTransition,
+    StorageFull,
+    UnknownName,
+)
 from batchmill.jobs import early_end, views
 from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.early_end import EarlyEnd
@@ -144,7 +151,7 @@ class JobService:
         try:
             if (await self._record(job_id))["state"] != JobState.PAUSED:
                 await self._move(job_id, JobState.PAUSED, reason=PauseReason.INTERRUPTED, message=INTERRUPTED)
-        except StorageFull:
+        except (StorageFull, DatabaseUnavailable):
             self._stalled.stranded.add(job_id)
             return False
         return True
@@ -162,7 +169,7 @@ class JobService:
                 await self.resume(job_id)
         except InvalidTransition:
             return  # its state was changed meanwhile
-        except StorageFull:
+        except (StorageFull, DatabaseUnavailable):
             self._stalled.stranded.add(job_id)  # maintenance tries again
         except BatchmillError as error:
             await self._call(self._ledger.note, job_id, message=error.message)

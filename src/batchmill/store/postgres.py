@@ -101,8 +101,9 @@ class PostgresBackend:
 
     reader_threads = READERS
 
-    def __init__(self, url: sa.URL) -> None:
-        self._url = url
+    def __init__(self, url: sa.URL, *, retry_s: float = RETRY_S) -> None:
+        """Args: retry_s: how long a lost connection is tried again."""
+        self._url, self._retry_s = url, retry_s
         self._engine = create_engine(url, isolation_level="READ COMMITTED", pool_size=2, max_overflow=0)
         self.reader = create_engine(url, isolation_level="REPEATABLE READ", pool_size=READERS, max_overflow=0)
         sa.event.listen(self.reader, "connect", _make_read_only)
@@ -180,7 +181,7 @@ class PostgresBackend:
                 now = time.monotonic()
                 if self._lost_at is None:
                     self._lost_at = now
-                if now - self._lost_at > RETRY_S or self._closing.wait(delay_s * random.uniform(0.5, 1.0)):
+                if now - self._lost_at > self._retry_s or self._closing.wait(delay_s * random.uniform(0.5, 1.0)):
                     raise
                 delay_s = min(2 * delay_s, DELAY_MAX_S)
             else:

@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from msgspec import Struct
 
-from batchmill.errors import BatchmillError, LedgerBroken
+from batchmill.errors import BatchmillError, DatabaseUnavailable, LedgerBroken
 from batchmill.jobs.ledger.ledger import Ledger, ShardNote, Verdict
 from batchmill.models import redaction
 from batchmill.types import Commit, Lease
@@ -126,13 +126,14 @@ class CommitLog:
         try:
             verdicts = await self.call(self.ledger.commit, [(entry.commit, entry.cost) for entry in entries])
         except Exception as error:  # a bug over one commit must not end the line for all jobs
-            if len(entries) > 1:
+            if len(entries) > 1 and not isinstance(error, DatabaseUnavailable):
                 for entry in entries:
                     await self._answer([entry])
                 return
             if not isinstance(error, BatchmillError):
                 error = _bug("a commit could not be counted", error)
-            self._resolve(entries[0], error)
+            for entry in entries:
+                self._resolve(entry, error)
             return
         for listener in self._listeners:
             listener(len(entries), time.perf_counter() - began)

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 from msgspec import Struct
 
-from batchmill.errors import BatchmillError, JobPaused, LedgerBroken, StorageFull
+from batchmill.errors import BatchmillError, JobPaused, LedgerBroken
 from batchmill.jobs.ledger import outcome_map
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.ledger import LeasedShard, ShardNote, Verdict
@@ -483,7 +483,7 @@ class Dispatcher:
     async def _note(self, worker: PoolWorker, note: Note) -> None:
         def callback(result: bool | BatchmillError) -> None:
             if isinstance(result, BatchmillError):
-                reason = PauseReason.STORAGE_FULL if isinstance(result, StorageFull) else PauseReason.ENGINE_FAILED
+                reason = result.reason if isinstance(result, JobPaused) else PauseReason.ENGINE_FAILED
                 worker.handle.send(Noted(note.id, False, reason, result.message))
             else:
                 worker.handle.send(Noted(note.id, result))
