@@ -62,6 +62,7 @@ ON_BOTH = (
     "services/test_webhooks.py",
     "server/test_standby.py",
     "store/test_any_database.py",
+    "store/test_revisions.py",
 )
 
 # How fast a machine is that does other work too is not a promise of ours.

@@ -10,8 +10,9 @@ from batchmill.errors import BatchmillError, InvalidConfig
 
 # Package -> the extra that installs it.
 EXTRAS = {
-    "botocore": "aws", "fastavro": "cohere", "google": "grpc", "grpc": "grpc", "huggingface_hub": "hub",
-    "obstore": "objects", "opentelemetry": "otel", "psycopg": "postgres", "pyarrow": "parquet",
+    "alembic": "upgrade", "botocore": "aws", "fastavro": "cohere", "google": "grpc", "grpc": "grpc",
+    "huggingface_hub": "hub", "obstore": "objects", "opentelemetry": "otel", "psycopg": "postgres",
+    "pyarrow": "parquet",
 }  # fmt: skip
 SHARED = ("google", "opentelemetry")  # names that several distributions share: parts of them may be missing
 

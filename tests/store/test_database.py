@@ -33,7 +33,9 @@ def test_a_database_of_another_version_is_refused(tmp_path: Path):
         with sqlite3.connect(tmp_path / "batchmill.db") as db:
             db.execute("UPDATE schema SET version = ?", [version])
         db.close()
-        with pytest.raises(InvalidConfig, match=rf"batchmill.db has schema version {version},.*another --data-dir"):
+        with pytest.raises(
+            InvalidConfig, match=rf"batchmill.db has schema version {version},.*use the batchmill that wrote it"
+        ):
             open_database(tmp_path / "batchmill.db")
 
 

@@ -140,8 +140,7 @@ class PostgresBackend:
 
     def _create(self) -> None:
         with self._engine.begin() as db:
-            schema.check(db)
-            schema.create(db)
+            schema.prepare(db)
             owner_row.create(db)
 
     @property

@@ -1,30 +1,36 @@
-"""The stamp of a database: which version of its tables it has."""
+"""The stamp of a database: which version of its tables it has.
+
+A new database is created whole. `revisions/` has the changes between versions.
+"""
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 
 from batchmill.errors import InvalidConfig
+from batchmill.optional import require
 from batchmill.store.tables import metadata, schema
 
 VERSION = 4
 
 
-def check(db: sa.Connection) -> None:
-    """Raises: InvalidConfig for a database of another version of batchmill."""
-    if not sa.inspect(db).has_table(schema.name):
+def prepare(db: sa.Connection) -> None:
+    """Create the tables of a new database, or upgrade those of an earlier version, in the caller's transaction.
+
+    Raises: InvalidConfig for a database of a later version, or of one that cannot be upgraded.
+    """
+    version = None
+    if sa.inspect(db).has_table(schema.name):
+        version = db.execute(sa.select(schema.c.version)).scalar()
+    if version == VERSION:
         return
-    version = db.execute(sa.select(schema.c.version)).scalar()
-    if version not in (None, VERSION):
+    if version is None:
+        metadata.create_all(db)
+        db.execute(schema.insert().values(version=VERSION))
+        return
+    if version > VERSION:
         raise InvalidConfig(
             f"has schema version {version}, and this batchmill requires {VERSION}: use the batchmill that wrote it, or "
-            "another --data-dir"
+            "another database (--data-dir, database.url)"
         )
-
-
-def create(db: sa.Connection) -> None:
-    """Create the tables of a new database, and stamp it."""
-    if sa.inspect(db).has_table(schema.name) and db.execute(sa.select(schema.c.version)).scalar() is not None:
-        return
-    metadata.create_all(db)
-    db.execute(schema.insert().values(version=VERSION))
+    require("batchmill.store.upgrading", "an upgrade of the database").upgrade(db, version, VERSION)

@@ -38,9 +38,7 @@ class SqliteBackend:
         self.writer = _open(path, "BEGIN IMMEDIATE")
         try:
             with self.writer.begin() as db:
-                schema.check(db)
-            with self.writer.begin() as db:
-                schema.create(db)
+                schema.prepare(db)
         except sa.exc.DatabaseError as error:
             self.writer.dispose()
             raise _open_error(path, error) from error
