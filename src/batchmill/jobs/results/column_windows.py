@@ -47,8 +47,8 @@ class ColumnIndex(OutcomeIndex):
 
     def _begin(self, refs: list[SegmentRef]) -> None:
         self.blocks: list[Block] = []
-        self.block_of = np.full(self.rows, NONE, np.int32)
-        self.place_of = np.zeros(self.rows, np.uint32)
+        self.block_of = self.arrays.full(np.int32, NONE)
+        self.place_of = self.arrays.full(np.uint32, 0)
 
     def _add(self, block: Block, rows: np.ndarray) -> None:
         self.block_of[rows] = len(self.blocks)
@@ -56,7 +56,7 @@ class ColumnIndex(OutcomeIndex):
         self.blocks.append(block)
 
     def _finish(self, order: GatherOrder) -> None:
-        self.missing = int(np.count_nonzero(self.block_of == NONE))
+        self.missing = self.count(self.block_of, NONE)
         # By number of the block; NONE is the last one.
         self.is_failed = np.array([*(not block.ok for block in self.blocks), True])
         self._sizes = np.array([*(block.payload_bytes for block in self.blocks), 0])
@@ -220,6 +220,7 @@ class ColumnWindows:
         """Windows of columns. Raises: InputChanged."""
         first = 0
         for batch in self.rows.batches(0, self._index.rows):
+            self._index.arrays.touch(batch.num_rows)
             yield ColumnWindow(first, batch, self.errors(first, batch.num_rows))
             first += batch.num_rows
 

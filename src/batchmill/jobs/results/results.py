@@ -11,6 +11,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from batchmill.datasets.layout import PIECE_ROWS
 from batchmill.errors import InvalidInput
 from batchmill.jobs.ledger.plan import Plan
 from batchmill.types import RowError, SegmentPlace, SegmentRef
@@ -32,6 +33,7 @@ class GatherOrder(Struct, frozen=True):
     form: Form
     output: str
     unrun: RowError | None = None  # what rows that never ran get; None: every row must have its outcome
+    piece_rows: int = PIECE_ROWS  # of a job with more, what is known of each row is in files, not in memory
 
 
 class ResultFile(Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from pathlib import Path
@@ -15,6 +16,7 @@ from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanReader, Progress, RefusedRows, Rejected, iter_rejected
 from batchmill.jobs.results.results import GatherOrder
+from batchmill.jobs.results.row_arrays import RowArrays
 from batchmill.store.segment_files import open_segments
 from batchmill.store.segments import Block, read_exactly, read_payload, read_ref, where
 from batchmill.types import Outcome, Row, RowError, SegmentRef
@@ -40,24 +42,36 @@ class OutcomeIndex:
         self._plan = PlanReader(Path(order.plans[0]))
         self._plan.close()
         self.rows = self._plan.plan.rows
+        self.arrays = RowArrays(self._plan.home, self.rows, piece_rows=order.piece_rows)
         self.segments = open_segments(order.segments)
         self._begin([ref for _, ref in order.committed])
+        seen = self.arrays.full(bool, False)
         total, done = sum(ref.length for _, ref in order.committed), 0
         by_generation = sorted(order.committed, key=lambda commit: commit[0])
         for generation, commits in groupby(by_generation, key=lambda commit: commit[0]):
-            planned = _Planned(Path(order.plans[generation]))
-            seen, counted = np.zeros(self.rows, bool), 0
+            planned = _Planned(Path(order.plans[generation]), self.arrays)
+            self.arrays.fill(seen, False)
+            counted = 0
             for _, ref in commits:
                 for block in read_ref(self.segments, ref):
                     rows = self._rows_of(block, generation, planned)
                     self._add(block, rows)
                     seen[rows] = True
+                    self.arrays.touch(block.n)
                     counted += block.n
                 done += ref.length
                 progress(done / total)
-            if np.count_nonzero(seen) != counted:
-                raise LedgerBroken(f"generation {generation}: {counted} outcomes for {np.count_nonzero(seen)} rows")
+            if (found := self.count(seen, True)) != counted:
+                raise LedgerBroken(f"generation {generation}: {counted} outcomes for {found} rows")
         self._finish(order)
+
+    def count(self, array: np.ndarray, value: object) -> int:
+        """How many rows have this value in an array of `arrays`."""
+        found = 0
+        for step in self.arrays.steps():
+            found += int(np.count_nonzero(array[step] == value))
+            self.arrays.touch(len(array[step]))
+        return found
 
     def _begin(self, refs: list[SegmentRef]) -> None:
         """Called before the first block. Args: refs: all committed ranges."""
@@ -91,9 +105,14 @@ class RowIndex(OutcomeIndex):
         """The number of the segment that holds each place; see `bases` and `names`."""
         return np.searchsorted(self.bases, places, side="right") - 1
 
+    def leaders_of(self, followers: np.ndarray, window: range) -> np.ndarray:
+        """The rows whose outcomes these followers share. Args: window: rows that contain all of them."""
+        lo, hi = (bisect_left(self.followers, row) for row in (window.start, window.stop))
+        return self.leaders[lo:hi][np.searchsorted(self.followers[lo:hi], followers)]
+
     def _begin(self, refs: list[SegmentRef]) -> None:
-        self.place = np.full(self.rows, MISSING, np.uint64)
-        self.size = np.zeros(self.rows, np.uint32)
+        self.place = self.arrays.full(np.uint64, MISSING)
+        self.size = self.arrays.full(np.uint32, 0)
         ends: dict[str, int] = {}
         for ref in refs:
             ends[ref.segment] = max(ends.get(ref.segment, 0), ref.offset + ref.length)
@@ -118,33 +137,45 @@ class RowIndex(OutcomeIndex):
     def _finish(self, order: GatherOrder) -> None:
         """Give followers the lines of their leaders, and mark refused rows."""
         plan, home = self._plan.plan, self._plan.home
-        pairs = np.fromfile(home / FOLLOWERS, np.uint32).reshape(-1, 2)
-        self.followers, self.leaders = pairs[:, 0].copy(), pairs[:, 1].copy()
-        refused_rows = RefusedRows(Path(order.dataset), self.rows, plan.rejected)
-        refused = np.frombuffer(refused_rows.within(range(self.rows)), np.uint32)
-        if len(self.followers) != plan.followers:
+        pairs = self.arrays.opened(home / FOLLOWERS).reshape(-1, 2)
+        self.followers, self.leaders = pairs[:, 0], pairs[:, 1]
+        if len(pairs) != plan.followers:
             raise LedgerBroken(f"{home}: the plan has other followers than it says")
-        idle = np.concatenate((self.followers, refused))
-        if np.any(self.place[idle] != MISSING):
-            raise LedgerBroken("a row has an outcome that the plan does not run: it was refused, or follows another")
-        self.place[refused] = REFUSED
-        places = self.place[self.leaders]
+        refused = RefusedRows(Path(order.dataset), self.rows, plan.rejected)
+        self.refused = plan.rejected
+        for step in self.arrays.steps():
+            rows = np.frombuffer(refused.within(range(step.start, step.stop)), np.uint32)
+            self._check_idle(rows)
+            self.place[rows] = REFUSED
+        for start in range(0, len(pairs), FOLLOWERS_AT_ONCE):
+            self._follow(pairs[start : start + FOLLOWERS_AT_ONCE])
+        self.missing = self.count(self.place, MISSING)
+
+    def _follow(self, pairs: np.ndarray) -> None:
+        """Give some followers the places of their leaders, which never follow."""
+        followers, leaders = pairs[:, 0], pairs[:, 1]
+        self._check_idle(followers)
+        places = self.place[leaders]
         if np.any(places == REFUSED):
-            raise LedgerBroken(f"{home}: a row follows one that was refused")
-        self.place[self.followers] = np.where(places == MISSING, MISSING, places | FOLLOWS)
-        self.size[self.followers] = self.size[self.leaders]
-        self.refused = len(refused)
-        self.missing = int(np.count_nonzero(self.place == MISSING))
+            raise LedgerBroken(f"{self._plan.home}: a row follows one that was refused")
+        self.place[followers] = np.where(places == MISSING, MISSING, places | FOLLOWS)
+        self.size[followers] = self.size[leaders]
+        self.arrays.touch(2 * len(pairs))
+
+    def _check_idle(self, rows: np.ndarray) -> None:
+        if np.any(self.place[rows] != MISSING):
+            raise LedgerBroken("a row has an outcome that the plan does not run: it was refused, or follows another")
+        self.arrays.touch(len(rows))
 
 
 class _Planned:
     """The row number of each position of a generation's plan."""
 
-    def __init__(self, home: Path) -> None:
+    def __init__(self, home: Path, arrays: RowArrays) -> None:
         reader = PlanReader(home)
         reader.close()
         self._leaders = reader.leaders
-        self._numbers = np.fromfile(home / ORDER, np.uint32) if reader.plan.permuted else None
+        self._numbers = arrays.opened(home / ORDER) if reader.plan.permuted else None
 
     def has(self, positions: np.ndarray, rows: np.ndarray) -> bool:
         if int(positions.max()) >= self._leaders:
@@ -152,6 +183,7 @@ class _Planned:
         return np.array_equal(positions if self._numbers is None else self._numbers[positions], rows)
 
 
+FOLLOWERS_AT_ONCE = 64 * 1024
 WINDOW_ROWS = 1024 * 1024
 WINDOW_BYTES = 128 * 1024 * 1024  # of lines; a window has at least one row
 READ_BYTES = 4 * 1024 * 1024  # one read of a segment, about
@@ -183,6 +215,7 @@ class RowWindows:
         while first < self._index.rows:
             last = self._window_end(first)
             yield self._window(first, last, refused)
+            self._index.arrays.touch(last - first)
             first = last
 
     def close(self) -> None:
@@ -247,7 +280,7 @@ class RowWindows:
     def _write_followers(self, first: int, lines: list[bytes], indexes: np.ndarray) -> None:
         """Rewrite copies of the leaders' lines as lines of their followers."""
         form = self._form
-        leaders = self._index.leaders[np.searchsorted(self._index.followers, indexes + first)].tolist()
+        leaders = self._index.leaders_of(indexes + first, range(first, first + len(lines))).tolist()
         for chunk, ahead in _in_chunks(indexes.tolist(), leaders):
             raws = self._raws([first + index for index in chunk])
             for index, leader, raw, leader_raw in zip(chunk, ahead, raws, self._raws(ahead), strict=True):
