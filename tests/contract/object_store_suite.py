@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from batchmill.errors import Conflict, InputChanged, InvalidInput, TooLarge
-from batchmill.object_store.store import RANGE_BYTES, ObjectInfo, ObjectStore
+from batchmill.object_store.store import RANGE_BYTES, ObjectStore
+from batchmill.object_store.urls import ObjectInfo
 
 LARGE = bytes(range(256)) * (RANGE_BYTES // 256) + b"the end"
 

@@ -2,7 +2,8 @@ import os
 
 import pytest
 
-from batchmill.datasets.formats import describe, kind, resolve, unchanged
+from batchmill.datasets.formats import kind, resolve
+from batchmill.datasets.sources import describe, unchanged
 from batchmill.errors import InvalidDataset
 
 

@@ -46,7 +46,7 @@ async def feed(tmp_path: Path) -> GrantFeed:
     wants, changed, broken = list[str](), list[object](), list[OSError]()
     return GrantFeed(
         want=wants.append,
-        changed=lambda *it: changed.append(it),
+        failed=lambda *it: changed.append(it),
         broken=broken.append,
         suspect=tmp_path / "suspect",
     )

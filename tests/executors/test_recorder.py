@@ -49,7 +49,7 @@ class Desk:
         changed = self.changed
         self.feed = GrantFeed(
             want=self._want,
-            changed=lambda *it: changed.append(it),
+            failed=lambda *it: changed.append(it),
             broken=self.broken.append,
             suspect=tmp_path / "suspect",
         )

@@ -35,12 +35,17 @@ class FaultyObjects:
         self.always: dict[str, str] = {}  # method -> fault of each request
         self.requests: list[tuple[str, str, dict[str, str]]] = []  # method, path, headers
         self.url = ""
+        self._served: dict[str, int] = {}  # method -> requests that `always` spares
         self._lock = threading.Lock()
 
     def fail(self, method: str, *faults: str) -> None:
         """The next requests of this method fail, one after the other."""
         assert set(faults) <= set(FAULTS), faults
         self.faults.extend((method, fault) for fault in faults)
+
+    def serve(self, method: str, count: int) -> None:
+        """The next `count` requests of this method are served whatever `always` says."""
+        self._served[method] = count
 
     def take(self, method: str, path: str, headers: dict[str, str]) -> str:
         with self._lock:
@@ -49,6 +54,9 @@ class FaultyObjects:
                 if each[0] == method:
                     self.faults.remove(each)
                     return each[1]
+            if self._served.get(method, 0):
+                self._served[method] -= 1
+                return ""
         return self.always.get(method, "")
 
     def count(self, method: str) -> int:

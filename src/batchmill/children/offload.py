@@ -23,6 +23,7 @@ from batchmill.children.process_end import end_reading, kill_group
 from batchmill.children.serving import ANSWER, BEGUN, ERROR, FULL, LENGTH_BYTES, PROGRESS
 from batchmill.errors import BatchmillError
 from batchmill.models.worker_environment import of_helpers
+from batchmill.object_store.credentials import variables_of
 from batchmill.wire.error_statuses import Raised
 
 CHILDREN_MAX = 16  # that work at once, half of them for one project: its long work holds up no other's
@@ -43,18 +44,20 @@ class Offload(Protocol):
     """`Children.offload`."""
 
     def __call__(
-        self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = ""
+        self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = "", stores: bool = False
     ) -> Awaitable[bytes]: ...
 
 
-async def offload(target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
+async def offload(target: str, order: bytes, progress: Callable[[float], None], *, stores: bool = False) -> bytes:
     """Run `target` in a child process of its own. Raises what it raised, or a BatchmillError when the child died.
 
     Cancelling kills the child.
+
+    Args: stores: it gets the variables that object stores are reached with.
     """
     child = await Child.start()
     try:
-        return await child.run(target, order, progress)
+        return await child.run(target, order, progress, stores=stores)
     finally:
         await child.end()
 
@@ -127,9 +130,9 @@ class Child:
             kill_group(self._process.pid)
         return await asyncio.shield(self._gone)
 
-    async def run(self, target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
+    async def run(self, target: str, order: bytes, progress: Callable[[float], None], *, stores: bool = False) -> bytes:
         """As `offload`; the child can be used again, unless this was cancelled or the child died."""
-        await self._ask(target, b"", order)
+        await self._ask(target, b"", order, variables_of(os.environ) if stores else {})
         while (message := await self._read()) is not None:
             kind, length = message
             data = await self._read_data(length)
@@ -182,9 +185,9 @@ class Child:
             raise took_too_much(work, bounds.memory_bytes)
         raise await self._died(target)
 
-    async def _ask(self, target: str, bounds: bytes, order: bytes) -> None:
+    async def _ask(self, target: str, bounds: bytes, order: bytes, variables: Mapping[str, str] | None = None) -> None:
         with contextlib.suppress(ConnectionError):  # it has died: what it said tells why
-            for part in (target.encode(), bounds, order):
+            for part in (target.encode(), bounds, msgspec.json.encode(variables or {}), order):
                 self._writer.write(len(part).to_bytes(LENGTH_BYTES, "little"))
                 view = memoryview(part)
                 for at in range(0, len(part), PIECE_BYTES):
@@ -317,7 +320,7 @@ class Children:
         self._warm.keep(await self._warm.start(target), GROWN_BYTES)
 
     async def offload(
-        self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = ""
+        self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = "", stores: bool = False
     ) -> bytes:
         """As the function `offload`, in a child that may be reused; `project`: whose work it is.
 
@@ -325,17 +328,19 @@ class Children:
         """
         async with self._slots.slot(project):
             try:
-                return await self._run_in(await self._warm.take(GROWN_BYTES), target, order, progress)
+                return await self._run_in(await self._warm.take(GROWN_BYTES), target, order, progress, stores)
             except BatchmillError as error:
                 if error.code != CHILD_DIED:
                     raise
-            return await self._run_in(await self._warm.start(), target, order, progress)
+            return await self._run_in(await self._warm.start(), target, order, progress, stores)
 
-    async def _run_in(self, child: Child, target: str, order: bytes, progress: Callable[[float], None]) -> bytes:
+    async def _run_in(
+        self, child: Child, target: str, order: bytes, progress: Callable[[float], None], stores: bool
+    ) -> bytes:
         """Run work in a child, and keep the child if it is intact."""
         is_sound = False
         try:
-            answer = await child.run(target, order, progress)
+            answer = await child.run(target, order, progress, stores=stores)
             is_sound = True
             return answer
         except BatchmillError as error:

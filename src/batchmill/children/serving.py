@@ -16,6 +16,7 @@ import msgspec
 
 from batchmill.children.bounds import ResourceLimits
 from batchmill.errors import BatchmillError, to_storage_error
+from batchmill.object_store.credentials import environment_with
 from batchmill.wire.error_statuses import Raised
 
 PROGRESS_S = 0.2
@@ -30,10 +31,11 @@ def serve(load: Callable[[str], Work]) -> None:
     """Serve requests on stdin with the functions that `load` finds, until end of file."""
     stdin = sys.stdin.buffer
     while (target := _read_part(stdin)) is not None:
-        bounds, order = _read_part(stdin), _read_part(stdin)
-        if bounds is None or order is None:
+        bounds, variables, order = _read_part(stdin), _read_part(stdin), _read_part(stdin)
+        if bounds is None or variables is None or order is None:
             return
-        _answer(target.decode(), order, load, msgspec.json.decode(bounds, type=ResourceLimits) if bounds else None)
+        with environment_with(msgspec.json.decode(variables, type=dict[str, str])):
+            _answer(target.decode(), order, load, msgspec.json.decode(bounds, type=ResourceLimits) if bounds else None)
 
 
 def _read_part(stream: BinaryIO) -> bytes | None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from batchmill import connection
 from batchmill.cli.clients import OwnerClient, OwnerJobs
@@ -19,11 +19,15 @@ from batchmill.client.calls import typed_request
 from batchmill.config import Config
 from batchmill.control import operations
 from batchmill.errors import InvalidInput
+from batchmill.object_store.urls import ObjectInfo, is_object_url, open_store, parse_url
 from batchmill.services import data_dirs
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.functions.sent_archives import sent_archive
 from batchmill.types import JobOrder, JobView, ModelSpec, SalvageReport
 from batchmill.wire.native import DeployReply, Estimate, Explanation, ModelInfo, ModelList, SealReport
+
+if TYPE_CHECKING:
+    from batchmill.object_store.store import ObjectStore
 
 PIECE_BYTES = 1024 * 1024
 PREVIEW = "batchmill.jobs.intake.preview"  # it needs SQLAlchemy
@@ -98,6 +102,12 @@ class LocalApp:
     async def results(self, config: Config, view: JobView, *, errors: bool) -> AsyncIterator[ResultStream]:
         path = view.errors_output if errors else view.output
         assert path is not None, "the command checks this first"
+        if is_object_url(path):
+            url = parse_url(path)
+            store = await asyncio.to_thread(open_store, url.root)
+            info = await asyncio.to_thread(store.head, url.key)
+            yield ResultStream(path, _ranges(store, info))
+            return
         try:
             file = open(path, "rb")  # noqa: SIM115 - closed below
         except OSError as error:
@@ -143,6 +153,12 @@ class LocalApp:
 async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
     while piece := file.read(PIECE_BYTES):
         yield piece
+
+
+async def _ranges(store: ObjectStore, info: ObjectInfo) -> AsyncIterator[bytes]:
+    ranges = store.read(info)
+    while (data := await asyncio.to_thread(next, ranges, None)) is not None:
+        yield bytes(data)
 
 
 def app(session: Session) -> App:

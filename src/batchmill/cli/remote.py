@@ -23,6 +23,7 @@ from batchmill.client.streams import FileContent
 from batchmill.config import Config
 from batchmill.errors import InvalidInput, UnknownName
 from batchmill.jobs.results.results import errors_path, output_kind
+from batchmill.object_store.urls import is_object_url
 from batchmill.states import JobState
 from batchmill.types import (
     JobOrder,
@@ -123,6 +124,7 @@ class ServerJobs(JobsClient):
     async def submit(self, order: JobOrder) -> Submitted:
         """Upload the inputs and start the job. `watch` downloads the results once the job has ended."""
         _check_output(order)
+        _check_inputs(order)
         job = await self._client.submit(order.dataset.paths, **job_of(order))
         self._names |= dict(zip(job.view.input, order.dataset.paths, strict=True))
         self._orders[job.id] = order
@@ -204,6 +206,11 @@ def _check_output(order: JobOrder) -> None:
     """Check the output path before anything is sent. Raises: InvalidInput."""
     if order.output is None:
         return
+    if is_object_url(order.output):
+        raise InvalidInput(
+            f"with --server the results are downloaded to this machine, not to {order.output}: name a file",
+            code="invalid_output",
+        )
     output = Path(order.output)
     for path in (output,) if order.together else (output, errors_path(output)):
         if path.exists() and not order.overwrite:
@@ -217,9 +224,19 @@ def _check_output(order: JobOrder) -> None:
         raise InvalidInput(f"the folder {str(output.parent)!r} of the output cannot be written", code="invalid_output")
 
 
+def _check_inputs(order: JobOrder) -> None:
+    for path in filter(is_object_url, order.dataset.paths):
+        raise InvalidInput(
+            f"with --server the inputs are uploaded from this machine: {path} is an object; copy it here first, or "
+            "leave out --server",
+            code="invalid_input",
+        )
+
+
 @contextlib.asynccontextmanager
 async def _uploaded(client: AsyncClient, order: JobOrder) -> AsyncIterator[list[FileInfo]]:
     """Upload the inputs, and remove them from the server at the end."""
+    _check_inputs(order)
     files: list[FileInfo] = []
     try:
         for path in order.dataset.paths:

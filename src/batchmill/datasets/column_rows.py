@@ -5,7 +5,6 @@ Reading forwards is cheap. A step back within a row group reads that group again
 
 from __future__ import annotations
 
-import os
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
@@ -20,6 +19,7 @@ from msgspec import Struct
 from batchmill.datasets import layout, parquet_rows
 from batchmill.datasets.layout import damaged, faults
 from batchmill.datasets.sealed import load_seal
+from batchmill.datasets.sources import Access, open_source
 from batchmill.datasets.verified_file import VerifiedFile, block_count
 from batchmill.errors import DatasetDamaged, InputChanged
 from batchmill.types import Seal
@@ -56,9 +56,11 @@ class ColumnRows:
     Concurrency: one thread at a time.
     """
 
-    def __init__(self, home: Path, seal: Seal | None = None) -> None:
+    def __init__(self, home: Path, seal: Seal | None = None, access: Access | None = None) -> None:
+        """Args: access: as in `sources.open_source`."""
         self._seal = load_seal(home) if seal is None else seal
-        self._home, self.rows = home, self._seal.rows
+        self._home, self._access = home, access
+        self.rows, self.is_remote = self._seal.rows, self._seal.is_remote
         try:
             groups, self._checksums = array("Q"), array("I")
             groups.frombytes((home / layout.ROW_GROUPS).read_bytes())
@@ -178,16 +180,14 @@ class ColumnRows:
         """
         sealed = self._seal.files[number]
         try:
-            fd = os.open(sealed.path, os.O_RDONLY | os.O_CLOEXEC)
+            source = open_source(sealed, self._access, streams=len(self.columns))
         except OSError as error:
             raise self._differs(number, error.strerror or "it cannot be opened") from None
-        if (size := os.fstat(fd).st_size) != sealed.size_bytes:
-            os.close(fd)
+        if (size := source.size_bytes) != sealed.size_bytes:
+            source.close()
             raise self._differs(number, f"it has {size:,} bytes instead of {sealed.size_bytes:,}")
         checksums = self._checksums[self._first_blocks[number] : self._first_blocks[number + 1]]
-        return VerifiedFile(
-            fd, sealed.size_bytes, checksums, lambda start, end: self._differs(number, f"bytes {start:,} to {end:,}")
-        )
+        return VerifiedFile(source, checksums, lambda start, end: self._differs(number, f"bytes {start:,} to {end:,}"))
 
     def _changed(self, group: int, message: str) -> InputChanged:
         return self._differs(self._file_of[group], message)

@@ -16,11 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchmill.datasets import layout, parquet_rows
-from batchmill.datasets.formats import SourceFile, describe
+from batchmill.datasets.formats import SourceFile
 from batchmill.datasets.orders import SizeLimits
+from batchmill.datasets.sources import describe
 from batchmill.datasets.verified_file import checksum_blocks
 from batchmill.errors import InvalidDataset
-from batchmill.types import DatasetSpec
+from batchmill.types import DatasetSpec, SealedFile
 
 Sealed = tuple[int, list[bytes]]  # rows, and the digest of every 8 MiB
 BATCH_BYTES_MAX = 4 * parquet_rows.BATCH_BYTES  # of Arrow memory: a dictionary may unpack to far more than it takes
@@ -45,7 +46,7 @@ def seal_columns(
     limits.check_rows(sum(parquet_rows.rows_in(source.path) for source in sources))
     is_refused = Event()
     with ThreadPoolExecutor(1) as beside:
-        hashing = beside.submit(_checksums, [source.path for source in sources], is_refused)
+        hashing = beside.submit(_checksums, [describe(source.path) for source in sources], is_refused)
         try:
             groups = _check_files(sources, spec, home, progress)
         except _NeedsConversion:
@@ -62,11 +63,11 @@ def seal_columns(
     return groups[-3], digests
 
 
-def _checksums(paths: list[str], is_refused: Event) -> tuple[list[bytes], array[int]]:
+def _checksums(files: list[SealedFile], is_refused: Event) -> tuple[list[bytes], array[int]]:
     """The digests and checksums of the files; incomplete once they are refused."""
     digests, checksums = [], array("I")
-    for path in paths:
-        for digest, blocks in checksum_blocks(path):
+    for file in files:
+        for digest, blocks in checksum_blocks(file):
             if is_refused.is_set():
                 return digests, checksums
             digests.append(digest)

@@ -19,12 +19,14 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.datasets import layout, readers
-from batchmill.datasets.formats import SourceFile, describe
+from batchmill.datasets.formats import SourceFile
 from batchmill.datasets.inflate import blocks
 from batchmill.datasets.orders import RefusedRow, SealOrder, SizeLimits, SourcePart, ValidatedChunk
 from batchmill.datasets.sealed import SealedRows
+from batchmill.datasets.sources import describe, open_file
 from batchmill.datasets.validation import id_of, quoted
 from batchmill.errors import InputChanged
+from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec, Problem, Seal, SealedFile
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.native import SealReport
@@ -69,7 +71,7 @@ def copy_sources(paths: list[str], home: Path, progress: Progress) -> Material:
         for size in copy(path, target):
             done += size
             progress(min(1.0, done / total))
-        if os.path.getsize(target) != os.path.getsize(path):
+        if os.path.getsize(target) != describe(path).size_bytes:
             raise InputChanged(f"{path} changed while it was copied; run the command again")
         targets.append(target)
     files = [describe(target) for target in targets]
@@ -78,6 +80,9 @@ def copy_sources(paths: list[str], home: Path, progress: Progress) -> Material:
 
 def copy(path: str, target: str) -> Iterator[int]:
     """Copy a file and yield the size of each step. The kernel shares the blocks where the file system can."""
+    if is_object_url(path):
+        yield from _download(path, target)
+        return
     with open(path, "rb") as source, open(target, "wb") as copied_file:
         by_kernel = hasattr(os, "copy_file_range")
         while True:
@@ -94,6 +99,15 @@ def copy(path: str, target: str) -> Iterator[int]:
             if size == 0:
                 break
             yield size
+        os.fsync(copied_file.fileno())
+
+
+def _download(path: str, target: str) -> Iterator[int]:
+    with open_file(path) as source, open(target, "wb") as copied_file:
+        while block := source.read(COPY_BYTES):
+            copied_file.write(block)
+            yield len(block)
+        copied_file.flush()
         os.fsync(copied_file.fileno())
 
 

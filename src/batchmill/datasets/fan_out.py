@@ -19,7 +19,7 @@ import msgspec
 from batchmill.datasets.inspection import Inspector, ranges
 from batchmill.datasets.orders import ByteRange, RangeEnd, RangeFailed, SealOrder, SourcePart, ValidatedChunk
 from batchmill.datasets.validator import CHUNK_FRAME, END_FRAME, FRAME, frame, read_exactly, write_all
-from batchmill.errors import InputChanged, InvalidDataset
+from batchmill.errors import InvalidDataset
 
 INLINE_BYTES_MAX = 1024 * 1024  # a dataset up to this size is checked faster than a child starts
 PROCESSES_MAX = 64
@@ -192,7 +192,4 @@ def _decode(kind: int, payload: bytes) -> ValidatedChunk | RangeEnd:
         return _chunk(payload)
     if kind == END_FRAME:
         return _end(payload)
-    failed = _failed(payload)
-    if failed.changed:
-        raise InputChanged(failed.message)
-    raise InvalidDataset(failed.message, code=failed.code)
+    raise _failed(payload).error()

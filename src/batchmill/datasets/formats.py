@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import stat
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -16,8 +15,10 @@ from msgspec import Raw, Struct
 
 from batchmill.datasets import layout, readers
 from batchmill.datasets.inflate import blocks
+from batchmill.datasets.sources import describe, find_objects, open_file
 from batchmill.errors import InvalidDataset
-from batchmill.types import DatasetSpec, SealedFile
+from batchmill.object_store.urls import is_object_url
+from batchmill.types import DatasetSpec
 
 if TYPE_CHECKING:
     import pyarrow
@@ -39,17 +40,24 @@ def kind(path: str) -> tuple[str | None, str | None]:
 def resolve(patterns: list[str], leave_out: Collection[str] = ()) -> list[str]:
     """The absolute paths of the files that `patterns` name or match, each once, in name order.
 
-    A pattern is a file, a folder or a glob. A folder matches the files directly in it that have a known suffix and are
-    not hidden. Folders and globs skip the files of `leave_out`; a file that is named itself is never skipped.
+    A pattern is a file, a folder or a glob, of this machine or in an object store, where the URL of a folder ends with
+    a slash. A folder matches the files directly in it that have a known suffix and are not hidden. Folders and globs
+    skip the files of `leave_out`; a file that is named itself is never skipped.
     Raises: InvalidDataset when a pattern matches no file.
     """
     if not patterns:
         raise InvalidDataset("no input file was named", code="no_input")
-    skipped = set(map(os.path.realpath, leave_out))
-    return sorted({os.path.abspath(path) for pattern in patterns for path in _files(pattern, skipped)})
+    skipped = {path if is_object_url(path) else os.path.realpath(path) for path in leave_out}
+    return sorted({path for pattern in patterns for path in _files(pattern, skipped)})
 
 
 def _files(pattern: str, skipped: set[str]) -> list[str]:
+    if is_object_url(pattern):
+        return find_objects(pattern, skipped, _is_dataset_name)
+    return list(map(os.path.abspath, _local_files(pattern, skipped)))
+
+
+def _local_files(pattern: str, skipped: set[str]) -> list[str]:
     if os.path.isdir(pattern):
         paths = [os.path.join(pattern, name) for name in os.listdir(pattern) if _is_dataset_name(name)]
         paths = [path for path in paths if os.path.isfile(path)]
@@ -72,30 +80,10 @@ def _is_dataset_name(name: str) -> bool:
     return not name.startswith(".") and kind(name)[0] is not None
 
 
-def describe(path: str) -> SealedFile:
-    """The size, time and inode of a file. Raises: InvalidDataset if it is unreadable or not a regular file."""
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        raise InvalidDataset(f"{path} cannot be read: {error.strerror}", code="unreadable_file") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise InvalidDataset(f"{path} is not a regular file; write its contents to one first", code="unreadable_file")
-    if not os.access(path, os.R_OK):
-        raise InvalidDataset(f"{path} cannot be read: permission denied", code="unreadable_file")
-    return SealedFile(path, status.st_size, status.st_mtime_ns, status.st_ino)
-
-
-def unchanged(file: SealedFile) -> bool:
-    """Whether size, time and inode of a file are unchanged."""
-    try:
-        return describe(file.path) == file
-    except InvalidDataset:
-        return False
-
-
 FORMATS = {"openai": "jsonl", "jsonl": "jsonl", "csv": "csv", "parquet": "parquet"}  # of the rows -> of the file
 CONVERTED = ("csv", "parquet")  # formats that a module of `readers` converts to rows
 MAGIC = ((b"PAR1", "parquet"), (b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"))
+HEAD_BYTES = 4096  # that show what a file is
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 NAMES_ROWS_MAX = 1000  # first rows that are searched for columns that the first one lacks
 FIRST_ROWS_MAX = 100  # lines that may be unreadable before the first readable one
@@ -209,8 +197,8 @@ def lines_of(source: SourceFile, line_bytes_max: int) -> Iterator[bytes]:
 
 
 def _classify_file(path: str, row_format: str | None) -> SourceFile:
-    with open(path, "rb") as file:
-        head = file.read(4096)
+    with open_file(path) as file:
+        head = file.read(HEAD_BYTES)
     named_format, named_codec = kind(path)
     content = next((name for magic, name in MAGIC if head.startswith(magic)), None)
     codec = content if content in ("gzip", "zstd") else None

@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 
 from batchmill.datasets import readers
+from batchmill.datasets.sources import open_file
 from batchmill.errors import InvalidDataset
 
 BLOCK_BYTES = 1024 * 1024
@@ -18,7 +19,7 @@ Advance = Callable[[int], None]  # called with the number of bytes read from the
 
 def blocks(path: str, codec: str | None, advance: Advance) -> Iterator[bytes]:
     """Yield the contents of a file. Raises: InvalidDataset (`invalid_gzip`, `invalid_zstd`)."""
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         raw = _raw(file.read, advance)
         match codec:
             case "gzip":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 import zlib
 from array import array
 from collections.abc import Iterator
@@ -18,9 +17,10 @@ from msgspec import Raw, Struct
 from batchmill.checksums import checksum
 from batchmill.datasets.layout import BLOCK_BYTES, BOM, CHUNK_BYTES, RANGE_BYTES
 from batchmill.datasets.orders import ByteRange, Fold, RangeEnd, RefusedRow, SealOrder, SourcePart, ValidatedChunk
+from batchmill.datasets.sources import Source, describe, open_source
 from batchmill.datasets.validation import CheckedLine, id_of, rules_for
 from batchmill.errors import InputChanged, InvalidDataset
-from batchmill.types import Request, RowError
+from batchmill.types import Request, RowError, SealedFile
 from batchmill.wire.forms import EMBEDDINGS, RERANK, SCORE
 from batchmill.wire.json_bytes import is_too_deep, oddity, openings
 
@@ -196,7 +196,7 @@ class Inspector:
         self._order = order
         self._rules = rules_for(order)
         self._path = ""
-        self._fd = -1
+        self._file: Source | None = None
 
     def inspect(self, range_: ByteRange) -> Iterator[ValidatedChunk | RangeEnd]:
         """Yield the chunks of the lines that start in a range, then its end. Raises: InputChanged, InvalidDataset."""
@@ -209,23 +209,28 @@ class Inspector:
         yield RangeEnd(digest, self._rules.new_names(), self._rules.new_adapters())
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None
             self._path = ""
 
     def _open(self, path: str) -> None:
         if path != self._path:
             self.close()
             try:
-                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._file = open_source(self._sealed(path), beyond=TAIL_BYTES)
             except OSError as error:
                 raise _unreadable(path, error) from None
             self._path = path
 
+    def _sealed(self, path: str) -> SealedFile:
+        """A file as it was when sealing began."""
+        return next((file for file in self._order.files if file.path == path), None) or describe(path)
+
     def _read(self, start: int, size: int) -> bytes:
+        assert self._file is not None
         try:
-            data = os.pread(self._fd, size, start)
+            data = self._file.read_at(start, start + size)
         except OSError as error:
             raise _unreadable(self._path, error) from None
         if len(data) < size:

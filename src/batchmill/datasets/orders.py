@@ -9,8 +9,16 @@ from typing import Literal
 
 from msgspec import Struct, field
 
-from batchmill.errors import InvalidDataset, OverQuota, StorageFull
-from batchmill.types import DatasetSpec
+from batchmill.errors import (
+    AuthRefused,
+    BatchmillError,
+    InputChanged,
+    InvalidDataset,
+    OverQuota,
+    StorageFailed,
+    StorageFull,
+)
+from batchmill.types import DatasetSpec, SealedFile
 from batchmill.wire.forms import Form
 
 Fold = Literal["deterministic", "all", "none"]
@@ -41,6 +49,7 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     columns_max: int | None = None  # different columns of a table whose rows may differ; None: no limit
     problems_max: int = 1000
     processes: int = 2
+    files: list[SealedFile] = []  # the sources, as they were when sealing began; set by `sealing`
     may_be_columnar: bool = False  # all rows go to one function, in the order of the files: Parquet is read in place
 
 
@@ -97,11 +106,19 @@ class RangeEnd(Struct, frozen=True, array_like=True):
 
 
 class RangeFailed(Struct, frozen=True, array_like=True):
-    """The range could not be read."""
+    """The range could not be read. `kind` is the name of one of READ_ERRORS."""
 
+    kind: str
     code: str
     message: str
-    changed: bool = False  # the file changed after sealing began
+
+    def error(self) -> BatchmillError:
+        return READ_ERRORS[self.kind](self.message, code=self.code)
+
+
+READ_ERRORS: dict[str, type[BatchmillError]] = {
+    each.__name__: each for each in (InvalidDataset, InputChanged, AuthRefused, StorageFailed)
+}
 
 
 FREE_BYTES = 1024**3  # any file may unpack to this size: the ratio limits larger ones

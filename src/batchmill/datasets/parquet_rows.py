@@ -21,9 +21,11 @@ from batchmill.datasets.conversion import Converted
 from batchmill.datasets.formats import SourceFile
 from batchmill.datasets.inflate import Advance
 from batchmill.datasets.orders import RefusedRow
+from batchmill.datasets.sources import describe, open_file
 from batchmill.errors import InvalidDataset
 from batchmill.function_runtime.arrow_values import ArrowValues, UnsupportedType
 from batchmill.function_runtime.installed import installed
+from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec
 
 COLUMNS_MAX = 10_000
@@ -34,6 +36,7 @@ BATCH_CELLS_MAX = 1_000_000  # of a batch, even if they are small
 MEMORY_BYTES = 2 * 1024**3  # more than the process uses, while it reads a file: a page may claim to be 2 GiB long
 BUFFERS_BYTES = 64 * 1024 * 1024  # of all columns together
 READ_BYTES = 1024 * 1024
+OBJECT_STREAMS = 8  # columns of an object that are read in turns, about
 BUFFER_BYTES_MIN = 16 * 1024
 THRIFT_STRING_BYTES_MAX = 100 * 1024 * 1024
 THRIFT_ITEMS_MAX = 1_000_000
@@ -84,7 +87,7 @@ def convert(source: SourceFile, spec: DatasetSpec, expected: list[str], advance:
     with opened(source.path) as file:
         dictionaries, size_bytes = _text_columns(file), buffer_bytes(file.metadata.num_columns)
     with bounded_memory(), opened(source.path, dictionaries, size_bytes) as file:
-        rows_total, size, done = file.metadata.num_rows, os.path.getsize(source.path), 0
+        rows_total, size, done = file.metadata.num_rows, describe(source.path).size_bytes, 0
         try:
             for batch in file.iter_batches(batch_size=batch_rows(file)):
                 for piece in _pieces(batch):
@@ -158,7 +161,7 @@ def opened(
     """
     try:
         file = pq.ParquetFile(
-            path if source is None else source,
+            _whole(path) if source is None else source,
             pre_buffer=False,
             buffer_size=buffer_bytes,
             read_dictionary=dictionaries,
@@ -183,6 +186,11 @@ def opened(
             where = f"the column {field.name!r} of {path}"
             raise InvalidDataset(f"{where} has {error}", code="unsupported_type") from None
     return file
+
+
+def _whole(path: str) -> Any:
+    """What pyarrow reads a file through: it reads those of this machine best by itself."""
+    return open_file(path, streams=OBJECT_STREAMS) if is_object_url(path) else path
 
 
 def broken(path: str, error: Exception) -> InvalidDataset:

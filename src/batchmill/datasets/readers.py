@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from batchmill.datasets.sealed import DatasetRows, SealedRows, load_seal
+from batchmill.datasets.sources import Access
 from batchmill.errors import InvalidDataset
 from batchmill.optional import require
 from batchmill.types import Seal
@@ -26,7 +27,11 @@ def load(name: str) -> Any:
     return require(MODULES[name], f"reading {what}", InvalidDataset)
 
 
-def open_rows(home: Path, seal: Seal | None = None) -> DatasetRows:
-    """Open the rows of the dataset in `home`. Raises: InvalidDataset, DatasetDamaged."""
+def open_rows(home: Path, seal: Seal | None = None, access: Access | None = None) -> DatasetRows:
+    """Open the rows of the dataset in `home`. Raises: InvalidDataset, DatasetDamaged.
+
+    Args: access: as in `sources.open_source`.
+    """
     seal = load_seal(home) if seal is None else seal
-    return load("column_rows").ColumnRows(home, seal) if seal.is_columnar else SealedRows(home, seal)
+    kind = load("column_rows").ColumnRows if seal.is_columnar else SealedRows
+    return kind(home, seal, access)

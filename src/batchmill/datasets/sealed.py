@@ -21,6 +21,7 @@ from msgspec import Struct
 from batchmill.checksums import CHECKSUM_BYTES, checksum
 from batchmill.datasets import layout
 from batchmill.datasets.layout import CHUNK_FIELDS, ChunkRecord, damaged, faults
+from batchmill.datasets.sources import Access, Source, open_source
 from batchmill.errors import InputChanged, InvalidDataset
 from batchmill.types import Seal
 
@@ -41,12 +42,14 @@ def load_seal(home: Path) -> Seal:
 
 
 class DatasetRows(Protocol):
-    """The rows of a sealed dataset by number, as JSON objects. All methods but `close` raise InputChanged.
+    """The rows of a sealed dataset by number, as JSON objects.
 
+    All methods but `close` raise InputChanged; where it lies in an object store also AuthRefused and StorageFailed.
     Concurrency: one thread at a time.
     """
 
     rows: int
+    is_remote: bool  # it lies in an object store: reads may take long
 
     def read(self, first: int, last: int) -> list[bytes]:
         """Rows first <= n < last."""
@@ -107,10 +110,11 @@ class SealedRows:
     Concurrency: one thread at a time.
     """
 
-    def __init__(self, home: Path, seal: Seal | None = None) -> None:
+    def __init__(self, home: Path, seal: Seal | None = None, access: Access | None = None) -> None:
+        """Args: access: as in `sources.open_source`."""
         self._seal = load_seal(home) if seal is None else seal
-        self.rows = self._seal.rows
-        self._home = home
+        self.rows, self.is_remote = self._seal.rows, self._seal.is_remote
+        self._home, self._access = home, access
         self._offsets = self._checksums = -1
         try:
             self._open_index()
@@ -123,7 +127,7 @@ class SealedRows:
         self._bases = [0]
         for file in self._seal.files:
             self._bases.append(self._bases[-1] + file.size_bytes)
-        self._files: dict[int, int] = {}  # number of a file -> descriptor
+        self._files: dict[int, Source] = {}  # by their numbers
         self._cache: OrderedDict[int, VerifiedRows] = OrderedDict()
         self._cache_bytes = 0
 
@@ -196,9 +200,11 @@ class SealedRows:
 
     def close(self) -> None:
         """Release files and memory; safe to call twice."""
-        for fd in (self._offsets, self._checksums, *self._files.values()):
+        for fd in (self._offsets, self._checksums):
             if fd >= 0:
                 os.close(fd)
+        for file in self._files.values():
+            file.close()
         self._offsets = self._checksums = -1
         self._files.clear()
         self._cache.clear()
@@ -244,25 +250,25 @@ class SealedRows:
     def _pread(self, start: int, end: int, first: int, last: int) -> bytes:
         """Bytes start..end, counted in all files; they are in one file."""
         number = bisect_right(self._bases, start) - 1
-        fd = self._files.get(number)
-        if fd is None:
-            fd = self._files[number] = self._open(number, first, last)
-        data = os.pread(fd, end - start, start - self._bases[number])
+        file = self._files.get(number)
+        if file is None:
+            file = self._files[number] = self._open(number, first, last)
+        data = file.read_at(start - self._bases[number], end - self._bases[number])
         if len(data) != end - start:
             raise self._changed(start, first, last)
         return data
 
-    def _open(self, number: int, first: int, last: int) -> int:
+    def _open(self, number: int, first: int, last: int) -> Source:
         """Open a file that still has its size. Its time and inode may differ: the checksums decide."""
-        file = self._seal.files[number]
+        sealed = self._seal.files[number]
         try:
-            fd = os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+            file = open_source(sealed, self._access)
         except OSError:
             raise self._changed(self._bases[number], first, last) from None
-        if os.fstat(fd).st_size != file.size_bytes:
-            os.close(fd)
+        if file.size_bytes != sealed.size_bytes:
+            file.close()
             raise self._changed(self._bases[number], first, last)
-        return fd
+        return file
 
     def _changed(self, start: int, first: int, last: int) -> InputChanged:
         index_faults = faults(self._home)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -15,9 +16,10 @@ from blake3 import blake3
 from batchmill.datasets import layout, readers
 from batchmill.datasets.conversion import Material, Tables, convert, copy_sources, read_in_place
 from batchmill.datasets.fan_out import VALIDATOR_DIED, ValidatorPool, validators
-from batchmill.datasets.formats import Detected, classify, describe, detect, names_at_first, unchanged
+from batchmill.datasets.formats import Detected, classify, detect, names_at_first
 from batchmill.datasets.orders import RangeEnd, SealOrder, SizeLimits, ValidatedChunk
 from batchmill.datasets.sealed import SealedRows
+from batchmill.datasets.sources import describe, open_source, unchanged
 from batchmill.datasets.validation import ADAPTERS_MAX, check_form, column_flaw, missing_column
 from batchmill.errors import BatchmillError, InputChanged, InvalidDataset, InvalidRow, StorageFull
 from batchmill.types import DatasetSpec, Seal, SealedFile
@@ -60,7 +62,7 @@ def seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Sea
 def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
     sources = [describe(path) for path in order.dataset.paths]
     detected = detect(order.dataset)
-    order = _with_form(order, detected)
+    order = msgspec.structs.replace(_with_form(order, detected), files=sources)
     clear(home)
     steps = _ProgressSteps(progress)
     size_limits = SizeLimits(order, home, sum(source.size_bytes for source in sources), steps.repeat)
@@ -271,9 +273,9 @@ def _duplicates(hashes: Path, rows: SealedRows) -> Iterator[tuple[int, int]]:
 
 
 def _digests(source: SealedFile) -> Iterator[bytes]:
-    with open(source.path, "rb") as file:
-        while block := file.read(layout.RANGE_BYTES):
-            yield blake3(block).digest()
+    with closing(open_source(source)) as file:
+        for start in range(0, file.size_bytes, layout.RANGE_BYTES):
+            yield blake3(file.read_at(start, start + layout.RANGE_BYTES)).digest()
 
 
 def _check_unchanged(files: list[SealedFile]) -> None:

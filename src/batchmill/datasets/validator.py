@@ -14,8 +14,7 @@ from collections.abc import Iterator
 import msgspec
 
 from batchmill.datasets.inspection import Inspector
-from batchmill.datasets.orders import ByteRange, RangeEnd, RangeFailed, SealOrder, ValidatedChunk
-from batchmill.errors import InputChanged, InvalidDataset
+from batchmill.datasets.orders import READ_ERRORS, ByteRange, RangeEnd, RangeFailed, SealOrder, ValidatedChunk
 
 FRAME = struct.Struct("<IB")
 CHUNK_FRAME, END_FRAME, FAILED_FRAME = range(3)
@@ -74,10 +73,8 @@ def _check(inspector: Inspector, range_: ByteRange) -> Iterator[tuple[int, Valid
     try:
         for result in inspector.inspect(range_):
             yield (CHUNK_FRAME if isinstance(result, ValidatedChunk) else END_FRAME), result
-    except InputChanged as error:
-        yield FAILED_FRAME, RangeFailed(error.code, error.message, changed=True)
-    except InvalidDataset as error:
-        yield FAILED_FRAME, RangeFailed(error.code, error.message)
+    except tuple(READ_ERRORS.values()) as error:
+        yield FAILED_FRAME, RangeFailed(type(error).__name__, error.code, error.message)
 
 
 def main() -> None:

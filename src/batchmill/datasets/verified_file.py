@@ -7,25 +7,28 @@ import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 from blake3 import blake3
 
 from batchmill.checksums import checksum
 from batchmill.datasets.layout import RANGE_BYTES
+from batchmill.datasets.sources import Source, open_source
 from batchmill.errors import InputChanged
+from batchmill.types import SealedFile
 
 BLOCK_BYTES = 256 * 1024  # what one checksum covers; the last block of a file may be shorter
 PIECE_BLOCKS = 4
 BLOCKS_KEPT = 64  # verified ones: columns are read in turns, each from where it stopped
 
 
-def checksum_blocks(path: str) -> Iterator[tuple[bytes, array[int]]]:
+def checksum_blocks(file: SealedFile) -> Iterator[tuple[bytes, array[int]]]:
     """For every RANGE_BYTES of a file: their BLAKE3 digest, and the checksum of each block."""
     buffer = memoryview(bytearray(PIECE_BLOCKS * BLOCK_BYTES))  # new memory for each piece costs as much as the reading
     digest, checksums, size = blake3(), array("I"), 0
-    with open(path, "rb", buffering=0) as file:
-        while count := _fill(buffer, file):
+    with closing(open_source(file)) as source:
+        while count := _fill(buffer, source, size):
             piece = buffer[:count]
             digest.update(piece)
             checksums.extend(checksum(piece[at : at + BLOCK_BYTES]) for at in range(0, count, BLOCK_BYTES))
@@ -37,10 +40,10 @@ def checksum_blocks(path: str) -> Iterator[tuple[bytes, array[int]]]:
         yield digest.digest(), checksums
 
 
-def _fill(buffer: memoryview, file: io.FileIO) -> int:
-    """Read until the buffer is full or the file ends."""
+def _fill(buffer: memoryview, source: Source, start: int) -> int:
+    """Read from `start` on until the buffer is full or the file ends."""
     size = 0
-    while size < len(buffer) and (count := file.readinto(buffer[size:])):
+    while size < len(buffer) and (count := source.read_into(buffer[size:], start + size)):
         size += count
     return size
 
@@ -52,15 +55,14 @@ def block_count(size_bytes: int) -> int:
 class VerifiedFile(io.RawIOBase):
     """
     Args:
-        fd: of the file; closed with this object.
+        source: the file; closed with this object.
         checksums: of its blocks.
         changed: the error for a range of bytes that differs from what was sealed.
     """
 
-    def __init__(
-        self, fd: int, size_bytes: int, checksums: array[int], changed: Callable[[int, int], InputChanged]
-    ) -> None:
-        self._fd, self._size_bytes, self._checksums, self._changed = fd, size_bytes, checksums, changed
+    def __init__(self, source: Source, checksums: array[int], changed: Callable[[int, int], InputChanged]) -> None:
+        self._source, self._checksums, self._changed = source, checksums, changed
+        self._size_bytes = source.size_bytes
         self._at = 0
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
 
@@ -98,7 +100,7 @@ class VerifiedFile(io.RawIOBase):
         buffer = memoryview(bytearray(PIECE_BLOCKS * BLOCK_BYTES))
         for start in range(0, end, len(buffer)):
             last = min(start + len(buffer), self._size_bytes)
-            piece = buffer[: os.preadv(self._fd, [buffer[: last - start]], start)]
+            piece = buffer[: self._source.read_into(buffer[: last - start], start)]
             self._check(piece, start, last)
             yield piece[: end - start]
 
@@ -109,7 +111,7 @@ class VerifiedFile(io.RawIOBase):
 
     def close(self) -> None:
         if not self.closed:
-            os.close(self._fd)
+            self._source.close()
         super().close()
 
     def _verified(self, first: int, last: int) -> bytes:
@@ -124,7 +126,7 @@ class VerifiedFile(io.RawIOBase):
 
     def _read_blocks(self, first: int, last: int) -> bytes:
         start, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self._size_bytes)
-        data = os.pread(self._fd, end - start, start)
+        data = self._source.read_at(start, end)
         self._check(memoryview(data), start, end)
         return data
 

@@ -7,12 +7,13 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Lock
 
 import msgspec
 from msgspec import Struct
 
 from batchmill.datasets.sealed import ColumnDataset
-from batchmill.errors import InputChanged
+from batchmill.errors import JobPaused
 from batchmill.executors.leases import Allowance, Held
 from batchmill.ports import Columns
 from batchmill.types import ColumnBlock, Lease, Outcome, Row, RowBlock
@@ -122,12 +123,22 @@ GROWTH_MAX = 8  # from one take of a job to its next
 ROWS_MOST = 2**32
 
 
+class _Ahead(Struct, frozen=True):
+    """Rows that were read in a thread: those from index `first` to `last` of a grant."""
+
+    first: int
+    last: int
+    columns: Columns | None
+    block: Block
+
+
 class _Queued(Struct, eq=False):
     held: Held
     grant: Grant
     positions: array | range
     numbers: array | range
     next: int = 0
+    ahead: _Ahead | None = None
 
     @property
     def is_noted(self) -> bool:
@@ -151,14 +162,14 @@ class GrantFeed:
         self,
         *,
         want: Callable[[str], None],
-        changed: Callable[[str, InputChanged], None],
+        failed: Callable[[str, JobPaused], None],
         broken: Callable[[OSError], None],
         suspect: Path,
         may_begin: Callable[[], bool] = lambda: True,
     ) -> None:
         """Args: may_begin: while it returns False, no row is taken; `wake` is called when that changes."""
         self._may_begin = may_begin
-        self._want, self._changed, self._broken = want, changed, broken
+        self._want, self._failed, self._broken = want, failed, broken
         self._time = asyncio.get_running_loop().time
         self._lanes: dict[str, _JobLane] = {}
         self._turns = FairQueue()
@@ -167,6 +178,8 @@ class GrantFeed:
         self._least = ROWS_MOST  # the fewest rows that the engine has ever asked for
         self._last: tuple[_JobLane, int, float] | None = None  # whose rows were taken last, how many, when
         self._suspect = suspect
+        self._reading = asyncio.Lock()
+        self._rows_lock = Lock()  # of the rows of all jobs: one thread at a time
         self._held_back: frozenset[str] = frozenset()  # projects whose rows wait
         self._isolated: tuple[int, Held] | None = None  # number and lease of the one row in flight of an isolated lease
 
@@ -263,6 +276,7 @@ class GrantFeed:
         """See `ports.BlockFeed`."""
         self._measure(n)
         while True:
+            await self._read_remote(n, columns)
             block = self._take_now(n, columns)
             if block is not None:
                 if len(self._turns):
@@ -274,6 +288,32 @@ class GrantFeed:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
+
+    async def _read_remote(self, n: int, columns: Columns | None) -> None:
+        """Read the next rows in a thread if they lie in an object store: the event loop never waits for one."""
+        while self._isolated is None and (lane := self._turns.next()) is not None:
+            queued = lane.queue[0]
+            if not queued.held.job.rows.is_remote:
+                return
+            async with self._reading:
+                first, last = self._next_range(lane, queued, n)
+                ahead = queued.ahead
+                if ahead is not None and (ahead.first, ahead.last, ahead.columns) == (first, last, columns):
+                    return
+                try:
+                    block = await asyncio.to_thread(self._read, queued, first, last, columns)
+                except JobPaused as error:
+                    if self._lanes.get(lane.job) is lane:
+                        self._forget(queued.held, error)
+                    continue
+                queued.ahead = _Ahead(first, last, columns, block)
+
+    def _next_range(self, lane: _JobLane, queued: _Queued, n: int) -> tuple[int, int]:
+        """Which rows of a job's first grant are taken next, by index, where the engine asks for `n`."""
+        # Beside other jobs a take is short, however slow this one's rows are; alone the engine knows best.
+        n = n if len(self._turns) == 1 else min(n, max(self._least, lane.take_max))
+        n = 1 if queued.held.isolated else n
+        return queued.next, min(queued.next + n, len(queued.numbers))
 
     async def take_noted(self, n: int) -> list[Row]:
         """See `ports.LeaseFeed`."""
@@ -304,9 +344,7 @@ class GrantFeed:
 
     def _take_now(self, n: int, columns: Columns | None) -> Block | None:
         while self._isolated is None and self._may_begin() and (lane := self._turns.next()) is not None:
-            # Beside other jobs a take is short, however slow this one's rows are; alone the engine knows best.
-            most = n if len(self._turns) == 1 else min(n, max(self._least, lane.take_max))
-            block = self._take_of(lane, most, columns)
+            block = self._take_of(lane, n, columns)
             if block is not None:
                 self._turns.charge(lane, len(block))
                 self._last = lane, len(block), self._time()
@@ -319,14 +357,13 @@ class GrantFeed:
         return None
 
     def _take_of(self, lane: _JobLane, n: int, columns: Columns | None = None) -> Block | None:
-        """Up to `n` rows of a job's first grant; None where its input has changed: then it is forgotten."""
+        """Up to `n` rows of a job's first grant; None where its input cannot be read: then it is forgotten."""
         queued = lane.queue[0]
         held = queued.held
         allowance = held.job.allowance
         if allowance is not None and allowance.takes_all and not held.is_afforded and not self._afford(lane, queued):
             return None
-        n = 1 if held.isolated else n
-        first, last = queued.next, min(queued.next + n, len(queued.numbers))
+        first, last = self._next_range(lane, queued, n)
         try:
             block = self._block(queued, first, last, columns)
             if allowance is not None and not allowance.takes_all:
@@ -337,7 +374,7 @@ class GrantFeed:
                 if first + count < last:
                     block = self._block(queued, first, first + count)
             last = first + len(block)
-        except InputChanged as error:
+        except JobPaused as error:
             self._forget(held, error)
             return None
         queued.next = last
@@ -347,7 +384,18 @@ class GrantFeed:
         return block
 
     def _block(self, queued: _Queued, first: int, last: int, columns: Columns | None = None) -> Block:
-        """Rows of a grant by index; of columns, perhaps only the first ones. Raises: InputChanged."""
+        """Rows of a grant by index; of columns, perhaps only the first ones. Raises: JobPaused."""
+        ahead, queued.ahead = queued.ahead, None
+        if ahead is not None and (ahead.first, ahead.last, ahead.columns) == (first, last, columns):
+            return ahead.block
+        return self._read(queued, first, last, columns)
+
+    def _read(self, queued: _Queued, first: int, last: int, columns: Columns | None) -> Block:
+        """As `_block`, in any thread."""
+        with self._rows_lock:
+            return self._read_block(queued, first, last, columns)
+
+    def _read_block(self, queued: _Queued, first: int, last: int, columns: Columns | None) -> Block:
         held, numbers = queued.held, queued.numbers[first:last]
         if columns is not None and held.takes_blocks and isinstance(rows := held.job.rows, ColumnDataset):
             data, count = rows.read_columns(numbers, _names(columns, rows.columns))
@@ -363,17 +411,18 @@ class GrantFeed:
         return RowBlock(lines, queued.positions[first:last], numbers, held.job.form, held)
 
     def _read_rows(self, held: Held, numbers: Sequence[int]) -> list[bytes]:
-        """Whole rows that were taken as columns; none where the input has changed: then their job is forgotten."""
+        """Whole rows that were taken as columns; none where the input cannot be read: then their job is forgotten."""
         try:
-            return held.job.rows.read_many(numbers)
-        except InputChanged as error:
+            with self._rows_lock:
+                return held.job.rows.read_many(numbers)
+        except JobPaused as error:
             self._forget(held, error)
             return []
 
-    def _forget(self, held: Held, error: InputChanged) -> None:
-        """Forget a job whose input has changed, and tell the owner."""
+    def _forget(self, held: Held, error: JobPaused) -> None:
+        """Forget a job whose input has changed or cannot be read, and tell the owner."""
         self.drop(held.job.id)
-        self._changed(held.job.id, error)
+        self._failed(held.job.id, error)
 
     def _afford(self, lane: _JobLane, queued: _Queued) -> bool:
         """Cut the lease to the job's budget; return whether any row runs now."""
@@ -385,7 +434,7 @@ class GrantFeed:
 
         try:
             kept = cut(held, allowance, queued.positions, read)
-        except InputChanged as error:
+        except JobPaused as error:
             self._forget(held, error)
             return False
         if kept == []:

@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from batchmill.datasets.readers import open_rows
 from batchmill.engines import import_engine, load_engine
-from batchmill.errors import BatchmillError, InputChanged, JobPaused, to_storage_error
+from batchmill.errors import BatchmillError, JobPaused, to_storage_error
 from batchmill.executors.channel import Channel, open_channel
 from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import OVER, PAUSE, REFUSED, Allowance, Held, NoteClient, OpenJob, OwnerTerm
@@ -91,7 +91,7 @@ class Worker:
         self._term = OwnerTerm(time.monotonic, is_limited=start.is_owned_for_a_time)
         self._feed = GrantFeed(
             want=lambda job: self._send(RequestRows(job)),
-            changed=self._input_changed,
+            failed=self._input_failed,
             broken=self._storage_failed,
             suspect=self._home / f"{self._name}.suspect",
             may_begin=lambda: self._term.is_valid,
@@ -230,8 +230,8 @@ class Worker:
         head = SegmentHead(message.job, message.identity, self._name)
         segment = SegmentFile(Path(message.segments), head, self._rolls.get(message.job, 0))
         self._jobs[message.job] = OpenJob(
-            message.job, message.form, open_rows(Path(message.dataset)), segment, adapters=message.adapters,
-            project=message.project,
+            message.job, message.form, open_rows(Path(message.dataset), access=message.stores), segment,
+            adapters=message.adapters, project=message.project,
         )  # fmt: skip
 
     def _allow(self, job_id: str, usd: float, *, is_lean: bool) -> None:
@@ -267,8 +267,8 @@ class Worker:
         if grant.quarantined:
             try:
                 grant = self._record_quarantined(held, grant)
-            except InputChanged as error:
-                self._input_changed(job.id, error)
+            except JobPaused as error:
+                self._input_failed(job.id, error)
                 return
         self._feed.grant(held, grant)
         if job.revoked:
@@ -376,7 +376,7 @@ class Worker:
             self._calling.beat()
             self._release_left()
 
-    def _input_changed(self, job_id: str, error: InputChanged) -> None:
+    def _input_failed(self, job_id: str, error: JobPaused) -> None:
         self._send(Failed(error.code, error.message, error.reason, job_id))
 
     def _storage_failed(self, error: OSError) -> None:

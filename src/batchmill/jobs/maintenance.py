@@ -19,10 +19,12 @@ from batchmill.errors import BatchmillError
 from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger.files import read_spec
+from batchmill.object_store.urls import is_object_url
 from batchmill.ports import Clock
 from batchmill.states import PauseReason
 from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskQuota, DiskReserve
+from batchmill.wire.job_spec import JobSpec
 
 log = logging.getLogger("batchmill.jobs")
 
@@ -125,10 +127,7 @@ class StalledJobs:
         paused = {record["id"] for record in stalled}
         stalled += [await read(records.find, job_id) for job_id in self.stranded - paused]
         specs = [read_spec(record["spec"]) for record in stalled]
-        return [
-            Stalled(spec.id, [self._data_dir, *([Path(spec.output).parent] if spec.output is not None else [])])
-            for spec in specs
-        ]
+        return [Stalled(spec.id, [self._data_dir, *_folders_of(spec)]) for spec in specs]
 
     async def _pause_over_quota(self) -> None:
         disk_quota = self._disk_quota
@@ -215,3 +214,8 @@ class JobDeadlines:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+
+
+def _folders_of(spec: JobSpec) -> list[Path]:
+    """The folders on this machine that a job's results need room in, besides its own."""
+    return [] if spec.output is None or is_object_url(spec.output) else [Path(spec.output).parent]

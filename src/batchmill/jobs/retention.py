@@ -25,7 +25,7 @@ from batchmill.datasets.layout import SEAL
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition
 from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.ledger import records
-from batchmill.jobs.ledger.files import JobFiles, PartFile
+from batchmill.jobs.ledger.files import JobFiles, PartFile, result_exists
 from batchmill.jobs.ledger.plan import PLAN
 from batchmill.ports import Clock
 from batchmill.states import ENDED, JobState
@@ -88,7 +88,7 @@ class Retention:
         """How long the segments of a job stay: a retry needs them, and whoever has lost its results. Of a job whose
         results were never written they are all that there is."""
         may_retry = record["state"] != JobState.COMPLETED or record["rows_failed"] > record["rows_rejected"]
-        is_there = record["output"] is not None and os.path.exists(record["output"])
+        is_there = record["output"] is not None and result_exists(record["output"])
         if not is_there and record["state"] != JobState.COMPLETED:
             return math.inf
         return self.entry.retry_s if may_retry or not is_there else self.entry.intermediate_s

@@ -96,7 +96,7 @@ class JobRunner:
         self.spec, self.files = spec, JobFiles(tools.data_dir, spec.id)
         self._tools, self._commit_log, self._ledger = tools, tools.commit_log, tools.commit_log.ledger
         self._dispatcher, self._clock = tools.dispatcher, tools.clock
-        self._offload = partial(tools.offload, project=spec.project)
+        self._offload = partial(tools.offload, project=spec.project, stores=spec.uses_stores)
         self._adapters = AdapterWork(tools.adapters, self._offload)
         self._routes = RouteFailover(self._ledger.database, tools.clock)
         self.task: asyncio.Task[None] | None = None

@@ -6,7 +6,6 @@ An order becomes a job: an existing one with the same key or the same content, o
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -35,7 +34,14 @@ from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger import records as submissions
 from batchmill.jobs.ledger.audit import AuditOrder
 from batchmill.jobs.ledger.commits import CommitLog
-from batchmill.jobs.ledger.files import JobFiles, clear_unsealed, full_disk_named, read_spec, sweep_orphans
+from batchmill.jobs.ledger.files import (
+    JobFiles,
+    clear_unsealed,
+    full_disk_named,
+    read_spec,
+    result_exists,
+    sweep_orphans,
+)
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.ledger.snapshot import Rebuilt
 from batchmill.jobs.maintenance import JobDeadlines, Maintenance, StalledJobs
@@ -245,7 +251,7 @@ class JobService:
     async def _match(self, order: JobOrder, spec: JobSpec) -> Submitted:
         """Find the job that an identical order created, unless it must run again."""
         known, is_same = await self._find_existing(spec)
-        if known is not None and is_same and not submissions.must_run_again(known, order):
+        if known is not None and is_same and not await asyncio.to_thread(submissions.must_run_again, known, order):
             return await self._continue(known, spec)
         unfinished = known is not None and known["state"] != JobState.COMPLETED
         if unfinished and not is_same and not order.restart:
@@ -284,7 +290,7 @@ class JobService:
         spec = await asyncio.to_thread(with_code, kept)
         if record["state"] == JobState.COMPLETED:
             orders.check_code(earlier, spec.code, "run it again with --overwrite")
-            if os.path.exists(record["output"]):
+            if await asyncio.to_thread(result_exists, record["output"]):
                 return Submitted(job_id, "finished")
         elif orders.has_run(record):
             orders.check_code(earlier, spec.code, "finish it with the code it began with, or start over with --restart")
@@ -517,7 +523,10 @@ class JobService:
         refuse_compacted(record, "an audit")
         order = await self._audit_order(read_spec(record["spec"]))
         work = self._children.offload(
-            "batchmill.jobs.ledger.audit:verify_offloaded", msgspec.json.encode(order), lambda _: None
+            "batchmill.jobs.ledger.audit:verify_offloaded",
+            msgspec.json.encode(order),
+            lambda _: None,
+            stores=order.spec.uses_stores,
         )
         report = msgspec.json.decode(await work, type=LedgerReport)
         refuse_compacted(
@@ -538,7 +547,10 @@ class JobService:
             refuse_compacted(await self._record(spec.id), "a rebuild")
         order = await self._audit_order(spec)
         work = self._children.offload(
-            "batchmill.jobs.repair:rebuild_offloaded", msgspec.json.encode(order), lambda _: None
+            "batchmill.jobs.repair:rebuild_offloaded",
+            msgspec.json.encode(order),
+            lambda _: None,
+            stores=spec.uses_stores,
         )
         rebuilt = msgspec.json.decode(await work, type=Rebuilt)
         async with self._active.lock(spec.id):

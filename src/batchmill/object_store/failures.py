@@ -23,6 +23,7 @@ _NO_CREDENTIALS = (
     "InstanceCredential",
 )
 _REDIRECTED = "redirect without LOCATION"
+_WITHOUT_RANGES = "non-partial response"  # a server that ignores Range
 _LATER = {408, 409, 425, 429}  # statuses below 500 of requests that may succeed later
 
 
@@ -49,7 +50,7 @@ def translate(url: str, error: BaseException) -> BatchmillError:
             "try again",
             code="auth_error",
         )
-    if isinstance(error, exceptions.NotSupportedError) or status == 501:
+    if isinstance(error, exceptions.NotSupportedError) or status == 501 or _WITHOUT_RANGES in text:
         return InvalidInput(f"the object store of {url} cannot do this: {detail}", code="store_unsupported")
     is_refused = (300 <= status < 500 and status not in _LATER) or _REDIRECTED in text
     if isinstance(error, exceptions.InvalidPathError | exceptions.UnknownConfigurationKeyError | ValueError):

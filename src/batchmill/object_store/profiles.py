@@ -7,13 +7,26 @@ from typing import Any
 from botocore.exceptions import BotoCoreError
 from botocore.session import Session
 
-from batchmill.object_store.credentials import Provider, expires_at, no_credentials
+from batchmill.object_store.credentials import (
+    CONFIG_FILE,
+    CREDENTIALS_FILE,
+    PROFILE,
+    Provider,
+    Variables,
+    expires_at,
+    no_credentials,
+)
+
+SETTINGS = {CREDENTIALS_FILE: "credentials_file", CONFIG_FILE: "config_file"}
 
 
-def provide() -> tuple[Provider, str | None]:
+def provide(environment: Variables) -> tuple[Provider, str | None]:
     """(what gives credentials, the region of the profile). Raises: AuthRefused."""
     try:
-        session = Session()
+        session = Session(profile=environment.get(PROFILE))
+        for name, setting in SETTINGS.items():
+            if environment.get(name):
+                session.set_config_variable(setting, environment[name])
         credentials = session.get_credentials()
         region = session.get_config_variable("region")
     except BotoCoreError as error:

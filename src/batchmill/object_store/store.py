@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import obstore
-from msgspec import Struct
 from obstore.store import LocalStore, MemoryStore, from_url
 
 from batchmill.errors import AuthRefused, BatchmillError, InvalidConfig, InvalidInput, TooLarge, Unavailable
-from batchmill.object_store.credentials import find_access
+from batchmill.object_store.credentials import Variables, find_access
 from batchmill.object_store.failures import ERRORS, changed, exists, translate, unavailable
-from batchmill.object_store.urls import BUCKETS, ObjectUrl, check_key, local_path
+from batchmill.object_store.urls import BUCKETS, ObjectInfo, ObjectUrl, check_key, local_path
 
 RANGE_BYTES = 8 * 1024 * 1024  # of one GET of a large object, and of one part of a large upload
 RETRY_S = 60.0  # how long a call tries again
@@ -36,16 +35,6 @@ Result = TypeVar("Result")
 Pause = Callable[[float], None]
 
 
-class ObjectInfo(Struct, frozen=True):
-    """An object as it was seen. Another `etag` or `version` means other content."""
-
-    key: str
-    size_bytes: int
-    etag: str | None = None
-    version: str | None = None  # in buckets with versions
-    modified_s: float = 0.0  # seconds since the epoch
-
-
 class ObjectStore:
     """The objects below one URL. Keys are relative to it.
 
@@ -55,14 +44,22 @@ class ObjectStore:
     """
 
     def __init__(
-        self, place: ObjectUrl, *, client: Any = None, retry_s: float = RETRY_S, pause: Pause = time.sleep
+        self,
+        place: ObjectUrl,
+        environment: Variables = os.environ,
+        *,
+        retry_s: float = RETRY_S,
+        pause: Pause = time.sleep,
     ) -> None:
-        """Args: client: an obstore store of the bucket, for tests; None: the one of the URL."""
+        """Args: environment: the variables that it is reached with; see `credentials`.
+
+        Raises: InvalidConfig (`invalid_store`, `missing_dependency`), AuthRefused.
+        """
         self.url = str(place).rstrip("/")
-        self._place, self._retry_s, self._pause = place, retry_s, pause
+        self._place, self._environment = place, environment
+        self._retry_s, self._pause = retry_s, pause
         self._prefix = f"{place.key.rstrip('/')}/" if place.key and place.scheme != "file" else ""
-        self._is_given = client is not None
-        self._client = client if self._is_given else self._connect(retries=0)
+        self._client = self._connect(retries=0)
 
     def _connect(self, *, retries: int) -> Any:
         """A client with the credentials of now. Raises: InvalidConfig, AuthRefused."""
@@ -72,10 +69,10 @@ class ObjectStore:
                 return MemoryStore()
             if place.scheme == "file":
                 return LocalStore(local_path(place), mkdir=True)
-            access = find_access(place.scheme)
+            access = find_access(place.scheme, self._environment)
             return from_url(
                 place.root,
-                config=access.config or None,
+                config=access.config,
                 client_options={
                     "timeout": timedelta(seconds=REQUEST_S),
                     "connect_timeout": timedelta(seconds=CONNECT_S),
@@ -149,16 +146,16 @@ class ObjectStore:
 
         return self._call(key, send)
 
-    def put_file(self, key: str, path: Path) -> ObjectInfo:
-        """Write the content of a file. A file of more than RANGE_BYTES goes in parts, and replaces what has its name;
-        a smaller one is put as by `put`, without `overwrite`.
+    def put_file(self, key: str, path: Path, *, overwrite: bool = False) -> ObjectInfo:
+        """Write the content of a file. A file of more than RANGE_BYTES goes in parts, and replaces what has its name:
+        stores have no condition for those. A smaller one is put as by `put`.
 
         The object appears when it is whole. Parts of an upload that was cut off cost money until the bucket's
         lifecycle rule removes them.
         """
         size = path.stat().st_size
         if size <= RANGE_BYTES:
-            return self.put(key, path.read_bytes())
+            return self.put(key, path.read_bytes(), overwrite=overwrite)
         self._call(key, lambda _, name: self._upload(name, path))
         info = self.head(key)
         if info.size_bytes != size:
@@ -167,8 +164,8 @@ class ObjectStore:
         return info
 
     def _upload(self, name: str, path: Path) -> None:
-        has_retries = self._place.scheme in BUCKETS and not self._is_given
-        client = self._connect(retries=UPLOAD_RETRIES_MAX) if has_retries else self._client
+        is_remote = self._place.scheme in BUCKETS
+        client = self._connect(retries=UPLOAD_RETRIES_MAX) if is_remote else self._client
         with path.open("rb") as file:
             obstore.put(client, name, file, use_multipart=True, chunk_size=RANGE_BYTES, max_concurrency=UPLOADS_MAX)
 
@@ -224,7 +221,7 @@ class ObjectStore:
         """Call `action` with the client and the full key until it succeeds, fails for good, or RETRY_S are over."""
         if key:
             check_key(key, self._name(key))
-        deadline, delay, is_renewed = time.monotonic() + self._retry_s, DELAY_S, self._is_given
+        deadline, delay, is_renewed = time.monotonic() + self._retry_s, DELAY_S, self._place.scheme not in BUCKETS
         while True:
             try:
                 return action(self._client, f"{self._prefix}{key}")

@@ -1,8 +1,13 @@
-"""URLs of objects. Imports nothing heavy: commands read URLs before they know whether a store is needed."""
+"""URLs of objects, and what is known of one.
+
+Imports nothing heavy: commands read URLs before they know whether a store is needed.
+"""
 
 from __future__ import annotations
 
+import os
 import unicodedata
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -35,6 +40,16 @@ class ObjectUrl(Struct, frozen=True):
 
     def __str__(self) -> str:
         return f"{self.root}/{self.key}"
+
+
+class ObjectInfo(Struct, frozen=True):
+    """An object as it was seen. Another `etag` or `version` means other content."""
+
+    key: str
+    size_bytes: int
+    etag: str | None = None
+    version: str | None = None  # in buckets with versions
+    modified_s: float = 0.0  # seconds since the epoch
 
 
 def is_object_url(text: str) -> bool:
@@ -72,13 +87,15 @@ def check_key(key: str, text: str) -> None:
         raise _invalid(text, "its key has control characters")
 
 
-def open_store(url: str) -> ObjectStore:
+def open_store(url: str, environment: Mapping[str, str] = os.environ) -> ObjectStore:
     """The store at a URL; its keys are relative to the URL. Connects to nothing yet.
 
-    Raises: InvalidInput (`invalid_url`), InvalidConfig (`missing_dependency`, `invalid_store`).
+    Args: environment: the variables that it is reached with; see `credentials`.
+
+    Raises: InvalidInput (`invalid_url`), InvalidConfig (`missing_dependency`, `invalid_store`), AuthRefused.
     """
     place = parse_url(url)
-    return require(STORE, f"an object store ({place.scheme}://)")(place)
+    return require(STORE, f"an object store ({place.scheme}://)")(place, environment)
 
 
 def local_path(url: ObjectUrl) -> str:

@@ -26,10 +26,12 @@ class DatasetSpec(Struct, frozen=True, forbid_unknown_fields=True):
 class SealedFile(Struct, frozen=True):
     """A file as it was when it was sealed."""
 
-    path: str
+    path: str  # of an object: its URL
     size_bytes: int
     mtime_ns: int
-    inode: int
+    inode: int  # 0 for an object
+    etag: str = ""  # of an object; another one is another content
+    version: str = ""  # of an object in a bucket with versions
 
 
 class Seal(Struct, frozen=True):
@@ -44,6 +46,11 @@ class Seal(Struct, frozen=True):
     sources: list[SealedFile]  # the files that the caller named
     rejected: int = 0  # rows that validation refused
     is_columnar: bool = False  # `files` are the Parquet files of the caller
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether rows are read from an object store."""
+        return any("://" in file.path and not file.path.startswith("/") for file in self.files)
 
 
 class Problem(Struct, frozen=True):

@@ -6,6 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec, ModelSpec, Policy
 from batchmill.wire.forms import Form
 
@@ -31,3 +32,8 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     output_format: str = "jsonl"
     used: list[str] = []  # names of the models and adapters of its rows; set when a frontend's job is planned
     routing: dict[str, list[str]] = {}  # model name -> why its route was chosen; only of models with several routes
+
+    @property
+    def uses_stores(self) -> bool:
+        """Whether its input or its results lie in an object store."""
+        return any(map(is_object_url, [*self.dataset.paths, self.output or ""]))

@@ -53,6 +53,10 @@ class Open(Struct, frozen=True, tag="open"):
     segments: str  # folder to write outcomes to
     adapters: AdapterSet = AdapterSet()
     project: str = ""
+    stores: dict[str, str] = {}  # the variables that its object stores are reached with; not shown in any log
+
+    def __repr__(self) -> str:  # without the variables
+        return f"Open({self.job})"
 
 
 class Grant(Struct, frozen=True, tag="grant"):

@@ -17,8 +17,9 @@ from batchmill.cli.values import COUNT, POSITIVE, Moment
 from batchmill.config import Config
 from batchmill.datasets import formats
 from batchmill.errors import InvalidInput
-from batchmill.jobs.results.results import errors_path
+from batchmill.jobs.results.results import errors_of
 from batchmill.models.registry import KINDS, ModelFlags, checked_budget, resolve
+from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
 from batchmill.wire.json_bytes import is_too_deep
 
@@ -129,7 +130,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
     models = await _models(session, config, options) if is_local else named_models(session, options)
     output = options["output"]
     if output is not None:
-        output = os.path.abspath(session.cwd / Path(output).expanduser())
+        output = output if is_object_url(output) else os.path.abspath(session.cwd / Path(output).expanduser())
     order = JobOrder(
         dataset=DatasetSpec(
             paths=formats.resolve(list(options["inputs"]), [] if output is None else output_files(output)),
@@ -161,7 +162,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
 
 def output_files(output: str) -> list[str]:
     """The files that a job with this output writes: the same command must not read them as input later."""
-    files = [output, str(errors_path(Path(output)))]
+    files = [output, errors_of(output)]
     return [*files, *(f"{file}.part" for file in files)]
 
 

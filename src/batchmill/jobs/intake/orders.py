@@ -7,18 +7,17 @@ import math
 import os
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import sqlalchemy as sa
 from msgspec.structs import replace
 
-from batchmill.datasets import formats, sealing
-from batchmill.datasets import formats as sources
+from batchmill.datasets import formats, sealing, sources
 from batchmill.errors import InvalidInput, InvalidTransition, ModelFailed
-from batchmill.jobs.ledger.files import JobFiles, read_spec
-from batchmill.jobs.results.results import check_kind, check_output, errors_path, stored_name
+from batchmill.jobs.ledger.files import JobFiles, read_spec, result_exists
+from batchmill.jobs.results.results import check_kind, check_output, errors_of, stored_name
 from batchmill.models import functions, registry
+from batchmill.object_store.urls import is_object_url
 from batchmill.states import JobState
 from batchmill.types import Amendment, JobOrder, ModelSpec, Policy, Seal
 from batchmill.types.engine_traits import ENGINES, Source
@@ -141,16 +140,22 @@ def code_of(models: list[ModelSpec], *, by_frontend: bool) -> dict[str, str]:
 
 def outputs(output: str, form: Form) -> list[str]:
     """The files that results may be written to."""
-    return [output, str(errors_path(Path(output)))] if form.errors_apart else [output]
+    return [output, errors_of(output)] if form.errors_apart else [output]
 
 
 def _refuse_inputs(inputs: list[str], written: list[str]) -> None:
     """Refuse an output that is one of the inputs, under whatever name."""
     for path in written:
         for source in inputs:
-            same = os.path.realpath(path) == os.path.realpath(source)
-            if same or (os.path.exists(path) and os.path.samefile(path, source)):
+            if _is_same_file(path, source):
                 raise InvalidInput(f"{path} is an input: results cannot be written over it", code="output_is_input")
+
+
+def _is_same_file(path: str, source: str) -> bool:
+    if is_object_url(path) or is_object_url(source):
+        return path == source
+    same = os.path.realpath(path) == os.path.realpath(source)
+    return same or (os.path.exists(path) and os.path.samefile(path, source))
 
 
 def has_run(record: sa.RowMapping) -> bool:
@@ -251,7 +256,7 @@ def same_input(spec: JobSpec, files: JobFiles) -> bool:
     if [file.path for file in sealed.sources] == spec.dataset.paths and all(map(sources.unchanged, sealed.sources)):
         return True
     sizes = [file.size_bytes for file in sealed.sources]
-    if [os.stat(path).st_size for path in spec.dataset.paths] != sizes:
+    if [sources.describe(path).size_bytes for path in spec.dataset.paths] != sizes:
         return False
     return sealing.digest(spec.dataset.paths) == sealed.digest
 
@@ -286,7 +291,7 @@ def refuse_shared_output(spec: JobSpec, records: Sequence[sa.RowMapping], finish
 def refuse_existing_output(spec: JobSpec) -> None:
     """Refuse to overwrite an existing file unless requested. Raises: InvalidInput."""
     for path in [] if spec.output is None else outputs(spec.output, spec.form):
-        if os.path.exists(path):
+        if result_exists(path):
             raise InvalidInput(
                 f"{path} exists and is not this job's: choose another output, or write over it with --overwrite",
                 code="output_exists",

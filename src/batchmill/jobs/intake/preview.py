@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -56,7 +57,7 @@ async def _prepared(
         (home / "plan").mkdir()
         folders = str(home / "dataset"), str(home / "plan")
         request = PrepareOrder(spec, *folders, spec.created, is_preview=True)
-        prepared = await seal_and_plan(request, disk_quota, offload, progress)
+        prepared = await seal_and_plan(request, disk_quota, partial(offload, stores=spec.uses_stores), progress)
         yield routing.with_choices(spec, prepared.choices), home, prepared
     finally:
         shutil.rmtree(home)
@@ -110,7 +111,10 @@ async def estimate(
             return prepared.report, None
         request = EstimateOrder(spec, str(home / "dataset"), str(home / "plan"), rows_per_s)
         answer = await offload(
-            "batchmill.jobs.intake.estimate:estimate_offloaded", msgspec.json.encode(request), progress
+            "batchmill.jobs.intake.estimate:estimate_offloaded",
+            msgspec.json.encode(request),
+            progress,
+            stores=spec.uses_stores,
         )
         found = msgspec.json.decode(answer, type=Estimate)
         notes = [*_unfetched(prepared.report), *routing.sentences(spec), *found.notes]

@@ -14,6 +14,7 @@ import msgspec
 
 from batchmill.datasets import sealing
 from batchmill.errors import StorageFull
+from batchmill.object_store.urls import is_object_url, open_store, parse_url
 from batchmill.store.segments import sync_folder
 from batchmill.types import SegmentPlace
 from batchmill.wire.job_spec import JobSpec
@@ -123,6 +124,14 @@ def full_disk_named(path: Path) -> Iterator[None]:
             raise
         message = f"there is no room to write {path}: {error.strerror}; free some, then resume the job"
         raise StorageFull(message) from error
+
+
+def result_exists(path: str) -> bool:
+    """Whether a result file, or an object, is there. Raises: AuthRefused, Unavailable, InvalidInput."""
+    if not is_object_url(path):
+        return os.path.exists(path)
+    url = parse_url(path)
+    return open_store(url.root).find(url.key) is not None
 
 
 class JobFiles:

@@ -11,6 +11,7 @@ from msgspec import Struct
 
 from batchmill.errors import Conflict, UnknownName
 from batchmill.jobs.ledger import snapshot
+from batchmill.jobs.ledger.files import result_exists
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store import removals
 from batchmill.store.database import Database
@@ -215,7 +216,7 @@ def standing(db: sa.Connection, once: Once, now: float) -> str | None:
 
 def must_run_again(record: sa.RowMapping, order: JobOrder) -> bool:
     """Whether an order that is a known job runs it from its beginning again."""
-    if record["compacted"] is not None and not os.path.exists(record["output"]):
+    if record["compacted"] is not None and not result_exists(record["output"]):
         return True  # its results are gone, and what they could be written from
     return order.restart or (order.overwrite and record["state"] == JobState.COMPLETED)
 

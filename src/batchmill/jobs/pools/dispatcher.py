@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -26,6 +27,7 @@ from batchmill.jobs.pools.replicas import Load
 from batchmill.jobs.pools.resources import Resources
 from batchmill.jobs.pools.tallies import ModelGauge, Tallies
 from batchmill.models.secrets import NoSecrets
+from batchmill.object_store.credentials import variables_of
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
 from batchmill.types import Commit, Lease, ModelSpec, Shard
@@ -578,7 +580,8 @@ def _open_job(run: JobRun, worker: PoolWorker, model: int) -> None:
     worker.opened[spec.id] = spec.project
     folders = str(run.files.dataset), str(run.files.segments)
     adapters = spec.models[model].adapter_set()
-    worker.handle.send(Open(spec.id, spec.identity, spec.form, *folders, adapters, spec.project))
+    stores = variables_of(os.environ) if spec.uses_stores else {}
+    worker.handle.send(Open(spec.id, spec.identity, spec.form, *folders, adapters, spec.project, stores))
     if run.fails_rows:
         worker.handle.send(FailRows(spec.id))
     if run.job_budget is not None:

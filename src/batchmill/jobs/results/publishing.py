@@ -15,14 +15,17 @@ from batchmill.datasets.sealed import load_seal
 from batchmill.errors import BatchmillError, JobPaused
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.plan import PlanReader
-from batchmill.jobs.results.results import GatherOrder, Manifest, can_stream, stored_name
+from batchmill.jobs.results.object_results import UPLOAD, UploadOrder
+from batchmill.jobs.results.results import GatherOrder, Manifest, can_stream, output_kind, stored_name
 from batchmill.jobs.results.streaming_results import StreamingGather
+from batchmill.object_store.urls import is_object_url
 from batchmill.store.segment_files import open_segments
 from batchmill.types import Commit, RowError, SegmentRef
 from batchmill.wire.job_spec import JobSpec
 
 GATHER = "batchmill.jobs.results.gathering:gather_offloaded"
 GATHER_PARTIAL = "batchmill.jobs.results.gathering:partial_offloaded"
+UPLOADED = "upload"  # the name of results on their way to an object store
 Committed = list[tuple[int, SegmentRef]]
 
 
@@ -83,6 +86,16 @@ class Publishing:
         self, committed: Committed, progress: Callable[[float], None], *, unrun: RowError | None = None
     ) -> Manifest:
         """Write the rest of the results, audit and publish them; `unrun` as in `results.GatherOrder`."""
+        manifest = await self._finish_files(committed, progress, unrun)
+        if self._spec.output is None or not is_object_url(self._spec.output):
+            return manifest
+        order = UploadOrder(manifest, self._spec.output, self._spec.form.errors_apart)
+        return msgspec.json.decode(await self._offload(UPLOAD, msgspec.json.encode(order), progress), type=Manifest)
+
+    async def _finish_files(
+        self, committed: Committed, progress: Callable[[float], None], unrun: RowError | None
+    ) -> Manifest:
+        """Publish the result files on this machine."""
         if self._copying is not None:
             self._queue.put_nowait(None)
             copying, self._copying = self._copying, None
@@ -92,7 +105,10 @@ class Publishing:
 
 
 def output_of(spec: JobSpec, files: JobFiles) -> Path:
-    """The path of the results: the caller's, or in the job's own folder."""
+    """The path of the results: the caller's, or in the job's own folder; there, too, until they are uploaded."""
+    if spec.output is not None and is_object_url(spec.output):
+        kind, packed = output_kind(Path(spec.output))
+        return files.home / f"{UPLOADED}.{kind}{packed}"
     return files.home / stored_name(spec.output_format) if spec.output is None else Path(spec.output)
 
 
@@ -104,7 +120,7 @@ async def write_partial(spec: JobSpec, files: JobFiles, committed: Committed, of
         return str(path)
     order = msgspec.json.encode(gather_order(spec, files, committed, path))
     try:
-        await offload(GATHER_PARTIAL, order, lambda _: None, project=spec.project)
+        await offload(GATHER_PARTIAL, order, lambda _: None, project=spec.project, stores=spec.uses_stores)
     except BaseException:
         path.unlink(missing_ok=True)
         raise

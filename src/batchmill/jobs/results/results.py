@@ -14,6 +14,7 @@ from msgspec import Struct
 from batchmill.datasets.layout import PIECE_ROWS
 from batchmill.errors import InvalidInput
 from batchmill.jobs.ledger.plan import Plan
+from batchmill.object_store.urls import is_object_url, parse_url
 from batchmill.types import RowError, SegmentPlace, SegmentRef
 from batchmill.wire.forms import Form
 
@@ -103,6 +104,9 @@ def check_kind(name: str, format: str) -> None:
 def check_output(path: str, format: str) -> None:
     """Whether results of a dataset of `format` can be written to `path`. Raises: InvalidInput."""
     check_kind(path, format)
+    if is_object_url(path):
+        errors_of(path)  # refuses a folder
+        return
     output = Path(path)
     if output.is_dir():
         raise InvalidInput(f"the output {path!r} is a folder: name a file in it", code="invalid_output")
@@ -119,6 +123,16 @@ def errors_path(output: Path) -> Path:
     _, packed = output_kind(output)
     stem = Path(output.name[: len(output.name) - len(packed)]).stem
     return output.with_name(f"{stem}.errors.jsonl")
+
+
+def errors_of(output: str) -> str:
+    """As `errors_path`, for an output that may be a URL. Raises: InvalidInput."""
+    if not is_object_url(output):
+        return str(errors_path(Path(output)))
+    if not parse_url(output).key or output.endswith("/"):
+        raise InvalidInput(f"the output {output!r} is a folder: name an object in it", code="invalid_output")
+    folder, _, name = output.rpartition("/")
+    return f"{folder}/{errors_path(Path(name)).name}"
 
 
 def can_stream(output: Path, plan: Plan) -> bool:

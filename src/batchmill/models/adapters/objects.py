@@ -8,8 +8,8 @@ from pathlib import Path
 
 from batchmill.errors import InvalidInput
 from batchmill.models.adapters.fetching import check_size, write_file
-from batchmill.object_store.store import ObjectInfo, ObjectStore
-from batchmill.object_store.urls import open_store
+from batchmill.object_store.store import ObjectStore
+from batchmill.object_store.urls import ObjectInfo, open_store
 from batchmill.wire.adapter_bundles import FILES, check_names
 
 LISTED_MAX = 1000  # objects below the prefix that are listed

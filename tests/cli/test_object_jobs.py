@@ -1,0 +1,134 @@
+"""Jobs of this machine whose input and results lie in an object store, by the command itself."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+from fakes.faulty_objects import FaultyObjects, faulty_objects
+from fakes.s3_server import bucket_client, s3_environment, s3_server
+
+BUCKET = "jobs"
+ROWS = [{"n": n} for n in range(200)]
+INPUT, OUTPUT = f"s3://{BUCKET}/in/*.jsonl", f"s3://{BUCKET}/out/results.jsonl"
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def stage(s3: str, tmp_path: Path) -> Iterator["Stage"]:
+    with ExitStack() as stack:
+        client = stack.enter_context(bucket_client(s3, BUCKET))
+        plan = stack.enter_context(faulty_objects(s3))
+        yield Stage(client, plan, tmp_path)
+
+
+class Stage:
+    def __init__(self, client, plan: FaultyObjects, folder: Path) -> None:
+        self.client, self.plan, self.folder = client, plan, folder
+        self.put("in/a.jsonl", ROWS[:150])
+        self.put("in/b.jsonl", ROWS[150:])
+        (folder / "double.py").write_text("def run(n):\n    return n * 2\n")
+
+    def put(self, key: str, rows: list[dict]) -> None:
+        body = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
+        self.client.put_object(Bucket=BUCKET, Key=key, Body=body)
+
+    def objects(self) -> list[str]:
+        return [each["Key"] for each in self.client.list_objects_v2(Bucket=BUCKET)["Contents"]]
+
+    def results(self, key: str = "out/results.jsonl") -> list[int]:
+        body = self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read()
+        return [msgspec.json.decode(line)["output"] for line in body.splitlines()]
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, **s3_environment(self.plan.url)}
+        command = [sys.executable, "-m", "batchmill", *arguments, "--data-dir", str(self.folder / "data")]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, cwd=self.folder)
+
+    def run(self, *more: str, source: str = INPUT, output: str = OUTPUT) -> subprocess.CompletedProcess[str]:
+        model = f"function:{self.folder / 'double.py'}:run"
+        return self.command("run", source, "--model", model, "-o", output, *more)
+
+
+DOUBLED = [2 * row["n"] for row in ROWS]
+
+
+def test_a_job_from_and_to_a_store(stage: Stage):
+    """Rows come from objects and results go to one; no credentials are in the job's folder."""
+    done = stage.run()
+    assert done.returncode == 0, done.stderr
+    assert OUTPUT in done.stdout
+    assert stage.results() == DOUBLED
+    assert stage.objects() == ["in/a.jsonl", "in/b.jsonl", "out/results.jsonl"]
+    (home,) = (stage.folder / "data" / "jobs").iterdir()
+    assert not list(home.glob("upload*"))
+    for path in filter(Path.is_file, home.rglob("*")):
+        assert b"AWS_" not in path.read_bytes()
+        assert b"testing" not in path.read_bytes()
+    shown = stage.command("results", home.name)
+    assert len(shown.stdout.splitlines()) == len(ROWS)
+    puts = stage.plan.count("PUT")
+    assert stage.run().returncode == 0  # it is finished, and nothing is written again
+    assert stage.plan.count("PUT") == puts
+
+
+def test_existing_results_stay(stage: Stage):
+    """An object of somebody else is not replaced without --overwrite; an input never is."""
+    stage.put("out/results.jsonl", [{"mine": 1}])
+    done = stage.run()
+    assert done.returncode == 2
+    assert f"{OUTPUT} exists and is not this job's" in done.stderr
+    done = stage.run(source=OUTPUT)
+    assert "is an input" in done.stderr
+    assert stage.run("--overwrite").returncode == 0
+    assert stage.results() == DOUBLED
+
+
+def test_credentials_that_expire(stage: Stage):
+    """Credentials that a store refuses while rows run pause the job; the same command goes on with others."""
+    assert stage.run(output=f"s3://{BUCKET}/out/first.jsonl").returncode == 0
+    stage.plan.serve("GET", stage.plan.count("GET") - 1)  # all reads of a job but the last
+    stage.plan.always = {"GET": "expired"}
+    done = stage.run()
+    assert "give credentials" in done.stdout + done.stderr, done.stderr
+    assert done.returncode not in (0, 2)
+    stage.plan.always = {}
+    done = stage.run()
+    assert done.returncode == 0, done.stderr
+    assert stage.results() == DOUBLED
+
+
+def test_lost_replies_of_an_upload(stage: Stage):
+    """Uploads whose replies are lost, or that the store refuses for now, are sent again."""
+    stage.plan.fail("PUT", "lost_reply", "slow_down")
+    assert stage.run().returncode == 0
+    assert stage.results() == DOUBLED
+
+
+def test_results_as_tables(stage: Stage):
+    """Results can be CSV, Parquet or packed, as files can; a folder is refused."""
+    for name in ("r.csv.gz", "r.parquet"):
+        done = stage.run(output=f"s3://{BUCKET}/{name}")
+        assert done.returncode == 0, done.stderr
+        assert name in stage.objects()
+    done = stage.run(output=f"s3://{BUCKET}/out.jsonl/")
+    assert done.returncode == 2
+    assert "name an object in it" in done.stderr
+
+
+def test_previews(stage: Stage):
+    """A dataset in a store can be validated and estimated before it runs."""
+    model = f"function:{stage.folder / 'double.py'}:run"
+    for command in ("validate", "plan", "estimate"):
+        done = stage.command(command, INPUT, "--model", model)
+        assert done.returncode == 0, done.stderr
+        assert "200" in done.stdout
