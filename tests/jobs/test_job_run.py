@@ -27,7 +27,7 @@ async def run(tmp_path):
         id="job_1", dataset=DatasetSpec(["/data/in.jsonl"]), models=[ModelSpec("m", "function", "app.py:f")],
         form=OpenAIForm(), policy=Policy(), output=None, identity="same", code={}, created=1.0,
     )  # fmt: skip
-    made = JobRun(spec, 0, plan, files=JobFiles(tmp_path, "job_1"), clock=HeldClock())
+    made = JobRun(spec, 0, plan, files=JobFiles(tmp_path, "job_1"), clock=HeldClock(), open_shards=2)
     made.load({})
     yield made
     plan.close()
@@ -98,6 +98,25 @@ async def test_catching_up_counts_each_row_once(run):
     assert run.rows_left == (SHARDS - 1) * SHARD_ROWS - 3
     run.catch_up(dict.fromkeys(range(SHARDS), SHARD_ROWS))
     assert run.rows_left == 0 and run.ended.done() and run.models_left == []
+
+
+async def test_shards_are_opened_in_windows(run):
+    """A few shards are in memory at a time; one that got rows before its turn goes out once, in its turn."""
+    finish(run, 3, rows=1)
+    assert run.has_ready(0) and sorted(run._shards) == [0, 1, 3]
+    assert take_all(run) == [0, 1, 2, 3, 4] and not run.has_ready(0)
+    assert run.rows_held(0) == run.rows_left == SHARDS * SHARD_ROWS - 1
+
+
+async def test_what_is_done_before_is_not_opened(run, tmp_path):
+    """A run that goes on opens neither finished shards nor rows twice."""
+    again = JobRun(run.spec, 0, run.plan, files=JobFiles(tmp_path, "job_1"), clock=HeldClock(), open_shards=1)
+    again.load({0: SHARD_ROWS, 1: 0, 2: 3, 4: SHARD_ROWS})
+    assert (again.rows_left, again.shards_left_of(0), again.rows_left_of(0)) == (9, 3, 9)
+    assert take_all(again) == [1, 2, 3]
+    for number, rows in ((0, 1), (1, 4), (2, 1), (3, 4)):
+        finish(again, number, rows)
+    assert again.rows_left == 0 and again.ended.done()
 
 
 async def test_one_shard_of_many(run):

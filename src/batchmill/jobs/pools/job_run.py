@@ -146,6 +146,7 @@ class JobBudget:
                 self._send(worker)
 
 
+OPEN_SHARDS = 1024  # of a model, opened at once: a large job has a million
 CRASHES_MAX = 3  # workers that may die on one row before it is given up
 # Workers that may die on a shard of user code, which shares their process. Something else may have killed one of them.
 USER_CODE_DEATHS = 2
@@ -173,8 +174,13 @@ class JobRun:
         files: JobFiles,
         clock: Clock,
         is_over: bool = False,
+        open_shards: int = OPEN_SHARDS,
     ) -> None:
-        """`is_over`: start no more rows; only collect the results that providers have for the loaded shards."""
+        """
+        Args:
+            is_over: start no more rows; only collect the results that providers have for the loaded shards.
+            open_shards: of a model, opened at once.
+        """
         self.spec, self.generation, self.plan, self.files = spec, generation, plan, files
         self.is_over = is_over
         self.fails_rows = False  # its failing rows do not wait until their service recovers
@@ -186,7 +192,12 @@ class JobRun:
         self.progressed_at: float | None = None  # when its rows were last counted, or first granted
         self.ended: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self.counted_hooks: list[Callable[[Commit], None]] = []
-        self._shards: dict[int, Shard] = {}  # shards with open rows
+        self._open_shards = open_shards
+        self._planned = plan.shards()
+        self._unopened: dict[int, range] = {}  # model -> shards of the plan that it did not reach yet
+        self._finished = bytearray(len(self._planned) // 8 + 1)  # a bit for each shard of the plan
+        self._partial: dict[int, int] = {}  # shard that is not opened -> rows done, if there are some
+        self._shards: dict[int, Shard] = {}  # opened shards with open rows
         # In the order of grants. A shard that ended or got a holder before its turn stays in the queue and is skipped:
         # removing it would take time in proportion to the length of the queue.
         self._ready: dict[int, deque[Shard]] = {model: deque() for model in range(len(spec.models))}
@@ -207,23 +218,70 @@ class JobRun:
 
     def load(self, done: dict[int, int], only: frozenset[int] | None = None) -> None:
         """Make the shards ready, given how many rows of each are done. `only`: of these shards, those of providers."""
-        for shard in self.plan.shards():
-            rows = shard.hi - shard.lo
-            is_included = only is None or (shard.number in only and self.spec.models[shard.model].is_handed_over)
-            finished = done.get(shard.number, 0) if is_included else rows
-            self.rows_left -= finished
-            if finished < rows:
-                self._shards[shard.number] = shard
-                self._done[shard.number] = finished
-                self._ready[shard.model].append(shard)
-                self._shards_left[shard.model] += 1
-                self._rows_left[shard.model] += rows - finished
+        if only is not None:
+            self.rows_left = 0
+            for number in sorted(only):
+                if number < len(self._planned) and self.spec.models[self._planned[number].model].is_handed_over:
+                    self._load_one(self._planned[number], done.get(number, 0))
+            self._end_if_complete()
+            return
+        for span in self.plan.plan.spans:
+            self._unopened[span.model] = range(span.first, span.end)
+            self._rows_left[span.model] += span.hi - span.lo
+            self._shards_left[span.model] += span.end - span.first
+        for number, rows in done.items():
+            shard = self._planned[number]
+            self.rows_left -= rows
+            self._rows_left[shard.model] -= rows
+            if rows == shard.hi - shard.lo:
+                self._shards_left[shard.model] -= 1
+                self._set_finished(number)
+            elif rows:
+                self._partial[number] = rows
         self._end_if_complete()
+
+    def _load_one(self, shard: Shard, done: int) -> None:
+        """Make one shard ready if it has open rows."""
+        rows = shard.hi - shard.lo - done
+        if rows:
+            self.rows_left += rows
+            self._rows_left[shard.model] += rows
+            self._shards_left[shard.model] += 1
+            self._shards[shard.number], self._done[shard.number] = shard, done
+            self._ready[shard.model].append(shard)
+
+    def _open_more(self, model: int) -> bool:
+        """Make the next shards of a model ready. Returns whether the plan had any."""
+        unopened = self._unopened.get(model, range(0))
+        self._unopened[model] = unopened[self._open_shards :]
+        for number in unopened[: self._open_shards]:
+            if not self._is_finished(number):
+                self._ready[model].append(self._open(number))
+        return bool(unopened)
+
+    def _open(self, number: int) -> Shard:
+        if number not in self._shards:
+            self._shards[number], self._done[number] = self._planned[number], self._partial.pop(number, 0)
+        return self._shards[number]
+
+    def _has_open_rows(self, number: int) -> bool:
+        """Whether a shard has open rows; it is opened then, though it may not be ready before its turn."""
+        if number in self._shards or not 0 <= number < len(self._planned) or self._is_finished(number):
+            return number in self._shards
+        if number in self._unopened.get(self._planned[number].model, ()):
+            self._open(number)
+        return number in self._shards
+
+    def _is_finished(self, number: int) -> bool:
+        return bool(self._finished[number >> 3] >> (number & 7) & 1)
+
+    def _set_finished(self, number: int) -> None:
+        self._finished[number >> 3] |= 1 << (number & 7)
 
     def catch_up(self, done: dict[int, int]) -> None:
         """Count rows that the ledger counted without a report to this run: shard -> rows done there now."""
         for number, rows in done.items():
-            if number in self._shards and rows > self._done[number]:
+            if self._has_open_rows(number) and rows > self._done[number]:
                 self._advance(number, rows - self._done[number])
         self._end_if_complete()
 
@@ -240,9 +298,11 @@ class JobRun:
         if self.ended.done():
             return False
         ready = self._ready[model]
-        while ready and (ready[0].number not in self._shards or ready[0].number in self._held):
-            ready.popleft()
-        return bool(ready)
+        while True:
+            while ready and (ready[0].number not in self._shards or ready[0].number in self._held):
+                ready.popleft()
+            if ready or not self._open_more(model):
+                return bool(ready)
 
     @property
     def rows_out(self) -> int:
@@ -273,7 +333,7 @@ class JobRun:
     def take_over(self, left: dict[int, str]) -> None:
         """Assign shards that workers held before this run began: shard -> worker."""
         for number, worker in left.items():
-            if number in self._shards:
+            if self._has_open_rows(number):
                 self._hold(self._shards[number], worker)
 
     def _hold(self, shard: Shard, worker: str) -> None:
@@ -338,7 +398,7 @@ class JobRun:
         self.progressed_at = self._clock.monotonic()
         for hook in self.counted_hooks:
             hook(commit)
-        if number in self._shards:
+        if self._has_open_rows(number):
             self._row_costs[self._shards[number].model].add(rows, commit.usage)
             self._advance(number, rows)
         self._end_if_complete()
@@ -355,6 +415,7 @@ class JobRun:
             self._clear_holder(shard)
             self._shards_left[shard.model] -= 1
             del self._shards[number], self._done[number]
+            self._set_finished(number)
             self._deaths.pop(number, None)
 
     def held_by(self, worker: str) -> list[Shard]:
@@ -375,6 +436,7 @@ class JobRun:
 
     def shard(self, number: int) -> Shard:
         """A shard with open rows."""
+        assert self._has_open_rows(number), f"shard {number} has no open rows"
         return self._shards[number]
 
     def put_back(self, shard: Shard, *, died: bool) -> None:
@@ -400,6 +462,7 @@ class JobRun:
         self._rows_left[shard.model] -= rest
         self._shards_left[shard.model] -= 1
         del self._shards[shard.number], self._done[shard.number]
+        self._set_finished(shard.number)
         self._end_if_complete()
 
     def note_suspect(self, path: Path) -> None:
