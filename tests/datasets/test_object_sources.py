@@ -135,6 +135,18 @@ def test_refused_credentials(put, sealed, home, faulty: FaultyObjects):
     assert _rows(home) == LINES
 
 
+def test_variables_that_come_with_a_job(put, sealed, home, faulty: FaultyObjects, monkeypatch: pytest.MonkeyPatch):
+    """A worker reads with the variables that came with the job: its own environment has none."""
+    sealed(put("rows.jsonl", TEXT))
+    variables = {**s3_environment(faulty.url), "AWS_ACCESS_KEY_ID": "sent"}
+    for name in s3_environment(faulty.url):
+        monkeypatch.delenv(name)
+    rows = open_rows(home, access=variables)
+    assert rows.read(0, 10) == LINES[:10]
+    rows.close()
+    assert "Credential=sent/" in faulty.requests[-1][2]["authorization"]
+
+
 def test_a_store_that_is_down(put, sealed, home, faulty: FaultyObjects, monkeypatch: pytest.MonkeyPatch):
     """A store that does not answer pauses a job."""
     sealed(put("rows.jsonl", TEXT))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sealing import seal
+from batchmill.errors import AuthRefused
 from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, empty_rows
@@ -108,3 +110,63 @@ async def test_rows_that_are_held_back_are_neither_lost_nor_given_twice(job: Ope
     while more := await taken(10):
         found += more
     assert found == [("job_a", n) for n in range(6)]
+
+
+class RemoteRows:
+    """Rows that lie in a store: a read waits for `may_read`, and may fail."""
+
+    is_remote = True
+
+    def __init__(self, rows: SealedRows) -> None:
+        self._rows = rows
+        self.threads: list[int] = []
+        self.error: Exception | None = None
+        self.may_read = threading.Event()
+
+    def read_lines(self, first: int, last: int) -> bytes:
+        assert self.may_read.wait(60)
+        self.threads.append(threading.get_ident())
+        if self.error is not None:
+            raise self.error
+        return self._rows.read_lines(first, last)
+
+
+async def test_the_event_loop_never_waits_for_a_store(job: OpenJob, feed: GrantFeed) -> None:
+    """Rows of a store are read in a thread, once, while rows of other jobs are not held up by the event loop."""
+    rows = RemoteRows(job.rows)
+    give(feed, msgspec.structs.replace(job, rows=rows), Grant(Lease("far", 0, 0, 1), 0, 0, 10))
+    waiting = asyncio.create_task(feed.take(6))
+    await asyncio.sleep(0)  # the loop runs on
+    rows.may_read.set()
+    assert [row.number for row in await waiting] == list(range(6))
+    assert [row.number for row in await feed.take(6)] == list(range(6, 10))
+    assert len(rows.threads) == 2
+    assert threading.get_ident() not in rows.threads
+
+
+async def test_a_store_that_refuses_ends_only_its_job(job: OpenJob, tmp_path: Path) -> None:
+    """A job whose rows cannot be read is forgotten and reported; rows of another follow."""
+    failed: list[tuple[str, Exception]] = []
+    feed = GrantFeed(
+        want=lambda _: None, failed=lambda *it: failed.append(it), broken=lambda _: None, suspect=tmp_path / "s"
+    )
+    rows = RemoteRows(job.rows)
+    rows.error = AuthRefused("expired", code="auth_error")
+    rows.may_read.set()
+    give(feed, msgspec.structs.replace(job, rows=rows), Grant(Lease("far", 0, 0, 1), 0, 0, 10, priority=1))
+    give(feed, job, Grant(Lease("near", 0, 0, 1), 0, 0, 3))
+    assert len(await feed.take(20)) == 3
+    assert [(name, error.code) for name, error in failed] == [("far", "auth_error")]
+
+
+async def test_a_job_that_is_dropped_while_it_is_read(job: OpenJob, feed: GrantFeed) -> None:
+    """What a read finds after its job was dropped, and its dataset closed, means nothing."""
+    rows = RemoteRows(job.rows)
+    rows.error = OSError("closed")
+    give(feed, msgspec.structs.replace(job, rows=rows), Grant(Lease("far", 0, 0, 1), 0, 0, 10))
+    waiting = asyncio.create_task(feed.take(6))
+    await asyncio.sleep(0)
+    feed.drop("far")
+    rows.may_read.set()
+    feed.end()
+    assert await waiting == []

@@ -306,6 +306,10 @@ class GrantFeed:
                     if self._lanes.get(lane.job) is lane:
                         self._forget(queued.held, error)
                     continue
+                except (OSError, ValueError):
+                    if self._lanes.get(lane.job) is lane:
+                        raise
+                    continue  # the job was dropped meanwhile, and its dataset closed
                 queued.ahead = _Ahead(first, last, columns, block)
 
     def _next_range(self, lane: _JobLane, queued: _Queued, n: int) -> tuple[int, int]:

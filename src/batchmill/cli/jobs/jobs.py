@@ -31,6 +31,7 @@ from batchmill.cli.text import brief, clean, count, moment, short, table
 from batchmill.cli.values import LONG_TIME, POSITIVE, Past
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition
+from batchmill.object_store.urls import is_object_url
 from batchmill.states import ENDED, JobState
 from batchmill.types import JobQuery, JobView, Submitted
 from batchmill.wire.native import Change
@@ -108,7 +109,8 @@ def _print_removed(session: Session, view: JobView, outcome: str) -> None:
         session.emit("removed" if outcome == "removed" else "old", job=view)
         return
     note = f"; {view.output} stays" if view.output is not None and f"/jobs/{view.id}/" not in view.output else ""
-    is_path = view.output is not None and view.output.startswith("/")  # a server names its files by their ids
+    # a server names its files by their ids
+    is_path = view.output is not None and (view.output.startswith("/") or is_object_url(view.output))
     session.print(clean(f"{view.id}: {outcome}{note if is_path else ''}", 4096))
 
 
