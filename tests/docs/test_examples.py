@@ -46,7 +46,7 @@ TASK_PAGES = [
     "docs/predibase.md",
     "docs/opensearch-ml-commons.md",
 ]
-PAGES = [*TASK_PAGES, "docs/configuration.md", "docs/deploy.md", "docs/security.md"]
+PAGES = [*TASK_PAGES, "docs/data-in-an-object-store.md", "docs/configuration.md", "docs/deploy.md", "docs/security.md"]
 
 # What the service of the pages says to a prompt that holds this; to any other it answers "positive".
 ANSWERS = {"Broke": "negative", "cannot say": "neutral"}
