@@ -4,6 +4,7 @@
 # make postgres  install the programs of a PostgreSQL server, which the tests run
 # make bubblewrap  install the program that isolates functions, which the tests use
 # make promtool  get Prometheus' checker of rules, which the tests use
+# make ray    make the environment with Ray that the tests use
 # make bench  run the figures of benchmarks/ (BENCH="function_rows help_time" picks some)
 # make lint   check the style, the types of the SDK, and the lowest versions of what is needed for known advisories
 # make clean  remove everything that these made
@@ -15,6 +16,7 @@ PYTHON ?=
 VENV := .venv
 VLLM_VENV := .venv-vllm
 CLIENT_VENVS := .venv-clients
+RAY_VENV := .venv-ray
 INSTALLED := $(VENV)/.batchmill-installed
 PIP_QUIET := -qq --disable-pip-version-check
 BENCH ?= help_time small_job function_rows busy_rows parquet_columns endpoint_rows llm_plain llm_prefix memory kill upload \
@@ -25,7 +27,7 @@ PYTEST_ARGS ?= --numprocesses 3 --dist loadfile --no-loadscope-reorder
 export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE  # compiled once, modules are imported twice as fast by every process of a test
 
-.PHONY: help test demo bench lint clean vllm clients bubblewrap postgres promtool
+.PHONY: help test demo bench lint clean vllm clients bubblewrap postgres promtool ray
 .DEFAULT_GOAL := help
 
 help:
@@ -46,6 +48,15 @@ vllm: $(INSTALLED)
 # The published clients of the APIs that the server speaks, each in an environment of its own.
 clients:
 	@PYTHON="$(PYTHON)" tools/client_envs.sh $(CLIENT_VENVS)
+
+# Ray beside batchmill, in an environment of its own: nodes and driver run in it.
+ray: $(RAY_VENV)/.batchmill-installed
+
+$(RAY_VENV)/.batchmill-installed: pyproject.toml tools/make_venv.sh
+	@PYTHON="$(PYTHON)" tools/make_venv.sh $(RAY_VENV)
+	@echo "--> installing batchmill and Ray into $(RAY_VENV)"
+	@$(RAY_VENV)/bin/python -m pip install $(PIP_QUIET) -e '.[ray,parquet]'
+	@touch $@
 
 # Debian's package, where this user may install it.
 bubblewrap:
@@ -70,9 +81,10 @@ test: lint
 	@$(MAKE) --no-print-directory bubblewrap || echo "--> bubblewrap is not there: the tests that need it will fail"
 	@$(MAKE) --no-print-directory postgres || echo "--> PostgreSQL is not there: the tests that need it will fail"
 	@$(MAKE) --no-print-directory promtool || echo "--> promtool is not there: the tests that need it will fail"
+	@$(MAKE) --no-print-directory ray || echo "--> Ray could not be installed: the tests that need it will fail"
 	@echo "--> running the tests"
 	@HF_HUB_OFFLINE=1 BATCHMILL_VLLM_PYTHON="$$PWD/$(VLLM_VENV)/bin/python" \
-	    BATCHMILL_CLIENT_ENVS="$$PWD/$(CLIENT_VENVS)" \
+	    BATCHMILL_CLIENT_ENVS="$$PWD/$(CLIENT_VENVS)" BATCHMILL_RAY_PYTHON="$$PWD/$(RAY_VENV)/bin/python" \
 	    BATCHMILL_FUNCTION_PYTHON="$$PWD/$(CLIENT_VENVS)/functions/bin/python" $(VENV)/bin/python -m pytest tests $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
@@ -94,7 +106,7 @@ bench: vllm
 
 clean:
 	@echo "--> removing environments, caches and what the demo and the benchmarks wrote"
-	@rm -rf $(VENV) $(VLLM_VENV) $(CLIENT_VENVS) .venv-promtool demo-output .pytest_cache .ruff_cache .hypothesis build dist \
+	@rm -rf $(VENV) $(VLLM_VENV) $(CLIENT_VENVS) $(RAY_VENV) .venv-promtool demo-output .pytest_cache .ruff_cache .hypothesis build dist \
 	    benchmarks/.venvs benchmarks/.data
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	@find src -name '*.egg-info' -type d -prune -exec rm -rf {} +

@@ -89,6 +89,7 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.connection.load_owner": "what owns a data directory, which needs SQLAlchemy",
     "batchmill.cli.local.load_preview": "the previews of orders, which need SQLAlchemy",
     "batchmill.engines.import_engine": "the engines",
+    "batchmill.owner._make_executor": "the executors of a cluster",
     "batchmill.jobs.results.gathering.create_table": "the tables results can be written as, of which one needs pyarrow",
     "batchmill.children.child._find": "the jobs of a child process, which its parent names",
     "batchmill.children.child._main": "what serves them, once the child is bound to its parent",

@@ -15,13 +15,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from msgspec import Struct
 
 from batchmill.config import BackupsEntry, Config
-from batchmill.control.admin import ConnectorHandlers, JobHandlers, KeyHandlers, SecretHandlers
+from batchmill.control.admin import ClusterHandlers, ConnectorHandlers, JobHandlers, KeyHandlers, SecretHandlers
 from batchmill.control.app import ControlApp
 from batchmill.control.listener import ControlListener
 from batchmill.control.models import AdapterHandlers, FunctionHandlers, LlmHandlers, ModelHandlers
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import InvalidConfig
 from batchmill.executors.local import LocalExecutor
+from batchmill.imports import import_large
 from batchmill.jobs.intake import preview
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.ledger import Ledger
@@ -31,8 +32,8 @@ from batchmill.jobs.pools.resources import Resources
 from batchmill.jobs.service import JobService
 from batchmill.models import devices, redaction
 from batchmill.models.isolation import isolation_of_config
-from batchmill.models.worker_environment import of_worker
-from batchmill.ports import Clock
+from batchmill.models.worker_environment import of_placed_worker, of_worker
+from batchmill.ports import Clock, Executor
 from batchmill.prepared import PreparedProcesses
 from batchmill.services import salvage as salvaging
 from batchmill.services.adapters.service import AdapterService
@@ -222,18 +223,15 @@ async def open_owner(
     async with contextlib.AsyncExitStack() as stack:
         stack.callback((config.data_dir / SOCKET).unlink, missing_ok=True)
         _sweep(config)
-        executor = LocalExecutor(
-            config.data_dir / "workers",
-            (lambda model: of_worker(model, os.environ, config.server.worker_environment)) if serves else None,
-            prepared=None if prepared is None else prepared.workers,
-        )
+        executor = _make_executor(stack, config, prepared, serves=serves)
         executor.sweep()
         is_file = config.database.url is None  # otherwise its server keeps backups
         backups = Backups(config.data_dir, clock, config.backups if is_file else BackupsEntry(keep=0))
         await keep_backups(backups)
         # Workers of a command inherit its environment.
-        provisions = await _make_provisions(store, os.environ if serves else None)
-        gpus = devices.shared(config.machine.gpus, os.environ)
+        is_clustered = config.cluster.executor is not None
+        provisions = await _make_provisions(store, os.environ if serves or is_clustered else None)
+        gpus = None if is_clustered else devices.shared(config.machine.gpus, os.environ)
         commit_log = CommitLog(Ledger(store.database))
         stack.callback(commit_log.close)
         dispatcher = Dispatcher(
@@ -271,11 +269,30 @@ async def open_owner(
         await jobs.recover(resume_server_jobs=serves)
         if not serves:  # a server sweeps regularly
             await jobs.retention.sweep()
-        control = _control(store, models, jobs)
+        control = _control(store, models, jobs, executor)
         listener = ControlListener(control, config.data_dir / SOCKET)
         close_last(stack, lambda at_once: listener.close(at_once=at_once))
         await listener.open()
         yield Owner(store, models, backups, dispatcher, jobs, control)
+
+
+def _make_executor(
+    stack: contextlib.AsyncExitStack, config: Config, prepared: PreparedProcesses | None, *, serves: bool
+) -> Executor:
+    """Make what starts workers: processes of this machine, or actors of a Ray cluster."""
+    more, folder = config.server.worker_environment, config.data_dir / "workers"
+    local = LocalExecutor(
+        folder, (lambda model: of_worker(model, os.environ, more)) if serves else None,
+        prepared=None if prepared is None else prepared.workers,
+    )  # fmt: skip
+    if config.cluster.executor is None:
+        return local
+    local.sweep()
+    executor = import_large("batchmill.executors.ray.executor").RayExecutor(
+        config.cluster, config.data_dir, lambda model: of_placed_worker(model, os.environ, more), is_served=serves
+    )
+    close_last(stack, lambda _: executor.close())
+    return executor
 
 
 def _sweep(config: Config) -> None:
@@ -285,11 +302,12 @@ def _sweep(config: Config) -> None:
         leftover.unlink()
 
 
-def _control(store: Store, models: ModelServices, jobs: JobService) -> ControlApp:
+def _control(store: Store, models: ModelServices, jobs: JobService, executor: Executor) -> ControlApp:
     """Make the application of the control socket."""
     server = store.config.server
     groups = (
         JobHandlers(jobs),
+        ClusterHandlers(executor),
         KeyHandlers(store.keys, store.disk_quota, store.clock),
         SecretHandlers(store.vault),
         ConnectorHandlers(models.remote),

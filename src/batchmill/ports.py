@@ -36,6 +36,7 @@ from batchmill.types import (
     Submitted,
     Wait,
 )
+from batchmill.types.cluster import ClusterView
 from batchmill.types.models import Poison
 
 if TYPE_CHECKING:
@@ -416,6 +417,14 @@ class WorkerHandle(Protocol):
         """Wait for its exit code, or minus the signal that ended it."""
 
 
+@runtime_checkable
+class PlacedHandle(Protocol):
+    """A worker that a cluster places on one of its nodes."""
+
+    waits: str  # why it has not started: the cluster is away, or has no room; empty: it has
+    is_lost: bool  # it ended because its node or the cluster went away
+
+
 class Provisions(Protocol):
     """Makes the provisions of workers: all that they get besides their model."""
 
@@ -468,3 +477,11 @@ class Executor(Protocol):
 
     def sweep(self) -> None:
         """Kill the workers that a dead owner left behind."""
+
+
+@runtime_checkable
+class ClusterExecutor(Protocol):
+    """An executor whose workers run on a cluster."""
+
+    async def view(self, *, brief: bool = False) -> ClusterView:
+        """The cluster, what runs there and what waits. `brief`: without asking it."""

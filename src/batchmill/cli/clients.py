@@ -64,6 +64,10 @@ class JobsClient(ABC):
     async def submit(self, order: JobOrder) -> Submitted:
         """Start, resume or join a job. Raises: InvalidInput when the order cannot be run as it is."""
 
+    async def require_cluster(self) -> None:
+        """Refuse an owner whose workers are processes of this machine. A server has workers of its own."""
+        return
+
     async def full_id(self, job_id: str) -> str:
         """The full id for the first letters of one. An owner resolves them itself."""
         return job_id
@@ -131,6 +135,10 @@ class OwnerJobs(JobsClient):
         if self._expect is not None:
             self._expect(order.models)
         return await self._client.call(calls.typed_request(operations.RUN, body=order))
+
+    async def require_cluster(self) -> None:
+        """Raises: InvalidInput. It also opens the owner before an order, so that no process is started ahead."""
+        await self._client.call(calls.typed_request(operations.SHOW_CLUSTER, brief=True))
 
     async def partial(self, job_id: str) -> str:
         """Write the finished rows, in row order, to a new file. Returns: its path; the caller removes the file."""

@@ -46,6 +46,8 @@ COMMANDS = {
     "quotas": ("batchmill.cli.models.llms:quotas", "Show a project's usage of its quotas."),
     "deploy": ("batchmill.cli.models.deploy:deploy", "Deploy a Python function as a model with versions."),
     "models": ("batchmill.cli.models.models:models", "List models; manage deployed functions."),
+    "cluster": ("batchmill.cli.admin.cluster:cluster", "Show the nodes of a cluster, and what runs or waits."),
+    "doctor": ("batchmill.cli.admin.cluster:doctor", "Check what batchmill uses beyond this machine."),
     "ledger": ("batchmill.cli.jobs.ledger:ledger", "Verify, rebuild or salvage the record of finished rows."),
 }
 

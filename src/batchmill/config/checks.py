@@ -32,6 +32,7 @@ from batchmill.config.entries import (
 )
 from batchmill.errors import InvalidConfig
 from batchmill.types import Limits, Price, ProjectQuotas, Quotas
+from batchmill.types.cluster import ClusterEntry
 from batchmill.types.isolation import FunctionsEntry
 from batchmill.types.machines import MachineEntry
 from batchmill.wire.json_bytes import DEPTH_MAX
@@ -93,6 +94,7 @@ def check_keys(table: dict[str, Any]) -> None:
     _only_known(table.get("secrets"), SecretsEntry, "secrets.")
     _only_known(table.get("database"), DatabaseEntry, "database.")
     _only_known(table.get("machine"), MachineEntry, "machine.")
+    _only_known(table.get("cluster"), ClusterEntry, "cluster.")
     _only_known(table.get("quotas"), Quotas, "quotas.")
     deployments = table.get("deployments")
     _only_known(deployments, DeploymentsEntry, "deployments.")
@@ -139,6 +141,7 @@ def check_values(read: File) -> None:
     read.functions.check()
     _check_deployments(read)
     read.machine.check()
+    _check_cluster(read)
     read.database.check()
     for name, entry in read.models.items():
         place = f"models.{name}"
@@ -250,6 +253,19 @@ def _check_ml_commons(entry: MlCommonsEntry) -> None:
             re.compile(expression)
         except re.error as error:
             raise InvalidConfig(f"ml_commons.{place}: {expression[:SHOWN_CHARS]!r} cannot be read: {error}") from None
+
+
+def _check_cluster(read: File) -> None:
+    read.cluster.check()
+    if read.cluster.executor is None:
+        for name, entry in read.models.items():
+            if entry.cpus != 1 or entry.resources:
+                which = "resources" if entry.resources else "cpus"
+                raise InvalidConfig(
+                    f'models.{name}.{which} has no effect on workers of this machine: set cluster.executor = "ray"'
+                )
+    elif read.machine != MachineEntry():
+        raise InvalidConfig("[machine] has no effect on a cluster, where Ray deals memory and GPUs: leave it out")
 
 
 def _check_limits(limits: Struct, place: str) -> None:

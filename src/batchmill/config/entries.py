@@ -35,6 +35,12 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | models.NAME.price            | USD per million tokens: `input`, `cached` (as `input` if absent), `output` |
 |                              | or one number for all of them                                             |
 | models.NAME.limits           | the fields of types.Limits                                                |
+| models.NAME.cpus             | cores of a cluster that one copy takes                                    |
+| models.NAME.resources        | custom resources of a cluster's nodes that one copy takes                 |
+| cluster.executor             | "ray": workers are Ray actors; none: processes of this machine            |
+| cluster.address              | "auto", "HOST:6379" of Ray's head, or "local": one is started here        |
+| cluster.python               | the interpreter with batchmill[ray]; none: batchmill's own                |
+| cluster.trusted_network      | nobody else reaches the cluster: secrets go there without token and TLS   |
 | machine.memory               | what models take together, bytes or "24GiB"; none: no limit               |
 | machine.gpus                 | how many GPUs they share, or their ids; none: those that are visible      |
 | server.host, server.port     | where `batchmill serve` listens (`--host`, `--port`)                       |
@@ -104,6 +110,7 @@ from msgspec.structs import fields
 
 from batchmill.errors import InvalidConfig
 from batchmill.types import DatasetSpec, Limits, Price, ProjectQuotas, Quotas
+from batchmill.types.cluster import ClusterEntry
 from batchmill.types.isolation import FunctionsEntry
 from batchmill.types.machines import MachineEntry, ReplicaEntry
 
@@ -290,6 +297,7 @@ class File(Struct, frozen=True):
     secrets: SecretsEntry = SecretsEntry()
     database: DatabaseEntry = DatabaseEntry()
     machine: MachineEntry = MachineEntry()
+    cluster: ClusterEntry = ClusterEntry()
     quarantine: QuarantineEntry = QuarantineEntry()
     backups: BackupsEntry = BackupsEntry()
     retention: RetentionEntry = RetentionEntry()
@@ -311,6 +319,7 @@ class Config(Struct, frozen=True):
     ml_commons: MlCommonsEntry = MlCommonsEntry()
     deployments: DeploymentsEntry = DeploymentsEntry()
     machine: MachineEntry = MachineEntry()
+    cluster: ClusterEntry = ClusterEntry()
     quarantine: QuarantineEntry = QuarantineEntry()
     backups: BackupsEntry = BackupsEntry()
     retention: RetentionEntry = RetentionEntry()

@@ -18,8 +18,10 @@ from batchmill.control.operations import (
     NewRemoteModel,
     SecretList,
     SecretValue,
+    ShowCluster,
 )
-from batchmill.ports import Clock, Jobs
+from batchmill.errors import InvalidInput
+from batchmill.ports import Clock, ClusterExecutor, Executor, Jobs
 from batchmill.services.keys import KeyService, key_info
 from batchmill.services.remote.connectors import unknown_connector
 from batchmill.services.remote.remote_services import RemoteServices
@@ -30,6 +32,7 @@ from batchmill.services.usage import usage
 from batchmill.states import JobState, PauseReason
 from batchmill.store.disk_room import DiskQuota
 from batchmill.types import Amendment, Caller, JobQuery, JobView, LedgerReport, RemoteJob, Scope, Submitted, Wait
+from batchmill.types.cluster import ClusterView
 from batchmill.wire import operations as table
 from batchmill.wire.native import (
     Change,
@@ -46,6 +49,11 @@ from batchmill.wire.native import (
     WatchJob,
 )
 from batchmill.wire.operations import Endpoint
+
+NO_CLUSTER = (
+    'the workers of this data directory are processes of its machine: for a cluster, set executor = "ray" in [cluster] '
+    "of the configuration, and start the commands and the server that use the directory again"
+)
 
 
 class JobHandlers:
@@ -166,6 +174,22 @@ class KeyHandlers:
 
     async def quotas(self, call: OwnerCall) -> QuotaList:
         return QuotaList(await usage(self._disk_quota, call.project or PROJECT, self._clock.now()))
+
+
+class ClusterHandlers:
+    """Handlers for the cluster on which workers run."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def handlers(self) -> Sequence[tuple[Endpoint[Any], Handler]]:
+        return ((own.SHOW_CLUSTER, self.show),)
+
+    async def show(self, call: OwnerCall) -> ClusterView:
+        if not isinstance(self._executor, ClusterExecutor):
+            raise InvalidInput(NO_CLUSTER, code="no_cluster")
+        query: ShowCluster = call.query
+        return await self._executor.view(brief=query.brief)
 
 
 class SecretHandlers:

@@ -13,6 +13,7 @@ from msgspec import Struct
 from batchmill.services.remote.stored import ConnectorRecord, RemoteModel
 from batchmill.services.secrets.shown import Rotated, SecretInfo
 from batchmill.types import JobOrder, LedgerReport, ModelSpec, Scope, Submitted
+from batchmill.types.cluster import ClusterView
 from batchmill.wire.native import DeployReply, ModelList, Name
 from batchmill.wire.native_models import AdapterInfo, NewAdapter
 from batchmill.wire.operations import NOTHING, Endpoint
@@ -73,6 +74,10 @@ class NewRemoteModel(Struct, frozen=True):
     name: Name
 
 
+class ShowCluster(Struct, frozen=True):
+    brief: bool = False  # without asking the cluster
+
+
 class ResolvedModel(Struct, frozen=True):
     """A model in the form that jobs use; null: no model has this name."""
 
@@ -96,6 +101,11 @@ PARTIAL = Endpoint(
 REBUILD = Endpoint(
     "rebuild", "POST", f"{_JOBS}/{{job_id}}/rebuild", "Rebuild the ledger", _USER, LedgerReport, is_idempotent=True
 )
+
+SHOW_CLUSTER = Endpoint(
+    "showCluster", "GET", f"{PREFIX}/cluster", "Show the cluster and what runs there", _USER, ClusterView,
+    query=ShowCluster, is_long=True,
+)  # fmt: skip
 
 _MODELS = f"{PREFIX}/models"
 

@@ -28,6 +28,7 @@ SOCKET_BYTES = 4 * 1024 * 1024  # requested socket buffer; the kernel may give l
 SHARED, RETURNED = 1 << 31, 1 << 30  # flags of a length: a place in shared memory follows, or places that return
 LENGTH_MASK = RETURNED - 1
 RETURNED_MAX = 1024  # places in one piece
+NO_MEMORY = "a body in shared memory, where there is none"
 
 Message = TypeVar("Message", bound=Struct)
 Part = TypeVar("Part", FunctionRequest, FunctionReply)
@@ -43,6 +44,8 @@ class Channel(asyncio.BufferedProtocol):
         memory: for large messages. The side that has created it uses it once the other one has said that it joined.
         has_joined: this side has joined it.
     """
+
+    idle_heartbeat_s = 0.0  # an idle worker sends every heartbeat: here it costs nothing
 
     def __init__(self, memory: MemoryPair, *, has_joined: bool = False) -> None:
         self._memory = memory
@@ -104,7 +107,7 @@ class Channel(asyncio.BufferedProtocol):
     def _completed(self, part: Part) -> Part:
         if part.place is not None:
             if self._memory.reader is None:
-                raise ConnectionError("a body in shared memory, where there is none")
+                raise ConnectionError(NO_MEMORY)
             try:
                 return replace(part, body=self._memory.reader.take(*part.place), place=None)
             except BrokenPlace as error:
@@ -252,6 +255,18 @@ class Channel(asyncio.BufferedProtocol):
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
+
+
+def joined(message: Message) -> Message:
+    """As `Channel.complete`, between machines, which share no memory. Raises: ConnectionError."""
+    match message:
+        case FunctionRequests(requests) if any(each.place is not None for each in requests):
+            raise ConnectionError(NO_MEMORY)
+        case Answers(answers, stats) if any(each.place is not None or each.pieces for each in answers):
+            if any(each.place is not None for each in answers):
+                raise ConnectionError(NO_MEMORY)
+            return Answers([replace(each, body=each.joined(), pieces=[]) for each in answers], stats)  # type: ignore[return-value]
+    return message
 
 
 def _pack_returned(places: list[int]) -> bytes:

@@ -16,13 +16,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 from msgspec import Struct
 
 from batchmill.datasets.readers import open_rows
 from batchmill.engines import import_engine, load_engine
 from batchmill.errors import BatchmillError, JobPaused, to_storage_error
-from batchmill.executors.channel import Channel, open_channel
+from batchmill.executors.channel import open_channel
 from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import OVER, PAUSE, REFUSED, Allowance, Held, NoteClient, OpenJob, OwnerTerm
 from batchmill.executors.live_calls import AnswerSink, Calling
@@ -74,8 +75,19 @@ REFUSED_FOR_ALL = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.E
 STOP_S = 10.0  # for an engine to stop once its owner has ended
 
 
+class WorkerChannel(Protocol):
+    """A worker's end of what connects it with its owner."""
+
+    idle_heartbeat_s: float  # a worker whose statistics do not change says so often that it is alive
+
+    def send(self, message: Struct) -> None: ...
+    def complete(self, message: ToWorker) -> ToWorker: ...
+    async def read(self) -> list[memoryview]: ...
+    async def drain(self) -> None: ...
+
+
 class Worker:
-    def __init__(self, start: Start, channel: Channel, first: Sequence[memoryview] = ()) -> None:
+    def __init__(self, start: Start, channel: WorkerChannel, first: Sequence[memoryview] = ()) -> None:
         """`first`: messages that arrived with `start`."""
         self._name, self._home = start.worker, Path(start.home)
         self._channel, self._first = channel, first
@@ -88,6 +100,8 @@ class Worker:
         if isinstance(self._engine, CrashReportingEngine):
             self._engine.report_deaths(self._send)
             self._engine.learn(start.poison)
+        # One that must hear from its owner sends every heartbeat.
+        self._heartbeat_s = 0.0 if start.is_owned_for_a_time else channel.idle_heartbeat_s
         self._term = OwnerTerm(time.monotonic, is_limited=start.is_owned_for_a_time)
         self._feed = GrantFeed(
             want=lambda job: self._send(RequestRows(job)),
@@ -365,11 +379,15 @@ class Worker:
     async def _beat(self) -> None:
         if not self._term.is_valid:  # it begins nothing before the reply
             self._send(Heartbeat(self._engine.stats(), time.monotonic()))
+        sent, sent_at = None, 0.0
         while True:
             await asyncio.sleep(
                 HEARTBEAT_S if not any(job.revoked for job in self._jobs.values()) else HEARTBEAT_S / 10
             )
-            self._send(Heartbeat(self._engine.stats(), time.monotonic()))
+            stats, now = self._engine.stats(), time.monotonic()
+            if stats.adapters or stats != sent or now - sent_at >= self._heartbeat_s:
+                self._send(Heartbeat(stats, now))
+                sent, sent_at = stats, now
             for job in self._jobs.values():
                 if job.allowance is not None:
                     job.allowance.return_unused()
@@ -425,6 +443,20 @@ async def _prepare(engine: str) -> Prepared | None:
     return None
 
 
+def prepare_process(start: Start) -> None:
+    """Make this process the worker's own: secrets that logs hide, and its number."""
+    secrets.take(start.provision)
+    redaction.guard_logs()
+    os.environ["BATCHMILL_REPLICA"] = str(start.replica)  # engines split the machine's devices by it
+
+
+def failed_start(error: Exception, who: str) -> Failed:
+    """Why a worker cannot be created, for its owner."""
+    failure = error if isinstance(error, BatchmillError) else _failure(error, who)
+    reason = failure.reason if isinstance(failure, JobPaused) else PauseReason.ENGINE_FAILED
+    return Failed(failure.code, redaction.mask(failure.message), reason)
+
+
 async def main(engine: str, fd: int, *memory_fds: int) -> int:
     """Serve the owner on socket `fd` until the work ends.
 
@@ -445,9 +477,7 @@ async def main(engine: str, fd: int, *memory_fds: int) -> int:
         return 0
     start = messages.to_worker.decode(received[0])
     assert isinstance(start, Start)
-    secrets.take(start.provision)
-    redaction.guard_logs()
-    os.environ["BATCHMILL_REPLICA"] = str(start.replica)  # engines split the machine's devices by it
+    prepare_process(start)
     try:
         traits = start.model.traits
         if start.model.limits.memory_bytes is not None and not traits.limits_memory:
@@ -456,9 +486,7 @@ async def main(engine: str, fd: int, *memory_fds: int) -> int:
         if prepared is not None:
             worker.adopt(prepared)
     except Exception as error:  # the engine cannot be created: the owner must get the reason
-        failure = error if isinstance(error, BatchmillError) else _failure(error, f"the {start.model.engine} engine")
-        reason = failure.reason if isinstance(failure, JobPaused) else PauseReason.ENGINE_FAILED
-        channel.send(Failed(failure.code, redaction.mask(failure.message), reason))
+        channel.send(failed_start(error, f"the {start.model.engine} engine"))
         await channel.drain()
         channel.close()
         return 1

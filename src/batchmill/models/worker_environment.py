@@ -119,6 +119,18 @@ def of_worker(model: ModelSpec, ours: Mapping[str, str], more: Iterable[str] = (
     return chosen(ours, (*MACHINE, *_of_engine(model), *more))
 
 
+def of_placed_worker(model: ModelSpec, ours: Mapping[str, str], more: Iterable[str] = ()) -> dict[str, str]:
+    """Variables of this machine for a worker on another one, which has its own paths, proxies of fetchers and devices.
+
+    Args:
+        more: as for `of_worker`.
+    """
+    own = chosen(ours, (*MACHINE, *DEVICES, *USER_CODE, "RAY_*", "CC", "CXX"))
+    wanted = chosen(ours, (*_of_engine(model), *more))
+    named = chosen(ours, more)
+    return {name: value for name, value in wanted.items() if name not in own or name in named}
+
+
 def _of_engine(model: ModelSpec) -> frozenset[str]:
     traits = model.traits
     names = frozenset().union(*(GROUPS.get(each, frozenset({each})) for each in traits.environment))

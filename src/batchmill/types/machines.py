@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -10,7 +11,10 @@ from batchmill.errors import InvalidConfig
 from batchmill.types.models import Needs, Scaling
 
 REPLICAS_MAX = 1024
-GPUS_MAX = 1024
+GPUS_MAX = CPUS_MAX = 1024
+RESOURCE_MAX = 1_000_000
+RAYS_OWN = frozenset({"CPU", "GPU", "memory", "object_store_memory"})
+PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
 MEMORY_MAX = 2**50
 SHOWN_CHARS = 40  # of an invalid value, in a message
 RANGES = {
@@ -42,6 +46,16 @@ def size_text(size: int) -> str:
     return f"{size} bytes"
 
 
+def gpus_by_flags(engine_args: Mapping[str, str | int | float | bool | None]) -> int:
+    """GPUs of one server of a language model by its flags. The engine refuses values that are not numbers."""
+    flags = {name.lstrip("-").replace("_", "-"): value for name, value in engine_args.items()}
+    count = 1
+    for name in PARALLEL:
+        value = str(flags.get(name, 1))
+        count *= max(1, int(value)) if value.isdecimal() else 1
+    return count
+
+
 class ReplicaEntry(Struct, frozen=True, kw_only=True):
     """The settings of `[models.NAME]` about replicas."""
 
@@ -51,11 +65,13 @@ class ReplicaEntry(Struct, frozen=True, kw_only=True):
     scale_up_requests: int | None = None
     memory: int | str | None = None
     gpus: int = 0
+    cpus: float = 1.0
+    resources: dict[str, float] = {}
 
     @property
     def needs(self) -> Needs:
         """Return the resources of one replica."""
-        return Needs(0 if self.memory is None else size_of(self.memory), self.gpus)
+        return Needs(0 if self.memory is None else size_of(self.memory), self.gpus, self.cpus, self.resources)
 
     @property
     def scaling(self) -> Scaling | None:
@@ -71,6 +87,14 @@ class ReplicaEntry(Struct, frozen=True, kw_only=True):
                 raise InvalidConfig(f"{path}.{name} must be {minimum} to {maximum:,}, not {value}")
         if self.memory is not None:
             size_of(self.memory, f"{path}.memory")
+        if not 0 <= self.cpus <= CPUS_MAX:
+            raise InvalidConfig(f"{path}.cpus must be 0 to {CPUS_MAX:,}, not {self.cpus}")
+        for name, amount in self.resources.items():
+            if name in RAYS_OWN or not 0 < amount <= RESOURCE_MAX:
+                raise InvalidConfig(
+                    f"{path}.resources: {name[:SHOWN_CHARS]!r} = {amount}; it names a custom resource of the nodes, "
+                    f"more than 0 and at most {RESOURCE_MAX:,}. CPUs, GPUs and memory are `cpus`, `gpus` and `memory`"
+                )
         scaling = self.scaling
         if scaling is not None and scaling.replicas_min > scaling.replicas_max:
             raise InvalidConfig(

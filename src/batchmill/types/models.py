@@ -142,6 +142,8 @@ class Needs(Struct, frozen=True, forbid_unknown_fields=True):
 
     memory_bytes: int = 0
     gpus: int = 0
+    cpus: float = 1.0  # on a cluster
+    resources: dict[str, float] = {}  # custom resources of a cluster's nodes
 
 
 class Scaling(Struct, frozen=True, forbid_unknown_fields=True):

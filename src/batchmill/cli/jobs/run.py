@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from msgspec import Struct
+from msgspec.structs import replace
 
 from batchmill.cli.jobs.displays import Display, display_for, done
 from batchmill.cli.jobs.order_options import build_order, deadline_option, order_options
@@ -18,8 +19,9 @@ from batchmill.cli.session import Session
 from batchmill.cli.text import clean, count
 from batchmill.cli.values import POSITIVE
 from batchmill.config import Config
-from batchmill.errors import InvalidTransition
+from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.types import JobView, Submitted
+from batchmill.types.cluster import EXECUTORS
 from batchmill.wire.native import PRIORITY_MAX
 
 if TYPE_CHECKING:
@@ -139,6 +141,9 @@ PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
 @deadline_option
 @click.option("--label", "labels", metavar="KEY=VALUE", multiple=True, help="A label of your own for the job.")
 @click.option("--restart", is_flag=True, help="Start a new job although an unfinished one exists.")
+@click.option(
+    "--executor", type=click.Choice(EXECUTORS), help="Where workers run, instead of cluster.executor: on a Ray cluster."
+)
 @click.option("--overwrite", is_flag=True, help="Run a finished job again and overwrite its results.")
 @click.pass_obj
 def run(session: Session, **options: Any) -> int:
@@ -147,13 +152,20 @@ def run(session: Session, **options: Any) -> int:
     INPUT is a JSONL file of OpenAI batch rows or a table in JSONL, CSV or Parquet; several files, a folder or a glob
     are one dataset. Running the same command again resumes the job.
     """
+    executor = options.pop("executor")
+    if executor is not None and session.server_url is not None:
+        raise InvalidInput(f"the server {session.server_url} has workers of its own: leave --executor out")
     config = session.config()
+    if executor is not None:
+        config = replace(config, cluster=replace(config.cluster, executor=executor))
     return session.run(_run(session, config, options))
 
 
 async def _run(session: Session, config: Config, options: dict[str, Any]) -> int:
     async with session.app.open_jobs(config) as jobs:
         order = await build_order(session, config, options)
+        if config.cluster.executor is not None:
+            await jobs.require_cluster()
         submitted = await jobs.submit(order)
         return await follow_to_end(session, jobs, submitted)
 

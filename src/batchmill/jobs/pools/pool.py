@@ -19,7 +19,7 @@ from batchmill.jobs.pools.resources import AllocationRequest, Allocations, Capac
 from batchmill.jobs.pools.tallies import AdapterSums, CallSums, ModelGauge
 from batchmill.models import redaction
 from batchmill.models.secrets import NoSecrets
-from batchmill.ports import Clock, Executor, Provisions
+from batchmill.ports import Clock, Executor, PlacedHandle, Provisions
 from batchmill.states import PauseReason
 from batchmill.types import Commit, EngineStats, ModelSpec, Provision
 from batchmill.types.models import DIED
@@ -233,15 +233,18 @@ class Pool:
 
     @property
     def replicas(self) -> int:  # that run or start
-        return sum(not each.is_waiting for each in self._replicas.values())
+        return sum(not each.is_waiting and not self._waits_of(each) for each in self._replicas.values())
 
     @property
     def waits(self) -> str:
         """What the first replica without resources waits for; empty: nothing."""
-        reasons = (
-            self._tools.allocations.why(self._id_of(each)) for each in self._replicas.values() if each.is_waiting
-        )
-        return next(filter(None, reasons), "")
+        return next(filter(None, map(self._waits_of, self._replicas.values())), "")
+
+    def _waits_of(self, replica: _Replica) -> str:
+        if replica.is_waiting:
+            return self._tools.allocations.why(self._id_of(replica))
+        worker = replica.worker
+        return worker.handle.waits if worker is not None and isinstance(worker.handle, PlacedHandle) else ""
 
     def _must_run(self, replica: _Replica) -> bool:
         return not (self._stopping or replica.is_leaving or self.failure is not None)
@@ -303,6 +306,8 @@ class Pool:
                 is_answering = bool(worker.calls)
                 worker.end_calls(self._worker_ended_error())
             code = await handle.wait()
+            if isinstance(handle, PlacedHandle) and handle.is_lost:
+                worker.is_ended = True  # with its node: neither the model nor a row is the cause
             replica.worker = None
             del self.workers[name]
             death = await self._dispatcher.recover_worker(self, worker, code)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from msgspec import Struct
 
 from batchmill.types import ModelSpec, Needs
-from batchmill.types.machines import size_text
+from batchmill.types.machines import gpus_by_flags, size_text
 
 MEMORY, GPUS = "memory_bytes", "gpus"
 ANOTHER = "another model"
@@ -21,7 +21,6 @@ _QUOTED = re.compile(r"""'[^']*'|"[^"]*\"""")
 _OTHERS = re.compile(
     rf"""(?:{_QUOTED.pattern})(?= \([a-z0-9 ]+\) holds )|(?<=comes after )[^:;]+(?=, which waited first)"""
 )
-PARALLEL = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
 
 
 class ReplicaId(Struct, frozen=True):
@@ -79,7 +78,7 @@ class Resources:
         if model.function is not None:
             return Needs(needs.memory_bytes, max(needs.gpus, model.function.gpus))
         if model.traits.takes_gpus and not needs.gpus and self.gpus:
-            return Needs(needs.memory_bytes, _parallel(model.engine_args))
+            return Needs(needs.memory_bytes, gpus_by_flags(model.engine_args))
         return needs
 
     def find_excess(self, model: ModelSpec) -> str:
@@ -269,16 +268,6 @@ def hide_names(sentence: str, may_know: Callable[[str], bool]) -> str:
 def minimum_replicas(model: ModelSpec) -> int:
     """The minimum replicas of a running model."""
     return max(1, model.workers if model.scaling is None else model.scaling.replicas_min)
-
-
-def _parallel(engine_args: dict[str, str | int | float | bool | None]) -> int:
-    """GPUs of one server by its flags. The engine refuses values that are not numbers."""
-    flags = {name.lstrip("-").replace("_", "-"): value for name, value in engine_args.items()}
-    count = 1
-    for name in PARALLEL:
-        value = str(flags.get(name, 1))
-        count *= max(1, int(value)) if value.isdecimal() else 1
-    return count
 
 
 def _less(free: dict[str, int], allocated: Iterable[AllocationRequest]) -> dict[str, int]:

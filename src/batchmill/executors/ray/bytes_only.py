@@ -1,0 +1,87 @@
+"""Makes this process read bytes alone from Ray: whatever else an actor returns or raises is refused unread.
+
+Ray unpickles the results and errors of actors in their driver. A worker's node may be taken over by code that it runs,
+and its owner's machine must not be with it. Ray has no setting for this, so one method of Ray is replaced; `install`
+tries it out, and a version of Ray in which it has no effect is not used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray._private.ray_constants import OBJECT_METADATA_TYPE_RAW
+from ray._private.serialization import SerializationContext
+from ray._raylet import MessagePackSerializer, split_buffer
+from ray.core.generated.common_pb2 import ActorDiedErrorContext, ErrorType, RayErrorInfo
+from ray.exceptions import RayError
+
+LOST = frozenset({"NODE_DIED", "LOCAL_RAYLET_DIED", "OWNER_DIED", "ACTOR_UNAVAILABLE", "OBJECT_LOST"})
+NODE_DIED = ActorDiedErrorContext.NODE_DIED
+WHY_CHARS = 1000
+
+
+class ActorFailed(RayError):
+    """A call of an actor failed.
+
+    Args:
+        kind: a name of Ray's ErrorType, or "NOT_BYTES" for a result that was refused.
+        is_lost: its node went away.
+    """
+
+    def __init__(self, kind: str, why: str = "", *, is_lost: bool = False) -> None:
+        super().__init__(f"{kind}: {why}" if why else kind)
+        self.kind, self.is_lost = kind, is_lost or kind in LOST
+
+
+def _deserialize(self: Any, data: Any, metadata: bytes, object_ref: Any, out_of_band_tensors: Any = None) -> object:
+    """In the place of Ray's own method of this name."""
+    kind = metadata.split(b",")[0] if metadata else b""
+    if kind == OBJECT_METADATA_TYPE_RAW:
+        return b"" if data is None else data.to_pybytes()
+    try:
+        name = ErrorType.Name(int(kind))
+    except ValueError:
+        return ActorFailed("NOT_BYTES", "an actor returned something else than bytes, which was not read")
+    why, is_lost = _why(data)
+    return ActorFailed(name, why, is_lost=is_lost)
+
+
+def _why(data: Any) -> tuple[str, bool]:
+    """What Ray's core says of an error, and whether a node died. An actor may forge it: nothing hangs on it but words
+    and whether the death counts against its model.
+    """
+    if not data:
+        return "", False
+    try:
+        packed, _ = split_buffer(data)
+        info = RayErrorInfo()
+        info.ParseFromString(MessagePackSerializer.loads(packed, _refuse))
+    except Exception:  # it is not what Ray's core writes: an actor has made it
+        return "", False
+    died = info.actor_died_error
+    context, creation = died.actor_died_error_context, died.creation_task_failure_context
+    texts = (
+        info.error_message, context.error_message, creation.formatted_exception_string,
+        died.runtime_env_failed_context.error_message, died.oom_context.error_message,
+    )  # fmt: skip
+    return next(filter(None, texts), "")[-WHY_CHARS:], context.reason == NODE_DIED
+
+
+def _refuse(index: int) -> object:
+    raise ValueError("a pickle")
+
+
+def install() -> None:
+    """Replace the method. Raises: RuntimeError if this Ray has no such method."""
+    if not callable(getattr(SerializationContext, "_deserialize_object", None)):
+        raise RuntimeError("this version of Ray is not supported: it reads results in another way")
+    SerializationContext._deserialize_object = _deserialize
+
+
+def verify(ray: Any) -> None:
+    """Try it out on a connected Ray. Raises: RuntimeError if a pickle is read."""
+    try:
+        ray.get(ray.put(object()))
+    except ActorFailed:
+        return
+    raise RuntimeError(f"Ray {ray.__version__} is not supported: it reads results in another way")

@@ -1,0 +1,356 @@
+"""The driver: a child of the owner that is connected to Ray, and the only process of batchmill's that a lost head or an
+actor's reply could harm. `python -P -m batchmill.executors.ray.driver FD`, FD a socket to the owner.
+
+It has no database, no key file and no secret of its own; it passes bytes between actors and owner, and unpickles none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+import ray
+from msgspec import Struct
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from batchmill import __version__
+from batchmill.executors.ray import frames
+from batchmill.executors.ray.actor import EXITED, HostedWorker, sees
+from batchmill.executors.ray.bytes_only import ActorFailed, install, verify
+from batchmill.executors.ray.frames import (
+    FRAME_BYTES_MAX,
+    ITEM_BYTES,
+    LENGTH_BYTES,
+    Connect,
+    Connected,
+    Deliver,
+    Exited,
+    Inspect,
+    Inspected,
+    Item,
+    Kill,
+    Launch,
+    Placement,
+    Waits,
+    join,
+)
+from batchmill.executors.ray.waiting import waits_for
+from batchmill.types.cluster import ClusterNode
+from batchmill.wire import messages
+from batchmill.wire.messages import Drain
+
+LOCAL_STORE_BYTES = 100 * 1024 * 1024  # object store of a cluster that we start: only messages pass through it
+ITEMS_AHEAD = 64  # items of a worker that the driver has not read
+PENDING_BYTES = 256 * 1024 * 1024  # of messages for a worker that does not take them: then it is killed
+WATCH_S = 2.0  # between two looks at waiting actors, draining nodes and the head
+HEAD_S = 10.0  # for the head to reply; after HEAD_TRIES of it the cluster is lost
+HEAD_TRIES = 2
+LEAVE_S = 5.0  # for workers to write what is finished, after the owner has ended
+PROBE_S = 20.0  # for a node to tell its versions
+KILLED, LOST = -9, -1  # exit codes
+
+
+class DriverWorker:
+    """A worker's actor, as the driver sees it."""
+
+    def __init__(self, number: int, placement: Placement) -> None:
+        self.number, self.placement = number, placement
+        self.actor: Any = None
+        self.node = ""  # id; empty: it waits for its place
+        self.why = ""  # it waits, as last told
+        self.was_killed = False
+        self.pending: list[bytes] = []
+        self.pending_bytes = 0
+        self.sending: asyncio.Task[None] | None = None
+        self.receiving: asyncio.Task[None] | None = None
+
+
+class Driver:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._workers: dict[int, DriverWorker] = {}
+        self._actor_class = ray.remote(HostedWorker)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve the owner until it ends, or the cluster is lost."""
+        watching = asyncio.create_task(self._watch())
+        commands = asyncio.create_task(self._obey())
+        await asyncio.wait({watching, commands}, return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            watching.result()
+        leaves = [each.actor.leave.remote() for each in self._workers.values() if each.node]
+        receiving = [each.receiving for each in self._workers.values() if each.node and each.receiving is not None]
+        if leaves:
+            await asyncio.wait(receiving, timeout=LEAVE_S)
+
+    def _send(self, frame: Struct) -> None:
+        self._writer.write(frames.pack(frame))
+
+    async def _obey(self) -> None:
+        while True:
+            try:
+                size = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "little")
+                assert size <= FRAME_BYTES_MAX, "the owner speaks another protocol"
+                data = await self._reader.readexactly(size)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            match frames.commands.decode(data):
+                case Launch() as launch:
+                    self._launch(launch)
+                case Deliver(number, message):
+                    if (worker := self._workers.get(number)) is not None:
+                        self._deliver(worker, message)
+                case Kill(number):
+                    if (worker := self._workers.get(number)) is not None:
+                        worker.was_killed = True
+                        ray.kill(worker.actor)
+                case Inspect() as inspect:
+                    task = asyncio.create_task(self._inspect(inspect))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def _launch(self, launch: Launch) -> None:
+        worker = self._workers[launch.worker] = DriverWorker(launch.worker, self._placed(launch.placement))
+        needs = worker.placement
+        options: dict[str, Any] = {"num_cpus": needs.cpus, "num_gpus": needs.gpus, "resources": needs.resources or None}
+        if needs.memory_bytes:
+            options["memory"] = needs.memory_bytes
+        worker.actor = self._actor_class.options(max_restarts=0, max_task_retries=0, **options).remote()
+        stream = worker.actor.run.options(
+            num_returns="streaming", _generator_backpressure_num_objects=ITEMS_AHEAD
+        ).remote(launch.order)
+        worker.receiving = asyncio.create_task(self._receive(worker, stream))
+
+    @staticmethod
+    def _placed(placement: Placement) -> Placement:
+        """With the GPUs that its flags ask for, where the cluster has GPUs."""
+        if placement.gpus is not None:
+            return placement
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        gpus = placement.gpus_by_flags if has_gpus else 0
+        return Placement(placement.cpus, gpus, 0, placement.memory_bytes, placement.resources)
+
+    async def _receive(self, worker: DriverWorker, stream: Any) -> None:
+        """Pass a worker's items on until its actor has ended."""
+        exited = Exited(worker.number, LOST, True, "its actor ended without a word")
+        try:
+            async for ref in stream:
+                item = await ref
+                if not worker.node:
+                    worker.node = item.decode("ascii", "replace")
+                    self._send(Waits(worker.number, ""))
+                    self._flush(worker)
+                elif item.startswith(EXITED):
+                    exited = Exited(worker.number, int(item[len(EXITED) :]))
+                    break
+                else:
+                    self._send(Item(worker.number, item))
+                    await self._writer.drain()
+        except ActorFailed as error:
+            if worker.was_killed:
+                exited = Exited(worker.number, KILLED)
+            else:
+                is_lost = error.is_lost or (worker.node != "" and not await self._is_alive(worker.node))
+                exited = Exited(worker.number, LOST if is_lost else KILLED, is_lost, str(error))
+        except ConnectionError:
+            return  # the owner has ended
+        except Exception as error:  # whatever Ray raises for an actor that it lost: none of it ends the driver
+            exited = Exited(worker.number, LOST, True, f"{type(error).__name__}: {error}"[:2000])
+        self._workers.pop(worker.number, None)
+        with contextlib.suppress(Exception):  # it may be gone
+            ray.kill(worker.actor)
+        if worker.sending is not None:
+            worker.sending.cancel()
+        self._send(exited)
+
+    def _deliver(self, worker: DriverWorker, message: bytes) -> None:
+        """Send a message with those that gather while the last ones are on their way."""
+        worker.pending.append(message)
+        worker.pending_bytes += len(message)
+        if worker.pending_bytes > PENDING_BYTES:
+            ray.kill(worker.actor)
+        if worker.node:
+            self._flush(worker)
+
+    def _flush(self, worker: DriverWorker) -> None:
+        if worker.pending and worker.sending is None:
+            worker.sending = asyncio.create_task(self._send_pending(worker))
+
+    async def _send_pending(self, worker: DriverWorker) -> None:
+        try:
+            while worker.pending:
+                batch, size = [], 0
+                while worker.pending and (not batch or size + len(worker.pending[0]) <= ITEM_BYTES):
+                    size += len(worker.pending[0])
+                    batch.append(worker.pending.pop(0))
+                worker.pending_bytes -= size
+                await worker.actor.deliver.remote(join(batch))
+        except ActorFailed:
+            return  # `_receive` gets the same, and tells the owner
+        finally:
+            worker.sending = None
+
+    # -- the cluster --------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Tell why actors wait, drain workers of leaving nodes; return when the cluster is lost."""
+        failures, drained = 0, set[str]()
+        while failures < HEAD_TRIES:
+            await asyncio.sleep(WATCH_S)
+            try:
+                async with asyncio.timeout(HEAD_S):
+                    nodes, free, draining = await asyncio.to_thread(_look)
+            except Exception as error:  # Ray raises what it likes when its head is gone
+                print(f"the head of the cluster does not reply: {type(error).__name__}: {error}", flush=True)
+                failures += 1
+                continue
+            own = ray.get_runtime_context().get_node_id()
+            if not any(node["NodeID"] == own and node["Alive"] for node in nodes):
+                print("the cluster has lost this machine", flush=True)
+                failures += 1
+                continue
+            failures = 0
+            for worker in list(self._workers.values()):
+                if worker.node in draining and worker.node not in drained:
+                    self._deliver(worker, messages.encode(Drain()))
+                if not worker.node and (why := waits_for(worker.placement, nodes, free)) != worker.why:
+                    worker.why = why
+                    self._send(Waits(worker.number, why))
+            drained = draining
+        print("the cluster is lost", flush=True)
+
+    async def _is_alive(self, node_id: str) -> bool:
+        with contextlib.suppress(Exception):  # the head is gone
+            async with asyncio.timeout(HEAD_S):
+                return any(each["NodeID"] == node_id and each["Alive"] for each in await asyncio.to_thread(ray.nodes))
+        return False
+
+    async def _inspect(self, inspect: Inspect) -> None:
+        try:
+            nodes, free, draining = await asyncio.to_thread(_look)
+            alive = [node for node in nodes if node["Alive"]]
+            views = await asyncio.gather(*(self._view(node, free, draining, inspect) for node in alive))
+            workers = {each.number: each.node for each in self._workers.values() if each.node}
+            self._send(Inspected(inspect.id, list(views), workers))
+        except Exception as error:  # as above
+            self._send(Inspected(inspect.id, flaw=f"{type(error).__name__}: {error}"[:2000]))
+
+    async def _view(
+        self, node: dict[str, Any], free: dict[str, dict[str, float]], draining: set[str], inspect: Inspect
+    ) -> ClusterNode:
+        node_id = node["NodeID"]
+        facts: dict[str, Any] = {}
+        flaw = ""
+        try:
+            placed = _probe.options(
+                num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+            )
+            async with asyncio.timeout(PROBE_S):
+                facts = json.loads(await placed.remote(inspect.probe, inspect.probe_text))
+            facts["clock_offset_s"] = facts["clock_offset_s"] - time.time()
+        except Exception as error:  # a node without batchmill, or one that has just left
+            flaw = f"it did not reply: {error}"[:500] or type(error).__name__
+        return ClusterNode(
+            node_id, node["NodeManagerAddress"], _plain(node["Resources"]), _plain(free.get(node_id, {})),
+            node_id in draining, flaw=flaw, **facts,
+        )  # fmt: skip
+
+
+def _plain(resources: dict[str, float]) -> dict[str, float]:
+    """Without the resources that Ray names after nodes."""
+    return {name: float(amount) for name, amount in resources.items() if not name.startswith("node:")}
+
+
+def _look() -> tuple[list[dict[str, Any]], dict[str, dict[str, float]], set[str]]:
+    """The nodes, what is free on each, and which are draining."""
+    state = ray._private.state
+    return ray.nodes(), state.available_resources_per_node(), set(state.state.get_draining_nodes())
+
+
+@ray.remote
+def _probe(path: str, text: str) -> bytes:
+    """What a node has, as JSON."""
+    return json.dumps(
+        {
+            "ray": ray.__version__,
+            "python": platform.python_version(),
+            "batchmill": __version__,
+            "clock_offset_s": time.time(),
+            "sees_data": sees(path, text),
+        }
+    ).encode()
+
+
+def _connect(order: Connect) -> Connected:
+    """Reach the cluster, or start one. Raises: what Ray raises."""
+    common = {"log_to_driver": False, "configure_logging": False, "include_dashboard": False}
+    is_local = order.address == "local"
+    if is_local:
+        ray.init(
+            address="local", num_cpus=order.cpus, object_store_memory=LOCAL_STORE_BYTES, _node_ip_address="127.0.0.1",
+            **common,
+        )  # fmt: skip
+    else:
+        common.pop("include_dashboard")
+        ray.init(address=order.address, **common)
+    address = ray.get_runtime_context().gcs_address
+    return Connected(
+        address, ray.__version__, platform.python_version(), __version__, is_local,
+        demands_token=is_local or _demands_token(address), has_tls=os.environ.get("RAY_USE_TLS") == "1",
+    )  # fmt: skip
+
+
+def _demands_token(address: str) -> bool:
+    """Whether the head refuses a caller without a token, as far as one finds out by calling it."""
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        return False
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    code = (
+        "import sys; from ray._raylet import GcsClient; "
+        "GcsClient(address=sys.argv[1]).internal_kv_keys(b'', None, timeout=5)"
+    )
+    call = [sys.executable, "-P", "-c", code, address]
+    try:
+        done = subprocess.run(
+            call, env={**environ, "RAY_AUTH_MODE": "disabled"}, capture_output=True, timeout=30, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode != 0
+
+
+def main(fd: int) -> int:
+    sock = socket.socket(fileno=fd)
+    size = int.from_bytes(sock.recv(LENGTH_BYTES, socket.MSG_WAITALL), "little")
+    order = frames.commands.decode(sock.recv(size, socket.MSG_WAITALL))
+    assert isinstance(order, Connect), "the first frame says where the cluster is"
+    install()
+    connected = _connect(order)
+    verify(ray)
+    sock.setblocking(False)
+    asyncio.run(_serve(sock, connected))
+    ray.shutdown()
+    return 0
+
+
+async def _serve(sock: socket.socket, connected: Connected) -> None:
+    reader, writer = await asyncio.open_connection(sock=sock)
+    writer.write(frames.pack(connected))
+    await Driver(reader, writer).run()
+    with contextlib.suppress(ConnectionError, TimeoutError):
+        await asyncio.wait_for(writer.drain(), LEAVE_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))

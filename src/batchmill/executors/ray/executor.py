@@ -1,0 +1,444 @@
+"""Workers as Ray actors, started through a driver process: see `driver`. The owner imports no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+import sys
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from batchmill import __version__
+from batchmill.children.process_end import boot_id, kill_session, started
+from batchmill.errors import Unavailable
+from batchmill.executors.channel import joined
+from batchmill.executors.ray import frames
+from batchmill.executors.ray.checks import OPEN_CLUSTER, checks
+from batchmill.executors.ray.frames import (
+    FRAME_BYTES_MAX,
+    LENGTH_BYTES,
+    Connect,
+    Connected,
+    Deliver,
+    Exited,
+    Inspect,
+    Inspected,
+    Item,
+    Kill,
+    Launch,
+    Placement,
+    Waits,
+    WorkerOrder,
+)
+from batchmill.models.worker_environment import MACHINE, chosen
+from batchmill.states import PauseReason
+from batchmill.types import ModelSpec
+from batchmill.types.cluster import Check, ClusterEntry, ClusterView, ClusterWorker
+from batchmill.types.machines import gpus_by_flags
+from batchmill.wire import messages
+from batchmill.wire.messages import Failed, Provide, Ready, Start, ToOwner
+
+RETRY_S, RETRY_MAX_S = 1.0, 30.0  # before the cluster is tried again; doubles with each failure
+CONNECT_S = 90.0  # for a driver to reach the cluster, or to start a local one
+LEAVE_S = 10.0  # for a driver to end once its owner has closed its socket
+INSPECT_S = 30.0
+RECEIVED_MAX = 10_000  # items of a worker that its pool has not read; then it is killed
+LOG_LINES, LOG_BYTES = 5, 4096  # of the driver's log, for messages
+DRIVER_VARIABLES = (*MACHINE, "RAY_*", "CUDA_VISIBLE_DEVICES")
+KILLED, LOST = -9, -1  # exit codes, as `signal` and `driver` have them
+OPEN_FUNCTIONS = (
+    'functions of projects run on the nodes of a cluster only isolated: set functions.isolate = "bubblewrap"'
+)
+
+
+class RayWorker:
+    """A worker's actor. It may wait for the cluster or a place there, which `waits` says."""
+
+    def __init__(self, number: int, start: Start, placement: Placement, executor: RayExecutor) -> None:
+        self.number, self.start, self.placement = number, start, placement
+        self._executor = executor
+        self.pid = 0  # on its node; 0 until it is ready
+        self.waits = ""
+        self.was_launched = False
+        self.is_lost = False
+        self._code: int | None = None
+        self._ended = asyncio.Event()
+        self._received: asyncio.Queue[Item | Failed | None] = asyncio.Queue()  # bounded by `receive`
+        self._decoded: deque[ToOwner] = deque()  # of one item, not yielded yet
+        self._count = self._count_seen = 0  # of items, and when `is_frozen` looked last
+        self._unsent: list[bytes] = []  # until it is launched
+
+    def send(self, message: Struct) -> None:
+        if self._code is not None:
+            return
+        if isinstance(message, Provide) and message.provision.secrets and not self._executor.may_send_secrets:
+            self.fail(Failed("cluster_not_trusted", OPEN_CLUSTER, PauseReason.ENGINE_FAILED))
+            return
+        data = messages.encode(message)
+        if self.was_launched:
+            self._executor.send(Deliver(self.number, data))
+        else:
+            self._unsent.append(data)
+
+    def take_unsent(self) -> list[bytes]:
+        unsent, self._unsent = self._unsent, []
+        return unsent
+
+    def receive(self, item: Item) -> None:
+        self._count += 1
+        if self._received.qsize() >= RECEIVED_MAX:
+            self.kill()
+        else:
+            self._received.put_nowait(item)
+
+    def fail(self, failure: Failed) -> None:
+        """End it with a failure of its model."""
+        self._received.put_nowait(failure)
+        if self.was_launched:
+            self._executor.send(Kill(self.number))
+        self.end(1)
+
+    def end(self, code: int, *, is_lost: bool = False) -> None:
+        if self._code is None:
+            self._code, self.is_lost = code, is_lost
+            self._executor.forget(self)
+            self._received.put_nowait(None)
+            self._ended.set()
+
+    async def messages(self) -> AsyncIterator[ToOwner]:
+        while self._decoded or await self._decode_next():
+            message = self._decoded.popleft()
+            if isinstance(message, Ready):
+                self.pid = message.pid
+            yield message
+
+    async def _decode_next(self) -> bool:
+        """Decode the next items; False: none will come."""
+        while not self._decoded:
+            item = await self._received.get()
+            if item is None:
+                self._received.put_nowait(None)
+                return False
+            if isinstance(item, Failed):
+                self._decoded.append(item)
+                continue
+            try:
+                self._decoded.extend([joined(messages.to_owner.decode(each)) for each in frames.split(item.data)])
+            except (msgspec.MsgspecError, ConnectionError) as error:  # nothing on the node is trusted
+                text = f"a worker sent what is no message of batchmill: {error}"
+                self.fail(Failed("worker_failed", text, PauseReason.ENGINE_FAILED))
+        return True
+
+    def is_frozen(self) -> bool:
+        """Whether it has said nothing since the last call. Its pool calls this once it has been silent for long."""
+        is_silent = self.was_launched and self._count > 0 and self._count == self._count_seen
+        self._count_seen = self._count
+        return is_silent
+
+    def kill(self) -> None:
+        if self.was_launched:
+            self._executor.send(Kill(self.number))
+        else:
+            self.end(KILLED)
+
+    async def wait(self) -> int:
+        await self._ended.wait()
+        assert self._code is not None
+        return self._code
+
+
+class RayExecutor:
+    """
+    Args:
+        data_dir: the folder that all nodes see.
+        environment: returns the variables of this machine that a worker of a model gets on its node.
+        is_served: the owner is a server, whose projects do not trust one another.
+    """
+
+    def __init__(
+        self, entry: ClusterEntry, data_dir: Path, environment: Callable[[ModelSpec], dict[str, str]], *,
+        is_served: bool = False,
+    ) -> None:  # fmt: skip
+        self._entry, self._data_dir, self._environment, self._is_served = entry, data_dir, environment, is_served
+        self._folder = data_dir / "workers"
+        self._numbers = itertools.count(1)
+        self._workers: dict[int, RayWorker] = {}
+        self._inspections: dict[int, asyncio.Future[Inspected]] = {}
+        self._driving: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self.connected: Connected | None = None
+        self.why = ""  # the cluster cannot be reached
+        self._changed = asyncio.Event()  # connected, or failed to
+        self._probe_text = uuid.uuid4().hex
+        self._probe = self._folder / "cluster-probe"
+
+    # -- ports.Executor -----------------------------------------------------------------------------------------------
+
+    async def start(self, start: Start) -> RayWorker:
+        """A worker that is placed as soon as the cluster has room for it."""
+        model = start.model
+        gpus = (model.function.gpus if model.function is not None else 0) or model.needs.gpus
+        takes_more = model.traits.takes_gpus and not gpus
+        placement = Placement(
+            model.needs.cpus, None if takes_more else gpus, gpus_by_flags(model.engine_args) if takes_more else 0,
+            model.needs.memory_bytes, model.needs.resources,
+        )  # fmt: skip
+        await asyncio.to_thread(self._write_probe)
+        Path(start.home).mkdir(parents=True, exist_ok=True)
+        worker = RayWorker(next(self._numbers), start, placement, self)
+        self._workers[worker.number] = worker
+        self._drive()
+        if self.connected is None:
+            worker.waits = self.why or f"the Ray cluster {self._entry.address!r} is being reached"
+        else:
+            self._launch(worker)
+        return worker
+
+    def sweep(self) -> None:
+        """Kill the driver of a dead owner: Ray ends its actors with it."""
+        file = self._folder / "ray-driver.pid"
+        with contextlib.suppress(FileNotFoundError):
+            match file.read_text().split():
+                case [pid, begun, boot] if boot == boot_id() and started(int(pid)) in (begun, ""):
+                    kill_session(int(pid))
+            file.unlink()
+
+    def _write_probe(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if not self._probe.exists() or self._probe.read_text() != self._probe_text:
+            self._probe.write_text(self._probe_text)
+
+    # -- the cluster --------------------------------------------------------------------------------------------------
+
+    @property
+    def may_send_secrets(self) -> bool:
+        """The cluster keeps others out, or the user answers for its network."""
+        if self.connected is None:
+            return False
+        is_closed = self.connected.is_local or (self.connected.demands_token and self.connected.has_tls)
+        return is_closed or self._entry.trusted_network
+
+    async def inspect(self) -> Inspected:
+        """The cluster's nodes and what runs where. Raises: Unavailable."""
+        await asyncio.to_thread(self._write_probe)
+        self._drive()
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                while self.connected is None:
+                    if self.why:
+                        raise Unavailable(self.why, code="cluster_unavailable")
+                    self._changed.clear()
+                    await self._changed.wait()
+            number = next(self._numbers)
+            self._inspections[number] = asyncio.get_running_loop().create_future()
+            self.send(Inspect(number, str(self._probe), self._probe_text))
+            async with asyncio.timeout(INSPECT_S):
+                found = await self._inspections[number]
+        except TimeoutError:
+            raise Unavailable("the Ray cluster does not reply", code="cluster_unavailable") from None
+        if found.flaw:
+            raise Unavailable(f"the Ray cluster cannot be looked at: {found.flaw}", code="cluster_unavailable")
+        return found
+
+    async def view(self, *, brief: bool = False) -> ClusterView:
+        """The cluster, with its flaws as checks. A cluster that cannot be reached is a view too."""
+        found, flaw = Inspected(0), ""
+        try:
+            found = Inspected(0) if brief else await self.inspect()
+        except Unavailable as error:
+            flaw = error.message
+        workers = [
+            ClusterWorker(each.start.model.name, each.start.replica, found.workers.get(each.number, ""), each.waits)
+            for each in self.workers
+        ]
+        if self.connected is None or flaw or brief:
+            return ClusterView(self._entry.address, [], workers, [Check("reachable", False, flaw)] if flaw else [])
+        found_checks = checks(self.connected, found.nodes, self._data_dir, trusted=self._entry.trusted_network)
+        return ClusterView(self.connected.address, found.nodes, workers, found_checks)
+
+    @property
+    def workers(self) -> list[RayWorker]:
+        return list(self._workers.values())
+
+    def send(self, frame: Struct) -> None:
+        if self._writer is not None:
+            self._writer.write(frames.pack(frame))
+
+    def forget(self, worker: RayWorker) -> None:
+        self._workers.pop(worker.number, None)
+
+    def _launch(self, worker: RayWorker) -> None:
+        start = worker.start
+        if start.provision.secrets and not self.may_send_secrets:
+            worker.fail(Failed("cluster_not_trusted", OPEN_CLUSTER, PauseReason.ENGINE_FAILED))
+            return
+        if start.model.function is not None and self._is_served and start.provision.isolation is None:
+            assert self.connected is not None
+            if not self.connected.is_local:
+                worker.fail(Failed("cluster_not_isolated", OPEN_FUNCTIONS, PauseReason.ENGINE_FAILED))
+                return
+        order = WorkerOrder(
+            messages.encode(start), start.model.engine, str(Path(start.home) / f"{start.worker}.log"),
+            str(self._probe), self._probe_text, __version__,
+            self._environment(start.model) if self.may_send_secrets else {},
+        )  # fmt: skip
+        worker.was_launched, worker.waits = True, "its actor is being started"
+        self.send(Launch(worker.number, worker.placement, frames.encode(order)))
+        for data in worker.take_unsent():
+            self.send(Deliver(worker.number, data))
+
+    def _drive(self) -> None:
+        if self._driving is None:
+            self._driving = asyncio.create_task(self._keep_driver())
+
+    async def _keep_driver(self) -> None:
+        """Keep a driver: one that ends, with its cluster, is followed by another one."""
+        failures = 0
+        while True:
+            was_connected = await self._serve_driver()
+            failures = 0 if was_connected else failures + 1
+            await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2**failures))
+
+    async def _serve_driver(self) -> bool:
+        """Start a driver and pass its events on until it ends. Returns whether it reached the cluster."""
+        was_connected = False
+        try:
+            reader = await self._start_driver()
+            async with asyncio.timeout(CONNECT_S) as limit:
+                async for event in _events(reader):
+                    if isinstance(event, Connected):
+                        limit.reschedule(None)
+                        was_connected = True
+                    self._receive(event)
+            why = self._log_tail()
+        except TimeoutError:
+            why = f"no reply for {CONNECT_S:g} s"
+        except (OSError, msgspec.MsgspecError) as error:
+            why = str(error)
+        self._lose(why)
+        await self._end_driver(0.0)
+        return was_connected
+
+    async def _start_driver(self) -> asyncio.StreamReader:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs, open(self._folder / "ray-driver.log", "wb", buffering=0) as log:
+            python = self._entry.python or sys.executable
+            variables = chosen(os.environ, DRIVER_VARIABLES)
+            if self._entry.address == "local":
+                variables |= _own_token()
+            self._process = await asyncio.create_subprocess_exec(
+                python, "-P", "-m", "batchmill.executors.ray.driver", str(theirs.fileno()), pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True,
+            )  # fmt: skip
+        pid = self._process.pid
+        (self._folder / "ray-driver.pid").write_text(f"{pid} {started(pid)} {boot_id()}")
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self.send(Connect(self._entry.address))
+        return reader
+
+    def _receive(self, event: Struct) -> None:
+        match event:
+            case Connected():
+                self.connected, self.why = event, ""
+                for worker in list(self._workers.values()):
+                    self._launch(worker)
+                self._changed.set()
+            case Item(number):
+                if (worker := self._workers.get(number)) is not None:
+                    worker.receive(event)
+            case Waits(number, why):
+                if (worker := self._workers.get(number)) is not None:
+                    worker.waits = why
+            case Exited(number, code, is_lost, why):
+                if (worker := self._workers.get(number)) is not None:
+                    if why:
+                        self._note(worker, why)
+                    worker.end(code, is_lost=is_lost)
+            case Inspected(number):
+                if (future := self._inspections.pop(number, None)) is not None and not future.done():
+                    future.set_result(event)
+
+    @staticmethod
+    def _note(worker: RayWorker, why: str) -> None:
+        """Write why an actor ended to the log of its worker."""
+        with contextlib.suppress(OSError), open(Path(worker.start.home) / f"{worker.start.worker}.log", "a") as log:
+            log.write(f"Ray: {why}\n")
+
+    def _lose(self, why: str) -> None:
+        """The cluster has gone: its workers too. Those that were not placed wait for the next one."""
+        if self._writer is not None:
+            self._writer.close()
+        self.connected, self._writer = None, None
+        self.why = f"the Ray cluster {self._entry.address!r} cannot be reached (cluster_unavailable); it is tried again"
+        if why:
+            self.why += f": {why}"
+        for worker in list(self._workers.values()):
+            if worker.was_launched:
+                worker.end(LOST, is_lost=True)
+            else:
+                worker.waits = self.why
+        for future in self._inspections.values():
+            if not future.done():
+                future.set_result(Inspected(0, flaw=self.why))
+        self._inspections.clear()
+        self._changed.set()
+
+    def _log_tail(self) -> str:
+        with contextlib.suppress(OSError):
+            data = (self._folder / "ray-driver.log").read_bytes()[-LOG_BYTES:]
+            lines = [line for line in data.decode(errors="replace").splitlines() if line.strip()]
+            return " | ".join(lines[-LOG_LINES:])
+        return ""
+
+    async def _end_driver(self, grace_s: float) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), grace_s)
+        kill_session(process.pid)
+        await process.wait()
+        (self._folder / "ray-driver.pid").unlink(missing_ok=True)
+
+    async def close(self) -> None:
+        """End the driver, and with it the workers that are left; a cluster that it started ends too."""
+        if self._driving is not None:
+            self._driving.cancel()
+            await asyncio.gather(self._driving, return_exceptions=True)
+        self._lose("its owner is ending")
+        await self._end_driver(LEAVE_S)
+        self._probe.unlink(missing_ok=True)
+
+
+def _own_token() -> dict[str, str]:
+    """The variables with which a cluster of our own takes nobody else."""
+    return {
+        "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex + uuid.uuid4().hex,
+        "RAY_process_group_cleanup_enabled": "true", "RAY_USAGE_STATS_ENABLED": "0",
+    }  # fmt: skip
+
+
+async def _events(reader: asyncio.StreamReader) -> AsyncIterator[Struct]:
+    """The driver's frames. Raises: ConnectionError."""
+    while True:
+        try:
+            size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
+            if size > FRAME_BYTES_MAX:
+                raise ConnectionError(f"a frame of {size} bytes from the driver")
+            data = await reader.readexactly(size)
+        except asyncio.IncompleteReadError:
+            return
+        yield frames.events.decode(data)
+
+
+__all__ = ["RayExecutor", "RayWorker"]

@@ -1,0 +1,152 @@
+"""What the owner and its Ray driver say to each other. Messages of workers travel in it as bytes that nobody opens."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from batchmill.types.cluster import ClusterNode
+from batchmill.wire.messages import MESSAGE_BYTES_MAX
+
+FRAME_BYTES_MAX = 2 * MESSAGE_BYTES_MAX
+LENGTH_BYTES = 4
+ITEM_BYTES = 8 * 1024 * 1024  # messages that travel together; a longer one travels alone
+
+
+class Connect(Struct, frozen=True, tag="connect"):
+    """Owner: reach this cluster. The first frame."""
+
+    address: str  # "local": start a cluster on this machine
+    cpus: int | None = None  # of a local cluster; None: all cores
+
+
+class Placement(Struct, frozen=True):
+    """What Ray reserves for one worker."""
+
+    cpus: float = 1.0
+    gpus: int | None = None  # None: `gpus_by_flags`, if the cluster has any GPU
+    gpus_by_flags: int = 0
+    memory_bytes: int = 0
+    resources: dict[str, float] = {}
+
+
+class Launch(Struct, frozen=True, tag="launch"):
+    """Owner: start an actor."""
+
+    worker: int
+    placement: Placement
+    order: bytes  # of `WorkerOrder`
+
+
+class WorkerOrder(Struct, frozen=True):
+    """What an actor gets: the worker's `Start`, and what it needs of its node."""
+
+    start: bytes  # a packed `Start`
+    engine: str
+    log: str
+    probe: str  # a file in the data directory that every node must see …
+    probe_text: str  # … with this content
+    version: str  # of the owner's batchmill
+    environment: dict[str, str] = {}
+
+
+class Deliver(Struct, frozen=True, tag="deliver"):
+    """Owner: a message for a worker."""
+
+    worker: int
+    data: bytes
+
+
+class Kill(Struct, frozen=True, tag="kill"):
+    """Owner: kill this worker's actor."""
+
+    worker: int
+
+
+class Inspect(Struct, frozen=True, tag="inspect"):
+    """Owner: describe the cluster."""
+
+    id: int
+    probe: str
+    probe_text: str
+
+
+class Connected(Struct, frozen=True, tag="connected"):
+    """Driver: it has reached the cluster. `is_local`: it has started it. `demands_token`: others are refused."""
+
+    address: str
+    ray: str
+    python: str
+    batchmill: str
+    is_local: bool
+    demands_token: bool
+    has_tls: bool
+
+
+class Item(Struct, frozen=True, tag="item"):
+    """Driver: messages of a worker, each with its length before it."""
+
+    worker: int
+    data: bytes
+
+
+class Waits(Struct, frozen=True, tag="waits"):
+    """Driver: why a worker has not started. Empty: its actor runs."""
+
+    worker: int
+    why: str
+
+
+class Exited(Struct, frozen=True, tag="exited"):
+    """Driver: a worker's actor has ended. `is_lost`: its node or the cluster went away, it is no fault of its own."""
+
+    worker: int
+    code: int
+    is_lost: bool = False
+    why: str = ""
+
+
+class Inspected(Struct, frozen=True, tag="inspected"):
+    """Driver: the cluster, and on which node each worker runs."""
+
+    id: int
+    nodes: list[ClusterNode] = []
+    workers: dict[int, str] = {}  # worker -> id of its node
+    flaw: str = ""
+
+
+Command = Connect | Launch | Deliver | Kill | Inspect
+Event = Connected | Item | Waits | Exited | Inspected
+
+_encoder = msgspec.msgpack.Encoder()
+commands = msgspec.msgpack.Decoder(Command)
+events = msgspec.msgpack.Decoder(Event)
+orders = msgspec.msgpack.Decoder(WorkerOrder)
+
+
+def encode(frame: Struct) -> bytes:
+    return _encoder.encode(frame)
+
+
+def pack(frame: Struct) -> bytes:
+    """A frame with its length before it."""
+    data = _encoder.encode(frame)
+    assert len(data) <= FRAME_BYTES_MAX, f"a frame of {len(data)} bytes"
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+def join(messages: list[bytes]) -> bytes:
+    """An item: messages, each with its length before it."""
+    return b"".join([piece for each in messages for piece in (len(each).to_bytes(LENGTH_BYTES, "little"), each)])
+
+
+def split(item: bytes) -> list[memoryview]:
+    """The messages of an item. Raises: ConnectionError if it is no item."""
+    view, at, found = memoryview(item), 0, []
+    while at < len(view):
+        end = at + LENGTH_BYTES + int.from_bytes(view[at : at + LENGTH_BYTES], "little")
+        if end > len(view):
+            raise ConnectionError("an item of a worker is cut off")
+        found.append(view[at + LENGTH_BYTES : end])
+        at = end
+    return found

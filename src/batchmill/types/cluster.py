@@ -1,0 +1,85 @@
+"""Where workers run: `[cluster]` of the configuration, and the view of a cluster."""
+
+from __future__ import annotations
+
+import re
+
+from msgspec import Struct
+
+from batchmill.errors import InvalidConfig
+
+EXECUTORS = ("ray",)
+_ADDRESS = re.compile(r"auto|local|[A-Za-z0-9_.\-\[\]:]+:\d{1,5}")
+SHOWN_CHARS = 80
+
+
+class ClusterEntry(Struct, frozen=True):
+    """`[cluster]`. `executor` None: workers are child processes of this machine's owner."""
+
+    executor: str | None = None
+    address: str = "auto"  # of Ray's head; auto: of the cluster that this machine is a node of; local: start one here
+    python: str | None = None  # interpreter with `batchmill[ray]` for the driver; None: batchmill's own
+    trusted_network: bool = False  # nobody else reaches the cluster: secrets are sent there without token and TLS
+
+    def check(self) -> None:
+        """Raises: InvalidConfig for a value that nobody could use."""
+        if self.executor is not None and self.executor not in EXECUTORS:
+            raise InvalidConfig(
+                f'cluster.executor is "ray", not {self.executor[:SHOWN_CHARS]!r}; '
+                "leave it out for workers on this machine"
+            )
+        if self.address.startswith("ray://"):
+            raise InvalidConfig(
+                f"cluster.address: {self.address[:SHOWN_CHARS]!r} is an address of Ray's client, which cannot stream; "
+                'give "HOST:6379" of the head instead'
+            )
+        if not _ADDRESS.fullmatch(self.address):
+            raise InvalidConfig(
+                f'cluster.address is "auto", "local" or "HOST:6379" of the head, not {self.address[:SHOWN_CHARS]!r}'
+            )
+        if self.executor is None:
+            for name in self.__struct_fields__:
+                if getattr(self, name) != getattr(ClusterEntry(), name):
+                    raise InvalidConfig(f'cluster.{name} has no effect without cluster.executor = "ray"')
+
+
+class ClusterNode(Struct, frozen=True):
+    """A node of the cluster. Versions are empty, and `flaw` says why, where it did not reply."""
+
+    id: str
+    address: str
+    total: dict[str, float] = {}  # CPU, GPU, memory (bytes) and custom resources
+    free: dict[str, float] = {}
+    is_draining: bool = False
+    ray: str = ""
+    python: str = ""
+    batchmill: str = ""
+    clock_offset_s: float = 0.0  # against this machine
+    sees_data: bool = False  # the data directory
+    flaw: str = ""
+
+
+class ClusterWorker(Struct, frozen=True):
+    """A worker, on its node or on its way there."""
+
+    model: str
+    replica: int
+    node: str = ""  # id; empty: it waits
+    waits: str = ""
+
+
+class Check(Struct, frozen=True):
+    """One row of `batchmill doctor`."""
+
+    name: str
+    is_ok: bool
+    message: str  # with the way out, if it is not
+
+
+class ClusterView(Struct, frozen=True):
+    """The cluster as its owner sees it."""
+
+    address: str
+    nodes: list[ClusterNode] = []
+    workers: list[ClusterWorker] = []
+    checks: list[Check] = []

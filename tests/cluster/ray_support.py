@@ -1,0 +1,55 @@
+"""The environment with Ray (BATCHMILL_RAY_PYTHON), and clusters in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "fakes" / "ray_nodes.py"
+ENVIRONMENT = {
+    "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_AUTO_CONNECT": "0",
+}
+
+
+def ray_python() -> str:
+    python = os.environ.get("BATCHMILL_RAY_PYTHON")
+    if not python:
+        pytest.fail("BATCHMILL_RAY_PYTHON names no interpreter with batchmill[ray]: `make ray` makes .venv-ray")
+    return python
+
+
+class Nodes:
+    """A cluster on this machine."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        assert process.stdout is not None
+        self.address = process.stdout.readline().strip()
+
+    def does(self, command: str) -> None:
+        """Return once it is done."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(command + "\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline().strip() == "done"
+
+
+@contextlib.contextmanager
+def ray_nodes(*cpus: int, port: int = 0) -> Iterator[Nodes]:
+    with subprocess.Popen(
+        [ray_python(), "-P", str(SCRIPT), str(port), *map(str, cpus)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True, env={**os.environ, **ENVIRONMENT},
+    ) as process:  # fmt: skip
+        try:
+            yield Nodes(process)
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                process.communicate("end\n", timeout=60)
+            process.kill()

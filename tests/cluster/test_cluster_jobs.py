@@ -1,0 +1,106 @@
+"""Jobs whose workers run on a real Ray cluster that loses actors, nodes and its head."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ray_support import ray_nodes, ray_python
+
+ROWS = 400
+# Row 200 tells which process has it, and waits until it may go on. Whoever runs it again goes on at once.
+APP = """
+import os
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+def double(n):
+    if n == 200 and not (HERE / "seen").exists():
+        (HERE / "seen").touch()
+        with open(HERE / "reached", "w") as reached:
+            reached.write(str(os.getppid()))
+        with open(HERE / "go") as go:
+            go.read()
+    return 2 * n
+"""
+
+
+class Job:
+    """`batchmill run` over a function that stops at one row."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self.folder = folder
+        (folder / "app.py").write_text(APP)
+        (folder / "in.jsonl").write_text("".join(json.dumps({"n": n}) + "\n" for n in range(ROWS)))
+        for name in ("reached", "go"):
+            os.mkfifo(folder / name)
+        (folder / "batchmill.toml").write_text(
+            f'data_dir = "data"\n[cluster]\naddress = "{address}"\npython = "{ray_python()}"\nexecutor = "ray"\n'
+            "trusted_network = true\n"
+        )
+        self.process = subprocess.Popen(
+            [*self._command, "run", "in.jsonl", "--model", "function:app.py:double", "--workers", "2", "--output",
+             "out.jsonl"], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    _command = [sys.executable, "-P", "-m", "batchmill"]
+
+    def reached(self) -> int:
+        """Wait for the row. Returns the process id of its worker."""
+        return int((self.folder / "reached").read_text())
+
+    def says(self, *command: str) -> str:
+        done = subprocess.run([*self._command, *command], cwd=self.folder, capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    def ends_whole(self) -> None:
+        """It completes with exactly one right result a row, and a sound ledger."""
+        output, _ = self.process.communicate(timeout=100)
+        assert self.process.returncode == 0, output
+        results = [json.loads(line) for line in (self.folder / "out.jsonl").read_text().splitlines()]
+        assert [each["output"] for each in results] == [2 * n for n in range(ROWS)]
+        job_id = json.loads(self.says("jobs", "--json").splitlines()[0])
+        verified = self.says("ledger", "verify", next(iter(_ids(job_id))))
+        assert "sound" in verified or "agree" in verified, verified
+
+
+def _ids(value):
+    if isinstance(value, str) and value.startswith("job_"):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _ids(each)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+@pytest.mark.timeout(180)
+def test_an_actor_and_a_node_are_lost(tmp_path):
+    """A killed actor, and then a removed node, cost no row: each has one outcome, and the ledger is sound."""
+    with ray_nodes(0, 1, 1) as nodes:
+        job = Job(tmp_path, nodes.address)
+        os.kill(job.reached(), signal.SIGKILL)
+        nodes.does("remove 1")
+        job.ends_whole()
+
+
+@pytest.mark.timeout(180)
+def test_the_head_is_lost(tmp_path):
+    """A job waits while its cluster is away, says so, and goes on by itself on the next cluster at the address."""
+    port = free_port()
+    with ray_nodes(2, port=port) as nodes:
+        job = Job(tmp_path, nodes.address)
+        job.reached()
+    with ray_nodes(2, port=port):
+        job.ends_whole()

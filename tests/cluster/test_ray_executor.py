@@ -1,0 +1,101 @@
+"""Workers as actors of a real Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+
+import pytest
+from contract.executor_suite import ExecutorSuite
+from msgspec.structs import replace
+from ray_support import Nodes, ray_nodes, ray_python
+
+from batchmill.executors.ray.executor import RayExecutor
+from batchmill.types import ModelSpec, Needs, Provision
+from batchmill.types.cluster import ClusterEntry
+from batchmill.wire.messages import Failed, Provide, Ready, Start
+
+HOSTILE = Path(__file__).parent.parent / "fakes" / "hostile_actor.py"
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    with ray_nodes(2) as cluster:
+        yield cluster
+
+
+def entry(nodes: Nodes, *, trusted: bool = True) -> ClusterEntry:
+    return ClusterEntry("ray", nodes.address, ray_python(), trusted)
+
+
+class TestRayExecutor(ExecutorSuite):
+    @pytest.fixture
+    async def executor(self, nodes, tmp_path):
+        made = RayExecutor(entry(nodes), tmp_path, lambda model: {})
+        yield made
+        await made.close()
+
+    async def test_what_waits_for_room_says_so(self, executor, start):
+        """A worker that no node has room for waits, and says for what; its cluster is described beside it."""
+        needs = Needs(cpus=64, resources={"spot": 1})
+        worker = await executor.start(replace(start, model=replace(start.model, needs=needs)))
+        view = await executor.view()
+        assert [(each.name, each.message) for each in view.checks if not each.is_ok] == []
+        while "needs" not in worker.waits:
+            await asyncio.sleep(0)
+        assert worker.waits == (
+            "needs 64 CPUs; no node of the cluster has more than 2 CPUs; "
+            "needs 1 of 'spot'; no node of the cluster has more than 0 of 'spot'"
+        )
+        worker.kill()
+        assert await worker.wait() == -9 and not worker.is_lost
+
+    async def test_a_node_without_the_data_directory_is_refused(self, executor, start, tmp_path):
+        """A node that does not see the data directory runs nothing, and the user reads what to do."""
+        worker = await executor.start(start)
+        (tmp_path / "workers" / "cluster-probe").unlink()
+        failed = await self.expect(worker, Failed)
+        assert failed.code == "data_dir_not_shared" and str(tmp_path) in failed.message
+        assert await worker.wait() == 1
+
+    async def test_what_a_dead_owner_left_is_swept(self, executor, start):
+        """Sweeping ends the driver: its workers are lost, which nobody is blamed for. The next driver runs others."""
+        worker = await executor.start(start)
+        await self.expect(worker, Ready)
+        executor.sweep()
+        assert await worker.wait() == -1 and worker.is_lost
+        second = await executor.start(replace(start, worker="w2"))
+        await self.expect(second, Ready)
+
+
+async def test_an_open_cluster_gets_no_secret(nodes, tmp_path):
+    """Without token and TLS no secret leaves: neither with a worker's start nor afterwards."""
+    (tmp_path / "app.py").write_text("def double(n):\n    return 2 * n\n")
+    executor = RayExecutor(entry(nodes, trusted=False), tmp_path, lambda model: {})
+    start = Start("w", ModelSpec("double", "function", f"{tmp_path / 'app.py'}:double"), str(tmp_path / "home"))
+    provision = Provision({"secret:key": "value"})
+    worker = await executor.start(replace(start, provision=provision))
+    failed = await ExecutorSuite.expect(worker, Failed)
+    assert failed.code == "cluster_not_trusted" and "RAY_AUTH_MODE" in failed.message
+    later = await executor.start(start)
+    later.send(Provide(provision))
+    assert (await ExecutorSuite.expect(later, Failed)).code == "cluster_not_trusted"
+    assert [each.name for each in (await executor.view()).checks if not each.is_ok] == ["authentication"]
+    await executor.close()
+
+
+def test_a_driver_reads_no_pickle(nodes, tmp_path):
+    """What a hostile actor returns, yields or raises runs nothing in the driver."""
+    trap = tmp_path / "read"
+    command = [ray_python(), "-P", str(HOSTILE), nodes.address, str(trap)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.splitlines() == [
+        "returned NOT_BYTES",
+        "raised TASK_EXECUTION_EXCEPTION",
+        "handle NOT_BYTES",
+        "yielded b'bytes'",
+        "yielded NOT_BYTES",
+        "yielded NOT_BYTES",  # the end of a stream, which Ray reports as a pickled None
+    ], done.stderr
+    assert not trap.exists()
