@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
-from contract.executor_suite import ExecutorSuite
+from contract.executor_suite import FORKS, ExecutorSuite
 from msgspec.structs import replace
 from ray_support import Nodes, ray_nodes, ray_python
 
@@ -58,6 +60,15 @@ class TestRayExecutor(ExecutorSuite):
         failed = await self.expect(worker, Failed)
         assert failed.code == "data_dir_not_shared" and str(tmp_path) in failed.message
         assert await worker.wait() == 1
+
+    async def test_what_a_worker_forked_keeps_nobody_waiting(self, executor, start, tmp_path):
+        """A worker that dies has gone, whatever it forked: that stays on its node, where nobody waits for it."""
+        (tmp_path / "app.py").write_text(FORKS)
+        worker = await executor.start(start)
+        await self.expect(worker, Ready)
+        os.kill(worker.pid, signal.SIGKILL)
+        assert await worker.wait() == -signal.SIGKILL and not worker.is_lost
+        os.kill(int((tmp_path / "forked").read_text()), signal.SIGKILL)
 
     async def test_what_a_dead_owner_left_is_swept(self, executor, start):
         """Sweeping ends the driver: its workers are lost, which nobody is blamed for. The next driver runs others."""

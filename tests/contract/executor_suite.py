@@ -24,6 +24,7 @@ from batchmill.wire.messages import (
     Ack,
     Answered,
     AnswerLive,
+    Answers,
     Drain,
     Failed,
     FlowCredit,
@@ -92,7 +93,7 @@ class ExecutorSuite:
         async for message in worker.messages():
             if isinstance(message, kind):
                 return message
-            assert isinstance(message, Heartbeat | RequestRows | Ready | Record | Released), message
+            assert isinstance(message, Heartbeat | RequestRows | Ready | Record | Released | Answers), message
         raise AssertionError(f"the worker ended before it said {kind.__name__}")
 
     @staticmethod

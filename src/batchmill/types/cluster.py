@@ -37,10 +37,6 @@ class ClusterEntry(Struct, frozen=True):
             raise InvalidConfig(
                 f'cluster.address is "auto", "local" or "HOST:6379" of the head, not {self.address[:SHOWN_CHARS]!r}'
             )
-        if self.executor is None:
-            for name in self.__struct_fields__:
-                if getattr(self, name) != getattr(ClusterEntry(), name):
-                    raise InvalidConfig(f'cluster.{name} has no effect without cluster.executor = "ray"')
 
 
 class ClusterNode(Struct, frozen=True):

@@ -19,9 +19,10 @@ from batchmill.cli.session import Session
 from batchmill.cli.text import clean, count
 from batchmill.cli.values import POSITIVE
 from batchmill.config import Config
-from batchmill.errors import InvalidInput, InvalidTransition
+from batchmill.errors import InvalidConfig, InvalidInput, InvalidTransition
 from batchmill.types import JobView, Submitted
 from batchmill.types.cluster import EXECUTORS
+from batchmill.types.machines import MachineEntry
 from batchmill.wire.native import PRIORITY_MAX
 
 if TYPE_CHECKING:
@@ -157,6 +158,8 @@ def run(session: Session, **options: Any) -> int:
         raise InvalidInput(f"the server {session.server_url} has workers of its own: leave --executor out")
     config = session.config()
     if executor is not None:
+        if config.machine != MachineEntry():
+            raise InvalidConfig("[machine] has no effect on a cluster, where Ray deals memory and GPUs: leave it out")
         config = replace(config, cluster=replace(config.cluster, executor=executor))
     return session.run(_run(session, config, options))
 
