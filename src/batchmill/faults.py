@@ -23,6 +23,12 @@ POINTS = (
     "before_publish",  # every row has its outcome, there is no result file
     "after_publish",  # the result files exist, the ledger says finalizing
 )
+OBJECT_POINTS = (  # what is kept in an object store
+    "before_put",  # outcomes are on the worker's disk, their object is not put
+    "after_put",  # their object is put, no commit was sent
+    "before_publish_objects",  # objects are announced, none is put
+    "after_publish_objects",  # they are put, the database does not name them
+)
 START_POINTS = (  # the start of a run that becomes the owner
     "after_prepared",  # its lock is taken, and its first processes run; nothing is open
 )

@@ -29,10 +29,12 @@ from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.pools.dispatcher import Dispatcher, Sharing
 from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.jobs.pools.resources import Resources
+from batchmill.jobs.runner_tools import JobSpace
 from batchmill.jobs.service import JobService
 from batchmill.models import devices, redaction
 from batchmill.models.isolation import isolation_of_config
-from batchmill.models.worker_environment import of_placed_worker, of_worker
+from batchmill.models.worker_environment import chosen, of_placed_worker, of_worker
+from batchmill.optional import require
 from batchmill.ports import Clock, Executor
 from batchmill.prepared import PreparedProcesses
 from batchmill.services import salvage as salvaging
@@ -52,10 +54,14 @@ from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import OwnerProvisions, Vault
 from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskQuota
+from batchmill.store.stored_files import LocalFiles, StoredFiles
 from batchmill.types import SalvageReport
+from batchmill.types.connectors import Storage
 
 log = logging.getLogger("batchmill.owner")
 
+STORED = "batchmill.store.object_files"  # needs obstore
+STORE_VARIABLES = ("AWS_*", "GOOGLE_*", "AZURE_*", "STORAGE_EMULATOR_HOST")  # that clients of object stores read
 LEFTOVER_S = 86_400.0  # the command of a preview of this age has ended
 
 Close = Callable[[bool], Awaitable[None]]  # True: at once
@@ -88,6 +94,7 @@ class Store(Struct, frozen=True, eq=False):
     disk_quota: DiskQuota
     vault: Vault
     keys: KeyService
+    stored: StoredFiles
 
 
 def salvage(config: Config, progress: Callable[[str], None]) -> SalvageReport:
@@ -131,6 +138,7 @@ async def open_store(config: Config, lock: int, database: Database | None = None
                 await asyncio.to_thread(salvaging.make_ready, config.data_dir)
             database = open_database(config)  # not in a thread: a cancellation could lose what it opened
         stack.callback(database.close)
+        stored = await _open_stored(stack, config, database)
         yield Store(
             config,
             clock,
@@ -138,7 +146,26 @@ async def open_store(config: Config, lock: int, database: Database | None = None
             disk_quota=DiskQuota(database, config.data_dir, config.project_quotas),
             vault=Vault(database, SecretBox(config.secrets_key), clock, config.project_quotas),
             keys=KeyService(database, clock, config.project_quotas),
+            stored=stored,
         )
+
+
+async def _open_stored(stack: contextlib.AsyncExitStack, config: Config, database: Database) -> StoredFiles:
+    """Open the object store of `[storage]`. Raises: InvalidConfig if the key file would be lost with the cache."""
+    if config.storage.objects is None:
+        return LocalFiles()
+    if config.secrets_key.resolve().is_relative_to(config.data_dir):
+        raise InvalidConfig(
+            f"with [storage] objects the data directory {config.data_dir} is a cache that may be deleted, and the key "
+            f"file of the secrets {config.secrets_key} is in it: set secrets.key_file to a path outside of it, and "
+            "give every machine that may run the server this file"
+        )
+    stored = require(STORED, "[storage] objects").open_files(
+        database, config.data_dir, config.storage.objects, config.storage.cache_bytes
+    )
+    await stored.open()
+    stack.push_async_callback(stored.close)
+    return stored
 
 
 # -- what is served ---------------------------------------------------------------------------------------------------
@@ -158,7 +185,10 @@ async def _make_provisions(store: Store, environ: Mapping[str, str] | None = Non
     """Make the provisions of workers. Raises: InvalidConfig if the configured isolation is not available."""
     config = store.config
     isolation = await asyncio.to_thread(isolation_of_config, config.functions, config.data_dir)
-    return OwnerProvisions(store.vault, config.server.private_hosts, environ, isolation)
+    storage = None
+    if (url := config.storage.objects) is not None:  # workers of a command have its environment
+        storage = Storage(url, {} if environ is None else chosen(environ, STORE_VARIABLES))
+    return OwnerProvisions(store.vault, config.server.private_hosts, environ, isolation, storage)
 
 
 def _make_versions(store: Store, provisions: OwnerProvisions, directory: ModelDirectory, warm: Warm) -> ModelVersions:
@@ -262,8 +292,8 @@ async def open_owner(
         if serves:
             directory.check()
         jobs = JobService(
-            config.data_dir, commit_log, dispatcher, clock, disk_quota=store.disk_quota, adapters=models.adapters,
-            retention=config.retention, children=None if prepared is None else prepared.children,
+            JobSpace(config.data_dir, store.disk_quota, store.stored), commit_log, dispatcher, clock,
+            adapters=models.adapters, retention=config.retention, children=prepared and prepared.children,
         )  # fmt: skip
         close_last(stack, lambda at_once: _close_jobs(jobs, at_once=at_once, drain_s=drain_s))
         await jobs.recover(resume_server_jobs=serves)

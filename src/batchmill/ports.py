@@ -469,6 +469,24 @@ class Adapters(Protocol):
         """
 
 
+class Objects(Protocol):
+    """The objects below one address of an object store, by names in it. Concurrency: any thread.
+
+    Raises, everywhere: StorageFailed if the store cannot be reached or an object is missing, AuthRefused.
+    """
+
+    def put(self, name: str, data: bytes) -> None:
+        """Create an object. Raises: StorageFailed if one of this name exists with other bytes."""
+
+    def get(self, name: str) -> bytes: ...
+
+    def list(self, prefix: str) -> Iterable[tuple[str, int]]:
+        """The names that begin with `prefix`, with the size of each."""
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects; those that do not exist are no error."""
+
+
 class Executor(Protocol):
     """Starts workers."""
 

@@ -45,7 +45,7 @@ class Desk:
     """Collects what a worker would send to its owner."""
 
     def __init__(self, job: OpenJob, tmp_path) -> None:
-        self.job, self.wants, self.commits, self.changed, self.broken = job, 0, [], [], []
+        self.job, self.wants, self.commits, self.changed, self.broken, self.refused = job, 0, [], [], [], []
         changed = self.changed
         self.feed = GrantFeed(
             want=self._want,
@@ -58,6 +58,7 @@ class Desk:
             settled=self.feed.settled,
             spent=lambda held, done: None,
             broken=self.broken.append,
+            refused=lambda held, error: self.refused.append(error),
         )
 
     def _want(self, job: str) -> None:

@@ -11,6 +11,7 @@ from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.pools.dispatcher import Dispatcher, Sharing
 from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.jobs.pools.resources import Resources
+from batchmill.jobs.runner_tools import JobSpace
 from batchmill.jobs.service import JobService
 from batchmill.ports import Adapters, Clock, Executor
 from batchmill.store.disk_room import DiskQuota
@@ -29,7 +30,5 @@ def job_service(
         quarantine=Quarantine(clock, ledger.database),
         sharing=Sharing(machine=machine),
     )  # fmt: skip
-    disk_quota = DiskQuota(ledger.database, data_dir, quotas)
-    return JobService(
-        data_dir, commit_log, dispatcher, clock, disk_quota=disk_quota, adapters=adapters, retention=retention
-    )
+    space = JobSpace(data_dir, DiskQuota(ledger.database, data_dir, quotas))
+    return JobService(space, commit_log, dispatcher, clock, adapters=adapters, retention=retention)

@@ -15,11 +15,13 @@ from batchmill.config.entries import (
     RetentionEntry,
     ServerEntry,
     StatusRegex,
+    StorageEntry,
     WebhookEntry,
 )
 
 __all__ = [
     "KEY_FILE", "LIMITS_MAX", "MODEL_NAME", "PROJECT_NAME", "SERVER_MAX", "WORKERS_MAX", "BackupsEntry", "Config",
     "DatabaseEntry", "DeploymentsEntry", "InputLimits", "MlCommonsEntry", "ModelEntry", "ProjectEntry",
-    "QuarantineEntry", "RetentionEntry", "ServerEntry", "StatusRegex", "WebhookEntry", "limit_flaw", "load",
+    "QuarantineEntry", "RetentionEntry", "ServerEntry", "StatusRegex", "StorageEntry", "WebhookEntry", "limit_flaw",
+    "load",
 ]  # fmt: skip

@@ -31,6 +31,7 @@ from batchmill.config.entries import (
     WebhookEntry,
 )
 from batchmill.errors import InvalidConfig
+from batchmill.object_store.urls import parse_url
 from batchmill.types import Limits, Price, ProjectQuotas, Quotas
 from batchmill.types.cluster import ClusterEntry
 from batchmill.types.isolation import FunctionsEntry
@@ -214,6 +215,9 @@ def _check_serving(read: File) -> None:
             "backups are copies of the file SQLite, and database.url names a PostgreSQL database: leave [backups] out, "
             "and make backups with pg_dump or the database's own server"
         )
+    if read.storage.objects is not None:
+        parse_url(read.storage.objects)
+    assert read.storage.cache_bytes
     for name in server.worker_environment:
         if not VARIABLES.fullmatch(name):
             raise InvalidConfig(

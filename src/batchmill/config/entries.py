@@ -66,6 +66,9 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | database.password            | "env:NAME" or "file:PATH": its password, where libpq finds none itself    |
 | secrets.key_file             | what secrets in the database are encrypted with                           |
 |                              | (BATCHMILL_SECRETS_KEY_FILE); none: secrets.key in data_dir                |
+| storage.objects              | the URL of the object store that keeps what the data directory holds; the  |
+|                              | data directory is its cache then; none: the data directory                 |
+| storage.cache                | what copies of objects take of the data directory's disk, bytes or "20GiB" |
 | projects.NAME.weight         | its share of the workers beside other projects, 1 if it is not said        |
 | projects.NAME.models         | the models it may use; none: all                                          |
 | projects.NAME.functions      | the deployed functions it may use; none: all, or as `models` says         |
@@ -112,7 +115,7 @@ from batchmill.errors import InvalidConfig
 from batchmill.types import DatasetSpec, Limits, Price, ProjectQuotas, Quotas
 from batchmill.types.cluster import ClusterEntry
 from batchmill.types.isolation import FunctionsEntry
-from batchmill.types.machines import MachineEntry, ReplicaEntry
+from batchmill.types.machines import MachineEntry, ReplicaEntry, size_of
 
 URL_SCHEMES = ("postgresql+psycopg://", "postgresql://")  # of database.url
 KEY_FILE = "secrets.key"  # in the data directory, unless secrets.key_file says where
@@ -223,6 +226,18 @@ class DatabaseEntry(Struct, frozen=True):
             raise InvalidConfig('database.password is "env:NAME" or "file:PATH", never the password itself')
 
 
+class StorageEntry(Struct, frozen=True):
+    """`[storage]`: where what a data directory holds is durable. `objects` None: in the data directory."""
+
+    objects: str | None = None
+    cache: int | str = "20GiB"
+
+    @property
+    def cache_bytes(self) -> int:
+        """Raises: InvalidConfig."""
+        return size_of(self.cache, "storage.cache")
+
+
 class StatusRegex(Struct, frozen=True):
     """`[ml_commons.status_regex]`: what a provider's whole word for a state must match, in any case."""
 
@@ -296,6 +311,7 @@ class File(Struct, frozen=True):
     deployments: DeploymentsEntry = DeploymentsEntry()
     secrets: SecretsEntry = SecretsEntry()
     database: DatabaseEntry = DatabaseEntry()
+    storage: StorageEntry = StorageEntry()
     machine: MachineEntry = MachineEntry()
     cluster: ClusterEntry = ClusterEntry()
     quarantine: QuarantineEntry = QuarantineEntry()
@@ -318,6 +334,7 @@ class Config(Struct, frozen=True):
     webhooks: list[WebhookEntry] = []
     ml_commons: MlCommonsEntry = MlCommonsEntry()
     deployments: DeploymentsEntry = DeploymentsEntry()
+    storage: StorageEntry = StorageEntry()
     machine: MachineEntry = MachineEntry()
     cluster: ClusterEntry = ClusterEntry()
     quarantine: QuarantineEntry = QuarantineEntry()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
@@ -10,6 +12,7 @@ import msgspec
 from msgspec import Struct, structs
 
 from batchmill import faults
+from batchmill.errors import JobPaused
 from batchmill.executors.leases import Held, Unsent
 from batchmill.models import redaction
 from batchmill.ports import SegmentSink
@@ -102,7 +105,14 @@ class Recorder:
         settled: Callable[[Outcome], None],
         spent: Callable[[Held, list[Outcome]], None],
         broken: Callable[[OSError], None],
+        refused: Callable[[Held, JobPaused], None],
+        pace_s: float = 0.0,
     ) -> None:
+        """Args:
+        refused: the store did not take the blocks of a lease; they are in its segment.
+        pace_s: the time between two commits, unless COMMIT_BYTES have been written: an object costs money.
+        """
+        self._refused, self._pace_s = refused, pace_s
         self._commit, self._settled, self._spent, self._broken = commit, settled, spent, broken
         self._loop = asyncio.get_running_loop()
         self._buffered: dict[int, Held] = {}  # leases with lines that are in no block yet
@@ -276,9 +286,19 @@ class Recorder:
 
     async def run(self) -> None:
         """Bring written blocks to the disk and to the owner, until cancelled."""
+        synced_at = -math.inf
         while True:
             await self._due.wait()
+            await self._wait_for_turn(synced_at + self._pace_s)
+            synced_at = self._loop.time()
             await self.sync()
+
+    async def _wait_for_turn(self, at: float) -> None:
+        """Wait until `at`, or until COMMIT_BYTES have been written."""
+        while self._written_bytes < COMMIT_BYTES and (left_s := at - self._loop.time()) > 0:
+            self._due.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._due.wait(), left_s)
 
     async def sync(self) -> None:
         """Bring everything written so far to the disk and to the owner."""
@@ -301,6 +321,11 @@ class Recorder:
             for held in helds:
                 held.stale = True
             self._broken(error)
+            return
+        except JobPaused as error:
+            for held in [held for held in helds if not held.stale]:
+                held.stale = True
+                self._refused(held, error)
             return
         finally:
             self._syncing.remove(under_way)

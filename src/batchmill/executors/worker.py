@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
@@ -30,12 +30,14 @@ from batchmill.executors.live_calls import AnswerSink, Calling
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.function_runtime.frames import keep_freed_memory
 from batchmill.function_runtime.shared_memory import MemoryPair
-from batchmill.models import redaction, secrets
+from batchmill.models import redaction, secrets, worker_environment
+from batchmill.optional import require
 from batchmill.ports import CrashReportingEngine, Engine, Prepared, PreparingEngine, RetryingEngine
 from batchmill.states import PauseReason
 from batchmill.store.segment_files import SegmentFile
 from batchmill.store.segments import SegmentHead
 from batchmill.types import Commit, Outcome, Row, RowError
+from batchmill.types.connectors import Storage
 from batchmill.types.engine_traits import traits_of
 from batchmill.wire import messages
 from batchmill.wire.messages import (
@@ -67,6 +69,10 @@ from batchmill.wire.messages import (
     ToWorker,
 )
 
+if TYPE_CHECKING:
+    from batchmill.store.segment_objects import ObjectSegments
+
+COMMIT_PACE_S = 1.0  # of a worker that puts objects: a commit is an object, which costs money
 KEPT_BYTES = 32 * 1024 * 1024  # of freed memory
 HEARTBEAT_S = 0.5
 NICENESS = 5
@@ -110,9 +116,11 @@ class Worker:
             suspect=self._home / f"{self._name}.suspect",
             may_begin=lambda: self._term.is_valid,
         )
+        self._objects = _open_objects(start.provision.storage)
         self._recorder = Recorder(
-            commit=self._record, settled=self._feed.settled, spent=self._settled, broken=self._storage_failed
-        )
+            commit=self._record, settled=self._feed.settled, spent=self._settled, broken=self._storage_failed,
+            refused=self.fail, pace_s=0.0 if self._objects is None else COMMIT_PACE_S,
+        )  # fmt: skip
         self._answering = AnswerSink(self._engine, self._send, channel.drain)
         self._calling = Calling(self._engine, self._send)
         self._notes = NoteClient(self._send)
@@ -242,7 +250,11 @@ class Worker:
             job.revoked, job.ending, job.allowance = False, "", None
             return
         head = SegmentHead(message.job, message.identity, self._name)
-        segment = SegmentFile(Path(message.segments), head, self._rolls.get(message.job, 0))
+        folder, roll = Path(message.segments), self._rolls.get(message.job, 0)
+        if self._objects is None:
+            segment = SegmentFile(folder, head, roll)
+        else:
+            segment = self._objects.segment(folder, head, roll)
         self._jobs[message.job] = OpenJob(
             message.job, message.form, open_rows(Path(message.dataset), access=message.stores), segment,
             adapters=message.adapters, project=message.project,
@@ -412,6 +424,13 @@ class Worker:
         self._failed = True
         self._feed.end()
         self._owner_gone.set()
+
+
+def _open_objects(storage: Storage | None) -> ObjectSegments | None:
+    if storage is None:
+        return None
+    worker_environment.lend(storage.environ)
+    return require("batchmill.store.segment_objects:ObjectSegments", "[storage] objects")(storage.url)
 
 
 def _failure(error: BaseException, who: str) -> BatchmillError:

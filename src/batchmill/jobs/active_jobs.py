@@ -11,7 +11,8 @@ from functools import partial
 import sqlalchemy as sa
 
 from batchmill.errors import DatabaseUnavailable
-from batchmill.jobs.runner import JobRunner, RunnerTools
+from batchmill.jobs.runner import JobRunner
+from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.wire.job_spec import JobSpec
 
 CLOSE_S = 5.0  # for runners that end at once to store that they paused

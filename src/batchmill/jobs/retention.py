@@ -33,6 +33,7 @@ from batchmill.store import removals
 from batchmill.store.database import Database
 from batchmill.store.removals import Removal
 from batchmill.store.segments import sync_folder
+from batchmill.store.stored_files import LocalFiles, StoredFiles
 from batchmill.store.tables import commits, error_counts, job_models, jobs, notes, shards, submissions
 from batchmill.store.tables import files as file_table
 from batchmill.store.tables import removals as removal_table
@@ -49,10 +50,11 @@ class Retention:
     """The ended jobs of a data directory that this process owns."""
 
     def __init__(
-        self, data_dir: Path, database: Database, active: ActiveJobs, clock: Clock, entry: RetentionEntry
-    ) -> None:
+        self, data_dir: Path, database: Database, active: ActiveJobs, clock: Clock, entry: RetentionEntry,
+        stored: StoredFiles = LocalFiles(),
+    ) -> None:  # fmt: skip
         self._data_dir, self._database, self._active, self._clock = data_dir, database, active, clock
-        self.entry = entry
+        self.entry, self._stored = entry, stored
 
     async def finish(self) -> None:
         """Finish removals that were recorded and not completed."""
@@ -81,14 +83,21 @@ class Retention:
                     await self.remove(job_id, BY_AGE)
         for record in await self._database.read(_whole, now - entry.intermediate_s, now - entry.retry_s):
             with _logged(record["id"]):
-                if record["finished"] <= now - await asyncio.to_thread(self._kept_s, record):
+                is_there = await self._has_results(record)
+                if record["finished"] <= now - self._kept_s(record, is_there=is_there):
                     await self._compact(record["id"], now)
 
-    def _kept_s(self, record: sa.RowMapping) -> float:
+    async def _has_results(self, record: sa.RowMapping) -> bool:
+        """Whether the results of a job are where they were written."""
+        if record["output"] is None:
+            return False
+        is_there = await asyncio.to_thread(result_exists, record["output"])
+        return is_there or await self._stored.holds(Path(record["output"]))
+
+    def _kept_s(self, record: sa.RowMapping, *, is_there: bool) -> float:
         """How long the segments of a job stay: a retry needs them, and whoever has lost its results. Of a job whose
         results were never written they are all that there is."""
         may_retry = record["state"] != JobState.COMPLETED or record["rows_failed"] > record["rows_rejected"]
-        is_there = record["output"] is not None and result_exists(record["output"])
         if not is_there and record["state"] != JobState.COMPLETED:
             return math.inf
         return self.entry.retry_s if may_retry or not is_there else self.entry.intermediate_s
@@ -110,12 +119,23 @@ class Retention:
 
     async def _clear(self, removal: Removal) -> None:
         if removal.id.endswith(PARTS):
-            await asyncio.to_thread(_clear_parts, JobFiles(self._data_dir, removal.job))
+            await self._clear_parts(JobFiles(self._data_dir, removal.job))
         else:
             results = await self._database.read(_results_of, removal.job)
             await asyncio.to_thread(self._clear_job, removal.job, results)
+            copies = [self._data_dir / "files" / name for name in results]
+            await self._stored.remove(self._data_dir / "jobs" / removal.job, *copies)
         faults.point("after_clear")
         await self._database.write(_cleared, removal)
+
+    async def _clear_parts(self, files: JobFiles) -> None:
+        is_stored = await self._stored.holds(files.dataset)
+        await self._stored.fetch(files.dataset)
+        await asyncio.to_thread(_clear_parts, files)
+        if is_stored:
+            await self._stored.publish(files.dataset)  # what is left of it
+        plans = [name for name in await self._stored.names_in(files.home) if name.startswith("plan-")]
+        await self._stored.remove(files.segments, *(files.home / name for name in plans))
 
     def _clear_job(self, job_id: str, results: Sequence[str]) -> None:
         home = self._data_dir / "jobs" / job_id

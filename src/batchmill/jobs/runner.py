@@ -15,15 +15,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
-from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill import faults
-from batchmill.children.offload import Offload
 from batchmill.datasets import layout
 from batchmill.errors import (
     BatchmillError,
@@ -48,43 +45,21 @@ from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed
 from batchmill.jobs.intake.preview import seal_and_plan
 from batchmill.jobs.intake.retry_plan import plan_retry
 from batchmill.jobs.ledger import ledger, outcome_map
-from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.records import columns_of
-from batchmill.jobs.pools.dispatcher import Dispatcher
+from batchmill.jobs.ledger.storage import JobStorage
 from batchmill.jobs.pools.job_run import JobRun
 from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
+from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.models import redaction
-from batchmill.ports import Adapters, Clock
 from batchmill.states import ENDED, NEXT, JobState, PauseReason
-from batchmill.store.disk_room import DiskQuota, DiskReserve, bytes_in
+from batchmill.store.disk_room import bytes_in
 from batchmill.types import ModelSpec, Policy, RemoteJob
 from batchmill.wire.job_spec import JobSpec
 
 T = TypeVar("T")
-
-
-class RunnerTools(Struct, frozen=True):
-    """What all runners of a data directory share."""
-
-    data_dir: Path
-    commit_log: CommitLog
-    dispatcher: Dispatcher
-    clock: Clock
-    disk_reserve: DiskReserve
-    offload: Offload  # in child processes that are reused
-    adapters: Adapters
-    disk_quota: DiskQuota
-
-    def disk_quota_of(self, spec: JobSpec) -> DiskQuota | None:
-        """The disk quota that counts the bytes of a server's job; None for a command's job."""
-        return None if spec.origin is None else self.disk_quota
-
-    def quota_of(self, spec: JobSpec) -> int | None:
-        """How many unfinished jobs the project may have; None for a command's job."""
-        return None if spec.origin is None else self.disk_quota.quotas.of(spec.project).unfinished_jobs
 
 
 class _EndsEarly(Exception):
@@ -98,6 +73,7 @@ class JobRunner:
         self._dispatcher, self._clock = tools.dispatcher, tools.clock
         self._offload = partial(tools.offload, project=spec.project, stores=spec.uses_stores)
         self._adapters = AdapterWork(tools.adapters, self._offload)
+        self._stored = JobStorage(tools.stored, self.files)
         self._routes = RouteFailover(self._ledger.database, tools.clock)
         self.task: asyncio.Task[None] | None = None
         self.at_once = False  # end without waiting for rows in flight
@@ -204,8 +180,9 @@ class JobRunner:
 
     async def resume(self) -> None:
         """Leave PAUSED for the state in which the job continues, with this spec."""
-        await asyncio.to_thread(self.files.write_spec, self.spec)
         record = await self._record()
+        await self._stored.bring_plans(record)
+        await asyncio.to_thread(self.files.write_spec, self.spec)
         if record["cancelling"] is not None:
             state, reason = JobState.CANCELLING, early_end_of(record).reason
         else:
@@ -218,12 +195,14 @@ class JobRunner:
         Raises: InvalidTransition if there is no such row.
         """
         job_id, record = self.spec.id, await self._record()
+        await self._stored.bring(self.spec, record)
         if not self._is_planned(record):
             raise InvalidTransition(f"the job {job_id} ended before its rows were planned: submit it again")
         self.spec = await self._adapters.check_again(self.spec)
         generation = record["generation"] + 1
         blocks = await self._commit_log.call(self._ledger.committed, job_id)
         opened = await plan_retry(self.spec, self.files, blocks, generation, self._offload)
+        await self._stored.publish(self.files.plan(generation))
         await asyncio.to_thread(self.files.write_spec, self.spec)
         limit = self._tools.quota_of(self.spec)
         await self._commit_log.call(
@@ -265,6 +244,7 @@ class JobRunner:
             await self._pause(PauseReason.ENGINE_FAILED, f"internal error: {type(error).__name__}: {error}")
         finally:
             self.has_stopped = True
+            self._stored.release()
             await self._dispatcher.unreserve(self.spec.id, at_once=self.at_once)
 
     async def _advance(self) -> None:
@@ -281,6 +261,7 @@ class JobRunner:
     async def _validating(self) -> None:
         """Seal the dataset and plan its rows; a refused dataset fails the job."""
         self._raise_if_stopped()
+        await self._stored.bring_inputs(self.spec)
         self._reserve()
         models = self.spec.models
         try:
@@ -301,6 +282,7 @@ class JobRunner:
             await self._fail("invalid_dataset", text, rows=report.seal.rows, **problems)
             await asyncio.to_thread(self.files.clear_refused)
             return
+        await self._interruptible(self._stored.publish(self.files.dataset, self.files.plan(0)))
         size_bytes = await asyncio.to_thread(lambda: bytes_in(self.files.dataset) + bytes_in(self.files.plan(0)))
         columns = columns_of(self.spec)
         await self._move(
@@ -314,8 +296,9 @@ class JobRunner:
         self._raise_if_stopped()
         await self._close_run()
         await self._routes.measure(self.spec.models)
-        await asyncio.to_thread(layout.check, self.files.dataset)
         record = await self._record()
+        await self._stored.bring(self.spec, record)
+        await asyncio.to_thread(layout.check, self.files.dataset)
         generation = record["generation"]
         run = self._run = self._new_run(PlanReader(self.files.plan(generation)), generation)
         run.cost = (record["cost"] or 0.0) + await self._adopt(run.plan, generation)
@@ -352,6 +335,7 @@ class JobRunner:
         await self._close_run()
         self._raise_if_stopped()
         record = await self._record()
+        await self._stored.bring(self.spec, record)
         early = early_end_of(record)
         if not self._is_planned(record):
             await self._end(early.state)
@@ -533,6 +517,7 @@ class JobRunner:
         faults.point("before_publish")
         unrun = None if early is None else early.unrun
         manifest = await self._interruptible(publishing.finish(blocks, self._show_progress, unrun=unrun))
+        await self._stored.publish_results(manifest)
         faults.point("after_publish")
         return manifest
 

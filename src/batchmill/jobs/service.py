@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 
 import msgspec
 import sqlalchemy as sa
@@ -44,14 +43,16 @@ from batchmill.jobs.ledger.files import (
 )
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.ledger.snapshot import Rebuilt
+from batchmill.jobs.ledger.storage import bring_description, bring_files
 from batchmill.jobs.maintenance import JobDeadlines, Maintenance, StalledJobs
 from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.results import publishing
 from batchmill.jobs.retention import Retention, refuse_compacted
-from batchmill.jobs.runner import JobRunner, RunnerTools
+from batchmill.jobs.runner import JobRunner
+from batchmill.jobs.runner_tools import JobSpace, RunnerTools
 from batchmill.ports import Adapters, Clock, Live
 from batchmill.states import ENDED, JobState, PauseReason
-from batchmill.store.disk_room import DiskQuota, DiskReserve
+from batchmill.store.disk_room import DiskReserve
 from batchmill.types import (
     Amendment,
     JobOrder,
@@ -74,12 +75,11 @@ INTERRUPTED = "the process that ran this job ended; resume the job to continue"
 class JobService:
     def __init__(
         self,
-        data_dir: Path,
+        space: JobSpace,
         commit_log: CommitLog,
         dispatcher: Dispatcher,
         clock: Clock,
         *,
-        disk_quota: DiskQuota,
         adapters: Adapters = adapters.NoAdapters(),
         retention: RetentionEntry = RetentionEntry(),
         children: Children | None = None,
@@ -88,21 +88,21 @@ class JobService:
 
         Args:
             commit_log, dispatcher: this service closes them.
-            disk_quota: counts the bytes of projects.
             adapters: fetches the adapters that rows name.
             children: for sealing, planning and gathering; this service closes them. None: new ones.
         """
-        self._data_dir, self._clock = data_dir, clock
+        data_dir, disk_quota, stored = space.data_dir, space.disk_quota, space.stored
+        self._data_dir, self._stored, self._clock = data_dir, stored, clock
         self._commit_log, self._dispatcher, database = commit_log, dispatcher, commit_log.ledger.database
         self._disk_reserve = DiskReserve(data_dir / "disk_reserve")
         self._children = children or Children()
         self._tools = RunnerTools(
             data_dir, self._commit_log, self._dispatcher, clock, self._disk_reserve, self._children.offload,
-            adapters, disk_quota,
+            adapters, disk_quota, stored,
         )  # fmt: skip
         self._active = ActiveJobs(self._tools)
         self._submitting: set[asyncio.Task[Submitted]] = set()
-        self.retention = Retention(data_dir, database, self._active, clock, retention)
+        self.retention = Retention(data_dir, database, self._active, clock, retention, stored)
         self._deadlines = JobDeadlines(clock, self._upcoming, self._expire)
         self._stalled = StalledJobs(data_dir, database, self._active, disk_quota)
         self._maintenance = Maintenance(clock, self._disk_reserve, self._stalled.poll, self._resume_or_note, self._tidy)
@@ -277,7 +277,8 @@ class JobService:
         """
         changed = None
         for record in await self._commit_log.call_reader(self._ledger.by_identity, spec.identity):
-            if await asyncio.to_thread(orders.same_input, spec, JobFiles(self._data_dir, record["id"])):
+            files = await bring_description(self._stored, self._data_dir, record)
+            if await asyncio.to_thread(orders.same_input, spec, files):
                 return record, True
             if spec.output is not None and spec.dataset.paths == read_spec(record["spec"]).dataset.paths:
                 changed = changed or record
@@ -329,6 +330,11 @@ class JobService:
     async def _record(self, job_id: str) -> sa.RowMapping:
         return await self._read(job_records.find, job_id)
 
+    async def _files_of(self, record: sa.RowMapping) -> JobFiles:
+        """The files of a job, in the data directory."""
+        is_running = self._active.running(record["id"]) is not None  # then its runner has brought them
+        return await bring_files(self._stored, self._data_dir, record, is_running=is_running)
+
     def _view(self, record: sa.RowMapping, errors: job_records.Errors) -> JobView:
         view = views.view_of(record, errors)
         runner = self._active.get(record["id"])
@@ -358,7 +364,7 @@ class JobService:
     async def partial(self, job_id: str) -> str:
         record = await self._record(job_id)
         refuse_compacted(record, "--partial")
-        files, spec = JobFiles(self._data_dir, record["id"]), read_spec(record["spec"])
+        files, spec = await self._files_of(record), read_spec(record["spec"])
         committed = await self._call(self._ledger.committed, spec.id)
         return await publishing.write_partial(spec, files, committed, self._children.offload)
 
@@ -521,6 +527,7 @@ class JobService:
     async def verify(self, job_id: str) -> LedgerReport:
         record = await self._record(job_id)
         refuse_compacted(record, "an audit")
+        await self._files_of(record)
         order = await self._audit_order(read_spec(record["spec"]))
         work = self._children.offload(
             "batchmill.jobs.ledger.audit:verify_offloaded",
@@ -545,6 +552,8 @@ class JobService:
         self._refuse_running(spec.id)
         if JobFiles(self._data_dir, spec.id).ending.exists():
             refuse_compacted(await self._record(spec.id), "a rebuild")
+        if self._stored.is_elsewhere:
+            await self._files_of(await self._record(spec.id))
         order = await self._audit_order(spec)
         work = self._children.offload(
             "batchmill.jobs.repair:rebuild_offloaded",

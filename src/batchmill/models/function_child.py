@@ -40,7 +40,7 @@ from batchmill.models.runtime_process import (
     start_runtime,
 )  # fmt: skip
 from batchmill.models.secrets import Secret
-from batchmill.models.worker_environment import environment_of
+from batchmill.models.worker_environment import environment_of, inherited
 from batchmill.types import Interface, Isolation, ModelSpec
 
 FILE = "function.mark"
@@ -338,7 +338,7 @@ class FunctionChild:
 
     def _environ(self) -> dict[str, str]:
         if not self._function.folder:
-            return dict(os.environ)
+            return inherited()
         variables = environment_of(self._function, os.environ, self._resolve)
         if self._isolation is None:
             return variables

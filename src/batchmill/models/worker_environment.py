@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 
 from batchmill.errors import ModelFailed
-from batchmill.models import devices, secrets
+from batchmill.models import devices, redaction, secrets
 from batchmill.models.secrets import Secret
 from batchmill.types import FunctionSpec, ModelSpec
 from batchmill.types.engine_traits import Source
 
 REPLICA_VARIABLE = "BATCHMILL_REPLICA"  # 0, 1, ... of the model's workers
+SECRET_WORDS, SECRET_CHARS_MIN = ("KEY", "SECRET", "TOKEN"), 8  # in the name of a variable whose value is a secret
 # Variables that user code gets. The others may contain keys.
 USER_CODE = frozenset(
     {
@@ -20,6 +22,23 @@ USER_CODE = frozenset(
         *("LD_LIBRARY_PATH", "CUDA_HOME", "CUDA_PATH", "NVIDIA_VISIBLE_DEVICES"),
     }
 )
+
+
+_lent: set[str] = set()
+
+
+def lend(variables: Mapping[str, str]) -> None:
+    """Give this process variables that it lacks, for its own clients: user code does not get them."""
+    for name in variables.keys() - os.environ.keys():
+        os.environ[name] = variables[name]
+        _lent.add(name)
+        if any(word in name for word in SECRET_WORDS) and len(variables[name]) >= SECRET_CHARS_MIN:
+            redaction.learn(variables[name])
+
+
+def inherited() -> dict[str, str]:
+    """The environment of this process without what was lent to it."""
+    return {name: value for name, value in os.environ.items() if name not in _lent}
 
 
 def environment_of(

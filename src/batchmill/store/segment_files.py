@@ -22,7 +22,7 @@ class _OpenFile:
 
     def __init__(self, path: Path) -> None:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-        self.fd = os.open(path, flags, 0o600)
+        self.fd, self.path = os.open(path, flags, 0o600), path
         self.size_bytes = self.synced_bytes = 0
 
     def write(self, data: bytes) -> None:
@@ -98,6 +98,7 @@ class SegmentFile:
             try:
                 for file in files:
                     file.sync()
+                    self._synced(file.path, file.synced_bytes)
             except OSError as error:
                 with self._writing:
                     self._broken = error
@@ -107,6 +108,9 @@ class SegmentFile:
             finally:
                 for file in full:
                     file.close()
+
+    def _synced(self, path: Path, size_bytes: int) -> None:
+        """So many bytes of a file are on the disk."""
 
     def carried(self, ref: SegmentRef) -> bytes:
         return b""  # `sync` has brought them to the disk

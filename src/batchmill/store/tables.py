@@ -445,6 +445,20 @@ late_calls = Table(  # calls whose answers are sent to a URL later; the row is d
     Index("late_calls_by_project", "project"),
 )
 
+stored_files = Table(  # the files and folders of the data directory that are kept in an object store; see store.catalog
+    "stored_files",
+    metadata,
+    Column("path", String(512), primary_key=True),  # below the data directory
+    Column("object", String(640), nullable=False, index=True),  # what the names of its objects begin with
+    Column("bytes", BigInteger, nullable=False),
+)
+
+unnamed_objects = Table(  # being written, or to be deleted
+    "unnamed_objects",
+    metadata,
+    Column("object", String(640), primary_key=True),
+)
+
 
 def _on_postgresql() -> None:
     """Compare and order text by its bytes, as SQLite does, and let lengths be checked where values come in."""

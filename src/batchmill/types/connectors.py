@@ -56,12 +56,23 @@ class Connector(Struct, frozen=True, forbid_unknown_fields=True):
         return next((each for each in self.actions if kind in (each.action_type, each.name)), None)
 
 
+class Storage(Struct, frozen=True):
+    """The object store that outcomes are written to."""
+
+    url: str
+    environ: dict[str, str] = {}  # variables that the store's client reads, for processes that lack them
+
+    def __repr__(self) -> str:  # without credentials
+        return f"Storage({self.url})"
+
+
 class Provision(Struct, frozen=True):
     """What the owner gives a worker besides its model. It is not stored."""
 
     secrets: dict[str, str] = {}  # "secret:NAME", "env:NAME" -> the secret itself
     private_hosts: list[str] = []  # that calls of untrusted connectors may reach: see models.addresses
     isolation: Isolation | None = None  # of a deployed function; None: none
+    storage: Storage | None = None  # None: outcomes lie in the data directory
 
 
 class RemoteJob(Struct, frozen=True, omit_defaults=True):

@@ -29,6 +29,7 @@ from batchmill.store.database import Database
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.tables import secrets, webhook_endpoints
 from batchmill.types import Isolation, ModelSpec, ProjectQuotas, Provision
+from batchmill.types.connectors import Storage
 
 log = logging.getLogger("batchmill.secrets")
 
@@ -265,12 +266,12 @@ class OwnerProvisions:
 
     def __init__(
         self, vault: Vault, private_hosts: Sequence[str], environ: Mapping[str, str] | None = None,
-        isolation: Isolation | None = None,
+        isolation: Isolation | None = None, storage: Storage | None = None,
     ) -> None:  # fmt: skip
         """Raises: InvalidConfig for an invalid host."""
         read_private(private_hosts)
         self._vault, self._private_hosts, self._environ = vault, list(private_hosts), environ or {}
-        self.isolation = isolation
+        self.isolation, self._storage = isolation, storage
 
     async def of(self, model: ModelSpec) -> Provision:
         """Return the secrets for a worker of this model. Raises: ModelFailed for a missing or unreadable secret."""
@@ -286,7 +287,7 @@ class OwnerProvisions:
             if name != each and name in self._environ:  # else the worker reports that it is missing
                 provided[each] = self._environ[name]
         isolation = self.isolation if model.traits.isolates else None
-        return Provision(provided, self._private_hosts, isolation)
+        return Provision(provided, self._private_hosts, isolation, self._storage)
 
 
 def references(model: ModelSpec) -> list[str]:

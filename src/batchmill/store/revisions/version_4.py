@@ -39,7 +39,9 @@ def upgrade() -> None:
         _schema,
         _secrets,
         _shards,
+        _stored_files,
         _submissions,
+        _unnamed_objects,
         _upload_parts,
         _uploads,
         _used_links,
@@ -462,6 +464,17 @@ def _shards() -> None:
     )
 
 
+def _stored_files() -> None:
+    op.create_table(
+        "stored_files",
+        sa.Column("path", text(512), nullable=False),
+        sa.Column("object", text(640), nullable=False),
+        sa.Column("bytes", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("path"),
+    )
+    op.create_index(op.f("ix_stored_files_object"), "stored_files", ["object"], unique=False)
+
+
 def _submissions() -> None:
     op.create_table(
         "submissions",
@@ -471,6 +484,12 @@ def _submissions() -> None:
         sa.Column("created", sa.Float(), nullable=False),
         sa.Column("answered", sa.Float(), nullable=True),
         sa.PrimaryKeyConstraint("key"),
+    )
+
+
+def _unnamed_objects() -> None:
+    op.create_table(
+        "unnamed_objects", sa.Column("object", text(640), nullable=False), sa.PrimaryKeyConstraint("object")
     )
 
 

@@ -1,0 +1,88 @@
+"""JobStorage: what an owner needs of one job, brought to its data directory; and what it made, published.
+
+Without `[storage]` there is nothing to bring and to publish: see `store.stored_files`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from batchmill.jobs.ledger.files import JobFiles, read_spec
+from batchmill.store.stored_files import StoredFiles
+from batchmill.wire.job_spec import JobSpec
+
+
+class ResultFile(Protocol):
+    @property
+    def path(self) -> str: ...
+
+
+class ResultFiles(Protocol):
+    """The result files of a job, as `results.Manifest` has them."""
+
+    @property
+    def output(self) -> ResultFile: ...
+
+    @property
+    def errors(self) -> ResultFile | None: ...
+
+
+class JobStorage:
+    def __init__(self, stored: StoredFiles, files: JobFiles) -> None:
+        self._stored, self._files = stored, files
+        self._job_id = files.home.name
+
+    async def bring(self, spec: JobSpec, record: Mapping[str, Any]) -> None:
+        """Bring inputs, dataset, plans and segments, which stay until `release`. No worker may run rows of the job.
+
+        Segments that a dead worker spooled and did not put are put.
+        """
+        if not self._stored.is_elsewhere:
+            return
+        await self.bring_inputs(spec)
+        await self.bring_plans(record)
+        if record["rows"]:
+            await self._stored.settle_segments(self._files.segments)
+
+    async def bring_plans(self, record: Mapping[str, Any]) -> None:
+        """Bring dataset and plans."""
+        plans = [self._files.plan(generation) for generation in range(record["generation"] + 1)]
+        await self._stored.fetch(self._files.dataset, *plans, holder=self._job_id)
+
+    async def bring_inputs(self, spec: JobSpec) -> None:
+        """Bring the input files and the adapters that a server keeps."""
+        adapters = [Path(place) for model in spec.models for place in model.adapters.values()]
+        await self._stored.fetch(*map(Path, spec.dataset.paths), *adapters, holder=self._job_id)
+
+    async def publish(self, *folders: Path) -> None:
+        await self._stored.publish(*folders)
+
+    async def publish_results(self, results: ResultFiles) -> None:
+        """Publish result files in the data directory: one elsewhere belongs to its caller."""
+        files = [results.output, *([] if results.errors is None else [results.errors])]
+        await self._stored.publish(*(Path(each.path) for each in files))
+
+    def release(self) -> None:
+        self._stored.release(self._job_id)
+
+
+async def bring_files(stored: StoredFiles, data_dir: Path, record: Mapping[str, Any], *, is_running: bool) -> JobFiles:
+    """The files of a job in the data directory, all of them brought unless it runs."""
+    files = JobFiles(data_dir, record["id"])
+    if not is_running:
+        await JobStorage(stored, files).bring(read_spec(record["spec"]), record)
+        stored.release(record["id"])
+    return files
+
+
+async def bring_description(stored: StoredFiles, data_dir: Path, record: Mapping[str, Any]) -> JobFiles:
+    """The files of a job with its dataset, and `job.json`, which is written from the database where it is missing."""
+    files = JobFiles(data_dir, record["id"])
+    if stored.is_elsewhere:
+        await stored.fetch(files.dataset)
+        if not files.spec.exists():
+            await asyncio.to_thread(files.write_spec, read_spec(record["spec"]))
+    return files

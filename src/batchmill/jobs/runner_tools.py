@@ -1,0 +1,45 @@
+"""What all jobs share: where their files are, and the tools of their runners."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msgspec import Struct
+
+from batchmill.children.offload import Offload
+from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.pools.dispatcher import Dispatcher
+from batchmill.ports import Adapters, Clock
+from batchmill.store.disk_room import DiskQuota, DiskReserve
+from batchmill.store.stored_files import LocalFiles, StoredFiles
+from batchmill.wire.job_spec import JobSpec
+
+
+class JobSpace(Struct, frozen=True, eq=False):
+    """Where jobs keep their files."""
+
+    data_dir: Path
+    disk_quota: DiskQuota  # counts the bytes of projects
+    stored: StoredFiles = LocalFiles()  # where the files are durable
+
+
+class RunnerTools(Struct, frozen=True):
+    """What all runners of a data directory share."""
+
+    data_dir: Path
+    commit_log: CommitLog
+    dispatcher: Dispatcher
+    clock: Clock
+    disk_reserve: DiskReserve
+    offload: Offload  # in child processes that are reused
+    adapters: Adapters
+    disk_quota: DiskQuota
+    stored: StoredFiles
+
+    def disk_quota_of(self, spec: JobSpec) -> DiskQuota | None:
+        """The disk quota that counts the bytes of a server's job; None for a command's job."""
+        return None if spec.origin is None else self.disk_quota
+
+    def quota_of(self, spec: JobSpec) -> int | None:
+        """How many unfinished jobs the project may have; None for a command's job."""
+        return None if spec.origin is None else self.disk_quota.quotas.of(spec.project).unfinished_jobs

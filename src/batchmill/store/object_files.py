@@ -1,0 +1,299 @@
+"""ObjectFiles: every published path of the data directory lies in an object store; the data directory is the cache.
+
+A path counts once the database names its objects (`store.catalog`). `DATA_DIR/stored/PATH` names the objects that the
+local copy was made of, so a copy that another owner has replaced meanwhile is not taken for the current one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+from weakref import WeakValueDictionary
+
+from msgspec import Struct
+
+from batchmill import faults
+from batchmill.errors import BatchmillError
+from batchmill.ports import Objects
+from batchmill.store import catalog, folder_objects, segment_objects
+from batchmill.store.catalog import Stored
+from batchmill.store.database import Database
+from batchmill.store.objects import StoreObjects
+
+MARKS, MARK, WORK = "stored", ".mark", ".fetching"  # folders in the data directory, and the ending of a mark
+SEGMENTS = "segments"
+OWN_LOG = "calls.log"  # of a function's version: it grows, and is published by itself
+DELETED_AT_ONCE = 1000  # objects in one request
+
+P = ParamSpec("P")
+T = TypeVar("T")
+log = logging.getLogger("batchmill.owner")
+
+
+def open_files(database: Database, data_dir: Path, url: str, cache_bytes: int) -> ObjectFiles:
+    """Raises: InvalidConfig for a URL at which there can be no store."""
+    return ObjectFiles(database, data_dir, StoreObjects(url), cache_bytes)
+
+
+class _Copy(Struct, frozen=True):
+    """A local copy of these objects."""
+
+    object: str
+    bytes: int
+
+
+class ObjectFiles:
+    """`StoredFiles` in an object store. Call `open` before anything else.
+
+    Args:
+        cache_bytes: local copies that no job needs are removed, the least recently used first, beyond so many bytes.
+    """
+
+    is_elsewhere = True
+
+    def __init__(self, database: Database, data_dir: Path, objects: Objects, cache_bytes: int) -> None:
+        self._database, self._data_dir, self._objects, self._cache_bytes = database, data_dir, objects, cache_bytes
+        self._copies: dict[str, _Copy] = {}  # by path, the least recently used first
+        self._bytes = 0  # of all copies
+        self._held: defaultdict[str, set[str]] = defaultdict(set)  # holder -> paths
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by path
+        self._deleting: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Look at the local copies, and begin to delete what an earlier owner left unnamed."""
+        await asyncio.to_thread(shutil.rmtree, self._data_dir / WORK, ignore_errors=True)
+        self._copies = await asyncio.to_thread(_read_marks, self._data_dir / MARKS)
+        self._bytes = sum(copy.bytes for copy in self._copies.values())
+        leftover = await self._database.read(catalog.unnamed)
+        self._deleting = asyncio.create_task(self._delete(leftover))
+
+    async def close(self) -> None:
+        if self._deleting is not None:
+            self._deleting.cancel()
+            await asyncio.wait({self._deleting})
+
+    # -- publish ------------------------------------------------------------------------------------------------------
+
+    async def publish(self, *paths: Path) -> None:
+        wanted = {key: path for path in paths if (key := self._key(path)) and path.exists()}
+        if not wanted:
+            return
+        prefixes = {key: f"{key}/{uuid.uuid4().hex}/" for key in wanted}
+        await self._database.write(catalog.begin, list(prefixes.values()))
+        faults.point("before_publish_objects")
+        published = []
+        for key, path in wanted.items():
+            size = await _in_thread(folder_objects.put, self._objects, prefixes[key], path, _is_own_log)
+            published.append(Stored(key, prefixes[key], size))
+        faults.point("after_publish_objects")
+        await self._name(published)
+
+    async def link(self, source: Path, target: Path) -> None:
+        key, source_key = self._key(target), self._key(source)
+        found = await self._database.read(catalog.find, [source_key or ""])
+        if key is not None and source_key in found:
+            stored = found[source_key]
+            await self._name([Stored(key, stored.object, stored.bytes)])
+
+    async def _name(self, published: list[Stored]) -> None:
+        unnamed = await self._database.write(catalog.name, published)
+        for each in published:
+            await self._mark(each)
+        await self._delete(unnamed)
+        await self._trim()
+
+    # -- fetch --------------------------------------------------------------------------------------------------------
+
+    async def fetch(self, *paths: Path, holder: str = "") -> None:
+        wanted = {key: path for path in paths if (key := self._key(path))}
+        if holder:
+            self._held[holder].update(wanted)
+        for stored in (await self._database.read(catalog.find, list(wanted))).values():
+            path = wanted[stored.path]
+            async with self._lock(stored.path):
+                if not await asyncio.to_thread(self._is_here, stored, path):
+                    work = self._data_dir / WORK / uuid.uuid4().hex
+                    await _in_thread(folder_objects.get, self._objects, stored.object, path, work)
+                await self._mark(stored)
+        await self._trim()
+
+    def release(self, holder: str) -> None:
+        self._held.pop(holder, None)
+
+    async def holds(self, path: Path) -> bool:
+        key = self._key(path)
+        return key is not None and key in await self._database.read(catalog.find, [key])
+
+    async def same(self, path: Path, others: list[Path]) -> list[Path]:
+        keys = {key: other for other in (path, *others) if (key := self._key(other))}
+        found = await self._database.read(catalog.find, list(keys))
+        own = found.get(self._key(path) or "")
+        if own is None:
+            return []
+        return [keys[each.path] for each in found.values() if each.object == own.object and each is not own]
+
+    async def names_in(self, folder: Path) -> list[str]:
+        key = self._key(folder)
+        below = [] if key is None else await self._database.read(catalog.below, key)
+        names = [each.path.removeprefix(f"{key}/") for each in below if each.path != key]
+        return [name for name in names if "/" not in name]
+
+    async def settle_segments(self, folder: Path) -> None:
+        key = self._key(folder)
+        assert key is not None, "segments of a job are in the data directory"
+        async with self._lock(key):
+            await _in_thread(segment_objects.settle, self._objects, folder, folder.parent.name)
+            size = await asyncio.to_thread(_bytes_in, folder)
+            await self._mark(Stored(key, SEGMENTS, size))
+
+    # -- remove -------------------------------------------------------------------------------------------------------
+
+    async def remove(self, *paths: Path) -> None:
+        keys = [key for path in paths if (key := self._key(path))]
+        segments = [segment_objects.folder_of(job) for key in keys if (job := _job_of_segments(key))]
+        unnamed = await self._database.write(catalog.remove, keys, segments)
+        for key in keys:
+            await self._unmark(key)
+        await self._delete(unnamed)
+
+    async def _delete(self, objects: Iterable[str]) -> None:
+        """Delete objects that nothing names. What cannot be deleted now, the next owner deletes."""
+        try:
+            for prefix in objects:
+                await _in_thread(_delete_below, self._objects, prefix)
+                await self._database.write(catalog.forget, [prefix])
+        except BatchmillError as error:
+            log.warning("objects that are needed no more are deleted after the next start: %s", error.message)
+
+    # -- the local copies ---------------------------------------------------------------------------------------------
+
+    def _key(self, path: Path) -> str | None:
+        """The path below the data directory; None if it is elsewhere."""
+        try:
+            key = path.relative_to(self._data_dir).as_posix()
+        except ValueError:
+            return None
+        return None if key == "." else key
+
+    def _lock(self, key: str) -> asyncio.Lock:
+        return self._locks.setdefault(key, asyncio.Lock())
+
+    def _is_here(self, stored: Stored, path: Path) -> bool:
+        copy = self._copies.get(stored.path)
+        if copy is None or copy.object != stored.object:
+            return False
+        return any(path.iterdir()) if path.is_dir() else path.exists()
+
+    async def _mark(self, stored: Stored) -> None:
+        """Note a local copy, as the most recently used."""
+        copy, before = _Copy(stored.object, stored.bytes), self._copies.pop(stored.path, None)
+        self._bytes += copy.bytes - (0 if before is None else before.bytes)
+        self._copies[stored.path] = copy
+        await asyncio.to_thread(_write_mark, self._mark_of(stored.path), None if copy == before else copy)
+
+    async def _unmark(self, key: str) -> None:
+        for each in [path for path in self._copies if path == key or path.startswith(f"{key}/")]:
+            self._bytes -= self._copies.pop(each).bytes
+            await asyncio.to_thread(self._mark_of(each).unlink, missing_ok=True)
+
+    def _mark_of(self, key: str) -> Path:
+        return self._data_dir / MARKS / f"{key}{MARK}"
+
+    async def _trim(self) -> None:
+        """Remove local copies that nobody holds, the least recently used first, until the rest fits."""
+        excess = self._bytes - self._cache_bytes
+        if excess <= 0:
+            return
+        held = {key for keys in self._held.values() for key in keys}
+        for key, copy in list(self._copies.items())[:-1]:  # the last one has just been asked for
+            if excess <= 0:
+                return
+            lock = self._lock(key)
+            if lock.locked() or key in held or (job := _job_of(key)) is not None and job in self._held:
+                continue
+            async with lock:
+                if copy.object == SEGMENTS:  # what was spooled and not put goes with the folder
+                    folder = self._data_dir / key
+                    await _in_thread(segment_objects.settle, self._objects, folder, folder.parent.name)
+                await asyncio.to_thread(_remove_copy, self._data_dir / key)
+                await self._unmark(key)
+            excess -= copy.bytes
+
+
+def _is_own_log(name: str) -> bool:
+    return name.startswith(OWN_LOG)
+
+
+def _job_of(key: str) -> str | None:
+    """The job whose folder a path is in."""
+    top, _, rest = key.partition("/")
+    return rest.partition("/")[0] if top == "jobs" and rest else None
+
+
+def _job_of_segments(key: str) -> str | None:
+    """The job whose segments are removed with this path: its folder, or that of the segments."""
+    job = _job_of(key)
+    return job if job is not None and key in (f"jobs/{job}", f"jobs/{job}/{SEGMENTS}") else None
+
+
+def _delete_below(objects: Objects, prefix: str) -> None:
+    names: list[str] = []
+    for name, _ in objects.list(prefix):
+        names.append(name)
+        if len(names) == DELETED_AT_ONCE:
+            objects.delete(names)
+            names = []
+    if names:
+        objects.delete(names)
+
+
+def _read_marks(folder: Path) -> dict[str, _Copy]:
+    """The local copies, the least recently used first."""
+    found: list[tuple[float, str, _Copy]] = []
+    for mark in folder.rglob(f"*{MARK}"):
+        object_prefix, _, size = mark.read_text().rpartition(" ")
+        if object_prefix and size.isdecimal():
+            key = mark.relative_to(folder).as_posix().removesuffix(MARK)
+            found.append((mark.stat().st_mtime, key, _Copy(object_prefix, int(size))))
+    return {key: copy for _, key, copy in sorted(found, key=lambda each: each[0])}
+
+
+def _write_mark(mark: Path, copy: _Copy | None) -> None:
+    """Write what a local copy was made of; None: it is as before, and was used just now."""
+    if copy is None:
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(mark)
+        return
+    mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part = mark.with_suffix(f".{uuid.uuid4().hex}.part")
+    part.write_text(f"{copy.object} {copy.bytes}")
+    os.replace(part, mark)
+
+
+def _remove_copy(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*"))
+
+
+async def _in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a call of the store. If the caller is cancelled, the call still ends before what it reads is removed."""
+    task = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

@@ -1,0 +1,48 @@
+"""`ports.Objects` at the address of `[storage] objects`: errors become those that pause a job and let it go on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from batchmill.errors import Conflict, InvalidInput, StorageFailed, TooLarge, Unavailable
+from batchmill.object_store.urls import open_store
+
+OBJECT_BYTES_MAX = 256 * 1024 * 1024  # nothing larger is put: see `folder_objects` and `segment_objects`
+
+
+class StoreObjects:
+    """The objects below a URL. Raises: InvalidConfig for a URL that no store can be opened at."""
+
+    def __init__(self, url: str) -> None:
+        self._store = open_store(url)
+
+    def put(self, name: str, data: bytes) -> None:
+        with _store_errors(name):
+            self._store.put(name, data)
+
+    def get(self, name: str) -> bytes:
+        with _store_errors(name):
+            return self._store.get(name, size_max=OBJECT_BYTES_MAX)
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        with _store_errors(prefix):
+            for info in self._store.list(prefix):
+                yield info.key, info.size_bytes
+
+    def delete(self, names: Iterable[str]) -> None:
+        with _store_errors("objects that are needed no more"):
+            self._store.delete(*names)
+
+
+@contextmanager
+def _store_errors(what: str) -> Iterator[None]:
+    """AuthRefused pauses a job as it is; what else may fail is the storage's."""
+    try:
+        yield
+    except Unavailable as error:
+        raise StorageFailed(f"{error.message}; the job goes on once the store of `[storage] objects` answers") from None
+    except Conflict as error:
+        raise StorageFailed(f"{error.message}: another process writes below `[storage] objects`") from None
+    except (InvalidInput, TooLarge) as error:
+        raise StorageFailed(f"{what} cannot be used in the store of `[storage] objects`: {error.message}") from None

@@ -1,0 +1,135 @@
+"""Segments in an object store: each sync of a worker becomes one object, named for its file and place in it.
+
+The file on the worker's disk is the spool: its bytes are there within 50 ms, and what it holds beyond the objects is
+put by whoever adopts it. Objects of one segment, one after the other, are the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+from batchmill import faults
+from batchmill.ports import Objects
+from batchmill.store.objects import StoreObjects
+from batchmill.store.segment_files import SegmentFile, SegmentFolder
+from batchmill.store.segments import SegmentHead, Span, gaps_of, merged, sync_folder
+
+COMMIT_DELAY_S = 1.0  # an object costs money
+OBJECT_BYTES_MAX = 64 * 1024 * 1024
+AT_ONCE = 4  # objects in memory while segments are fetched
+
+
+def folder_of(job_id: str) -> str:
+    """What the names of a job's segments begin with."""
+    return f"jobs/{job_id}/segments/"
+
+
+def object_name(folder: str, segment: str, offset: int, length: int) -> str:
+    return f"{folder}{segment}/{offset:012d}-{length}"
+
+
+class ObjectSegments:
+    """The segments of one worker. Raises: InvalidConfig for a URL at which there can be no store."""
+
+    def __init__(self, url: str) -> None:
+        self._objects = StoreObjects(url)
+
+    def segment(self, folder: Path, head: SegmentHead, roll: int) -> ObjectSegment:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return ObjectSegment(folder, head, roll, self._objects)
+
+
+class ObjectSegment(SegmentFile):
+    """A segment whose synced bytes are also objects. `sync` returns once they are."""
+
+    commit_delay_s = COMMIT_DELAY_S
+
+    def __init__(self, folder: Path, head: SegmentHead, roll: int, objects: Objects) -> None:
+        super().__init__(folder, head, roll)
+        self._objects, self._prefix = objects, folder_of(head.job)
+        self._put_bytes: dict[Path, int] = {}
+        self._is_closing = False
+
+    def close(self) -> None:
+        """Sync and close. What is not yet an object was never committed: whoever adopts the file puts it."""
+        self._is_closing = True
+        super().close()
+
+    def _synced(self, path: Path, size_bytes: int) -> None:
+        if self._is_closing:
+            return
+        start, end = self._put_bytes.get(path, 0), size_bytes
+        if end > start:
+            faults.point("before_put")
+            put_span(self._objects, self._prefix, path, (start, end))
+            self._put_bytes[path] = end
+            faults.point("after_put")
+
+
+def put_span(objects: Objects, folder: str, path: Path, span: Span) -> None:
+    """Put these bytes of a segment."""
+    start, end = span
+    with open(path, "rb", buffering=0) as file:
+        while start < end:
+            data = os.pread(file.fileno(), min(OBJECT_BYTES_MAX, end - start), start)
+            if not data:
+                return
+            objects.put(object_name(folder, path.name, start, len(data)), data)
+            start += len(data)
+
+
+def settle(objects: Objects, folder: Path, job_id: str) -> None:
+    """Fetch what the files of `folder` lack, and put what no object has. No worker writes these segments."""
+    prefix = folder_of(job_id)
+    found = _list(objects, prefix)
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="objects-get") as threads:
+        for segment, spans in found.items():
+            _fetch(objects, prefix, folder / segment, spans, threads)
+    with closing(SegmentFolder(folder)) as source:
+        for name in source.names():
+            for span in list(gaps_of(source, name, merged(found.get(name, [])))):
+                put_span(objects, prefix, folder / name, span)
+
+
+def _list(objects: Objects, prefix: str) -> dict[str, list[Span]]:
+    found: defaultdict[str, list[Span]] = defaultdict(list)
+    for name, size_bytes in objects.list(prefix):
+        segment, _, place = name.removeprefix(prefix).partition("/")
+        offset, _, length = place.partition("-")
+        if segment.endswith(".seg") and offset.isdecimal() and length == str(size_bytes):
+            found[segment].append((int(offset), int(offset) + size_bytes))
+    return found
+
+
+def _fetch(objects: Objects, prefix: str, path: Path, spans: list[Span], threads: ThreadPoolExecutor) -> None:
+    size = path.stat().st_size if path.exists() else 0
+    missing = [(start, end) for start, end in sorted(spans) if end > size]
+    if not missing:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    try:
+        for start, data in _bodies(objects, prefix, path.name, missing, threads):
+            view = memoryview(data)
+            while view:
+                written = os.pwrite(fd, view, start)
+                view, start = view[written:], start + written
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+    sync_folder(path.parent)
+
+
+def _bodies(
+    objects: Objects, prefix: str, segment: str, spans: list[Span], threads: ThreadPoolExecutor
+) -> Iterator[tuple[int, bytes]]:
+    for first in range(0, len(spans), AT_ONCE):
+        some = spans[first : first + AT_ONCE]
+        names = [object_name(prefix, segment, start, end - start) for start, end in some]
+        for (start, _), data in zip(some, list(threads.map(objects.get, names)), strict=True):
+            yield start, data

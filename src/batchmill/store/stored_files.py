@@ -1,0 +1,82 @@
+"""StoredFiles: where the immutable files and folders of a data directory are durable.
+
+Each has one path below the data directory, and never changes under it until it is published again. Without `[storage]`
+the data directory itself is durable and there is nothing to do; with it, `store.object_files` keeps every published
+path as objects, and the data directory is their cache.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+
+class StoredFiles(Protocol):
+    """Paths are absolute. What is not below the data directory, or was never published, is left alone.
+
+    Raises, everywhere: StorageFailed if the store cannot be reached, AuthRefused if it refuses the credentials.
+    """
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether what is published survives the loss of the data directory."""
+
+    async def publish(self, *paths: Path) -> None:
+        """Make files or folders that lie in the data directory durable. Call it before their record is stored."""
+
+    async def link(self, source: Path, target: Path) -> None:
+        """Publish `target`, a hard link to the published file `source`."""
+
+    async def fetch(self, *paths: Path, holder: str = "") -> None:
+        """Put published paths in their place, unless they are there. Those of a `holder` stay until `release`."""
+
+    def release(self, holder: str) -> None:
+        """The holder needs its paths no longer: they may be removed from the data directory to make room."""
+
+    async def holds(self, path: Path) -> bool:
+        """Whether a path is published, wherever it lies."""
+
+    async def same(self, path: Path, others: list[Path]) -> list[Path]:
+        """Those of `others` that were linked with `path`."""
+
+    async def names_in(self, folder: Path) -> list[str]:
+        """The names of the published files directly in a folder."""
+
+    async def remove(self, *paths: Path) -> None:
+        """Remove published paths, and everything that is published below them. Idempotent."""
+
+    async def settle_segments(self, folder: Path) -> None:
+        """Bring the segments of a job to the same bytes in its folder and in the store. No worker writes them."""
+
+
+class LocalFiles:
+    """The data directory is durable: services write there with their own fsync."""
+
+    is_elsewhere = False
+
+    async def publish(self, *paths: Path) -> None:
+        return
+
+    async def link(self, source: Path, target: Path) -> None:
+        return
+
+    async def fetch(self, *paths: Path, holder: str = "") -> None:
+        return
+
+    def release(self, holder: str) -> None:
+        return
+
+    async def holds(self, path: Path) -> bool:
+        return False
+
+    async def same(self, path: Path, others: list[Path]) -> list[Path]:
+        return []
+
+    async def names_in(self, folder: Path) -> list[str]:
+        return []
+
+    async def remove(self, *paths: Path) -> None:
+        return
+
+    async def settle_segments(self, folder: Path) -> None:
+        return

@@ -1,0 +1,90 @@
+"""A data directory that is deleted in each phase of a job goes on from its object store, on another machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes.lost_machine import lose, run_until
+from fakes.s3_server import bucket_client, s3_environment, s3_server
+
+ROWS = 3000
+BUCKET = "lost-machines"
+COUNTING = """
+import os
+def double(n):
+    with open(os.environ["CALLS"], "a") as calls:
+        calls.write(f"{n}\\n")
+    return 2 * n
+"""
+# Points at which some rows have run; what is put or counted by then must not run again.
+POINTS = (
+    "after_create", "after_prepare", "before_publish_objects", "after_publish_objects", "before_put", "after_put",
+    "after_commit", "before_publish", "after_publish",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[str]:
+    with s3_server() as url, bucket_client(url, BUCKET):
+        yield url
+
+
+class Room:
+    """A folder with a function, rows and a configuration; the data directory is below it, the key file is not."""
+
+    def __init__(self, folder: Path, s3: str, prefix: str) -> None:
+        self.folder, self.data_dir, self.calls = folder, folder / "data", folder / "calls"
+        (folder / "app.py").write_text(COUNTING)
+        rows = [{"custom_id": f"r{n}", "method": "POST", "url": "/v1/x", "body": {"n": n}} for n in range(ROWS)]
+        (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "batchmill.toml").write_text(
+            f'[storage]\nobjects = "s3://{BUCKET}/{prefix}"\n[secrets]\nkey_file = "{folder / "keys"}"\n'
+        )
+        self.environment = {**os.environ, **s3_environment(s3), "CALLS": str(self.calls)}
+        self.batchmill = [sys.executable, "-m", "batchmill", "--data-dir", str(self.data_dir)]
+        self.command = [
+            *self.batchmill, "run", "in.jsonl", "-o", "out.jsonl", "--model", "function:app.py:double", "--workers", "2"
+        ]  # fmt: skip
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=100
+        )
+
+    def run_until(self, fault: str) -> None:
+        fired = self.folder / "fired"
+        run_until(fired, self.command, self.folder, {**self.environment, "BATCHMILL_FAULT": f"{fault}:{fired}"})
+
+    def called(self) -> Counter[int]:
+        return Counter(int(line) for line in self.calls.read_text().splitlines()) if self.calls.exists() else Counter()
+
+    def check_results(self) -> None:
+        lines = [json.loads(line) for line in (self.folder / "out.jsonl").read_text().splitlines()]
+        assert [line["custom_id"] for line in lines] == [f"r{n}" for n in range(ROWS)]
+        assert [line["response"]["body"] for line in lines] == [2 * n for n in range(ROWS)]
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_lost_at_a_point(point: str, s3: str, tmp_path: Path) -> None:
+    """The same command on an empty data directory gives every row exactly one result, and the ledger is sound."""
+    room = Room(tmp_path, s3, point)
+    room.run_until(f"{point}:1")
+    before = room.called()
+    lose(room.data_dir)
+    done = room.run(*room.command)
+    assert done.returncode == 0, done.stderr
+    room.check_results()
+    if point in ("before_publish", "after_publish"):
+        assert room.called() == before, "every row had its outcome in the store"
+    lose(room.data_dir)  # also what has ended can be audited anywhere
+    (job,) = re.findall("job_[0-9a-f]+", room.run(*room.batchmill, "jobs").stdout)
+    verified = room.run(*room.batchmill, "ledger", "verify", job)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
