@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from batchmill.errors import InvalidConfig, InvalidTransition, LedgerBroken, UnknownName
 from batchmill.jobs.ledger import records
-from batchmill.jobs.ledger.ledger import Ledger, Verdict, mask_of, undone
+from batchmill.jobs.ledger.counting import mask_of
+from batchmill.jobs.ledger.ledger import Ledger, Verdict, undone
 from batchmill.states import JobState
 from batchmill.store import tables
 from batchmill.store.positions import pack_positions

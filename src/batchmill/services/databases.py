@@ -28,6 +28,11 @@ def open_backend(entry: DatabaseEntry) -> Any:
 
     Raises: InvalidConfig, DatabaseUnavailable.
     """
+    return require("batchmill.store.postgres", "a PostgreSQL database").PostgresBackend(read_address(entry))
+
+
+def read_address(entry: DatabaseEntry) -> Any:
+    """The address of the PostgreSQL database, with its password. Raises: InvalidConfig, ModelFailed."""
     postgres = require("batchmill.store.postgres", "a PostgreSQL database")
     password = None
     if entry.password is not None:
@@ -36,7 +41,7 @@ def open_backend(entry: DatabaseEntry) -> Any:
         except ModelFailed as error:
             raise type(error)(f"database.password: {error.message}", code=error.code) from None
     assert entry.url is not None, "a configured database"
-    return postgres.PostgresBackend(postgres.read_url(entry.url, password))
+    return postgres.read_url(entry.url, password)
 
 
 def process_name() -> str:

@@ -71,6 +71,11 @@ def read_url(text: str, password: str | None) -> sa.URL:
     return url if password is None else url.set(password=password)
 
 
+def place_of(url: sa.URL) -> str:
+    """The database, for messages; without a password."""
+    return f"the database {url.set(query={}).render_as_string(hide_password=True)}"
+
+
 def create_engine(url: sa.URL, **options: Any) -> sa.Engine:
     """An engine whose connections notice a server that is gone."""
     settings = f"-c idle_in_transaction_session_timeout={IDLE_IN_TRANSACTION_MS} -c lock_timeout={LOCK_MS}"
@@ -104,6 +109,7 @@ class PostgresBackend:
     def __init__(self, url: sa.URL, *, retry_s: float = RETRY_S) -> None:
         """Args: retry_s: how long a lost connection is tried again."""
         self._url, self._retry_s = url, retry_s
+        self.place = place_of(url)
         self._engine = create_engine(url, isolation_level="READ COMMITTED", pool_size=2, max_overflow=0)
         self.reader = create_engine(url, isolation_level="REPEATABLE READ", pool_size=READERS, max_overflow=0)
         sa.event.listen(self.reader, "connect", _make_read_only)
@@ -142,12 +148,6 @@ class PostgresBackend:
         with self._engine.begin() as db:
             schema.prepare(db)
             owner_row.create(db)
-
-    @property
-    def place(self) -> str:
-        """The database, for messages; without a password."""
-        name = self._url.set(query={}).render_as_string(hide_password=True)
-        return f"the database {name}"
 
     # -- ownership ----------------------------------------------------------------------------------------------------
 
@@ -189,23 +189,7 @@ class PostgresBackend:
 
     def translate(self, error: sa.exc.SQLAlchemyError) -> BatchmillError:
         """The error for people."""
-        cause = getattr(error, "orig", None)
-        text = " ".join(str(cause or error).split())
-        if isinstance(cause, FULL):
-            return StorageFull(f"{self.place} cannot be written: {text}; make room on its server and resume the job")
-        if isinstance(cause, REFUSED) or "authentication failed" in text or "no password supplied" in text:
-            return InvalidConfig(
-                f"{self.place} refuses this user: {text}; check the name, the password and the user's rights "
-                "(it creates tables and writes to them)",
-                code="database_refused",
-            )
-        if "unsupported startup parameter" in text:
-            return pooler.refusal(self.place)
-        if isinstance(error, sa.exc.DBAPIError) and is_passing(error):
-            return DatabaseUnavailable(
-                f"{self.place} cannot be reached: {text}; what waits for it goes on when it is back"
-            )
-        return LedgerBroken(f"{self.place} failed: {text}", code="database_failed")
+        return translate(self.place, error)
 
     def stop_waiting(self) -> None:
         """Fail what waits for another attempt."""
@@ -216,6 +200,27 @@ class PostgresBackend:
             self.writer.lease.release()
         self.reader.dispose()
         self._engine.dispose()
+
+
+def translate(place: str, error: sa.exc.SQLAlchemyError) -> BatchmillError:
+    """The error for people."""
+    cause = getattr(error, "orig", None)
+    text = " ".join(str(cause or error).split())
+    if isinstance(cause, FULL):
+        return StorageFull(f"{place} cannot be written: {text}; make room on its server and resume the job")
+    if isinstance(cause, REFUSED) or "authentication failed" in text or "no password supplied" in text:
+        return InvalidConfig(
+            f"{place} refuses this user: {text}; check the name, the password and the user's rights "
+            "(it creates tables and writes to them)",
+            code="database_refused",
+        )
+    if "connection failed" in text and "does not exist" in text:
+        return InvalidConfig(f"{place} cannot be used: {text}; create it, or correct database.url")
+    if "unsupported startup parameter" in text:
+        return pooler.refusal(place)
+    if isinstance(error, sa.exc.DBAPIError) and is_passing(error):
+        return DatabaseUnavailable(f"{place} cannot be reached: {text}; what waits for it goes on when it is back")
+    return LedgerBroken(f"{place} failed: {text}", code="database_failed")
 
 
 def is_passing(error: sa.exc.DBAPIError) -> bool:

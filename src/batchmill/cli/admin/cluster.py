@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import click
 
 from batchmill.cli.session import EXIT_FAILED, EXIT_OK, Session, global_options
 from batchmill.cli.text import clean, table
 from batchmill.client.calls import typed_request
 from batchmill.control.operations import SHOW_CLUSTER
+from batchmill.services.doctor import examine
 from batchmill.types.cluster import Check, ClusterNode, ClusterView
 from batchmill.types.machines import size_text
 
@@ -73,15 +76,13 @@ def _amount(name: str, amount: float) -> str:
 
 async def _doctor(session: Session) -> int:
     config = session.config()
-    checks: list[Check] = []
+    checks = await asyncio.to_thread(examine, config)
     if config.cluster.executor is not None:
         checks += [Check(f"cluster: {each.name}", each.is_ok, each.message) for each in (await _view(session)).checks]
     code = EXIT_OK if all(each.is_ok for each in checks) else EXIT_FAILED
     if session.as_json:
         session.emit("doctor", exit_code=code, checks=checks)
         return code
-    if not checks:
-        session.print("nothing is configured beyond this machine")
-    for row in table([["ok" if each.is_ok else "WRONG", each.name, each.message] for each in checks]) if checks else ():
+    for row in table([["ok" if each.is_ok else "WRONG", each.name, each.message] for each in checks]):
         session.print(clean(row, SHOWN_CHARS))
     return code

@@ -15,15 +15,15 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill import faults
-from batchmill.errors import InvalidTransition, LedgerBroken, UnknownName
+from batchmill.errors import InvalidTransition, UnknownName
 from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger import snapshot as ledger_snapshot
+from batchmill.jobs.ledger.counting import CommitBatch
 from batchmill.jobs.ledger.files import read_spec
 from batchmill.jobs.ledger.snapshot import Rebuilt, Snapshot
 from batchmill.states import ENDED, NEXT, JobState
 from batchmill.store.database import Database
 from batchmill.store.portable import greatest
-from batchmill.store.positions import unpack_positions
 from batchmill.store.segments import Span, merged
 from batchmill.store.tables import commits, error_counts, jobs, notes, shards
 from batchmill.types import Commit, Lease, RemoteJob, SegmentRef, Shard
@@ -316,7 +316,11 @@ class Ledger:
         Raises: LedgerBroken when positions are counted already: a bug, and reason to stop.
         """
         with self._engine.begin() as db:
-            verdicts = [self._commit_one(db, commit, cost) for commit, cost in batch]
+            counted = CommitBatch(db, [commit for commit, _ in batch])
+            verdicts = [_verdict(counted, commit, cost) for commit, cost in batch]
+            counted.write()
+            for job_id, job in counted.jobs.items():
+                _count_errors(db, job_id, job.errors, job.samples)
             faults.point("in_commit")
         faults.point("after_commit")
         return verdicts
@@ -327,63 +331,6 @@ class Ledger:
             kept = [keep(db, note) for note in batch]
         faults.point("after_note")
         return kept
-
-    def _commit_one(self, db: sa.Connection, commit: Commit, cost: float | None) -> Verdict:
-        lease = commit.lease
-        key = (shards.c.job == lease.job) & (shards.c.generation == lease.generation) & (shards.c.shard == lease.shard)
-        job = sa.select(jobs.c.state, jobs.c.generation.label("job_generation"), shards)
-        found = db.execute(job.join(shards, shards.c.job == jobs.c.id).where(key)).first()
-        if found is None or found.epoch != lease.epoch or found.seq != commit.seq:
-            return Verdict.REPEATED if found is not None and self._is_known(db, commit) else Verdict.STALE
-        if found.state in ENDED or found.job_generation != lease.generation:
-            return Verdict.STALE
-        fresh = mask_of(commit.done)
-        bitmap = int.from_bytes(found.bitmap, "little")
-        n = commit.rows_ok + commit.rows_failed
-        if fresh & bitmap or fresh.bit_count() != n or fresh.bit_length() > found.hi - found.lo:
-            raise LedgerBroken(
-                f"job {lease.job}, shard {lease.shard}: a commit of {n} rows overlaps the {found.done} counted already"
-            )
-        db.execute(
-            shards.update()
-            .where(key, shards.c.epoch == lease.epoch, shards.c.seq == commit.seq)
-            .values(
-                seq=commit.seq + 1, done=found.done + n, bitmap=(bitmap | fresh).to_bytes(len(found.bitmap), "little")
-            )
-        )
-        db.execute(
-            commits.insert().values(
-                job=lease.job, generation=lease.generation, shard=lease.shard, seq=commit.seq, epoch=lease.epoch,
-                segment=commit.ref.segment, offset=commit.ref.offset, length=commit.ref.length,
-                rows_ok=commit.rows_ok, rows_failed=commit.rows_failed, cost=cost,
-            )
-        )  # fmt: skip
-        usage = commit.usage
-        db.execute(
-            jobs.update()
-            .where(jobs.c.id == lease.job)
-            .values(
-                rows_ok=jobs.c.rows_ok + commit.rows_ok,
-                rows_failed=jobs.c.rows_failed + commit.rows_failed,
-                input_tokens=jobs.c.input_tokens + usage.input_tokens,
-                cached_tokens=jobs.c.cached_tokens + usage.cached_tokens,
-                output_tokens=jobs.c.output_tokens + usage.output_tokens,
-                bytes=jobs.c.bytes + commit.ref.length,
-                cost=jobs.c.cost if cost is None else sa.func.coalesce(jobs.c.cost, 0.0) + cost,
-            )
-        )
-        _count_errors(db, lease.job, commit.errors, commit.samples)
-        return Verdict.COUNTED
-
-    @staticmethod
-    def _is_known(db: sa.Connection, commit: Commit) -> bool:
-        lease, ref = commit.lease, commit.ref
-        query = sa.select(sa.literal(1)).where(
-            commits.c.job == lease.job, commits.c.generation == lease.generation, commits.c.shard == lease.shard,
-            commits.c.seq == commit.seq, commits.c.epoch == lease.epoch, commits.c.segment == ref.segment,
-            commits.c.offset == ref.offset, commits.c.length == ref.length,
-        )  # fmt: skip
-        return db.execute(query).first() is not None
 
     # -- segments -----------------------------------------------------------------------------------------------------
 
@@ -427,6 +374,12 @@ class Ledger:
         self.database.close()
 
 
+def _verdict(counted: CommitBatch, commit: Commit, cost: float | None) -> Verdict:
+    if counted.add(commit, cost):
+        return Verdict.COUNTED
+    return Verdict.REPEATED if counted.is_known(commit) else Verdict.STALE
+
+
 def _lease_one(db: sa.Connection, seen: Lease, shard: Shard) -> LeasedShard:
     key = (shards.c.job == seen.job) & (shards.c.generation == seen.generation) & (shards.c.shard == shard.number)
     found = db.execute(sa.select(shards.c.epoch, shards.c.seq, shards.c.bitmap).where(key)).first()
@@ -443,23 +396,6 @@ def _lease_one(db: sa.Connection, seen: Lease, shard: Shard) -> LeasedShard:
         )
     )  # fmt: skip
     return LeasedShard(lease, 0, 0)
-
-
-def mask_of(runs: bytes) -> int:
-    """Packed positions as a bitmap."""
-    mask = 0
-    singles: list[int] = []
-    for start, count in unpack_positions(runs):
-        if count == 1:
-            singles.append(start)
-        else:
-            mask |= ((1 << count) - 1) << start
-    if singles:
-        bits = bytearray(singles[-1] // 8 + 1)
-        for start in singles:
-            bits[start >> 3] |= 1 << (start & 7)
-        mask |= int.from_bytes(bits, "little")
-    return mask
 
 
 def _check_next(db: sa.Connection, job_id: str, state: JobState) -> None:

@@ -12,8 +12,9 @@ from pathlib import Path
 from msgspec import Struct
 
 from batchmill.errors import LedgerBroken
+from batchmill.jobs.ledger.counting import mask_of
 from batchmill.jobs.ledger.files import JobFiles
-from batchmill.jobs.ledger.ledger import LeasedShard, Ledger, Verdict, mask_of
+from batchmill.jobs.ledger.ledger import LeasedShard, Ledger, Verdict
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.ports import SegmentSource
 from batchmill.store.positions import pack_positions

@@ -1,0 +1,173 @@
+"""Counts many commits with few statements: a commit of a thousand workers each second must cost little.
+
+The state of the batch's shards is read once, the commits are applied to it in memory in their order, and what changed
+is written with one statement for each table.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import sqlalchemy as sa
+from msgspec import Struct, field
+
+from batchmill.errors import LedgerBroken
+from batchmill.states import ENDED
+from batchmill.store.positions import unpack_positions
+from batchmill.store.tables import commits, jobs, shards
+from batchmill.types import Commit
+
+ShardKey = tuple[str, int, int]  # job, generation, shard
+
+_SUMS = ("rows_ok", "rows_failed", "input_tokens", "cached_tokens", "output_tokens", "bytes")
+_STATES = sa.select(jobs.c.state, jobs.c.generation.label("job_generation"), shards).join(
+    jobs, shards.c.job == jobs.c.id
+)
+_KEY = sa.tuple_(shards.c.job, shards.c.generation, shards.c.shard)
+_CHANGE = (
+    shards.update()
+    .where(
+        shards.c.job == sa.bindparam("of_job"), shards.c.generation == sa.bindparam("of_generation"),
+        shards.c.shard == sa.bindparam("of_shard"), shards.c.epoch == sa.bindparam("of_epoch"),
+        shards.c.seq == sa.bindparam("of_seq"),
+    )
+    .values(seq=sa.bindparam("new_seq"), done=sa.bindparam("new_done"), bitmap=sa.bindparam("new_bitmap"))
+)  # fmt: skip
+
+
+class _Shard(Struct):
+    """A shard as the batch has left it so far."""
+
+    epoch: int
+    is_open: bool  # its job takes commits of this generation
+    first_seq: int  # as it is in the database
+    seq: int
+    done: int
+    bitmap: int
+    rows: int
+    bytes: int  # of the bitmap
+
+
+class JobSums(Struct):
+    """What a batch adds to the record of a job."""
+
+    sums: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_SUMS, 0))
+    cost: float | None = None
+    errors: dict[str, int] = field(default_factory=dict)
+    samples: dict[str, str] = field(default_factory=dict)
+
+
+class CommitBatch:
+    """Commits of one transaction."""
+
+    def __init__(self, db: sa.Connection, batch: Sequence[Commit]) -> None:
+        self._db = db
+        self._shards: dict[ShardKey, _Shard] = {}
+        self._rows: dict[tuple[ShardKey, int], dict[str, Any]] = {}  # of the table of commits
+        self.jobs: defaultdict[str, JobSums] = defaultdict(JobSums)
+        for found in db.execute(_STATES.where(_KEY.in_(sorted({key_of(each) for each in batch})))):
+            is_open = found.state not in ENDED and found.job_generation == found.generation
+            self._shards[found.job, found.generation, found.shard] = _Shard(
+                found.epoch, is_open, found.seq, found.seq, found.done, int.from_bytes(found.bitmap, "little"),
+                found.hi - found.lo, len(found.bitmap),
+            )  # fmt: skip
+
+    def add(self, commit: Commit, cost: float | None) -> bool:
+        """Count a commit; False: somebody else holds the shard, its job takes no more, or it was counted before.
+
+        Raises: LedgerBroken when positions are counted already.
+        """
+        key = key_of(commit)
+        shard = self._shards.get(key)
+        if shard is None or shard.epoch != commit.lease.epoch or shard.seq != commit.seq or not shard.is_open:
+            return False
+        fresh, n = mask_of(commit.done), commit.rows_ok + commit.rows_failed
+        if fresh & shard.bitmap or fresh.bit_count() != n or fresh.bit_length() > shard.rows:
+            raise LedgerBroken(
+                f"job {key[0]}, shard {key[2]}: a commit of {n} rows overlaps the {shard.done} counted already"
+            )
+        shard.bitmap |= fresh
+        shard.done += n
+        shard.seq += 1
+        self._rows[key, commit.seq] = {
+            "job": key[0], "generation": key[1], "shard": key[2], "seq": commit.seq, "epoch": shard.epoch,
+            "segment": commit.ref.segment, "offset": commit.ref.offset, "length": commit.ref.length,
+            "rows_ok": commit.rows_ok, "rows_failed": commit.rows_failed, "cost": cost,
+        }  # fmt: skip
+        self._sum(commit, cost)
+        return True
+
+    def is_known(self, commit: Commit) -> bool:
+        """Whether this very commit was counted: before this batch, or earlier in it."""
+        key, ref = key_of(commit), commit.ref
+        if (row := self._rows.get((key, commit.seq))) is not None:
+            place = (row["epoch"], row["segment"], row["offset"], row["length"])
+            return place == (commit.lease.epoch, ref.segment, ref.offset, ref.length)
+        if key not in self._shards:
+            return False
+        query = sa.select(sa.literal(1)).where(
+            commits.c.job == key[0], commits.c.generation == key[1], commits.c.shard == key[2],
+            commits.c.seq == commit.seq, commits.c.epoch == commit.lease.epoch, commits.c.segment == ref.segment,
+            commits.c.offset == ref.offset, commits.c.length == ref.length,
+        )  # fmt: skip
+        return self._db.execute(query).first() is not None
+
+    def _sum(self, commit: Commit, cost: float | None) -> None:
+        job, usage = self.jobs[commit.lease.job], commit.usage
+        values = (
+            commit.rows_ok, commit.rows_failed, usage.input_tokens, usage.cached_tokens, usage.output_tokens,
+            commit.ref.length,
+        )  # fmt: skip
+        for name, value in zip(_SUMS, values, strict=True):
+            job.sums[name] += value
+        if cost is not None:
+            job.cost = (job.cost or 0.0) + cost
+        for code, rows in commit.errors.items():
+            job.errors[code] = job.errors.get(code, 0) + rows
+            job.samples.setdefault(code, commit.samples.get(code, ""))
+
+    def write(self) -> None:
+        """Write the shards, commits and sums. Raises: LedgerBroken where a shard has changed meanwhile: a bug."""
+        if not self._rows:
+            return
+        changed = [
+            {
+                "of_job": key[0], "of_generation": key[1], "of_shard": key[2], "of_epoch": shard.epoch,
+                "of_seq": shard.first_seq, "new_seq": shard.seq, "new_done": shard.done,
+                "new_bitmap": shard.bitmap.to_bytes(shard.bytes, "little"),
+            }
+            for key, shard in self._shards.items()
+            if shard.seq != shard.first_seq
+        ]  # fmt: skip
+        if self._db.execute(_CHANGE, changed).rowcount != len(changed):
+            raise LedgerBroken("a shard has changed while its commits were counted: another process writes the ledger")
+        self._db.execute(commits.insert(), list(self._rows.values()))
+        for job_id, job in self.jobs.items():
+            values: dict[str, Any] = {name: jobs.c[name] + value for name, value in job.sums.items()}
+            if job.cost is not None:
+                values["cost"] = sa.func.coalesce(jobs.c.cost, 0.0) + job.cost
+            self._db.execute(jobs.update().where(jobs.c.id == job_id).values(**values))
+
+
+def key_of(commit: Commit) -> ShardKey:
+    """The shard of a commit."""
+    return commit.lease.job, commit.lease.generation, commit.lease.shard
+
+
+def mask_of(runs: bytes) -> int:
+    """Packed positions as a bitmap."""
+    mask = 0
+    singles: list[int] = []
+    for start, count in unpack_positions(runs):
+        if count == 1:
+            singles.append(start)
+        else:
+            mask |= ((1 << count) - 1) << start
+    if singles:
+        bits = bytearray(singles[-1] // 8 + 1)
+        for start in singles:
+            bits[start >> 3] |= 1 << (start & 7)
+        mask |= int.from_bytes(bits, "little")
+    return mask

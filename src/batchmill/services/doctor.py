@@ -1,0 +1,46 @@
+"""What `batchmill doctor` looks at: each check says what it found, and the way out where something is wrong.
+
+A part that has something to check adds a function to CHECKS. A check changes nothing, but creates the data directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from batchmill.config import Config
+from batchmill.errors import BatchmillError
+from batchmill.optional import require
+from batchmill.services.data_dirs import prepare_data_dir
+from batchmill.services.databases import read_address
+from batchmill.types.cluster import Check
+
+
+def check_data_dir(config: Config) -> Iterator[Check]:
+    """Whether the data directory can be used."""
+    try:
+        prepare_data_dir(config.data_dir)
+    except BatchmillError as error:
+        yield Check("data directory", False, error.message)
+    else:
+        yield Check("data directory", True, str(config.data_dir))
+
+
+def check_database(config: Config) -> Iterator[Check]:
+    """Whether the PostgreSQL database can be reached and used, and who owns it."""
+    if config.database.url is None:
+        yield Check("database", True, "SQLite in the data directory")
+        return
+    try:
+        diagnosis = require("batchmill.store.diagnosis", "a PostgreSQL database")
+        for name, ok, note in diagnosis.diagnose(read_address(config.database)):
+            yield Check(name, ok, note)
+    except BatchmillError as error:
+        yield Check("database", False, error.message)
+
+
+CHECKS: tuple[Callable[[Config], Iterator[Check]], ...] = (check_data_dir, check_database)
+
+
+def examine(config: Config) -> list[Check]:
+    """The result of every check."""
+    return [found for check in CHECKS for found in check(config)]
