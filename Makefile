@@ -20,7 +20,7 @@ RAY_VENV := .venv-ray
 INSTALLED := $(VENV)/.batchmill-installed
 PIP_QUIET := -qq --disable-pip-version-check
 BENCH ?= help_time small_job function_rows busy_rows parquet_columns endpoint_rows llm_plain llm_prefix memory kill upload \
-    many_jobs get_latency live_idle live_under_load batch_over_http live_functions modelbit_rows failing_rows function_batches \
+    many_jobs small_jobs get_latency live_idle live_under_load batch_over_http live_functions modelbit_rows failing_rows function_batches \
     batch_windows tensors connector_rows throttled provider_rows adapters engine_kept download hostile
 PYTEST_ARGS ?= --numprocesses 3 --dist loadfile --no-loadscope-reorder
 

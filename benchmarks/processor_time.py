@@ -29,14 +29,16 @@ MICRO = 1e6
 
 def cpu_s(root: int) -> float:
     """Seconds of processor time of a process and all below it, those that have ended included."""
-    ticks = 0
-    for pid in harness.tree_of(root):
-        try:
-            fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it ended meanwhile: its parent has its time
-        ticks += sum(map(int, fields[11:15]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+    return sum(map(own_cpu_s, harness.tree_of(root)))
+
+
+def own_cpu_s(pid: int) -> float:
+    """Seconds of processor time of a process, and of its children that have ended."""
+    try:
+        fields = Path("/proc", str(pid), "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0  # it ended meanwhile: its parent has its time
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 class Side:
