@@ -87,6 +87,7 @@ class Driver:
         await asyncio.wait({watching, commands}, return_when=asyncio.FIRST_COMPLETED)
         if watching.done():
             watching.result()
+            os._exit(1)  # threads that wait for the head would keep this process, and so its owner from trying again
         leaves = [each.actor.leave.remote() for each in self._workers.values() if each.node]
         receiving = [each.receiving for each in self._workers.values() if each.node and each.receiving is not None]
         if leaves:

@@ -306,7 +306,7 @@ class RayExecutor:
         while True:
             was_connected = await self._serve_driver()
             failures = 0 if was_connected else failures + 1
-            await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2**failures))
+            await asyncio.sleep(min(RETRY_MAX_S, RETRY_S * 2 ** min(failures, 10)))
 
     async def _serve_driver(self) -> bool:
         """Start a driver and pass its events on until it ends. Returns whether it reached the cluster."""
