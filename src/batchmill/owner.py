@@ -194,7 +194,8 @@ async def _make_provisions(store: Store, environ: Mapping[str, str] | None = Non
 def _make_versions(store: Store, provisions: OwnerProvisions, directory: ModelDirectory, warm: Warm) -> ModelVersions:
     """Make the service of deployed functions. It is not loaded yet."""
     config = store.config
-    builder = VersionBuilder(config.data_dir, Trials(provisions), config.functions, provisions.isolation)
+    builder = VersionBuilder(config.data_dir, Trials(provisions), config.functions, provisions.isolation, store.stored)
+    provisions.restore_with(builder.restore)
     return ModelVersions(
         store.database, store.clock, directory, builder=builder, quotas=config.project_quotas, warm=warm,
     )  # fmt: skip
@@ -216,7 +217,13 @@ async def _open_models(
     )  # fmt: skip
     await llms.load()
     adapters = AdapterService(
-        store.database, store.clock, directory, config=config, vault=store.vault, disk_quota=store.disk_quota
+        store.database,
+        store.clock,
+        directory,
+        config=config,
+        vault=store.vault,
+        disk_quota=store.disk_quota,
+        stored=store.stored,
     )
     close_last(stack, lambda _: adapters.close())
     return ModelServices(directory, versions, remote, llms, adapters)

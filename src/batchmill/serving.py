@@ -180,7 +180,7 @@ async def _open_services(stack: contextlib.AsyncExitStack, owner: Owner, stoppin
     llms.open()
     functions = FunctionCalls(jobs.live, directory, clock)
     close_last(stack, lambda _: functions.close())
-    files = FileService(database, config.data_dir, clock, config.server, quotas, store.disk_quota)
+    files = FileService(database, config.data_dir, clock, config.server, quotas, store.disk_quota, store.stored)
     stack.callback(files.close)
     await files.sweep()
     webhooks = WebhookService(database, clock, config, store.vault.box)
@@ -216,8 +216,8 @@ async def _open_services(stack: contextlib.AsyncExitStack, owner: Owner, stoppin
     close_last(stack, lambda at_once: late.close(at_once=at_once))
     return Services(
         jobs=project_jobs, repeats=repeats, files=files, uploads=uploads, links=links, datasets=datasets,
-        keys=store.keys,
-        directory=directory, live=LiveCalls(jobs.live, directory, clock, admit=remote.models.admit),
+        keys=store.keys, directory=directory,
+        live=LiveCalls(jobs.live, directory, clock, admit=remote.models.admit, stored=store.stored),
         functions=functions, versions=versions, webhooks=webhooks, vault=store.vault, connectors=remote.connectors,
         groups=remote.groups, remote_models=remote.models, programs=remote.programs, remote_tasks=tasks,
         adapters=adapters, llms=llms, late=late, config=config, clock=clock, stopping=stopping,

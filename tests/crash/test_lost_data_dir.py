@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.faulty_objects import faulty_objects
 from fakes.lost_machine import lose, run_until
 from fakes.s3_server import bucket_client, s3_environment, s3_server
 
@@ -88,3 +89,36 @@ def test_lost_at_a_point(point: str, s3: str, tmp_path: Path) -> None:
     (job,) = re.findall("job_[0-9a-f]+", room.run(*room.batchmill, "jobs").stdout)
     verified = room.run(*room.batchmill, "ledger", "verify", job)
     assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+def test_credentials_that_expire(s3: str, tmp_path: Path) -> None:
+    """Results that the store refuses pause the job as an error of authentication; with new credentials it goes on."""
+    with faulty_objects(s3) as plan:
+        room = Room(tmp_path, plan.url, "expired")
+        plan.serve("PUT", 2)  # the dataset and the plan
+        plan.always["PUT"] = "expired"
+        done = room.run(*room.command)
+        assert done.returncode != 0 and "refused the credentials" in done.stderr, done.stderr
+        before = room.called()
+        plan.always.clear()
+        done = room.run(*room.command)
+        assert done.returncode == 0, done.stderr
+    room.check_results()
+    again = sum(room.called().values()) - ROWS
+    assert again < sum(before.values()) or not before, "what was spooled is put, and does not run again"
+
+
+def test_a_store_that_fails(s3: str, tmp_path: Path) -> None:
+    """SlowDown, resets, lost replies and truncated bodies change nothing: every row has one result."""
+    with faulty_objects(s3) as plan:
+        room = Room(tmp_path, plan.url, "faults")
+        plan.fail("PUT", "slow_down", "lost_reply", "reset", "lost_reply", "slow_down")
+        room.run_until("before_publish:1")
+        lose(room.data_dir)
+        plan.fail("GET", "slow_down", "truncated", "reset", "truncated")
+        before = room.called()
+        done = room.run(*room.command)
+        assert done.returncode == 0, done.stderr
+        assert not plan.faults
+    room.check_results()
+    assert room.called() == before

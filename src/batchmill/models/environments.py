@@ -122,6 +122,19 @@ class Environments:
             await asyncio.to_thread(_record_of(venv).touch)  # the time of its last use
         return str(venv / "bin" / "python")
 
+    async def restore(self, python: str, interpreter: str | None, lock: str | None, log: Path) -> None:
+        """Build the environment of the interpreter `python` again if it is missing; otherwise as `python`."""
+        venv = Path(python).parent.parent
+        if lock is None or venv.parent != self._folder:
+            return
+        base = sys.executable if interpreter is None else find_python(interpreter)
+        _check_python(lock, await _version_of(base))
+        async with self._building.setdefault(venv.name, asyncio.Lock()):
+            if not await asyncio.to_thread(_is_complete, venv):
+                await asyncio.to_thread(shutil.rmtree, venv, ignore_errors=True)
+                await self._build(venv, base, lock, log)
+            await asyncio.to_thread(_record_of(venv).touch)
+
     async def _build(self, venv: Path, base: str, lock: str, log: Path) -> None:
         await asyncio.to_thread(venv.mkdir, parents=True, mode=0o700)
         try:

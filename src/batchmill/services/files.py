@@ -42,6 +42,7 @@ from batchmill.store.disk_room import DiskQuota, Writing
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.removals import ELSEWHERE, Removal
 from batchmill.store.segments import sync_folder
+from batchmill.store.stored_files import LocalFiles, StoredFiles
 from batchmill.store.tables import files, jobs
 from batchmill.types import JobView, ProjectQuotas
 from batchmill.wire.native import FILENAME_CHARS_MAX
@@ -179,7 +180,9 @@ class FileService:
     def __init__(
         self, database: Database, data_dir: Path, clock: Clock, limits: ServerEntry,
         quotas: ProjectQuotas = ProjectQuotas(), disk_quota: DiskQuota | None = None,
+        stored: StoredFiles = LocalFiles(),
     ) -> None:  # fmt: skip
+        self.stored = stored
         self.disk_quota = disk_quota or DiskQuota(database, data_dir, quotas)
         self._database, self._clock, self.limits, self.quotas = database, clock, limits, quotas
         self._jobs_home = data_dir / "jobs"
@@ -223,12 +226,15 @@ class FileService:
 
     async def store(self, record: FileRecord, incoming: Incoming, within: Within | None = None) -> None:
         """Store the bytes, then the record. `within` runs in the record's transaction and may refuse it."""
-        await incoming.settle(self.path(record))
+        path = self.path(record)
+        await incoming.settle(path)
         faults.point("after_settle")
         try:
+            await self.stored.publish(path)
             await self._database.write(_insert, record, within, self.quotas.of(record.project).files)
         except BaseException:
-            await self.disk.run(self.path(record).unlink)
+            await self.disk.run(path.unlink)
+            await self.stored.remove(path)
             raise
 
     def record(self, file_id: str, project: str, *, purpose: str, filename: str, expires_s: float | None) -> FileRecord:
@@ -264,6 +270,7 @@ class FileService:
                 record = await self.get(project, file_id)
             except Gone:
                 raise unknown(file_id) from None  # for a reader it is like any other unknown file
+            await self.stored.fetch(self.path(record))
             yield record
         finally:
             self._holds[file_id] -= 1
@@ -276,6 +283,7 @@ class FileService:
 
     async def open(self, record: FileRecord) -> OpenFile:
         """Open its bytes. They can be read even if the file is deleted meanwhile."""
+        await self.stored.fetch(self.path(record))
         try:
             fd = await self._reading.run(os.open, self.path(record), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -325,10 +333,13 @@ class FileService:
         self._arriving.add(file_id)
         try:
             target = self.home / file_id
+            await self.stored.fetch(path)
             size_bytes = await self.disk.run(link, path, target)
+            await self.stored.link(path, target)
             job = await self._database.read(results_of, view.id)
             if job is None or job.generation != view.generation or job.state != view.state:
                 await self.disk.run(target.unlink, missing_ok=True)  # a retry began: the next call adopts its results
+                await self.stored.remove(target)
                 return None
             if size_bytes is None:
                 removal = Removal(file_id, view.project, view.id, ELSEWHERE, self._clock.now())
@@ -369,6 +380,7 @@ class FileService:
             await self._database.write(_forget, record, by, self._clock.now())
             faults.point("after_forget")
             await self.disk.run(self.path(record).unlink, missing_ok=True)
+            await self.stored.remove(self.path(record))
         finally:
             self._deleting.discard(record.id)
 
@@ -380,6 +392,9 @@ class FileService:
             home = self._jobs_home / record.job
             copies = [path for path in map(Path, results.paths) if path.parent == home]
             await self.disk.run(unlink_same, self.path(record), copies)
+            linked = await self.stored.same(self.path(record), copies)
+            await self.disk.run(unlink_all, linked)
+            await self.stored.remove(*linked)
 
     async def sweep(self) -> int:
         """Remove expired files and what a crash left. Returns the number of removed files. Skips files in use."""
@@ -408,11 +423,14 @@ class FileService:
 
     async def _sweep_orphans(self) -> None:
         names = await self.disk.run(names_in, self.home)
+        names = sorted({*names, *await self.stored.names_in(self.home)})
         names = [name for name in names if name not in self._arriving]  # listed before the records are read
         for first in range(0, len(names), SWEEP_MAX):
             page_names = names[first : first + SWEEP_MAX]
             recorded = await self._database.read(find_ids, page_names)
-            await self.disk.run(unlink_all, [self.home / name for name in page_names if name not in recorded])
+            orphans = [self.home / name for name in page_names if name not in recorded]
+            await self.disk.run(unlink_all, orphans)
+            await self.stored.remove(*orphans)
 
     def close(self) -> None:
         """Stop reading and writing. Running calls end by themselves."""

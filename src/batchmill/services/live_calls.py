@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -17,11 +18,13 @@ from batchmill.models.paths import answers
 from batchmill.ports import Clock, Live
 from batchmill.services.directory import ModelDirectory
 from batchmill.services.model_rows import ModelKind, ServedModel
+from batchmill.store.stored_files import LocalFiles, StoredFiles
 from batchmill.types import Caller, LiveHead, LiveRequest, ModelSpec, Usage
 from batchmill.wire.calls import ARGUMENTS, form_of_body
 from batchmill.wire.features import features_of
 from batchmill.wire.forms import usage_of
 
+HOLDER = "live calls"  # of the adapters that engines may load: they stay until this process ends
 SHOWN_CHARS = 80  # of an unknown path, in a message
 TAIL_BYTES = 64 * 1024  # of a response: `usage` is near its end
 _USAGE = b'"usage":'
@@ -51,9 +54,11 @@ _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 class LiveCalls:
     def __init__(
-        self, live: Live, directory: ModelDirectory, clock: Clock, *, admit: Callable[[str], None] = lambda _: None
-    ) -> None:
+        self, live: Live, directory: ModelDirectory, clock: Clock, *, admit: Callable[[str], None] = lambda _: None,
+        stored: StoredFiles = LocalFiles(),
+    ) -> None:  # fmt: skip
         """Args: `admit`: counts a call of the remote model with this id. Raises: RateLimited."""
+        self._stored = stored
         self._live, self._directory, self._clock, self._admit = live, directory, clock, admit
         self._listeners: list[Callable[[LiveCall], None]] = []
 
@@ -79,6 +84,8 @@ class LiveCalls:
     ) -> tuple[LiveHead, AsyncGenerator[bytes]]:
         """As `predict`, for a resolved model and a request in a form that its engine supports."""
         began = self._clock.monotonic()
+        if request.adapter_place and self._stored.is_elsewhere:
+            await self._stored.fetch(Path(request.adapter_place), holder=HOLDER)
         request = msgspec.structs.replace(request, project=caller.project)
         pieces = self._live.predict(served.model.live(), request)
         call = LiveCall(served.name, request.url, 0, 0.0, caller.project)

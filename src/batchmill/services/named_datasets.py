@@ -421,6 +421,7 @@ class DatasetService:
             return None
         if other.details.bytes == record.details.bytes and other.details.format == record.details.format:
             paths = [self._files.home / each.file for each in (record, other) if each.file is not None]
+            await self._files.stored.fetch(*paths)
             with contextlib.suppress(FileNotFoundError):  # its bytes were deleted
                 if await self._files.disk.run(filecmp.cmp, *paths, False):
                     return other
@@ -518,6 +519,7 @@ class DatasetService:
         path = self._files.home / (record.file or "")
         try:
             async with self._semaphore.slot(record.project):
+                await self._files.stored.fetch(path)
                 report = await self._check_rows(record.project, path)
             details = replace(
                 details, rows=report.rows, problems=report.problems, problems_total=report.problems_total

@@ -220,9 +220,10 @@ class UploadService:
         self._arriving.add(part.id)
         try:
             await writer.incoming.settle(path)
+            await self._files.stored.publish(path)
             await self._database.write(add_part, part)
         except BaseException:
-            await self._files.disk.run(path.unlink, missing_ok=True)
+            await self._unlink([part.id])
             raise
         finally:
             self._arriving.discard(part.id)
@@ -262,6 +263,7 @@ class UploadService:
         writer = await self._files.writer(record.project, is_joined=True)
         try:
             paths = [self.home / part.id for part in parts]
+            await self._files.stored.fetch(*paths)
             actual_md5 = await writer.append_files(paths, record.bytes, with_md5=md5 is not None)
             if md5 is not None and actual_md5 != md5.lower():
                 raise InvalidInput(f"the md5 of the parts is {actual_md5}, not {md5[:32]!r}", code="md5_mismatch")
@@ -299,10 +301,13 @@ class UploadService:
         await self._unlink(await self._database.write(end, upload_id, status))
 
     async def _unlink(self, part_ids: Sequence[str]) -> None:
-        await self._files.disk.run(unlink_all, [self.home / part_id for part_id in part_ids])
+        paths = [self.home / part_id for part_id in part_ids]
+        await self._files.disk.run(unlink_all, paths)
+        await self._files.stored.remove(*paths)
 
     async def _sweep_orphans(self) -> None:
         names = await self._files.disk.run(names_in, self.home)
+        names = sorted({*names, *await self._files.stored.names_in(self.home)})
         names = [name for name in names if name not in self._arriving]  # listed before the records are read
         for first in range(0, len(names), SWEEP_MAX):
             page_names = names[first : first + SWEEP_MAX]

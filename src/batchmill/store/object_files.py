@@ -99,7 +99,9 @@ class ObjectFiles:
     async def link(self, source: Path, target: Path) -> None:
         key, source_key = self._key(target), self._key(source)
         found = await self._database.read(catalog.find, [source_key or ""])
-        if key is not None and source_key in found:
+        if source_key not in found:
+            await self.publish(target)
+        elif key is not None:
             stored = found[source_key]
             await self._name([Stored(key, stored.object, stored.bytes)])
 

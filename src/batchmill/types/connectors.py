@@ -74,6 +74,11 @@ class Provision(Struct, frozen=True):
     isolation: Isolation | None = None  # of a deployed function; None: none
     storage: Storage | None = None  # None: outcomes lie in the data directory
 
+    @property
+    def has_secrets(self) -> bool:
+        """Whether whoever reads it learns a secret or a credential."""
+        return bool(self.secrets or (self.storage is not None and self.storage.environ))
+
 
 class RemoteJob(Struct, frozen=True, omit_defaults=True):
     """A job at a provider with rows of one shard. Its JSON is stored with the shard's lease under its `tag`.

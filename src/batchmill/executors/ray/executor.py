@@ -79,7 +79,7 @@ class RayWorker:
     def send(self, message: Struct) -> None:
         if self._code is not None:
             return
-        if isinstance(message, Provide) and message.provision.secrets and not self._executor.may_send_secrets:
+        if isinstance(message, Provide) and message.provision.has_secrets and not self._executor.may_send_secrets:
             self.fail(Failed("cluster_not_trusted", OPEN_CLUSTER, PauseReason.ENGINE_FAILED))
             return
         data = messages.encode(message)
@@ -278,7 +278,7 @@ class RayExecutor:
 
     def _launch(self, worker: RayWorker) -> None:
         start = worker.start
-        if start.provision.secrets and not self.may_send_secrets:
+        if start.provision.has_secrets and not self.may_send_secrets:
             worker.fail(Failed("cluster_not_trusted", OPEN_CLUSTER, PauseReason.ENGINE_FAILED))
             return
         if start.model.function is not None and self._is_served and start.provision.isolation is None:

@@ -50,6 +50,7 @@ from batchmill.services.remote.changes import new_id
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskQuota
+from batchmill.store.stored_files import LocalFiles, StoredFiles
 from batchmill.types import Caller, ModelSpec, Scope
 from batchmill.wire import adapter_bundles
 
@@ -158,12 +159,12 @@ class AdapterService:
 
     def __init__(
         self, database: Database, clock: Clock, directory: ModelDirectory, *, config: Config, vault: Vault,
-        disk_quota: DiskQuota | None = None,
+        disk_quota: DiskQuota | None = None, stored: StoredFiles = LocalFiles(),
     ) -> None:  # fmt: skip
         """Only this service writes to its folder in the data directory. Call `load` next."""
         self._disk_quota = disk_quota or DiskQuota(database, config.data_dir, config.project_quotas)
         self._database, self._clock, self._home = database, clock, config.data_dir / FOLDER
-        self._directory = directory
+        self._directory, self._stored = directory, stored
         self._deployments, self._quotas = config.deployments, config.project_quotas
         self._records: dict[str, AdapterRecord] = {}  # by id, without removed ones
         self._fetches = Fetches(clock, vault)
@@ -398,10 +399,10 @@ class AdapterService:
         for record in self.list_all() if self._resumes else ():
             if record.state == FETCHING and record.id not in self._tasks and record.id not in self._settling:
                 self._start(record)
-        if not self._home.is_dir():
-            return
         kept_names = {*self._records, fetching.STAGING}
-        folders = [path for path in self._home.iterdir() if path.name not in kept_names]
+        names = {path.name for path in self._home.iterdir()} if self._home.is_dir() else set()
+        names.update(await self._stored.names_in(self._home))
+        folders = [self._home / name for name in sorted(names - kept_names)]
         if not folders:
             return
         before = self._clock.now() - REMOVED_S
@@ -409,7 +410,8 @@ class AdapterService:
         folders_in_use = await self._database.read(records.used_folders)
         for path in folders:
             if path.name not in recently_removed and str(path) not in folders_in_use and path.name not in self._records:
-                await asyncio.to_thread(shutil.rmtree, path)
+                await asyncio.to_thread(self._discard, path)
+                await self._stored.remove(path)
 
     # -- private ------------------------------------------------------------------------------------------------------
 
@@ -454,6 +456,7 @@ class AdapterService:
         """Fetch a version and store the result."""
         home = self._home / record.id
         try:
+            await self._stored.fetch(home)
             if record.source == UPLOAD and not home.is_dir():
                 raise InvalidInput("its upload is not complete: upload it again", code="invalid_bundle")
             model = model or self._find_base(record)
@@ -487,6 +490,8 @@ class AdapterService:
         fetched = report.fetched
         if report.flaw:
             await asyncio.to_thread(self._discard, Path(fetched.folder))
+        else:
+            await self._stored.publish(Path(fetched.folder))
         record = replace(
             record, state=FAILED if report.flaw else READY, digest=fetched.digest, rank=report.rank,
             message=f"it does not fit {record.base}: {report.flaw}" if report.flaw else "", bytes=fetched.bytes,

@@ -33,6 +33,7 @@ from batchmill.ports import Provisions
 from batchmill.services.functions.names import folder_of
 from batchmill.services.functions.records import FAILED
 from batchmill.services.functions.sent_archives import sweep_archives
+from batchmill.store.stored_files import LocalFiles, StoredFiles
 from batchmill.types import FunctionSpec, Interface, Isolation, Limits, ModelSpec, Tensor
 from batchmill.types.engine_traits import FUNCTION_PROCESS
 from batchmill.types.isolation import FunctionsEntry
@@ -40,6 +41,7 @@ from batchmill.wire import bundles
 from batchmill.wire.bundles import EXAMPLES_MAX, REQUIREMENTS_CHARS_MAX, DeployOrder, ModelVersion
 from batchmill.wire.calls import NAMED, POSITIONAL
 
+HOLDER = "functions"  # of the code that workers may run: it stays until this process ends
 LOG, ORDER, LOCK, TRIAL = "deploy.log", "deploy.json", "requirements.lock", "trial"
 LOG_BYTES_MAX = 256 * 1024  # bytes of the log that are shown
 BATCH_WINDOW_S_MAX = 60.0
@@ -68,10 +70,11 @@ class Trial(Protocol):
 
 class VersionBuilder:
     def __init__(
-        self, data_dir: Path, trial: Trial, entry: FunctionsEntry = FunctionsEntry(), isolation: Isolation | None = None
-    ) -> None:
+        self, data_dir: Path, trial: Trial, entry: FunctionsEntry = FunctionsEntry(),
+        isolation: Isolation | None = None, stored: StoredFiles = LocalFiles(),
+    ) -> None:  # fmt: skip
         """Args: isolation: the sandbox in which packages are installed, as `entry` configures it."""
-        self._data_dir, self._entry = data_dir, entry
+        self._data_dir, self._entry, self._stored = data_dir, entry, stored
         self._folder = data_dir / "models" / "versions"
         self._staging = data_dir / "models" / "staging"
         self._environments = Environments(data_dir / FOLDER, isolation)
@@ -146,6 +149,7 @@ class VersionBuilder:
             raise ModelFailed(error.message, code="deploy_failed") from None
         finally:
             await asyncio.to_thread(_gather_log, home)
+        await self._stored.publish(home)
         assert spec.function is not None
         packages = [] if staged.lock is None else packages_of(staged.lock)
         return replace(spec, function=replace(spec.function, interface=interface, packages=packages))
@@ -156,7 +160,9 @@ class VersionBuilder:
         Raises: ModelFailed (`deploy_failed`).
         """
         home = self.folder(version)
+        await self._stored.fetch(self.folder(source))
         await asyncio.to_thread(shutil.copytree, self.folder(source), home)
+        await self._stored.publish(home)
         assert source.spec is not None and source.spec.function is not None, "only ready versions are copied"
         version_label = f"{version.branch}/{version.number}"
         function = replace(source.spec.function, version=version_label, folder=str(home / bundles.CODE))
@@ -166,6 +172,28 @@ class VersionBuilder:
             return replace(spec, python=await self._environments.python(order.python, lock, home / LOG))
         except ModelFailed as error:
             raise ModelFailed(error.message, code="deploy_failed") from None
+
+    async def restore(self, model: ModelSpec) -> None:
+        """Bring the code of a version, and build its environment again, where an owner elsewhere made them.
+
+        Raises: ModelFailed with the installer's output.
+        """
+        if not self._stored.is_elsewhere or model.function is None or not model.function.folder:
+            return
+        home = Path(model.function.folder).parent
+        await self._stored.fetch(home, holder=HOLDER)
+        if model.python is not None and (home / ORDER).exists():
+            order, lock = await asyncio.to_thread(_read_order, home)
+            await self._environments.restore(model.python, order.python, lock, home / LOG)
+
+    async def bring(self, version: ModelVersion) -> None:
+        """Bring the code and the log of a version."""
+        await self._stored.fetch(self.folder(version))
+
+    async def discard_failed(self, version: ModelVersion) -> None:
+        """Keep only the log of a version that failed."""
+        await asyncio.to_thread(self.discard_code, version)
+        await self._stored.publish(self.folder(version))
 
     def log(self, version: ModelVersion) -> str:
         """The end of the output of a version's build, followed by the error if it failed."""
@@ -181,8 +209,9 @@ class VersionBuilder:
         """Delete the code of a failed version. Its log stays."""
         shutil.rmtree(self.folder(version) / bundles.CODE, ignore_errors=True)
 
-    def discard(self, version: ModelVersion) -> None:
-        shutil.rmtree(self.folder(version), ignore_errors=True)
+    async def discard(self, version: ModelVersion) -> None:
+        await asyncio.to_thread(shutil.rmtree, self.folder(version), ignore_errors=True)
+        await self._stored.remove(self.folder(version))
 
     def sweep(self, keep: Collection[ModelVersion]) -> None:
         """Remove what a crashed owner left behind. No other process writes here."""

@@ -171,7 +171,9 @@ class ModelVersions:
         self, name: str, branch: str | None = None, version: str = LATEST, *, by: Caller | None = None
     ) -> str:
         """What was printed while a version was made and checked: the newest that was tried, where it says `latest`."""
-        return await asyncio.to_thread(self._builder.log, self._logged_version(name, branch, version, by))
+        logged = self._logged_version(name, branch, version, by)
+        await self._builder.bring(logged)
+        return await asyncio.to_thread(self._builder.log, logged)
 
     async def calls(self, name: str, query: LogQuery, *, by: Caller | None = None) -> LogPage:
         """A page of a version's call log: what its calls printed and raised, of the caller's project only."""
@@ -275,7 +277,7 @@ class ModelVersions:
         failed = replace(version, state=FAILED, finished=max(self._clock.now(), version.created), error=message)
         await self._database.write(records.fail, failed)
         self._put(failed.name, [failed])
-        await asyncio.to_thread(self._builder.discard_code, version)
+        await self._builder.discard_failed(version)
 
     @contextlib.asynccontextmanager
     async def _lock(self, name: str) -> AsyncIterator[None]:
@@ -408,7 +410,7 @@ class ModelVersions:
             removed = [replace(each, state=REMOVED) for each in versions]
             self._put(name, removed, dropped=dropped)
             for each in removed:
-                await asyncio.to_thread(self._builder.discard, each)
+                await self._builder.discard(each)
             return removed
 
     async def remove_alias(self, name: str, alias: str, *, by: Caller | None = None) -> None:

@@ -272,9 +272,16 @@ class OwnerProvisions:
         read_private(private_hosts)
         self._vault, self._private_hosts, self._environ = vault, list(private_hosts), environ or {}
         self.isolation, self._storage = isolation, storage
+        self._restore: Callable[[ModelSpec], Awaitable[None]] | None = None
+
+    def restore_with(self, restore: Callable[[ModelSpec], Awaitable[None]]) -> None:
+        """Call `restore` before a worker of a model is started: it brings what the worker reads."""
+        self._restore = restore
 
     async def of(self, model: ModelSpec) -> Provision:
         """Return the secrets for a worker of this model. Raises: ModelFailed for a missing or unreadable secret."""
+        if self._restore is not None:
+            await self._restore(model)
         references_used = references(model)
         names = [each.removeprefix(PREFIX) for each in references_used if each.startswith(PREFIX)]
         try:

@@ -1,0 +1,146 @@
+"""Published paths: they outlive the data directory, and their objects go when nothing names them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from batchmill.errors import StorageFailed
+from batchmill.store import catalog
+from batchmill.store.database import Database
+from batchmill.store.object_files import ObjectFiles
+from batchmill.store.objects import StoreObjects
+from batchmill.store.sqlite import SqliteBackend
+
+CACHE_BYTES = 1024 * 1024
+
+
+class Room:
+    """A data directory, its store, and the database beside them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.data_dir = folder, folder / "data"
+        self.database = Database(SqliteBackend(folder / "batchmill.db"))
+        self.objects = StoreObjects(f"file://{folder}/store")
+        self.data_dir.mkdir()
+
+    async def open(self, cache_bytes: int = CACHE_BYTES) -> ObjectFiles:
+        files = ObjectFiles(self.database, self.data_dir, self.objects, cache_bytes)
+        await files.open()
+        return files
+
+    def lose(self) -> None:
+        shutil.rmtree(self.data_dir)
+        self.data_dir.mkdir()
+
+    def write(self, name: str, data: bytes) -> Path:
+        path = self.data_dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+        return path
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.objects.list("")]
+
+
+@pytest.fixture
+async def room(tmp_path: Path) -> AsyncIterator[Room]:
+    room = Room(tmp_path)
+    yield room
+    room.database.close()
+
+
+async def test_a_folder_comes_back(room: Room) -> None:
+    """A folder with small, large and executable files and an empty folder is the same on another machine."""
+    small, large = room.write("models/a/code/run.py", b"x"), room.write("models/a/large", os.urandom(40 * 1024 * 1024))
+    small.chmod(0o755)
+    (room.data_dir / "models/a/empty").mkdir()
+    data, home = large.read_bytes(), room.data_dir / "models/a"
+    files = await room.open()
+    await files.publish(home)
+    await files.close()
+    room.lose()
+    files = await room.open()
+    await files.fetch(home)
+    assert large.read_bytes() == data and small.read_bytes() == b"x"
+    assert small.stat().st_mode & 0o777 == 0o755 and (home / "empty").is_dir()
+    await files.close()
+
+
+async def test_a_path_that_is_published_again(room: Room) -> None:
+    """The last publication counts, also where an older copy lies; the objects of the one before go."""
+    files = await room.open()
+    path = room.write("jobs/job_1/results.jsonl", b"first")
+    await files.publish(path)
+    other = Room.__new__(Room)
+    other.__dict__ = {**room.__dict__, "data_dir": room.folder / "other"}
+    other.data_dir.mkdir()
+    elsewhere = await other.open()
+    await elsewhere.publish(other.write("jobs/job_1/results.jsonl", b"second"))
+    await files.fetch(path)
+    assert path.read_bytes() == b"second"
+    assert len(room.names()) == 1
+    await files.close()
+    await elsewhere.close()
+
+
+async def test_links_share_objects(room: Room) -> None:
+    """A link stays when the path it was made of is removed; the last one takes the objects along."""
+    files = await room.open()
+    source, target = room.write("jobs/job_1/results.jsonl", b"rows"), room.write("files/file-1", b"rows")
+    await files.publish(source)
+    await files.link(source, target)
+    assert await files.same(target, [source]) == [source]
+    await files.remove(room.data_dir / "jobs/job_1")
+    room.lose()
+    await files.fetch(target)
+    assert target.read_bytes() == b"rows" and await files.names_in(target.parent) == ["file-1"]
+    await files.remove(target)
+    assert room.names() == [] and not await files.holds(target)
+    await files.close()
+
+
+async def test_what_nothing_names_is_deleted(room: Room) -> None:
+    """Objects that were being written when an owner died go when the next one opens."""
+    await room.database.write(catalog.begin, ["files/file-1/half/"])
+    room.objects.put("files/file-1/half/0-000000", b"part")
+    files = await room.open()
+    assert files._deleting is not None
+    await files._deleting
+    assert room.names() == [] and await room.database.read(catalog.unnamed) == []
+    await files.close()
+
+
+async def test_the_cache_is_bounded(room: Room) -> None:
+    """Beyond the bound, the least recently used copies go, but for those that somebody holds; all can come back."""
+    files = await room.open(cache_bytes=2500)
+    paths = [room.write(f"files/file-{n}", bytes([n]) * 1000) for n in range(4)]
+    await files.publish(paths[0])
+    await files.fetch(paths[0], holder="a job")
+    for path in paths[1:]:
+        await files.publish(path)
+    assert [path.exists() for path in paths] == [True, False, False, True]
+    await files.fetch(paths[1])
+    assert paths[1].read_bytes() == bytes([1]) * 1000
+    files.release("a job")
+    await files.fetch(paths[2])
+    assert sum(path.exists() for path in paths) == 2
+    await files.close()
+
+
+async def test_an_object_that_was_changed(room: Room) -> None:
+    """Other bytes than those that were published are refused, and nothing takes the place of the file."""
+    files = await room.open()
+    path = room.write("files/file-1", os.urandom(1024 * 1024))
+    await files.publish(path)
+    room.lose()
+    (part,) = [name for name in room.names() if not name.endswith("manifest")]
+    (room.folder / "store" / part).write_bytes(bytes(1024 * 1024))
+    with pytest.raises(StorageFailed, match="not what was stored"):
+        await (await room.open()).fetch(path)
+    assert not path.exists()
+    await files.close()
