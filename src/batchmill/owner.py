@@ -154,7 +154,7 @@ async def _open_stored(stack: contextlib.AsyncExitStack, config: Config, databas
     """Open the object store of `[storage]`. Raises: InvalidConfig if the key file would be lost with the cache."""
     if config.storage.objects is None:
         return LocalFiles()
-    if config.secrets_key.resolve().is_relative_to(config.data_dir):
+    if config.loses_key_file:
         raise InvalidConfig(
             f"with [storage] objects the data directory {config.data_dir} is a cache that may be deleted, and the key "
             f"file of the secrets {config.secrets_key} is in it: set secrets.key_file to a path outside of it, and "

@@ -41,13 +41,13 @@ def s3() -> Iterator[str]:
 class Room:
     """A folder with a function, rows and a configuration; the data directory is below it, the key file is not."""
 
-    def __init__(self, folder: Path, s3: str, prefix: str) -> None:
+    def __init__(self, folder: Path, s3: str, prefix: str, bucket: str = BUCKET) -> None:
         self.folder, self.data_dir, self.calls = folder, folder / "data", folder / "calls"
         (folder / "app.py").write_text(COUNTING)
         rows = [{"custom_id": f"r{n}", "method": "POST", "url": "/v1/x", "body": {"n": n}} for n in range(ROWS)]
         (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (folder / "batchmill.toml").write_text(
-            f'[storage]\nobjects = "s3://{BUCKET}/{prefix}"\n[secrets]\nkey_file = "{folder / "keys"}"\n'
+            f'[storage]\nobjects = "s3://{bucket}/{prefix}"\n[secrets]\nkey_file = "{folder / "keys"}"\n'
         )
         self.environment = {**os.environ, **s3_environment(s3), "CALLS": str(self.calls)}
         self.batchmill = [sys.executable, "-m", "batchmill", "--data-dir", str(self.data_dir)]
@@ -122,3 +122,18 @@ def test_a_store_that_fails(s3: str, tmp_path: Path) -> None:
         assert not plan.faults
     room.check_results()
     assert room.called() == before
+
+
+def test_a_job_that_is_removed(s3: str, tmp_path: Path) -> None:
+    """A removed job leaves no object, also where its removal was interrupted and the data directory was lost."""
+    with bucket_client(s3, "removed-jobs") as client:
+        room = Room(tmp_path, s3, "jobs", "removed-jobs")
+        assert room.run(*room.command).returncode == 0
+        (job,) = re.findall("job_[0-9a-f]+", room.run(*room.batchmill, "jobs").stdout)
+        assert client.list_objects_v2(Bucket="removed-jobs")["KeyCount"] >= 3
+        fired = tmp_path / "removed"
+        environment = {**room.environment, "BATCHMILL_FAULT": f"after_remove:1:{fired}"}
+        run_until(fired, [*room.batchmill, "jobs", "rm", job], tmp_path, environment)
+        lose(room.data_dir)
+        room.run(*room.batchmill, "jobs")
+        assert client.list_objects_v2(Bucket="removed-jobs")["KeyCount"] == 0

@@ -349,6 +349,11 @@ class Config(Struct, frozen=True):
         return self.key_file or self.data_dir / KEY_FILE
 
     @property
+    def loses_key_file(self) -> bool:
+        """Whether the key file lies in a data directory that is only a cache."""
+        return self.storage.objects is not None and self.secrets_key.resolve().is_relative_to(self.data_dir)
+
+    @property
     def project_quotas(self) -> ProjectQuotas:
         """What every project may have. Raises: InvalidConfig."""
         return ProjectQuotas.read(self.quotas, {name: entry.quotas for name, entry in self.projects.items()})

@@ -38,7 +38,21 @@ def check_database(config: Config) -> Iterator[Check]:
         yield Check("database", False, error.message)
 
 
-CHECKS: tuple[Callable[[Config], Iterator[Check]], ...] = (check_data_dir, check_database)
+def check_storage(config: Config) -> Iterator[Check]:
+    """Whether the object store of `[storage]` can be used, and the key file outlives the data directory."""
+    if config.storage.objects is None:
+        return
+    if config.loses_key_file:
+        yield Check("key file", False, f"{config.secrets_key} is in the data directory: set secrets.key_file")
+    try:
+        checks = require("batchmill.store.object_checks", "[storage] objects")
+        for name, ok, note in checks.examine(config.storage.objects):
+            yield Check(name, ok, note)
+    except BatchmillError as error:
+        yield Check("object store", False, error.message)
+
+
+CHECKS: tuple[Callable[[Config], Iterator[Check]], ...] = (check_data_dir, check_database, check_storage)
 
 
 def examine(config: Config) -> list[Check]:
