@@ -30,7 +30,7 @@ source = "app.py:echo"
 engine = "function"
 source = "app.py:echo"
 """
-OPEN = {"GET /health", "GET /openapi.json", "GET /v2/health/live", "GET /v2/health/ready"}
+OPEN = {"GET /health", "GET /openapi.json", "GET /ready", "GET /v2/health/live", "GET /v2/health/ready"}
 # Opened by the signature in its address.
 SIGNED = {"GET /modelbit/links/{file_id}.json", "GET /predibase/files/{file_id}", "PUT /predibase/uploads/{dataset_id}"}
 # Parameters that name what belongs to the server, not to a project: models and their parts, shared memory.
