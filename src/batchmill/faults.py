@@ -23,6 +23,11 @@ POINTS = (
     "before_publish",  # every row has its outcome, there is no result file
     "after_publish",  # the result files exist, the ledger says finalizing
 )
+PART_POINTS = (  # results in a folder of parts
+    "after_part",  # a part is in its place, the manifest does not name it
+    "before_manifest",  # all parts are in their places, there is no manifest
+    "after_manifest",  # the manifest is there, parts that do not count remain
+)
 OBJECT_POINTS = (  # what is kept in an object store
     "before_put",  # outcomes are on the worker's disk, their object is not put
     "after_put",  # their object is put, no commit was sent

@@ -115,14 +115,35 @@ def test_lost_replies_of_an_upload(stage: Stage):
 
 
 def test_results_as_tables(stage: Stage):
-    """Results can be CSV, Parquet or packed, as files can; a folder is refused."""
+    """Results can be CSV, Parquet or packed, as files can."""
     for name in ("r.csv.gz", "r.parquet"):
         done = stage.run(output=f"s3://{BUCKET}/{name}")
         assert done.returncode == 0, done.stderr
         assert name in stage.objects()
-    done = stage.run(output=f"s3://{BUCKET}/out.jsonl/")
+
+
+def test_results_in_parts(stage: Stage):
+    """A folder gets parts and a manifest, over lost replies and refusals; nothing of them stays on this machine."""
+    folder = f"s3://{BUCKET}/out/"
+    stage.plan.fail("PUT", "lost_reply", "slow_down", "lost_reply")
+    done = stage.run("--part-rows", "90", output=folder)
+    assert done.returncode == 0, done.stderr
+    assert folder in done.stdout
+    manifest = msgspec.json.decode(stage.client.get_object(Bucket=BUCKET, Key="out/manifest.json")["Body"].read())
+    keys = [f"out/{part['name']}" for part in manifest["parts"]]
+    assert [part["rows"] for part in manifest["parts"]] == [90, 90, 20]
+    assert stage.objects() == ["in/a.jsonl", "in/b.jsonl", "out/manifest.json", *keys]
+    assert [value for key in keys for value in stage.results(key)] == DOUBLED
+    (home,) = (stage.folder / "data" / "jobs").iterdir()
+    assert not list(home.glob("**/part-*"))
+    assert len(stage.command("results", home.name).stdout.splitlines()) == len(ROWS)
+    done = stage.run("--part-rows", "150", output=folder)
     assert done.returncode == 2
-    assert "name an object in it" in done.stderr
+    assert f"{folder} exists and is not this job's" in done.stderr
+    done = stage.run(source=f"s3://{BUCKET}/out/part-*.jsonl", output=folder)
+    assert "is an input" in done.stderr
+    assert stage.run("--part-rows", "150", "--overwrite", output=folder).returncode == 0
+    assert len(stage.objects()) == 2 + 1 + 2
 
 
 def test_previews(stage: Stage):

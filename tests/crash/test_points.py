@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from batchmill.faults import POINTS
+from batchmill.faults import PART_POINTS, POINTS
 
 ROWS = 3000
 # A job passes these once: there is no second time to die at.
@@ -59,3 +60,23 @@ def test_what_was_written_is_not_run_again(command, tmp_path):
     calls = [int(line) for line in (tmp_path / "calls").read_text().splitlines()]
     repeated = len(calls) - len(set(calls))
     assert set(calls) == set(range(ROWS)) and repeated < ROWS / 2
+
+
+@pytest.mark.parametrize("point", ["after_publish", *PART_POINTS])
+def test_killed_while_parts_are_written(point, command, tmp_path):
+    """Whatever is killed, a manifest names every row once as soon as there is one, and other parts go."""
+    command = [word if word != "out.jsonl" else "out/" for word in command] + ["--part-rows", "1100"]
+    run(command, tmp_path, f"{point}:1:{tmp_path / 'fired'}")
+    assert (tmp_path / "fired").exists()
+    if (tmp_path / "out" / "manifest.json").exists():
+        assert bodies_of_parts(tmp_path / "out") == [2 * n for n in range(ROWS)]
+    done = run(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert bodies_of_parts(tmp_path / "out") == [2 * n for n in range(ROWS)]
+    assert len(list((tmp_path / "out").iterdir())) == 1 + 3
+
+
+def bodies_of_parts(folder: Path) -> list[int]:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    lines = [line for part in manifest["parts"] for line in (folder / part["name"]).read_text().splitlines()]
+    return [json.loads(line)["response"]["body"] for line in lines]

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from batchmill import connection
 from batchmill.cli.clients import OwnerClient, OwnerJobs
+from batchmill.cli.jobs.result_parts import open_parts
 from batchmill.cli.session import App, Progress, ResultStream, Session
 from batchmill.client.asynchronous import AsyncClient
 from batchmill.client.calls import typed_request
 from batchmill.config import Config
 from batchmill.control import operations
 from batchmill.errors import InvalidInput
+from batchmill.jobs.ledger.files import is_folder
 from batchmill.object_store.urls import ObjectInfo, is_object_url, open_store, parse_url
 from batchmill.services import data_dirs
 from batchmill.services.configured_models import ConfiguredModels
@@ -102,6 +104,10 @@ class LocalApp:
     async def results(self, config: Config, view: JobView, *, errors: bool) -> AsyncIterator[ResultStream]:
         path = view.errors_output if errors else view.output
         assert path is not None, "the command checks this first"
+        if view.output is not None and is_folder(view.output):
+            name, pieces = await open_parts(view.output, errors=errors)
+            yield ResultStream(name, pieces)
+            return
         if is_object_url(path):
             url = parse_url(path)
             store = await asyncio.to_thread(open_store, url.root)

@@ -22,6 +22,7 @@ from batchmill.client.asynchronous import AsyncClient
 from batchmill.client.streams import FileContent
 from batchmill.config import Config
 from batchmill.errors import InvalidInput, UnknownName
+from batchmill.jobs.ledger.files import is_folder
 from batchmill.jobs.results.results import errors_path, output_kind
 from batchmill.object_store.urls import is_object_url
 from batchmill.states import JobState
@@ -204,11 +205,18 @@ def job_of(order: JobOrder) -> dict[str, Any]:
 
 def _check_output(order: JobOrder) -> None:
     """Check the output path before anything is sent. Raises: InvalidInput."""
+    if order.part_rows is not None:
+        raise InvalidInput("with --server the results are one file: leave out --part-rows", code="invalid_part_rows")
     if order.output is None:
         return
     if is_object_url(order.output):
         raise InvalidInput(
             f"with --server the results are downloaded to this machine, not to {order.output}: name a file",
+            code="invalid_output",
+        )
+    if is_folder(order.output):
+        raise InvalidInput(
+            f"with --server the results are downloaded as one file, not as parts in {order.output}: name a file",
             code="invalid_output",
         )
     output = Path(order.output)

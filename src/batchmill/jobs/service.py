@@ -261,8 +261,8 @@ class JobService:
                 code="input_changed",
             )
         if spec.output is not None:
-            if known is None and not order.overwrite:
-                await asyncio.to_thread(orders.refuse_existing_output, spec)
+            may_replace = known is not None or order.overwrite
+            spec = await asyncio.to_thread(orders.checked_output, spec, may_replace=may_replace)
             records = await self._read(job_records.command_jobs)
             others = [record for record in records if known is None or record["id"] != known["id"]]
             await asyncio.to_thread(orders.refuse_shared_output, spec, others)

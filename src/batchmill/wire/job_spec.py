@@ -30,6 +30,8 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     labels: dict[str, str] = {}
     origin: dict[str, Any] | None = None
     output_format: str = "jsonl"
+    part_rows: int | None = None
+    replaced_job: str | None = None  # whose manifest in the output folder this job's may replace
     used: list[str] = []  # names of the models and adapters of its rows; set when a frontend's job is planned
     routing: dict[str, list[str]] = {}  # model name -> why its route was chosen; only of models with several routes
 

@@ -17,6 +17,7 @@ from batchmill.cli.values import COUNT, POSITIVE, Moment
 from batchmill.config import Config
 from batchmill.datasets import formats
 from batchmill.errors import InvalidInput
+from batchmill.jobs.ledger.files import is_folder
 from batchmill.jobs.results.results import errors_of
 from batchmill.models.registry import KINDS, ModelFlags, checked_budget, resolve
 from batchmill.object_store.urls import is_object_url
@@ -92,7 +93,7 @@ ORDER_OPTIONS = (
     click.argument("inputs", metavar="INPUT...", nargs=-1, required=True),
     click.option("--model", "models", metavar="NAME", multiple=True, required=True,
                  help="A configured model, or ENGINE:SOURCE. Of several, the first is the default."),
-    click.option("-o", "--output", metavar="FILE", help="The results file: .jsonl, .csv or .parquet."),
+    click.option("-o", "--output", metavar="FILE", help="The results file: .jsonl, .csv or .parquet; or a folder."),
     click.option("--format", "format_", type=click.Choice(["openai", "jsonl", "csv", "parquet"]),
                  help="The input format [detected]."),
     click.option("--prompt", metavar="TEXT", help="The prompt template for rows of a table; {column} inserts a cell."),
@@ -130,7 +131,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
     models = await _models(session, config, options) if is_local else named_models(session, options)
     output = options["output"]
     if output is not None:
-        output = output if is_object_url(output) else os.path.abspath(session.cwd / Path(output).expanduser())
+        output = _absolute(session.cwd, output)
     order = JobOrder(
         dataset=DatasetSpec(
             paths=formats.resolve(list(options["inputs"]), [] if output is None else output_files(output)),
@@ -151,6 +152,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
             deadline=options.get("deadline"),
         ),
         output=output,
+        part_rows=options.get("part_rows"),
         together=options.get("together", False),
         labels=pairs(options.get("labels", ()), "--label"),
         restart=options.get("restart", False),
@@ -160,8 +162,18 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
     return order
 
 
+def _absolute(cwd: Path, output: str) -> str:
+    """The output as a job stores it: a folder's ends with a slash."""
+    if is_object_url(output):
+        return output
+    path = os.path.abspath(cwd / Path(output).expanduser())
+    return os.path.join(path, "") if output.endswith("/") or os.path.isdir(path) else path
+
+
 def output_files(output: str) -> list[str]:
     """The files that a job with this output writes: the same command must not read them as input later."""
+    if is_folder(output):
+        return [output]
     files = [output, errors_of(output)]
     return [*files, *(f"{file}.part" for file in files)]
 

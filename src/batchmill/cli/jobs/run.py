@@ -17,7 +17,7 @@ from batchmill.cli.jobs.order_options import build_order, deadline_option, order
 from batchmill.cli.jobs.summary import show_end
 from batchmill.cli.session import Session
 from batchmill.cli.text import clean, count
-from batchmill.cli.values import POSITIVE
+from batchmill.cli.values import COUNT, POSITIVE
 from batchmill.config import Config
 from batchmill.errors import InvalidConfig, InvalidInput, InvalidTransition
 from batchmill.types import JobView, Submitted
@@ -145,6 +145,7 @@ PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
 @click.option(
     "--executor", type=click.Choice(EXECUTORS), help="Where workers run, instead of cluster.executor: on a Ray cluster."
 )
+@click.option("--part-rows", type=COUNT, help="Rows of each part, if the output is a folder [1,000,000].")
 @click.option("--overwrite", is_flag=True, help="Run a finished job again and overwrite its results.")
 @click.pass_obj
 def run(session: Session, **options: Any) -> int:

@@ -128,10 +128,14 @@ def lines(view: JobView) -> list[str]:
         texts.append(_line("cost", money(view.cost)))
     texts += [_line("price", price_line) for price_line in prices(view)]
     if view.state in (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED):
-        texts += [_line("results", clean(view.output, 4096))] if view.output else []
+        texts += [_line("results", clean(_place(view.output), 4096))] if view.output else []
         texts += [_line("errors", clean(view.errors_output, 4096))] if view.errors_output else []
         texts += [_line("note", clean(view.message, 2000))] if view.message else []
     return texts
+
+
+def _place(output: str) -> str:
+    return f"{output} (manifest.json names its parts)" if output.endswith("/") else output
 
 
 def prices(view: JobView) -> list[str]:

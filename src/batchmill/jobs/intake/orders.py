@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from batchmill.datasets import formats, sealing, sources
 from batchmill.errors import InvalidInput, InvalidTransition, ModelFailed
-from batchmill.jobs.ledger.files import JobFiles, read_spec, result_exists
+from batchmill.jobs.ledger.files import JobFiles, is_folder, read_spec, result_exists
+from batchmill.jobs.results.output_folders import read_manifest
 from batchmill.jobs.results.results import check_kind, check_output, errors_of, stored_name
 from batchmill.models import functions, registry
 from batchmill.object_store.urls import is_object_url
@@ -99,6 +100,8 @@ def describe(order: JobOrder, now: float) -> JobSpec:
         _refuse_inputs(order.dataset.paths, outputs(order.output, form))
     else:
         check_kind(stored_name(order.output_format), format)
+    if order.part_rows is not None:
+        _check_part_rows(order.part_rows, order.output)
     check(order.policy, order.models, now)
     return JobSpec(
         id=job_id,
@@ -108,6 +111,7 @@ def describe(order: JobOrder, now: float) -> JobSpec:
         policy=order.policy,
         output=order.output,
         output_format=order.output_format,
+        part_rows=order.part_rows,
         identity=identity(order, form) if order.origin is None else f"only {job_id}",
         code=code_of(order.models, by_frontend=order.origin is not None),
         created=now,
@@ -118,6 +122,15 @@ def describe(order: JobOrder, now: float) -> JobSpec:
         labels=order.labels,
         origin=order.origin,
     )
+
+
+def _check_part_rows(part_rows: int, output: str | None) -> None:
+    if part_rows < 1:
+        raise InvalidInput(f"a part has at least 1 row, not {part_rows}", code="invalid_part_rows")
+    if output is None or not is_folder(output):
+        raise InvalidInput(
+            f"--part-rows {part_rows} is for an output that is a folder: end it with a slash", code="invalid_part_rows"
+        )
 
 
 def code_of(models: list[ModelSpec], *, by_frontend: bool) -> dict[str, str]:
@@ -139,12 +152,12 @@ def code_of(models: list[ModelSpec], *, by_frontend: bool) -> dict[str, str]:
 
 
 def outputs(output: str, form: Form) -> list[str]:
-    """The files that results may be written to."""
-    return [output, errors_of(output)] if form.errors_apart else [output]
+    """The files that results may be written to, or their folder."""
+    return [output, errors_of(output)] if form.errors_apart and not is_folder(output) else [output]
 
 
 def _refuse_inputs(inputs: list[str], written: list[str]) -> None:
-    """Refuse an output that is one of the inputs, under whatever name."""
+    """Refuse an output that is one of the inputs, under whatever name, or a folder that holds one."""
     for path in written:
         for source in inputs:
             if _is_same_file(path, source):
@@ -152,6 +165,10 @@ def _refuse_inputs(inputs: list[str], written: list[str]) -> None:
 
 
 def _is_same_file(path: str, source: str) -> bool:
+    if is_folder(path):  # parts beside the input would be input of the same command later
+        if not (is_object_url(path) or is_object_url(source)):
+            path, source = os.path.join(os.path.realpath(path), ""), os.path.realpath(source)
+        return source.startswith(path)
     if is_object_url(path) or is_object_url(source):
         return path == source
     same = os.path.realpath(path) == os.path.realpath(source)
@@ -224,6 +241,8 @@ def identity(order: JobOrder, form: Form) -> str:
         "dedupe": order.policy.dedupe,
         "output": order.output,
     }
+    if order.part_rows is not None:
+        what["part_rows"] = order.part_rows
     return hashlib.sha256(msgspec.json.encode(what, order="deterministic")).hexdigest()
 
 
@@ -288,9 +307,22 @@ def refuse_shared_output(spec: JobSpec, records: Sequence[sa.RowMapping], finish
             )
 
 
-def refuse_existing_output(spec: JobSpec) -> None:
-    """Refuse to overwrite an existing file unless requested. Raises: InvalidInput."""
-    for path in [] if spec.output is None else outputs(spec.output, spec.form):
+def checked_output(spec: JobSpec, *, may_replace: bool) -> JobSpec:
+    """The spec, with the job whose manifest in the output folder it replaces.
+
+    Args: may_replace: existing results may be written over.
+    Raises: InvalidInput.
+    """
+    if spec.output is None:
+        return spec
+    if not may_replace:
+        _refuse_existing_output(spec.output, spec.form)
+    manifest = read_manifest(spec.output) if is_folder(spec.output) else None
+    return spec if manifest is None else replace(spec, replaced_job=manifest.job)
+
+
+def _refuse_existing_output(output: str, form: Form) -> None:
+    for path in outputs(output, form):
         if result_exists(path):
             raise InvalidInput(
                 f"{path} exists and is not this job's: choose another output, or write over it with --overwrite",

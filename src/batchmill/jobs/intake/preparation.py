@@ -19,7 +19,7 @@ from batchmill.jobs.intake import routing
 from batchmill.jobs.intake.routing import Choice
 from batchmill.jobs.ledger import plan
 from batchmill.jobs.ledger.plan import Plan, PlanOrder
-from batchmill.jobs.results.results import COLUMNS_MAX, output_kind, stored_name
+from batchmill.jobs.results.results import COLUMNS_MAX, output_kind, written_name
 from batchmill.models.paths import paths_of
 from batchmill.types import ModelSpec, Problem
 from batchmill.wire.features import features_of
@@ -124,7 +124,7 @@ def seal_order(spec: JobSpec) -> SealOrder:
             if names.setdefault(name, place) != place:
                 raise InvalidInput(f"two models of this job are called {name!r}: rename one", code="ambiguous_model")
     paths = [paths_of(model) for model in spec.models]
-    output = spec.output or stored_name(spec.output_format)
+    output = written_name(spec.output, spec.output_format)
     return SealOrder(
         dataset=spec.dataset,
         form=spec.form if isinstance(spec.form, TableForm) and spec.form.prompt is not None else None,

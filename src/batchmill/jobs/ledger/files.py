@@ -20,6 +20,7 @@ from batchmill.types import SegmentPlace
 from batchmill.wire.job_spec import JobSpec
 
 BUFFER_BYTES = 1024 * 1024  # small writes are gathered up to this size
+MANIFEST_NAME = "manifest.json"  # of results in a folder
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -126,8 +127,18 @@ def full_disk_named(path: Path) -> Iterator[None]:
         raise StorageFull(message) from error
 
 
+def is_folder(output: str) -> bool:
+    """Whether results are written as parts into a folder: its path or URL ends with a slash."""
+    return output.endswith("/")
+
+
 def result_exists(path: str) -> bool:
-    """Whether a result file, or an object, is there. Raises: AuthRefused, Unavailable, InvalidInput."""
+    """Whether a result file, an object, or the manifest of a folder is there.
+
+    Raises: AuthRefused, Unavailable, InvalidInput.
+    """
+    if is_folder(path):
+        path += MANIFEST_NAME
     if not is_object_url(path):
         return os.path.exists(path)
     url = parse_url(path)

@@ -197,11 +197,17 @@ def error_column(errors: dict[int, bytes], rows: int) -> pa.Array:
 
 
 class ColumnWindows:
-    """Iterates as often as asked, over the same rows. With `partial` rows that have no outcome yet are left out."""
+    """Iterates as often as asked, over the same rows. With `partial` rows that have no outcome yet are left out.
+
+    Args: rows: those of the windows; None: all.
+    """
 
     folds = False
 
-    def __init__(self, order: GatherOrder, index: ColumnIndex, *, partial: bool = False) -> None:
+    def __init__(
+        self, order: GatherOrder, index: ColumnIndex, *, partial: bool = False, rows: range | None = None
+    ) -> None:
+        self._wanted = range(index.rows) if rows is None else rows
         self._index, self._partial = index, partial
         self._unrun = _unrun_line(order.unrun)
         self.rows = ColumnRows(Path(order.dataset))
@@ -218,8 +224,8 @@ class ColumnWindows:
 
     def windows(self) -> Iterator[ColumnWindow]:
         """Windows of columns. Raises: InputChanged."""
-        first = 0
-        for batch in self.rows.batches(0, self._index.rows):
+        first = self._wanted.start
+        for batch in self.rows.batches(first, self._wanted.stop):
             self._index.arrays.touch(batch.num_rows)
             yield ColumnWindow(first, batch, self.errors(first, batch.num_rows))
             first += batch.num_rows
@@ -285,7 +291,9 @@ def _unrun_line(error: RowError | None) -> bytes:
     return b'{"output":null,"error":%b}\n' % encode(text)
 
 
-def open_columns(order: GatherOrder, progress: Any, *, partial: bool = False) -> tuple[ColumnIndex, ColumnWindows]:
+def open_columns(
+    order: GatherOrder, progress: Any, *, partial: bool = False, rows: range | None = None
+) -> tuple[ColumnIndex, ColumnWindows]:
     """Raises: as OutcomeIndex."""
     index = ColumnIndex(order, progress)
-    return index, ColumnWindows(order, index, partial=partial)
+    return index, ColumnWindows(order, index, partial=partial, rows=rows)

@@ -89,11 +89,11 @@ def gather(order: GatherOrder, progress: Progress) -> Manifest:
     Raises: LedgerBroken unless every row 0..N-1 has exactly one outcome (with `unrun`: at most one) and every
     byte is what was committed. InputChanged where followers or refused rows need a dataset that is gone. StorageFull.
     """
-    index, windows = _open(order, lambda share: progress(share * INDEX_SHARE))
+    index, windows = open_index(order, lambda share: progress(share * INDEX_SHARE))
     if index.missing and order.unrun is None:
         raise LedgerBroken(f"{index.missing} of {index.rows} rows have no outcome", code="row_missing")
     kind, _ = output_kind(Path(order.output))
-    tally = _Tally(order.form, index.rows, lambda share: progress(INDEX_SHARE + (1 - INDEX_SHARE) * share))
+    tally = Tally(order.form, index.rows, lambda share: progress(INDEX_SHARE + (1 - INDEX_SHARE) * share))
     try:
         if kind == "jsonl":
             output, errors = _write_lines(order, windows, tally)
@@ -112,7 +112,7 @@ def gather(order: GatherOrder, progress: Progress) -> Manifest:
     )  # fmt: skip
 
 
-def _open(order: GatherOrder, progress: Progress, *, partial: bool = False) -> tuple[Index, Windows]:
+def open_index(order: GatherOrder, progress: Progress, *, partial: bool = False) -> tuple[Index, Windows]:
     """Where the outcomes are, and the rows with them. Raises: LedgerBroken, InputChanged."""
     if load_seal(Path(order.dataset)).is_columnar:
         open_columns = require("batchmill.jobs.results.column_windows:open_columns", "results of Parquet")
@@ -126,7 +126,7 @@ def partial(order: GatherOrder, out: BinaryIO, errors: BinaryIO | None = None) -
 
     Rows that failed go to `errors`, or among the others if there is no such file.
     """
-    index, windows = _open(order, lambda _: None, partial=True)
+    index, windows = open_index(order, lambda _: None, partial=True)
     rows = 0
     try:
         for window in windows:
@@ -147,12 +147,13 @@ def partial_offloaded(order: bytes, progress: Progress) -> bytes:
         return msgspec.json.encode(partial(request, out))
 
 
-class _Tally:
+class Tally:
     """The audit: rows come exactly once and in order. Counts those that failed, by cause."""
 
-    def __init__(self, form: Form, rows: int, progress: Progress) -> None:
+    def __init__(self, form: Form, rows: int, progress: Progress, *, first: int = 0) -> None:
+        """Args: first, rows: the rows first <= n < rows are counted."""
         self._form, self._rows, self._progress = form, rows, progress
-        self._next = 0
+        self._first = self._next = first
         self.failed = 0
         self.causes: dict[str, tuple[int, str]] = {}
 
@@ -175,14 +176,14 @@ class _Tally:
             code = error.code if error.code in self.causes or len(self.causes) < CAUSES_MAX else OTHER
             rows, sample = self.causes.get(code, (0, error.message))
             self.causes[code] = rows + 1, sample
-        self._progress(self._next / self._rows)
+        self._progress((self._next - self._first) / (self._rows - self._first))
 
     def finish(self) -> None:
         if self._next != self._rows:
             raise LedgerBroken(f"{self._next} rows written of {self._rows}", code="row_missing")
 
 
-def _write_lines(order: GatherOrder, windows: Windows, tally: _Tally) -> tuple[ResultFile, ResultFile | None]:
+def _write_lines(order: GatherOrder, windows: Windows, tally: Tally) -> tuple[ResultFile, ResultFile | None]:
     lines = ResultLines(Path(order.output), order.form.errors_apart)
     try:
         for window in windows:
@@ -194,7 +195,7 @@ def _write_lines(order: GatherOrder, windows: Windows, tally: _Tally) -> tuple[R
         lines.discard()
 
 
-def _write_table(order: GatherOrder, windows: Windows, tally: _Tally) -> tuple[ResultFile, None]:
+def _write_table(order: GatherOrder, windows: Windows, tally: Tally) -> tuple[ResultFile, None]:
     seal = load_seal(Path(order.dataset))
     source = TableSource(
         Path(order.dataset), seal.columns, fixed=seal.format in ("csv", "parquet"), folds=windows.folds

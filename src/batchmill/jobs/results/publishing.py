@@ -13,9 +13,10 @@ import msgspec
 from batchmill.children.offload import Offload
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import BatchmillError, JobPaused
-from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.files import JobFiles, is_folder
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.results.object_results import UPLOAD, UploadOrder
+from batchmill.jobs.results.parts_run import PartsRun
 from batchmill.jobs.results.results import GatherOrder, Manifest, can_stream, output_kind, stored_name
 from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.object_store.urls import is_object_url
@@ -43,12 +44,15 @@ class Publishing:
 
     def __init__(self, spec: JobSpec, files: JobFiles, offload: Offload) -> None:
         self._spec, self._files, self._offload = spec, files, offload
+        self._is_in_parts = spec.output is not None and is_folder(spec.output)
         self._output = output_of(spec, files)
         self._queue: asyncio.Queue[SegmentRef | None] = asyncio.Queue()
         self._copying: asyncio.Task[Manifest] | None = None
 
     def follow(self, run: CountedRun) -> None:
         """Copy what `run` counts, if its plan keeps the file's order. The run must have counted nothing yet."""
+        if self._is_in_parts:
+            return
         if can_stream(self._output, run.plan.plan) and not load_seal(self._files.dataset).is_columnar:
             run.counted_hooks.append(self._counted)
             self._copying = asyncio.create_task(self._copy(run.plan.plan.rows))
@@ -86,6 +90,8 @@ class Publishing:
         self, committed: Committed, progress: Callable[[float], None], *, unrun: RowError | None = None
     ) -> Manifest:
         """Write the rest of the results, audit and publish them; `unrun` as in `results.GatherOrder`."""
+        if self._is_in_parts:
+            return await self._finish_parts(committed, progress, unrun)
         manifest = await self._finish_files(committed, progress, unrun)
         if self._spec.output is None or not is_object_url(self._spec.output):
             return manifest
@@ -103,10 +109,19 @@ class Publishing:
         request = msgspec.json.encode(gather_order(self._spec, self._files, committed, self._output, unrun=unrun))
         return msgspec.json.decode(await self._offload(GATHER, request, progress), type=Manifest)
 
+    async def _finish_parts(
+        self, committed: Committed, progress: Callable[[float], None], unrun: RowError | None
+    ) -> Manifest:
+        """Publish parts in a folder."""
+        order = gather_order(self._spec, self._files, committed, self._output, unrun=unrun)
+        # A path forgets its last slash.
+        order = msgspec.structs.replace(order, output=self._spec.output)
+        return await PartsRun(self._spec, self._files, self._offload).run(order, progress)
+
 
 def output_of(spec: JobSpec, files: JobFiles) -> Path:
     """The path of the results: the caller's, or in the job's own folder; there, too, until they are uploaded."""
-    if spec.output is not None and is_object_url(spec.output):
+    if spec.output is not None and is_object_url(spec.output) and not is_folder(spec.output):
         kind, packed = output_kind(Path(spec.output))
         return files.home / f"{UPLOADED}.{kind}{packed}"
     return files.home / stored_name(spec.output_format) if spec.output is None else Path(spec.output)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import zstandard
 
-from batchmill.jobs.ledger.files import PartFile, remove_files
+from batchmill.jobs.ledger.files import Digest, PartFile, remove_files
 from batchmill.jobs.results.results import ResultFile, errors_path, output_kind
 
 GZIP_LEVEL, ZSTD_LEVEL = 5, 3
@@ -22,12 +22,15 @@ class _Compressor(Protocol):
 
 
 class LineFile:
-    """Lines on their way to a file; `.gz` and `.zst` are compressed. The same writes give the same bytes."""
+    """Lines on their way to a file; `.gz` and `.zst` are compressed. The same writes give the same bytes.
 
-    def __init__(self, path: Path) -> None:
+    Args: digest: is updated with the bytes of the file.
+    """
+
+    def __init__(self, path: Path, digest: Digest | None = None) -> None:
         self.path, self.rows = path, 0
         self._compressor = _compressor(output_kind(path)[1])
-        self._file = PartFile(path)
+        self._file = PartFile(path, digest=digest)
 
     def write(self, data: bytes | memoryview, rows: int) -> None:
         """Append `rows` whole lines; the caller leaves their bytes as they are."""

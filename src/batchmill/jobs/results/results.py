@@ -13,7 +13,9 @@ from msgspec import Struct
 
 from batchmill.datasets.layout import PIECE_ROWS
 from batchmill.errors import InvalidInput
+from batchmill.jobs.ledger.files import is_folder
 from batchmill.jobs.ledger.plan import Plan
+from batchmill.jobs.results.output_folders import check_folder
 from batchmill.object_store.urls import is_object_url, parse_url
 from batchmill.types import RowError, SegmentPlace, SegmentRef
 from batchmill.wire.forms import Form
@@ -84,6 +86,13 @@ def stored_name(output_format: str) -> str:
     return f"results.{output_format}"
 
 
+def written_name(output: str | None, output_format: str) -> str:
+    """A name with the ending of what a job writes: parts in a folder are JSON lines. Raises: InvalidInput."""
+    if output is None:
+        return stored_name(output_format)
+    return f"{output}part.jsonl" if is_folder(output) else output
+
+
 def check_kind(name: str, format: str) -> None:
     """Whether results of a dataset of `format` can be of the kind that a file's name says. Raises: InvalidInput."""
     output = Path(name)
@@ -103,13 +112,18 @@ def check_kind(name: str, format: str) -> None:
 
 def check_output(path: str, format: str) -> None:
     """Whether results of a dataset of `format` can be written to `path`. Raises: InvalidInput."""
-    check_kind(path, format)
+    check_kind(written_name(path, ""), format)
+    if is_folder(path):
+        check_folder(path)
+        return
     if is_object_url(path):
-        errors_of(path)  # refuses a folder
+        errors_of(path)  # refuses a bucket
         return
     output = Path(path)
     if output.is_dir():
-        raise InvalidInput(f"the output {path!r} is a folder: name a file in it", code="invalid_output")
+        raise InvalidInput(
+            f"the output {path!r} is a folder: end it with a slash to write parts into it", code="invalid_output"
+        )
     if not output.parent.is_dir():
         raise InvalidInput(
             f"the folder {str(output.parent)!r} of the output is not there: make it", code="invalid_output"
@@ -129,8 +143,11 @@ def errors_of(output: str) -> str:
     """As `errors_path`, for an output that may be a URL. Raises: InvalidInput."""
     if not is_object_url(output):
         return str(errors_path(Path(output)))
-    if not parse_url(output).key or output.endswith("/"):
-        raise InvalidInput(f"the output {output!r} is a folder: name an object in it", code="invalid_output")
+    if not parse_url(output).key:
+        raise InvalidInput(
+            f"the output {output!r} is a bucket: name an object in it, or end it with a slash to write parts into it",
+            code="invalid_output",
+        )
     folder, _, name = output.rpartition("/")
     return f"{folder}/{errors_path(Path(name)).name}"
 

@@ -43,14 +43,14 @@ class RowArrays:
             self.fill(array, value)
         return array
 
-    def opened(self, path: Path) -> np.ndarray:
-        """A file of u32, of which only what is used is read."""
+    def opened(self, path: Path, kind: type = np.uint32) -> np.ndarray:
+        """A file of numbers, of which only what is used is read."""
         with open(path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:
-                return np.empty(0, np.uint32)
+                return np.empty(0, kind)
             pages = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         self._maps.append(pages)
-        return np.frombuffer(pages, np.uint32)
+        return np.frombuffer(pages, kind)
 
     def fill(self, array: np.ndarray, value: object) -> None:
         """Set every row."""

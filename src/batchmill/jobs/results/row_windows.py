@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import groupby, islice
+from itertools import dropwhile, groupby, islice
 from pathlib import Path
 
 import msgspec
@@ -14,6 +14,7 @@ from msgspec import Struct
 from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import LedgerBroken
+from batchmill.jobs.ledger.files import full_disk_named
 from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanReader, Progress, RefusedRows, Rejected, iter_rejected
 from batchmill.jobs.results.results import GatherOrder
 from batchmill.jobs.results.row_arrays import RowArrays
@@ -136,11 +137,8 @@ class RowIndex(OutcomeIndex):
 
     def _finish(self, order: GatherOrder) -> None:
         """Give followers the lines of their leaders, and mark refused rows."""
-        plan, home = self._plan.plan, self._plan.home
-        pairs = self.arrays.opened(home / FOLLOWERS).reshape(-1, 2)
-        self.followers, self.leaders = pairs[:, 0], pairs[:, 1]
-        if len(pairs) != plan.followers:
-            raise LedgerBroken(f"{home}: the plan has other followers than it says")
+        plan = self._plan.plan
+        pairs = self._open_followers()
         refused = RefusedRows(Path(order.dataset), self.rows, plan.rejected)
         self.refused = plan.rejected
         for step in self.arrays.steps():
@@ -150,6 +148,25 @@ class RowIndex(OutcomeIndex):
         for start in range(0, len(pairs), FOLLOWERS_AT_ONCE):
             self._follow(pairs[start : start + FOLLOWERS_AT_ONCE])
         self.missing = self.count(self.place, MISSING)
+
+    def _open_followers(self) -> np.ndarray:
+        home = self._plan.home
+        pairs = self.arrays.opened(home / FOLLOWERS).reshape(-1, 2)
+        self.followers, self.leaders = pairs[:, 0], pairs[:, 1]
+        if len(pairs) != self._plan.plan.followers:
+            raise LedgerBroken(f"{home}: the plan has other followers than it says")
+        return pairs
+
+    def save(self, folder: Path) -> None:
+        """Keep the index for `SavedRowIndex` of other processes. Raises: StorageFull."""
+        about = _Saved(self.names, self.bases.tolist())
+        with full_disk_named(folder / SAVED):
+            (folder / SAVED).write_bytes(msgspec.json.encode(about))
+            for name, array in ((PLACES, self.place), (SIZES, self.size)):
+                with open(folder / name, "xb") as file:
+                    for step in self.arrays.steps():
+                        file.write(array[step].data)
+                        self.arrays.touch(len(array[step]))
 
     def _follow(self, pairs: np.ndarray) -> None:
         """Give some followers the places of their leaders, which never follow."""
@@ -166,6 +183,31 @@ class RowIndex(OutcomeIndex):
         if np.any(self.place[rows] != MISSING):
             raise LedgerBroken("a row has an outcome that the plan does not run: it was refused, or follows another")
         self.arrays.touch(len(rows))
+
+
+SAVED, PLACES, SIZES = "index.json", "place.u64", "size.u32"
+
+
+class _Saved(Struct, frozen=True):
+    names: list[str]
+    bases: list[int]
+
+
+class SavedRowIndex(RowIndex):
+    """An index that another process has made and checked; of a job with missing rows, too."""
+
+    def __init__(self, order: GatherOrder, folder: Path) -> None:
+        self._plan = PlanReader(Path(order.plans[0]))
+        self._plan.close()
+        self.rows = self._plan.plan.rows
+        self.refused = self._plan.plan.rejected
+        self.arrays = RowArrays(folder, self.rows, piece_rows=order.piece_rows)
+        saved = msgspec.json.decode((folder / SAVED).read_bytes(), type=_Saved)
+        self.names, self.bases = saved.names, np.array(saved.bases, np.uint64)
+        self.place = self.arrays.opened(folder / PLACES, np.uint64)
+        self.size = self.arrays.opened(folder / SIZES)
+        self._open_followers()
+        self.segments = open_segments(order.segments)
 
 
 class _Planned:
@@ -200,9 +242,15 @@ class Window(Struct, frozen=True):
 
 
 class RowWindows:
-    """Iterates as often as asked, over the same rows. With `partial` rows that have no outcome yet are left out."""
+    """Iterates as often as asked, over the same rows. With `partial` rows that have no outcome yet are left out.
 
-    def __init__(self, order: GatherOrder, index: RowIndex, *, partial: bool = False) -> None:
+    Args: rows: those of the windows; None: all.
+    """
+
+    def __init__(
+        self, order: GatherOrder, index: RowIndex, *, partial: bool = False, rows: range | None = None
+    ) -> None:
+        self._rows = range(index.rows) if rows is None else rows
         self._form: Form = order.form
         self._unrun = order.unrun
         self._dataset = Path(order.dataset)
@@ -211,8 +259,9 @@ class RowWindows:
         self.folds = len(index.followers) > 0
 
     def __iter__(self) -> Iterator[Window]:
-        first, refused = 0, iter_rejected(self._dataset)
-        while first < self._index.rows:
+        first = self._rows.start
+        refused = dropwhile(lambda row: row.row < self._rows.start, iter_rejected(self._dataset))
+        while first < self._rows.stop:
             last = self._window_end(first)
             yield self._window(first, last, refused)
             self._index.arrays.touch(last - first)
@@ -229,7 +278,7 @@ class RowWindows:
         return self._sealed.read_many(numbers)
 
     def _window_end(self, first: int) -> int:
-        sizes = self._index.size[first : first + WINDOW_ROWS].cumsum(dtype=np.uint64)
+        sizes = self._index.size[first : min(first + WINDOW_ROWS, self._rows.stop)].cumsum(dtype=np.uint64)
         return first + max(1, int(np.searchsorted(sizes, WINDOW_BYTES, side="right")))
 
     def _window(self, first: int, last: int, refused: Iterator[Rejected]) -> Window:

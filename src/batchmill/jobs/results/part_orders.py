@@ -1,0 +1,50 @@
+"""What the owner and the children that write results in parts say to each other."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from batchmill.jobs.results.output_folders import Part
+from batchmill.jobs.results.results import GatherOrder
+
+
+class PartsOrder(Struct, frozen=True):
+    """What all parts of one attempt have in common. `gather.output`: a folder, with a slash at its end."""
+
+    gather: GatherOrder
+    job: str
+    generation: int
+    attempt: str
+    scratch: str  # a folder of this machine, of this attempt alone
+    replaced_job: str | None
+
+
+class Indexed(Struct, frozen=True):
+    """What is known before any part is written."""
+
+    rows: int
+    folded: int
+    rejected: int
+    unrun: int
+
+
+class PartOrder(Struct, frozen=True):
+    parts: PartsOrder
+    number: int
+    first: int
+    end: int
+
+
+class Written(Struct, frozen=True):
+    """One complete part."""
+
+    part: Part
+    errors: Part | None
+    failed: int
+    causes: dict[str, tuple[int, str]]
+
+
+class PublishOrder(Struct, frozen=True):
+    parts: PartsOrder
+    indexed: Indexed
+    written: list[Written]  # in row order
