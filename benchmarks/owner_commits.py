@@ -207,7 +207,7 @@ def open_database(folder: Path, url: str) -> Database:
     from batchmill.store.postgres import PostgresBackend
 
     backend = PostgresBackend(sa.make_url(url))
-    backend.claim("the benchmark", "")
+    backend.claim("the benchmark", "", "")
     return Database(backend)
 
 

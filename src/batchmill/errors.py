@@ -225,6 +225,7 @@ class DatabaseOwned(Unavailable):
     code = "database_owned"
 
     address = ""  # the owner's URL; empty: it serves nothing
+    data_dir = ""  # of the owner
     heartbeat: object = None  # changes while the owner lives
 
 

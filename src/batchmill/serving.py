@@ -45,6 +45,7 @@ from batchmill.services.services import Services
 from batchmill.services.uploads import UploadService
 from batchmill.services.webhooks import WebhookService
 from batchmill.store.database import Database
+from batchmill.store.owner_row import check_data_dir
 
 T = TypeVar("T")
 
@@ -108,9 +109,10 @@ async def _stand_by(config: Config, sock: socket) -> Database | None:
     try:
         while True:
             try:
-                lease = await _finished(backend.claim, process_name(), address)
+                lease = await _finished(backend.claim, process_name(), address, str(config.data_dir))
                 break
             except DatabaseOwned as error:
+                check_data_dir(error.data_dir, str(config.data_dir))
                 standby.owner = error.address
                 if not is_open:
                     log.info("standing by: %s; this server takes over when it ends", error.message)

@@ -41,7 +41,7 @@ class Databases:
         if self.kind == SQLITE:
             return Database(path)
         backend = PostgresBackend(sa.make_url(self.url(path)))
-        backend.claim("the test", "")
+        backend.claim("the test", "", "")
         return Database(backend)
 
     def url(self, path: Path) -> str:
@@ -79,7 +79,7 @@ class Databases:
     def _clear(self, name: str) -> None:
         others = [f'DELETE FROM "{table}"' for table in metadata.tables if table != schema.name]
         with contextlib.suppress(psycopg.errors.UndefinedTable):  # the test has not opened it
-            server().execute("; ".join(["UPDATE owners SET heartbeat = NULL", *others]), name)
+            server().execute("; ".join(["UPDATE owners SET heartbeat = NULL, data_dir = ''", *others]), name)
 
 
 databases = Databases()

@@ -32,7 +32,7 @@ def url(tmp_path: Path):
 @pytest.fixture
 def database(url: sa.URL):
     backend = PostgresBackend(url)
-    backend.claim("the test", "")
+    backend.claim("the test", "", "")
     opened = Database(backend)
     yield opened
     opened.close()

@@ -49,17 +49,18 @@ def process_name() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
-def claim(backend: Any, address: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
+def claim(backend: Any, address: str, data_dir: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
     """Become the owner, also of a database whose owner was killed: its silence is waited for.
 
     Args: address: the URL of this server; empty: it serves nothing.
 
-    Raises: DatabaseOwned while another process renews its ownership.
+    Raises: DatabaseOwned while another process renews its ownership; InvalidConfig for another `data_dir` than the one
+        whose files the database names.
     """
     seen = None
     while True:
         try:
-            lease = backend.claim(process_name(), address)
+            lease = backend.claim(process_name(), address, data_dir)
         except DatabaseOwned as error:
             if seen not in (None, error.heartbeat):
                 raise
@@ -93,7 +94,7 @@ def open_database(config: Config, address: str = "") -> Database:
         return Database(config.data_dir / DATABASE)
     backend = open_backend(config.database)
     try:
-        claim(backend, address)
+        claim(backend, address, str(config.data_dir))
     except BaseException:
         backend.close()
         raise

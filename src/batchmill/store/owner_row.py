@@ -21,7 +21,7 @@ from datetime import timedelta
 
 import sqlalchemy as sa
 
-from batchmill.errors import DatabaseOwned, OwnerReplaced
+from batchmill.errors import DatabaseOwned, InvalidConfig, OwnerReplaced
 
 log = logging.getLogger("batchmill.owner")
 
@@ -37,6 +37,7 @@ owners = sa.Table(
     sa.Column("epoch", sa.BigInteger, primary_key=True, autoincrement=False),  # one more with every owner
     sa.Column("name", sa.Text(collation="C"), nullable=False),
     sa.Column("address", sa.Text(collation="C"), nullable=False),  # its URL; empty: it serves nothing
+    sa.Column("data_dir", sa.Text(collation="C"), nullable=False),  # of every owner; empty: not known yet
     sa.Column("heartbeat", sa.DateTime(timezone=True)),  # None: it has ended in order
 )
 
@@ -50,7 +51,7 @@ def create(db: sa.Connection) -> None:
     """Create the table with its one row."""
     metadata.create_all(db)
     if db.execute(sa.select(owners.c.epoch)).first() is None:
-        db.execute(owners.insert().values(epoch=0, name="", address="", heartbeat=None))
+        db.execute(owners.insert().values(epoch=0, name="", address="", data_dir="", heartbeat=None))
 
 
 class OwnerLease:
@@ -127,19 +128,41 @@ class OwnerLease:
 def _owned(owner: sa.Row) -> DatabaseOwned:
     way_out = f"name it with --server {owner.address}" if owner.address else "wait until it has ended, or stop it"
     error = DatabaseOwned(f"the database is owned by {owner.name}: {way_out}")
+    error.data_dir = owner.data_dir
     error.address, error.heartbeat = owner.address, (owner.epoch, owner.heartbeat)
     return error
 
 
-def claim(engine: sa.Engine, name: str, address: str) -> int:
-    """Become the owner. Returns the new epoch. Raises: DatabaseOwned by a process whose heartbeat is recent."""
+def check_data_dir(known: str, own: str) -> None:
+    """Raises: InvalidConfig where the database names files of another data directory; `known` is empty at first."""
+    if known not in ("", own):
+        raise InvalidConfig(
+            f"jobs and functions in the database name files below {known}, and the data directory of this process is "
+            f"{own}: use that path (--data-dir {known}); it may be empty with [storage], else it is a shared folder",
+            code="other_data_dir",
+        )
+
+
+def claim(engine: sa.Engine, name: str, address: str, data_dir: str) -> int:
+    """Become the owner. Returns the new epoch.
+
+    Raises: DatabaseOwned by a process whose heartbeat is recent; InvalidConfig for another path of the data directory:
+        records of jobs and functions name files by their absolute paths.
+    """
     taken = (
         owners.update()
         .where(_SILENT)
-        .values(epoch=owners.c.epoch + 1, name=name, address=address, heartbeat=sa.func.clock_timestamp())
+        .values(
+            epoch=owners.c.epoch + 1,
+            name=name,
+            address=address,
+            data_dir=data_dir,
+            heartbeat=sa.func.clock_timestamp(),
+        )
         .returning(owners.c.epoch)
     )
     with engine.begin() as db:
+        check_data_dir(db.execute(sa.select(owners.c.data_dir).where(_SILENT)).scalar() or "", data_dir)
         epoch = db.execute(taken).scalar()
         if epoch is None:
             current = db.execute(sa.select(owners)).one()

@@ -151,11 +151,11 @@ class PostgresBackend:
 
     # -- ownership ----------------------------------------------------------------------------------------------------
 
-    def claim(self, name: str, address: str) -> owner_row.OwnerLease:
-        """Become the owner. Raises: Owned by a process whose heartbeat is recent."""
+    def claim(self, name: str, address: str, data_dir: str) -> owner_row.OwnerLease:
+        """Become the owner. Raises: DatabaseOwned, InvalidConfig: see `owner_row.claim`."""
         began = time.monotonic()
         try:
-            epoch = owner_row.claim(self._engine, name, address)
+            epoch = owner_row.claim(self._engine, name, address, data_dir)
         except sa.exc.SQLAlchemyError as error:
             raise self.translate(error) from error
         engine = create_engine(self._url, isolation_level="READ COMMITTED", pool_size=1, max_overflow=0)
