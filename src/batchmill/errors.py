@@ -25,7 +25,7 @@ BatchmillError
 │   ├── RouteFailed         this route to a model failed; another of its routes may work
 │   ├── StorageFull
 │   ├── DatabaseUnavailable PostgreSQL cannot be reached, or not be written for now
-│   └── StorageFailed       the disk failed, or the limit of open files was reached
+│   └── StorageFailed       the disk or object store failed, or too many files were open
 ├── ModelFailed             user code or an engine could not be started
 ├── Unavailable             not now: the server is stopping, a model is still loading
 │   ├── DatabaseOwned       another process owns the database

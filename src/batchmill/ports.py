@@ -472,7 +472,7 @@ class Adapters(Protocol):
 class Objects(Protocol):
     """The objects below one address of an object store, by names in it. Concurrency: any thread.
 
-    Raises, everywhere: StorageFailed if the store cannot be reached or an object is missing, AuthRefused.
+    Raises, everywhere: StorageFailed if the store cannot be reached, refuses the credentials, or misses an object.
     """
 
     def put(self, name: str, data: bytes) -> None:

@@ -59,7 +59,7 @@ class PauseReason(StrEnum):
     QUOTA = "quota"
     AUTH = "auth"
     STORAGE_FULL = "storage_full"
-    STORAGE_FAILED = "storage_failed"  # the disk failed, or the limit of open files was reached
+    STORAGE_FAILED = "storage_failed"  # the disk or the object store failed, or the limit of open files was reached
     DATABASE_UNAVAILABLE = "database_unavailable"  # it goes on by itself when the database is back
     DISK_QUOTA = "disk_quota"  # its project has reached its disk quota
     INPUT_CHANGED = "input_changed"

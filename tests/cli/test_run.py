@@ -184,7 +184,7 @@ def test_a_pause_says_why_and_how_to_go_on(app, call, view):
         ("auth", "no key", "batchmill: the service refused the credentials: no key"),
         ("quota", "the account has nothing left to spend: x", "batchmill: the account has nothing left to spend: x"),
         ("storage_full", "", "batchmill: there is no room left on the disk"),
-        ("storage_failed", "", "batchmill: a disk error or the limit of open files stopped it"),
+        ("storage_failed", "", "batchmill: the disk, the object store or the limit of open files stopped it"),
         ("disk_quota", "", "to go on: delete files, uploads or adapters; the job then resumes by itself"),
         ("engine_failed", "boom", "batchmill: the engine failed: boom"),
         ("engine_failed", "boom", "run the same command with the right flag"),

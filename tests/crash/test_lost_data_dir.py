@@ -92,13 +92,13 @@ def test_lost_at_a_point(point: str, s3: str, tmp_path: Path) -> None:
 
 
 def test_credentials_that_expire(s3: str, tmp_path: Path) -> None:
-    """Results that the store refuses pause the job as an error of authentication; with new credentials it goes on."""
+    """Results that the store refuses pause the job, which says so; with new credentials it goes on."""
     with faulty_objects(s3) as plan:
         room = Room(tmp_path, plan.url, "expired")
         plan.serve("PUT", 2)  # the dataset and the plan
         plan.always["PUT"] = "expired"
         done = room.run(*room.command)
-        assert done.returncode != 0 and "refused the credentials" in done.stderr, done.stderr
+        assert done.returncode != 0 and "give credentials that are valid" in done.stderr, done.stderr
         before = room.called()
         plan.always.clear()
         done = room.run(*room.command)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from batchmill.models.worker_environment import FETCHERS, of_helpers, of_worker
+import os
+from pathlib import Path
+
+import pytest
+
+from batchmill.engines.llm.engine import LlmEngine
+from batchmill.models import redaction, worker_environment
+from batchmill.models.runtime_process import PreparedRuntime
+from batchmill.models.worker_environment import FETCHERS, inherited, lend, of_helpers, of_worker
 from batchmill.types import Connector, ModelSpec
 
 NAMES = (
@@ -49,3 +57,22 @@ def test_helpers_get_no_keys() -> None:
     assert of_helpers(OURS).keys() == ALWAYS | {"HF_HOME"}
     stores = {"https_proxy", "HF_TOKEN", "HF_HOME", "GOOGLE_APPLICATION_CREDENTIALS", *AWS}
     assert of_helpers(OURS, FETCHERS).keys() == ALWAYS | stores
+
+
+async def test_what_is_lent_to_a_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Credentials of the store reach the worker's own clients, and neither functions nor model servers."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    prepared = PreparedRuntime.__new__(PreparedRuntime)
+    prepared._environ = dict(os.environ)
+    before = set(os.environ)
+    monkeypatch.setattr(worker_environment, "_lent", set())
+    lend({"AWS_SECRET_ACCESS_KEY": "a secret of the store", "AWS_REGION": "r", "PATH": "/other"})
+    try:
+        assert os.environ["AWS_REGION"] == "r" and os.environ["PATH"] != "/other"
+        assert set(inherited()) == before and not prepared.changed_environ()
+        assert "AWS_REGION" not in LlmEngine(ModelSpec("m", "llm", "org/name"), tmp_path)._env
+        assert "secret" not in redaction.mask("it said: a secret of the store")
+    finally:
+        for name in os.environ.keys() - before:
+            del os.environ[name]

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import AsyncIterator
+from hashlib import sha256
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from batchmill.errors import StorageFailed
-from batchmill.store import catalog
+from batchmill.errors import DatabaseUnavailable, StorageFailed
+from batchmill.store import catalog, folder_objects
 from batchmill.store.database import Database
-from batchmill.store.object_files import ObjectFiles
+from batchmill.store.object_files import WORK, ObjectFiles, _remove_copy
 from batchmill.store.objects import StoreObjects
 from batchmill.store.sqlite import SqliteBackend
+from batchmill.store.stored_files import using
 
 CACHE_BYTES = 1024 * 1024
 
@@ -143,4 +146,123 @@ async def test_an_object_that_was_changed(room: Room) -> None:
     with pytest.raises(StorageFailed, match="not what was stored"):
         await (await room.open()).fetch(path)
     assert not path.exists()
+    await files.close()
+
+
+async def test_a_copy_that_was_removed_halfway(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder whose removal from the cache was cut off is brought again, and not taken for whole."""
+    files = await room.open(cache_bytes=1)
+    home = room.data_dir / "jobs/job_1/dataset"
+    for name in ("a", "b"):
+        room.write(f"jobs/job_1/dataset/{name}", name.encode())
+    await files.publish(home)
+
+    def cut_off(folder: Path, *_: object, **__: object) -> None:
+        next(iter(sorted(Path(folder).iterdir()))).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            _remove_copy(home, room.data_dir / WORK / "one")
+    files = await room.open()
+    await files.fetch(home)
+    assert sorted(path.name for path in home.iterdir()) == ["a", "b"]
+    await files.close()
+
+
+async def test_copies_that_are_used(room: Room) -> None:
+    """What `using` has brought stays, also where all of it together is larger than the cache."""
+    files = await room.open(cache_bytes=1500)
+    paths = [room.write(f"files/.parts/part-{n}", bytes(1000)) for n in range(4)]
+    await files.publish(*paths)
+    room.lose()
+    files = await room.open(cache_bytes=1500)
+    async with using(files, *paths):
+        await files.publish(room.write("files/file-1", bytes(1000)))
+        assert all(path.exists() for path in paths)
+    await files.publish(room.write("files/file-2", bytes(1000)))
+    assert not any(path.exists() for path in paths)
+    await files.close()
+
+
+async def test_a_holder_that_comes_while_room_is_made(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that a job begins to need while another copy is being removed stays."""
+    files = await room.open()
+    first, second, last = (room.write(f"files/file-{n}", bytes(1000)) for n in range(3))
+    await files.publish(first, second, last)
+    files._cache_bytes = 500
+    unmark = files._unmark
+
+    async def hold_then_unmark(key: str) -> None:
+        await files.fetch(second, holder="a job")
+        await unmark(key)
+
+    monkeypatch.setattr(files, "_unmark", hold_then_unmark)
+    await files._trim()
+    assert not first.exists() and second.exists()
+    await files.close()
+
+
+async def test_files_of_users(room: Room) -> None:
+    """The files of a function's code all come back, whatever their names; its log of calls stays behind."""
+    home = room.data_dir / "models/versions/one"
+    names = {"code/weights.part", "code/calls.log", "code/calls.logic.py", "code/x.tmp", "order.json"}
+    for name in (*names, "calls.log", "calls.log.1"):
+        room.write(f"models/versions/one/{name}", name.encode())
+    files = await room.open()
+    await files.publish(home)
+    room.lose()
+    files = await room.open()
+    await files.fetch(home)
+    assert {str(path.relative_to(home)) for path in home.rglob("*") if path.is_file()} == names
+    await files.close()
+
+
+@pytest.mark.parametrize("name", ["../../escaped", "/tmp/escaped", "a/../../b", "", "a//b", "a/./b", "a\0b"])
+async def test_a_manifest_that_somebody_else_wrote(room: Room, name: str) -> None:
+    """Whoever can write to the store cannot write elsewhere on the owner's machine."""
+    home = room.data_dir / "adapters/one"
+    room.write("adapters/one/x", b"x")
+    room.write("adapters/one/y", b"y")
+    files = await room.open()
+    await files.publish(home)
+    room.lose()
+    (stored,) = [each for each in room.names() if each.endswith("manifest")]
+    entries = [folder_objects.FileEntry(each, 1, sha256(b"x").digest(), 0o4777, b"x") for each in (name, "x")]
+    (room.folder / "store" / stored).write_bytes(msgspec.msgpack.encode(folder_objects.Manifest(entries, [])))
+    with pytest.raises(StorageFailed, match="not what was stored"):
+        await files.fetch(home)
+    (room.folder / "store" / stored).write_bytes(b"\xff")
+    with pytest.raises(StorageFailed, match="not what was stored"):
+        await files.fetch(home)
+    assert not home.exists()
+    await files.close()
+
+
+async def test_an_owner_that_was_replaced(room: Room) -> None:
+    """A process that may no longer own the database writes no object, and deletes none."""
+    files = await room.open()
+    path = room.write("files/file-1", b"x")
+    await files.publish(path)
+    before = room.names()
+    room.database.owned_s = lambda: -1.0
+    late = ObjectFiles(room.database, room.data_dir, room.objects, CACHE_BYTES)
+    with pytest.raises(DatabaseUnavailable):
+        await late.publish(room.write("files/file-2", b"y"))
+    await late._delete([before[0]])
+    assert room.names() == before
+    await files.close()
+
+
+async def test_names_that_differ_in_case(room: Room) -> None:
+    """Removing a folder leaves one whose name differs in upper and lower case; a repeated transaction is none."""
+    files = await room.open()
+    other = room.write("models/versions/foo/one", b"x")
+    await files.publish(other)
+    await files.remove(room.data_dir / "models/versions/Foo")
+    assert await files.holds(other)
+    for _ in range(2):
+        await room.database.write(catalog.begin, ["files/file-1/half/"])
+    assert await room.database.read(catalog.unnamed) == ["files/file-1/half/"]
     await files.close()

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from contract.segment_suite import SegmentSuite, block, rows_at
 
+from batchmill.errors import StorageFailed
 from batchmill.ports import SegmentSink, SegmentSource
-from batchmill.store import segment_objects
+from batchmill.store import segment_files, segment_objects
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segment_files import SegmentFolder
 from batchmill.store.segment_objects import ObjectSegment
@@ -66,3 +67,22 @@ class TestObjectSegments(SegmentSuite):
         assert len(names) == 2 and self.names() == names
         with closing(self.source()) as source:
             assert rows_at(source, late) == [1]
+
+    def test_a_full_file_that_was_not_put(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Blocks of a file that the store refused are put by the next sync, which does not return before."""
+        monkeypatch.setattr(segment_files, "SEGMENT_BYTES_MAX", 1)
+        sink = self.sink()
+        first = sink.append(block([0]))
+        last = sink.append(block([1]))
+        put, self.objects.put = self.objects.put, refuse  # type: ignore[method-assign]
+        with pytest.raises(StorageFailed):
+            sink.sync()
+        self.objects.put = put  # type: ignore[method-assign]
+        sink.sync()
+        sink.close()
+        with closing(self.source()) as source:
+            assert rows_at(source, first) == [0] and rows_at(source, last) == [1]
+
+
+def refuse(name: str, data: bytes) -> None:
+    raise StorageFailed("the store is away")

@@ -17,9 +17,18 @@ from fakes.running_server import RunningServer
 from fakes.s3_server import bucket_client, s3_environment, s3_server
 
 BUCKET = "lost-servers"
+SECRET = "secret-of-the-store-77"
 ROWS = 40
 TIMEOUT_S = 60
-CODE = "def doubler(foo: int):\n    return 2 * foo\n\ndef echo(n=0, **rest):\n    return {'n': n}\n"
+CODE = """
+import os
+
+def doubler(foo: int):
+    return 2 * foo
+
+def echo(n=0, **rest):
+    return {"n": n, "names": sorted(os.environ)}
+"""
 
 
 @pytest.fixture
@@ -30,7 +39,7 @@ def server(tmp_path: Path) -> Iterator[RunningServer]:
         f'[storage]\nobjects = "s3://{BUCKET}/server"\n[secrets]\nkey_file = "{tmp_path / "keys"}"\n'
     )
     with s3_server() as url, bucket_client(url, BUCKET):
-        server = RunningServer(tmp_path, config, env=s3_environment(url))
+        server = RunningServer(tmp_path, config, env={**s3_environment(url), "AWS_SECRET_ACCESS_KEY": SECRET})
         try:
             yield server.start()
         finally:
@@ -85,6 +94,7 @@ def test_what_a_lost_server_had(server: RunningServer) -> None:
         assert content(client, file) == "".join(map(row, range(ROWS)))
         assert content(client, batch["output_file_id"]) == results
         assert len(results.splitlines()) == ROWS
+        assert "PATH" in results and "AWS_" not in results, "functions get no credentials"
         call = client.post("/v1/doubler/latest", json={"data": [[1, 21]]})
         assert call.raise_for_status().json() == {"data": [[1, 42]]}
         done = client.post(f"/v1/uploads/{begun}/complete", json={"part_ids": [part["id"]]}).raise_for_status().json()
@@ -92,6 +102,8 @@ def test_what_a_lost_server_had(server: RunningServer) -> None:
         assert run(client, file)["request_counts"]["completed"] == ROWS
         client.delete(f"/v1/files/{batch['output_file_id']}").raise_for_status()
         assert client.get(f"/v1/files/{batch['output_file_id']}/content").status_code == 410
+    written = [path for path in server.folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
+    assert written == [], "the secret is in no job.json, log or database"
 
 
 def test_a_key_file_that_would_be_lost(tmp_path: Path) -> None:

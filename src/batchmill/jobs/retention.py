@@ -33,7 +33,7 @@ from batchmill.store import removals
 from batchmill.store.database import Database
 from batchmill.store.removals import Removal
 from batchmill.store.segments import sync_folder
-from batchmill.store.stored_files import LocalFiles, StoredFiles
+from batchmill.store.stored_files import LocalFiles, StoredFiles, using
 from batchmill.store.tables import commits, error_counts, job_models, jobs, notes, shards, submissions
 from batchmill.store.tables import files as file_table
 from batchmill.store.tables import removals as removal_table
@@ -130,10 +130,10 @@ class Retention:
 
     async def _clear_parts(self, files: JobFiles) -> None:
         is_stored = await self._stored.holds(files.dataset)
-        await self._stored.fetch(files.dataset)
-        await asyncio.to_thread(_clear_parts, files)
-        if is_stored:
-            await self._stored.publish(files.dataset)  # what is left of it
+        async with using(self._stored, files.home, files.dataset):
+            await asyncio.to_thread(_clear_parts, files)
+            if is_stored:
+                await self._stored.publish(files.dataset)  # what is left of it
         plans = [name for name in await self._stored.names_in(files.home) if name.startswith("plan-")]
         await self._stored.remove(files.segments, *(files.home / name for name in plans))
 

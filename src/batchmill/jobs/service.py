@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import TypeVar
 
 import msgspec
 import sqlalchemy as sa
@@ -19,6 +21,7 @@ from batchmill.errors import (
     DatabaseUnavailable,
     InvalidInput,
     InvalidTransition,
+    StorageFailed,
     StorageFull,
     UnknownName,
 )
@@ -70,6 +73,9 @@ REMOTE_ID_CHARS_MAX = 512
 ENDING_S = 60.0  # a command waits so long for ending jobs; collecting from providers may take longer
 HERE = "a command on this machine"
 INTERRUPTED = "the process that ran this job ended; resume the job to continue"
+
+
+Answer = TypeVar("Answer", LedgerReport, Rebuilt)
 
 
 class JobService:
@@ -175,7 +181,7 @@ class JobService:
                 await self.resume(job_id)
         except InvalidTransition:
             return  # its state was changed meanwhile
-        except (StorageFull, DatabaseUnavailable):
+        except (StorageFull, StorageFailed, DatabaseUnavailable):
             self._stalled.stranded.add(job_id)  # maintenance tries again
         except BatchmillError as error:
             await self._call(self._ledger.note, job_id, message=error.message)
@@ -330,10 +336,9 @@ class JobService:
     async def _record(self, job_id: str) -> sa.RowMapping:
         return await self._read(job_records.find, job_id)
 
-    async def _files_of(self, record: sa.RowMapping) -> JobFiles:
-        """The files of a job, in the data directory."""
-        is_running = self._active.running(record["id"]) is not None  # then its runner has brought them
-        return await bring_files(self._stored, self._data_dir, record, is_running=is_running)
+    def _files_of(self, record: sa.RowMapping) -> AbstractAsyncContextManager[JobFiles]:
+        """The files of a job, in the data directory: while it runs, its runner has brought them."""
+        return bring_files(self._stored, self._data_dir, record, is_running=bool(self._active.running(record["id"])))
 
     def _view(self, record: sa.RowMapping, errors: job_records.Errors) -> JobView:
         view = views.view_of(record, errors)
@@ -364,9 +369,10 @@ class JobService:
     async def partial(self, job_id: str) -> str:
         record = await self._record(job_id)
         refuse_compacted(record, "--partial")
-        files, spec = await self._files_of(record), read_spec(record["spec"])
-        committed = await self._call(self._ledger.committed, spec.id)
-        return await publishing.write_partial(spec, files, committed, self._children.offload)
+        spec = read_spec(record["spec"])
+        async with self._files_of(record) as files:
+            committed = await self._call(self._ledger.committed, spec.id)
+            return await publishing.write_partial(spec, files, committed, self._children.offload)
 
     # -- changes ------------------------------------------------------------------------------------------------------
 
@@ -527,15 +533,9 @@ class JobService:
     async def verify(self, job_id: str) -> LedgerReport:
         record = await self._record(job_id)
         refuse_compacted(record, "an audit")
-        await self._files_of(record)
-        order = await self._audit_order(read_spec(record["spec"]))
-        work = self._children.offload(
-            "batchmill.jobs.ledger.audit:verify_offloaded",
-            msgspec.json.encode(order),
-            lambda _: None,
-            stores=order.spec.uses_stores,
-        )
-        report = msgspec.json.decode(await work, type=LedgerReport)
+        async with self._files_of(record):
+            order = await self._audit_order(read_spec(record["spec"]))
+            report = await self._audit("batchmill.jobs.ledger.audit:verify_offloaded", order, LedgerReport)
         refuse_compacted(
             await self._record(record["id"]), "an audit"
         )  # if it was compacted meanwhile, the audit missed files
@@ -547,21 +547,21 @@ class JobService:
             spec, str(self._data_dir), files.segment_place, await self._call(self._ledger.snapshot, spec.id)
         )
 
+    async def _audit(self, function: str, order: AuditOrder, answer: type[Answer]) -> Answer:
+        stores = order.spec.uses_stores
+        work = self._children.offload(function, msgspec.json.encode(order), lambda _: None, stores=stores)
+        return msgspec.json.decode(await work, type=answer)
+
     async def rebuild(self, job_id: str) -> LedgerReport:
         spec = await self._spec_or_file(job_id)
         self._refuse_running(spec.id)
         if JobFiles(self._data_dir, spec.id).ending.exists():
             refuse_compacted(await self._record(spec.id), "a rebuild")
-        if self._stored.is_elsewhere:
-            await self._files_of(await self._record(spec.id))
-        order = await self._audit_order(spec)
-        work = self._children.offload(
-            "batchmill.jobs.repair:rebuild_offloaded",
-            msgspec.json.encode(order),
-            lambda _: None,
-            stores=spec.uses_stores,
-        )
-        rebuilt = msgspec.json.decode(await work, type=Rebuilt)
+        async with AsyncExitStack() as stack:
+            if self._stored.is_elsewhere:
+                await stack.enter_async_context(self._files_of(await self._record(spec.id)))
+            order = await self._audit_order(spec)
+            rebuilt = await self._audit("batchmill.jobs.repair:rebuild_offloaded", order, Rebuilt)
         async with self._active.lock(spec.id):
             self._refuse_running(spec.id)
             await self._call(self._ledger.replace, spec, order.before, rebuilt)

@@ -21,6 +21,7 @@ from msgspec import Struct
 from batchmill import function_runtime
 from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.models.function_progress import ProgressPage
+from batchmill.models.worker_environment import inherited
 
 PROGRAM = Path(function_runtime.__file__).parent / "main.py"
 VARIABLE = "BATCHMILL_FUNCTION"  # in the environment of a function's process and its descendants: its mark
@@ -97,8 +98,8 @@ class PreparedRuntime:
         return started
 
     def changed_environ(self) -> dict[str, str]:
-        """The variables of this process that have changed since."""
-        return {name: value for name, value in os.environ.items() if self._environ.get(name) != value}
+        """The variables of this process that have changed since, without what was lent to it."""
+        return {name: value for name, value in inherited().items() if self._environ.get(name) != value}
 
     async def close(self) -> None:
         """End the process if nobody took it. Returns when it has ended."""

@@ -42,7 +42,7 @@ from batchmill.store.disk_room import DiskQuota, Writing
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.removals import ELSEWHERE, Removal
 from batchmill.store.segments import sync_folder
-from batchmill.store.stored_files import LocalFiles, StoredFiles
+from batchmill.store.stored_files import LocalFiles, StoredFiles, using
 from batchmill.store.tables import files, jobs
 from batchmill.types import JobView, ProjectQuotas
 from batchmill.wire.native import FILENAME_CHARS_MAX
@@ -270,8 +270,8 @@ class FileService:
                 record = await self.get(project, file_id)
             except Gone:
                 raise unknown(file_id) from None  # for a reader it is like any other unknown file
-            await self.stored.fetch(self.path(record))
-            yield record
+            async with using(self.stored, self.path(record)):
+                yield record
         finally:
             self._holds[file_id] -= 1
             if not self._holds[file_id]:
@@ -283,9 +283,10 @@ class FileService:
 
     async def open(self, record: FileRecord) -> OpenFile:
         """Open its bytes. They can be read even if the file is deleted meanwhile."""
-        await self.stored.fetch(self.path(record))
+        path = self.path(record)
         try:
-            fd = await self._reading.run(os.open, self.path(record), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            async with using(self.stored, path):
+                fd = await self._reading.run(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             raise unknown(record.id) from None  # deleted after its record was read
         return OpenFile(self._reading, fd, record)
@@ -333,9 +334,9 @@ class FileService:
         self._arriving.add(file_id)
         try:
             target = self.home / file_id
-            await self.stored.fetch(path)
-            size_bytes = await self.disk.run(link, path, target)
-            await self.stored.link(path, target)
+            async with using(self.stored, path):
+                size_bytes = await self.disk.run(link, path, target)
+                await self.stored.link(path, target)
             job = await self._database.read(results_of, view.id)
             if job is None or job.generation != view.generation or job.state != view.state:
                 await self.disk.run(target.unlink, missing_ok=True)  # a retry began: the next call adopts its results

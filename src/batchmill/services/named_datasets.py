@@ -38,6 +38,7 @@ from batchmill.services.links import LinkService
 from batchmill.store.database import Database
 from batchmill.store.disk_room import preparing
 from batchmill.store.quotas import refuse_beyond
+from batchmill.store.stored_files import using
 from batchmill.store.tables import datasets
 from batchmill.types import DatasetSpec, Problem
 
@@ -421,10 +422,10 @@ class DatasetService:
             return None
         if other.details.bytes == record.details.bytes and other.details.format == record.details.format:
             paths = [self._files.home / each.file for each in (record, other) if each.file is not None]
-            await self._files.stored.fetch(*paths)
             with contextlib.suppress(FileNotFoundError):  # its bytes were deleted
-                if await self._files.disk.run(filecmp.cmp, *paths, False):
-                    return other
+                async with using(self._files.stored, *paths):
+                    if await self._files.disk.run(filecmp.cmp, *paths, False):
+                        return other
         raise name_taken(name)
 
     # -- read -------------------------------------------------------------------------------------------------------
@@ -518,8 +519,7 @@ class DatasetService:
         details, state = record.details, DatasetState.FAILED
         path = self._files.home / (record.file or "")
         try:
-            async with self._semaphore.slot(record.project):
-                await self._files.stored.fetch(path)
+            async with self._semaphore.slot(record.project), using(self._files.stored, path):
                 report = await self._check_rows(record.project, path)
             details = replace(
                 details, rows=report.rows, problems=report.problems, problems_total=report.problems_total

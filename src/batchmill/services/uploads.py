@@ -22,6 +22,7 @@ from batchmill.store.database import Database
 from batchmill.store.disk_room import Writing
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.segments import sync_folder
+from batchmill.store.stored_files import using
 from batchmill.store.tables import upload_parts, uploads
 
 PENDING, COMPLETED, CANCELLED, EXPIRED = "pending", "completed", "cancelled", "expired"
@@ -263,8 +264,8 @@ class UploadService:
         writer = await self._files.writer(record.project, is_joined=True)
         try:
             paths = [self.home / part.id for part in parts]
-            await self._files.stored.fetch(*paths)
-            actual_md5 = await writer.append_files(paths, record.bytes, with_md5=md5 is not None)
+            async with using(self._files.stored, *paths):
+                actual_md5 = await writer.append_files(paths, record.bytes, with_md5=md5 is not None)
             if md5 is not None and actual_md5 != md5.lower():
                 raise InvalidInput(f"the md5 of the parts is {actual_md5}, not {md5[:32]!r}", code="md5_mismatch")
             file = await writer.commit(

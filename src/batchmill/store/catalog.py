@@ -38,13 +38,14 @@ def find(db: sa.Connection, paths: Sequence[str]) -> dict[str, Stored]:
 def below(db: sa.Connection, folder: str) -> list[Stored]:
     """The published paths below a folder, and the folder itself."""
     path = stored_files.c.path
-    where = sa.or_(path == folder, path.startswith(f"{folder}/", autoescape=True))
+    after = chr(ord("/") + 1)  # a range, which the index answers, and which knows upper and lower case
+    where = sa.or_(path == folder, sa.and_(path > f"{folder}/", path < f"{folder}{after}"))
     return [Stored(*row) for row in db.execute(sa.select(*_FIELDS).where(where).order_by(path))]
 
 
 def begin(db: sa.Connection, objects: Sequence[str]) -> None:
-    """Note objects that are about to be written."""
-    db.execute(unnamed_objects.insert(), [{"object": each} for each in objects])
+    """Note objects that are about to be written. It may be repeated: the reply to a commit may be lost."""
+    _note(db, objects)
 
 
 def name(db: sa.Connection, published: Sequence[Stored]) -> list[str]:
@@ -57,6 +58,15 @@ def name(db: sa.Connection, published: Sequence[Stored]) -> list[str]:
         [{"path": each.path, "object": each.object, "bytes": each.bytes} for each in published],
     )
     return _unname(db, {each.object for each in before.values()})
+
+
+def link(db: sa.Connection, source: str, target: str) -> tuple[Stored, list[str]] | None:
+    """Name the objects of `source` as `target` too, unless it has none. Returns what `target` is, and as `name`."""
+    found = find(db, [source]).get(source)
+    if found is None:
+        return None
+    linked = Stored(target, found.object, found.bytes)
+    return linked, name(db, [linked])
 
 
 def remove(db: sa.Connection, folders: Sequence[str], prefixes: Sequence[str]) -> list[str]:
@@ -92,5 +102,5 @@ def _note(db: sa.Connection, objects: Sequence[str]) -> list[str]:
     known = set(db.execute(sa.select(unnamed_objects.c.object).where(unnamed_objects.c.object.in_(objects))).scalars())
     new = [each for each in objects if each not in known]
     if new:
-        begin(db, new)
+        db.execute(unnamed_objects.insert(), [{"object": each} for each in new])
     return list(objects)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import msgspec
 from msgspec import Struct
@@ -26,7 +26,11 @@ INLINE_BYTES_MAX = 4 * 1024 * 1024  # of this many bytes at most
 PART_BYTES = 16 * 1024 * 1024
 PARTS_AT_ONCE = 4  # in memory
 FILES_MAX = 100_000  # of one folder
+BYTES_MAX = 2**44  # of one file
+RESTORE = "restore it from a version or copy of the bucket"
+# Directly in the folder; what is below it may be a user's.
 LEFT_OUT = (".part", ".tmp")  # endings of files that are being written
+OWN_LOGS = ("calls.log", "calls.log.1")  # of a function's version: they grow
 
 
 class FileEntry(Struct, frozen=True, omit_defaults=True):
@@ -44,14 +48,11 @@ class Manifest(Struct, frozen=True):
     folders: list[str]  # also those without a file
 
 
-def put(objects: Objects, prefix: str, path: Path, is_left_out: Callable[[str], bool]) -> int:
-    """Write a file or folder below `prefix`. Returns its size in bytes.
-
-    Args: is_left_out: whether a file of this name does not belong to the folder.
-    """
+def put(objects: Objects, prefix: str, path: Path) -> int:
+    """Write a file or folder below `prefix`. Returns its size in bytes."""
     names, folders = [""], []
     if path.is_dir():
-        names, folders = _names_in(path, is_left_out)
+        names, folders = _names_in(path)
     inline_bytes, entries = 0, []
     with ThreadPoolExecutor(PARTS_AT_ONCE, thread_name_prefix="objects-put") as threads:
         for number, name in enumerate(names):
@@ -75,7 +76,7 @@ def get(objects: Objects, prefix: str, path: Path, work: Path) -> None:
 
     Raises: StorageFailed if the objects are not what was put.
     """
-    manifest = msgspec.msgpack.decode(objects.get(prefix + MANIFEST), type=Manifest)
+    manifest = _read_manifest(objects, prefix)
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True, mode=0o700)
     target = work / "content"
@@ -97,13 +98,32 @@ def get(objects: Objects, prefix: str, path: Path, work: Path) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _names_in(folder: Path, is_left_out: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+def _read_manifest(objects: Objects, prefix: str) -> Manifest:
+    """Raises: StorageFailed for one that no `put` has written: whoever can write to the store must not write here."""
+    try:
+        manifest = msgspec.msgpack.decode(objects.get(prefix + MANIFEST), type=Manifest)
+    except msgspec.DecodeError as error:
+        raise StorageFailed(f"{prefix}{MANIFEST} is not what was stored: {error}; {RESTORE}") from None
+    names = [entry.name for entry in manifest.files]
+    if names == [""] and not manifest.folders:
+        names = []
+    for name in [*names, *manifest.folders]:
+        if str(PurePosixPath(name)) != name or not set(name.split("/")).isdisjoint(("", ".", "..")) or "\0" in name:
+            raise StorageFailed(f"{prefix}{MANIFEST} is not what was stored: it names {name[:100]!r}; {RESTORE}")
+    if len(set(names)) != len(names) or any(not 0 <= entry.size_bytes <= BYTES_MAX for entry in manifest.files):
+        raise StorageFailed(f"{prefix}{MANIFEST} is not what was stored: a name or a size is wrong; {RESTORE}")
+    return manifest
+
+
+def _names_in(folder: Path) -> tuple[list[str], list[str]]:
     """The files and the folders of a folder, as paths in it. Links are left out: code and datasets have none."""
     names, folders = [], []
     for place, below, files in os.walk(folder):
         here = Path(place).relative_to(folder)
         folders += [str(here / each) for each in sorted(below) if not (Path(place) / each).is_symlink()]
-        kept = [each for each in sorted(files) if not each.endswith(LEFT_OUT) and not is_left_out(each)]
+        kept = sorted(files)
+        if Path(place) == folder:
+            kept = [each for each in kept if not each.endswith(LEFT_OUT) and each not in OWN_LOGS]
         names += [str(here / each) for each in kept if not (Path(place) / each).is_symlink()]
     if len(names) > FILES_MAX:
         raise StorageFailed(f"{folder} has {len(names):,} files: the object store keeps {FILES_MAX:,} of a folder")
@@ -150,9 +170,9 @@ def _get_file(objects: Objects, prefix: str, entry: FileEntry, target: Path, thr
         if size != entry.size_bytes or digest.digest() != entry.sha256:
             raise StorageFailed(
                 f"the objects below {prefix} are not what was stored ({size:,} of {entry.size_bytes:,} bytes, or "
-                "another digest): restore them from a version or copy of the bucket"
+                f"another digest); {RESTORE}"
             )
-        os.fchmod(fd, entry.mode)
+        os.fchmod(fd, entry.mode & 0o777)
         os.fsync(fd)
     finally:
         os.close(fd)

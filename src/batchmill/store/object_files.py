@@ -12,8 +12,8 @@ import logging
 import os
 import shutil
 import uuid
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
@@ -21,16 +21,16 @@ from weakref import WeakValueDictionary
 from msgspec import Struct
 
 from batchmill import faults
-from batchmill.errors import BatchmillError
+from batchmill.errors import BatchmillError, DatabaseUnavailable
 from batchmill.ports import Objects
 from batchmill.store import catalog, folder_objects, segment_objects
 from batchmill.store.catalog import Stored
 from batchmill.store.database import Database
 from batchmill.store.objects import StoreObjects
+from batchmill.store.segments import sync_folder
 
 MARKS, MARK, WORK = "stored", ".mark", ".fetching"  # folders in the data directory, and the ending of a mark
 SEGMENTS = "segments"
-OWN_LOG = "calls.log"  # of a function's version: it grows, and is published by itself
 DELETED_AT_ONCE = 1000  # objects in one request
 
 P = ParamSpec("P")
@@ -50,6 +50,29 @@ class _Copy(Struct, frozen=True):
     bytes: int
 
 
+class _OwnersObjects:
+    """Objects that are written and deleted only while this process owns the database."""
+
+    def __init__(self, objects: Objects, database: Database) -> None:
+        self._objects, self._owned_s = objects, database.owned_s
+        self.get, self.list = objects.get, objects.list
+
+    def put(self, name: str, data: bytes) -> None:
+        self._check()
+        self._objects.put(name, data)
+
+    def delete(self, names: Iterable[str]) -> None:
+        self._check()
+        self._objects.delete(names)
+
+    def _check(self) -> None:
+        left_s = self._owned_s()
+        if left_s is not None and left_s <= 0:
+            raise DatabaseUnavailable(
+                "the database was not reached in time and may have another owner: nothing is stored"
+            )
+
+
 class ObjectFiles:
     """`StoredFiles` in an object store. Call `open` before anything else.
 
@@ -60,10 +83,12 @@ class ObjectFiles:
     is_elsewhere = True
 
     def __init__(self, database: Database, data_dir: Path, objects: Objects, cache_bytes: int) -> None:
-        self._database, self._data_dir, self._objects, self._cache_bytes = database, data_dir, objects, cache_bytes
+        self._database, self._data_dir, self._cache_bytes = database, data_dir, cache_bytes
+        self._objects: Objects = _OwnersObjects(objects, database)
         self._copies: dict[str, _Copy] = {}  # by path, the least recently used first
         self._bytes = 0  # of all copies
         self._held: defaultdict[str, set[str]] = defaultdict(set)  # holder -> paths
+        self._holds: Counter[str] = Counter()  # path -> holders
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by path
         self._deleting: asyncio.Task[None] | None = None
 
@@ -90,23 +115,26 @@ class ObjectFiles:
         await self._database.write(catalog.begin, list(prefixes.values()))
         faults.point("before_publish_objects")
         published = []
-        for key, path in wanted.items():
-            size = await _in_thread(folder_objects.put, self._objects, prefixes[key], path, _is_own_log)
-            published.append(Stored(key, prefixes[key], size))
-        faults.point("after_publish_objects")
-        await self._name(published)
+        with self._holding(wanted):  # an older copy of the same path may not be removed meanwhile
+            for key, path in wanted.items():
+                async with self._lock(key):
+                    size = await _in_thread(folder_objects.put, self._objects, prefixes[key], path)
+                published.append(Stored(key, prefixes[key], size))
+            faults.point("after_publish_objects")
+            unnamed = await self._database.write(catalog.name, published)
+            await self._named(published, unnamed)
 
     async def link(self, source: Path, target: Path) -> None:
         key, source_key = self._key(target), self._key(source)
-        found = await self._database.read(catalog.find, [source_key or ""])
-        if source_key not in found:
+        if key is None:
+            return
+        linked = await self._database.write(catalog.link, source_key or "", key)
+        if linked is None:
             await self.publish(target)
-        elif key is not None:
-            stored = found[source_key]
-            await self._name([Stored(key, stored.object, stored.bytes)])
+        else:
+            await self._named([linked[0]], linked[1])
 
-    async def _name(self, published: list[Stored]) -> None:
-        unnamed = await self._database.write(catalog.name, published)
+    async def _named(self, published: list[Stored], unnamed: list[str]) -> None:
         for each in published:
             await self._mark(each)
         await self._delete(unnamed)
@@ -117,7 +145,7 @@ class ObjectFiles:
     async def fetch(self, *paths: Path, holder: str = "") -> None:
         wanted = {key: path for path in paths if (key := self._key(path))}
         if holder:
-            self._held[holder].update(wanted)
+            self._hold(holder, wanted)
         for stored in (await self._database.read(catalog.find, list(wanted))).values():
             path = wanted[stored.path]
             async with self._lock(stored.path):
@@ -127,8 +155,27 @@ class ObjectFiles:
                 await self._mark(stored)
         await self._trim()
 
+    def _hold(self, holder: str, keys: Iterable[str]) -> None:
+        new = set(keys) - self._held[holder]
+        self._held[holder] |= new
+        self._holds.update(new)
+
     def release(self, holder: str) -> None:
-        self._held.pop(holder, None)
+        self._holds -= Counter(self._held.pop(holder, ()))
+
+    @contextlib.contextmanager
+    def _holding(self, keys: Iterable[str]) -> Iterator[None]:
+        holder = uuid.uuid4().hex
+        self._hold(holder, keys)
+        try:
+            yield
+        finally:
+            self.release(holder)
+
+    def _is_held(self, key: str) -> bool:
+        """Whether somebody needs a path, or the folder of the job that it is in."""
+        job = _job_of(key)
+        return key in self._holds or (job is not None and f"jobs/{job}" in self._holds)
 
     async def holds(self, path: Path) -> bool:
         key = self._key(path)
@@ -214,24 +261,19 @@ class ObjectFiles:
         excess = self._bytes - self._cache_bytes
         if excess <= 0:
             return
-        held = {key for keys in self._held.values() for key in keys}
         for key, copy in list(self._copies.items())[:-1]:  # the last one has just been asked for
             if excess <= 0:
                 return
             lock = self._lock(key)
-            if lock.locked() or key in held or (job := _job_of(key)) is not None and job in self._held:
+            if lock.locked() or self._is_held(key) or self._copies.get(key) != copy:  # which may have changed meanwhile
                 continue
             async with lock:
                 if copy.object == SEGMENTS:  # what was spooled and not put goes with the folder
                     folder = self._data_dir / key
                     await _in_thread(segment_objects.settle, self._objects, folder, folder.parent.name)
-                await asyncio.to_thread(_remove_copy, self._data_dir / key)
+                await asyncio.to_thread(_remove_copy, self._data_dir / key, self._data_dir / WORK / uuid.uuid4().hex)
                 await self._unmark(key)
             excess -= copy.bytes
-
-
-def _is_own_log(name: str) -> bool:
-    return name.startswith(OWN_LOG)
 
 
 def _job_of(key: str) -> str | None:
@@ -280,11 +322,15 @@ def _write_mark(mark: Path, copy: _Copy | None) -> None:
     os.replace(part, mark)
 
 
-def _remove_copy(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
+def _remove_copy(path: Path, work: Path) -> None:
+    """Remove it as a whole: after a crash, half a folder would pass for a copy. Args: work: as `folder_objects.get`."""
+    if not path.is_dir():
         path.unlink(missing_ok=True)
+        return
+    work.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    os.rename(path, work)
+    sync_folder(path.parent)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def _bytes_in(folder: Path) -> int:

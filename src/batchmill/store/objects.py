@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from batchmill.errors import Conflict, InvalidInput, StorageFailed, TooLarge, Unavailable
+from batchmill.errors import AuthRefused, Conflict, InvalidInput, StorageFailed, TooLarge, Unavailable
 from batchmill.object_store.urls import open_store
 
 OBJECT_BYTES_MAX = 256 * 1024 * 1024  # nothing larger is put: see `folder_objects` and `segment_objects`
@@ -37,9 +37,13 @@ class StoreObjects:
 
 @contextmanager
 def _store_errors(what: str) -> Iterator[None]:
-    """AuthRefused pauses a job as it is; what else may fail is the storage's."""
+    """Whatever fails is the storage's, credentials included: a server resumes the jobs that pause for it by itself."""
     try:
         yield
+    except AuthRefused as error:
+        raise StorageFailed(
+            f"{error.message}; the job goes on once `[storage] objects` takes the credentials", code=error.code
+        ) from None
     except Unavailable as error:
         raise StorageFailed(f"{error.message}; the job goes on once the store of `[storage] objects` answers") from None
     except Conflict as error:

@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
+from batchmill.errors import BatchmillError
 from batchmill.ports import SegmentSource
 from batchmill.store.segments import SegmentHead, head_bytes, sync_folder
 from batchmill.types import SegmentPlace, SegmentRef
@@ -96,18 +97,24 @@ class SegmentFile:
                 full, self._full, last = self._full, [], self._file
             files = [*full, last] if last is not None else full
             try:
-                for file in files:
-                    file.sync()
-                    self._synced(file.path, file.synced_bytes)
+                while files:
+                    files[0].sync()
+                    self._synced(files[0].path, files[0].synced_bytes)
+                    if (done := files.pop(0)) is not last:
+                        done.close()
             except OSError as error:
                 with self._writing:
                     self._broken = error
                     for file in files:
                         file.drop_unsynced()
+                for file in files:
+                    if file is not last:
+                        file.close()
                 raise
-            finally:
-                for file in full:
-                    file.close()
+            except BatchmillError:  # of `_synced`: the bytes are here, and stay due
+                with self._writing:
+                    self._full = [*(file for file in files if file is not last), *self._full]
+                raise
 
     def _synced(self, path: Path, size_bytes: int) -> None:
         """So many bytes of a file are on the disk."""

@@ -7,6 +7,9 @@ path as objects, and the data directory is their cache.
 
 from __future__ import annotations
 
+import contextlib
+import uuid
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
@@ -14,7 +17,7 @@ from typing import Protocol
 class StoredFiles(Protocol):
     """Paths are absolute. What is not below the data directory, or was never published, is left alone.
 
-    Raises, everywhere: StorageFailed if the store cannot be reached, AuthRefused if it refuses the credentials.
+    Raises, everywhere: StorageFailed if the store cannot be reached, or refuses the credentials.
     """
 
     @property
@@ -28,7 +31,9 @@ class StoredFiles(Protocol):
         """Publish `target`, a hard link to the published file `source`."""
 
     async def fetch(self, *paths: Path, holder: str = "") -> None:
-        """Put published paths in their place, unless they are there. Those of a `holder` stay until `release`."""
+        """Put published paths in their place, unless they are there. Those of a `holder` stay until `release`; others
+        may be removed at once to make room: see `using`. A job's folder stands for all that is in it.
+        """
 
     def release(self, holder: str) -> None:
         """The holder needs its paths no longer: they may be removed from the data directory to make room."""
@@ -47,6 +52,17 @@ class StoredFiles(Protocol):
 
     async def settle_segments(self, folder: Path) -> None:
         """Bring the segments of a job to the same bytes in its folder and in the store. No worker writes them."""
+
+
+@contextlib.asynccontextmanager
+async def using(stored: StoredFiles, *paths: Path) -> AsyncIterator[None]:
+    """Fetch paths, which stay in their place meanwhile."""
+    holder = f"reader {uuid.uuid4().hex}"
+    try:
+        await stored.fetch(*paths, holder=holder)
+        yield
+    finally:
+        stored.release(holder)
 
 
 class LocalFiles:

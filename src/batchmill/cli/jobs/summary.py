@@ -36,7 +36,7 @@ PAUSES = {
     PauseReason.AUTH: ("the service refused the credentials", f"correct the key; then {RESUME}"),
     PauseReason.STORAGE_FULL: ("there is no room left on the disk", f"make room; then {RESUME}"),
     PauseReason.STORAGE_FAILED: (
-        "a disk error or the limit of open files stopped it",
+        "the disk, the object store or the limit of open files stopped it",
         f"remove the cause; then {RESUME}",
     ),
     PauseReason.DATABASE_UNAVAILABLE: ("the database could not be reached", f"see to its server; then {RESUME}"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from batchmill.engines.llm.row_queue import Flight, Yielding
 from batchmill.engines.llm.server import VllmServer
 from batchmill.errors import BatchmillError, JobPaused, ModelFailed, Unavailable
 from batchmill.models.redaction import mask
+from batchmill.models.worker_environment import inherited
 from batchmill.ports import Clock, Feed, Sink
 from batchmill.states import PauseReason
 from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec
@@ -50,7 +50,7 @@ class LlmEngine:
         self._model = model
         self._home = home
         self._clock: Clock = clock or SystemClock()
-        self._env = dict(os.environ if env is None else env)
+        self._env = inherited() if env is None else dict(env)
         self._flight = Flight(limit_max=model.limits.in_flight_max)
         self._yielding = Yielding()
         self._calls = LlmCalls(model)

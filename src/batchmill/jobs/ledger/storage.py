@@ -6,7 +6,9 @@ Without `[storage]` there is nothing to bring and to publish: see `store.stored_
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+import uuid
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,7 +35,7 @@ class ResultFiles(Protocol):
 class JobStorage:
     def __init__(self, stored: StoredFiles, files: JobFiles) -> None:
         self._stored, self._files = stored, files
-        self._job_id = files.home.name
+        self._holder = f"job {uuid.uuid4().hex}"  # a reader that ends releases nothing of the job's runner
 
     async def bring(self, spec: JobSpec, record: Mapping[str, Any]) -> None:
         """Bring inputs, dataset, plans and segments, which stay until `release`. No worker may run rows of the job.
@@ -50,12 +52,13 @@ class JobStorage:
     async def bring_plans(self, record: Mapping[str, Any]) -> None:
         """Bring dataset and plans."""
         plans = [self._files.plan(generation) for generation in range(record["generation"] + 1)]
-        await self._stored.fetch(self._files.dataset, *plans, holder=self._job_id)
+        await self._stored.fetch(self._files.home, self._files.dataset, *plans, holder=self._holder)
 
     async def bring_inputs(self, spec: JobSpec) -> None:
         """Bring the input files and the adapters that a server keeps."""
         adapters = [Path(place) for model in spec.models for place in model.adapters.values()]
-        await self._stored.fetch(*map(Path, spec.dataset.paths), *adapters, holder=self._job_id)
+        paths = [self._files.home, *map(Path, spec.dataset.paths), *adapters]
+        await self._stored.fetch(*paths, holder=self._holder)
 
     async def publish(self, *folders: Path) -> None:
         await self._stored.publish(*folders)
@@ -66,16 +69,22 @@ class JobStorage:
         await self._stored.publish(*(Path(each.path) for each in files))
 
     def release(self) -> None:
-        self._stored.release(self._job_id)
+        self._stored.release(self._holder)
 
 
-async def bring_files(stored: StoredFiles, data_dir: Path, record: Mapping[str, Any], *, is_running: bool) -> JobFiles:
-    """The files of a job in the data directory, all of them brought unless it runs."""
+@contextlib.asynccontextmanager
+async def bring_files(
+    stored: StoredFiles, data_dir: Path, record: Mapping[str, Any], *, is_running: bool
+) -> AsyncIterator[JobFiles]:
+    """The files of a job, which stay in the data directory meanwhile: all of them are brought unless it runs."""
     files = JobFiles(data_dir, record["id"])
-    if not is_running:
-        await JobStorage(stored, files).bring(read_spec(record["spec"]), record)
-        stored.release(record["id"])
-    return files
+    storage = JobStorage(stored, files)
+    try:
+        if not is_running:
+            await storage.bring(read_spec(record["spec"]), record)
+        yield files
+    finally:
+        storage.release()
 
 
 async def bring_description(stored: StoredFiles, data_dir: Path, record: Mapping[str, Any]) -> JobFiles:

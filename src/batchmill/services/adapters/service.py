@@ -50,7 +50,7 @@ from batchmill.services.remote.changes import new_id
 from batchmill.services.secrets.vault import Vault
 from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskQuota
-from batchmill.store.stored_files import LocalFiles, StoredFiles
+from batchmill.store.stored_files import LocalFiles, StoredFiles, using
 from batchmill.types import Caller, ModelSpec, Scope
 from batchmill.wire import adapter_bundles
 
@@ -456,13 +456,13 @@ class AdapterService:
         """Fetch a version and store the result."""
         home = self._home / record.id
         try:
-            await self._stored.fetch(home)
-            if record.source == UPLOAD and not home.is_dir():
-                raise InvalidInput("its upload is not complete: upload it again", code="invalid_bundle")
-            model = model or self._find_base(record)
-            source, rank = ("", RANK_MAX) if model is None else (model.source, _rank_max(model))
-            order = FetchOrder(record.source, str(home), base_source=source, rank_max=rank)
-            report = await self._fetches.fetch(record.project, order, record.token)
+            async with using(self._stored, home):
+                if record.source == UPLOAD and not home.is_dir():
+                    raise InvalidInput("its upload is not complete: upload it again", code="invalid_bundle")
+                model = model or self._find_base(record)
+                source, rank = ("", RANK_MAX) if model is None else (model.source, _rank_max(model))
+                order = FetchOrder(record.source, str(home), base_source=source, rank_max=rank)
+                report = await self._fetches.fetch(record.project, order, record.token)
             await self._check_space(record, report)
         except BatchmillError as error:
             log.warning("the adapter %s of %s failed: %s", record.own_name, record.project, error.message)

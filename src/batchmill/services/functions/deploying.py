@@ -33,7 +33,7 @@ from batchmill.ports import Provisions
 from batchmill.services.functions.names import folder_of
 from batchmill.services.functions.records import FAILED
 from batchmill.services.functions.sent_archives import sweep_archives
-from batchmill.store.stored_files import LocalFiles, StoredFiles
+from batchmill.store.stored_files import LocalFiles, StoredFiles, using
 from batchmill.types import FunctionSpec, Interface, Isolation, Limits, ModelSpec, Tensor
 from batchmill.types.engine_traits import FUNCTION_PROCESS
 from batchmill.types.isolation import FunctionsEntry
@@ -160,8 +160,8 @@ class VersionBuilder:
         Raises: ModelFailed (`deploy_failed`).
         """
         home = self.folder(version)
-        await self._stored.fetch(self.folder(source))
-        await asyncio.to_thread(shutil.copytree, self.folder(source), home)
+        async with using(self._stored, self.folder(source)):
+            await asyncio.to_thread(shutil.copytree, self.folder(source), home)
         await self._stored.publish(home)
         assert source.spec is not None and source.spec.function is not None, "only ready versions are copied"
         version_label = f"{version.branch}/{version.number}"
@@ -186,16 +186,17 @@ class VersionBuilder:
             order, lock = await asyncio.to_thread(_read_order, home)
             await self._environments.restore(model.python, order.python, lock, home / LOG)
 
-    async def bring(self, version: ModelVersion) -> None:
-        """Bring the code and the log of a version."""
-        await self._stored.fetch(self.folder(version))
-
     async def discard_failed(self, version: ModelVersion) -> None:
         """Keep only the log of a version that failed."""
         await asyncio.to_thread(self.discard_code, version)
         await self._stored.publish(self.folder(version))
 
-    def log(self, version: ModelVersion) -> str:
+    async def log(self, version: ModelVersion) -> str:
+        """As `read_log`, of a version that an owner elsewhere may have made."""
+        async with using(self._stored, self.folder(version)):
+            return await asyncio.to_thread(self.read_log, version)
+
+    def read_log(self, version: ModelVersion) -> str:
         """The end of the output of a version's build, followed by the error if it failed."""
         error_line = f"{version.error}\n" if version.error else ""
         try:

@@ -171,9 +171,7 @@ class ModelVersions:
         self, name: str, branch: str | None = None, version: str = LATEST, *, by: Caller | None = None
     ) -> str:
         """What was printed while a version was made and checked: the newest that was tried, where it says `latest`."""
-        logged = self._logged_version(name, branch, version, by)
-        await self._builder.bring(logged)
-        return await asyncio.to_thread(self._builder.log, logged)
+        return await self._builder.log(self._logged_version(name, branch, version, by))
 
     async def calls(self, name: str, query: LogQuery, *, by: Caller | None = None) -> LogPage:
         """A page of a version's call log: what its calls printed and raised, of the caller's project only."""
