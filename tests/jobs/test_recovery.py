@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import sqlalchemy as sa
 from ledgered_job import LedgeredJob
@@ -117,3 +119,28 @@ def test_blocks_behind_damage_are_adopted(job):
     file.close()
     job.damage(refs[1])
     assert adopt(job) == 4
+
+
+def test_an_adoption_that_is_repeated_forgets_nothing(job, monkeypatch):
+    """Where the connection is lost between two transactions, the second call also knows what the first one counted."""
+    file = job.segment()
+    for first in (0, 4, 8):
+        file.append(job.block([first, first + 1]))
+    file.close()
+    monkeypatch.setattr(outcome_map, "ADOPT_ROWS", 1)
+    bitmaps, asked = job.ledger.bitmaps, []
+
+    def lose_second(*args):
+        asked.append(args)
+        if len(asked) == 2:
+            raise ConnectionError
+        return bitmaps(*args)
+
+    monkeypatch.setattr(job.ledger, "bitmaps", lose_second)
+    counted: outcome_map.Counted = []
+    with closing(PlanReader(job.files.plan(job.generation))) as plan:
+        order = job.ledger, job.spec, job.generation, plan, job.files
+        with pytest.raises(ConnectionError):
+            outcome_map.adopt(*order, counted=counted)
+        outcome_map.adopt(*order, counted=counted)
+    assert sum(commit.rows_ok for commit, _ in counted) == 6 == job.ledger.job("job")["rows_ok"]

@@ -9,7 +9,7 @@ import sys
 import pytest
 from written_dataset import RowKeys, write_dataset
 
-from batchmill.errors import InvalidInput, StorageFull
+from batchmill.errors import InvalidInput, StorageFailed, StorageFull
 from batchmill.jobs.ledger import files
 from batchmill.jobs.ledger.files import PartFile
 from batchmill.jobs.ledger.plan import PlanOrder, ShardRows, make
@@ -127,3 +127,29 @@ def test_short_writes_are_written_on_and_a_full_disk_is_said(tmp_path, monkeypat
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, ignored)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_replaced_writer_publishes_nothing(tmp_path):
+    """An owner that was stopped goes on after its successor has begun the same file: the successor's counts, whole."""
+    old = PartFile(tmp_path / "a")
+    old.write(b"old")
+    new = PartFile(tmp_path / "a")
+    new.write(b"n")
+    new.flush()
+    with pytest.raises(StorageFailed, match="another process"):
+        old.publish()
+    old.discard()
+    assert not (tmp_path / "a").exists()
+    new.write(b"ew")
+    new.publish()
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"new")]
+
+
+def test_a_late_writer_does_not_replace_its_successors_file(tmp_path):
+    """Also once the successor has published, what the old writer has is dropped."""
+    old, new = PartFile(tmp_path / "a"), PartFile(tmp_path / "a")
+    new.write(b"new")
+    new.publish()
+    with pytest.raises(StorageFailed), old:
+        old.publish()
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"new")]

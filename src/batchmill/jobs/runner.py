@@ -24,6 +24,7 @@ from batchmill import faults
 from batchmill.datasets import layout
 from batchmill.errors import (
     BatchmillError,
+    DatabaseUnavailable,
     DatasetDamaged,
     InputChanged,
     InvalidInput,
@@ -306,7 +307,7 @@ class JobRunner:
         run.load(done)
         begun = {"started": self._clock.now()} if record["started"] is None else {}
         await self._move(JobState.RUNNING, **begun)
-        self._publishing = Publishing(self.spec, self.files, self._offload)
+        self._publishing = Publishing(self.spec, self.files, self._offload_owned)
         if not done and generation == 0 and run.rows_left:
             self._publishing.follow(run)
 
@@ -348,7 +349,7 @@ class JobRunner:
             await self._commit_log.call(self._ledger.fence, self.spec.id, generation)
             await self._adopt(plan, generation)
         try:
-            manifest = await self._publish(Publishing(self.spec, self.files, self._offload), early)
+            manifest = await self._publish(Publishing(self.spec, self.files, self._offload_owned), early)
         except DatasetDamaged:
             raise  # it can be repaired
         except InputChanged as error:
@@ -449,8 +450,11 @@ class JobRunner:
 
     async def _adopt(self, plan: PlanReader, generation: int) -> float:
         """Commit outcomes that are in a segment but in no commit. Returns their cost in USD."""
-        adopted = await self._commit_log.call(outcome_map.adopt, self._ledger, self.spec, generation, plan, self.files)
-        return sum(cost or 0.0 for _, cost in adopted)
+        counted: outcome_map.Counted = []  # also of calls whose connection was lost
+        await self._commit_log.call(
+            outcome_map.adopt, self._ledger, self.spec, generation, plan, self.files, counted=counted
+        )
+        return sum(cost or 0.0 for _, cost in counted)
 
     async def _change_route(self, run: JobRun, spec: JobSpec) -> None:
         """Queue the job again with other routes, once no batch is left at the previous one.
@@ -512,9 +516,20 @@ class JobRunner:
             self._is_cancelling.set()
             return True
 
+    async def _offload_owned(self, target: str, order: bytes, progress: Callable[[float], None], **kw: Any) -> bytes:
+        """Offload work that writes results: only while this process surely owns the database. Raises: JobPaused."""
+        self._refuse_unowned()
+        return await self._offload(target, order, progress, **kw)
+
+    def _refuse_unowned(self) -> None:
+        left_s = self._ledger.database.owned_s()
+        if left_s is not None and left_s <= 0:
+            raise DatabaseUnavailable("no results are written: the database, which may have another owner, is silent")
+
     async def _publish(self, publishing: Publishing, early: EarlyEnd | None = None) -> Manifest:
         blocks = await self._commit_log.call(self._ledger.committed, self.spec.id)
         faults.point("before_publish")
+        self._refuse_unowned()
         unrun = None if early is None else early.unrun
         manifest = await self._interruptible(publishing.finish(blocks, self._show_progress, unrun=unrun))
         await self._stored.publish_results(manifest)

@@ -13,7 +13,7 @@ from typing import Protocol, Self
 import msgspec
 
 from batchmill.datasets import sealing
-from batchmill.errors import StorageFull
+from batchmill.errors import StorageFailed, StorageFull
 from batchmill.object_store.urls import is_object_url, open_store, parse_url
 from batchmill.store.segments import sync_folder
 from batchmill.types import SegmentPlace
@@ -34,7 +34,8 @@ class PartFile:
     """A file that is written under a temporary name. Without `publish`, it is removed.
 
     Raises: StorageFull from `write` and `publish` when the disk or the quota is full. Any other error of the file
-    system is final: the part is not to be published.
+    system is final: the part is not to be published. StorageFailed from `publish` if another process has begun the same
+    file since: an owner that was stopped and replaced publishes neither its own bytes nor those of its successor.
 
     Args: digest: is updated with everything that is written.
     """
@@ -84,18 +85,31 @@ class PartFile:
         self.flush()
         with full_disk_named(self.part):
             os.fsync(self._fd)
+        is_ours = self._is_in_place()
         os.close(self._fd)
         self._fd = -1
+        if not is_ours:
+            raise StorageFailed(f"{self.part} is another process's now, which writes {self.path} too")
         os.replace(self.part, self.path)
         sync_folder(self.path.parent)
 
     def discard(self) -> None:
         """Drop the part unless it was published. Safe to call twice."""
         if self._fd >= 0:
+            is_ours = self._is_in_place()
             os.close(self._fd)
             self._fd = -1
-            with suppress(FileNotFoundError):
-                self.part.unlink()
+            if is_ours:
+                with suppress(FileNotFoundError):
+                    self.part.unlink()
+
+    def _is_in_place(self) -> bool:
+        """Whether the part's name still means the file that this object writes."""
+        try:
+            there = os.stat(self.part, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(there, os.fstat(self._fd))
 
     def __enter__(self) -> Self:
         return self

@@ -165,32 +165,37 @@ class _ShardBlocks(Struct, frozen=True):
 
 
 def adopt(
-    ledger: Ledger, spec: JobSpec, generation: int, plan: PlanReader, files: JobFiles, worker: str | None = None
-) -> Counted:
+    ledger: Ledger, spec: JobSpec, generation: int, plan: PlanReader, files: JobFiles, worker: str | None = None,
+    *, counted: Counted | None = None,
+) -> Counted:  # fmt: skip
     """Count the sound blocks that no commit names, of one worker or of all; returns what was counted.
 
     Committed bytes are not read again. Each shard concerned gets a new epoch first, so that the worker that wrote
     the blocks can commit nothing any more.
+
+    Args: counted: gets what each transaction counts, and is returned: a call that fails between two of them can be
+    repeated with it.
     """
+    counted = [] if counted is None else counted
     with closing(open_segments(files.segment_place)) as source:
-        return _adopt(ledger, spec, generation, plan, source, worker or "")
+        _adopt(ledger, spec, generation, plan, source, worker or "", counted)
+    return counted
 
 
 def _adopt(
-    ledger: Ledger, spec: JobSpec, generation: int, plan: PlanReader, source: SegmentSource, worker: str
-) -> Counted:
+    ledger: Ledger, spec: JobSpec, generation: int, plan: PlanReader, source: SegmentSource, worker: str,
+    counted: Counted,
+) -> None:  # fmt: skip
     orphans = sorted(_orphans(ledger, spec, generation, source, worker))
     if not orphans:
-        return []
+        return
     shards = plan.shards()
-    counted: Counted = []
     for batch in _batches(orphans, len(shards)):
         bitmaps = ledger.bitmaps(spec.id, generation, list(batch))
         finds = [
             _choose(source, found, shards[number], plan, bitmaps.get(number, 0)) for number, found in batch.items()
         ]
         counted += _count(ledger, spec, generation, [find for find in finds if find.blocks])
-    return counted
 
 
 def _orphans(ledger: Ledger, spec: JobSpec, generation: int, source: SegmentSource, worker: str) -> Iterator[_Orphan]:

@@ -551,10 +551,12 @@ class Dispatcher:
         shards = run.held_by(worker.name)
         if died:
             run.note_suspect(worker.home / f"{worker.name}.suspect")
+        adopted: outcome_map.Counted = []  # also by calls whose connection was lost
         try:
-            adopted = await self._commit_log.call(
-                outcome_map.adopt, self._commit_log.ledger, run.spec, run.generation, run.plan, run.files, worker.name
-            )
+            await self._commit_log.call(
+                outcome_map.adopt, self._commit_log.ledger, run.spec, run.generation, run.plan, run.files, worker.name,
+                counted=adopted,
+            )  # fmt: skip
         except BatchmillError as error:
             run.pause(error)
             return []
