@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 from fakes.databases import POSTGRESQL, databases, server
 
-from batchmill.errors import DatabaseUnavailable, InvalidConfig
-from batchmill.store import pooler
+from batchmill.errors import DatabaseOwned, DatabaseUnavailable, InvalidConfig
+from batchmill.store import pooler, schema
 from batchmill.store.database import Database
 from batchmill.store.diagnosis import diagnose
 from batchmill.store.portable import insert_missing
@@ -105,3 +107,65 @@ def test_the_doctor_sees_a_database(database: Database, url: sa.URL):
     assert all(ok for ok, _ in found.values())
     assert found["owner"][1].startswith("the test")
     assert set(found) == {"database", "PostgreSQL", "primary", "clock", "schema", "owner", "pooler"}
+
+
+def test_an_earlier_version_is_upgraded_by_its_owner_only(url: sa.URL, monkeypatch):
+    """A server that stands by leaves the tables of a living owner as they are, and upgrades them when it takes over."""
+    first = PostgresBackend(url)
+    lease = first.claim("old", "", "")
+    ran = []
+
+    class Upgrading:
+        @staticmethod
+        def upgrade(db: sa.Connection, version: int, target: int) -> None:
+            ran.append((version, target))
+
+    monkeypatch.setattr(schema, "VERSION", schema.VERSION + 1)
+    monkeypatch.setattr(schema, "require", lambda *_: Upgrading)
+    second = PostgresBackend(url)
+    with pytest.raises(DatabaseOwned):
+        second.claim("new", "", "")
+    assert ran == []
+    lease.release()
+    second.claim("new", "", "")
+    assert ran == [(schema.VERSION - 1, schema.VERSION)]
+    first.close()
+    second.close()
+
+
+def failing(call: list[int], failures: int):
+    """A function that loses its connection so many times."""
+
+    def lose() -> int:
+        call.append(1)
+        if len(call) <= failures:
+            raise sa.exc.OperationalError("", None, psycopg.OperationalError("lost"), connection_invalidated=True)
+        return len(call)
+
+    return lose
+
+
+def test_a_call_after_a_long_loss_is_tried_twice(url: sa.URL):
+    """Connections from before a loss may be broken when the server is back: the first failure is not the last."""
+    backend = PostgresBackend(url, retry_s=0.0)
+    with pytest.raises(sa.exc.OperationalError):
+        backend.run(failing([], 99))
+    assert backend.run(failing([], 1)) == 2
+    backend.close()
+
+
+def test_reads_do_not_keep_a_write_waiting(url: sa.URL):
+    """A write that can never succeed fails in time, although reads succeed meanwhile."""
+    backend = PostgresBackend(url, retry_s=0.0)
+    calls: list[int] = []
+    lose = failing(calls, 99)
+
+    def write() -> int:
+        with ThreadPoolExecutor(1) as reader:  # a read between any two attempts
+            assert reader.submit(backend.run, lambda: True).result()
+        assert len(calls) < 9, "it is tried again and again"
+        return lose()
+
+    with pytest.raises(sa.exc.OperationalError):
+        backend.run(write)
+    backend.close()

@@ -115,7 +115,7 @@ class PostgresBackend:
         sa.event.listen(self.reader, "connect", _make_read_only)
         self.writer = PostgresWriter(self._engine)
         self._closing = threading.Event()
-        self._lost_at: float | None = None  # monotonic: since when no attempt has succeeded
+        self._losing = threading.local()  # .since, monotonic: since when no attempt of this thread has succeeded
         try:
             self._check()
         except sa.exc.SQLAlchemyError as error:
@@ -146,7 +146,7 @@ class PostgresBackend:
 
     def _create(self) -> None:
         with self._engine.begin() as db:
-            schema.prepare(db)
+            schema.prepare(db, upgrades=False)
             owner_row.create(db)
 
     # -- ownership ----------------------------------------------------------------------------------------------------
@@ -160,7 +160,21 @@ class PostgresBackend:
             raise self.translate(error) from error
         engine = create_engine(self._url, isolation_level="READ COMMITTED", pool_size=1, max_overflow=0)
         self.writer.lease = owner_row.OwnerLease(engine, epoch, began)
+        try:
+            with self.writer.begin() as db:  # only now: an earlier version may have owned the database until now
+                schema.prepare(db)
+        except sa.exc.SQLAlchemyError as error:
+            self._give_up()
+            raise self.translate(error) from error
+        except BatchmillError:
+            self._give_up()
+            raise
         return self.writer.lease
+
+    def _give_up(self) -> None:
+        lease, self.writer.lease = self.writer.lease, None
+        if lease is not None:
+            lease.release()
 
     def owned_s(self) -> float | None:
         """How long this process may begin work without renewing its ownership."""
@@ -170,21 +184,24 @@ class PostgresBackend:
 
     def run(self, call: Callable[[], T]) -> T:
         """Call a function, again where its connection was lost, with growing delays."""
-        delay_s = DELAY_MIN_S
+        delay_s, attempts = DELAY_MIN_S, 0
         while True:
+            attempts += 1
             try:
                 found = call()
             except sa.exc.DBAPIError as error:
                 if not is_passing(error):
                     raise
                 now = time.monotonic()
-                if self._lost_at is None:
-                    self._lost_at = now
-                if now - self._lost_at > self._retry_s or self._closing.wait(delay_s * random.uniform(0.5, 1.0)):
+                since = self._losing.since = getattr(self._losing, "since", now)
+                # A connection that was kept from before the loss may be broken although the server is back: the first
+                # failure of a call is never its last.
+                is_over = attempts > 1 and now - since > self._retry_s
+                if is_over or self._closing.wait(delay_s * random.uniform(0.5, 1.0)):
                     raise
                 delay_s = min(2 * delay_s, DELAY_MAX_S)
             else:
-                self._lost_at = None
+                self._losing.__dict__.clear()
                 return found
 
     def translate(self, error: sa.exc.SQLAlchemyError) -> BatchmillError:

@@ -14,8 +14,10 @@ from batchmill.store.tables import metadata, schema
 VERSION = 4
 
 
-def prepare(db: sa.Connection) -> None:
+def prepare(db: sa.Connection, *, upgrades: bool = True) -> None:
     """Create the tables of a new database, or upgrade those of an earlier version, in the caller's transaction.
+
+    Args: upgrades: False: an earlier version is left as it is; another process may own the database.
 
     Raises: InvalidConfig for a database of a later version, or of one that cannot be upgraded.
     """
@@ -33,4 +35,6 @@ def prepare(db: sa.Connection) -> None:
             f"has schema version {version}, and this batchmill requires {VERSION}: use the batchmill that wrote it, or "
             "another database (--data-dir, database.url)"
         )
+    if not upgrades:
+        return
     require("batchmill.store.upgrading", "an upgrade of the database").upgrade(db, version, VERSION)
