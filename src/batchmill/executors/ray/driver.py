@@ -56,6 +56,7 @@ HEAD_TRIES = 2
 LEAVE_S = 5.0  # for workers to write what is finished, after the owner has ended
 PROBE_S = 20.0  # for a node to tell its versions
 KILLED, LOST = -9, -1  # exit codes
+REFUSED = 77  # exit code of a caller without a token that the head has refused for it
 
 
 class DriverWorker:
@@ -317,9 +318,10 @@ def _demands_token(address: str) -> bool:
     if os.environ.get("RAY_AUTH_MODE") != "token":
         return False
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
-    code = (
-        "import sys; from ray._raylet import GcsClient; "
-        "GcsClient(address=sys.argv[1]).internal_kv_keys(b'', None, timeout=5)"
+    code = (  # a call that fails for another reason (no connection, a time limit) tells nothing about tokens
+        "import sys; from ray._raylet import GcsClient; from ray.exceptions import AuthenticationError\n"
+        "try: GcsClient(address=sys.argv[1]).internal_kv_keys(b'', None, timeout=5)\n"
+        f"except AuthenticationError: sys.exit({REFUSED})"
     )
     call = [sys.executable, "-P", "-c", code, address]
     try:
@@ -328,7 +330,7 @@ def _demands_token(address: str) -> bool:
         )
     except subprocess.TimeoutExpired:
         return False
-    return done.returncode != 0
+    return done.returncode == REFUSED
 
 
 def main(fd: int) -> int:
