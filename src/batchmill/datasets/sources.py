@@ -164,7 +164,7 @@ class ObjectSource:
     def _fetch(self, range_: _Range) -> None:
         try:
             range_.data.set_result(self._store.get_range(self._info, range_.start, range_.end))
-        except BaseException as error:  # whoever waits for the range gets it
+        except BaseException as error:  # the reader of the range gets it
             with self._lock:
                 self._ranges.pop(range_.start, None)  # the next read tries again
             range_.data.set_exception(error)

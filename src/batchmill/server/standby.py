@@ -30,7 +30,7 @@ class Standby:
 
     def __init__(self, sock: socket.socket, database: Database, clock: Clock) -> None:
         self._sock, self._database, self._clock = sock, database, clock
-        self.owner = ""  # its URL, told to callers with a valid key; empty: it serves nothing
+        self.owner = ""  # its URL, shown to callers with a valid key; empty: it serves nothing
         self._server: asyncio.Server | None = None
         self._requests: set[asyncio.Task[None]] = set()
         self._keys: tuple[float, KeyService] | None = None

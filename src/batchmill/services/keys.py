@@ -1,7 +1,7 @@
 """API keys: creates, lists, authenticates and revokes them. A key is shown once; only its digest is stored.
 
 A key can only mint keys with no more permissions than its own. The process that owns the data directory has the only
-KeyService, so that a revoked key is refused at once.
+KeyService, so that a revoked key is refused at once by the owner that revoked it.
 """
 
 from __future__ import annotations

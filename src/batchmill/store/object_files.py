@@ -173,7 +173,7 @@ class ObjectFiles:
             self.release(holder)
 
     def _is_held(self, key: str) -> bool:
-        """Whether somebody needs a path, or the folder of the job that it is in."""
+        """Whether a holder needs a path, or the folder of the job that it is in."""
         job = _job_of(key)
         return key in self._holds or (job is not None and f"jobs/{job}" in self._holds)
 

@@ -102,7 +102,7 @@ class OwnerLease:
                 with self._engine.begin() as db:
                     db.execute(owners.update().where(owners.c.epoch == self.epoch).values(heartbeat=None))
             except sa.exc.DBAPIError as error:
-                log.warning("the database was not told that its owner has ended: %s", error.orig)
+                log.warning("the end of this owner could not be stored in the database: %s", error.orig)
         self._engine.dispose()
 
     def _lose(self) -> None:

@@ -1,7 +1,7 @@
 """Segments in an object store: each sync of a worker becomes one object, named for its file and place in it.
 
 The file on the worker's disk is the spool: its bytes are there within 50 ms, and what it holds beyond the objects is
-put by whoever adopts it. Objects of one segment, one after the other, are the file.
+put by the process that adopts it. Objects of one segment, one after the other, are the file.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ObjectSegment(SegmentFile):
         self._is_closing = False
 
     def close(self) -> None:
-        """Sync and close. What is not yet an object was never committed: whoever adopts the file puts it."""
+        """Sync and close. What is not yet an object was never committed: the process that adopts the file puts it."""
         self._is_closing = True
         super().close()
 

@@ -76,7 +76,7 @@ class Provision(Struct, frozen=True):
 
     @property
     def has_secrets(self) -> bool:
-        """Whether whoever reads it learns a secret or a credential."""
+        """Whether a reader of it learns a secret or a credential."""
         return bool(self.secrets or (self.storage is not None and self.storage.environ))
 
 

@@ -90,7 +90,7 @@ class SegmentRef(Struct, frozen=True):
 
 
 class SegmentPlace(Struct, frozen=True):
-    """Where the segments of a job are, for whoever reads them."""
+    """Where the segments of a job are, for their readers."""
 
     folder: str
 

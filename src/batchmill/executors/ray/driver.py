@@ -66,7 +66,7 @@ class DriverWorker:
         self.number, self.placement = number, placement
         self.actor: Any = None
         self.node = ""  # id; empty: it waits for its place
-        self.why = ""  # it waits, as last told
+        self.why = ""  # it waits, as last reported
         self.was_killed = False
         self.pending: list[bytes] = []
         self.pending_bytes = 0

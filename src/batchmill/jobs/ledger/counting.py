@@ -75,7 +75,7 @@ class CommitBatch:
             )  # fmt: skip
 
     def add(self, commit: Commit, cost: float | None) -> bool:
-        """Count a commit; False: somebody else holds the shard, its job takes no more, or it was counted before.
+        """Count a commit; False: another worker holds the shard, its job takes no more, or it was counted before.
 
         Raises: LedgerBroken when positions are counted already.
         """
