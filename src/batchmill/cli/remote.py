@@ -19,6 +19,7 @@ from batchmill.cli.jobs.result_files import write_atomically
 from batchmill.cli.session import App, Progress, ResultStream, Session
 from batchmill.client import calls
 from batchmill.client.asynchronous import AsyncClient
+from batchmill.client.inputs import Source
 from batchmill.client.streams import FileContent
 from batchmill.config import Config
 from batchmill.errors import InvalidInput, UnknownName
@@ -125,9 +126,9 @@ class ServerJobs(JobsClient):
     async def submit(self, order: JobOrder) -> Submitted:
         """Upload the inputs and start the job. `watch` downloads the results once the job has ended."""
         _check_output(order)
-        _check_inputs(order)
         job = await self._client.submit(order.dataset.paths, **job_of(order))
-        self._names |= dict(zip(job.view.input, order.dataset.paths, strict=True))
+        uploads = [each for each in job.view.input if not is_object_url(each)]
+        self._names |= dict(zip(uploads, _local(order), strict=True))
         self._orders[job.id] = order
         return Submitted(job.id, "started")
 
@@ -232,31 +233,27 @@ def _check_output(order: JobOrder) -> None:
         raise InvalidInput(f"the folder {str(output.parent)!r} of the output cannot be written", code="invalid_output")
 
 
-def _check_inputs(order: JobOrder) -> None:
-    for path in filter(is_object_url, order.dataset.paths):
-        raise InvalidInput(
-            f"with --server the inputs are uploaded from this machine: {path} is an object; copy it here first, or "
-            "leave out --server",
-            code="invalid_input",
-        )
-
-
 @contextlib.asynccontextmanager
-async def _uploaded(client: AsyncClient, order: JobOrder) -> AsyncIterator[list[FileInfo]]:
-    """Upload the inputs, and remove them from the server at the end."""
-    _check_inputs(order)
+async def _uploaded(client: AsyncClient, order: JobOrder) -> AsyncIterator[list[Source]]:
+    """Upload the inputs, and remove them from the server at the end. It reads objects itself."""
     files: list[FileInfo] = []
     try:
-        for path in order.dataset.paths:
+        for path in _local(order):
             files.append(await client.upload(path))  # noqa: PERF401 - if one fails, those already sent are removed
-        yield files
+        yield [*files, *filter(is_object_url, order.dataset.paths)]
     finally:
         await client.discard([file.id for file in files])
 
 
-def _with_paths(report: SealReport, files: list[FileInfo], order: JobOrder) -> SealReport:
+def _local(order: JobOrder) -> list[str]:
+    """The inputs that lie on this machine."""
+    return [path for path in order.dataset.paths if not is_object_url(path)]
+
+
+def _with_paths(report: SealReport, files: list[Source], order: JobOrder) -> SealReport:
     """The report of validation with the paths of the inputs instead of their file ids."""
-    names = {file.id: path for file, path in zip(files, order.dataset.paths, strict=True)}
+    uploads = [file.id for file in files if isinstance(file, FileInfo)]
+    names = dict(zip(uploads, _local(order), strict=True))
     sources = [replace(each, path=names.get(each.path, each.path)) for each in report.seal.sources]
     problems = [replace(each, path=names.get(each.path, each.path)) for each in report.problems]
     return replace(report, seal=replace(report.seal, sources=sources), problems=problems)

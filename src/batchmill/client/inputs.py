@@ -15,6 +15,7 @@ from msgspec.structs import fields
 
 from batchmill.client.bundling import bundled, frame_columns
 from batchmill.errors import InvalidInput
+from batchmill.object_store.urls import is_object_url
 from batchmill.states import JobState
 from batchmill.types import JobView
 from batchmill.wire import adapter_bundles
@@ -59,9 +60,11 @@ def sources_of(inputs: Source | Iterable[Source]) -> list[Source]:
     return sources
 
 
-def is_file_id(source: Source) -> TypeGuard[str]:
-    """Whether `source` is the id of a file that the server has."""
-    return isinstance(source, str) and source.startswith(FILE_ID) and not os.path.exists(source)
+def is_at_server(source: Source) -> TypeGuard[str]:
+    """Whether the server reads `source` itself: the id of a file that it has, or the URL of an object."""
+    if not isinstance(source, str):
+        return False
+    return is_object_url(source) or (source.startswith(FILE_ID) and not os.path.exists(source))
 
 
 def filename_of(source: Source) -> str | None:

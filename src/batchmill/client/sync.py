@@ -25,7 +25,7 @@ from batchmill.client.inputs import (
     filename_of,
     function_bundle,
     is_adapter_folder,
-    is_file_id,
+    is_at_server,
     opened,
     size_of,
     sources_of,
@@ -347,7 +347,7 @@ class Client:
         for source in sources_of(inputs):
             if isinstance(source, FileInfo):
                 file_ids.append(source.id)
-            elif is_file_id(source):
+            elif is_at_server(source):
                 file_ids.append(source)
             else:
                 file_id = (self.upload(source, filename=filename_of(source))).id

@@ -31,6 +31,7 @@ from batchmill.config.entries import (
     WebhookEntry,
 )
 from batchmill.errors import InvalidConfig
+from batchmill.object_store.prefixes import check_prefixes
 from batchmill.object_store.urls import parse_url
 from batchmill.types import Limits, Price, ProjectQuotas, Quotas
 from batchmill.types.cluster import ClusterEntry
@@ -230,6 +231,7 @@ def _check_serving(read: File) -> None:
             raise InvalidConfig(
                 f"projects.{name}.weight must be more than 0 and at most {WEIGHT_MAX:,.0f}, not {project.weight}"
             )
+        check_prefixes(f"projects.{name}.objects", project.objects, read.storage.objects)
         for model in project.models or ():
             is_known = any(model == known or model in entry.adapters for known, entry in read.models.items())
             if not (is_known or read.deployments.offers(model)):

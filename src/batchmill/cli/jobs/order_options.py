@@ -125,6 +125,13 @@ def order_options(command: C) -> C:
     return command
 
 
+def _inputs(patterns: list[str], leave_out: list[str], *, is_local: bool) -> list[str]:
+    """The files of an order. A server finds the objects itself: this machine needs no credentials of its store."""
+    urls = [] if is_local else [each for each in patterns if is_object_url(each)]
+    local = [each for each in patterns if each not in urls]
+    return [*(formats.resolve(local, leave_out) if local or not urls else ()), *urls]
+
+
 async def build_order(session: Session, config: Config, options: dict[str, Any]) -> JobOrder:
     """Build the order from the options of a command line. Raises: InvalidInput."""
     is_local = session.server_url is None
@@ -134,7 +141,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
         output = _absolute(session.cwd, output)
     order = JobOrder(
         dataset=DatasetSpec(
-            paths=formats.resolve(list(options["inputs"]), [] if output is None else output_files(output)),
+            paths=_inputs(list(options["inputs"]), [] if output is None else output_files(output), is_local=is_local),
             format=options["format_"],
             copy=options["copy"],
             **msgspec.structs.asdict(config.limits),

@@ -87,8 +87,8 @@ class NativeJobs:
             view = self._redactor.job(*await self._project_jobs.show_with_results(call.caller, existing))
             return json_reply(Accepted("repeated", view), 201)
         call.spend()
-        async with self._orders.inputs(call.caller, body) as records:
-            order = self._orders.job(call.caller, body, records, once)
+        async with self._orders.inputs(call.caller, body) as inputs:
+            order = self._orders.job(call.caller, body, inputs, once)
             submitted = await self._project_jobs.submit(call.caller, order)
         # The job is stored now. The caller gets its id even if the view fails.
         try:

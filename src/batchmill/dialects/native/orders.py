@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
+from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.errors import InvalidInput
+from batchmill.object_store.urls import is_object_url
+from batchmill.services.caller_objects import CallerObjects
 from batchmill.services.files import FileRecord
 from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.project_jobs import NO_RESULTS, ResultIds
@@ -27,7 +30,7 @@ from batchmill.types import (
     Wait,
 )
 from batchmill.wire.bundles import ModelVersion
-from batchmill.wire.native import FileInfo, NewJob, SealReport, Work
+from batchmill.wire.native import FILES_MAX, FileInfo, NewJob, SealReport, Work
 
 FRONTEND = "native"
 
@@ -43,7 +46,7 @@ class Redactor:
         origin = view.origin or {}
         return replace(
             view,
-            input=[Path(path).name for path in view.input],
+            input=[_public_name(path, origin) for path in view.input],
             output=results.output,
             errors_output=results.errors,
             origin=_public_origin(origin),
@@ -51,7 +54,8 @@ class Redactor:
             notes=[self.text(note) for note in view.notes],
             routing=[self.text(sentence) for sentence in view.routing],
             problems=[
-                replace(each, path=Path(each.path).name, message=self.text(each.message)) for each in view.problems
+                replace(each, path=_public_name(each.path, origin), message=self.text(each.message))
+                for each in view.problems
             ],
             error_samples={code: self.text(sample) for code, sample in view.error_samples.items()},
         )
@@ -74,19 +78,26 @@ class Redactor:
         )
 
     def report(self, report: SealReport) -> SealReport:
-        """Return the report of a validation. Its paths are ids of files."""
+        """Return the report of a validation. Its paths are ids of files, or URLs of objects that the caller named."""
         seal = report.seal
+        own = {"frontend": FRONTEND}
         return replace(
             report,
             seal=replace(
                 seal,
-                files=[replace(each, path=Path(each.path).name) for each in seal.files],
-                sources=[replace(each, path=Path(each.path).name) for each in seal.sources],
+                files=[replace(each, path=_public_name(each.path, own)) for each in seal.files],
+                sources=[replace(each, path=_public_name(each.path, own)) for each in seal.sources],
             ),
             problems=[
-                replace(each, path=Path(each.path).name, message=self.text(each.message)) for each in report.problems
+                replace(each, path=_public_name(each.path, own), message=self.text(each.message))
+                for each in report.problems
             ],
         )
+
+
+def _public_name(path: str, origin: dict) -> str:
+    """The URL of an object that an order of this API named; else the last part, which is a file's id."""
+    return path if is_object_url(path) and origin.get("frontend") == FRONTEND else Path(path).name
 
 
 def _public_origin(origin: dict) -> dict:
@@ -108,36 +119,57 @@ FORMATS = {".csv": "csv", ".parquet": "parquet"}
 CODECS = (".gz", ".zst")
 
 
+class Inputs(Struct, frozen=True):
+    """What an order reads. `paths` and `names` are in the order in which it names them."""
+
+    paths: list[str]
+    names: dict[str, str]  # id of a file -> the name under which it was uploaded; URL of an object -> itself
+
+
 class Orders:
-    """Makes orders. Raises: UnknownName for a file or model of another project; InvalidInput."""
+    """Makes orders.
+
+    Raises: UnknownName for a file or model of another project; Forbidden for an object of others; InvalidInput.
+    """
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._objects = CallerObjects(services.config.projects)
 
     @contextlib.asynccontextmanager
-    async def inputs(self, caller: Caller, work: Work) -> AsyncIterator[list[FileRecord]]:
-        """Hold the files of an order, so that they are not deleted before it is stored."""
+    async def inputs(self, caller: Caller, work: Work) -> AsyncIterator[Inputs]:
+        """Find the inputs of an order, and hold its files, so that they are not deleted before it is stored.
+
+        Raises: Unavailable where the object store does not answer, or refuses the server's credentials.
+        """
         repeated = [file_id for at, file_id in enumerate(work.files) if file_id in work.files[:at]]
         if repeated:
             raise InvalidInput(f"the file {repeated[0]!r} is named twice", code="duplicate_file")
+        self._objects.check(caller.project, work.files)
+        paths: list[str] = []
+        names: dict[str, str] = {}
         async with contextlib.AsyncExitStack() as stack:
-            records = []
-            for file_id in work.files:
-                record = await stack.enter_async_context(self._services.files.hold(caller.project, file_id))
-                if record.purpose not in READABLE:
-                    raise InvalidInput(
-                        f"the file {record.id} has the purpose {record.purpose!r}: an input needs the purpose "
-                        f"{' or '.join(READABLE)}",
-                        code="wrong_purpose",
-                    )
-                records.append(record)
-            yield records
+            for each in work.files:
+                if is_object_url(each):
+                    urls = await self._objects.find(caller.project, each)
+                    paths += urls
+                    names |= dict(zip(urls, urls, strict=True))
+                else:
+                    record = await stack.enter_async_context(self._services.files.hold(caller.project, each))
+                    _check_purpose(record)
+                    paths.append(str(self._services.files.path(record)))
+                    names[record.id] = record.filename
+                if len(paths) > FILES_MAX:
+                    raise InvalidInput(f"the inputs match more than {FILES_MAX:,} files", code="too_many_files")
+            if len(names) < len(paths):
+                raise InvalidInput("two of the inputs match the same object", code="duplicate_file")
+            yield Inputs(paths, names)
 
-    def work(self, caller: Caller, work: Work, records: Sequence[FileRecord]) -> JobOrder:
+    def work(self, caller: Caller, work: Work, inputs: Inputs) -> JobOrder:
         """Return an order without the settings that only a job has."""
         config = self._services.config
         models = self._models(caller, work)
-        if not work.models and (work.prompt is not None or self._format(work, records) in ("csv", "parquet")):
+        if not work.models and (work.prompt is not None or self._format(work, inputs) in ("csv", "parquet")):
             raise InvalidInput(
                 "the rows of a table name no model: set `models` to one of "
                 f"{', '.join(model.name for model in models) or 'none, because this key may use no model'}",
@@ -145,8 +177,8 @@ class Orders:
             )
         return JobOrder(
             dataset=DatasetSpec(
-                [str(self._services.files.path(record)) for record in records],
-                format=self._format(work, records),
+                inputs.paths,
+                format=self._format(work, inputs),
                 **msgspec.structs.asdict(config.limits),
             ),
             models=models,
@@ -165,9 +197,9 @@ class Orders:
             project=caller.project,
         )
 
-    def job(self, caller: Caller, job: NewJob, records: Sequence[FileRecord], once: Once) -> JobOrder:
+    def job(self, caller: Caller, job: NewJob, inputs: Inputs, once: Once) -> JobOrder:
         """Return the order of a job."""
-        base = self.work(caller, job, records)
+        base = self.work(caller, job, inputs)
         policy = Policy(
             on_invalid=job.on_invalid,
             dedupe=job.dedupe,
@@ -178,8 +210,8 @@ class Orders:
         )
         origin = {
             "frontend": FRONTEND,
-            "input_file_ids": [record.id for record in records],
-            "files": {record.id: record.filename for record in records},
+            "input_file_ids": list(inputs.names),
+            "files": inputs.names,
             "key": caller.key,
         }
         fields = {
@@ -217,16 +249,25 @@ class Orders:
         return directory.each_once(caller, chosen) if chosen else directory.specs(caller)
 
     @staticmethod
-    def _format(work: Work, records: Sequence[FileRecord]) -> str | None:
+    def _format(work: Work, inputs: Inputs) -> str | None:
         """Return the format of the files, by the names under which they were uploaded."""
         if work.format is not None:
             return work.format
-        formats = {_format_of(record.filename) for record in records}
+        formats = {_format_of(name) for name in inputs.names.values()}
         if len(formats) > 1:
-            names = ", ".join(record.filename for record in records[:10])
+            names = ", ".join(list(inputs.names.values())[:10])
             raise InvalidInput(f"the files of a dataset must have one format: {names}", code="format_mismatch")
         # Without `models`, JSON lines must be OpenAI rows, because only those name a model.
         return formats.pop() or (None if work.models else "openai")
+
+
+def _check_purpose(record: FileRecord) -> None:
+    if record.purpose not in READABLE:
+        raise InvalidInput(
+            f"the file {record.id} has the purpose {record.purpose!r}: an input needs the purpose "
+            f"{' or '.join(READABLE)}",
+            code="wrong_purpose",
+        )
 
 
 def _format_of(filename: str) -> str | None:

@@ -38,20 +38,20 @@ class Previews:
         )
 
     async def validate(self, call: Call) -> Response:
-        async with self._orders.inputs(call.caller, call.body) as records:
-            work = self._previews.validate(self._orders.work(call.caller, call.body, records))
+        async with self._orders.inputs(call.caller, call.body) as inputs:
+            work = self._previews.validate(self._orders.work(call.caller, call.body, inputs))
             report = await self._run(call, work)
         return json_reply(self._redactor.report(report))
 
     async def plan(self, call: Call) -> Response:
-        async with self._orders.inputs(call.caller, call.body) as records:
-            work = self._previews.plan(self._orders.work(call.caller, call.body, records))
+        async with self._orders.inputs(call.caller, call.body) as inputs:
+            work = self._previews.plan(self._orders.work(call.caller, call.body, inputs))
             preview = await self._run(call, work)
         return json_reply(Planned(self._redactor.report(preview.report), preview.plan))
 
     async def estimate(self, call: Call) -> Response:
-        async with self._orders.inputs(call.caller, call.body) as records:
-            order = self._orders.work(call.caller, call.body, records)
+        async with self._orders.inputs(call.caller, call.body) as inputs:
+            order = self._orders.work(call.caller, call.body, inputs)
             preview = await self._run(call, self._previews.estimate(order, await self._rate(call.caller, order)))
         return json_reply(Estimated(self._redactor.report(preview.report), preview.estimate))
 
