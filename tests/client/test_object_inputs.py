@@ -4,15 +4,17 @@ import asyncio
 import os
 import sys
 from asyncio.subprocess import PIPE, STDOUT
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 import pytest
 from dialects.open_server import CONFIG, open_server
+from fakes.faulty_objects import FaultyObjects, faulty_objects
 from fakes.s3_server import bucket_client, s3_environment, s3_server
 
 from batchmill.client.asynchronous import AsyncClient
 from batchmill.errors import BatchmillError
+from batchmill.services.caller_objects import PATTERNS_MAX
 
 BUCKET = "data"
 OBJECTS = f"""
@@ -27,9 +29,16 @@ class Stage:
         self.client = AsyncClient(url, "none")
 
 
+@pytest.fixture(scope="module")
+def faults() -> Iterator[FaultyObjects]:
+    with s3_server() as url, faulty_objects(url) as plan:
+        yield plan
+
+
 @pytest.fixture
-async def stage(tmp_path, monkeypatch) -> AsyncIterator[Stage]:
-    with s3_server() as s3, bucket_client(s3, BUCKET) as bucket:
+async def stage(faults, tmp_path, monkeypatch) -> AsyncIterator[Stage]:
+    s3 = faults.url
+    with bucket_client(s3, BUCKET) as bucket:
         for name, value in s3_environment(s3).items():
             monkeypatch.setenv(name, value)
         for key, numbers in (("team-a/in/a.jsonl", (1, 2)), ("team-a/in/b.jsonl", (3,)), ("team-b/x.jsonl", (4,))):
@@ -69,6 +78,23 @@ async def test_a_server_reads_objects_for_callers(stage, tmp_path):
     with pytest.raises(BatchmillError) as error:
         await stage.client.submit([glob, f"s3://{BUCKET}/team-a/in/a.jsonl"], model="double")
     assert error.value.code == "duplicate_file"
+    globs = [f"s3://{BUCKET}/team-a/{number}*" for number in range(PATTERNS_MAX + 1)]
+    for named, code in ((globs, "too_many_patterns"), (globs[1:], "no_input")):
+        with pytest.raises(BatchmillError) as error:
+            await stage.client.submit(named, model="double")
+        assert error.value.code == code
+
+
+async def test_callers_learn_nothing_of_the_store(stage, faults):
+    """Where the store refuses the server's credentials, the reply has neither its words nor its address."""
+    faults.always["GET"] = "denied"
+    try:
+        with pytest.raises(BatchmillError, match="refuses the server's credentials; try again later") as error:
+            await stage.client.submit(f"s3://{BUCKET}/team-a/in/", model="double")
+    finally:
+        faults.always.clear()
+    assert error.value.code == "store_unavailable"
+    assert "AccessDenied" not in error.value.message and "127.0.0.1" not in error.value.message
 
 
 async def test_a_command_needs_no_credentials(stage, tmp_path):

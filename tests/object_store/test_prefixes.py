@@ -47,7 +47,7 @@ def test_what_is_no_folder_or_not_theirs_is_refused(prefix, storage, expected):
 
 @pytest.mark.parametrize("prefix", ["s3://data/a/../b/", "s3:///a/", "s3://key@data/", "s3://data//"])
 def test_what_is_no_url_is_refused(prefix):
-    with pytest.raises(InvalidInput, match="not a URL of an object"):
+    with pytest.raises(InvalidConfig, match="projects.a.objects: .* is not a URL of an object"):
         check_prefixes("projects.a.objects", [prefix], None)
 
 

@@ -236,16 +236,22 @@ def _describe_object(path: str) -> SealedFile:
         raise InvalidDataset(error.message, code=error.code) from None
 
 
+def is_pattern(text: str) -> bool:
+    """Whether the URL of an object names a folder or is a glob, for which a store is listed. Raises: InvalidInput."""
+    key = parse_url(text).key
+    return not key or key.endswith("/") or glob.has_magic(key)
+
+
 def find_objects(pattern: str, skipped: Collection[str], is_wanted: Callable[[str], bool]) -> list[str]:
     """The URLs of the objects that a URL names or matches. A folder ends with a slash: the objects directly in it that
     `is_wanted` by their names count.
 
     Raises: InvalidDataset (`no_input`, `too_many_objects`), AuthRefused, StorageFailed.
     """
+    if not is_pattern(pattern):
+        return [pattern]
     url = parse_url(pattern)
     is_folder = not url.key or url.key.endswith("/")
-    if not is_folder and not glob.has_magic(url.key):
-        return [pattern]
     prefix = url.key if is_folder else _MAGIC.split(url.key, maxsplit=1)[0]
     found = []
     try:
@@ -273,12 +279,24 @@ def find_objects(pattern: str, skipped: Collection[str], is_wanted: Callable[[st
 
 
 def _matches(parts: list[str], names: list[str]) -> bool:
-    """Whether a glob matches a key, both split at slashes; `**` stands for any number of folders."""
-    if not parts:
-        return not names
-    if parts[0] == "**":
-        return any(_matches(parts[1:], names[at:]) for at in range(len(names) + 1))
-    return bool(names) and fnmatch.fnmatchcase(names[0], parts[0]) and _matches(parts[1:], names[1:])
+    """Whether a glob matches a key, both split at slashes; `**` stands for any number of folders.
+
+    Only the last `**` is ever extended, so that a glob of a caller takes no more steps than parts times names.
+    """
+    part = name = 0
+    after = extended = -1  # the part behind the last `**`, and the name that it began at
+    while name < len(names):
+        if part < len(parts) and parts[part] == "**":
+            part = after = part + 1
+            extended = name
+        elif part < len(parts) and fnmatch.fnmatchcase(names[name], parts[part]):
+            part, name = part + 1, name + 1
+        elif after >= 0:
+            extended += 1
+            part, name = after, extended
+        else:
+            return False
+    return all(each == "**" for each in parts[part:])
 
 
 def sealed_object(root: str, info: ObjectInfo) -> SealedFile:

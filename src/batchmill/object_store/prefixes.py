@@ -21,7 +21,7 @@ def check_prefixes(setting: str, prefixes: Sequence[str], storage: str | None) -
     """Check the prefixes of a project.
 
     Args: storage: the URL of `storage.objects`, which no prefix may contain or lie in.
-    Raises: InvalidConfig; InvalidInput (`invalid_url`).
+    Raises: InvalidConfig.
     """
     if len(prefixes) > PREFIXES_MAX:
         raise InvalidConfig(f"{setting} has {len(prefixes)} prefixes: {PREFIXES_MAX} are the most")
@@ -30,7 +30,10 @@ def check_prefixes(setting: str, prefixes: Sequence[str], storage: str | None) -
         if not is_object_url(prefix):
             schemes = ", ".join(f"{each}://" for each in BUCKETS)
             raise InvalidConfig(f"{setting}: {shown} must begin with one of {schemes}")
-        url = parse_url(prefix)
+        try:
+            url = parse_url(prefix)
+        except InvalidInput as error:
+            raise InvalidConfig(f"{setting}: {error.message}") from None
         if not prefix.endswith("/"):
             raise InvalidConfig(f"{setting}: {shown} must end with a slash, so that it is a folder: write '{prefix}/'")
         if not _BUCKET.fullmatch(url.bucket):
