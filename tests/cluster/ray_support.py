@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 
 SCRIPT = Path(__file__).parent.parent / "fakes" / "ray_nodes.py"
 ENVIRONMENT = {
-    "RAY_kill_child_processes_on_worker_exit_with_raylet_subreaper": "true",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_AUTO_CONNECT": "0",
 }
@@ -23,6 +23,12 @@ def ray_python() -> str:
     if not python:
         pytest.fail("BATCHMILL_RAY_PYTHON names no interpreter with batchmill[ray]: `make ray` makes .venv-ray")
     return python
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
 
 
 class Nodes:

@@ -32,9 +32,9 @@ REFUSED = {
 }
 
 
-def load(tmp_path: Path, text: str) -> config.Config:
+def load(tmp_path: Path, text: str, executor: str | None = None) -> config.Config:
     (tmp_path / "batchmill.toml").write_text(text)
-    return config.load(environ={}, cwd=tmp_path)
+    return config.load(environ={}, cwd=tmp_path, executor=executor)
 
 
 def test_settings_without_an_effect_are_refused(tmp_path):
@@ -48,6 +48,15 @@ def test_settings_without_an_effect_are_refused(tmp_path):
 def test_an_address_may_stand_without_an_executor(tmp_path):
     """`--executor ray` chooses the cluster of the file for one command."""
     assert load(tmp_path, '[cluster]\naddress = "local"').cluster.address == "local"
+
+
+def test_the_flag_counts_as_the_file(tmp_path):
+    """With `--executor ray` a model may name what only a cluster deals, and [machine] is refused."""
+    text = '[models.m]\nengine = "function"\nsource = "a.py:f"\ncpus = 2\nresources = { spot = 1 }'
+    read = load(tmp_path, text, "ray")
+    assert read.cluster.executor == "ray" and read.models["m"].cpus == 2
+    with pytest.raises(InvalidConfig, match="no effect on a cluster"):
+        load(tmp_path, '[machine]\nmemory = "1GiB"', "ray")
 
 
 def test_a_worker_says_what_it_waits_for():

@@ -9,21 +9,32 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from contract.executor_suite import FORKS, ExecutorSuite
+from contract.executor_suite import ROWS, ExecutorSuite
 from msgspec.structs import replace
 from ray_support import Nodes, ray_nodes, ray_python
 
-from batchmill.executors.ray.executor import RayExecutor
-from batchmill.types import ModelSpec, Needs, Provision
+from batchmill.executors.ray.executor import UNSENT_BYTES, RayExecutor
+from batchmill.executors.ray.frames import Beat
+from batchmill.types import Lease, LiveRequest, ModelSpec, Needs, Provision
 from batchmill.types.cluster import ClusterEntry
-from batchmill.wire.messages import Failed, Provide, Ready, Start
+from batchmill.wire.messages import AnswerLive, Failed, Grant, Provide, Ready, Start
 
+WAITS = """
+import time
+from pathlib import Path
+
+def double(n):
+    if n == 20:
+        Path(__file__).with_name("reached").write_text("yes")
+        time.sleep(600)
+    return 2 * n
+"""
 HOSTILE = Path(__file__).parent.parent / "fakes" / "hostile_actor.py"
 
 
 @pytest.fixture(scope="module")
 def nodes():
-    with ray_nodes(2) as cluster:
+    with ray_nodes(2, 1) as cluster:
         yield cluster
 
 
@@ -61,14 +72,45 @@ class TestRayExecutor(ExecutorSuite):
         assert failed.code == "data_dir_not_shared" and str(tmp_path) in failed.message
         assert await worker.wait() == 1
 
-    async def test_what_a_worker_forked_keeps_nobody_waiting(self, executor, start, tmp_path):
-        """A worker that dies has gone, whatever it forked: that stays on its node, where nobody waits for it."""
-        (tmp_path / "app.py").write_text(FORKS)
+    async def test_a_worker_leaves_at_a_sigterm(self, executor, start, tmp_path):
+        """A worker that gets SIGTERM in the middle of a row ends, and nobody is blamed for it."""
+        (tmp_path / "app.py").write_text(WAITS)
+        os.mkfifo(tmp_path / "reached")
         worker = await executor.start(start)
         await self.expect(worker, Ready)
-        os.kill(worker.pid, signal.SIGKILL)
-        assert await worker.wait() == -signal.SIGKILL and not worker.is_lost
-        os.kill(int((tmp_path / "forked").read_text()), signal.SIGKILL)
+        self.open_job(worker, tmp_path)
+        worker.send(Grant(Lease("job_1", 0, 0, 1), 0, 0, ROWS))
+        await asyncio.to_thread((tmp_path / "reached").read_text)
+        os.kill(worker.pid, signal.SIGTERM)
+        assert await worker.wait() == -1 and worker.is_lost
+
+    async def test_a_worker_leaves_a_node_that_will_end(self, executor, start, nodes):
+        """A worker whose node gets a termination notice ends, and nobody is blamed for it."""
+        needs = Needs(resources={"node1": 1})
+        worker = await executor.start(replace(start, model=replace(start.model, needs=needs)))
+        await self.expect(worker, Ready)
+        await asyncio.to_thread(nodes.does, "drain 1")
+        assert await worker.wait() == -1 and worker.is_lost
+        await asyncio.to_thread(nodes.does, "remove 1")
+
+    async def test_a_placement_that_ray_refuses_fails_alone(self, executor, start):
+        """A worker that Ray does not accept ends, with Ray's words in its log; the driver serves the others."""
+        needs = Needs(resources={"GPU": 1})
+        worker = await executor.start(replace(start, worker="w2", model=replace(start.model, needs=needs)))
+        assert await worker.wait() == 1 and not worker.is_lost
+        assert "num_gpus" in (Path(start.home) / "w2.log").read_text()
+        await self.expect(await executor.start(start), Ready)
+
+    async def test_a_driver_that_fails_says_why(self, executor, start):
+        """A bug of the driver is told in its words. Its workers are lost, and the next driver runs others."""
+        worker = await executor.start(start)
+        await self.expect(worker, Ready)
+        executor.send(Beat())  # nothing that an owner says
+        assert await worker.wait() == -1 and worker.is_lost
+        while not executor.why:
+            await asyncio.sleep(0)
+        assert "the driver failed: ValidationError" in executor.why
+        await self.expect(await executor.start(replace(start, worker="w2")), Ready)
 
     async def test_what_a_dead_owner_left_is_swept(self, executor, start):
         """Sweeping ends the driver: its workers are lost, which nobody is blamed for. The next driver runs others."""
@@ -78,6 +120,23 @@ class TestRayExecutor(ExecutorSuite):
         assert await worker.wait() == -1 and worker.is_lost
         second = await executor.start(replace(start, worker="w2"))
         await self.expect(second, Ready)
+
+
+async def test_a_driver_that_hangs_is_replaced(nodes, tmp_path):
+    """A driver that reads or says nothing counts as lost: the owner holds a bounded number of bytes for it."""
+    (tmp_path / "app.py").write_text("def double(n):\n    return 2 * n\n")
+    executor = RayExecutor(entry(nodes), tmp_path, lambda model: {}, beat_s=0.5)
+    start = Start("w", ModelSpec("double", "function", f"{tmp_path / 'app.py'}:double"), str(tmp_path / "home"))
+    message = AnswerLive(1, LiveRequest("/v1/x", bytes(8 * 1024 * 1024)))
+    for name, sent in (("full", UNSENT_BYTES // len(message.request.body) + 1), ("silent", 0)):
+        worker = await executor.start(replace(start, worker=name))
+        await ExecutorSuite.expect(worker, Ready)
+        os.kill(int((tmp_path / "workers" / "ray-driver.pid").read_text().split()[0]), signal.SIGSTOP)
+        for _ in range(sent):
+            worker.send(message)
+        assert await worker.wait() == -1 and worker.is_lost
+        assert executor.why.endswith("takes no messages" if sent else "said nothing for 7.5 s")
+    await executor.close()
 
 
 async def test_an_open_cluster_gets_no_secret(nodes, tmp_path):

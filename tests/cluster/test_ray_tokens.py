@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray_support import ray_python
+from ray_support import free_port, ray_python
 
 TOKEN = "ab" * 32
 HEAD = """
@@ -25,12 +25,6 @@ os.execv(server, [
 ])
 """
 ASK = "import sys; from batchmill.executors.ray.driver import _demands_token; print(_demands_token(sys.argv[1]))"
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -1,14 +1,18 @@
 """A Ray cluster on this machine: `python ray_nodes.py PORT CPUS…`, one node for each number; PORT 0: any port.
 
-It prints the head's address, and obeys lines on standard input: "remove N" (a node), "end". It runs in the environment
-that has Ray.
+It prints the head's address, and obeys lines on standard input: "drain N" (node N will be ended), "remove N", "end".
+Node N has the resource "nodeN". It runs in the environment that has Ray.
 """
 
 import sys
+import time
 
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 
 STORE_BYTES = 80 * 1024 * 1024
+PREEMPTION = 2  # as Ray numbers the reasons to drain a node
+NOTICE_S = 600.0
 
 
 def main() -> None:
@@ -19,10 +23,17 @@ def main() -> None:
             "num_cpus": int(sys.argv[2]), "object_store_memory": STORE_BYTES, "include_dashboard": False, **port,
         },
     )  # fmt: skip
-    nodes = [cluster.add_node(num_cpus=int(cpus), object_store_memory=STORE_BYTES) for cpus in sys.argv[3:]]
+    nodes = [
+        cluster.add_node(num_cpus=int(cpus), object_store_memory=STORE_BYTES, resources={f"node{number}": 1})
+        for number, cpus in enumerate(sys.argv[3:], 1)
+    ]
     print(cluster.address, flush=True)
     for line in sys.stdin:
         match line.split():
+            case ["drain", number]:
+                ends_at_ms = int(1000 * (time.time() + NOTICE_S))
+                client = GcsClient(address=cluster.address)
+                client.drain_node(nodes[int(number) - 1].node_id, PREEMPTION, "a spot machine ends", ends_at_ms)
             case ["remove", number]:
                 cluster.remove_node(nodes[int(number) - 1], allow_graceful=False)
             case ["end"]:

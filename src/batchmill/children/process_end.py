@@ -1,6 +1,7 @@
 """Detects the end of a process from the process itself, not from its socket or pipe.
 
 Whatever the process forked holds these open too: an end of file may come long after the process has gone, or never.
+Run as a program, `process_end.py LEADER` waits for the end of its standard input, then kills the session of LEADER.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 
@@ -22,11 +24,11 @@ def kill_group(pid: int) -> None:
 
 
 def kill_session(leader: int) -> None:
-    """Kill every process of a session, in whatever process groups they are. Blocks: it reads /proc."""
+    """Kill every other process of a session, in whatever process groups they are. Blocks: it reads /proc."""
     kill_group(leader)
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
-            if name.isdecimal() and os.getsid(int(name)) == leader:
+            if name.isdecimal() and int(name) != os.getpid() and os.getsid(int(name)) == leader:
                 os.kill(int(name), signal.SIGKILL)
 
 
@@ -51,3 +53,8 @@ def boot_id() -> str:
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"  # containers share the boot, not the ids
     except OSError:
         return ""
+
+
+if __name__ == "__main__":
+    sys.stdin.buffer.read()
+    kill_session(int(sys.argv[1]))

@@ -208,8 +208,12 @@ class Session:
     def cwd(self) -> Path:
         return Path.cwd()
 
-    def config(self) -> Config:
-        """Load the configuration. Raises: InvalidConfig; InvalidInput for a flag that has no meaning at a server."""
+    def config(self, *, executor: str | None = None) -> Config:
+        """Load the configuration.
+
+        Args: executor: instead of cluster.executor.
+        Raises: InvalidConfig; InvalidInput for a flag that has no meaning at a server.
+        """
         if self.server_url is not None:
             for flag, value in (("--data-dir", self.data_dir), ("--config", self.config_file)):
                 if value is not None:
@@ -219,7 +223,7 @@ class Session:
                     )
         loaded = config.load(
             environ=os.environ, cwd=self.cwd, data_dir=self.data_dir, config_file=self.config_file,
-            reads_file=self.server_url is None,
+            reads_file=self.server_url is None, executor=executor,
         )  # fmt: skip
         refuse_non_utf8(str(loaded.data_dir))
         return loaded

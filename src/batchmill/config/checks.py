@@ -298,15 +298,18 @@ def load(
     data_dir: str | None = None,
     config_file: str | None = None,
     reads_file: bool = True,
+    executor: str | None = None,
 ) -> Config:
     """The configuration of a command started in `cwd`; `data_dir` and `config_file` are its flags.
 
-    Args: reads_file: False for a command that works at a server, whose configuration is the server's own.
+    Args:
+        reads_file: False for a command that works at a server, whose configuration is the server's own.
+        executor: a flag, instead of cluster.executor.
 
     Raises: InvalidConfig, naming the file, the key and the way out.
     """
     path = _config_path(config_file or environ.get("BATCHMILL_CONFIG"), cwd) if reads_file else None
-    read = File() if path is None else _read(path)
+    read = _with_executor(File(), executor) if path is None else _read(path, executor)
     base = cwd if path is None else path.parent
     chosen = data_dir or environ.get("BATCHMILL_DATA_DIR")
     if chosen:
@@ -340,7 +343,11 @@ def _config_path(named: str | None, cwd: Path) -> Path | None:
     return found.resolve() if found.exists() else None
 
 
-def _read(path: Path) -> File:
+def _with_executor(read: File, executor: str | None) -> File:
+    return read if executor is None else replace(read, cluster=replace(read.cluster, executor=executor))
+
+
+def _read(path: Path, executor: str | None) -> File:
     try:
         with path.open("rb") as file:
             data = file.read(FILE_BYTES_MAX + 1)
@@ -354,7 +361,7 @@ def _read(path: Path) -> File:
         raise InvalidConfig(f"{path} is not TOML: {error}") from None
     try:
         check_keys(table)
-        read = msgspec.convert(table, File)
+        read = _with_executor(msgspec.convert(table, File), executor)
         read = replace(read, models={name: one_count(name, each) for name, each in read.models.items()})
         check_values(read)
     except (msgspec.ValidationError, InvalidConfig) as error:

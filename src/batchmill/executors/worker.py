@@ -79,6 +79,7 @@ NICENESS = 5
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSED_FOR_ALL = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)  # a retry fails in the same way
 STOP_S = 10.0  # for an engine to stop once its owner has ended
+EVICT_S = 10.0  # for a worker whose node goes away to commit what is finished
 
 
 class WorkerChannel(Protocol):
@@ -125,7 +126,7 @@ class Worker:
         self._calling = Calling(self._engine, self._send)
         self._notes = NoteClient(self._send)
         self._owner_gone = asyncio.Event()
-        self._failed = False
+        self._failed = self._is_evicted = False
 
     def adopt(self, prepared: Prepared) -> None:
         """Give the engine what was started ahead for it. Called before `run`."""
@@ -149,6 +150,8 @@ class Worker:
             # The owner died, or this worker cannot continue: write finished outcomes for the next owner.
             self._recorder.flush()
             working.cancel()
+            if self._is_evicted:
+                await self._commit_finished()
         self._answering.end()
         for task in (owner_gone, *background):
             task.cancel()
@@ -157,6 +160,17 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._engine.stop(), STOP_S)
         return 1 if self._failed else 0
+
+    def evict(self) -> None:
+        """Its node is going away: begin no row, commit what is finished, and end."""
+        self._is_evicted = True
+        self._owner_gone.set()
+
+    async def _commit_finished(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(EVICT_S):
+                for held in list(self._held.values()):
+                    await self._recorder.settle(held)
 
     async def _work(self) -> None:
         try:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from msgspec import Struct
-from msgspec.structs import replace
 
 from batchmill.cli.jobs.displays import Display, display_for, done
 from batchmill.cli.jobs.order_options import build_order, deadline_option, order_options
@@ -19,10 +18,9 @@ from batchmill.cli.session import Session
 from batchmill.cli.text import clean, count
 from batchmill.cli.values import COUNT, POSITIVE
 from batchmill.config import Config
-from batchmill.errors import InvalidConfig, InvalidInput, InvalidTransition
+from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.types import JobView, Submitted
 from batchmill.types.cluster import EXECUTORS
-from batchmill.types.machines import MachineEntry
 from batchmill.wire.native import PRIORITY_MAX
 
 if TYPE_CHECKING:
@@ -157,11 +155,7 @@ def run(session: Session, **options: Any) -> int:
     executor = options.pop("executor")
     if executor is not None and session.server_url is not None:
         raise InvalidInput(f"the server {session.server_url} has workers of its own: leave --executor out")
-    config = session.config()
-    if executor is not None:
-        if config.machine != MachineEntry():
-            raise InvalidConfig("[machine] has no effect on a cluster, where Ray deals memory and GPUs: leave it out")
-        config = replace(config, cluster=replace(config.cluster, executor=executor))
+    config = session.config(executor=executor)
     return session.run(_run(session, config, options))
 
 

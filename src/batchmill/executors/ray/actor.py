@@ -19,7 +19,8 @@ from msgspec import Struct
 from batchmill import __version__
 from batchmill.errors import ModelFailed
 from batchmill.executors.channel import joined
-from batchmill.executors.ray.frames import ITEM_BYTES, WorkerOrder, join, orders, split
+from batchmill.executors.ray.frames import EXITED, ITEM_BYTES, LOST, WorkerOrder, join, orders, split
+from batchmill.executors.ray.node_process import lead_session, on_first_sigterm
 from batchmill.executors.worker import Worker, failed_start, prepare_process
 from batchmill.models import devices
 from batchmill.wire import messages
@@ -28,7 +29,6 @@ from batchmill.wire.messages import Start
 OUTBOX_BYTES = 4 * 1024 * 1024  # of unsent messages; beyond it `drain` waits
 IDLE_HEARTBEAT_S = 5.0
 TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # Ray has read them; user code does not get them
-EXITED = b"exited"  # begins the last item of a worker, before its exit code
 
 
 class ActorChannel:
@@ -112,18 +112,23 @@ class HostedWorker:
 
     def __init__(self) -> None:
         self._channel: ActorChannel | None = None
+        self._worker: Worker | None = None
+        self._is_evicted = False
         self._early: list[bytes] = []
 
     async def run(self, order_data: bytes) -> AsyncIterator[bytes]:
         """Host the worker of a packed `WorkerOrder`. Yields items: first its node, last its exit code."""
+        loop = asyncio.get_running_loop()
+        on_first_sigterm(lambda: loop.call_soon_threadsafe(self._evict))
         yield ray.get_runtime_context().get_node_id().encode()
         channel = self._channel = ActorChannel()
         for item in self._early:
             channel.receive(item)
-        hosting = asyncio.create_task(_host(orders.decode(order_data), channel))
+        hosting = asyncio.create_task(self._host(orders.decode(order_data), channel))
         async for item in channel.items():
             yield item
-        yield EXITED + str(await hosting).encode()
+        code = await hosting
+        yield EXITED + str(LOST if self._is_evicted else code).encode()
 
     async def deliver(self, item: bytes) -> bytes:
         """Take messages of the owner. The driver sends the next ones after this has returned."""
@@ -139,27 +144,43 @@ class HostedWorker:
             self._channel.end()
         return b""
 
+    async def evict(self) -> bytes:
+        """Its node is going away, as at a SIGTERM: commit what is finished, and end."""
+        self._evict()
+        return b""
 
-async def _host(order: WorkerOrder, channel: ActorChannel) -> int:
-    """Run the worker to its exit code."""
-    try:
-        start = messages.to_worker.decode(order.start)
-        assert isinstance(start, Start)
-        _enter_node(order)
-        prepare_process(start)
-        model = start.model
-        if model.limits.memory_bytes is not None and not model.traits.limits_memory:
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + model.limits.memory_bytes,) * 2)  # Ray has mapped its own
-        worker = Worker(start, channel)
-    except Exception as error:  # the engine cannot be created: the owner must get the reason
-        channel.send(failed_start(error, f"the {order.engine} engine"))
-        channel.close()
-        return 1
-    try:
-        return await worker.run()
-    finally:
-        channel.close()
+    def _evict(self) -> None:
+        self._is_evicted = True
+        if self._worker is not None:
+            self._worker.evict()
+
+    async def _host(self, order: WorkerOrder, channel: ActorChannel) -> int:
+        """Run the worker to its exit code."""
+        try:
+            worker = self._worker = _make_worker(order, channel)
+        except Exception as error:  # the engine cannot be created: the owner must get the reason
+            channel.send(failed_start(error, f"the {order.engine} engine"))
+            channel.close()
+            return 1
+        if self._is_evicted:
+            worker.evict()
+        try:
+            return await worker.run()
+        finally:
+            channel.close()
+
+
+def _make_worker(order: WorkerOrder, channel: ActorChannel) -> Worker:
+    """Raises: whatever its engine raises."""
+    start = messages.to_worker.decode(order.start)
+    assert isinstance(start, Start)
+    _enter_node(order)
+    prepare_process(start)
+    model = start.model
+    if model.limits.memory_bytes is not None and not model.traits.limits_memory:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + model.limits.memory_bytes,) * 2)  # Ray has mapped its own
+    return Worker(start, channel)
 
 
 def _enter_node(order: WorkerOrder) -> None:
@@ -177,6 +198,7 @@ def _enter_node(order: WorkerOrder) -> None:
             "folder at the same path (NFS, or the cluster's shared volume)",
             code="data_dir_not_shared",
         )
+    lead_session()
     Path(order.log).parent.mkdir(parents=True, exist_ok=True)
     with open(order.log, "ab", buffering=0) as log:
         for descriptor in (1, 2):
@@ -195,4 +217,4 @@ def sees(path: str, text: str) -> bool:
     return False
 
 
-__all__ = ["EXITED", "HostedWorker", "sees"]
+__all__ = ["HostedWorker", "sees"]

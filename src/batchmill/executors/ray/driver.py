@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from typing import Any
 
 import ray
@@ -23,12 +24,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from batchmill import __version__
 from batchmill.executors.ray import frames
-from batchmill.executors.ray.actor import EXITED, HostedWorker, sees
+from batchmill.executors.ray.actor import HostedWorker, sees
 from batchmill.executors.ray.bytes_only import ActorFailed, install, verify
 from batchmill.executors.ray.frames import (
+    BEAT_S,
+    EXITED,
     FRAME_BYTES_MAX,
     ITEM_BYTES,
+    KILLED,
     LENGTH_BYTES,
+    LOST,
+    Beat,
     Connect,
     Connected,
     Deliver,
@@ -44,8 +50,6 @@ from batchmill.executors.ray.frames import (
 )
 from batchmill.executors.ray.waiting import waits_for
 from batchmill.types.cluster import ClusterNode
-from batchmill.wire import messages
-from batchmill.wire.messages import Drain
 
 LOCAL_STORE_BYTES = 100 * 1024 * 1024  # object store of a cluster that we start: only messages pass through it
 ITEMS_AHEAD = 64  # items of a worker that the driver has not read
@@ -55,7 +59,6 @@ HEAD_S = 10.0  # for the head to reply; after HEAD_TRIES of it the cluster is lo
 HEAD_TRIES = 2
 LEAVE_S = 5.0  # for workers to write what is finished, after the owner has ended
 PROBE_S = 20.0  # for a node to tell its versions
-KILLED, LOST = -9, -1  # exit codes
 REFUSED = 77  # exit code of a caller without a token that the head has refused for it
 
 
@@ -67,7 +70,7 @@ class DriverWorker:
         self.actor: Any = None
         self.node = ""  # id; empty: it waits for its place
         self.why = ""  # it waits, as last reported
-        self.was_killed = False
+        self.was_killed = self.is_evicted = False
         self.pending: list[bytes] = []
         self.pending_bytes = 0
         self.sending: asyncio.Task[None] | None = None
@@ -80,15 +83,26 @@ class Driver:
         self._workers: dict[int, DriverWorker] = {}
         self._actor_class = ray.remote(HostedWorker)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_ending = False
 
     async def run(self) -> None:
-        """Serve the owner until it ends, or the cluster is lost."""
+        """Serve the owner until it ends. Ends the process if the cluster is lost, or for a bug of this program."""
         watching = asyncio.create_task(self._watch())
         commands = asyncio.create_task(self._obey())
-        await asyncio.wait({watching, commands}, return_when=asyncio.FIRST_COMPLETED)
-        if watching.done():
-            watching.result()
+        beating = asyncio.create_task(self._beat())
+        await asyncio.wait({watching, commands, beating}, return_when=asyncio.FIRST_COMPLETED)
+        if not watching.done():
+            await self._let_leave()
+        failures = [each.exception() for each in (watching, commands, beating) if each.done()]
+        for failure in filter(None, failures):
+            traceback.print_exception(failure)
+            print(f"the driver failed: {type(failure).__name__}: {failure}", flush=True)
+        if watching.done() or any(failures):
             os._exit(1)  # threads that wait for the head would keep this process, and so its owner from trying again
+
+    async def _let_leave(self) -> None:
+        """Give the workers time to write what is finished."""
+        self._is_ending = True
         leaves = [each.actor.leave.remote() for each in self._workers.values() if each.node]
         receiving = [each.receiving for each in self._workers.values() if each.node and each.receiving is not None]
         if leaves:
@@ -107,7 +121,11 @@ class Driver:
                 return
             match frames.commands.decode(data):
                 case Launch() as launch:
-                    self._launch(launch)
+                    try:
+                        self._launch(launch)
+                    except Exception as error:  # whatever Ray raises for a placement that it refuses
+                        self._workers.pop(launch.worker, None)
+                        self._send(Exited(launch.worker, 1, why=f"{type(error).__name__}: {error}"[:2000]))
                 case Deliver(number, message):
                     if (worker := self._workers.get(number)) is not None:
                         self._deliver(worker, message)
@@ -119,6 +137,13 @@ class Driver:
                     task = asyncio.create_task(self._inspect(inspect))
                     self._tasks.add(task)
                     task.add_done_callback(self._tasks.discard)
+
+    async def _beat(self) -> None:
+        """Tell the owner that this process runs."""
+        while True:
+            if not self._writer.transport.get_write_buffer_size():
+                self._send(Beat())
+            await asyncio.sleep(BEAT_S)
 
     # -- workers ------------------------------------------------------------------------------------------------------
 
@@ -154,7 +179,9 @@ class Driver:
                     self._send(Waits(worker.number, ""))
                     self._flush(worker)
                 elif item.startswith(EXITED):
-                    exited = Exited(worker.number, int(item[len(EXITED) :]))
+                    code = int(item[len(EXITED) :])
+                    is_lost = code == LOST or self._is_ending
+                    exited = Exited(worker.number, LOST if is_lost else code, is_lost)
                     break
                 else:
                     self._send(Item(worker.number, item))
@@ -200,14 +227,17 @@ class Driver:
                 await worker.actor.deliver.remote(join(batch))
         except ActorFailed:
             return  # `_receive` gets the same, and tells the owner
+        except Exception as error:  # whatever Ray raises: these messages are lost, and so is the worker
+            print(f"messages of a worker were not sent: {type(error).__name__}: {error}", flush=True)
+            ray.kill(worker.actor)
         finally:
             worker.sending = None
 
     # -- the cluster --------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Tell why actors wait, drain workers of leaving nodes; return when the cluster is lost."""
-        failures, drained = 0, set[str]()
+        """Tell why actors wait, evict workers of leaving nodes; return when the cluster is lost."""
+        failures = 0
         while failures < HEAD_TRIES:
             await asyncio.sleep(WATCH_S)
             try:
@@ -224,12 +254,12 @@ class Driver:
                 continue
             failures = 0
             for worker in list(self._workers.values()):
-                if worker.node in draining and worker.node not in drained:
-                    self._deliver(worker, messages.encode(Drain()))
+                if worker.node in draining and not worker.is_evicted:
+                    worker.is_evicted = True
+                    worker.actor.evict.remote()
                 if not worker.node and (why := waits_for(worker.placement, nodes, free)) != worker.why:
                     worker.why = why
                     self._send(Waits(worker.number, why))
-            drained = draining
         print("the cluster is lost", flush=True)
 
     async def _is_alive(self, node_id: str) -> bool:

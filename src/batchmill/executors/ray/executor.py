@@ -23,8 +23,12 @@ from batchmill.executors.channel import joined
 from batchmill.executors.ray import frames
 from batchmill.executors.ray.checks import OPEN_CLUSTER, checks
 from batchmill.executors.ray.frames import (
+    BEAT_S,
     FRAME_BYTES_MAX,
+    KILLED,
     LENGTH_BYTES,
+    LOST,
+    Beat,
     Connect,
     Connected,
     Deliver,
@@ -50,10 +54,12 @@ RETRY_S, RETRY_MAX_S = 1.0, 30.0  # before the cluster is tried again; doubles w
 CONNECT_S = 90.0  # for a driver to reach the cluster, or to start a local one
 LEAVE_S = 10.0  # for a driver to end once its owner has closed its socket
 INSPECT_S = 30.0
-RECEIVED_MAX = 10_000  # items of a worker that its pool has not read; then it is killed
+RECEIVED_BYTES = 128 * 1024 * 1024  # of a worker, that its pool has not read; then it is killed
+UNSENT_BYTES = 256 * 1024 * 1024  # of all workers, that the driver has not read; then it is replaced
+WAITING_BYTES = 64 * 1024 * 1024  # of a worker that waits for its cluster; then it is ended
+SILENT_BEATS = 15  # that the driver leaves out; then it is replaced
 LOG_LINES, LOG_BYTES = 5, 4096  # of the driver's log, for messages
 DRIVER_VARIABLES = (*MACHINE, "RAY_*", "CUDA_VISIBLE_DEVICES")
-KILLED, LOST = -9, -1  # exit codes, as `signal` and `driver` have them
 OPEN_FUNCTIONS = (
     'functions of projects run on the nodes of a cluster only isolated: set functions.isolate = "bubblewrap"'
 )
@@ -72,9 +78,11 @@ class RayWorker:
         self._code: int | None = None
         self._ended = asyncio.Event()
         self._received: asyncio.Queue[Item | Failed | None] = asyncio.Queue()  # bounded by `receive`
+        self._received_bytes = 0
         self._decoded: deque[ToOwner] = deque()  # of one item, not yielded yet
         self._count = self._count_seen = 0  # of items, and when `is_frozen` looked last
         self._unsent: list[bytes] = []  # until it is launched
+        self._unsent_bytes = 0
 
     def send(self, message: Struct) -> None:
         if self._code is not None:
@@ -87,16 +95,20 @@ class RayWorker:
             self._executor.send(Deliver(self.number, data))
         else:
             self._unsent.append(data)
+            self._unsent_bytes += len(data)
+            if self._unsent_bytes > WAITING_BYTES:
+                self.kill()
 
     def take_unsent(self) -> list[bytes]:
-        unsent, self._unsent = self._unsent, []
+        unsent, self._unsent, self._unsent_bytes = self._unsent, [], 0
         return unsent
 
     def receive(self, item: Item) -> None:
         self._count += 1
-        if self._received.qsize() >= RECEIVED_MAX:
+        if self._received_bytes + len(item.data) > RECEIVED_BYTES:
             self.kill()
         else:
+            self._received_bytes += len(item.data)
             self._received.put_nowait(item)
 
     def fail(self, failure: Failed) -> None:
@@ -130,6 +142,7 @@ class RayWorker:
             if isinstance(item, Failed):
                 self._decoded.append(item)
                 continue
+            self._received_bytes -= len(item.data)
             try:
                 self._decoded.extend([joined(messages.to_owner.decode(each)) for each in frames.split(item.data)])
             except (msgspec.MsgspecError, ConnectionError) as error:  # nothing on the node is trusted
@@ -159,14 +172,18 @@ class RayExecutor:
     """
     Args:
         data_dir: the folder that all nodes see.
+        beat_s: the time between two looks whether the driver still beats.
         environment: returns the variables of this machine that a worker of a model gets on its node.
         is_served: the owner is a server, whose projects do not trust one another.
     """
 
     def __init__(
         self, entry: ClusterEntry, data_dir: Path, environment: Callable[[ModelSpec], dict[str, str]], *,
-        is_served: bool = False,
+        is_served: bool = False, beat_s: float = BEAT_S,
     ) -> None:  # fmt: skip
+        self._beat_s = beat_s
+        self._events = 0  # of the driver
+        self._flaw = ""  # why the driver was replaced
         self._entry, self._data_dir, self._environment, self._is_served = entry, data_dir, environment, is_served
         self._folder = data_dir / "workers"
         self._numbers = itertools.count(1)
@@ -270,8 +287,18 @@ class RayExecutor:
         return list(self._workers.values())
 
     def send(self, frame: Struct) -> None:
+        if self._writer is None:
+            return
+        self._writer.write(frames.pack(frame))
+        if self._writer.transport.get_write_buffer_size() > UNSENT_BYTES:
+            self._replace_driver("the driver takes no messages")
+
+    def _replace_driver(self, why: str) -> None:
+        """Treat a driver that hangs as one that has ended."""
+        self._flaw = why
         if self._writer is not None:
-            self._writer.write(frames.pack(frame))
+            self._writer.transport.abort()
+            self._writer = None
 
     def forget(self, worker: RayWorker) -> None:
         self._workers.pop(worker.number, None)
@@ -310,7 +337,8 @@ class RayExecutor:
 
     async def _serve_driver(self) -> bool:
         """Start a driver and pass its events on until it ends. Returns whether it reached the cluster."""
-        was_connected = False
+        was_connected, self._flaw = False, ""
+        watching = None
         try:
             reader = await self._start_driver()
             async with asyncio.timeout(CONNECT_S) as limit:
@@ -318,15 +346,28 @@ class RayExecutor:
                     if isinstance(event, Connected):
                         limit.reschedule(None)
                         was_connected = True
+                        watching = asyncio.create_task(self._watch_beats())
+                    self._events += 1
                     self._receive(event)
-            why = self._log_tail()
+            why = self._flaw or self._log_tail()
         except TimeoutError:
             why = f"no reply for {CONNECT_S:g} s"
         except (OSError, msgspec.MsgspecError) as error:
             why = str(error)
+        finally:
+            if watching is not None:
+                watching.cancel()
         self._lose(why)
         await self._end_driver(0.0)
         return was_connected
+
+    async def _watch_beats(self) -> None:
+        """Replace a driver that says nothing. Beats are counted, not timed: this process may have been stopped too."""
+        silent, events = 0, -1
+        while silent < SILENT_BEATS:
+            silent, events = silent + 1 if events == self._events else 0, self._events
+            await asyncio.sleep(self._beat_s)
+        self._replace_driver(f"the driver said nothing for {SILENT_BEATS * self._beat_s:g} s")
 
     async def _start_driver(self) -> asyncio.StreamReader:
         ours, theirs = socket.socketpair()
@@ -353,6 +394,8 @@ class RayExecutor:
                 for worker in list(self._workers.values()):
                     self._launch(worker)
                 self._changed.set()
+            case Beat():
+                pass  # that it came is counted
             case Item(number):
                 if (worker := self._workers.get(number)) is not None:
                     worker.receive(event)
@@ -424,7 +467,7 @@ def _own_token() -> dict[str, str]:
     """The variables with which a cluster of our own takes nobody else."""
     return {
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex + uuid.uuid4().hex,
-        "RAY_process_group_cleanup_enabled": "true", "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
     }  # fmt: skip
 
 

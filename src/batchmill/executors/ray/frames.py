@@ -11,6 +11,9 @@ from batchmill.wire.messages import MESSAGE_BYTES_MAX
 FRAME_BYTES_MAX = 2 * MESSAGE_BYTES_MAX
 LENGTH_BYTES = 4
 ITEM_BYTES = 8 * 1024 * 1024  # messages that travel together; a longer one travels alone
+BEAT_S = 2.0  # between two beats of the driver
+EXITED = b"exited"  # begins the last item of a worker, before its exit code
+KILLED, LOST = -9, -1  # exit codes; lost: its node or the cluster has gone, or will go
 
 
 class Connect(Struct, frozen=True, tag="connect"):
@@ -83,6 +86,10 @@ class Connected(Struct, frozen=True, tag="connected"):
     has_tls: bool
 
 
+class Beat(Struct, frozen=True, tag="beat"):
+    """Driver: it runs."""
+
+
 class Item(Struct, frozen=True, tag="item"):
     """Driver: messages of a worker, each with its length before it."""
 
@@ -116,7 +123,7 @@ class Inspected(Struct, frozen=True, tag="inspected"):
 
 
 Command = Connect | Launch | Deliver | Kill | Inspect
-Event = Connected | Item | Waits | Exited | Inspected
+Event = Connected | Beat | Item | Waits | Exited | Inspected
 
 _encoder = msgspec.msgpack.Encoder()
 commands = msgspec.msgpack.Decoder(Command)

@@ -1,0 +1,53 @@
+"""What an actor makes of its process on a node: the leader of a session that ends with it, and its way to leave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+from batchmill.children import process_end
+
+EXIT = "raise_sys_exit_with_custom_error_message"  # what Ray's handler of SIGTERM calls
+
+
+def lead_session() -> None:
+    """Begin a session, all of whose processes are killed once this process has ended, however it ended.
+
+    The process that does so belongs to the session: no other process gets the session's number before it ends.
+    Raises: OSError.
+    """
+    try:
+        os.setsid()
+    except PermissionError:  # it leads a process group: Ray makes one of each worker, if it is told to
+        os.setpgid(0, os.getpgid(os.getppid()))
+        os.setsid()
+    ours, _ = os.pipe()  # this process holds the other end until it ends
+    subprocess.Popen(
+        [sys.executable, "-I", "-S", process_end.__file__, str(os.getpid())], stdin=ours,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0,
+    )  # fmt: skip
+    os.close(ours)
+
+
+def on_first_sigterm(leave: Callable[[], None]) -> None:
+    """Call `leave` at the first SIGTERM, in the main thread; the next one ends the process, as Ray has it.
+
+    Only the main thread may set a handler, and Ray's own code runs there. So Ray's handler stays, and what it calls is
+    replaced. A Ray without it ends the process at once.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    names = getattr(handler, "__globals__", {})
+    if (end := names.get(EXIT)) is None:
+        return
+
+    def called(*arguments: object, **named: object) -> None:
+        names[EXIT] = end
+        leave()
+
+    names[EXIT] = called
+
+
+__all__ = ["lead_session", "on_first_sigterm"]
