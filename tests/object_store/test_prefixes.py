@@ -64,7 +64,7 @@ def test_what_is_below_is_allowed(url):
     ],
 )  # fmt: skip
 def test_what_is_not_below_is_refused(url):
-    with pytest.raises(Forbidden, match="Upload the file") as refused:
+    with pytest.raises(Forbidden, match="Upload and download") as refused:
         check_allowed(url, OWN, "a")
     assert refused.value.code == "object_forbidden"
 

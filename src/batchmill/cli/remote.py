@@ -92,6 +92,10 @@ class RemoteApp:
 
     @contextlib.asynccontextmanager
     async def results(self, config: Config, view: JobView, *, errors: bool) -> AsyncIterator[ResultStream]:
+        if view.output is not None and is_object_url(view.output):
+            raise InvalidInput(
+                f"the results of the job {view.id} are in {view.output}: read them there", code="no_copy_here"
+            )
         file_id = view.errors_output if errors else view.output
         request = calls.errors(view.id) if errors else calls.results(view.id)
         async with self._client() as client:
@@ -169,6 +173,8 @@ class ServerJobs(JobsClient):
         order = self._orders.get(view.id)
         if order is None or order.output is None or (view.output is None and view.errors_output is None):
             return view
+        if is_object_url(order.output):
+            return view  # the server has written them
         await self._download(calls.results(view.id), order.output, order)
         if view.errors_output is None:
             return replace(view, output=order.output)
@@ -198,7 +204,9 @@ def job_of(order: JobOrder) -> dict[str, Any]:
     fields = {
         "budget": policy.budget, "priority": policy.priority, "labels": order.labels, "together": order.together,
     }  # fmt: skip
-    if order.output is not None:
+    if order.output is not None and is_object_url(order.output):
+        fields |= {"output": order.output, "part_rows": order.part_rows, "overwrite": order.overwrite}
+    elif order.output is not None:
         kind, codec = output_kind(Path(order.output))
         fields["output_format"] = kind + codec
     return work_of(order) | fields
@@ -206,18 +214,19 @@ def job_of(order: JobOrder) -> dict[str, Any]:
 
 def _check_output(order: JobOrder) -> None:
     """Check the output path before anything is sent. Raises: InvalidInput."""
+    if order.output is not None and is_object_url(order.output):
+        return  # the server writes it, and checks it
     if order.part_rows is not None:
-        raise InvalidInput("with --server the results are one file: leave out --part-rows", code="invalid_part_rows")
+        raise InvalidInput(
+            "with --server only an output like s3://bucket/out/ is in parts: leave out --part-rows",
+            code="invalid_part_rows",
+        )
     if order.output is None:
         return
-    if is_object_url(order.output):
-        raise InvalidInput(
-            f"with --server the results are downloaded to this machine, not to {order.output}: name a file",
-            code="invalid_output",
-        )
     if is_folder(order.output):
         raise InvalidInput(
-            f"with --server the results are downloaded as one file, not as parts in {order.output}: name a file",
+            f"with --server the results are downloaded as one file, not as parts in {order.output}: name a file, or a "
+            "folder of objects that the server writes",
             code="invalid_output",
         )
     output = Path(order.output)

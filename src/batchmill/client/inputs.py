@@ -209,7 +209,10 @@ class JobOptions(WorkOptions, total=False):
     priority: Priority  # jobs of a higher one go first
     completion_s: float | None  # the deadline, in seconds from now
     labels: Labels
-    output_format: OutputFormat
+    output_format: OutputFormat | None  # None: jsonl, or as the name of `output` says
+    output: str | None  # the URL of an object or folder that the server writes; None: results stay at the server
+    part_rows: int | None  # of each part, if `output` is a folder
+    overwrite: bool  # results that another job wrote to `output` may be replaced
     together: bool  # failed OpenAI rows are among the others, in the order of the input
 
 

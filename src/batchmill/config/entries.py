@@ -72,7 +72,7 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | projects.NAME.weight         | its share of the workers beside other projects, 1 if it is not said        |
 | projects.NAME.models         | the models it may use; none: all                                          |
 | projects.NAME.functions      | the deployed functions it may use; none: all, or as `models` says         |
-| projects.NAME.objects        | prefixes of object stores that its jobs may read; none: no objects        |
+| projects.NAME.objects        | folders of object stores that its jobs may use; none: no objects          |
 | projects.NAME.quotas         | its own, in the place of those in `quotas`                                |
 | quotas                       | the fields of types.Quotas: what each project may have                    |
 | functions.isolate            | "bubblewrap": deployed functions see nothing of the machine but the       |

@@ -44,7 +44,7 @@ class ActiveJobs:
     async def lock_job(self, record: sa.RowMapping) -> AsyncIterator[None]:
         """Hold the locks of a job and of its output, if the caller named one, to change the job's state."""
         async with AsyncExitStack() as locks:
-            if record["frontend"] is None:
+            if record["frontend"] is None or "://" in (record["output"] or ""):
                 await locks.enter_async_context(self.outputs)
             await locks.enter_async_context(self.lock(record["id"]))
             yield

@@ -74,7 +74,6 @@ ENDING_S = 60.0  # a command waits so long for ending jobs; collecting from prov
 HERE = "a command on this machine"
 INTERRUPTED = "the process that ran this job ended; resume the job to continue"
 
-
 Answer = TypeVar("Answer", LedgerReport, Rebuilt)
 
 
@@ -205,7 +204,6 @@ class JobService:
 
     async def submit(self, order: JobOrder) -> Submitted:
         """As `ports.Jobs.submit`. A submission that has begun is completed, even if its caller is cancelled."""
-        assert order.origin is None or order.output is None, "a server keeps results with their job"
         task = asyncio.create_task(self._submit(order))
         self._submitting.add(task)
         task.add_done_callback(self._submitted)
@@ -230,7 +228,14 @@ class JobService:
 
     async def _match_or_create(self, order: JobOrder) -> Submitted:
         if order.origin is not None:  # over a server's API: always another job
-            return await self._create(await self._describe(order), order.once)
+            spec = await self._describe(order)
+            if spec.output is None:
+                return await self._create(spec, order.once)
+            async with self._active.lock(f"outputs of {spec.project}"):
+                others = await self._read(job_records.writing_objects)
+                await asyncio.to_thread(orders.refuse_shared_output, spec, others)
+                spec = await asyncio.to_thread(orders.checked_output, spec, may_replace=order.overwrite)
+                return await self._create(spec, order.once)
         async with self._active.outputs:
             return await self._match(order, await self._describe(order))
 
@@ -269,7 +274,7 @@ class JobService:
         if spec.output is not None:
             may_replace = known is not None or order.overwrite
             spec = await asyncio.to_thread(orders.checked_output, spec, may_replace=may_replace)
-            records = await self._read(job_records.command_jobs)
+            records = await self._read(job_records.naming_outputs)
             others = [record for record in records if known is None or record["id"] != known["id"]]
             await asyncio.to_thread(orders.refuse_shared_output, spec, others)
         if unfinished:
@@ -422,7 +427,7 @@ class JobService:
 
     async def _refuse_shared_output(self, spec: JobSpec, record: sa.RowMapping) -> None:
         if spec.output is not None:
-            others = await self._read(job_records.command_jobs)
+            others = await self._read(job_records.naming_outputs)
             await asyncio.to_thread(orders.refuse_shared_output, spec, others, record["finished"])
 
     async def cancel(self, job_id: str) -> JobView:
@@ -452,9 +457,7 @@ class JobService:
                 cancelling = early_end.begins_at(early, record["deadline"], self._clock.now())
                 await self._move(job_id, JobState.CANCELLING, reason=early.reason, message="", cancelling=cancelling)
                 runner = self._active.runner(read_spec(record["spec"]))
-                runner.skips_remote = (
-                    record["cancelling"] is not None
-                )  # a second cancellation: results could not be collected
+                runner.skips_remote = record["cancelling"] is not None  # the first could not collect results
                 return self._active.start(runner)
 
     async def retry(self, job_id: str) -> JobView:
@@ -536,21 +539,18 @@ class JobService:
         async with self._files_of(record):
             order = await self._audit_order(read_spec(record["spec"]))
             report = await self._audit("batchmill.jobs.ledger.audit:verify_offloaded", order, LedgerReport)
-        refuse_compacted(
-            await self._record(record["id"]), "an audit"
-        )  # if it was compacted meanwhile, the audit missed files
+        refuse_compacted(await self._record(record["id"]), "an audit")  # meanwhile: files were missed
         return report
 
     async def _audit_order(self, spec: JobSpec) -> AuditOrder:
         files = JobFiles(self._data_dir, spec.id)
-        return AuditOrder(
-            spec, str(self._data_dir), files.segment_place, await self._call(self._ledger.snapshot, spec.id)
-        )
+        before = await self._call(self._ledger.snapshot, spec.id)
+        return AuditOrder(spec, str(self._data_dir), files.segment_place, before)
 
     async def _audit(self, function: str, order: AuditOrder, answer: type[Answer]) -> Answer:
-        stores = order.spec.uses_stores
-        work = self._children.offload(function, msgspec.json.encode(order), lambda _: None, stores=stores)
-        return msgspec.json.decode(await work, type=answer)
+        offload, request = self._children.offload, msgspec.json.encode(order)
+        data = await offload(function, request, lambda _: None, stores=order.spec.uses_stores)
+        return msgspec.json.decode(data, type=answer)
 
     async def rebuild(self, job_id: str) -> LedgerReport:
         spec = await self._spec_or_file(job_id)

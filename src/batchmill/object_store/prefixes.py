@@ -1,4 +1,4 @@
-"""The prefixes of object stores that a project's jobs may read, and whether a URL lies below one.
+"""The prefixes of object stores that a project's jobs may read and write, and whether a URL lies below one.
 
 URLs are compared as texts after `parse_url`, which knows one way to write each. Imports nothing heavy.
 """
@@ -68,9 +68,9 @@ def check_allowed(url: str, prefixes: Sequence[str], project: str) -> None:
         )
     if any(url.startswith(prefix) for prefix in prefixes):
         return
-    allowed = f"it may read what is below {', '.join(prefixes)}" if prefixes else "it may read no objects"
+    allowed = f"it may use what is below {', '.join(prefixes)}" if prefixes else "it may use no objects"
     raise Forbidden(
-        f"the project {project!r} may not read {url[:SHOWN_CHARS]!r}: {allowed}. Upload the file, or ask the operator "
-        f"to add the folder to projects.{project}.objects",
+        f"the project {project!r} may not use {url[:SHOWN_CHARS]!r}: {allowed}. Upload and download files, or ask the "
+        f"operator to add the folder to projects.{project}.objects",
         code="object_forbidden",
     )

@@ -13,7 +13,8 @@ import msgspec
 from starlette.responses import Response
 
 from batchmill.dialects.native.orders import Orders, Redactor
-from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, UnknownName
+from batchmill.errors import BatchmillError, Conflict, InvalidInput, InvalidTransition, UnknownName
+from batchmill.object_store.urls import is_object_url
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.server.replies import FileReply, PieceReply
 from batchmill.services.files import FileRecord, Removal, Result
@@ -285,6 +286,9 @@ class JobStreams:
             )
         if view.output is None:  # the job ended before its rows were planned
             raise UnknownName(f"the job {view.id} has no result file", code="no_file")
+        if is_object_url(view.output):
+            shown = self._redactor.job(view).output or "an object store"
+            raise Conflict(f"the results of the job {view.id} are in {shown}: read them there", code="no_copy_here")
         return view, *await self._project_jobs.results_of(view)
 
     async def _file(self, call: Call, record: FileRecord | Removal) -> Response:

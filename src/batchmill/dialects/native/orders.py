@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from batchmill.errors import InvalidInput
 from batchmill.object_store.urls import is_object_url
-from batchmill.services.caller_objects import CallerObjects
+from batchmill.services.caller_objects import CallerObjects, shown_to_callers
 from batchmill.services.files import FileRecord
 from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.project_jobs import NO_RESULTS, ResultIds
@@ -47,8 +47,8 @@ class Redactor:
         return replace(
             view,
             input=[_public_name(path, origin) for path in view.input],
-            output=results.output,
-            errors_output=results.errors,
+            output=results.output or _named_object(view.output, origin),
+            errors_output=results.errors or _named_object(view.errors_output, origin),
             origin=_public_origin(origin),
             message=self.text(view.message),
             notes=[self.text(note) for note in view.notes],
@@ -100,6 +100,12 @@ def _public_name(path: str, origin: dict) -> str:
     return path if is_object_url(path) and origin.get("frontend") == FRONTEND else Path(path).name
 
 
+def _named_object(path: str | None, origin: dict) -> str | None:
+    """The URL of results that an order of this API named."""
+    is_named = path is not None and is_object_url(path) and origin.get("frontend") == FRONTEND
+    return path if is_named else None
+
+
 def _public_origin(origin: dict) -> dict:
     """Return the frontend of a job, and for a job of this API the names of its files."""
     return {
@@ -145,7 +151,8 @@ class Orders:
         repeated = [file_id for at, file_id in enumerate(work.files) if file_id in work.files[:at]]
         if repeated:
             raise InvalidInput(f"the file {repeated[0]!r} is named twice", code="duplicate_file")
-        self._objects.check(caller.project, work.files)
+        output = work.output if isinstance(work, NewJob) else None
+        self._objects.check(caller.project, work.files, output)
         paths: list[str] = []
         names: dict[str, str] = {}
         async with contextlib.AsyncExitStack() as stack:
@@ -163,6 +170,11 @@ class Orders:
                     raise InvalidInput(f"the inputs match more than {FILES_MAX:,} files", code="too_many_files")
             if len(names) < len(paths):
                 raise InvalidInput("two of the inputs match the same object", code="duplicate_file")
+            if output is not None or any(map(is_object_url, paths)):
+                if isinstance(work, NewJob):
+                    await stack.enter_async_context(self._objects.using(caller.project))
+                else:  # a preview has a slot of its own, and reads every row
+                    stack.enter_context(shown_to_callers(caller.project))
             yield Inputs(paths, names)
 
     def work(self, caller: Caller, work: Work, inputs: Inputs) -> JobOrder:
@@ -214,8 +226,13 @@ class Orders:
             "files": inputs.names,
             "key": caller.key,
         }
+        if job.output is not None and job.output_format is not None:
+            raise InvalidInput(
+                f"the name of the output {job.output!r} says its format: leave out output_format", code="invalid_output"
+            )
         fields = {
-            "policy": policy, "labels": job.labels, "output_format": job.output_format, "together": job.together,
+            "policy": policy, "labels": job.labels, "output_format": job.output_format or "jsonl",
+            "together": job.together, "output": job.output, "part_rows": job.part_rows, "overwrite": job.overwrite,
         }  # fmt: skip
         return replace(base, origin=origin, once=once, **fields)
 

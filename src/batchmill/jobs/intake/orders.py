@@ -96,6 +96,7 @@ def describe(order: JobOrder, now: float) -> JobSpec:
     job_id = f"job_{secrets.token_hex(10)}"
     form = _form(order, format, job_id)
     if order.output is not None:
+        assert order.origin is None or is_object_url(order.output), "a server writes no file of its machine for callers"
         check_output(order.output, format)
         _refuse_inputs(order.dataset.paths, outputs(order.output, form))
     else:

@@ -132,9 +132,20 @@ def ids(db: sa.Connection) -> set[str]:
     return set(db.execute(sa.select(jobs.c.id)).scalars())
 
 
-def command_jobs(db: sa.Connection) -> Sequence[sa.RowMapping]:
-    """The jobs without a frontend, the newest first: only their callers name result files."""
-    query = sa.select(*_listed).where(jobs.c.frontend.is_(None)).order_by(jobs.c.created.desc())
+def naming_outputs(db: sa.Connection) -> Sequence[sa.RowMapping]:
+    """The jobs whose callers may name where results go, the newest first: those without a frontend, and those that
+    write to an object store.
+    """
+    is_named = jobs.c.frontend.is_(None) | jobs.c.output.contains("://")
+    query = sa.select(*_listed).where(is_named).order_by(jobs.c.created.desc())
+    return db.execute(query).mappings().all()
+
+
+def writing_objects(db: sa.Connection) -> Sequence[sa.RowMapping]:
+    """The jobs that have not ended and write to an object store. Read them before the store is asked what is there:
+    a job that ends in between has written its results.
+    """
+    query = sa.select(*_listed).where(jobs.c.state.not_in(ENDED), jobs.c.output.contains("://"))
     return db.execute(query).mappings().all()
 
 
