@@ -63,6 +63,21 @@ class ObjectStoreSuite:
         with pytest.raises(InputChanged):
             store.get_range(info, 0, 7)
 
+    def test_replacing_what_was_seen(self, store: ObjectStore):
+        """An object is replaced only while it is the one that was seen; the same content again is fine."""
+        store.put("k", b"first")
+        seen = store.head("k")
+        second = store.put("k", b"second", replaced=seen)
+        assert store.put("k", b"second", replaced=seen).etag == second.etag == store.head("k").etag
+        with pytest.raises(Conflict):
+            store.put("k", b"third!", replaced=seen)
+        assert store.get("k", size_max=9) == b"second"
+        store.put("k", b"third!", replaced=second)
+        store.delete("k")
+        with pytest.raises(Conflict):
+            store.put("k", b"fourth", replaced=second)
+        assert store.find("k") is None
+
     def test_large_files(self, store: ObjectStore, tmp_path: Path):
         """A file of several ranges arrives whole, a small one too."""
         (tmp_path / "large").write_bytes(LARGE)

@@ -1,5 +1,6 @@
 """Results in parts: every row once, in order, and a manifest that never names half of them."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -9,7 +10,7 @@ import msgspec
 import pytest
 from finished_job import FinishedJob, quiet, write_requests
 
-from batchmill.errors import Conflict, InvalidInput, LedgerBroken
+from batchmill.errors import Conflict, InvalidInput, LedgerBroken, StorageFailed
 from batchmill.jobs.results.gathering import gather
 from batchmill.jobs.results.output_folders import (
     LocalFolder,
@@ -19,7 +20,7 @@ from batchmill.jobs.results.output_folders import (
     part_name,
     publish_manifest,
     read_manifest,
-    remove_uncounted,
+    seen_manifest,
 )
 from batchmill.jobs.results.part_gathering import index_offloaded, part_offloaded, publish_offloaded
 from batchmill.jobs.results.part_orders import Indexed, PartOrder, PartsOrder, PublishOrder, Written
@@ -111,7 +112,7 @@ def test_refused_rows_are_in_their_parts(tmp_path):
 
 
 def test_a_second_attempt_changes_nothing(tmp_path):
-    """An attempt after the manifest was put, before anyone knew: the manifest stays, the new parts go."""
+    """An attempt after the manifest was put, before anyone knew: the first parts stay, the new ones go."""
     job, output = folded_job(tmp_path), tmp_path / "out"
     job.run_all()
     gather_parts(job, output, 5)
@@ -119,7 +120,11 @@ def test_a_second_attempt_changes_nothing(tmp_path):
     (output / part_name("part", 7, JOB, "00000009")).write_bytes(b"cut off")
     (output / (part_name("part", 8, JOB, "00000009") + ".part")).write_bytes(b"cut")
     gather_parts(job, output, 5, "00000002")
-    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+    manifest = read_manifest(f"{output}/")
+    assert manifest.attempt == "00000002"  # no attempt that began before can publish any more
+    after = {path.name: path.read_bytes() for path in output.iterdir()}
+    assert {**after, "manifest.json": b""} == {**before, "manifest.json": b""}
+    assert content(output, manifest.parts).count(b"\n") == 12
 
 
 def test_a_retry_replaces_the_manifest(tmp_path):
@@ -137,9 +142,9 @@ def test_a_retry_replaces_the_manifest(tmp_path):
     assert not {part.name for part in (*old.parts, *old.errors)}.intersection(os.listdir(output))
 
 
-def manifest_of(job: str, attempt: str, *, rows: int = 3, generation: int = 0) -> PartManifest:
-    part = Part(part_name("part", 0, job, attempt), 0, rows, rows, 9, "ab" * 32)
-    return PartManifest(job, generation, rows, rows, 0, [part], [])
+def manifest_of(job: str, attempt: str, *, rows: int = 3, generation: int = 0, sha: str = "ab" * 32) -> PartManifest:
+    part = Part(part_name("part", 0, job, attempt), 0, rows, rows, 9, sha)
+    return PartManifest(job, generation, attempt, rows, rows, 0, [part], [])
 
 
 @pytest.fixture(params=["folder", "objects"])
@@ -158,49 +163,211 @@ def put_part(folder: LocalFolder | ObjectFolder, tmp_path: Path, name: str) -> N
     folder.put_part(path)
 
 
+class Attempt:
+    """One attempt to publish a part: it begins when it is made."""
+
+    def __init__(self, folder: LocalFolder | ObjectFolder, mine: PartManifest, replaced_job: str | None = None) -> None:
+        self._folder, self.mine, self._replaced_job = folder, mine, replaced_job
+        self._seen = seen_manifest(
+            folder, "out/", job=mine.job, generation=mine.generation, replaced_job=replaced_job
+        )  # fmt: skip
+
+    def publish(self) -> PartManifest:
+        return publish_manifest(self._folder, "out/", self.mine, self._seen, self._replaced_job)
+
+
+def published(
+    folder: LocalFolder | ObjectFolder, tmp_path: Path, mine: PartManifest, replaced_job: str | None = None
+) -> PartManifest:
+    attempt = Attempt(folder, mine, replaced_job)
+    put_part(folder, tmp_path, mine.parts[0].name)
+    return attempt.publish()
+
+
+def counted_names(folder: LocalFolder | ObjectFolder) -> list[str]:
+    """The parts that the manifest counts, all of them there."""
+    manifest = msgspec.json.decode(folder.read_manifest().data, type=PartManifest)
+    assert manifest.names <= set(folder.names())
+    return sorted(manifest.names)
+
+
 def test_which_manifest_counts(folder, tmp_path):
-    """Equal content keeps the first; another job's stays unless it is to be replaced; an older generation loses."""
+    """Equal content keeps the first parts; another job's stay unless it is to be replaced; an older generation
+    loses."""
     first, again = manifest_of(JOB, "00000001"), manifest_of(JOB, "00000002")
-    assert publish_manifest(folder, "out/", first, None) == first
-    assert publish_manifest(folder, "out/", again, None) == first
-    with pytest.raises(InvalidInput, match="written by something else"):
-        publish_manifest(folder, "out/", manifest_of(OTHER_JOB, "00000003"), None)
+    assert published(folder, tmp_path, first) == first
+    assert published(folder, tmp_path, again).parts == first.parts
+    with pytest.raises(InvalidInput, match=f"the job {JOB} wrote out/manifest.json"):
+        published(folder, tmp_path, manifest_of(OTHER_JOB, "00000003"))
     newer = manifest_of(JOB, "00000004", generation=1)
-    assert publish_manifest(folder, "out/", newer, None) == newer
-    with pytest.raises(InvalidInput, match="written by something else"):
-        publish_manifest(folder, "out/", first, None)
+    assert published(folder, tmp_path, newer) == newer
+    with pytest.raises(InvalidInput, match="another attempt"):
+        published(folder, tmp_path, first)
     other = manifest_of(OTHER_JOB, "00000005")
-    assert publish_manifest(folder, "out/", other, JOB) == other
+    assert published(folder, tmp_path, other, JOB) == other
+    assert sorted(folder.names()) == sorted(["manifest.json", *counted_names(folder)])
     with pytest.raises(Conflict):
-        folder.put_manifest(b"{}", scratch=f"manifest-{'a' * 20}-00000006.json", overwrite=False)
+        folder.put_manifest(b"{}", scratch=f"manifest-{'a' * 20}-00000006.json", replaced=None)
+
+
+@pytest.mark.parametrize("there", ["nothing", "another job's", "an earlier generation's"])
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_of_two_live_attempts_the_second_loses(folder, tmp_path, there, is_equal):
+    """Whatever both began with: the manifest names parts that are there. The second says so if its results differ."""
+    replaced_job, generation = None, 0
+    if there == "another job's":
+        replaced_job = OTHER_JOB
+        published(folder, tmp_path, manifest_of(OTHER_JOB, "00000001"))
+    elif there == "an earlier generation's":
+        generation = 1
+        published(folder, tmp_path, manifest_of(JOB, "00000001"))
+    old = manifest_of(JOB, "00000002", generation=generation)
+    new = manifest_of(JOB, "00000003", generation=generation, sha="ab" * 32 if is_equal else "cd" * 32)
+    slow, fast = (Attempt(folder, mine, replaced_job) for mine in (old, new))
+    for mine in (old, new):
+        put_part(folder, tmp_path, mine.parts[0].name)
+    assert fast.publish() == new
+    if is_equal:
+        assert slow.publish() == new
+    else:
+        with pytest.raises(InvalidInput, match="another attempt"):
+            slow.publish()
+    assert counted_names(folder) == [new.parts[0].name]
+
+
+def test_the_second_of_two_that_publish_at_once(folder, tmp_path):
+    """An attempt that is overtaken between reading the manifest and putting its own loses, too."""
+
+    class Overtaken(type(folder)):
+        def put_manifest(self, *args, **options) -> None:
+            assert fast.publish() == new
+            super().put_manifest(*args, **options)
+
+    published(folder, tmp_path, manifest_of(OTHER_JOB, "00000001"))
+    old, new = manifest_of(JOB, "00000002"), manifest_of(JOB, "00000003", sha="cd" * 32)
+    slow, fast = (Attempt(folder, mine, OTHER_JOB) for mine in (old, new))
+    for mine in (old, new):
+        put_part(folder, tmp_path, mine.parts[0].name)
+    slow._folder = object.__new__(Overtaken)
+    slow._folder.__dict__.update(folder.__dict__)
+    with pytest.raises(InvalidInput, match="another attempt"):
+        slow.publish()
+    assert sorted(folder.names()) == sorted(["manifest.json", new.parts[0].name])
+    assert counted_names(folder) == [new.parts[0].name]
+
+
+def test_an_attempt_that_lost_leaves_no_part(folder, tmp_path):
+    """Its parts came after those of the winner were listed: it removes them itself, and none that count."""
+    old, new = manifest_of(JOB, "00000002"), manifest_of(JOB, "00000003", sha="cd" * 32)
+    slow = Attempt(folder, old)
+    published(folder, tmp_path, new)
+    put_part(folder, tmp_path, old.parts[0].name)
+    with pytest.raises(InvalidInput, match="another attempt") as refused:
+        slow.publish()
+    assert refused.value.code == "output_taken"
+    assert sorted(folder.names()) == sorted(["manifest.json", new.parts[0].name])
+    equal = manifest_of(JOB, "00000004", sha="cd" * 32)
+    late, fence = Attempt(folder, equal), Attempt(folder, manifest_of(JOB, "00000005", sha="cd" * 32))
+    put_part(folder, tmp_path, fence.mine.parts[0].name)
+    fence.publish()
+    put_part(folder, tmp_path, equal.parts[0].name)
+    assert late.publish().parts == new.parts
+    assert sorted(folder.names()) == sorted(["manifest.json", new.parts[0].name])
+
+
+def test_parts_of_a_later_attempt_stay(folder, tmp_path):
+    """Parts that are written after the manifest belong to an attempt that may still publish."""
+
+    class Late(type(folder)):
+        def put_manifest(self, *args, **options) -> None:
+            super().put_manifest(*args, **options)
+            later.append(Attempt(folder, manifest_of(JOB, "00000002", generation=1)))
+            put_part(folder, tmp_path, later[0].mine.parts[0].name)
+
+    later: list[Attempt] = []
+    first = Attempt(folder, manifest_of(JOB, "00000001"))
+    put_part(folder, tmp_path, first.mine.parts[0].name)
+    late = object.__new__(Late)
+    late.__dict__.update(folder.__dict__)
+    first._folder = late
+    first.publish()
+    assert later[0].publish() == later[0].mine
+    assert counted_names(folder) == [later[0].mine.parts[0].name]
+
+
+def test_a_part_that_is_gone_is_not_published(folder, tmp_path):
+    """A manifest never names a part that is not there; of an earlier attempt's parts neither."""
+    first = manifest_of(JOB, "00000001")
+    with pytest.raises(StorageFailed, match="was removed since"):
+        Attempt(folder, first).publish()
+    assert folder.read_manifest() is None
+    published(folder, tmp_path, first)
+    folder.remove([first.parts[0].name])
+    again = manifest_of(JOB, "00000002")
+    assert published(folder, tmp_path, again) == again
+    assert counted_names(folder) == [again.parts[0].name]
+
+
+def test_a_manifest_that_was_removed_meanwhile(folder, tmp_path):
+    """It is not put again by an attempt that meant to replace it; the next attempt puts one."""
+    published(folder, tmp_path, manifest_of(JOB, "00000001"))
+    newer = manifest_of(JOB, "00000002", generation=1)
+    attempt = Attempt(folder, newer)
+    put_part(folder, tmp_path, newer.parts[0].name)
+    folder.remove(["manifest.json"])
+    with pytest.raises(InvalidInput, match="was removed while"):
+        attempt.publish()
+    assert published(folder, tmp_path, newer) == newer
+
+
+def test_a_lock_that_is_held(tmp_path):
+    """Whoever waits for another process too long says for what; a lock of the dead is free."""
+    (tmp_path / "out").mkdir()
+    folder = LocalFolder(f"{tmp_path}/out/", lock_s=0)
+    lock = tmp_path / "out" / ".manifest.lock"
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(StorageFailed, match="has been replacing"):
+            folder.put_manifest(b"{}", scratch="s.json", replaced=None)
+    folder.put_manifest(b"{}", scratch="s.json", replaced=None)
+    assert folder.names() == ["manifest.json"]
+
+
+def test_a_new_folder_is_durable(tmp_path, monkeypatch):
+    """The name of the folder is synced in its parent before a part is in it."""
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    LocalFolder(f"{tmp_path}/out/").writing_place(tmp_path)
+    assert synced == [str(tmp_path)]
 
 
 def test_only_own_parts_are_removed(folder, tmp_path):
     """What goes are parts of this job and of the replaced one; other files in the folder stay."""
     counted = manifest_of(JOB, "00000001")
-    names = [
-        counted.parts[0].name,
-        part_name("part", 0, JOB, "00000002"),
-        part_name("errors", 0, OTHER_JOB, "00000001"),
-    ]
+    names = [part_name("part", 0, JOB, "00000002"), part_name("errors", 0, OTHER_JOB, "00000001")]
     strange = [part_name("part", 0, "job_" + "c" * 20, "00000001"), "part-00000.jsonl", "notes.txt"]
     for name in (*names, *strange):
         put_part(folder, tmp_path, name)
-    remove_uncounted(folder, counted, OTHER_JOB)
-    assert sorted(folder.names()) == sorted([names[0], *strange])
+    published(folder, tmp_path, counted, OTHER_JOB)
+    assert sorted(folder.names()) == sorted([counted.parts[0].name, "manifest.json", *strange])
 
 
-def test_a_strange_manifest_is_not_touched(folder, tmp_path):
-    """A manifest.json that is not batchmill's is refused by name."""
-    folder.put_manifest(b'{"a": 1}', scratch="s.json", overwrite=False)
+def test_a_strange_manifest_is_not_touched(folder):
+    """A manifest.json that is not batchmill's is refused by name, before a part is written."""
+    folder.put_manifest(b'{"a": 1}', scratch="s.json", replaced=None)
     with pytest.raises(InvalidInput, match="not a manifest of batchmill"):
-        publish_manifest(folder, "out/", manifest_of(JOB, "00000001"), JOB)
-    assert json.loads(folder.read_manifest()) == {"a": 1}
+        Attempt(folder, manifest_of(JOB, "00000001"), JOB)
+    assert json.loads(folder.read_manifest().data) == {"a": 1}
 
 
 def test_a_job_without_rows(folder):
     """A manifest may name no part."""
-    empty = PartManifest(JOB, 0, 0, 0, 0, [], [])
-    assert publish_manifest(folder, "out/", empty, None) == empty
-    remove_uncounted(folder, empty, None)
+    empty = PartManifest(JOB, 0, "00000001", 0, 0, 0, [], [])
+    assert Attempt(folder, empty).publish() == empty
     assert folder.names() == ["manifest.json"]

@@ -63,6 +63,13 @@ class TestFolder(ObjectStoreSuite):
         store.put("a/b", b"x")
         assert (tmp_path / "new folder" / "a" / "b").read_bytes() == b"x"
 
+    def test_replacing_what_was_seen(self, store: ObjectStore):
+        """A folder has no such condition, and says so."""
+        seen = store.put("k", b"first")
+        with pytest.raises(InvalidInput, match="cannot do this"):
+            store.put("k", b"second", replaced=seen)
+        assert store.get("k", size_max=9) == b"first"
+
 
 class TestS3(ObjectStoreSuite):
     @pytest.fixture
@@ -104,6 +111,18 @@ def test_a_lost_reply_hides_no_conflict(impatient: ObjectStore, faulty: FaultyOb
     with pytest.raises(Conflict):
         impatient.put("k", b"content")
     assert impatient.get("k", size_max=7) == b"theirs!"
+
+
+def test_a_replacement_whose_reply_is_lost(impatient: ObjectStore, faulty: FaultyObjects):
+    """It is found; where another writer was first, it ends as a conflict."""
+    seen = impatient.put("k", b"first")
+    faulty.fail("PUT", "lost_reply")
+    second = impatient.put("k", b"second", replaced=seen)
+    assert second.etag == impatient.head("k").etag
+    faulty.fail("PUT", "lost_reply")
+    with pytest.raises(Conflict):
+        impatient.put("k", b"third", replaced=seen)
+    assert impatient.get("k", size_max=9) == b"second"
 
 
 def test_large_files_bear_faults(impatient: ObjectStore, faulty: FaultyObjects, tmp_path: Path):

@@ -10,7 +10,7 @@ from batchmill.errors import AuthRefused, BatchmillError, Conflict, InputChanged
 from batchmill.object_store.credentials import no_credentials
 
 # What obstore raises: besides its own classes those of Python, and for a file:// those of the file system.
-ERRORS = (exceptions.BaseError, OSError, ValueError)
+ERRORS = (exceptions.BaseError, OSError, ValueError, NotImplementedError)
 DETAIL_CHARS = 300
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -50,7 +50,11 @@ def translate(url: str, error: BaseException) -> BatchmillError:
             "try again",
             code="auth_error",
         )
-    if isinstance(error, exceptions.NotSupportedError) or status == 501 or _WITHOUT_RANGES in text:
+    if (
+        isinstance(error, exceptions.NotSupportedError | NotImplementedError)
+        or status == 501
+        or _WITHOUT_RANGES in text
+    ):
         return InvalidInput(f"the object store of {url} cannot do this: {detail}", code="store_unsupported")
     is_refused = (300 <= status < 500 and status not in _LATER) or _REDIRECTED in text
     if isinstance(error, exceptions.InvalidPathError | exceptions.UnknownConfigurationKeyError | ValueError):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import obstore
 from obstore.store import LocalStore, MemoryStore, from_url
 
-from batchmill.errors import AuthRefused, BatchmillError, InvalidConfig, InvalidInput, TooLarge, Unavailable
+from batchmill.errors import AuthRefused, BatchmillError, Conflict, InvalidConfig, InvalidInput, TooLarge, Unavailable
 from batchmill.object_store.credentials import Variables, find_access
 from batchmill.object_store.failures import ERRORS, changed, exists, translate, unavailable
 from batchmill.object_store.urls import BUCKETS, ObjectInfo, ObjectUrl, check_key, local_path
@@ -128,19 +128,28 @@ class ObjectStore:
 
         return self._call(info.key, fetch)
 
-    def put(self, key: str, data: bytes | memoryview, *, overwrite: bool = False) -> ObjectInfo:
-        """Write an object. Without `overwrite` it must not exist, or have this very content: the reply to an earlier
-        attempt may have been lost.
+    def put(
+        self, key: str, data: bytes | memoryview, *, overwrite: bool = False, replaced: ObjectInfo | None = None
+    ) -> ObjectInfo:
+        """Write an object. Without `overwrite` it must not exist, or still be `replaced`, or have this very content:
+        the reply to an earlier attempt may have been lost.
 
         Raises: Conflict (`object_exists`).
         """
+        mode: Any = "overwrite" if overwrite else "create"
+        if replaced is not None:
+            seen = {"e_tag": replaced.etag, "version": replaced.version}
+            mode = {name: value for name, value in seen.items() if value is not None}
 
         def send(client: Any, path: str) -> ObjectInfo:
             try:
-                mode = "overwrite" if overwrite else "create"
                 reply = obstore.put(client, path, data, mode=mode, use_multipart=False)
             except obstore.exceptions.AlreadyExistsError:
                 return self._settle(key, data)
+            except (obstore.exceptions.PreconditionError, obstore.exceptions.NotFoundError, FileNotFoundError):
+                if replaced is None:
+                    raise
+                return self._settle(key, data, is_replacing=True)
             self._sync(key)
             return ObjectInfo(key, len(data), reply["e_tag"], reply["version"])
 
@@ -204,9 +213,11 @@ class ObjectStore:
             if error.code != "no_object":
                 raise
 
-    def _settle(self, key: str, data: bytes | memoryview) -> ObjectInfo:
+    def _settle(self, key: str, data: bytes | memoryview, *, is_replacing: bool = False) -> ObjectInfo:
         """The object that is there instead of a new one. Raises: Conflict if it has other content."""
         info = self.find(key)
+        if info is None and is_replacing:
+            raise Conflict(f"{self._name(key)} is gone: it cannot be replaced", code="object_exists")
         if info is None:
             raise unavailable(self._name(key), "another writer was at it")
         if info.size_bytes != len(data):

@@ -2,30 +2,40 @@
 
 A part is a range of rows. Its name carries the job and the attempt that wrote it, so attempts never share a file.
 `manifest.json` is written last; readers follow it. Loaded by every owner: it imports no store and no numpy.
+
+An attempt reads the manifest before it writes a part, and replaces only that one: of two attempts that run at the same
+time, the second to publish has lost. So whoever publishes may remove the parts that it saw before: those that wrote
+them can publish no more.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import os
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 from msgspec import Struct
 
-from batchmill.errors import Conflict, InvalidInput
+from batchmill import faults
+from batchmill.errors import Conflict, InputChanged, InvalidInput, StorageFailed, TooLarge
 from batchmill.jobs.ledger.files import MANIFEST_NAME, PartFile, full_disk_named, remove_files
-from batchmill.object_store.urls import is_object_url, open_store, parse_url
+from batchmill.object_store.urls import ObjectInfo, is_object_url, open_store, parse_url
 from batchmill.store.segments import sync_folder
 
 if TYPE_CHECKING:
     from batchmill.object_store.store import ObjectStore
 
 MANIFEST_BYTES_MAX = 64 * 1024 * 1024  # about 150,000 parts
-SETTLED_MAX = 3  # times that a manifest which appears or vanishes meanwhile is looked at again
+READS_MAX = 5  # of a manifest that is replaced while it is read
+LOCK_NAME = ".manifest.lock"  # exists while a manifest of a local folder is replaced
+LOCK_S, LOCK_PAUSE_S = 60.0, 0.05  # how long another process may hold it; between two tries
 _NAME = re.compile(r"(?:part|errors|manifest)-(?:[0-9]{5,}-)?([0-9a-f]{20})-[0-9a-f]{8}\.json(?:l)?(?:\.part)?")
 
 
@@ -41,15 +51,23 @@ class Part(Struct, frozen=True):
 
 
 class PartManifest(Struct, frozen=True, forbid_unknown_fields=True):
-    """The parts that count, in the order of their rows. `errors`: the rows that failed, if they are kept apart."""
+    """The parts that count, in the order of their rows. `errors`: the rows that failed, if they are kept apart.
+
+    `attempt` put the manifest; it may name the equal parts of an earlier one.
+    """
 
     job: str
     generation: int
+    attempt: str
     rows: int
     ok: int
     failed: int
     parts: list[Part]
     errors: list[Part]
+
+    @property
+    def names(self) -> set[str]:
+        return {part.name for part in (*self.parts, *self.errors)}
 
     def has_same_content(self, other: PartManifest) -> bool:
         """Whether two manifests name the same rows, whatever the names of the files."""
@@ -60,12 +78,19 @@ def _nameless(manifest: PartManifest) -> PartManifest:
     def without(parts: Sequence[Part]) -> list[Part]:
         return [msgspec.structs.replace(part, name="") for part in parts]
 
-    return msgspec.structs.replace(manifest, parts=without(manifest.parts), errors=without(manifest.errors))
+    return msgspec.structs.replace(manifest, attempt="", parts=without(manifest.parts), errors=without(manifest.errors))
 
 
 def part_name(prefix: str, number: int, job: str, attempt: str) -> str:
     """Args: prefix: part or errors. attempt: 8 hexadecimal digits."""
     return f"{prefix}-{number:05}-{job.removeprefix('job_')}-{attempt}.jsonl"
+
+
+class StoredManifest(Struct, frozen=True):
+    """A manifest as it was read. Another one has another `etag`."""
+
+    data: bytes
+    info: ObjectInfo
 
 
 class OutputFolder(Protocol):
@@ -77,10 +102,13 @@ class OutputFolder(Protocol):
     def put_part(self, path: Path) -> None:
         """Bring a complete part from there to its place."""
 
-    def read_manifest(self) -> bytes | None: ...
+    def read_manifest(self) -> StoredManifest | None: ...
 
-    def put_manifest(self, data: bytes, *, scratch: str, overwrite: bool) -> None:
-        """Raises: Conflict if there is another and it must not be overwritten."""
+    def put_manifest(self, data: bytes, *, scratch: str, replaced: ObjectInfo | None) -> None:
+        """Put a manifest where there is none, or instead of the one that was seen as `replaced`.
+
+        Raises: Conflict if what is there is not `replaced`.
+        """
 
     def names(self) -> list[str]: ...
 
@@ -90,41 +118,76 @@ class OutputFolder(Protocol):
 class LocalFolder:
     """A folder of this machine, in which parts are written where they stay."""
 
-    def __init__(self, output: str) -> None:
+    def __init__(self, output: str, *, lock_s: float = LOCK_S, pause: Callable[[float], None] = time.sleep) -> None:
         self._home = Path(output)
+        self._lock_s, self._pause = lock_s, pause
 
     def writing_place(self, scratch: Path) -> Path:
-        self._home.mkdir(exist_ok=True)
+        self._make()
         return self._home
+
+    def _make(self) -> None:
+        with suppress(FileExistsError):
+            self._home.mkdir()
+            sync_folder(self._home.parent)
 
     def put_part(self, path: Path) -> None:
         """It is there."""
 
-    def read_manifest(self) -> bytes | None:
+    def read_manifest(self) -> StoredManifest | None:
         try:
             with open(self._home / MANIFEST_NAME, "rb") as file:
-                return file.read(MANIFEST_BYTES_MAX + 1)
+                data = file.read(MANIFEST_BYTES_MAX + 1)
         except FileNotFoundError:
             return None
+        return StoredManifest(data, ObjectInfo(MANIFEST_NAME, len(data), hashlib.sha256(data).hexdigest()))
 
-    def put_manifest(self, data: bytes, *, scratch: str, overwrite: bool) -> None:
-        self._home.mkdir(exist_ok=True)
-        with PartFile(self._home / (MANIFEST_NAME if overwrite else scratch)) as file:
-            file.write(data)
-            file.publish()
-        if overwrite:
-            return
-        try:
-            with full_disk_named(self._home / MANIFEST_NAME):
-                os.link(self._home / scratch, self._home / MANIFEST_NAME)
-        except FileExistsError:
-            raise Conflict(f"{self._home / MANIFEST_NAME} exists", code="object_exists") from None
-        finally:
-            remove_files([self._home / scratch])
+    def put_manifest(self, data: bytes, *, scratch: str, replaced: ObjectInfo | None) -> None:
+        self._make()
+        place = self._home / MANIFEST_NAME
+        with self._locked():
+            there = self.read_manifest()
+            if (there.info if there else None) != replaced:
+                raise Conflict(f"{place} is another one by now", code="object_exists")
+            with PartFile(self._home / scratch) as file:
+                file.write(data)
+                file.publish()
+            if replaced is not None:
+                os.replace(self._home / scratch, place)
+            else:
+                self._put_first(self._home / scratch, place)
         sync_folder(self._home)
 
+    @staticmethod
+    def _put_first(scratch: Path, place: Path) -> None:
+        """Give a file its name, which a program that takes no lock may have taken meanwhile."""
+        try:
+            with full_disk_named(place):
+                os.link(scratch, place)
+        except FileExistsError:
+            raise Conflict(f"{place} exists", code="object_exists") from None
+        finally:
+            remove_files([scratch])
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One process at a time replaces the manifest; the lock of a dead one is free. Raises: StorageFailed."""
+        path, deadline = self._home / LOCK_NAME, time.monotonic() + self._lock_s
+        while (fd := _lock(path)) is None:
+            if time.monotonic() > deadline:
+                raise StorageFailed(
+                    f"another process has been replacing {self._home / MANIFEST_NAME} for {self._lock_s:g} s: end it, "
+                    "then resume the job"
+                )
+            self._pause(LOCK_PAUSE_S)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            os.close(fd)
+
     def names(self) -> list[str]:
-        return os.listdir(self._home)
+        return os.listdir(self._home) if self._home.exists() else []
 
     def remove(self, names: Sequence[str]) -> None:
         remove_files([self._home / name for name in names])
@@ -143,19 +206,37 @@ class ObjectFolder:
         self._store.put_file(path.name, path)
         path.unlink()
 
-    def read_manifest(self) -> bytes | None:
-        if self._store.find(MANIFEST_NAME) is None:
-            return None
-        return self._store.get(MANIFEST_NAME, size_max=MANIFEST_BYTES_MAX)
+    def read_manifest(self) -> StoredManifest | None:
+        for _ in range(READS_MAX):
+            if (info := self._store.find(MANIFEST_NAME)) is None:
+                return None
+            if info.size_bytes > MANIFEST_BYTES_MAX:
+                raise TooLarge(f"{self._store.url}/{MANIFEST_NAME} has more than {MANIFEST_BYTES_MAX:,} bytes")
+            with suppress(InputChanged):
+                return StoredManifest(b"".join(self._store.read(info)), info)
+        raise StorageFailed(f"{self._store.url}/{MANIFEST_NAME} was replaced {READS_MAX} times while it was read")
 
-    def put_manifest(self, data: bytes, *, scratch: str, overwrite: bool) -> None:
-        self._store.put(MANIFEST_NAME, data, overwrite=overwrite)
+    def put_manifest(self, data: bytes, *, scratch: str, replaced: ObjectInfo | None) -> None:
+        self._store.put(MANIFEST_NAME, data, replaced=replaced)
 
     def names(self) -> list[str]:
         return [info.key for info in self._store.list() if "/" not in info.key]
 
     def remove(self, names: Sequence[str]) -> None:
         self._store.delete(*names)
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor that holds the lock of a file, which is made; None: another process holds it."""
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.stat(path), os.fstat(fd)):  # the last holder has not removed it meanwhile
+            return fd
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(fd)
+    return None
 
 
 def open_folder(output: str) -> OutputFolder:
@@ -193,46 +274,97 @@ def decode_manifest(data: bytes, output: str) -> PartManifest:
 
 def read_manifest(output: str) -> PartManifest | None:
     """The manifest of a folder; None: there is none. Raises: as `decode_manifest`."""
-    data = open_folder(output).read_manifest()
-    return None if data is None else decode_manifest(data, output)
+    stored = open_folder(output).read_manifest()
+    return None if stored is None else decode_manifest(stored.data, output)
 
 
-def publish_manifest(folder: OutputFolder, output: str, mine: PartManifest, replaced_job: str | None) -> PartManifest:
-    """Put the manifest; return the one that counts, which may be that of an earlier attempt with the same content.
+def seen_manifest(
+    folder: OutputFolder, output: str, *, job: str, generation: int, replaced_job: str | None
+) -> ObjectInfo | None:
+    """The manifest that an attempt may replace, read before it writes a part; None: there is none.
 
     Args: replaced_job: another job whose manifest this one may replace.
-    Raises: InvalidInput (`output_taken`) if another job's is there.
+    Raises: InvalidInput (`output_taken`, `output_exists`).
     """
+    stored = folder.read_manifest()
+    if stored is None:
+        return None
+    there = decode_manifest(stored.data, output)
+    if there.job not in (job, replaced_job) or (there.job == job and there.generation > generation):
+        raise _taken(there, output, job)
+    return stored.info
+
+
+def publish_manifest(
+    folder: OutputFolder, output: str, mine: PartManifest, seen: ObjectInfo | None, replaced_job: str | None
+) -> PartManifest:
+    """Put the manifest, then remove the parts of this job and of the replaced one that do not count.
+
+    Returns the manifest that counts: it names the parts of an earlier attempt if they have the same content.
+
+    Args: seen: what `seen_manifest` returned before the first part of the attempt was written.
+    Raises: InvalidInput (`output_taken`) if another manifest was put since; StorageFailed if a part is gone.
+    """
+    names = folder.names()  # before the manifest: those of later attempts are not touched
+    there = set(names)
+    stored = folder.read_manifest()
+    if (stored and stored.info.etag) != (seen and seen.etag):
+        return _lost(folder, output, mine)
+    if gone := sorted(mine.names - there):
+        raise StorageFailed(f"{output}{gone[0]} was removed since it was written: resume the job to write it again")
+    counted = mine
+    if stored is not None:
+        earlier = decode_manifest(stored.data, output)
+        if earlier.has_same_content(mine) and earlier.names <= there:
+            counted = msgspec.structs.replace(earlier, attempt=mine.attempt)
     scratch = f"manifest-{mine.job.removeprefix('job_')}-{os.urandom(4).hex()}.json"
-    data = msgspec.json.format(msgspec.json.encode(mine), indent=1)
-    for _ in range(SETTLED_MAX):
-        there = folder.read_manifest()
-        if there is not None:
-            earlier = decode_manifest(there, output)
-            if earlier.job not in (mine.job, replaced_job) or (
-                earlier.job == mine.job and earlier.generation > mine.generation
-            ):
-                break
-            if earlier.has_same_content(mine):
-                return earlier
-        with suppress(Conflict):
-            folder.put_manifest(data, scratch=scratch, overwrite=there is not None)
-            return mine
-    raise InvalidInput(
-        f"{output}{MANIFEST_NAME} was written by something else since the job {mine.job} began: move it away, "
-        f"then resume the job",
-        code="output_taken",
-    )
+    try:
+        # Put even if it names the parts of an earlier attempt: from then on no other attempt can publish.
+        data = msgspec.json.format(msgspec.json.encode(counted), indent=1)
+        folder.put_manifest(data, scratch=scratch, replaced=seen)
+    except Conflict:
+        return _lost(folder, output, mine)
+    faults.point("after_manifest")
+    _remove_uncounted(folder, names, counted, replaced_job)
+    return counted
 
 
-def remove_uncounted(folder: OutputFolder, counted: PartManifest, replaced_job: str | None) -> None:
-    """Remove parts of this job and of the one that it replaces, but for those that count."""
+def _remove_uncounted(
+    folder: OutputFolder, names: Sequence[str], counted: PartManifest, replaced_job: str | None
+) -> None:
+    """Of `names`, remove the parts of this job and of the one that it replaced, but for those that count."""
     owners = {job.removeprefix("job_") for job in (counted.job, replaced_job) if job is not None}
-    kept = {part.name for part in (*counted.parts, *counted.errors)}
+    kept = counted.names
     folder.remove(
         [
             name
-            for name in folder.names()
+            for name in names
             if name not in kept and (match := _NAME.fullmatch(name)) is not None and match[1] in owners
         ]
     )
+
+
+def _lost(folder: OutputFolder, output: str, mine: PartManifest) -> PartManifest:
+    """The manifest that another attempt put first, if it has the same content. What nobody counts goes.
+
+    Raises: InvalidInput (`output_taken`).
+    """
+    stored = folder.read_manifest()
+    there = None if stored is None else decode_manifest(stored.data, output)
+    folder.remove(sorted(mine.names - (there.names if there else set())))
+    if there is None or not there.has_same_content(mine):
+        raise _taken(there, output, mine.job)
+    return there
+
+
+def _taken(there: PartManifest | None, output: str, job: str) -> InvalidInput:
+    place = f"{output}{MANIFEST_NAME}"
+    if there is not None and there.job == job:
+        message = f"another attempt of the job {job} wrote {place} first, with other results: resume the job"
+    elif there is not None:
+        message = (
+            f"the job {there.job} wrote {place} since the job {job} was ordered: move it away, then resume the job"
+        )
+    else:
+        message = f"{place} was removed while the job {job} wrote its parts: resume the job"
+    return InvalidInput(f"{message}. No result is lost", code="output_taken")

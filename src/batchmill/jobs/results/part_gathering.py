@@ -23,7 +23,7 @@ from batchmill.jobs.results.output_folders import (
     open_folder,
     part_name,
     publish_manifest,
-    remove_uncounted,
+    seen_manifest,
 )
 from batchmill.jobs.results.part_orders import Indexed, PartOrder, PartsOrder, PublishOrder, Written
 from batchmill.jobs.results.result_lines import LineFile
@@ -35,8 +35,23 @@ ERRORS_SHOWN = "errors-*.jsonl"
 
 
 def index_offloaded(order: bytes, progress: Progress) -> bytes:
-    """Offloaded: PartsOrder in, Indexed out. Raises: LedgerBroken, as `gathering.gather`."""
+    """Offloaded: PartsOrder in, Indexed out.
+
+    Raises: LedgerBroken, as `gathering.gather`; InvalidInput (`output_taken`).
+    """
     request = msgspec.json.decode(order, type=PartsOrder)
+    try:
+        return msgspec.json.encode(_index(request, progress))
+    except Unavailable as error:
+        raise StorageFailed(f"the manifest cannot be read: {error.message}; then resume the job") from None
+
+
+def _index(request: PartsOrder, progress: Progress) -> Indexed:
+    output = request.gather.output
+    seen = seen_manifest(
+        open_folder(output), output,
+        job=request.job, generation=request.generation, replaced_job=request.replaced_job,
+    )  # fmt: skip
     scratch, gather = Path(request.scratch), request.gather
     for old in scratch.parent.glob("parts-*"):  # of an attempt that was cut off
         shutil.rmtree(old)
@@ -47,7 +62,7 @@ def index_offloaded(order: bytes, progress: Progress) -> bytes:
             raise LedgerBroken(f"{index.missing} of {index.rows} rows have no outcome", code="row_missing")
         if isinstance(index, RowIndex):
             index.save(scratch)
-        return msgspec.json.encode(Indexed(index.rows, len(index.followers), index.refused, index.missing))
+        return Indexed(index.rows, len(index.followers), index.refused, index.missing, seen)
     finally:
         windows.close()
         index.segments.close()
@@ -121,14 +136,12 @@ def _publish(order: PublishOrder) -> Manifest:
     _check_gapless(order.written, indexed.rows)
     failed = sum(each.failed for each in order.written)
     mine = PartManifest(
-        parts.job, parts.generation, indexed.rows, indexed.rows - failed, failed,
+        parts.job, parts.generation, parts.attempt, indexed.rows, indexed.rows - failed, failed,
         [each.part for each in order.written], [each.errors for each in order.written if each.errors is not None],
     )  # fmt: skip
     folder = open_folder(output)
     faults.point("before_manifest")
-    counted = publish_manifest(folder, output, mine, parts.replaced_job)
-    faults.point("after_manifest")
-    remove_uncounted(folder, counted, parts.replaced_job)
+    counted = publish_manifest(folder, output, mine, indexed.seen, parts.replaced_job)
     shutil.rmtree(parts.scratch)
     errors = _total(f"{output}{ERRORS_SHOWN}", counted.errors) if counted.errors else None
     return Manifest(

@@ -6,6 +6,7 @@ from msgspec import Struct
 
 from batchmill.jobs.results.output_folders import Part
 from batchmill.jobs.results.results import GatherOrder
+from batchmill.object_store.urls import ObjectInfo
 
 
 class PartsOrder(Struct, frozen=True):
@@ -26,6 +27,7 @@ class Indexed(Struct, frozen=True):
     folded: int
     rejected: int
     unrun: int
+    seen: ObjectInfo | None  # the manifest of the folder then
 
 
 class PartOrder(Struct, frozen=True):
