@@ -12,10 +12,12 @@ import json
 import os
 import platform
 import socket
+import ssl
 import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -339,7 +341,7 @@ def _connect(order: Connect) -> Connected:
     address = ray.get_runtime_context().gcs_address
     return Connected(
         address, ray.__version__, platform.python_version(), __version__, is_local,
-        demands_token=is_local or _demands_token(address), has_tls=os.environ.get("RAY_USE_TLS") == "1",
+        demands_token=is_local or _demands_token(address), has_tls=_has_tls(address, os.environ),
     )  # fmt: skip
 
 
@@ -361,6 +363,24 @@ def _demands_token(address: str) -> bool:
     except subprocess.TimeoutExpired:
         return False
     return done.returncode == REFUSED
+
+
+def _has_tls(address: str, environ: Mapping[str, str]) -> bool:
+    """Whether the head proves with a certificate of our authority who it is, found out by a handshake of our own."""
+    if environ.get("RAY_USE_TLS", "").lower() not in ("1", "true"):
+        return False
+    host, _, port = address.rpartition(":")
+    try:
+        context = ssl.create_default_context(cafile=environ["RAY_TLS_CA_CERT"])
+        context.load_cert_chain(environ["RAY_TLS_SERVER_CERT"], environ["RAY_TLS_SERVER_KEY"])
+        context.set_alpn_protocols(["h2"])
+        name = host.strip("[]")
+        with socket.create_connection((name, int(port)), timeout=HEAD_S) as plain:
+            context.wrap_socket(plain, server_hostname=name).close()
+    except (OSError, KeyError, ValueError) as error:
+        print(f"the head made no TLS connection: {type(error).__name__}: {error}", flush=True)
+        return False
+    return True
 
 
 def main(fd: int) -> int:
