@@ -33,6 +33,7 @@ from batchmill.types import (
     ModelSpec,
     Submitted,
 )
+from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.native import DeployReply, Estimate, Explanation, FileInfo, ModelInfo, SealReport
 
 FULL_ID = re.compile(r"job_[0-9a-f]{20}")
@@ -131,7 +132,7 @@ class ServerJobs(JobsClient):
         """Upload the inputs and start the job. `watch` downloads the results once the job has ended."""
         _check_output(order)
         job = await self._client.submit(order.dataset.paths, **job_of(order))
-        uploads = [each for each in job.view.input if not is_object_url(each)]
+        uploads = [each for each in job.view.input if not is_input_url(each)]
         self._names |= dict(zip(uploads, _local(order), strict=True))
         self._orders[job.id] = order
         return Submitted(job.id, "started")
@@ -244,19 +245,19 @@ def _check_output(order: JobOrder) -> None:
 
 @contextlib.asynccontextmanager
 async def _uploaded(client: AsyncClient, order: JobOrder) -> AsyncIterator[list[Source]]:
-    """Upload the inputs, and remove them from the server at the end. It reads objects itself."""
+    """Upload the inputs, and remove them from the server at the end. It reads URLs itself."""
     files: list[FileInfo] = []
     try:
         for path in _local(order):
             files.append(await client.upload(path))  # noqa: PERF401 - if one fails, those already sent are removed
-        yield [*files, *filter(is_object_url, order.dataset.paths)]
+        yield [*files, *filter(is_input_url, order.dataset.paths)]
     finally:
         await client.discard([file.id for file in files])
 
 
 def _local(order: JobOrder) -> list[str]:
     """The inputs that lie on this machine."""
-    return [path for path in order.dataset.paths if not is_object_url(path)]
+    return [path for path in order.dataset.paths if not is_input_url(path)]
 
 
 def _with_paths(report: SealReport, files: list[Source], order: JobOrder) -> SealReport:

@@ -15,10 +15,10 @@ from msgspec.structs import fields
 
 from batchmill.client.bundling import bundled, frame_columns
 from batchmill.errors import InvalidInput
-from batchmill.object_store.urls import is_object_url
 from batchmill.states import JobState
 from batchmill.types import JobView
 from batchmill.wire import adapter_bundles
+from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.native import (
     BackendInfo,
     FileInfo,
@@ -61,10 +61,10 @@ def sources_of(inputs: Source | Iterable[Source]) -> list[Source]:
 
 
 def is_at_server(source: Source) -> TypeGuard[str]:
-    """Whether the server reads `source` itself: the id of a file that it has, or the URL of an object."""
+    """Whether the server reads `source` itself: the id of a file that it has, or a URL."""
     if not isinstance(source, str):
         return False
-    return is_object_url(source) or (source.startswith(FILE_ID) and not os.path.exists(source))
+    return is_input_url(source) or (source.startswith(FILE_ID) and not os.path.exists(source))
 
 
 def filename_of(source: Source) -> str | None:

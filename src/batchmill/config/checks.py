@@ -48,6 +48,7 @@ LIMITS_MAX = {
     "rows_max": 2**32 - 1,
     "unpacked_bytes_max": 2**50,
     "unpacked_ratio_max": 10**9,
+    "download_bytes_max": 2**50,
     "requests_per_minute": 10**9,
     "tokens_per_minute": 10**12,
     "in_flight_max": 100_000,

@@ -10,6 +10,7 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | limits.rows_max              | the most rows of one dataset                                              |
 | limits.unpacked_bytes_max    | what a dataset may come to when it is unpacked and converted, in bytes    |
 | limits.unpacked_ratio_max    | the same for each byte of its files, beyond the first GiB                 |
+| limits.download_bytes_max    | what the inputs of one dataset may come to that are downloaded, in bytes  |
 | models.NAME.engine           | function, vllm, openai, connector, PROVIDER-batch or routes               |
 | models.NAME.source           | FILE.py:NAME, a model directory or id, a remote model's name, the file of |
 |                              | a connector; of routes: nothing                                           |
@@ -57,7 +58,7 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | server.requests_per_minute   | of one key that has no limit of its own; none: no limit                   |
 | server.idle_unload_s         | a model that was not used for so long is unloaded                         |
 | server.allowed_hosts         | values of the Host header besides the address it listens on; "*": any     |
-| server.private_hosts         | names, addresses and networks outside the public internet that webhooks,  |
+| server.private_hosts         | names, addresses and networks outside the public internet that inputs,    |
 |                              | and connectors made over the API, may reach                               |
 | server.worker_environment    | variables of the server's environment that its workers get besides those  |
 |                              | that their engine heeds: names, or beginnings like "ACME_*"               |
@@ -131,6 +132,7 @@ class InputLimits(Struct, frozen=True):
     rows_max: int = _DATASET["rows_max"]
     unpacked_bytes_max: int = _DATASET["unpacked_bytes_max"]
     unpacked_ratio_max: int = _DATASET["unpacked_ratio_max"]
+    download_bytes_max: int = _DATASET["download_bytes_max"]
 
 
 class ModelEntry(ReplicaEntry, frozen=True):

@@ -19,6 +19,7 @@ from batchmill.datasets.sources import describe, find_objects, open_file
 from batchmill.errors import InvalidDataset
 from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec
+from batchmill.wire.input_urls import is_input_url, is_web_url
 
 if TYPE_CHECKING:
     import pyarrow
@@ -40,20 +41,22 @@ def kind(path: str) -> tuple[str | None, str | None]:
 def resolve(patterns: list[str], leave_out: Collection[str] = ()) -> list[str]:
     """The absolute paths of the files that `patterns` name or match, each once, in name order.
 
-    A pattern is a file, a folder or a glob, of this machine or in an object store, where the URL of a folder ends with
-    a slash. A folder matches the files directly in it that have a known suffix and are not hidden. Folders and globs
-    skip the files of `leave_out`; a file that is named itself is never skipped.
+    A pattern is a file of a web server; or a file, a folder or a glob, of this machine or in an object store, where the
+    URL of a folder ends with a slash. A folder matches the files directly in it that have a known suffix and are not
+    hidden. Folders and globs skip the files of `leave_out`; a file that is named itself is never skipped.
     Raises: InvalidDataset when a pattern matches no file.
     """
     if not patterns:
         raise InvalidDataset("no input file was named", code="no_input")
-    skipped = {path if is_object_url(path) else os.path.realpath(path) for path in leave_out}
+    skipped = {path if is_input_url(path) else os.path.realpath(path) for path in leave_out}
     return sorted({path for pattern in patterns for path in _files(pattern, skipped)})
 
 
 def _files(pattern: str, skipped: set[str]) -> list[str]:
     if is_object_url(pattern):
         return find_objects(pattern, skipped, _is_dataset_name)
+    if is_web_url(pattern):
+        return [pattern]
     return list(map(os.path.abspath, _local_files(pattern, skipped)))
 
 

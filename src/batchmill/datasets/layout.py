@@ -27,6 +27,7 @@ FILES = (
     REFUSED_BY_LINE,
 )  # fmt: skip
 COPIES = "source-*.jsonl"
+FETCHED = "fetched-*"  # inputs that were fetched before they are read: see jobs.intake.fetching
 
 RANGE_BYTES = 8 * 1024 * 1024  # what a validator reads at a time, and what one digest of a file covers
 # Whole lines of about this size are checked at once: this bounds memory, and fits the cache of a core.

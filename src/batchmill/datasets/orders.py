@@ -159,7 +159,7 @@ class SizeLimits:
         self._check_size(self.bytes)
         if self.bytes - self._disk_checked >= DISK_CHECK_BYTES:
             self._disk_checked = self.bytes
-            self._check_disk()
+            check_disk(self._home)
         self._on_progress()
 
     def _check_size(self, size_bytes: int) -> None:
@@ -191,10 +191,12 @@ class SizeLimits:
             code="unpacked_too_large",
         )
 
-    def _check_disk(self) -> None:
-        disk = os.statvfs(self._home)
-        reserve = min(RESERVE_BYTES, disk.f_blocks * disk.f_frsize // RESERVE_SHARE)
-        if disk.f_bavail * disk.f_frsize < reserve:
-            raise StorageFull(
-                f"no space is left to unpack the dataset in {self._home}: {reserve:,} bytes of the disk are kept free"
-            )
+
+def check_disk(home: Path) -> None:
+    """Raises: StorageFull if no more of a dataset may be written to its folder."""
+    disk = os.statvfs(home)
+    reserve = min(RESERVE_BYTES, disk.f_blocks * disk.f_frsize // RESERVE_SHARE)
+    if disk.f_bavail * disk.f_frsize < reserve:
+        raise StorageFull(
+            f"no space is left to write the dataset in {home}: {reserve:,} bytes of the disk are kept free"
+        )

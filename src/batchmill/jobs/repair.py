@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.errors import LedgerBroken
+from batchmill.jobs.intake import fetching
 from batchmill.jobs.intake.preparation import seal_order
 from batchmill.jobs.ledger import audit
 from batchmill.jobs.ledger.audit import AuditOrder, BreachList
@@ -101,7 +102,9 @@ class _Rebuild:
 
     def rebuild_dataset(self) -> None:
         """Rebuild the index of a damaged dataset. Raises: InputChanged if its input is missing."""
-        for wrong in audit.rebuild_dataset(seal_order(self._spec), self.files, lambda _: None):
+        order = seal_order(self._spec)
+        order = msgspec.structs.replace(order, dataset=fetching.kept(order.dataset, self.files.dataset))
+        for wrong in audit.rebuild_dataset(order, self.files, lambda _: None):
             self._damaged.add(f"{self.files.dataset}: {wrong}; it was rebuilt from the input")
 
     # -- what there is ------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ class DatasetSpec(Struct, frozen=True, forbid_unknown_fields=True):
     rows_max: int = 2**32 - 1  # the number of different row numbers
     unpacked_bytes_max: int = 2**40  # the size of the rows and their index, unpacked and converted
     unpacked_ratio_max: int = 1000  # the same per byte of the files; see datasets.orders.SizeLimits
+    download_bytes_max: int = 2**37  # of inputs that are downloaded
+    private_hosts: list[str] = []  # that they may be downloaded from: see models.addresses
 
 
 class SealedFile(Struct, frozen=True):

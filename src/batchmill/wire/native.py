@@ -97,7 +97,7 @@ PAGE_MAX, PAGE_DEFAULT = 1000, 100
 PRIORITY_MAX = 100
 COMPLETION_S_MAX = EXPIRES_S_MAX = 10 * 365 * 86_400
 FILENAME_CHARS_MAX = 512
-INPUT_CHARS_MAX = 1200  # a bucket and a key of 1,024 bytes
+INPUT_CHARS_MAX = 2048  # of a URL
 WATCH_S_MIN, WATCH_S_MAX = 0.1, 60.0
 
 Id = Annotated[str, Meta(min_length=1, max_length=64)]
@@ -115,7 +115,7 @@ Format = Literal["openai", "jsonl", "csv", "parquet"]
 class Work(Struct, frozen=True, forbid_unknown_fields=True):
     """The rows to run, and how. Several files are one dataset, in the given order."""
 
-    files: Annotated[list[Input], Meta(min_length=1, max_length=FILES_MAX)]  # ids of uploads, or URLs of objects
+    files: Annotated[list[Input], Meta(min_length=1, max_length=FILES_MAX)]  # ids of uploads, or URLs
     models: Annotated[list[Name], Meta(max_length=MODELS_MAX)] = []  # the first is for rows without a model; empty: all
     format: Format | None = None  # None: detected from the name and the first row
     prompt: str | None = None  # a template for each row of a table, with {column}

@@ -22,6 +22,7 @@ from batchmill.jobs.results.results import errors_of
 from batchmill.models.registry import KINDS, ModelFlags, checked_budget, resolve
 from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
+from batchmill.wire.input_urls import is_input_url, is_web_url
 from batchmill.wire.json_bytes import is_too_deep
 
 PROMPT_FIELDS = ("messages", "prompt", "input", "instructions")  # fields of a body that --prompt and --system fill
@@ -126,8 +127,8 @@ def order_options(command: C) -> C:
 
 
 def _inputs(patterns: list[str], leave_out: list[str], *, is_local: bool) -> list[str]:
-    """The files of an order. A server finds the objects itself: this machine needs no credentials of its store."""
-    urls = [] if is_local else [each for each in patterns if is_object_url(each)]
+    """The files of an order. A server reads URLs itself: this machine needs no credentials of a store."""
+    urls = [] if is_local else [each for each in patterns if is_input_url(each)]
     local = [each for each in patterns if each not in urls]
     return [*(formats.resolve(local, leave_out) if local or not urls else ()), *urls]
 
@@ -144,6 +145,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
             paths=_inputs(list(options["inputs"]), [] if output is None else output_files(output), is_local=is_local),
             format=options["format_"],
             copy=options["copy"],
+            private_hosts=config.server.private_hosts if any(map(is_web_url, options["inputs"])) else [],
             **msgspec.structs.asdict(config.limits),
         ),
         models=models,

@@ -30,6 +30,7 @@ from batchmill.types import (
     Wait,
 )
 from batchmill.wire.bundles import ModelVersion
+from batchmill.wire.input_urls import file_name, is_input_url, is_web_url
 from batchmill.wire.native import FILES_MAX, FileInfo, NewJob, SealReport, Work
 
 FRONTEND = "native"
@@ -96,8 +97,8 @@ class Redactor:
 
 
 def _public_name(path: str, origin: dict) -> str:
-    """The URL of an object that an order of this API named; else the last part, which is a file's id."""
-    return path if is_object_url(path) and origin.get("frontend") == FRONTEND else Path(path).name
+    """The URL of an input that an order of this API named; else the last part, which is a file's id."""
+    return path if is_input_url(path) and origin.get("frontend") == FRONTEND else Path(path).name
 
 
 def _named_object(path: str | None, origin: dict) -> str | None:
@@ -129,7 +130,7 @@ class Inputs(Struct, frozen=True):
     """What an order reads. `paths` and `names` are in the order in which it names them."""
 
     paths: list[str]
-    names: dict[str, str]  # id of a file -> the name under which it was uploaded; URL of an object -> itself
+    names: dict[str, str]  # id of a file -> the name under which it was uploaded; URL -> itself
 
 
 class Orders:
@@ -157,7 +158,10 @@ class Orders:
         names: dict[str, str] = {}
         async with contextlib.AsyncExitStack() as stack:
             for each in work.files:
-                if is_object_url(each):
+                if is_web_url(each):
+                    paths.append(each)
+                    names[each] = each
+                elif is_object_url(each):
                     urls = await self._objects.find(caller.project, each)
                     paths += urls
                     names |= dict(zip(urls, urls, strict=True))
@@ -170,7 +174,7 @@ class Orders:
                     raise InvalidInput(f"the inputs match more than {FILES_MAX:,} files", code="too_many_files")
             if len(names) < len(paths):
                 raise InvalidInput("two of the inputs match the same object", code="duplicate_file")
-            if output is not None or any(map(is_object_url, paths)):
+            if output is not None or any(map(is_input_url, paths)):
                 if isinstance(work, NewJob):
                     await stack.enter_async_context(self._objects.using(caller.project))
                 else:  # a preview has a slot of its own, and reads every row
@@ -191,6 +195,7 @@ class Orders:
             dataset=DatasetSpec(
                 inputs.paths,
                 format=self._format(work, inputs),
+                private_hosts=config.server.private_hosts if any(map(is_web_url, inputs.paths)) else [],
                 **msgspec.structs.asdict(config.limits),
             ),
             models=models,
@@ -270,7 +275,7 @@ class Orders:
         """Return the format of the files, by the names under which they were uploaded."""
         if work.format is not None:
             return work.format
-        formats = {_format_of(name) for name in inputs.names.values()}
+        formats = {_format_of(file_name(name) if is_input_url(name) else name) for name in inputs.names.values()}
         if len(formats) > 1:
             names = ", ".join(list(inputs.names.values())[:10])
             raise InvalidInput(f"the files of a dataset must have one format: {names}", code="format_mismatch")

@@ -12,8 +12,9 @@ import msgspec
 import sqlalchemy as sa
 from msgspec.structs import replace
 
-from batchmill.datasets import formats, sealing, sources
+from batchmill.datasets import sealing, sources
 from batchmill.errors import InvalidInput, InvalidTransition, ModelFailed
+from batchmill.jobs.intake import fetching
 from batchmill.jobs.ledger.files import JobFiles, is_folder, read_spec, result_exists
 from batchmill.jobs.results.output_folders import read_manifest
 from batchmill.jobs.results.results import check_kind, check_output, errors_of, stored_name
@@ -24,6 +25,7 @@ from batchmill.types import Amendment, JobOrder, ModelSpec, Policy, Seal
 from batchmill.types.engine_traits import ENGINES, Source
 from batchmill.wire import forms
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
+from batchmill.wire.input_urls import is_fetched, is_input_url
 from batchmill.wire.job_spec import JobSpec
 
 PRIORITY_MAX = 100
@@ -92,7 +94,7 @@ def describe(order: JobOrder, now: float) -> JobSpec:
     """The spec of an order, with a new id. Raises: InvalidInput if the order cannot run."""
     if not order.models:
         raise InvalidInput("a job needs a model: name one with --model", code="no_model")
-    format = formats.detect_format(order.dataset)
+    format = fetching.detect_format(order.dataset)
     job_id = f"job_{secrets.token_hex(10)}"
     form = _form(order, format, job_id)
     if order.output is not None:
@@ -167,10 +169,10 @@ def _refuse_inputs(inputs: list[str], written: list[str]) -> None:
 
 def _is_same_file(path: str, source: str) -> bool:
     if is_folder(path):  # parts beside the input would be input of the same command later
-        if not (is_object_url(path) or is_object_url(source)):
+        if not (is_input_url(path) or is_input_url(source)):
             path, source = os.path.join(os.path.realpath(path), ""), os.path.realpath(source)
         return source.startswith(path)
-    if is_object_url(path) or is_object_url(source):
+    if is_input_url(path) or is_input_url(source):
         return path == source
     same = os.path.realpath(path) == os.path.realpath(source)
     return same or (os.path.exists(path) and os.path.samefile(path, source))
@@ -273,6 +275,8 @@ def same_input(spec: JobSpec, files: JobFiles) -> bool:
     except FileNotFoundError:
         # It was never read to its end: it is read again. Where even its description is gone, so is the job.
         return files.spec.exists() and files.read_spec().dataset.paths == spec.dataset.paths
+    if any(map(is_fetched, spec.dataset.paths)):  # it is read once: the sealed copy is the input
+        return files.read_spec().dataset.paths == spec.dataset.paths
     if [file.path for file in sealed.sources] == spec.dataset.paths and all(map(sources.unchanged, sealed.sources)):
         return True
     sizes = [file.size_bytes for file in sealed.sources]

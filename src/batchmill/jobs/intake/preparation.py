@@ -14,8 +14,9 @@ from msgspec import Struct
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealing import seal_with_retry
 from batchmill.datasets.validation import HubPatterns
-from batchmill.errors import InvalidInput
-from batchmill.jobs.intake import routing
+from batchmill.errors import InvalidInput, OverQuota
+from batchmill.jobs.intake import fetching, routing
+from batchmill.jobs.intake.fetching import FETCH_SHARE, PREVIEW_TIME_S, TIME_S, Bounds, Fetched
 from batchmill.jobs.intake.routing import Choice
 from batchmill.jobs.ledger import plan
 from batchmill.jobs.ledger.plan import Plan, PlanOrder
@@ -59,7 +60,9 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     sealing = msgspec.structs.replace(
         seal_order(spec), bytes_left=request.bytes_left, no_space_message=request.no_space_message
     )
-    report = seal_with_retry(sealing, Path(request.dataset), lambda share: progress(share * SEALING_SHARE))
+    time_s = PREVIEW_TIME_S if request.is_preview and request.bytes_left is not None else TIME_S
+    bounds = Bounds(request.bytes_left, request.no_space_message, time_s)
+    report, fetched = _sealed(sealing, bounds, Path(request.dataset), lambda share: progress(share * SEALING_SHARE))
     planned = None
     choices: dict[int, Choice] = {}
     causes: dict[str, tuple[int, str]] = {}
@@ -80,7 +83,28 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
         for refused in plan.iter_rejected(Path(request.dataset)):
             rows, sample = causes.get(refused.code, (0, refused.message))
             causes[refused.code] = rows + 1, sample
+        fetched.tidy()
+    else:
+        fetching.clear(Path(request.dataset))
     return msgspec.json.encode(Prepared(report, planned, causes, choices))
+
+
+def _sealed(
+    order: SealOrder, bounds: Bounds, home: Path, progress: Callable[[float], None]
+) -> tuple[SealReport, Fetched]:
+    """Fetch the inputs that lie elsewhere, and seal the dataset."""
+    fetched = Fetched(home, order.dataset.paths, {})
+    try:
+        fetched = fetching.fetch(order.dataset, home, bounds, lambda share: progress(share * FETCH_SHARE))
+        share_before = FETCH_SHARE if fetched.sources else 0.0
+        report = seal_with_retry(
+            msgspec.structs.replace(order, dataset=msgspec.structs.replace(order.dataset, paths=fetched.paths)),
+            home, lambda share: progress(share_before + share * (1 - share_before)),
+        )  # fmt: skip
+    except (InvalidInput, OverQuota) as error:
+        fetching.clear(home)
+        raise fetched.error(error) from None
+    return fetched.named(report), fetched
 
 
 def _by_model(order: SealOrder, adapters: list[str]) -> dict[int, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import tempfile
@@ -50,7 +51,8 @@ async def _prepared(
     order: JobOrder, data_dir: Path, progress: Progress, disk_quota: DiskQuota | None
 ) -> AsyncIterator[tuple[JobSpec, Path, Prepared]]:
     """The order's dataset, sealed and planned in a temporary folder."""
-    spec = orders.describe(msgspec.structs.replace(order, output=None), time.time())
+    unwritten = msgspec.structs.replace(order, output=None)
+    spec = await asyncio.to_thread(orders.describe, unwritten, time.time())  # which may read objects and URLs
     home = new_home(data_dir)
     try:
         (home / "dataset").mkdir()

@@ -12,7 +12,7 @@ from typing import Protocol, Self
 
 import msgspec
 
-from batchmill.datasets import sealing
+from batchmill.datasets import layout, sealing
 from batchmill.errors import StorageFailed, StorageFull
 from batchmill.object_store.urls import is_object_url, open_store, parse_url
 from batchmill.store.segments import sync_folder
@@ -218,7 +218,7 @@ class JobFiles:
     def clear_refused(self) -> None:
         """Remove the dataset and the plan of a job that will run no row."""
         sealing.clear(self.dataset)
-        for path in self.plan(0).glob("*"):
+        for path in (*self.dataset.glob(layout.FETCHED), *self.plan(0).glob("*")):
             path.unlink()
 
     def read_spec(self) -> JobSpec:
