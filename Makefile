@@ -55,7 +55,7 @@ ray: $(RAY_VENV)/.batchmill-installed
 $(RAY_VENV)/.batchmill-installed: pyproject.toml tools/make_venv.sh
 	@PYTHON="$(PYTHON)" tools/make_venv.sh $(RAY_VENV)
 	@echo "--> installing batchmill and Ray into $(RAY_VENV)"
-	@$(RAY_VENV)/bin/python -m pip install $(PIP_QUIET) -e '.[ray,parquet]'
+	@$(RAY_VENV)/bin/python -m pip install $(PIP_QUIET) -e '.[ray,parquet,objects]'
 	@touch $@
 
 # Debian's package, where this user may install it.

@@ -39,6 +39,7 @@ class Nodes:
         self._process = process
         assert process.stdout is not None
         self.address = process.stdout.readline().strip()
+        self.pid = process.pid
 
     def does(self, command: str) -> None:
         """Return once it is done."""

@@ -1,6 +1,7 @@
 """A Ray cluster on this machine: `python ray_nodes.py PORT CPUS…`, one node for each number; PORT 0: any port.
 
-It prints the head's address, and obeys lines on standard input: "drain N" (node N will be ended), "remove N", "end".
+It prints the head's address, and obeys lines on standard input: "drain N" (node N will be ended),
+"remove N", "add CPUS", "end".
 Node N has the resource "nodeN". It runs in the environment that has Ray.
 """
 
@@ -15,6 +16,11 @@ PREEMPTION = 2  # as Ray numbers the reasons to drain a node
 NOTICE_S = 600.0
 
 
+def add(cluster: Cluster, nodes: list, cpus: int) -> None:
+    resources = {f"node{len(nodes) + 1}": 1}
+    nodes.append(cluster.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES, resources=resources))
+
+
 def main() -> None:
     port = {"gcs_server_port": int(sys.argv[1])} if sys.argv[1] != "0" else {}
     cluster = Cluster(
@@ -23,10 +29,9 @@ def main() -> None:
             "num_cpus": int(sys.argv[2]), "object_store_memory": STORE_BYTES, "include_dashboard": False, **port,
         },
     )  # fmt: skip
-    nodes = [
-        cluster.add_node(num_cpus=int(cpus), object_store_memory=STORE_BYTES, resources={f"node{number}": 1})
-        for number, cpus in enumerate(sys.argv[3:], 1)
-    ]
+    nodes = []
+    for cpus in sys.argv[3:]:
+        add(cluster, nodes, int(cpus))
     print(cluster.address, flush=True)
     for line in sys.stdin:
         match line.split():
@@ -36,6 +41,8 @@ def main() -> None:
                 client.drain_node(nodes[int(number) - 1].node_id, PREEMPTION, "a spot machine ends", ends_at_ms)
             case ["remove", number]:
                 cluster.remove_node(nodes[int(number) - 1], allow_graceful=False)
+            case ["add", cpus]:
+                add(cluster, nodes, int(cpus))
             case ["end"]:
                 break
         print("done", flush=True)

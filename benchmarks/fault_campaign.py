@@ -1,0 +1,406 @@
+"""The servers of `cluster_faults.py`, the rows that run through them, and the audit of both. Linux only.
+
+Two servers share one PostgreSQL database and one object store, each behind proxies of its own. A third one has a
+database of its own and its workers on a Ray cluster, if BATCHMILL_RAY_PYTHON names an interpreter with batchmill[ray].
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import harness
+import httpx2
+
+sys.path.insert(0, str(harness.ROOT / "tests" / "cluster"))
+sys.path.insert(0, str(harness.ROOT / "tests"))
+from fakes.faulty_objects import faulty_objects
+from fakes.postgres_server import PostgresServer
+from fakes.s3_server import bucket_client, s3_environment, s3_server
+from ray_support import Nodes, free_port, ray_nodes
+
+BUCKET, DATABASE, RAY_DATABASE = "campaign", "campaign", "campaign_ray"
+ROWS, SMALL_ROWS = 100, 5
+TIMEOUT_S, LOOK_S = 90.0, 0.02
+ENDED = ("completed", "failed", "expired", "cancelled")
+CODE = """
+import time
+
+def steady(messages, model=None):
+    text = messages[-1]["content"]
+    with open({calls!r}, "a") as calls:
+        calls.write(text + "\\n")
+    time.sleep(0.007)
+    message = {{"role": "assistant", "content": text.upper()}}
+    return {{"id": "c", "object": "chat.completion", "created": 1, "model": model, "choices": [
+        {{"index": 0, "finish_reason": "stop", "message": message}}]}}
+"""
+CONFIG = """
+[models.steady]
+engine = "function"
+source = "app.py:steady"
+workers = {workers}
+[database]
+url = "postgresql+psycopg://batchmill@127.0.0.1:{port}/{database}"
+[storage]
+objects = "s3://{bucket}/{database}"
+[secrets]
+key_file = "{keys}"
+"""
+RAY_CONFIG = """
+[cluster]
+executor = "ray"
+address = "{address}"
+python = "{python}"
+trusted_network = true
+"""
+
+
+class TcpProxy:
+    """Forwards connections to a port of this machine; what arrives while it is cut is held, not refused."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._open = threading.Event()
+        self._open.set()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        self._open.clear()
+
+    def mend(self) -> None:
+        self._open.set()
+
+    def close(self) -> None:
+        self.mend()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(near,), daemon=True).start()
+
+    def _serve(self, near: socket.socket) -> None:
+        self._open.wait()
+        try:
+            far = socket.create_connection(("127.0.0.1", self._port))
+        except OSError:
+            near.close()
+            return
+        threading.Thread(target=self._pump, args=(near, far), daemon=True).start()
+        self._pump(far, near)
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(65536):
+                self._open.wait()
+                target.sendall(data)
+        except OSError:
+            pass  # one side broke the connection; the other is told below
+        for each in (source, target):
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+
+class Server:
+    """A `batchmill serve` with a way to its database and a way to the store."""
+
+    def __init__(
+        self, folder: Path, campaign: Campaign, s3: str, stack: ExitStack, *, data_dir: Path,
+        database: str = DATABASE, workers: int = 1, more: str = "",
+    ) -> None:  # fmt: skip
+        self.folder, self.log, self.data_dir = folder, folder / "log", data_dir
+        folder.mkdir()
+        self.proxy = TcpProxy(campaign.postgres.port)
+        stack.callback(self.proxy.close)
+        self.store = stack.enter_context(faulty_objects(s3))
+        self.environment = {**os.environ, **s3_environment(self.store.url)}
+        (folder / "app.py").write_text(CODE.format(calls=str(campaign.calls)))
+        keys = campaign.folder / "keys"
+        config = CONFIG.format(port=self.proxy.port, database=database, bucket=BUCKET, keys=keys, workers=workers)
+        (folder / "batchmill.toml").write_text(config + more)
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        words = [str(harness.BATCHMILL), "serve", "--port", str(self.port), "--data-dir", str(self.data_dir)]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                words, cwd=self.folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def wait(self) -> int:
+        assert self.process is not None
+        return self.process.wait(TIMEOUT_S)
+
+    def is_owner(self) -> bool:
+        try:
+            return httpx2.get(f"{self.url}/v1/batches", timeout=2).status_code == 200
+        except httpx2.HTTPError:
+            return False
+
+    def is_standing_by(self) -> bool:
+        try:
+            return httpx2.get(f"{self.url}/v1/batches", timeout=2).status_code == 503
+        except httpx2.HTTPError:
+            return False
+
+    def processes(self, name: str = "") -> list[int]:
+        """The processes below this server whose command holds `name`."""
+        assert self.process is not None
+        return named(harness.tree_of(self.process.pid)[1:], name)
+
+    def writes(self) -> int:
+        """Requests of this server that changed the store."""
+        return sum(self.store.count(method) for method in ("PUT", "POST", "DELETE"))
+
+
+def named(pids: list[int], name: str) -> list[int]:
+    """Those whose command holds `name`."""
+    found = []
+    for pid in pids:
+        try:
+            command = Path("/proc", str(pid), "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue  # it has ended
+        if name in command:
+            found.append(pid)
+    return found
+
+
+class RayCluster:
+    """A head without a CPU and two nodes with one each, at one address, however often it is started again."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._port = free_port()
+        self._stack = stack.enter_context(ExitStack())
+        self.nodes: Nodes
+        self.start()
+
+    def start(self) -> None:
+        self.nodes = self._stack.enter_context(ray_nodes(0, 1, 1, port=self._port))
+        self.alive, self._last = [1, 2], 2
+
+    def end(self) -> None:
+        self._stack.close()
+
+    def replace_node(self, number: int) -> None:
+        """Add a node for one that was removed."""
+        self.nodes.does("add 1")
+        self._last += 1
+        self.alive[self.alive.index(number)] = self._last
+
+    def processes(self, name: str) -> list[int]:
+        return named(harness.tree_of(self.nodes.pid), name)
+
+
+@dataclass
+class Outcome:
+    """One fault and what became of the rows under it."""
+
+    fault: str
+    jobs: int = 0
+    rows: int = 0
+    lost: int = 0
+    doubled: int = 0
+    wrong: int = 0
+    again: int = 0
+    unmet: int = 0  # failures of the store that no request came for
+    recovery_s: float = 0.0
+    whole_s: float = 0.0
+    flaws: list[str] = field(default_factory=list)
+
+
+class Campaign:
+    """The servers, their databases, store and cluster, and the rows that run through them.
+
+    Args:
+        is_apart: a data directory for each of the two servers.
+        has_ray: with the third server.
+    """
+
+    def __init__(self, folder: Path, seed: int, stack: ExitStack, *, is_apart: bool, has_ray: bool) -> None:
+        self.folder, self.chance, self.calls = folder, random.Random(seed), folder / "calls"
+        self.calls.touch()
+        self.postgres = PostgresServer("fsync=on", "shared_buffers=32MB", "autovacuum=off")
+        stack.callback(self.postgres.close)
+        self.postgres.create_database(DATABASE)
+        s3 = stack.enter_context(s3_server())
+        stack.enter_context(bucket_client(s3, BUCKET))
+        self.servers = [
+            Server(folder / name, self, s3, stack, data_dir=(folder / name if is_apart else folder) / "data")
+            for name in ("first", "second")
+        ]
+        self.ray: Server | None = None
+        self.cluster: RayCluster | None = None
+        self.target: Server | None = None  # that the rows go to; None: to whichever of the two is the owner
+        if has_ray:
+            self._add_ray(s3, stack)
+        stack.callback(self.end_servers)
+        self.owner, self.standby = self.servers[:2]
+        for each in (self.owner, *self.servers[2:]):
+            each.start()
+        harness.wait_until(self.owner.is_owner, TIMEOUT_S, "the first owner")
+        self.standby.start()
+        harness.wait_until(self.standby.is_standing_by, TIMEOUT_S, "the standby")
+        if self.ray is not None:
+            harness.wait_until(self.ray.is_owner, TIMEOUT_S, "the server on Ray")
+        self.texts = 0
+
+    def _add_ray(self, s3: str, stack: ExitStack) -> None:
+        self.postgres.create_database(RAY_DATABASE)
+        self.cluster = RayCluster(stack)
+        python = os.environ["BATCHMILL_RAY_PYTHON"]
+        self.ray = Server(
+            self.folder / "ray", self, s3, stack, data_dir=self.folder / "ray" / "data", database=RAY_DATABASE,
+            workers=2, more=RAY_CONFIG.format(address=self.cluster.nodes.address, python=python),
+        )  # fmt: skip
+        self.servers.append(self.ray)
+
+    def end_servers(self) -> None:
+        for each in self.servers:
+            if each.process is not None and each.process.poll() is None:
+                each.signal(signal.SIGCONT)
+                harness.end_group(each.process)
+
+    def take_over(self) -> None:
+        """Wait until the standby owns the database; from then on it is the owner."""
+        self.owner, self.standby = self.standby, self.owner
+        harness.wait_until(self.owner.is_owner, TIMEOUT_S, "the take-over")
+
+    def restart_standby(self) -> None:
+        """Start the other server again; `ensure_standby` waits for it."""
+        self.standby.start()
+
+    def revive_standby(self) -> None:
+        """Start the other server again if it has ended."""
+        if self.standby.process is not None and self.standby.process.poll() is not None:
+            self.standby.start()
+
+    def ensure_standby(self) -> None:
+        self.revive_standby()
+        harness.wait_until(self.standby.is_standing_by, TIMEOUT_S, "the standby")
+
+    @property
+    def server(self) -> Server:
+        """The one that the rows go to."""
+        return self.target or self.owner
+
+    def call(self, method: str, path: str, **arguments: Any) -> httpx2.Response:
+        """Ask the server, again until it answers: a fault may have struck in between."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                reply = httpx2.request(method, f"{self.server.url}{path}", timeout=20, **arguments)
+                if reply.status_code < 500:
+                    return reply.raise_for_status()
+                problem = f"{reply.status_code} {reply.text[:300]}"
+            except httpx2.TransportError as error:
+                problem = repr(error)
+            if time.monotonic() > deadline:
+                raise harness.CommandFailed(f"{method} {path}: {problem}")
+            time.sleep(LOOK_S)
+
+    def submit(self, count: int) -> tuple[str, list[str]]:
+        """A batch of rows with texts that no other batch has; its id and its texts."""
+        texts = [f"text {n}" for n in range(self.texts, self.texts + count)]
+        self.texts += count
+        lines = [json.dumps(row(text)) for text in texts]
+        files = {"file": ("rows.jsonl", "\n".join(lines) + "\n")}
+        file = self.call("POST", "/v1/files", files=files, data={"purpose": "batch"}).json()["id"]
+        order = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+        return self.call("POST", "/v1/batches", json=order).json()["id"], texts
+
+    def done(self, batch: str) -> dict[str, Any]:
+        return self.call("GET", f"/v1/batches/{batch}").json()
+
+    def audit(self, batch: str, texts: list[str], outcome: Outcome) -> None:
+        """Wait for the end of a batch, and compare its results with its rows."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while (found := self.done(batch))["status"] not in ENDED:
+            if time.monotonic() > deadline:
+                outcome.flaws.append(f"{batch} did not end: {found['batchmill']}")
+                outcome.lost += len(texts) - found["request_counts"]["completed"]
+                return
+            time.sleep(LOOK_S)
+        outcome.jobs += 1
+        outcome.rows += len(texts)
+        if found["status"] != "completed" or not found.get("output_file_id"):
+            outcome.flaws.append(f"{batch} ended as {found['status']}: {found.get('errors')}")
+            outcome.lost += len(texts)
+            return
+        content = self.call("GET", f"/v1/files/{found['output_file_id']}/content").text
+        answers = [json.loads(line) for line in content.splitlines()]
+        counts = Counter(each["custom_id"] for each in answers)
+        outcome.lost += sum(not counts[text] for text in texts)
+        outcome.doubled += sum(count - 1 for count in counts.values())
+        outcome.wrong += sum(answer_of(each) != each["custom_id"].upper() for each in answers)
+        called = Counter(self.calls.read_text().splitlines())
+        outcome.again += sum(called[text] - 1 for text in texts)
+        # What `batchmill ledger verify` calls.
+        report = self.call("POST", f"/batchmill/v1/jobs/{batch.replace('batch_', 'job_')}/verify").json()
+        if report["broken"] or report["rows_done"] != len(texts):
+            outcome.flaws.append(f"ledger verify {batch}: {report}")
+
+    def strike(self, fault: str, inject: Injection, *, on_ray: bool) -> Outcome:
+        """Inject a fault when part of a batch has run, and audit that batch and a small one sent afterwards."""
+        outcome, started = Outcome(fault), time.monotonic()
+        self.target = self.ray if on_ray else None
+        batch, texts = self.submit(ROWS)
+        goal = self.chance.randrange(ROWS // 10, ROWS // 2)
+        try:
+            harness.wait_until(lambda: self.done(batch)["request_counts"]["completed"] >= goal, TIMEOUT_S, "rows")
+        except harness.CommandFailed as error:
+            raise harness.CommandFailed(f"{error}: {self.done(batch)}") from None
+        before, began = len(self.calls.read_text().splitlines()), time.monotonic()
+        undo = inject(self, outcome)
+        harness.wait_until(
+            lambda: len(self.calls.read_text().splitlines()) > before or self.done(batch)["status"] in ENDED,
+            TIMEOUT_S, "a row after the fault",
+        )  # fmt: skip
+        outcome.recovery_s = time.monotonic() - began
+        small, small_texts = self.submit(SMALL_ROWS)
+        self.audit(batch, texts, outcome)
+        self.audit(small, small_texts, outcome)
+        undo()
+        outcome.whole_s = time.monotonic() - started
+        return outcome
+
+
+Undo = Callable[[], None]
+Injection = Callable[[Campaign, Outcome], Undo]
+
+
+def row(text: str) -> dict[str, Any]:
+    body = {"model": "steady", "messages": [{"role": "user", "content": text}]}
+    return {"custom_id": text, "method": "POST", "url": "/v1/chat/completions", "body": body}
+
+
+def answer_of(line: dict[str, Any]) -> str:
+    return line["response"]["body"]["choices"][0]["message"]["content"] if line.get("response") else ""
