@@ -119,6 +119,16 @@ def test_what_is_wrong_is_named(tmp_path, text, expected):
     assert "batchmill.toml" in refused.value.message
 
 
+@pytest.mark.parametrize(
+    "place", ["h/x;password=s3cret", "u:s3cret@h/x", "h/x?a=1&Password=s3cret", "h;s3cret/x", "h/x=s3cret"]
+)
+def test_the_password_of_a_database_is_never_shown(tmp_path, place):
+    """A password in the URL, and parameters in the place of the name, are refused without repeating them."""
+    with pytest.raises(InvalidConfig, match="database.url h") as raised:
+        load(tmp_path, f'[database]\nurl = "postgresql+psycopg://{place}"')
+    assert "s3cret" not in str(raised.value)
+
+
 @pytest.mark.parametrize("name", config.LIMITS_MAX)
 def test_every_limit_has_a_largest_value(tmp_path, name):
     """A limit at its maximum is taken, and beyond it, infinite or not a number it is refused by name."""

@@ -74,6 +74,26 @@ async def test_a_commit_without_a_reply_is_not_repeated(database: Database):
     assert attempts == ["begun", "lost"]
 
 
+async def test_a_commit_that_the_server_has_lost_is_repeated(database: Database):
+    """A promoted standby may not have reached the number of a transaction whose reply was lost: it is not committed."""
+    ahead, has_committed = str(2**62), database.writer._has_committed
+    assert has_committed(ahead) is False
+    attempts = []
+
+    def insert(db: sa.Connection) -> int:
+        attempts.append(db)
+        return insert_missing(db, used_links, LINK)
+
+    def lose_reply(connection: sa.Connection) -> None:
+        if len(attempts) == 1:
+            connection.connection.dbapi_connection.close()
+
+    sa.event.listen(database.writer._engine, "commit", lose_reply)
+    database.writer._has_committed = lambda _: has_committed(ahead)
+    assert await database.write(insert) == 1
+    assert len(attempts) == 2
+
+
 async def test_what_cannot_be_reached_is_said(url: sa.URL):
     """A server that does not answer is named, with its reason; a URL that cannot be read is not repeated."""
     with pytest.raises(DatabaseUnavailable, match="cannot be reached.*refused"):

@@ -220,11 +220,17 @@ class DatabaseEntry(Struct, frozen=True):
             raise InvalidConfig(
                 'database.url must begin with "postgresql+psycopg://", like postgresql+psycopg://USER@HOST/NAME'
             )
-        authority = self.url.partition("://")[2].partition("/")[0]
-        if ":" in authority.rpartition("@")[0] or re.search(r"[?&]password=", self.url):
+        place = self.url.partition("://")[2].partition("?")[0]
+        authority = place.partition("/")[0]
+        if ":" in authority.rpartition("@")[0] or re.search(r"(?<![a-z])password=", self.url, re.IGNORECASE):
             raise InvalidConfig(
                 'database.url holds a password: write it to database.password as "env:NAME" or "file:PATH", or let '
                 "libpq find it (PGPASSWORD, ~/.pgpass, a service)"
+            )
+        if not {";", "="}.isdisjoint(place):
+            raise InvalidConfig(
+                'database.url has ";" or "=" in its host or name: parameters follow a "?" and are separated by "&", '
+                "like postgresql+psycopg://USER@HOST/NAME?sslmode=require"
             )
         if self.password is not None and not self.password.startswith(("env:", "file:")):
             raise InvalidConfig('database.password is "env:NAME" or "file:PATH", never the password itself')

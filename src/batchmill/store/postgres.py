@@ -283,7 +283,11 @@ class PostgresWriter:
                     raise
 
     def _has_committed(self, number: str) -> bool:
-        """Whether a transaction whose commit was not answered was committed. Waits until the server knows it."""
+        """Whether a transaction whose commit was not answered was committed. Waits until the server knows it.
+
+        A server that crashed, or a standby that was promoted, may know no transaction of this number yet: then it has
+        lost this one.
+        """
         query = sa.text("SELECT pg_xact_status(CAST(:number AS xid8))")
         deadline = time.monotonic() + RETRY_S
         while True:
@@ -293,6 +297,8 @@ class PostgresWriter:
                 if status != "in progress":
                     return status == "committed"
             except sa.exc.DBAPIError as error:
+                if isinstance(error.orig, pg.InvalidParameterValue):  # the number is in the server's future
+                    return False
                 if not is_passing(error):
                     raise
             if time.monotonic() > deadline:
