@@ -237,7 +237,10 @@ async def _open_front(
     )
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     admission = Admission(config.server, files=files, clock=asyncio.get_running_loop().time)
-    gate = Gate(services.keys, clock, config.server.requests_per_minute, admission.proxies)
+    gate = Gate(
+        services.keys, clock, config.server.requests_per_minute, admission.proxies,
+        owned_s=owner.store.database.owned_s,
+    )  # fmt: skip
     system_routes = SystemRoutes(
         health, gate, observers.metrics.render, services.directory.sees,
         document=lambda: openapi.document(root.routes.all()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from msgspec import Struct
@@ -177,6 +177,7 @@ async def small_api(
     dialect: SmallDialect | None = None,
     has_fast_path: bool = True,
     admission: Admission | None = None,
+    owned_s: Callable[[], float | None] = lambda: None,
 ) -> AsyncIterator[Small]:
     sock = bind("127.0.0.1", 0)
     small, other = dialect or SmallDialect(), SmallDialect("other")
@@ -185,7 +186,7 @@ async def small_api(
     root = HttpRoot(
         [small, other],
         fallback=other,
-        gate=Gate(keys or HeldKeys(), clock, requests_per_minute, admission.proxies),
+        gate=Gate(keys or HeldKeys(), clock, requests_per_minute, admission.proxies, owned_s=owned_s),
         hosts=Hosts("127.0.0.1", ["my.test"]),
         clock=clock,
         admission=admission,

@@ -6,7 +6,7 @@ import pytest
 from fakes.held_clock import HeldClock
 from small_api import HeldKeys
 
-from batchmill.errors import Forbidden, RateLimited, Unauthenticated
+from batchmill.errors import Forbidden, RateLimited, Unauthenticated, Unavailable
 from batchmill.server.auth import ANYBODY, FAILURE_RATE, Gate, token_of
 from batchmill.types import Caller, Scope
 
@@ -52,6 +52,20 @@ async def test_scopes():
     assert await gate.admit(headers("good"), "a", Scope.READ) == ONE
     with pytest.raises(Forbidden, match="scope submit"):
         await gate.admit(headers("good"), "a", Scope.ADMIN)
+
+
+async def test_only_a_sure_owner_answers():
+    """Where another process may own the database, no key is taken: not with its scope, not from the cache."""
+    left: list[float | None] = [None]
+    gate = Gate(HeldKeys(good=ONE), HeldClock(), owned_s=lambda: left[-1])
+    for left_s in (None, 0.1):
+        left.append(left_s)
+        assert await gate.admit(headers("good"), "a", Scope.READ) == ONE == await gate.identify(headers("good"), "a")
+        assert gate.cached_caller(b"good") == ONE
+    left.append(0.0)
+    with pytest.raises(Unavailable, match="another server may own"):
+        await gate.admit(headers("good"), "a", Scope.READ)
+    assert gate.cached_caller(b"good") is None and await gate.identify(headers("good"), "a") is None
 
 
 async def test_rates_of_a_key():

@@ -159,6 +159,21 @@ async def test_a_key_without_the_scope_is_refused():
     assert reply.startswith(b"HTTP/1.1 403 ") and not dialect.short
 
 
+@pytest.mark.parametrize("has_fast_path", [True, False])
+async def test_a_server_that_may_be_replaced_answers_no_key(has_fast_path):
+    """Once its term as owner is over, another owner may have revoked a key that this server still knows."""
+    dialect, terms = Hot(), [3.0]
+    async with api(dialect, owned_s=lambda: terms[-1], has_fast_path=has_fast_path) as small:
+        replies = await talk_kept(small, post(b"a"), 1)
+        terms.append(0.0)
+        replies += await talk_kept(small, post(b"a"), 1)
+        terms.append(3.0)
+        replies += await talk_kept(small, post(b"a"), 1)
+    assert [reply.split()[1] for reply in replies] == [b"200", b"503", b"200"]
+    assert b"retry-after: " in replies[1]
+    assert len(dialect.short + dialect.long) == 2
+
+
 async def test_the_rate_is_counted_once():
     """A request on the fast path costs one of the minute's, and the one too many is told when to come again."""
     dialect = Hot()

@@ -8,13 +8,13 @@ import ipaddress
 import re
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
 from starlette.requests import Request
 
-from batchmill.errors import Forbidden, InvalidInput, RateLimited, Refused, Unauthenticated
+from batchmill.errors import Forbidden, InvalidInput, RateLimited, Refused, Unauthenticated, Unavailable
 from batchmill.models import addresses
 from batchmill.ports import Clock
 from batchmill.server.admission_control import Proxies
@@ -63,9 +63,16 @@ class Gate:
     """
 
     def __init__(
-        self, keys: Keys, clock: Clock, requests_per_minute: int | None = None, proxies: Proxies | None = None
+        self,
+        keys: Keys,
+        clock: Clock,
+        requests_per_minute: int | None = None,
+        proxies: Proxies | None = None,
+        *,
+        owned_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        self._proxies = proxies or Proxies()
+        """Args: owned_s: see `Database.owned_s`. After it, another owner may have revoked keys that are cached here."""
+        self._proxies, self._owned_s = proxies or Proxies(), owned_s
         self._keys, self._clock, self._per_minute = keys, clock, requests_per_minute
         self._requests, self._failures = TokenBuckets(), TokenBuckets()
         self._secret = secrets.token_bytes(16)
@@ -74,12 +81,25 @@ class Gate:
     async def admit(self, headers: Sequence[tuple[bytes, bytes]], address: str, scope: Scope) -> Caller:
         """Authenticate the caller and check its scope.
 
-        Raises: Unauthenticated, Forbidden; RateLimited for too many wrong keys.
+        Raises: Unauthenticated, Forbidden; RateLimited for too many wrong keys; Unavailable: see `check_owned`.
         """
+        self.check_owned()
         caller = await self._caller(headers, address)
         if not caller.may(scope):
             raise Forbidden(f"this key has the scope {caller.scope.value}; the request needs {scope.value}")
         return caller
+
+    def check_owned(self) -> None:
+        """Raises: Unavailable once this process cannot be sure that it still owns the database."""
+        if not self._is_owner():
+            raise Unavailable(
+                "this server does not reach its database, which another server may own by now; try again",
+                code="database_silent",
+            )
+
+    def _is_owner(self) -> bool:
+        left_s = self._owned_s()
+        return left_s is None or left_s > 0
 
     def spend(self, caller: Caller) -> None:
         """Count a request of a caller. Raises: RateLimited."""
@@ -107,6 +127,8 @@ class Gate:
 
     def cached_caller(self, authorization: bytes | None) -> Caller | None:
         """Return the caller if it is known without waiting; None: call `admit`, which waits, or refuses."""
+        if not self._is_owner():
+            return None
         if authorization is None:
             return self._keys.cached_caller(None)
         digest = blake2b(authorization, key=self._secret, digest_size=16).digest()
@@ -131,6 +153,8 @@ class Gate:
 
     async def identify(self, headers: Sequence[tuple[bytes, bytes]], address: str) -> Caller | None:
         """Return the caller, or None without a valid key. For public operations that show more with a key."""
+        if not self._is_owner():
+            return None
         try:
             return await self._caller(headers, address)
         except Refused:

@@ -35,7 +35,7 @@ RETRY_S = 1.0
 STATUS = {
     "method_not_allowed": 405, "request_timeout": 408, "unsupported_media_type": 415, "request_too_large": 413,
     "invalid_host": 400, "invalid_http": 400, "head_too_large": 431, "uri_too_long": 414, "too_many_requests": 503,
-    "body_memory_full": 503,
+    "body_memory_full": 503, "database_silent": 503,
 }  # fmt: skip
 SECURITY_HEADERS = {
     b"x-content-type-options": b"nosniff",

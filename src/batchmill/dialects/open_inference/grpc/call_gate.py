@@ -276,7 +276,8 @@ class CallGate:
             del data
 
     def spend(self, caller: Caller) -> None:
-        """Count a request of a stream. Raises: RateLimited."""
+        """Count a request of a stream. Raises: RateLimited; Unavailable: see `Gate.check_owned`."""
+        self._gate.check_owned()
         self._gate.spend(caller)
 
     def message_of(self, error: BatchmillError) -> str:
