@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchmill.executors.feed import FairQueue, JobQueue
+from batchmill.executors.fair_queue import FairQueue, JobQueue
 
 SHARES = st.floats(0.05, 20.0)
 COSTS = st.floats(0.1, 5_000.0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,14 +17,14 @@ from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sealing import seal
 from batchmill.errors import AuthRefused
 from batchmill.executors.feed import GrantFeed
-from batchmill.executors.leases import Held, OpenJob
+from batchmill.executors.leases import Allowance, Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, empty_rows
-from batchmill.ports import LeaseFeed
+from batchmill.ports import Columns, LeaseFeed
 from batchmill.store.segment_files import SegmentFile
 from batchmill.store.segments import SegmentHead
-from batchmill.types import DatasetSpec, Lease
+from batchmill.types import ColumnBlock, DatasetSpec, Lease, Price, Row
 from batchmill.wire.forms import OpenAIForm
-from batchmill.wire.messages import Grant
+from batchmill.wire.messages import Grant, Spending, pack_u32
 
 ROWS = 40
 
@@ -121,14 +122,28 @@ class RemoteRows:
         self._rows = rows
         self.threads: list[int] = []
         self.error: Exception | None = None
-        self.may_read = threading.Event()
+        self.begun, self.may_read = asyncio.Event(), threading.Event()
+        self._loop = asyncio.get_running_loop()
 
     def read_lines(self, first: int, last: int) -> bytes:
-        assert self.may_read.wait(60)
+        self._wait()
+        return self._rows.read_lines(first, last)
+
+    def read_many(self, numbers: Sequence[int]) -> list[bytes]:
+        self._wait()
+        return self._rows.read_many(numbers)
+
+    def _wait(self) -> None:
         self.threads.append(threading.get_ident())
+        assert threading.get_ident() != self._loop._thread_id, "the event loop waits for a store"
+        self._loop.call_soon_threadsafe(self.begun.set)
+        assert self.may_read.wait(60)
         if self.error is not None:
             raise self.error
-        return self._rows.read_lines(first, last)
+
+
+def taken_from(rows: list[Row]) -> list[tuple[str, int]]:
+    return [(row.lease.lease.job, row.number) for row in rows]
 
 
 async def test_the_event_loop_never_waits_for_a_store(job: OpenJob, feed: GrantFeed) -> None:
@@ -156,6 +171,8 @@ async def test_a_store_that_refuses_ends_only_its_job(job: OpenJob, tmp_path: Pa
     give(feed, msgspec.structs.replace(job, rows=rows), Grant(Lease("far", 0, 0, 1), 0, 0, 10, priority=1))
     give(feed, job, Grant(Lease("near", 0, 0, 1), 0, 0, 3))
     assert len(await feed.take(20)) == 3
+    feed.end()
+    assert await feed.take(20) == []
     assert [(name, error.code) for name, error in failed] == [("far", "auth_error")]
 
 
@@ -170,3 +187,142 @@ async def test_a_job_that_is_dropped_while_it_is_read(job: OpenJob, feed: GrantF
     rows.may_read.set()
     feed.end()
     assert await waiting == []
+
+
+async def test_local_rows_do_not_wait_for_a_store(job: OpenJob, feed: GrantFeed) -> None:
+    """Rows of this machine that come while a store is slow are given at once, whatever the priority of the others."""
+    for priority in (1, -1):
+        rows = RemoteRows(job.rows)
+        far, near = f"far{priority}", f"near{priority}"
+        give(feed, msgspec.structs.replace(job, rows=rows), Grant(Lease(far, 0, 0, 1), 0, 0, 5))
+        waiting = asyncio.create_task(feed.take(5))
+        await rows.begun.wait()
+        give(feed, job, Grant(Lease(near, 0, 0, 1), 0, 0, 5, row=10, priority=priority))
+        assert taken_from(await waiting) == [(near, n) for n in range(10, 15)]
+        rows.may_read.set()
+        assert taken_from(await feed.take(5)) == [(far, n) for n in range(5)]
+
+
+async def test_rows_that_are_there_come_by_priority(job: OpenJob, feed: GrantFeed) -> None:
+    """The next rows of a store are read while the engine runs the last ones: a job of higher priority stays ahead."""
+    rows = RemoteRows(job.rows)
+    rows.may_read.set()
+    give(feed, msgspec.structs.replace(job, rows=rows), Grant(Lease("far", 0, 0, 1), 0, 0, 9, priority=1))
+    found = taken_from(await feed.take(3))
+    give(feed, job, Grant(Lease("near", 0, 0, 1), 0, 0, 3, row=10))
+    while feed._reads:
+        await asyncio.wait(feed._reads)
+        found += taken_from(await feed.take(3))
+    found += taken_from(await feed.take(3))
+    assert found == [("far", n) for n in range(9)] + [("near", n) for n in range(10, 13)]
+
+
+async def test_rows_that_were_read_ahead_are_given_in_any_number(job: OpenJob, feed: GrantFeed) -> None:
+    """Rows that were read in one piece are taken in smaller ones, and each once; scattered rows, too."""
+    rows = RemoteRows(job.rows)
+    rows.may_read.set()
+    remote = msgspec.structs.replace(job, rows=rows)
+    give(feed, remote, Grant(Lease("run", 0, 0, 1), 0, 0, 20))
+    numbers = [3, 1, 30, 7, 8, 2, 0]
+    scattered = Grant(Lease("run", 0, 1, 1), 0, 0, 7, positions=pack_u32(range(7)), rows=pack_u32(numbers))
+    give(feed, remote, scattered)
+    feed.end()
+    found: list[Row] = []
+    for n in itertools.cycle((8, 1, 3, 2, 50)):
+        if not (rows_taken := await feed.take(n)):
+            break
+        assert len(rows_taken) <= n
+        found += rows_taken
+    assert [row.number for row in found] == [*range(20), *numbers]
+    assert all(json.loads(row.raw)["custom_id"] == f"r{row.number}" for row in found)
+    assert len(rows.threads) < len(found)
+
+
+async def test_what_is_begun_is_read_in_a_thread(job: OpenJob, feed: GrantFeed) -> None:
+    """Rows of a store that an engine has begun already do not hold up those of this machine, nor the end."""
+    rows = RemoteRows(job.rows)
+    far = Grant(Lease("far", 0, 0, 1), 0, 0, 5, notes={"tag": b"{}"})
+    give(feed, msgspec.structs.replace(job, rows=rows), far)
+    waiting = asyncio.create_task(feed.take_noted(5))
+    await rows.begun.wait()
+    give(feed, job, Grant(Lease("near", 0, 0, 1), 0, 0, 5, row=10, is_over=True))
+    assert taken_from(await waiting) == [("near", n) for n in range(10, 15)]
+    feed.end()
+    waiting = asyncio.create_task(feed.take_noted(5))
+    rows.may_read.set()
+    assert taken_from(await waiting) == [("far", n) for n in range(5)]
+    assert await feed.take_noted(5) == []
+
+
+async def test_a_budget_for_rows_of_a_store(job: OpenJob, feed: GrantFeed) -> None:
+    """What all rows of a lease cost is found in a thread; without budget it is read again only when there is some."""
+    rows = RemoteRows(job.rows)
+    rows.may_read.set()
+    sent: list[Spending] = []
+    price = Price(input=1e6, output=0.0)
+    allowance = Allowance("far", price, has_requests=True, send=sent.append, takes_all=True)
+    give(
+        feed,
+        msgspec.structs.replace(job, rows=rows, allowance=allowance),
+        Grant(Lease("far", 0, 0, 1), 0, 0, 5, notes={"tag": b"{}"}),
+    )
+    noted, plain = asyncio.create_task(feed.take_noted(5)), asyncio.create_task(feed.take(5))
+    await rows.begun.wait()
+    while feed._reads:
+        await asyncio.wait(feed._reads)
+    feed.wake()
+    await asyncio.sleep(0)
+    assert not (noted.done() or plain.done() or feed._reads)
+    assert len(rows.threads) == 1 and len(sent) == 1
+    cost = sent[0].needs
+    allowance.add(3 * cost, is_lean=False)
+    feed.unblock("far")
+    done, _ = await asyncio.wait({noted, plain}, return_when=asyncio.FIRST_COMPLETED)
+    assert taken_from(done.pop().result()) == [("far", n) for n in range(3)]
+    feed.end()
+    assert await asyncio.gather(noted, plain)
+
+
+async def test_an_error_of_this_machine_reaches_the_engine(job: OpenJob, feed: GrantFeed) -> None:
+    """What a thread raises and no job is to blame for ends the engine's run."""
+    rows = RemoteRows(job.rows)
+    rows.error = OSError("broken")
+    rows.may_read.set()
+    give(feed, msgspec.structs.replace(job, rows=rows), Grant(Lease("far", 0, 0, 1), 0, 0, 5))
+    with pytest.raises(OSError, match="broken"):
+        await feed.take(5)
+
+
+class RemoteColumns(RemoteRows):
+    """Columns that lie in a store."""
+
+    rows = ROWS
+    columns = ["n"]
+
+    def read(self, first: int, last: int) -> list[bytes]:
+        raise AssertionError("nothing reads it")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def read_columns(self, numbers: Sequence[int], names: tuple[str, ...] | None) -> tuple[memoryview, int]:
+        self._wait()
+        return memoryview(b"arrow"), min(4, len(numbers))
+
+
+async def test_columns_of_a_store(job: OpenJob, feed: GrantFeed) -> None:
+    """Columns are read in a thread, and so are the whole rows of a block; a block never has more rows than asked."""
+    rows = RemoteColumns(job.rows)
+    rows.may_read.set()
+    give(feed, msgspec.structs.replace(job, rows=rows), Grant(Lease("far", 0, 0, 1), 0, 0, 10))
+    feed.end()
+    found: list[int] = []
+    for n in (6, 6, 1, 6):
+        block = await feed.take_block(n, Columns(("n",)))
+        assert isinstance(block, ColumnBlock) and len(block) <= min(n, 4)
+        found += block.numbers
+        assert [row.number for row in await block.read()] == list(block.numbers)
+    assert found == list(range(len(found)))
+    rows.error = AuthRefused("expired", code="auth_error")
+    assert await block.read() == []
+    assert await feed.take_block(6, Columns(("n",))) is None

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Lock
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from batchmill.datasets.sealed import ColumnDataset
 from batchmill.errors import JobPaused
+from batchmill.executors.fair_queue import FairQueue, JobQueue
 from batchmill.executors.leases import Allowance, Held
 from batchmill.ports import Columns
 from batchmill.types import ColumnBlock, Lease, Outcome, Row, RowBlock
@@ -23,23 +25,25 @@ from batchmill.wire.messages import Grant, unpack_u32
 WINDOW = 1024  # rows that are looked at together
 
 Block = RowBlock | ColumnBlock
+Result = TypeVar("Result")
 
 _note = msgspec.json.Decoder(RemoteJob)
 
 
-def cut(
-    held: Held, allowance: Allowance, positions: Sequence[int], read: Callable[[int, int], list[Row]]
-) -> list[int] | None:
+def cutting(
+    held: Held, allowance: Allowance, positions: Sequence[int]
+) -> Generator[tuple[int, int], list[Row], list[int] | None]:
     """Which rows of a lease run, as indexes into `positions`; their maximum cost is reserved.
 
-    Those that a provider has already go in any case. None: all of them go; none: the owner was asked for more.
+    Yields ranges of indexes, and is sent their rows. Those that a provider has already go in any case. None: all of
+    them go; none: the owner was asked for more.
     """
     there = _handed_over(held)
     kept: list[int] = []
     is_spent = False
     for first in range(0, len(positions), WINDOW):
         last = min(first + WINDOW, len(positions))
-        rows = read(first, last)
+        rows = yield first, last
         known = [row for row in rows if row.position in there]
         allowance.reserve(known, at_any_price=True)
         fresh = [] if is_spent else [row for row in rows if row.position not in there]
@@ -66,70 +70,53 @@ def _names(wanted: Columns, there: list[str]) -> tuple[str, ...] | None:
     return tuple(name for name in there if name in wanted.names)
 
 
-SHARE_MIN = 1e-9  # a share of nothing would never come to its turn
-
-
-class JobQueue(Struct, eq=False):
-    """The queue of one job at this worker."""
-
-    job: str
-    priority: int = 0
-    share: float = 1.0  # of the worker, beside other lanes of its priority
-    row_cost: float = 1.0
-    due: float = 0.0  # virtual time of its next row
-
-
-class FairQueue:
-    """The job queues that have waiting rows."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, JobQueue] = {}
-        self._now: dict[int, float] = {}  # priority -> the virtual time that its lanes have reached
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def enter(self, lane: JobQueue) -> None:
-        """Add a queue that has rows."""
-        if lane.job not in self._waiting:
-            lane.due = max(lane.due, self._now.get(lane.priority, 0.0))
-            self._waiting[lane.job] = lane
-
-    def leave(self, lane: JobQueue) -> None:
-        """Remove a queue that has no rows for now."""
-        self._waiting.pop(lane.job, None)
-
-    def next(self) -> JobQueue | None:
-        """The next queue to serve; of several due at once, the one that has waited longest."""
-        if len(self._waiting) == 1:
-            return next(iter(self._waiting.values()))
-        return min(self._waiting.values(), key=lambda lane: (-lane.priority, lane.due), default=None)
-
-    def charge(self, lane: JobQueue, rows: int) -> None:
-        """Charge the served queue for the rows that were taken."""
-        self._now[lane.priority] = max(lane.due, self._now.get(lane.priority, 0.0))
-        lane.due += rows * lane.row_cost / lane.share
-
-    def weigh(self, lane: JobQueue, *, priority: int, share: float, row_cost: float) -> None:
-        """Change the weight of a queue. What it owes moves with it to another priority."""
-        if priority != lane.priority:
-            owed = max(0.0, lane.due - self._now.get(lane.priority, 0.0))
-            lane.due = self._now.get(priority, 0.0) + owed
-        lane.priority, lane.share, lane.row_cost = priority, max(share, SHARE_MIN), max(row_cost, 0.0)
-
-
 TAKE_S = 0.25  # a take beside other jobs is as many rows as last so long: it is what those have to wait for
 GROWTH_MAX = 8  # from one take of a job to its next
 ROWS_MOST = 2**32
+READS_MAX = 4  # threads that read rows of stores; of each job one at a time, and one block ahead
 
 
 class _Ahead(Struct, frozen=True):
-    """Rows that were read in a thread: those from index `first` to `last` of a grant."""
+    """Rows of a grant that were read in a thread and not taken yet. The lines of a RowBlock begin at `at`."""
 
-    first: int
-    last: int
+    first: int  # index in the grant
     columns: Columns | None
     block: Block
+    at: int = 0
+
+    @property
+    def last(self) -> int:
+        return self.first + len(self.block)
+
+    def take(self, rows: int) -> Block:
+        """The first rows; of a ColumnBlock all."""
+        block = self.block
+        if isinstance(block, ColumnBlock) or (rows == len(block) and not self.at):
+            return block
+        return _rows_of(block, self.at, _line_end(block.lines, self.at, rows), 0, rows)
+
+    def without(self, rows: int) -> _Ahead | None:
+        """Those that are left when the first ones were taken."""
+        block = self.block
+        if rows == len(block):
+            return None
+        assert isinstance(block, RowBlock)
+        at = _line_end(block.lines, self.at, rows)
+        block = msgspec.structs.replace(block, positions=block.positions[rows:], numbers=block.numbers[rows:])
+        return _Ahead(self.first + rows, self.columns, block, at)
+
+
+def _line_end(lines: bytes, at: int, rows: int) -> int:
+    for _ in range(rows):
+        at = lines.index(b"\n", at) + 1
+    return at
+
+
+def _rows_of(block: RowBlock, start: int, end: int, first: int, last: int) -> RowBlock:
+    """Rows first <= n < last of a block; their lines are from `start` to `end`."""
+    return msgspec.structs.replace(
+        block, lines=block.lines[start:end], positions=block.positions[first:last], numbers=block.numbers[first:last]
+    )
 
 
 class _Queued(Struct, eq=False):
@@ -139,6 +126,7 @@ class _Queued(Struct, eq=False):
     numbers: array | range
     next: int = 0
     ahead: _Ahead | None = None
+    waits: bool = False  # for budget: it is read again when there may be some
 
     @property
     def is_noted(self) -> bool:
@@ -153,6 +141,7 @@ class _JobLane(JobQueue, eq=False):
     is_requested: bool = False  # one more grant is on its way, as far as we know
     project: str = ""
     take_max: int = 0  # rows that TAKE_S is enough for, as far as we know
+    dataset: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)  # one thread at a time reads its rows
 
 
 class GrantFeed:
@@ -178,8 +167,9 @@ class GrantFeed:
         self._least = ROWS_MOST  # the fewest rows that the engine has ever asked for
         self._last: tuple[_JobLane, int, float] | None = None  # whose rows were taken last, how many, when
         self._suspect = suspect
-        self._reading = asyncio.Lock()
-        self._rows_lock = Lock()  # of the rows of all jobs: one thread at a time
+        self._readers: ThreadPoolExecutor | None = None  # of rows that lie in a store
+        self._reads: set[asyncio.Task[None]] = set()
+        self._failure: BaseException | None = None  # of one of them
         self._held_back: frozenset[str] = frozenset()  # projects whose rows wait
         self._isolated: tuple[int, Held] | None = None  # number and lease of the one row in flight of an isolated lease
 
@@ -214,6 +204,7 @@ class GrantFeed:
         """Try rows of this job again: it may have budget now."""
         lane = self._lanes.get(job_id)
         if lane is not None and lane.queue and lane.project not in self._held_back:
+            lane.queue[0].waits = False
             self._turns.enter(lane)
             self._wake()
 
@@ -276,12 +267,13 @@ class GrantFeed:
         """See `ports.BlockFeed`."""
         self._measure(n)
         while True:
-            await self._read_remote(n, columns)
             block = self._take_now(n, columns)
             if block is not None:
                 if len(self._turns):
                     self._wake()
                 return block
+            if self._failure is not None:
+                raise self._failure
             if self._ended and self._is_empty():
                 self._wake()
                 return None
@@ -289,28 +281,59 @@ class GrantFeed:
             self._waiters.append(waiter)
             await waiter
 
-    async def _read_remote(self, n: int, columns: Columns | None) -> None:
-        """Read the next rows in a thread if they lie in an object store: the event loop never waits for one."""
-        while self._isolated is None and (lane := self._turns.next()) is not None:
-            queued = lane.queue[0]
-            if not queued.held.job.rows.is_remote:
+    def _is_there(self, lane: _JobLane, n: int, columns: Columns | None) -> bool:
+        """Whether the next rows of a job can be taken now. If they lie in a store, a thread begins to read them."""
+        queued = lane.queue[0]
+        if not queued.held.job.rows.is_remote:
+            return True
+        if queued.waits:
+            self._turns.leave(lane)
+            return False
+        ahead = queued.ahead
+        if ahead is not None and (ahead.first, ahead.columns) == (queued.next, columns):
+            first, last = self._next_range(lane, queued, n)
+            if isinstance(ahead.block, RowBlock) or ahead.last <= last:
+                return True
+        if not lane.is_reading:
+            self._read_ahead(lane, n, columns)
+        return False
+
+    def _read_ahead(self, lane: _JobLane, n: int, columns: Columns | None) -> None:
+        lane.is_reading = True
+        task = asyncio.create_task(self._read_remote(lane, lane.queue[0], n, columns))
+        self._reads.add(task)
+        task.add_done_callback(lambda task: self._was_read(task, lane))
+
+    def _was_read(self, task: asyncio.Task[None], lane: _JobLane) -> None:
+        self._reads.discard(task)
+        lane.is_reading = False
+        if not task.cancelled() and (error := task.exception()) is not None and self._is_known(lane):
+            self._failure = error  # of this machine: of a job that was dropped meanwhile it means nothing
+        self._wake()
+
+    async def _read_remote(self, lane: _JobLane, queued: _Queued, n: int, columns: Columns | None) -> None:
+        """Read the next rows of a grant in a thread: the event loop never waits for a store."""
+        held = queued.held
+        allowance = held.job.allowance
+        try:
+            if allowance is not None and allowance.takes_all and not held.is_afforded:
+                await self._afford_remote(lane, queued, allowance)
                 return
-            async with self._reading:
-                first, last = self._next_range(lane, queued, n)
-                ahead = queued.ahead
-                if ahead is not None and (ahead.first, ahead.last, ahead.columns) == (first, last, columns):
-                    return
-                try:
-                    block = await asyncio.to_thread(self._read, queued, first, last, columns)
-                except JobPaused as error:
-                    if self._lanes.get(lane.job) is lane:
-                        self._forget(queued.held, error)
-                    continue
-                except (OSError, ValueError):
-                    if self._lanes.get(lane.job) is lane:
-                        raise
-                    continue  # the job was dropped meanwhile, and its dataset closed
-                queued.ahead = _Ahead(first, last, columns, block)
+            first, last = self._next_range(lane, queued, n)
+            block = await self._in_thread(lane, lambda: self._read(lane, queued, first, last, columns))
+            queued.ahead = _Ahead(first, columns, block)
+        except JobPaused as error:
+            if self._is_known(lane):
+                self._forget(held, error)
+
+    async def _in_thread(self, lane: _JobLane, read: Callable[[], Result]) -> Result:
+        if self._readers is None:
+            self._readers = ThreadPoolExecutor(READS_MAX, thread_name_prefix="rows-of-stores")
+        async with lane.dataset:
+            return await asyncio.get_running_loop().run_in_executor(self._readers, read)
+
+    def _is_known(self, lane: _JobLane) -> bool:
+        return self._lanes.get(lane.job) is lane
 
     def _next_range(self, lane: _JobLane, queued: _Queued, n: int) -> tuple[int, int]:
         """Which rows of a job's first grant are taken next, by index, where the engine asks for `n`."""
@@ -323,14 +346,17 @@ class GrantFeed:
         """See `ports.LeaseFeed`."""
         while True:
             noted = [lane for lane in self._lanes.values() if lane.queue and lane.queue[0].is_noted]
+            noted.sort(key=lambda lane: -lane.priority)
             for lane in noted if self._may_begin() else ():
-                if (block := self._take_of(lane, n)) is not None:
+                if self._is_there(lane, n, None) and (block := self._take_of(lane, n)) is not None:
                     self._turns.charge(lane, len(block))
                     if not lane.queue:
                         self._turns.leave(lane)
                     self._ask(lane)
                     return block.rows()
-            if self._ended:
+            if self._failure is not None:
+                raise self._failure
+            if self._ended and not any(lane.is_reading for lane in noted):
                 return []
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
@@ -348,7 +374,7 @@ class GrantFeed:
 
     def _take_now(self, n: int, columns: Columns | None) -> Block | None:
         while self._isolated is None and self._may_begin() and (lane := self._turns.next()) is not None:
-            block = self._take_of(lane, n, columns)
+            block = self._take_of(lane, n, columns) if self._is_there(lane, n, columns) else None
             if block is not None:
                 self._turns.charge(lane, len(block))
                 self._last = lane, len(block), self._time()
@@ -365,48 +391,56 @@ class GrantFeed:
         queued = lane.queue[0]
         held = queued.held
         allowance = held.job.allowance
-        if allowance is not None and allowance.takes_all and not held.is_afforded and not self._afford(lane, queued):
+        is_bought = allowance is not None and allowance.takes_all and not held.is_afforded
+        if is_bought and not self._afford(lane, queued, allowance):
             return None
         first, last = self._next_range(lane, queued, n)
         try:
-            block = self._block(queued, first, last, columns)
-            if allowance is not None and not allowance.takes_all:
-                count = allowance.reserve(block.rows())
-                if not count:
-                    self._turns.leave(lane)
-                    return None
-                if first + count < last:
-                    block = self._block(queued, first, first + count)
-            last = first + len(block)
+            block = self._block(lane, queued, first, last, columns)
         except JobPaused as error:
             self._forget(held, error)
             return None
-        queued.next = last
-        lane.pending -= last - first
-        if last == len(queued.numbers):
+        if allowance is not None and not allowance.takes_all:
+            assert isinstance(block, RowBlock), "rows under a budget are no columns"
+            count = allowance.reserve(block.rows())
+            if not count:
+                self._turns.leave(lane)
+                return None
+            if count < len(block):
+                block = _rows_of(block, 0, _line_end(block.lines, 0, count), 0, count)
+        queued.next = first + len(block)
+        lane.pending -= len(block)
+        if queued.ahead is not None:
+            queued.ahead = queued.ahead.without(len(block))
+        if queued.next == len(queued.numbers):
             lane.queue.popleft()
+        self._prefetch(lane, n, columns)
         return block
 
-    def _block(self, queued: _Queued, first: int, last: int, columns: Columns | None = None) -> Block:
+    def _prefetch(self, lane: _JobLane, n: int, columns: Columns | None) -> None:
+        """Read the next rows from a store while the engine runs these. Rows that must be afforded first can wait."""
+        if lane.queue and lane.queue[0].held.job.rows.is_remote:
+            allowance = lane.queue[0].held.job.allowance
+            if allowance is None or not allowance.takes_all:
+                self._is_there(lane, n, columns)
+
+    def _block(
+        self, lane: _JobLane, queued: _Queued, first: int, last: int, columns: Columns | None = None
+    ) -> Block:  # fmt: skip
+        """Rows of a grant by index: those that are there, perhaps only the first ones. Raises: JobPaused."""
+        if (ahead := queued.ahead) is not None:
+            return ahead.take(min(last, ahead.last) - first)
+        return self._read(lane, queued, first, last, columns)
+
+    def _read(self, lane: _JobLane, queued: _Queued, first: int, last: int, columns: Columns | None) -> Block:
         """Rows of a grant by index; of columns, perhaps only the first ones. Raises: JobPaused."""
-        ahead, queued.ahead = queued.ahead, None
-        if ahead is not None and (ahead.first, ahead.last, ahead.columns) == (first, last, columns):
-            return ahead.block
-        return self._read(queued, first, last, columns)
-
-    def _read(self, queued: _Queued, first: int, last: int, columns: Columns | None) -> Block:
-        """As `_block`, in any thread."""
-        with self._rows_lock:
-            return self._read_block(queued, first, last, columns)
-
-    def _read_block(self, queued: _Queued, first: int, last: int, columns: Columns | None) -> Block:
         held, numbers = queued.held, queued.numbers[first:last]
         if columns is not None and held.takes_blocks and isinstance(rows := held.job.rows, ColumnDataset):
             data, count = rows.read_columns(numbers, _names(columns, rows.columns))
             last = first + count
             return ColumnBlock(
                 data, queued.positions[first:last], numbers[:count], held.job.form, held,
-                lambda numbers: self._read_rows(held, numbers),
+                lambda numbers: self._read_rows(lane, held, numbers),
             )  # fmt: skip
         if isinstance(numbers, range):
             lines = held.job.rows.read_lines(numbers.start, numbers.stop)
@@ -414,33 +448,57 @@ class GrantFeed:
             lines = b"".join([raw + b"\n" for raw in held.job.rows.read_many(numbers)])
         return RowBlock(lines, queued.positions[first:last], numbers, held.job.form, held)
 
-    def _read_rows(self, held: Held, numbers: Sequence[int]) -> list[bytes]:
+    async def _read_rows(self, lane: _JobLane, held: Held, numbers: Sequence[int]) -> list[bytes]:
         """Whole rows that were taken as columns; none where the input cannot be read: then their job is forgotten."""
+        rows = held.job.rows
         try:
-            with self._rows_lock:
-                return held.job.rows.read_many(numbers)
+            if not rows.is_remote:
+                return rows.read_many(numbers)
+            return await self._in_thread(lane, lambda: rows.read_many(numbers))
         except JobPaused as error:
-            self._forget(held, error)
+            if self._is_known(lane):
+                self._forget(held, error)
             return []
+        except (OSError, ValueError):
+            if self._is_known(lane):
+                raise
+            return []  # the job was dropped meanwhile, and its dataset closed
 
     def _forget(self, held: Held, error: JobPaused) -> None:
         """Forget a job whose input has changed or cannot be read, and tell the owner."""
         self.drop(held.job.id)
         self._failed(held.job.id, error)
 
-    def _afford(self, lane: _JobLane, queued: _Queued) -> bool:
+    def _afford(self, lane: _JobLane, queued: _Queued, allowance: Allowance) -> bool:
         """Cut the lease to the job's budget; return whether any row runs now."""
-        held, allowance = queued.held, queued.held.job.allowance
-        assert allowance is not None
-
-        def read(first: int, last: int) -> list[Row]:
-            return self._block(queued, first, last).rows()
-
+        steps = cutting(queued.held, allowance, queued.positions)
         try:
-            kept = cut(held, allowance, queued.positions, read)
+            first, last = next(steps)
+            while True:
+                first, last = steps.send(self._read(lane, queued, first, last, None).rows())
+        except StopIteration as stop:
+            return self._was_afforded(lane, queued, stop.value)
         except JobPaused as error:
-            self._forget(held, error)
+            self._forget(queued.held, error)
             return False
+
+    async def _afford_remote(self, lane: _JobLane, queued: _Queued, allowance: Allowance) -> None:
+        """As `_afford`, with rows of a store. Raises: JobPaused."""
+        steps = cutting(queued.held, allowance, queued.positions)
+        try:
+            first, last = next(steps)
+            while True:
+                block = await self._in_thread(
+                    lane, lambda first=first, last=last: self._read(lane, queued, first, last, None)
+                )
+                if queued not in lane.queue:
+                    return  # it was dropped meanwhile
+                first, last = steps.send(block.rows())
+        except StopIteration as stop:
+            queued.waits = not self._was_afforded(lane, queued, stop.value)
+
+    def _was_afforded(self, lane: _JobLane, queued: _Queued, kept: list[int] | None) -> bool:
+        held = queued.held
         if kept == []:
             self._turns.leave(lane)
             return False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from msgspec import Struct
@@ -64,14 +64,14 @@ class ColumnBlock(Struct, frozen=True, eq=False):
     numbers: Sequence[int]  # of each row, in the dataset; ascending
     form: Any  # as in Row
     lease: Any
-    read_rows: Callable[[Sequence[int]], list[bytes]]  # reads whole rows by number; [] if the input has changed
+    read_rows: Callable[[Sequence[int]], Awaitable[list[bytes]]]  # whole rows by number; [] if the input has changed
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def rows(self) -> list[Row]:
+    async def read(self) -> list[Row]:
         """The rows one by one, with all of their columns; none if the input has changed: then their job pauses."""
-        found = zip(self.positions, self.numbers, self.read_rows(self.numbers), strict=False)
+        found = zip(self.positions, self.numbers, await self.read_rows(self.numbers), strict=False)
         return [Row(position, number, raw, self.form, self.lease) for position, number, raw in found]
 
 

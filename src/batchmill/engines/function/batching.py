@@ -13,7 +13,7 @@ from batchmill.engines.function.row_reader import FormBody, RowReader
 from batchmill.engines.function.row_results import BlockResults, failed
 from batchmill.errors import BatchmillError
 from batchmill.ports import BlockFeed, BlockSink, Feed, Sink
-from batchmill.types import ColumnBlock, FunctionSpec, ModelSpec, Outcome, Row, RowError
+from batchmill.types import ColumnBlock, FunctionSpec, ModelSpec, Outcome, Row, RowBlock, RowError
 from batchmill.wire.calls import CALL_FORMS, CallError
 
 ROWS_MAX = 2048  # of one RowBatch, or as many as go together in one call; there are two
@@ -34,6 +34,8 @@ class RowBatcher:
         self._sink: Sink | None = None
         self.reader = RowReader(function.interface)
         self._room = asyncio.Event()
+        self._reading: set[asyncio.Task[None]] = set()  # rows of blocks of columns whose process died
+        self._failed: asyncio.Future[None]  # of a run: the first of those that failed
         self.held = 0  # rows taken and not put
         self._size = 1
         self._rows_max = ROWS_MAX
@@ -54,8 +56,11 @@ class RowBatcher:
         self._sink, self.reader = sink, RowReader(self.interface)
         feeding = asyncio.create_task(self._feed_all(feed))
         broken = asyncio.create_task(self._process.broken.wait())
+        self._failed = asyncio.get_running_loop().create_future()
         try:
-            await asyncio.wait({feeding, broken}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({feeding, broken, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                self._failed.result()
             if feeding.done():
                 feeding.result()
             else:
@@ -63,9 +68,11 @@ class RowBatcher:
                 raise self._process.failure
         finally:
             self._sink = None
-            for task in (feeding, broken):
+            tasks = {feeding, broken, *self._reading}
+            for task in tasks:
                 task.cancel()
-            await asyncio.wait({feeding, broken})
+            self._failed.cancel()
+            await asyncio.wait(tasks)
             for work in [work for work in self._process.works.values() if work.from_job]:
                 self._process.drop(work)
             self.held = 0
@@ -77,7 +84,7 @@ class RowBatcher:
             if isinstance(taken, list):
                 self.send(taken)
             elif layout is None:
-                self.send(taken.rows())
+                self._send_read(taken.rows() if isinstance(taken, RowBlock) else await taken.read(), len(taken))
             else:
                 self._rows_max = COLUMN_ROWS_MAX if isinstance(taken, ColumnBlock) else ROWS_MAX
                 self._process.begin(BlockBatch(self, taken, layout))
@@ -110,6 +117,28 @@ class RowBatcher:
 
     def _wanted(self) -> int:
         return max(1, min(self._unit_size(), self.most - self.held))
+
+    def _send_read(self, rows: Sequence[Row], taken: int) -> None:
+        """Send rows of a block; none of them if their job has ended."""
+        if rows:
+            self.send(rows)
+        else:
+            self.drop(taken)
+
+    def read_again(self, batch: BlockBatch, blame: Blame | None) -> None:
+        """Read the open rows of a block of columns, which its process has not finished, and send them again."""
+        reading = asyncio.create_task(self._read_again(batch, blame))
+        self._reading.add(reading)
+        reading.add_done_callback(self._was_read)
+
+    async def _read_again(self, batch: BlockBatch, blame: Blame | None) -> None:
+        again, suspects = batch.parted(await batch.read(), blame)
+        self._process.repeat(again, suspects)
+
+    def _was_read(self, reading: asyncio.Task[None]) -> None:
+        self._reading.discard(reading)
+        if not reading.cancelled() and (error := reading.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)
 
     def send(self, rows: Sequence[Row]) -> None:
         plain: list[Row] = []

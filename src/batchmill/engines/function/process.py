@@ -383,6 +383,15 @@ class Process:
         else:
             self._waiting.append(work)
 
+    def repeat(self, again: ProcessWork | None, suspects: list[ProcessWork]) -> None:
+        """Send work of a process that died; `suspects` one at a time and alone."""
+        if again is not None:
+            self.begin(again)
+        if self.failure is None and suspects:
+            self.works |= {work.id: work for work in suspects}
+            self._suspects.extend(suspects)
+            self._pump()
+
     def drop(self, work: ProcessWork) -> None:
         """Drop work whose caller has gone."""
         if self.works.pop(work.id, None) is None:

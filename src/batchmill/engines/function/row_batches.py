@@ -46,6 +46,9 @@ class Batcher(Protocol):
     def drop(self, rows: int) -> None:
         """Forget rows that get no outcome: their job has ended."""
 
+    def read_again(self, batch: BlockBatch, blame: Blame | None) -> None:
+        """Read the open rows of a block of columns, and repeat what `BlockBatch.parted` makes of them."""
+
     def give_up(self, row: Row, blame: Blame, deaths: int) -> None: ...
 
     def measure(self, rows: int, sent_at: float) -> None: ...
@@ -146,9 +149,25 @@ class BlockBatch(ProcessWork):
             return require(READ_COLUMN, "results as columns")(self._block, first, count, data, errors)
         return read_results(self._block, first, count, data, errors)
 
-    def _single_rows(self) -> tuple[RowBatch | None, list[int]]:
+    async def read(self) -> list[Row]:
+        """The rows of a block of columns, whole; none if their job has ended."""
+        assert isinstance(self._block, ColumnBlock)
+        return await self._block.read()
+
+    def parted(
+        self, block_rows: Sequence[Row], blame: Blame | None
+    ) -> tuple[ProcessWork | None, list[ProcessWork]]:  # fmt: skip
+        """What becomes of the open rows, as of `blame`; without blame they are repeated."""
+        batch, places = self._single_rows(block_rows)
+        if blame is None or batch is None:
+            return batch, []
+        blamed = frozenset(blame.rows)
+        rows = [index for index, place in enumerate(places) if place in blamed]
+        return batch.blame(replace(blame, rows=rows))
+
+    def _single_rows(self, block_rows: Sequence[Row]) -> tuple[RowBatch | None, list[int]]:
         """The open rows as a RowBatch, which can run them in any combination, and the index of each in the block."""
-        rows = self._block.rows()[self._done :]
+        rows = block_rows[self._done :]
         if not rows:
             self._batcher.drop(len(self._block) - self._done)
             return None, []
@@ -166,14 +185,17 @@ class BlockBatch(ProcessWork):
         batch = RowBatch(self._batcher, [rows[place] for place in places], items) if places else None
         return batch, [self._done + place for place in places]
 
+    def _split(self, blame: Blame | None) -> tuple[ProcessWork | None, list[ProcessWork]]:
+        if isinstance(self._block, ColumnBlock):  # they may lie in a store: the event loop does not wait for it
+            self._batcher.read_again(self, blame)
+            return None, []
+        return self.parted(self._block.rows(), blame)
+
     def again(self) -> ProcessWork | None:
-        return self._single_rows()[0] if self._done else self
+        return self._split(None)[0] if self._done else self
 
     def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
-        batch, places = self._single_rows()
-        blamed = frozenset(blame.rows)
-        rows = [index for index, place in enumerate(places) if place in blamed]
-        return (None, []) if batch is None else batch.blame(replace(blame, rows=rows))
+        return self._split(blame)
 
     def fail(self, error: BatchmillError) -> None:
         """As `RowBatch.fail`."""
