@@ -31,6 +31,7 @@ async def test_a_server_downloads_for_callers(web, tmp_path):
             f"{web.url}/none.jsonl": "no_such_url",
             "https://169.254.169.254/latest/meta-data": "url_not_allowed",
             "http://example.com/rows.jsonl": "url_not_allowed",
+            "hf://datasets/team/rows/a.jsonl": "url_not_allowed",
             "https://user:word@example.com/rows.jsonl": "url_not_allowed",
         }
         for bad, code in refused.items():

@@ -1,4 +1,4 @@
-"""A model hub on loopback: what huggingface_hub asks of one to look at a repository and to fetch its files."""
+"""A hub on loopback: what huggingface_hub asks of one to look at a model or a data set and to fetch its files."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_token_of_tests_0123456789"
-_API = re.compile(r"/api/models/(?P<id>[^/]+/[^/]+)(/revision/(?P<revision>.+))?")
-_FILE = re.compile(r"/(?P<id>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<name>.+)")
+_ID = r"(?P<id>(?:datasets/)?[^/]+/[^/]+)"
+_API = re.compile(rf"/api/(?:models/)?{_ID}(?:/revision/(?P<revision>.+))?")
+_FILE = re.compile(rf"/{_ID}/resolve/(?P<revision>[^/]+)/(?P<name>.+)")
+_RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 
 
 class ModelHub:
-    """`repositories`: id -> file name -> bytes; of `private` ones only with TOKEN. `broken` requests get 503 first."""
+    """`repositories`: id, of data sets datasets/ID -> file name -> bytes; of `private` ones only with TOKEN. `broken`
+    requests get 503 first.
+    """
 
     def __init__(self) -> None:
         self.repositories: dict[str, dict[str, bytes]] = {}
@@ -92,7 +96,14 @@ class ModelHub:
                 if sends:
                     hub.held.wait()
                 etag = f'"{hashlib.sha256(data).hexdigest()}"'
-                return self._say(200, {"ETag": etag, "X-Repo-Commit": commit}, data, sends)
+                headers, status = {"ETag": etag, "X-Repo-Commit": commit}, 200
+                if sends and (part := _RANGE.fullmatch(self.headers.get("range", ""))):
+                    start, end = int(part[1]), min(int(part[2]) + 1, len(data))
+                    if start >= end:
+                        return self._say(416, headers, b"", sends)
+                    headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
+                    data, status = data[start:end], 206
+                return self._say(status, headers, data, sends)
 
             def _say(self, status: int, headers: dict[str, str], body: bytes, sends: bool) -> None:
                 self.send_response(status)

@@ -54,7 +54,7 @@ def resolve(patterns: list[str], leave_out: Collection[str] = ()) -> list[str]:
 
 def _files(pattern: str, skipped: set[str]) -> list[str]:
     if is_object_url(pattern):
-        return find_objects(pattern, skipped, _is_dataset_name)
+        return find_objects(pattern, skipped, is_dataset_name)
     if is_web_url(pattern):
         return [pattern]
     return list(map(os.path.abspath, _local_files(pattern, skipped)))
@@ -62,7 +62,7 @@ def _files(pattern: str, skipped: set[str]) -> list[str]:
 
 def _local_files(pattern: str, skipped: set[str]) -> list[str]:
     if os.path.isdir(pattern):
-        paths = [os.path.join(pattern, name) for name in os.listdir(pattern) if _is_dataset_name(name)]
+        paths = [os.path.join(pattern, name) for name in os.listdir(pattern) if is_dataset_name(name)]
         paths = [path for path in paths if os.path.isfile(path)]
         suffixes = ", ".join([*FORMAT_SUFFIXES, *CODEC_SUFFIXES])
         missing = f"the folder {pattern} holds no file of a dataset (known suffixes: {suffixes})"
@@ -79,7 +79,8 @@ def _local_files(pattern: str, skipped: set[str]) -> list[str]:
     return paths
 
 
-def _is_dataset_name(name: str) -> bool:
+def is_dataset_name(name: str) -> bool:
+    """Whether a folder's file is a part of a dataset by its name."""
     return not name.startswith(".") and kind(name)[0] is not None
 
 

@@ -265,7 +265,7 @@ def find_objects(pattern: str, skipped: Collection[str], is_wanted: Callable[[st
                 name = info.key.removeprefix(prefix)
                 is_match = "/" not in name and is_wanted(name)
             else:
-                is_match = _matches(url.key.split("/"), info.key.split("/"))
+                is_match = matches(url.key.split("/"), info.key.split("/"))
             if is_match and f"{url.root}/{info.key}" not in skipped:
                 found.append(f"{url.root}/{info.key}")
     except Unavailable as error:
@@ -278,7 +278,7 @@ def find_objects(pattern: str, skipped: Collection[str], is_wanted: Callable[[st
     return found
 
 
-def _matches(parts: list[str], names: list[str]) -> bool:
+def matches(parts: list[str], names: list[str]) -> bool:
     """Whether a glob matches a key, both split at slashes; `**` stands for any number of folders.
 
     Only the last `**` is ever extended, so that a glob of a caller takes no more steps than parts times names.

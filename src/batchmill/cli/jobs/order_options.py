@@ -17,12 +17,13 @@ from batchmill.cli.values import COUNT, POSITIVE, Moment
 from batchmill.config import Config
 from batchmill.datasets import formats
 from batchmill.errors import InvalidInput
+from batchmill.jobs.intake.fetching import find_in_hub
 from batchmill.jobs.ledger.files import is_folder
 from batchmill.jobs.results.results import errors_of
 from batchmill.models.registry import KINDS, ModelFlags, checked_budget, resolve
 from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
-from batchmill.wire.input_urls import is_input_url, is_web_url
+from batchmill.wire.input_urls import is_hub_url, is_input_url, is_web_url
 from batchmill.wire.json_bytes import is_too_deep
 
 PROMPT_FIELDS = ("messages", "prompt", "input", "instructions")  # fields of a body that --prompt and --system fill
@@ -129,8 +130,12 @@ def order_options(command: C) -> C:
 def _inputs(patterns: list[str], leave_out: list[str], *, is_local: bool) -> list[str]:
     """The files of an order. A server reads URLs itself: this machine needs no credentials of a store."""
     urls = [] if is_local else [each for each in patterns if is_input_url(each)]
-    local = [each for each in patterns if each not in urls]
-    return [*(formats.resolve(local, leave_out) if local or not urls else ()), *urls]
+    hub = [each for each in patterns if each not in urls and is_hub_url(each)]
+    local = [each for each in patterns if each not in urls and each not in hub]
+    found = formats.resolve(local, leave_out) if local or not (urls or hub) else []
+    if hub:
+        found = sorted({*found, *(url for pattern in hub for url in find_in_hub(pattern, leave_out))})
+    return [*found, *urls]
 
 
 async def build_order(session: Session, config: Config, options: dict[str, Any]) -> JobOrder:

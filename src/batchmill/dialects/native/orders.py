@@ -11,7 +11,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.errors import InvalidInput
-from batchmill.object_store.urls import is_object_url
+from batchmill.object_store.urls import SHOWN_CHARS, is_object_url
 from batchmill.services.caller_objects import CallerObjects, shown_to_callers
 from batchmill.services.files import FileRecord
 from batchmill.services.path_redaction import PathRedactor
@@ -30,7 +30,7 @@ from batchmill.types import (
     Wait,
 )
 from batchmill.wire.bundles import ModelVersion
-from batchmill.wire.input_urls import file_name, is_input_url, is_web_url
+from batchmill.wire.input_urls import file_name, is_hub_url, is_input_url, is_web_url
 from batchmill.wire.native import FILES_MAX, FileInfo, NewJob, SealReport, Work
 
 FRONTEND = "native"
@@ -158,6 +158,12 @@ class Orders:
         names: dict[str, str] = {}
         async with contextlib.AsyncExitStack() as stack:
             for each in work.files:
+                if is_hub_url(each):
+                    raise InvalidInput(
+                        f"{each[:SHOWN_CHARS]!r}: only commands read hf:// URLs, with the login of their user: "
+                        "upload the file, or name its https:// URL",
+                        code="url_not_allowed",
+                    )
                 if is_web_url(each):
                     paths.append(each)
                     names[each] = each

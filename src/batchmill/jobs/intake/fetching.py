@@ -1,4 +1,4 @@
-"""Inputs that are copied to the dataset before they are read: files of web servers.
+"""Inputs that are copied to the dataset before they are read: files of web servers, and of data sets of a hub.
 
 They are fetched in the child process that seals. A file stays until the rows are planned, so that a job that was
 interrupted fetches only the rest of it; one that rows are read from stays with the dataset.
@@ -6,29 +6,37 @@ interrupted fetches only the rest of it; one that rows are read from stays with 
 
 from __future__ import annotations
 
+import os
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
+from glob import has_magic
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from batchmill.datasets import formats, inflate, layout
+from batchmill.datasets import formats, inflate, layout, sources
 from batchmill.datasets.formats import FIRST_BYTES_MAX, FORMATS, MAGIC, kind
 from batchmill.datasets.orders import check_disk
-from batchmill.errors import BatchmillError, InputChanged, InvalidDataset, OverQuota, TooLarge
+from batchmill.errors import BatchmillError, InputChanged, InvalidDataset, InvalidInput, OverQuota, TooLarge
 from batchmill.models.addresses import read_private, read_url
 from batchmill.optional import require
 from batchmill.types import DatasetSpec, Seal, SealedFile
-from batchmill.wire.input_urls import file_name, is_fetched, is_web_url, shown
+from batchmill.wire.input_urls import file_name, is_fetched, is_hub_url, is_web_url, parse_hub_url, shown
 from batchmill.wire.native import SealReport
 
 FETCH_URL = "batchmill.models.downloads:fetch"
 TIME_S, PREVIEW_TIME_S = 24 * 3600.0, 600.0  # a preview of a caller holds one of few slots
 READ_HEAD = "batchmill.models.downloads:read_head"
 PURPOSE = "an input of a web server"
+LIST_HUB = "batchmill.models.hub_datasets:list_files"
+FETCH_FROM_HUB = "batchmill.models.hub_datasets:fetch"
+READ_HUB_HEAD = "batchmill.models.hub_datasets:read_head"
+HUB_PURPOSE = "an input of a model hub (hf://)"
+HUB_TOKEN = "HF_TOKEN"  # the variable; without it, the library looks where `hf auth login` stores one
 HEAD_BYTES, HEAD_GROWTH = 256 * 1024, 16  # of a file whose first row is looked at; more if the row is longer
 FETCH_SHARE = 0.5  # of the progress
 
@@ -86,7 +94,9 @@ def clear(home: Path) -> None:
 
 def _remove(home: Path, kept: set[str]) -> None:
     for path in home.glob(layout.FETCHED):
-        if str(path) not in kept:
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif str(path) not in kept:
             path.unlink(missing_ok=True)
 
 
@@ -96,13 +106,42 @@ def check(spec: DatasetSpec) -> None:
         read_url(url, read_private(spec.private_hosts))
 
 
-def fetch(spec: DatasetSpec, home: Path, bounds: Bounds, progress: Callable[[float], None]) -> Fetched:
+def find_in_hub(pattern: str, leave_out: Collection[str] = ()) -> list[str]:
+    """The URLs of the files that an hf:// URL names or matches, as `formats.resolve`, pinned to the commit of now.
+
+    Raises: InvalidInput; AuthRefused, StorageFailed.
+    """
+    file = parse_hub_url(pattern)
+    commit, names = require(LIST_HUB, HUB_PURPOSE, InvalidInput)(file, os.environ.get(HUB_TOKEN))
+    is_folder = not file.path or file.path.endswith("/")
+    if is_folder:
+        found = [name for name in names if "/" not in name.removeprefix(file.path) and name.startswith(file.path)]
+        found = [name for name in found if formats.is_dataset_name(name.removeprefix(file.path))]
+    elif has_magic(file.path):
+        found = [name for name in names if sources.matches(file.path.split("/"), name.split("/"))]
+    else:
+        found = [name for name in names if name == file.path]
+    urls = sorted(url for name in found if (url := file.at(commit, name)) not in leave_out)
+    if not urls:
+        missing = "holds no file with the suffix of a dataset" if is_folder else "names or matches no file"
+        raise InvalidDataset(f"{pattern} {missing}", code="no_input")
+    return urls
+
+
+def hub_token(spec: DatasetSpec) -> str | None:
+    """The token for the hub, for a process that does not get this one's environment. It is in no description."""
+    return os.environ.get(HUB_TOKEN) if any(map(is_hub_url, spec.paths)) else None
+
+
+def fetch(
+    spec: DatasetSpec, home: Path, bounds: Bounds, progress: Callable[[float], None], token: str | None = None
+) -> Fetched:
     """Fetch the inputs that lie elsewhere into `home`, or the rest of them. Returns at once if there are none.
 
     Raises: InvalidInput, StorageFailed, StorageFull, TooLarge, OverQuota.
     """
     wanted = [number for number, path in enumerate(spec.paths) if is_fetched(path)]
-    paths, sources, before = list(spec.paths), {}, 0
+    paths, named, before = list(spec.paths), {}, 0
     for at, number in enumerate(wanted):
         url = spec.paths[number]
         target = home / (layout.FETCHED.replace("*", f"{number:06d}") + _suffixes(url))
@@ -114,13 +153,15 @@ def fetch(spec: DatasetSpec, home: Path, bounds: Bounds, progress: Callable[[flo
         def show(share: float, at: int = at) -> None:
             progress((at + share) / len(wanted))
 
-        found = require(FETCH_URL, PURPOSE)(
-            url, target, spec.private_hosts, bounds.time_s, check_size, show
-        )  # fmt: skip
-        paths[number] = str(target)
-        sources[str(target)] = SealedFile(url, found.size_bytes, 0, 0, found.etag)
-        before += found.size_bytes
-    return Fetched(home, paths, sources)
+        if is_hub_url(url):
+            file = parse_hub_url(url)
+            size_bytes, etag = require(FETCH_FROM_HUB, HUB_PURPOSE)(file, target, token, check_size), file.revision
+        else:
+            done = require(FETCH_URL, PURPOSE)(url, target, spec.private_hosts, bounds.time_s, check_size, show)
+            size_bytes, etag = done.size_bytes, done.etag
+        paths[number], named[str(target)] = str(target), SealedFile(url, size_bytes, 0, 0, etag)
+        before += size_bytes
+    return Fetched(home, paths, named)
 
 
 def _check_size(spec: DatasetSpec, bounds: Bounds, size_bytes: int) -> None:
@@ -174,7 +215,7 @@ def _write_head(url: str, spec: DatasetSpec, folder: Path) -> Path:
     size, suffixes = HEAD_BYTES, _suffixes(url)
     path = folder / f"head{suffixes}"
     while True:
-        data, is_whole = require(READ_HEAD, PURPOSE)(url, spec.private_hosts, size)
+        data, is_whole = _read_head(url, spec, size)
         path.write_bytes(data)
         codec = next((name for magic, name in MAGIC if data.startswith(magic)), None)
         if is_whole or codec == "parquet" or size >= FIRST_BYTES_MAX:
@@ -186,6 +227,12 @@ def _write_head(url: str, spec: DatasetSpec, folder: Path) -> Path:
     path = folder / f"head{suffixes.removesuffix('.gz').removesuffix('.zst')}"
     path.write_bytes(lines + b"\n")
     return path
+
+
+def _read_head(url: str, spec: DatasetSpec, size: int) -> tuple[bytes, bool]:
+    if is_hub_url(url):
+        return require(READ_HUB_HEAD, HUB_PURPOSE)(parse_hub_url(url), os.environ.get(HUB_TOKEN), size)
+    return require(READ_HEAD, PURPOSE)(url, spec.private_hosts, size)
 
 
 def _unpacked(path: Path, codec: str | None) -> bytes:

@@ -40,7 +40,11 @@ class PrepareOrder(Struct, frozen=True):
     rates: dict[str, float] = {}  # of earlier jobs: see routing.choose
     bytes_left: int | None = None  # as in SealOrder
     no_space_message: str = ""
+    hub_token: str | None = None  # for inputs of a model hub
     is_preview: bool = False  # nothing is fetched: rows of adapters yet to be fetched are planned with their base
+
+    def __repr__(self) -> str:  # without the token
+        return f"PrepareOrder({self.spec.id})"
 
 
 class Prepared(Struct, frozen=True):
@@ -62,7 +66,9 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     )
     time_s = PREVIEW_TIME_S if request.is_preview and request.bytes_left is not None else TIME_S
     bounds = Bounds(request.bytes_left, request.no_space_message, time_s)
-    report, fetched = _sealed(sealing, bounds, Path(request.dataset), lambda share: progress(share * SEALING_SHARE))
+    report, fetched = _sealed(
+        sealing, bounds, Path(request.dataset), lambda share: progress(share * SEALING_SHARE), request.hub_token
+    )
     planned = None
     choices: dict[int, Choice] = {}
     causes: dict[str, tuple[int, str]] = {}
@@ -90,12 +96,12 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
 
 
 def _sealed(
-    order: SealOrder, bounds: Bounds, home: Path, progress: Callable[[float], None]
+    order: SealOrder, bounds: Bounds, home: Path, progress: Callable[[float], None], token: str | None
 ) -> tuple[SealReport, Fetched]:
     """Fetch the inputs that lie elsewhere, and seal the dataset."""
     fetched = Fetched(home, order.dataset.paths, {})
     try:
-        fetched = fetching.fetch(order.dataset, home, bounds, lambda share: progress(share * FETCH_SHARE))
+        fetched = fetching.fetch(order.dataset, home, bounds, lambda share: progress(share * FETCH_SHARE), token)
         share_before = FETCH_SHARE if fetched.sources else 0.0
         report = seal_with_retry(
             msgspec.structs.replace(order, dataset=msgspec.structs.replace(order.dataset, paths=fetched.paths)),

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from batchmill.children.offload import Offload, offload
-from batchmill.jobs.intake import PREPARE, orders, routing
+from batchmill.jobs.intake import PREPARE, fetching, orders, routing
 from batchmill.jobs.intake.estimate import EstimateOrder
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder
 from batchmill.jobs.ledger.plan import explain
@@ -41,7 +41,10 @@ async def seal_and_plan(
             progress(share)
             writing.check_usage()
 
-        order = msgspec.structs.replace(order, bytes_left=writing.bytes_left, no_space_message=writing.no_space_message)
+        order = msgspec.structs.replace(
+            order, bytes_left=writing.bytes_left, no_space_message=writing.no_space_message,
+            hub_token=fetching.hub_token(order.spec.dataset),
+        )  # fmt: skip
         work = offload(PREPARE, msgspec.json.encode(order), show)
         return msgspec.json.decode(await writing.stoppable(work), type=Prepared)
 

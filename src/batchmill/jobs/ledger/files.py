@@ -218,7 +218,9 @@ class JobFiles:
     def clear_refused(self) -> None:
         """Remove the dataset and the plan of a job that will run no row."""
         sealing.clear(self.dataset)
-        for path in (*self.dataset.glob(layout.FETCHED), *self.plan(0).glob("*")):
+        for path in self.dataset.glob(layout.FETCHED):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path in self.plan(0).glob("*"):
             path.unlink()
 
     def read_spec(self) -> JobSpec:
