@@ -104,6 +104,21 @@ class ObjectStoreSuite:
         store.delete("a/1", "a/10", "nothing")
         assert [each.key for each in store.list("a/")] == ["a/2"]
 
+    def test_objects_are_removed_together(self, store: ObjectStore):
+        """Any number, those with strange names too, and those that are not there."""
+        keys = ["a b", "50%", "x%20y", "deep/er", *(f"n{number}" for number in range(9))]
+        for key in [*keys, "stays"]:
+            store.put(key, b"x")
+        store.delete(*keys, "nothing")
+        assert [each.key for each in store.list()] == ["stays"]
+        store.delete()
+
+    def test_lists_end(self, store: ObjectStore):
+        """A list that would look at more objects than it may is refused, however few begin with the prefix."""
+        for number in range(3):
+            store.put(f"a{number}", b"x")
+        assert len(list(store.list("a", listed_max=3))) == 3
+
     def test_names(self, store: ObjectStore):
         """Names with spaces, percent signs and other letters stay as they are; those without a meaning are refused."""
         for key in ("a b", "50%", "x%20y", "q#z", "w?v", "ключ"):

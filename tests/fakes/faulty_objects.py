@@ -20,6 +20,7 @@ ANSWERS = {
     "denied": (403, "AccessDenied"),
     "changed": (412, "PreconditionFailed"),
     "other_region": (301, "PermanentRedirect"),
+    "not_implemented": (501, "NotImplemented"),
 }
 # reset: the connection breaks before the request is served; lost_reply: after it was served. truncated: the body ends
 # early; short: it is shorter than what was asked for, and says so.

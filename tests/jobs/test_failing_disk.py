@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
@@ -104,7 +105,7 @@ async def test_a_job_whose_files_the_machine_refuses_pauses(folder, opened, monk
         view = [view async for view in service.watch(job, 0.05)][-1]
     assert (view.state, view.reason) == ("paused", "storage_failed")
     assert "plan-0: Too many open files; raise the limit" in view.message and "internal" not in view.message
-    await service._maintenance.poll()  # as a server does every few seconds
+    await asyncio.gather(*await service._maintenance.poll())  # as a server does every few seconds
     view = [view async for view in service.watch(job, 0.05)][-1]
     assert (view.state, view.rows_ok) == ("completed", ROWS)
 

@@ -553,13 +553,13 @@ async def test_results_beyond_the_quota_pause_the_job(folder, opened):
     job = await midway(service, order(folder, "slow"))
     disk_quota = service._stalled._disk_quota
     enough, disk_quota.quotas = disk_quota.quotas, ProjectQuotas(Quotas(disk=1))
-    await service._maintenance.poll()  # as it does every few seconds
+    await asyncio.gather(*await service._maintenance.poll())  # as it does every few seconds
     view = await end_of(service, job)
     assert (view.state, view.reason) == ("paused", "disk_quota") and "quotas.disk" in view.message
     assert "it resumes by itself when space is free" in (await service.explain(job)).reasons[0]
-    await service._maintenance.poll()
+    await asyncio.gather(*await service._maintenance.poll())
     assert (await service.show(job)).state == "paused"
     disk_quota.quotas = enough
-    await service._maintenance.poll()
+    await asyncio.gather(*await service._maintenance.poll())
     view = await end_of(service, job)
     assert (view.state, view.rows_ok) == ("completed", ROWS)

@@ -134,6 +134,43 @@ def test_large_files_bear_faults(impatient: ObjectStore, faulty: FaultyObjects, 
     assert impatient.get("large", size_max=len(LARGE)) == LARGE
 
 
+def test_few_requests_remove_many(impatient: ObjectStore, faulty: FaultyObjects):
+    """A thousand objects are removed with one request, which is tried again."""
+    for number in range(20):
+        impatient.put(f"k{number}", b"x")
+    faulty.fail("POST", "slow_down", "lost_reply")
+    impatient.delete(*(f"k{number}" for number in range(20)))
+    assert list(impatient.list()) == []
+    assert faulty.count("POST") == 3 and faulty.count("DELETE") == 0
+
+
+def test_a_server_that_refuses_to_remove_many(impatient: ObjectStore, faulty: FaultyObjects):
+    """Objects are then removed one by one, each with a request of its own."""
+    for number in range(3):
+        impatient.put(f"k{number}", b"x")
+    faulty.fail("POST", "not_implemented")
+    impatient.delete(*(f"k{number}" for number in range(3)))
+    assert list(impatient.list()) == []
+    assert faulty.count("POST") + faulty.count("DELETE") == 1 + 3
+
+
+def test_what_a_list_looks_at(s3: str, faulty: FaultyObjects):
+    """A list begins at its prefix, ends behind it, and what it looks at has a limit."""
+    with bucket_client(s3, "listed") as client:
+        for key in [*(f"a{number:04}" for number in range(1001)), *(f"b{number:04}" for number in range(1001)), "c"]:
+            client.put_object(Bucket="listed", Key=key, Body=b"x")
+        store = ObjectStore(parse_url("s3://listed"))
+        assert len(list(store.list("c"))) == 1
+        assert len(list(store.list("b0999"))) == 1
+        before = len(faulty.requests)
+        assert len(list(store.list("a01"))) == 100
+        assert len(list(store.list("bb"))) == 0
+        assert len(faulty.requests) - before <= 4
+        with pytest.raises(InvalidInput) as caught:
+            list(store.list("z", listed_max=1000))
+        assert caught.value.code == "too_many_objects"
+
+
 def test_attempts_end(faulty: FaultyObjects):
     """A store that stays down is Unavailable after the time for attempts, with the URL of the object."""
     store = ObjectStore(parse_url(f"s3://{BUCKET}"), retry_s=0.3, pause=lambda _: None)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from hashlib import sha256
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from batchmill.errors import DatabaseUnavailable, StorageFailed
 from batchmill.store import catalog, folder_objects
 from batchmill.store.database import Database
-from batchmill.store.object_files import WORK, ObjectFiles, _remove_copy
+from batchmill.store.object_files import MARKS, WORK, ObjectFiles, _remove_copy
 from batchmill.store.objects import StoreObjects
 from batchmill.store.sqlite import SqliteBackend
 from batchmill.store.stored_files import using
@@ -265,4 +267,43 @@ async def test_names_that_differ_in_case(room: Room) -> None:
     for _ in range(2):
         await room.database.write(catalog.begin, ["files/file-1/half/"])
     assert await room.database.read(catalog.unnamed) == ["files/file-1/half/"]
+    await files.close()
+
+
+async def test_a_publication_that_is_cancelled(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with the object under way: the other parts of a large file are not put first."""
+    monkeypatch.setattr(folder_objects, "PART_BYTES", 300_000)
+    put, begun, go_on, loop = room.objects.put, asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+    names: list[str] = []
+
+    def slow_put(name: str, data: bytes) -> None:
+        names.append(name)
+        loop.call_soon_threadsafe(begun.set)
+        assert go_on.wait(60)
+        put(name, data)
+
+    monkeypatch.setattr(room.objects, "put", slow_put)
+    files = await room.open()
+    publishing = asyncio.create_task(files.publish(room.write("files/large", os.urandom(300_000 * 20))))
+    await begun.wait()
+    publishing.cancel()
+    await asyncio.sleep(0)  # the cancellation arrives
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    assert 1 <= len(names) <= folder_objects.PARTS_AT_ONCE
+    await files.close()
+
+
+async def test_marks_leave_no_empty_folders(room: Room) -> None:
+    """The folders of marks go with the last one in them."""
+    files = await room.open()
+    paths = [room.write(f"jobs/job_{n}/results.jsonl", b"x") for n in range(2)]
+    await files.publish(*paths)
+    await files.remove(paths[0])
+    assert [path.name for path in (room.data_dir / MARKS / "jobs").iterdir()] == ["job_1"]
+    await files.remove(paths[1])
+    assert not list((room.data_dir / MARKS).iterdir())
+    await files.publish(paths[1])
+    assert len(list((room.data_dir / MARKS).rglob("*.mark"))) == 1
     await files.close()

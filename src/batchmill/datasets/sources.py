@@ -255,12 +255,7 @@ def find_objects(pattern: str, skipped: Collection[str], is_wanted: Callable[[st
     prefix = url.key if is_folder else _MAGIC.split(url.key, maxsplit=1)[0]
     found = []
     try:
-        for number, info in enumerate(_store(url.root, None).list(prefix)):
-            if number >= LISTED_MAX:
-                raise InvalidDataset(
-                    f"more than {LISTED_MAX:,} objects begin with {url.root}/{prefix}: name a longer prefix",
-                    code="too_many_objects",
-                )
+        for info in _store(url.root, None).list(prefix, listed_max=LISTED_MAX):
             if is_folder:
                 name = info.key.removeprefix(prefix)
                 is_match = "/" not in name and is_wanted(name)

@@ -34,6 +34,7 @@ TIDY_S = 3600.0
 RETRY_MAX_S = 300.0  # between two attempts to resume a job that pauses again each time
 DEADLINE_SLEEP_MAX_S = 60.0  # the wall clock may be set, and the machine may be suspended
 DEADLINE_RETRY_S = 5.0  # before another attempt to end a job
+RESUMED_AT_ONCE_MAX = 16
 DEADLINES_MAX = 100  # jobs that end at the same time
 
 
@@ -64,6 +65,7 @@ class Maintenance:
         self._retries: dict[
             str, tuple[float, float]
         ] = {}  # job -> (time of the next attempt, pause after it in seconds)
+        self._resuming: dict[str, asyncio.Task[None]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -80,23 +82,39 @@ class Maintenance:
             except (BatchmillError, OSError):
                 continue  # the disk or the database still fails: its users report that
 
-    async def poll(self) -> None:
-        """Resume every stalled job whose folders have enough space."""
+    async def poll(self) -> list[asyncio.Task[None]]:
+        """Begin to resume every stalled job whose folders have enough space. Returns: the attempts."""
+        begun: list[asyncio.Task[None]] = []
         stalled = await self._stalled()
         now = self._clock.monotonic()
         self._retries = {job: retry for job, retry in self._retries.items() if retry[0] + 2 * RETRY_MAX_S > now}
         for each in stalled:
             not_before, pause_s = self._retries.get(each.job, (now, POLL_S))
-            if now < not_before or not await asyncio.to_thread(_has_room, each.folders):
+            if now < not_before or each.job in self._resuming or len(self._resuming) >= RESUMED_AT_ONCE_MAX:
+                continue
+            if not await asyncio.to_thread(_has_room, each.folders):
                 continue
             self._retries[each.job] = now + pause_s, min(2 * pause_s, RETRY_MAX_S)
             await asyncio.to_thread(self._disk_reserve.reserve)
-            await self._resume(each.job)
+            self._resuming[each.job] = asyncio.create_task(self._resume_one(each.job))
+            begun.append(self._resuming[each.job])
+        return begun
+
+    async def _resume_one(self, job: str) -> None:
+        """Resume a job. It may wait for a store that does not answer: others do not wait with it."""
+        try:
+            await self._resume(job)
+        except (BatchmillError, OSError) as error:
+            log.warning("the job %s is not resumed yet: %s", job, error)
+        finally:
+            del self._resuming[job]
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        tasks = [task for task in (self._task, *self._resuming.values()) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
 
 
 def _has_room(folders: Sequence[Path]) -> bool:

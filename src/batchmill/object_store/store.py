@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -178,16 +178,27 @@ class ObjectStore:
         with path.open("rb") as file:
             obstore.put(client, name, file, use_multipart=True, chunk_size=RANGE_BYTES, max_concurrency=UPLOADS_MAX)
 
-    def list(self, prefix: str = "", *, after: str = "") -> Iterator[ObjectInfo]:
-        """Objects whose key starts with `prefix`, in the order of their keys; those after the key `after` only."""
-        folder = prefix.rpartition("/")[0]  # obstore lists whole folders
-        at = after
+    def list(self, prefix: str = "", *, after: str = "", listed_max: int | None = None) -> Iterator[ObjectInfo]:
+        """Objects whose key starts with `prefix`, in the order of their keys; those after the key `after` only.
+
+        Raises: InvalidInput (`too_many_objects`) once more than `listed_max` were looked at.
+        """
+        folder, _, name = prefix.rpartition("/")  # obstore lists whole folders
+        at = max(after, prefix[:-1]) if len(name) > 1 else after  # it lists what comes after a key
+        listed = 0
         while True:
             found = self._call(folder, lambda client, _, at=at: self._list_some(client, folder, at))
             infos = sorted((self._info(each) for each in found), key=lambda info: info.key)
             yield from (info for info in infos if info.key.startswith(prefix) and info.key > after)
-            if len(infos) < LISTED_AT_ONCE:
+            listed += len(infos)
+            is_past = bool(infos) and infos[-1].key > prefix and not infos[-1].key.startswith(prefix)
+            if len(infos) < LISTED_AT_ONCE or is_past:
                 return
+            if listed_max is not None and listed > listed_max:
+                raise InvalidInput(
+                    f"more than {listed_max:,} objects were looked at below {self._name(prefix)}: name a longer prefix",
+                    code="too_many_objects",
+                )
             at = infos[-1].key
 
     def _list_some(self, client: Any, folder: str, after: str) -> list[Any]:
@@ -203,8 +214,20 @@ class ObjectStore:
     def delete(self, *keys: str) -> None:
         """Remove objects. One that is not there is fine."""
         for at in range(0, len(keys), DELETED_AT_ONCE):
-            for key in keys[at : at + DELETED_AT_ONCE]:
-                self._delete(key)
+            some = keys[at : at + DELETED_AT_ONCE]
+            if len(some) == 1 or not self._deleted_together(some):
+                for key in some:
+                    self._delete(key)
+
+    def _deleted_together(self, keys: Sequence[str]) -> bool:
+        """Remove objects with as few requests as the store has for it; False if it refuses that for one of them."""
+        for key in keys:
+            check_key(key, self._name(key))
+        try:
+            self._call("", lambda client, path: obstore.delete(client, [f"{path}{key}" for key in keys]))
+        except InvalidInput:
+            return False
+        return True
 
     def _delete(self, key: str) -> None:
         try:

@@ -11,17 +11,18 @@ import contextlib
 import logging
 import os
 import shutil
+import threading
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 from msgspec import Struct
 
 from batchmill import faults
-from batchmill.errors import BatchmillError, DatabaseUnavailable
+from batchmill.errors import BatchmillError, DatabaseUnavailable, StorageFailed
 from batchmill.ports import Objects
 from batchmill.store import catalog, folder_objects, segment_objects
 from batchmill.store.catalog import Stored
@@ -32,6 +33,7 @@ from batchmill.store.segments import sync_folder
 MARKS, MARK, WORK = "stored", ".mark", ".fetching"  # folders in the data directory, and the ending of a mark
 SEGMENTS = "segments"
 DELETED_AT_ONCE = 1000  # objects in one request
+MARK_ATTEMPTS_MAX = 10  # to write a mark while other threads remove empty folders
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -251,7 +253,7 @@ class ObjectFiles:
     async def _unmark(self, key: str) -> None:
         for each in [path for path in self._copies if path == key or path.startswith(f"{key}/")]:
             self._bytes -= self._copies.pop(each).bytes
-            await asyncio.to_thread(self._mark_of(each).unlink, missing_ok=True)
+            await asyncio.to_thread(_remove_mark, self._mark_of(each), self._data_dir / MARKS)
 
     def _mark_of(self, key: str) -> Path:
         return self._data_dir / MARKS / f"{key}{MARK}"
@@ -316,10 +318,29 @@ def _write_mark(mark: Path, copy: _Copy | None) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.utime(mark)
         return
-    mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = mark.with_suffix(f".{uuid.uuid4().hex}.part")
-    part.write_text(f"{copy.object} {copy.bytes}")
+    for attempt in range(MARK_ATTEMPTS_MAX):
+        mark.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            part.write_text(f"{copy.object} {copy.bytes}")
+            break
+        except FileNotFoundError:  # the folder was empty, and removed
+            if attempt + 1 == MARK_ATTEMPTS_MAX:
+                raise
     os.replace(part, mark)
+
+
+def _remove_mark(mark: Path, home: Path) -> None:
+    """Remove a mark, and the folders that are empty then."""
+    mark.unlink(missing_ok=True)
+    for folder in mark.parents:
+        if folder == home:
+            return
+        try:
+            folder.rmdir()
+        except OSError:  # other marks are in it, or another thread has removed it
+            if folder.exists():
+                return
 
 
 def _remove_copy(path: Path, work: Path) -> None:
@@ -337,11 +358,45 @@ def _bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*"))
 
 
-async def _in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run a call of the store. If the caller is cancelled, the call still ends before what it reads is removed."""
-    task = asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))
+class _StoppableObjects:
+    """Objects of which none is read or written any more once `stop` is set."""
+
+    def __init__(self, objects: Objects, stop: threading.Event) -> None:
+        self._objects, self._stop = objects, stop
+
+    def get(self, name: str) -> bytes:
+        self._check()
+        return self._objects.get(name)
+
+    def put(self, name: str, data: bytes) -> None:
+        self._check()
+        self._objects.put(name, data)
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        self._check()
+        return self._objects.list(prefix)
+
+    def delete(self, names: Iterable[str]) -> None:
+        self._check()
+        self._objects.delete(names)
+
+    def _check(self) -> None:
+        if self._stop.is_set():
+            raise StorageFailed("the caller does not wait for it any more")
+
+
+async def _in_thread(
+    function: Callable[Concatenate[Objects, P], T], objects: Objects, *args: P.args, **kwargs: P.kwargs
+) -> T:
+    """Run a call of the store. If the caller is cancelled, it ends with the object that is under way, before what it
+    reads is removed."""
+    stop = threading.Event()
+    task = asyncio.ensure_future(asyncio.to_thread(function, _StoppableObjects(objects, stop), *args, **kwargs))
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
+        stop.set()
         await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # the caller does not want to know
         raise
