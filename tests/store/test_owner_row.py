@@ -10,7 +10,8 @@ import pytest
 import sqlalchemy as sa
 from fakes.databases import POSTGRESQL, databases, server
 
-from batchmill.errors import DatabaseOwned, InvalidConfig, OwnerReplaced
+from batchmill import owner_clock
+from batchmill.errors import DatabaseOwned, DatabaseUnavailable, InvalidConfig, OwnerReplaced
 from batchmill.store import owner_row
 from batchmill.store.portable import insert_missing
 from batchmill.store.postgres import PostgresBackend
@@ -27,12 +28,18 @@ def url(tmp_path: Path):
 
 
 @pytest.fixture
-def backends(url: str):
+def clock() -> list[float]:
+    """The time by the clock of every process that waits for a silent owner, the last one of the list."""
+    return [1000.0]
+
+
+@pytest.fixture
+def backends(url: str, clock: list[float]):
     """Opens back ends of one database."""
     opened: list[PostgresBackend] = []
 
     def open_backend() -> PostgresBackend:
-        opened.append(PostgresBackend(sa.make_url(url)))
+        opened.append(PostgresBackend(sa.make_url(url), clock=lambda: clock[-1]))
         return opened[-1]
 
     yield open_backend
@@ -40,10 +47,16 @@ def backends(url: str):
         each.close()
 
 
-def age(url: str, seconds: float) -> None:
-    """As if the owner had been silent for so long."""
-    statement = f"UPDATE owners SET heartbeat = clock_timestamp() - interval '{seconds} seconds'"
-    server().execute(statement, url.rpartition("/")[2])
+def stop(lease: owner_row.OwnerLease) -> None:
+    """The owner renews nothing any more."""
+    lease._ended.set()
+    lease._thread.join()
+
+
+def refuse(backend: PostgresBackend) -> None:
+    """The process sees the owner's heartbeat, and may not follow it."""
+    with pytest.raises(DatabaseOwned):
+        backend.claim("two", "", "/data")
 
 
 def test_a_database_has_one_owner(backends):
@@ -62,14 +75,63 @@ def test_an_owner_that_ends_in_order_is_followed_at_once(backends):
     assert second.claim("two", "", "/data").epoch == epoch + 1
 
 
-def test_a_replaced_owner_writes_no_row(backends, url: str):
+def test_only_its_own_wait_makes_a_successor(backends, url: str, clock: list[float]):
+    """A heartbeat that is old by the database's clock, which may have been set, makes no owner: the process itself must
+    have seen it unchanged for the whole wait. One that changes, forward or back, is a living owner's.
+    """
+    first, second = backends(), backends()
+    stop(first.claim("one", "", "/data"))
+    for step in ("-1 hour", "1 hour", "1 second"):
+        statement = f"UPDATE owners SET heartbeat = clock_timestamp() + interval '{step}'"
+        server().execute(statement, url.rpartition("/")[2])
+        refuse(second)
+        clock.append(clock[-1] + owner_row.SILENCE_S - 0.01)
+        refuse(second)
+    late = backends()
+    clock.append(clock[-1] + 0.02)
+    refuse(late)  # it has just come
+    assert second.claim("two", "", "/data").epoch
+
+
+def test_a_heartbeat_in_the_last_moment_counts(backends, clock: list[float]):
+    """An owner that renews between the look of a successor and its claim stays the owner."""
+    first, second = backends(), backends()
+    lease = first.claim("one", "", "/data")
+    stop(lease)
+    refuse(second)
+    clock.append(clock[-1] + owner_row.SILENCE_S)
+
+    def renew(connection, cursor, statement, *_):
+        if statement.startswith("UPDATE owners"):
+            with first._engine.begin() as db:
+                db.execute(owner_row.owners.update().values(heartbeat=sa.func.clock_timestamp()))
+
+    sa.event.listen(second._engine, "before_cursor_execute", renew)
+    refuse(second)
+    with first.writer.begin() as db:
+        assert insert_missing(db, used_links, LINK) == 1
+
+
+def test_the_children_of_an_owner_read_its_term(backends):
+    """What a child process may still write, it reads from its owner; after a release, and after its end, nothing."""
+    lease = backends().claim("one", "", "/data")
+    owner_clock.check_file(lease.term.path)
+    owner_clock.check_file("")
+    lease.release()
+    for path in (lease.term.path, "/proc/self/fd/1000000"):
+        with pytest.raises(DatabaseUnavailable, match="may have another owner"):
+            owner_clock.check_file(path)
+
+
+def test_a_replaced_owner_writes_no_row(backends, clock: list[float]):
     """An owner that was silent for too long is replaced; then every transaction of its own fails, and it is told."""
     first, second = backends(), backends()
     lost = threading.Event()
     lease = first.claim("one", "", "/data")
-    lease._ended.set()  # it is stopped: it renews nothing
+    stop(lease)
     lease.on_lost(lost.set)
-    age(url, owner_row.SILENCE_S + 1)
+    refuse(second)
+    clock.append(clock[-1] + owner_row.SILENCE_S)
     second.claim("two", "", "/data")
     with pytest.raises(OwnerReplaced), first.writer.begin() as db:
         insert_missing(db, used_links, LINK)
@@ -79,15 +141,16 @@ def test_a_replaced_owner_writes_no_row(backends, url: str):
         assert insert_missing(db, used_links, LINK) == 1
 
 
-def test_a_successor_waits_for_a_transaction_under_way(backends, url: str):
+def test_a_successor_waits_for_a_transaction_under_way(backends, clock: list[float]):
     """A transaction that the old owner began is committed before the new one is the owner, never after."""
     first, second = backends(), backends()
     lease = first.claim("one", "", "/data")
-    lease._ended.set()
+    stop(lease)
+    refuse(second)
+    clock.append(clock[-1] + owner_row.SILENCE_S)
     claimed: list[int] = []
     with first.writer.begin() as db:
         insert_missing(db, used_links, LINK)
-        age(url, owner_row.SILENCE_S + 1)  # does not wait: the heartbeat is no part of the key
         taking = threading.Thread(target=lambda: claimed.append(second.claim("two", "", "/data").epoch))
         taking.start()
         while not server().execute("SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock'"):

@@ -348,7 +348,7 @@ class OwnerTerm:
     """
 
     def __init__(self, clock: Callable[[], float], *, is_limited: bool) -> None:
-        """Args: clock: monotonic seconds; is_limited: False: the owner owns its database until it ends."""
+        """Args: clock: see `owner_clock`; is_limited: False: the owner owns its database until it ends."""
         self.clock, self._until = clock, 0.0 if is_limited else math.inf
         self._waiters: list[asyncio.Future[None]] = []
 

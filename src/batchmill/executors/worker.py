@@ -13,7 +13,6 @@ import os
 import resource
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -32,6 +31,7 @@ from batchmill.function_runtime.frames import keep_freed_memory
 from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.models import redaction, secrets, worker_environment
 from batchmill.optional import require
+from batchmill.owner_clock import now_s
 from batchmill.ports import CrashReportingEngine, Engine, Prepared, PreparingEngine, RetryingEngine
 from batchmill.states import PauseReason
 from batchmill.store.segment_files import SegmentFile
@@ -109,7 +109,7 @@ class Worker:
             self._engine.learn(start.poison)
         # One that must hear from its owner sends every heartbeat.
         self._heartbeat_s = 0.0 if start.is_owned_for_a_time else channel.idle_heartbeat_s
-        self._term = OwnerTerm(time.monotonic, is_limited=start.is_owned_for_a_time)
+        self._term = OwnerTerm(now_s, is_limited=start.is_owned_for_a_time)
         self._feed = GrantFeed(
             want=lambda job: self._send(RequestRows(job)),
             failed=self._input_failed,
@@ -404,13 +404,13 @@ class Worker:
 
     async def _beat(self) -> None:
         if not self._term.is_valid:  # it begins nothing before the reply
-            self._send(Heartbeat(self._engine.stats(), time.monotonic()))
+            self._send(Heartbeat(self._engine.stats(), now_s()))
         sent, sent_at = None, 0.0
         while True:
             await asyncio.sleep(
                 HEARTBEAT_S if not any(job.revoked for job in self._jobs.values()) else HEARTBEAT_S / 10
             )
-            stats, now = self._engine.stats(), time.monotonic()
+            stats, now = self._engine.stats(), now_s()
             if stats.adapters or stats != sent or now - sent_at >= self._heartbeat_s:
                 self._send(Heartbeat(stats, now))
                 sent, sent_at = stats, now

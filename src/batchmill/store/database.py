@@ -58,6 +58,10 @@ class Backend(Protocol):
         """How long this process may begin work without renewing its ownership; None: until it ends."""
         ...
 
+    def term_path(self) -> str:
+        """The file in which child processes read the end of `owned_s`, see `owner_clock`; empty: there is no end."""
+        ...
+
     def stop_waiting(self) -> None:
         """Fail what waits for another attempt."""
         ...
@@ -75,7 +79,7 @@ class Database:
         """
         self._backend: Backend = SqliteBackend(at) if isinstance(at, Path) else at
         self.writer, self.reader = self._backend.writer, self._backend.reader
-        self.owned_s = self._backend.owned_s
+        self.owned_s, self.term_path = self._backend.owned_s, self._backend.term_path
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="database-write")
         self._reading = ThreadPoolExecutor(self._backend.reader_threads, thread_name_prefix="database-read")
         self._closed = False

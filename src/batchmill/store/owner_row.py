@@ -1,33 +1,33 @@
 """The row that says which process owns a PostgreSQL database.
 
 A lock that belongs to a connection would last as long as the server believes in the connection: for hours, where the
-owner is stopped or its network is cut. The row has an epoch instead, and a heartbeat on the database's own clock.
+owner is stopped or its network is cut. The row has an epoch instead, and a heartbeat, a time that only has to change.
 
 Every writing transaction locks the row by its key, the epoch (`FOR KEY SHARE`): a successor, which raises the epoch,
 waits until it has ended, and later transactions of the old owner find no row. The heartbeat changes no key, so it waits
 for no transaction, and none waits for it.
 
-An owner that cannot renew for LEASE_S grants nothing, and its workers begin nothing. A successor waits SILENCE_S, which
-is longer.
+An owner that cannot renew for LEASE_S grants nothing, and its workers begin nothing. A successor waits until it has
+itself seen the same heartbeat for SILENCE_S, which is longer. No clock of another machine counts: a step of the
+database's clock makes no second owner.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import sqlalchemy as sa
 
 from batchmill.errors import DatabaseOwned, InvalidConfig, OwnerReplaced
+from batchmill.owner_clock import TermFile, now_s
 
 log = logging.getLogger("batchmill.owner")
 
 BEAT_S = 0.5
 LEASE_S = 3.0  # of the owner's own clock, since it sent its last renewal
-SILENCE_S = 5.0  # of the database's clock, since the last heartbeat; more than LEASE_S
+SILENCE_S = 5.0  # of the claimer's own clock, since it saw the last heartbeat; more than LEASE_S
 
 metadata = sa.MetaData()
 
@@ -41,9 +41,6 @@ owners = sa.Table(
     sa.Column("heartbeat", sa.DateTime(timezone=True)),  # None: it has ended in order
 )
 
-_SILENT = owners.c.heartbeat.is_(None) | (
-    owners.c.heartbeat < sa.func.clock_timestamp() - sa.literal(timedelta(seconds=SILENCE_S), sa.Interval)
-)
 _CHECK = sa.text("SELECT CAST(pg_current_xact_id() AS text) FROM owners WHERE epoch = :epoch FOR KEY SHARE")
 
 
@@ -60,10 +57,12 @@ class OwnerLease:
     def __init__(self, engine: sa.Engine, epoch: int, claimed: float) -> None:
         """Args:
         engine: for the heartbeat alone.
-        claimed: monotonic: when the claim began.
+        claimed: as `now_s`: when the claim began.
         """
         self.epoch = epoch
+        self.term = TermFile()
         self._engine, self._valid_until = engine, claimed + LEASE_S
+        self.term.write(self._valid_until)
         self._ended, self._is_lost = threading.Event(), False
         self._on_lost: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._beat, name="owner-heartbeat", daemon=True)
@@ -72,7 +71,7 @@ class OwnerLease:
     @property
     def left_s(self) -> float:
         """How long this process may still begin work without another renewal; 0 or less: it may not."""
-        return -1.0 if self._is_lost else self._valid_until - time.monotonic()
+        return -1.0 if self._is_lost else self._valid_until - now_s()
 
     def on_lost(self, call: Callable[[], None]) -> None:
         """Have `call` called, in another thread, once another process is the owner."""
@@ -97,6 +96,7 @@ class OwnerLease:
         """Let another process become the owner at once."""
         self._ended.set()
         self._thread.join()
+        self.term.write(0.0)
         if not self._is_lost:
             try:
                 with self._engine.begin() as db:
@@ -108,12 +108,13 @@ class OwnerLease:
     def _lose(self) -> None:
         if not self._is_lost:
             self._is_lost = True
+            self.term.write(0.0)
             self._on_lost()
 
     def _beat(self) -> None:
         renewal = owners.update().where(owners.c.epoch == self.epoch).values(heartbeat=sa.func.clock_timestamp())
         while not self._ended.wait(BEAT_S) and not self._is_lost:
-            began = time.monotonic()
+            began = now_s()
             try:
                 with self._engine.begin() as db:
                     renewed = db.execute(renewal).rowcount
@@ -121,6 +122,7 @@ class OwnerLease:
                 continue  # the next round connects again
             if renewed:
                 self._valid_until = began + LEASE_S
+                self.term.write(self._valid_until)
             else:
                 self._lose()
 
@@ -143,28 +145,45 @@ def check_data_dir(known: str, own: str) -> None:
         )
 
 
-def claim(engine: sa.Engine, name: str, address: str, data_dir: str) -> int:
+class Silence:
+    """What one process has seen of the owner's heartbeat: for how long it has not changed."""
+
+    def __init__(self, clock: Callable[[], float] = now_s) -> None:
+        self._clock = clock
+        self._seen: tuple[object, float] | None = None  # the epoch with its heartbeat, and when it was first seen
+
+    def is_over(self, owner: sa.Row) -> bool:
+        """Whether another process may become the owner. Args: owner: as it was just read."""
+        seen, now = (owner.epoch, owner.heartbeat), self._clock()
+        if self._seen is None or self._seen[0] != seen:
+            self._seen = seen, now
+        return owner.heartbeat is None or now - self._seen[1] >= SILENCE_S
+
+
+def claim(engine: sa.Engine, silence: Silence, name: str, address: str, data_dir: str) -> int:
     """Become the owner. Returns the new epoch.
 
-    Raises: DatabaseOwned by a process whose heartbeat is recent; InvalidConfig for another path of the data directory:
-        records of jobs and functions name files by their absolute paths.
+    Raises: DatabaseOwned by a process whose heartbeat was not silent for long enough; InvalidConfig for another path of
+        the data directory: records of jobs and functions name files by their absolute paths.
     """
-    taken = (
-        owners.update()
-        .where(_SILENT)
-        .values(
-            epoch=owners.c.epoch + 1,
-            name=name,
-            address=address,
-            data_dir=data_dir,
-            heartbeat=sa.func.clock_timestamp(),
-        )
-        .returning(owners.c.epoch)
-    )
     with engine.begin() as db:
-        check_data_dir(db.execute(sa.select(owners.c.data_dir).where(_SILENT)).scalar() or "", data_dir)
-        epoch = db.execute(taken).scalar()
-        if epoch is None:
-            current = db.execute(sa.select(owners)).one()
+        current = db.execute(sa.select(owners)).one()
+        if not silence.is_over(current):
             raise _owned(current)
+        check_data_dir(current.data_dir, data_dir)
+        taken = (
+            owners.update()
+            .where(owners.c.epoch == current.epoch, owners.c.heartbeat.is_not_distinct_from(current.heartbeat))
+            .values(
+                epoch=owners.c.epoch + 1,
+                name=name,
+                address=address,
+                data_dir=data_dir,
+                heartbeat=sa.func.clock_timestamp(),
+            )
+            .returning(owners.c.epoch)
+        )
+        epoch = db.execute(taken).scalar()
+        if epoch is None:  # it was renewed, or claimed, since it was read
+            raise _owned(db.execute(sa.select(owners)).one())
     return epoch

@@ -23,6 +23,7 @@ from psycopg.adapt import Loader
 from psycopg.types.string import StrDumper
 
 from batchmill.errors import BatchmillError, DatabaseUnavailable, InvalidConfig, LedgerBroken, StorageFull
+from batchmill.owner_clock import now_s
 from batchmill.store import owner_row, pooler, schema
 
 T = TypeVar("T")
@@ -106,14 +107,15 @@ class PostgresBackend:
 
     reader_threads = READERS
 
-    def __init__(self, url: sa.URL, *, retry_s: float = RETRY_S) -> None:
-        """Args: retry_s: how long a lost connection is tried again."""
+    def __init__(self, url: sa.URL, *, retry_s: float = RETRY_S, clock: Callable[[], float] = now_s) -> None:
+        """Args: retry_s: how long a lost connection is tried again; clock: of the wait for a silent owner."""
         self._url, self._retry_s = url, retry_s
         self.place = place_of(url)
         self._engine = create_engine(url, isolation_level="READ COMMITTED", pool_size=2, max_overflow=0)
         self.reader = create_engine(url, isolation_level="REPEATABLE READ", pool_size=READERS, max_overflow=0)
         sa.event.listen(self.reader, "connect", _make_read_only)
         self.writer = PostgresWriter(self._engine)
+        self._silence = owner_row.Silence(clock)
         self._closing = threading.Event()
         self._losing = threading.local()  # .since, monotonic: since when no attempt of this thread has succeeded
         try:
@@ -153,9 +155,9 @@ class PostgresBackend:
 
     def claim(self, name: str, address: str, data_dir: str) -> owner_row.OwnerLease:
         """Become the owner. Raises: DatabaseOwned, InvalidConfig: see `owner_row.claim`."""
-        began = time.monotonic()
+        began = now_s()
         try:
-            epoch = owner_row.claim(self._engine, name, address, data_dir)
+            epoch = owner_row.claim(self._engine, self._silence, name, address, data_dir)
         except sa.exc.SQLAlchemyError as error:
             raise self.translate(error) from error
         engine = create_engine(self._url, isolation_level="READ COMMITTED", pool_size=1, max_overflow=0)
@@ -179,6 +181,10 @@ class PostgresBackend:
     def owned_s(self) -> float | None:
         """How long this process may begin work without renewing its ownership."""
         return None if self.writer.lease is None else self.writer.lease.left_s
+
+    def term_path(self) -> str:
+        """Where child processes read how long this process owns the database; empty: until it ends."""
+        return "" if self.writer.lease is None else self.writer.lease.term.path
 
     # -- errors -------------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,10 @@ class SqliteBackend:
     def owned_s(self) -> None:
         """The lock of the data directory ends with this process."""
 
+    def term_path(self) -> str:
+        """As `owned_s`."""
+        return ""
+
     def stop_waiting(self) -> None:
         """Nothing waits."""
 
