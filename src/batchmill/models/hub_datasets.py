@@ -1,6 +1,6 @@
 """Files of data sets of a model hub. Needs huggingface_hub, with its variables HF_ENDPOINT and HF_HUB_OFFLINE.
 
-A token of None is the one that the library finds by itself: `hf auth login` stores it.
+The library finds the token by itself: in HF_TOKEN, or where `hf auth login` stored it.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ KIND = "dataset"
 EMPTY = 416  # the status of a range of an empty file
 
 
-def list_files(file: HubFile, token: str | None) -> tuple[str, list[str]]:
+def list_files(file: HubFile) -> tuple[str, list[str]]:
     """The commit of the revision now, and the paths of its files.
 
     Raises: InvalidDataset, AuthRefused, StorageFailed.
     """
     with _translated(file):
-        info = HfApi().dataset_info(file.repository, revision=file.revision or None, timeout=INFO_S, token=token)
+        info = HfApi().dataset_info(file.repository, revision=file.revision or None, timeout=INFO_S)
         return str(info.sha), [each.rfilename for each in info.siblings or ()]
 
 
-def read_head(file: HubFile, token: str | None, size_bytes: int) -> tuple[bytes, bool]:
+def read_head(file: HubFile, size_bytes: int) -> tuple[bytes, bool]:
     """The first bytes of a file, and whether they are all of it. Raises: as `list_files`."""
     with _translated(file):
         url = hf_hub_url(file.repository, file.path, repo_type=KIND, revision=file.revision)
-        headers = build_hf_headers(token=token) | {"Range": f"bytes=0-{size_bytes - 1}"}
+        headers = build_hf_headers() | {"Range": f"bytes=0-{size_bytes - 1}"}
         reply = get_session().get(url, headers=headers, timeout=INFO_S)
         if reply.status_code == EMPTY:
             return b"", True
@@ -46,7 +46,7 @@ def read_head(file: HubFile, token: str | None, size_bytes: int) -> tuple[bytes,
     return reply.content[:size_bytes], (int(whole) if whole.isdigit() else len(reply.content)) <= size_bytes
 
 
-def fetch(file: HubFile, target: Path, token: str | None, check_size: Callable[[int], None]) -> int:
+def fetch(file: HubFile, target: Path, check_size: Callable[[int], None]) -> int:
     """Download a file at a commit. It has its name once it is complete and durable. Returns: its size.
 
     Args: check_size: raises an error for a file of so many bytes.
@@ -59,8 +59,8 @@ def fetch(file: HubFile, target: Path, token: str | None, check_size: Callable[[
     place = {"repo_type": KIND, "revision": file.revision}
     with _translated(file):
         url = hf_hub_url(file.repository, file.path, **place)
-        check_size(get_hf_file_metadata(url, token=token, timeout=INFO_S).size or 0)
-        done = Path(hf_hub_download(file.repository, file.path, local_dir=work, token=token, **place))
+        check_size(get_hf_file_metadata(url, timeout=INFO_S).size or 0)
+        done = Path(hf_hub_download(file.repository, file.path, local_dir=work, **place))
     size_bytes = done.stat().st_size
     check_size(size_bytes)
     fd = os.open(done, os.O_RDONLY | os.O_CLOEXEC)

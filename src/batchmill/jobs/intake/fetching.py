@@ -23,6 +23,7 @@ from batchmill.datasets.formats import FIRST_BYTES_MAX, FORMATS, MAGIC, kind
 from batchmill.datasets.orders import check_disk
 from batchmill.errors import BatchmillError, InputChanged, InvalidDataset, InvalidInput, OverQuota, TooLarge
 from batchmill.models.addresses import read_private, read_url
+from batchmill.models.worker_environment import PROXIES, chosen
 from batchmill.optional import require
 from batchmill.types import DatasetSpec, Seal, SealedFile
 from batchmill.wire.input_urls import file_name, is_fetched, is_hub_url, is_web_url, parse_hub_url, shown
@@ -36,7 +37,7 @@ LIST_HUB = "batchmill.models.hub_datasets:list_files"
 FETCH_FROM_HUB = "batchmill.models.hub_datasets:fetch"
 READ_HUB_HEAD = "batchmill.models.hub_datasets:read_head"
 HUB_PURPOSE = "an input of a model hub (hf://)"
-HUB_TOKEN = "HF_TOKEN"  # the variable; without it, the library looks where `hf auth login` stores one
+HUB_VARIABLES = ("HF_*", "HUGGING_FACE_*", *PROXIES)  # that a child does not get otherwise
 HEAD_BYTES, HEAD_GROWTH = 256 * 1024, 16  # of a file whose first row is looked at; more if the row is longer
 FETCH_SHARE = 0.5  # of the progress
 
@@ -112,7 +113,7 @@ def find_in_hub(pattern: str, leave_out: Collection[str] = ()) -> list[str]:
     Raises: InvalidInput; AuthRefused, StorageFailed.
     """
     file = parse_hub_url(pattern)
-    commit, names = require(LIST_HUB, HUB_PURPOSE, InvalidInput)(file, os.environ.get(HUB_TOKEN))
+    commit, names = require(LIST_HUB, HUB_PURPOSE, InvalidInput)(file)
     is_folder = not file.path or file.path.endswith("/")
     if is_folder:
         found = [name for name in names if "/" not in name.removeprefix(file.path) and name.startswith(file.path)]
@@ -128,14 +129,12 @@ def find_in_hub(pattern: str, leave_out: Collection[str] = ()) -> list[str]:
     return urls
 
 
-def hub_token(spec: DatasetSpec) -> str | None:
-    """The token for the hub, for a process that does not get this one's environment. It is in no description."""
-    return os.environ.get(HUB_TOKEN) if any(map(is_hub_url, spec.paths)) else None
+def hub_variables(spec: DatasetSpec) -> dict[str, str]:
+    """The variables that the hub is reached with, for a child process. The token among them is in no description."""
+    return chosen(os.environ, HUB_VARIABLES) if any(map(is_hub_url, spec.paths)) else {}
 
 
-def fetch(
-    spec: DatasetSpec, home: Path, bounds: Bounds, progress: Callable[[float], None], token: str | None = None
-) -> Fetched:
+def fetch(spec: DatasetSpec, home: Path, bounds: Bounds, progress: Callable[[float], None]) -> Fetched:
     """Fetch the inputs that lie elsewhere into `home`, or the rest of them. Returns at once if there are none.
 
     Raises: InvalidInput, StorageFailed, StorageFull, TooLarge, OverQuota.
@@ -155,7 +154,7 @@ def fetch(
 
         if is_hub_url(url):
             file = parse_hub_url(url)
-            size_bytes, etag = require(FETCH_FROM_HUB, HUB_PURPOSE)(file, target, token, check_size), file.revision
+            size_bytes, etag = require(FETCH_FROM_HUB, HUB_PURPOSE)(file, target, check_size), file.revision
         else:
             done = require(FETCH_URL, PURPOSE)(url, target, spec.private_hosts, bounds.time_s, check_size, show)
             size_bytes, etag = done.size_bytes, done.etag
@@ -231,7 +230,7 @@ def _write_head(url: str, spec: DatasetSpec, folder: Path) -> Path:
 
 def _read_head(url: str, spec: DatasetSpec, size: int) -> tuple[bytes, bool]:
     if is_hub_url(url):
-        return require(READ_HUB_HEAD, HUB_PURPOSE)(parse_hub_url(url), os.environ.get(HUB_TOKEN), size)
+        return require(READ_HUB_HEAD, HUB_PURPOSE)(parse_hub_url(url), size)
     return require(READ_HEAD, PURPOSE)(url, spec.private_hosts, size)
 
 

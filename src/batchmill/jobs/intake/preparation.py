@@ -22,6 +22,7 @@ from batchmill.jobs.ledger import plan
 from batchmill.jobs.ledger.plan import Plan, PlanOrder
 from batchmill.jobs.results.results import COLUMNS_MAX, output_kind, written_name
 from batchmill.models.paths import paths_of
+from batchmill.object_store.credentials import environment_with
 from batchmill.types import ModelSpec, Problem
 from batchmill.wire.features import features_of
 from batchmill.wire.forms import URLS, TableForm
@@ -40,7 +41,7 @@ class PrepareOrder(Struct, frozen=True):
     rates: dict[str, float] = {}  # of earlier jobs: see routing.choose
     bytes_left: int | None = None  # as in SealOrder
     no_space_message: str = ""
-    hub_token: str | None = None  # for inputs of a model hub
+    hub: dict[str, str] = {}  # variables that a hub is reached with, if inputs are there
     is_preview: bool = False  # nothing is fetched: rows of adapters yet to be fetched are planned with their base
 
     def __repr__(self) -> str:  # without the token
@@ -66,9 +67,8 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     )
     time_s = PREVIEW_TIME_S if request.is_preview and request.bytes_left is not None else TIME_S
     bounds = Bounds(request.bytes_left, request.no_space_message, time_s)
-    report, fetched = _sealed(
-        sealing, bounds, Path(request.dataset), lambda share: progress(share * SEALING_SHARE), request.hub_token
-    )
+    with environment_with(request.hub):
+        report, fetched = _sealed(sealing, bounds, Path(request.dataset), lambda share: progress(share * SEALING_SHARE))
     planned = None
     choices: dict[int, Choice] = {}
     causes: dict[str, tuple[int, str]] = {}
@@ -96,12 +96,12 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
 
 
 def _sealed(
-    order: SealOrder, bounds: Bounds, home: Path, progress: Callable[[float], None], token: str | None
+    order: SealOrder, bounds: Bounds, home: Path, progress: Callable[[float], None]
 ) -> tuple[SealReport, Fetched]:
     """Fetch the inputs that lie elsewhere, and seal the dataset."""
     fetched = Fetched(home, order.dataset.paths, {})
     try:
-        fetched = fetching.fetch(order.dataset, home, bounds, lambda share: progress(share * FETCH_SHARE), token)
+        fetched = fetching.fetch(order.dataset, home, bounds, lambda share: progress(share * FETCH_SHARE))
         share_before = FETCH_SHARE if fetched.sources else 0.0
         report = seal_with_retry(
             msgspec.structs.replace(order, dataset=msgspec.structs.replace(order.dataset, paths=fetched.paths)),

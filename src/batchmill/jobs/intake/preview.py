@@ -43,7 +43,7 @@ async def seal_and_plan(
 
         order = msgspec.structs.replace(
             order, bytes_left=writing.bytes_left, no_space_message=writing.no_space_message,
-            hub_token=fetching.hub_token(order.spec.dataset),
+            hub=fetching.hub_variables(order.spec.dataset),
         )  # fmt: skip
         work = offload(PREPARE, msgspec.json.encode(order), show)
         return msgspec.json.decode(await writing.stoppable(work), type=Prepared)
