@@ -14,11 +14,13 @@ import pytest
 from fakes.held_clock import HeldClock
 from finished_job import quiet
 from ledgered_job import LedgeredJob
+from msgspec.structs import replace
 
 from batchmill.config import BackupsEntry
 from batchmill.errors import InvalidConfig, StorageFull
 from batchmill.faults import BACKUP_POINTS, SALVAGE_POINTS
 from batchmill.jobs.ledger.audit import AuditOrder, verify
+from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.services import backups, salvage
 from batchmill.services.backups import Backups
@@ -222,6 +224,19 @@ def test_killed_at_any_point(model, data_dir):
         os.rename(moved, data_dir / "files" / "file-a")
         shutil.rmtree(data_dir / "damaged")
         path.write_bytes(damaged)
+
+
+def test_uploads_of_jobs_are_restored_with_their_names(model, data_dir):
+    """The record of a file that a job reads comes back, beside inputs that are no uploads."""
+    path, job = data_dir / "batchmill.db", JobFiles(data_dir, JOB)
+    spec = job.read_spec()
+    inputs = ["https://example.com/rows.jsonl", str(data_dir / "files" / "file-a")]
+    origin = {"frontend": "native", "files": {inputs[0]: inputs[0], "file-a": "mine.jsonl"}}
+    job.write_spec(replace(spec, dataset=replace(spec.dataset, paths=inputs), origin=origin))
+    overwrite(path, roots(path)["files"])
+    salvage.salvage(data_dir, lambda _: None)
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        assert db.execute("SELECT id, filename FROM files").fetchall() == [("file-a", "mine.jsonl")]
 
 
 def test_three_backups_are_kept(data_dir):

@@ -227,10 +227,10 @@ class _Salvage:
             return
         home = self._data_dir / "files"
         for spec in self._specs():
-            names = (spec.origin or {}).get("files") or []
-            for number, path in enumerate(map(Path, spec.dataset.paths)):
+            names: dict[str, str] = (spec.origin or {}).get("files") or {}  # id -> name
+            for path in map(Path, spec.dataset.paths):
                 if path.parent == home and path.is_file():
-                    name = names[number] if number < len(names) else path.name
+                    name = names.get(path.name, path.name)
                     record = FileRecord(
                         path.name, spec.project, BATCH, str(name), path.stat().st_size, None, spec.created, None, None
                     )
