@@ -1,60 +1,112 @@
-"""Workers as Ray actors against child processes, on one machine: rows a second of one function, in pairs.
+"""Workers as Ray actors against child processes, on one machine: rows of a function, of an endpoint, and of vLLM.
 
-    BATCHMILL_RAY_PYTHON=.venv-ray/bin/python python benchmarks/ray_executor.py
+    BATCHMILL_RAY_PYTHON=.venv-ray/bin/python python benchmarks/ray_executor.py --kinds endpoint
 
-Both run the same job in the same minute, alternating; the time is that of the rows, without the start of Ray. The
-processor time is that of `batchmill run` and all its children that it waited for, Ray's start included.
+Both run the same file in turn, on a cluster that is there. Function rows are timed while the job runs; the others from
+the first request to the last commit, without the start of an engine.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
-import resource
-import statistics
 import subprocess
 import sys
-import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
-ROWS = 1_000_000
-PAIRS = 3
-APP = "def double(n):\n    return 2 * n\n"
+import harness
+import rows
+from commit_watch import watched_commits
+from llm_speed import MODEL, check_answers, engine_environment
+from local_endpoint import running_endpoint
+
+sys.path.insert(0, str(harness.ROOT / "tests" / "cluster"))
+from ray_support import ray_nodes, ray_python  # noqa: E402
+
+AIM = 0.95
+FUNCTION = "def double(n):\n    return 2 * n\n"
+FUNCTION_ROWS, ENDPOINT_ROWS, VLLM_ROWS = 1_000_000, 20_000, 300
+DELAY_MS, IN_FLIGHT = 20.0, 256
+TOKENS_IN, TOKENS_OUT = 300, 32
+KINDS = ("function", "endpoint", "vllm")
 
 
-def run(folder: Path, executor: str, number: int) -> tuple[float, float]:
-    """Returns: rows a second, and processor seconds."""
-    out = folder / f"out-{executor}-{number}.jsonl"
-    cluster = f'[cluster]\nexecutor = "ray"\naddress = "local"\npython = "{os.environ["BATCHMILL_RAY_PYTHON"]}"\n'
-    (folder / "batchmill.toml").write_text(
-        f'data_dir = "data-{executor}-{number}"\n' + (cluster if executor == "ray" else "")
-    )
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    batchmill = [sys.executable, "-P", "-m", "batchmill"]
-    order = ["run", "in.jsonl", "--model", "function:app.py:double", "--output", str(out)]
-    done = subprocess.run([*batchmill, *order], cwd=folder, capture_output=True, text=True, check=False)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    shown = subprocess.run([*batchmill, "jobs", "--json"], cwd=folder, capture_output=True, text=True, check=True)
-    job = json.loads(shown.stdout.splitlines()[0])["job"]
-    assert job["rows_ok"] == ROWS, job
-    processor_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return ROWS / job["elapsed_s"], processor_s
+class Side:
+    """One of the two executors."""
+
+    def __init__(self, address: str | None, times: Path) -> None:
+        self._address, self._times = address, times
+
+    def _run(self, folder: Path, *words: object) -> None:
+        cluster = f'[cluster]\naddress = "{self._address}"\npython = "{ray_python()}"\nexecutor = "ray"\n'
+        config = 'data_dir = "data"\n' + (f"{cluster}trusted_network = true\n" if self._address else "")
+        (folder / "batchmill.toml").write_text(config)
+        command = [harness.BATCHMILL, "run", *map(str, words), "-o", folder / "out.jsonl"]
+        environment = {**engine_environment(), "REQUEST_TIMES": str(self._times)}
+        harness.run_whole([*command, "--config", folder / "batchmill.toml"], log=folder / "log", env=environment)
+
+    def function(self) -> float:
+        source = harness.made_input(f"numbers-{FUNCTION_ROWS}.jsonl", write_numbers)
+        with harness.work_folder() as folder:
+            (folder / "app.py").write_text(FUNCTION)
+            self._run(folder, source, "--model", f"function:{folder / 'app.py'}:double")
+            shown = [str(harness.BATCHMILL), "jobs", "--json", "--data-dir", str(folder / "data")]
+            printed = subprocess.run(shown, capture_output=True, text=True, check=True).stdout
+            job = json.loads(printed.splitlines()[0])["job"]
+            if job["rows_ok"] != FUNCTION_ROWS:
+                raise harness.CommandFailed(f"not all rows were run: {job}")
+            return FUNCTION_ROWS / job["elapsed_s"]
+
+    def endpoint(self) -> float:
+        source = rows.chat_rows(ENDPOINT_ROWS, 600)
+        with harness.work_folder() as folder, running_endpoint(folder, DELAY_MS) as endpoint:
+            with watched_commits(folder / "data", ENDPOINT_ROWS) as watch:
+                self._run(
+                    folder, source, "--model", "openai:bench", "--base-url", endpoint.base_url, "--in-flight",
+                    IN_FLIGHT,
+                )  # fmt: skip
+            calls = endpoint.calls()
+            if len(calls) != ENDPOINT_ROWS or watch.last_commit is None:
+                raise harness.CommandFailed(f"{len(calls)} calls for {ENDPOINT_ROWS} rows")
+            return ENDPOINT_ROWS / (watch.last_commit - min(call.arrival for call in calls))
+
+    def vllm(self) -> float:
+        source = rows.llm_plain_rows(VLLM_ROWS, TOKENS_IN, TOKENS_OUT)
+        flags = ("enforce-eager=true", "max-model-len=2048", "block-size=128", "middleware=request_times.RequestTimes")
+        self._times.write_bytes(b"")
+        with harness.work_folder() as folder:
+            with watched_commits(folder / "data", VLLM_ROWS) as watch:
+                words = [word for flag in flags for word in ("--engine-arg", flag)]
+                self._run(folder, source, "--model", f"vllm:{MODEL}", *words)
+            check_answers(folder / "out.jsonl", VLLM_ROWS, TOKENS_OUT)
+            arrivals = [float(line.split()[0]) for line in self._times.read_text().splitlines()]
+            assert watch.last_commit is not None, "a finished run has committed every row"
+            return VLLM_ROWS / (watch.last_commit - min(arrivals))
+
+
+def write_numbers(path: Path) -> None:
+    path.write_text("".join(f'{{"n": {number}}}\n' for number in range(FUNCTION_ROWS)))
 
 
 def main() -> None:
-    rates: dict[str, list[float]] = {"local": [], "ray": []}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "app.py").write_text(APP)
-        (folder / "in.jsonl").write_text("".join(f'{{"n": {n}}}\n' for n in range(ROWS)))
-        for number in range(PAIRS):
-            for executor, found in rates.items():
-                rate, processor_s = run(folder, executor, number)
-                found.append(rate)
-                print(f"{executor}: {rate:,.0f} rows/s, {processor_s:.1f} s of processor time", flush=True)
-    ratio = statistics.median(rates["ray"]) / statistics.median(rates["local"])
-    print(f"Ray against local: {ratio:.2f} x")
+    """Run the pairs of each kind, and print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    arguments = parser.parse_args()
+    with ExitStack() as stack:
+        times = stack.enter_context(harness.work_folder()) / "times"
+        nodes = stack.enter_context(ray_nodes(2, environ={**engine_environment(), "REQUEST_TIMES": str(times)}))
+        local, ray = Side(None, times), Side(nodes.address, times)
+        for kind in arguments.kinds:
+            sides: dict[str, Callable[[], float]] = {"Ray": getattr(ray, kind), "local": getattr(local, kind)}
+            print(f"rows of {kind}")
+            figures = harness.alternate(arguments.pairs, sides)
+            for name, values in figures.items():
+                harness.print_side(name, values, "rows/s")
+            harness.print_ratio(figures["Ray"], figures["local"], AIM, "child processes")
 
 
 if __name__ == "__main__":
