@@ -337,6 +337,10 @@ class Campaign:
         order = {"input_file_id": file, "endpoint": "/v1/chat/completions", "completion_window": "24h"}
         return self.call("POST", "/v1/batches", json=order).json()["id"], texts
 
+    def count_calls(self) -> int:
+        """Rows that a model was called for, on all servers."""
+        return self.calls.read_bytes().count(b"\n")
+
     def done(self, batch: str) -> dict[str, Any]:
         return self.call("GET", f"/v1/batches/{batch}").json()
 
@@ -372,16 +376,17 @@ class Campaign:
         """Inject a fault when part of a batch has run, and audit that batch and a small one sent afterwards."""
         outcome, started = Outcome(fault), time.monotonic()
         self.target = self.ray if on_ray else None
+        called = self.count_calls()
         batch, texts = self.submit(ROWS)
-        goal = self.chance.randrange(ROWS // 10, ROWS // 2)
+        goal = called + self.chance.randrange(ROWS // 10, 9 * ROWS // 10)
         try:
-            harness.wait_until(lambda: self.done(batch)["request_counts"]["completed"] >= goal, TIMEOUT_S, "rows")
+            harness.wait_until(lambda: self.count_calls() >= goal, TIMEOUT_S, "rows")
         except harness.CommandFailed as error:
             raise harness.CommandFailed(f"{error}: {self.done(batch)}") from None
-        before, began = len(self.calls.read_text().splitlines()), time.monotonic()
+        before, began = self.count_calls(), time.monotonic()
         undo = inject(self, outcome)
         harness.wait_until(
-            lambda: len(self.calls.read_text().splitlines()) > before or self.done(batch)["status"] in ENDED,
+            lambda: self.count_calls() > before or self.done(batch)["status"] in ENDED,
             TIMEOUT_S, "a row after the fault",
         )  # fmt: skip
         outcome.recovery_s = time.monotonic() - began
