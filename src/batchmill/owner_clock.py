@@ -24,7 +24,7 @@ def check_left(left_s: float | None) -> None:
     """Args: left_s: see `Database.owned_s`. Raises: DatabaseUnavailable when the term is over."""
     if left_s is not None and left_s <= 0:
         raise DatabaseUnavailable(
-            "the database was not reached in time and may have another owner: nothing is stored in objects"
+            "the database was not reached in time and may have another owner: nothing is stored until it is"
         )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from batchmill.errors import DatabaseUnavailable
 from batchmill.executors.leases import OwnerTerm
 from batchmill.wire.messages import Renewed
 
@@ -24,11 +27,16 @@ async def test_work_begins_only_within_the_term():
     assert not term.renew(Renewed(at=11.5, left_s=3.0))  # it was valid before
     now = 14.4
     assert term.is_valid
+    term.check()
     now = 14.5
     assert not term.is_valid
+    with pytest.raises(DatabaseUnavailable, match="may have another owner"):
+        term.check()
     assert term.renew(Renewed(at=14.4, left_s=2.5))
 
 
 def test_an_owner_of_a_file_has_no_term():
     """The lock of a data directory ends with its owner, and so does the worker."""
-    assert OwnerTerm(lambda: 1e12, is_limited=False).is_valid
+    term = OwnerTerm(lambda: 1e12, is_limited=False)
+    term.check()
+    assert term.is_valid

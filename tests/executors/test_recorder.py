@@ -44,7 +44,7 @@ def job(tmp_path):
 class Desk:
     """Collects what a worker would send to its owner."""
 
-    def __init__(self, job: OpenJob, tmp_path) -> None:
+    def __init__(self, job: OpenJob, tmp_path, until_owned=None) -> None:
         self.job, self.wants, self.commits, self.changed, self.broken, self.refused = job, 0, [], [], [], []
         changed = self.changed
         self.feed = GrantFeed(
@@ -59,6 +59,7 @@ class Desk:
             spent=lambda held, done: None,
             broken=self.broken.append,
             refused=lambda held, error: self.refused.append(error),
+            until_owned=until_owned,
         )
 
     def _want(self, job: str) -> None:
@@ -103,6 +104,23 @@ async def test_every_outcome_is_committed_once(job, tmp_path):
     assert sorted(counted[0]) == list(range(20)) and sorted(counted[1]) == sorted(numbers)
     assert sum(commit.errors.get("odd", 0) for commit in lease_host.commits) == 10 + 3
     assert all(lease_host.recorder.is_done_with(held) for held in granted)
+
+
+async def test_what_puts_objects_waits_for_its_owner(job, tmp_path):
+    """While the owner may have been replaced, nothing is synced or committed; then everything is, at once."""
+    owned = asyncio.Event()
+    lease_host = Desk(job, tmp_path, owned.wait)
+    held = lease_host.grant(0, Grant(lease(0), 0, 0, 20))
+    lease_host.feed.end()
+    rows = await lease_host.feed.take(20)
+    lease_host.recorder.put([Outcome(row, b"{}", None) for row in rows[:10]])
+    syncing = asyncio.create_task(lease_host.recorder.sync())
+    await asyncio.sleep(0)
+    lease_host.recorder.put([Outcome(row, b"{}", None) for row in rows[10:]])
+    assert not syncing.done() and not lease_host.recorder.is_done_with(held)
+    owned.set()
+    await syncing
+    assert [rows_of(job, commit) for commit in lease_host.commits] == [list(range(20))]
 
 
 def results_of(block: RowBlock, *, keep: slice = slice(None), text: bytes = b"{}") -> ResultBlock:

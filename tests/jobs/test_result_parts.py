@@ -45,7 +45,7 @@ def gather_parts(
 ) -> Manifest:
     order = msgspec.structs.replace(job.order(output, unrun=unrun), output=f"{output}/")
     scratch = str(job.home / f"parts-{attempt}")
-    parts = PartsOrder(order, JOB, len(job.plans) - 1, attempt, scratch, None)
+    parts = PartsOrder(order, JOB, len(job.plans) - 1, attempt, scratch, None, "")
     indexed = decode(index_offloaded(encode(parts), quiet), type=Indexed)
     ranges = [(first, min(first + part_rows, indexed.rows)) for first in range(0, indexed.rows, part_rows)]
     written = [
@@ -152,7 +152,7 @@ def folder(request, tmp_path) -> LocalFolder | ObjectFolder:
     (tmp_path / "out").mkdir()
     if request.param == "folder":
         return LocalFolder(f"{tmp_path}/out/")
-    objects = ObjectFolder("memory:///")
+    objects = ObjectFolder("memory:///", "")
     assert isinstance(objects._store, ObjectStore) and parse_url("memory:///").scheme == "memory"
     return objects
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 
+from batchmill.errors import DatabaseUnavailable
 from batchmill.jobs import runner
+from batchmill.jobs.results.object_results import UploadOrder, upload_offloaded
+from batchmill.jobs.results.output_folders import ObjectFolder
+from batchmill.jobs.results.results import Manifest, ResultFile
+from batchmill.owner_clock import TermFile, now_s
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec
 
 ROWS = 20
@@ -44,3 +50,29 @@ async def test_an_owner_that_is_cut_off_publishes_nothing(folder, opened, monkey
     view = [view async for view in service.watch(job, 0.05)][-1]
     assert (view.state, view.rows_ok) == ("completed", ROWS)
     assert len((folder / "out.jsonl").read_text().splitlines()) == ROWS
+
+
+def test_the_children_of_a_stopped_owner_put_nothing(tmp_path):
+    """A child process reads the end of its owner's term before each object: an owner that is stopped cannot end it."""
+    (tmp_path / "store").mkdir()
+    (tmp_path / "part").write_text("{}\n")
+    (tmp_path / "out.jsonl").write_text("{}\n")
+    url, term = f"file://{tmp_path}/store/", TermFile()
+    file = ResultFile(str(tmp_path / "out.jsonl"), rows=1, bytes=3)
+    order = UploadOrder(Manifest(file, None, rows=1, ok=1, failed=0, folded=0), f"{url}out.jsonl", False, term.path)
+    for until_s, is_sound in ((now_s() - 1, False), (now_s() + 3600, True)):
+        term.write(until_s)
+        folder = ObjectFolder(url, term.path)
+        steps = (
+            lambda: folder.put_part(tmp_path / "part"),  # noqa: B023
+            lambda: folder.put_manifest(b"{}", scratch="s", replaced=None),  # noqa: B023
+            lambda: upload_offloaded(msgspec.json.encode(order), lambda _: None),
+        )
+        for step in steps:
+            if is_sound:
+                step()
+                continue
+            with pytest.raises(DatabaseUnavailable):
+                step()
+            assert list((tmp_path / "store").iterdir()) == []
+    assert {path.name for path in (tmp_path / "store").iterdir()} == {"part", "manifest.json", "out.jsonl"}

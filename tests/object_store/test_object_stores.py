@@ -1,5 +1,6 @@
 """The promises of an object store, kept in memory, in a folder and in S3; and what else an S3 store must bear."""
 
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from contract.object_store_suite import LARGE, ObjectStoreSuite
 from fakes.faulty_objects import FaultyObjects, faulty_objects
 from fakes.s3_server import bucket_client, s3_environment, s3_server
 
-from batchmill.errors import AuthRefused, Conflict, InvalidConfig, InvalidInput, Unavailable
+from batchmill.errors import AuthRefused, Conflict, DatabaseUnavailable, InvalidConfig, InvalidInput, Unavailable
 from batchmill.object_store.store import ObjectStore
 from batchmill.object_store.urls import is_object_url, open_store, parse_url
 
@@ -102,6 +103,49 @@ def test_writes_are_tried_again(impatient: ObjectStore, faulty: FaultyObjects):
         impatient.put(f"k{number}", b"content")
         assert impatient.get(f"k{number}", size_max=7) == b"content"
     assert faulty.count("PUT") == 6
+
+
+def test_no_attempt_writes_after_the_term(faulty: FaultyObjects):
+    """Who may write no more sends no further request that changes an object: no second attempt of a put, no next part
+    of an upload, no removal. It reads all the same.
+    """
+    left = [math.inf]
+
+    def may_write() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise DatabaseUnavailable("the term is over")
+
+    store = ObjectStore(parse_url(f"s3://{BUCKET}/term"), pause=lambda _: None, may_write=may_write)
+    store.put("there", b"content")
+    left[0] = 1  # for the first attempt
+    faulty.fail("PUT", "slow_down")
+    with pytest.raises(DatabaseUnavailable):
+        store.put("late", b"content")
+    left[0] = 0
+    for write in (lambda: store.put("late", b"x"), lambda: store.delete("there"), lambda: store.delete("there", "b")):
+        with pytest.raises(DatabaseUnavailable):
+            write()
+    assert (faulty.count("PUT"), faulty.count("DELETE"), faulty.count("POST")) == (2, 0, 0)
+    assert [info.key for info in store.list()] == ["there"]
+    assert store.get("there", size_max=7) == b"content"
+
+
+def test_no_part_is_uploaded_after_the_term(faulty: FaultyObjects, tmp_path: Path):
+    """An upload of several parts ends with the first one that may not be written, and leaves no object."""
+    checks: list[None] = []
+
+    def may_write() -> None:
+        checks.append(None)
+        if len(checks) > 2:
+            raise DatabaseUnavailable("the term is over")
+
+    (tmp_path / "large").write_bytes(LARGE)
+    store = ObjectStore(parse_url(f"s3://{BUCKET}/term"), pause=lambda _: None, may_write=may_write)
+    with pytest.raises(DatabaseUnavailable):
+        store.put_file("large", tmp_path / "large")
+    assert store.find("large") is None
+    assert len(checks) == 4  # before the upload, one part, the next one, and for the reason
 
 
 def test_a_lost_reply_hides_no_conflict(impatient: ObjectStore, faulty: FaultyObjects):

@@ -14,6 +14,7 @@ from msgspec import Struct
 from batchmill import faults
 from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import InvalidRow, JobPaused
+from batchmill.owner_clock import check_left
 from batchmill.ports import SegmentSink
 from batchmill.states import PauseReason
 from batchmill.store.segments import BlockRows
@@ -355,6 +356,10 @@ class OwnerTerm:
     @property
     def is_valid(self) -> bool:
         return self.clock() < self._until
+
+    def check(self) -> None:
+        """Raises: DatabaseUnavailable when it is over. Concurrency: any thread."""
+        check_left(self._until - self.clock())
 
     def renew(self, message: Renewed) -> bool:
         """Handle the owner's reply to a heartbeat. Returns whether work may begin again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 import msgspec
@@ -107,12 +107,14 @@ class Recorder:
         broken: Callable[[OSError], None],
         refused: Callable[[Held, JobPaused], None],
         pace_s: float = 0.0,
+        until_owned: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Args:
         refused: the store did not take the blocks of a lease; they are in its segment.
         pace_s: the time between two commits, unless COMMIT_BYTES have been written: an object costs money.
+        until_owned: waits until objects may be put; None: none are put.
         """
-        self._refused, self._pace_s = refused, pace_s
+        self._refused, self._pace_s, self._until_owned = refused, pace_s, until_owned
         self._commit, self._settled, self._spent, self._broken = commit, settled, spent, broken
         self._loop = asyncio.get_running_loop()
         self._buffered: dict[int, Held] = {}  # leases with lines that are in no block yet
@@ -302,6 +304,8 @@ class Recorder:
 
     async def sync(self) -> None:
         """Bring everything written so far to the disk and to the owner."""
+        if self._until_owned is not None:
+            await self._until_owned()
         self._due.clear()
         if self._due_timer is not None:
             self._due_timer.cancel()

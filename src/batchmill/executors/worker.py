@@ -117,10 +117,11 @@ class Worker:
             suspect=self._home / f"{self._name}.suspect",
             may_begin=lambda: self._term.is_valid,
         )
-        self._objects = _open_objects(start.provision.storage)
+        self._objects = _open_objects(start.provision.storage, self._term)
         self._recorder = Recorder(
             commit=self._record, settled=self._feed.settled, spent=self._settled, broken=self._storage_failed,
             refused=self.fail, pace_s=0.0 if self._objects is None else COMMIT_PACE_S,
+            until_owned=None if self._objects is None else self._term.until_valid,
         )  # fmt: skip
         self._answering = AnswerSink(self._engine, self._send, channel.drain)
         self._calling = Calling(self._engine, self._send)
@@ -440,11 +441,11 @@ class Worker:
         self._owner_gone.set()
 
 
-def _open_objects(storage: Storage | None) -> ObjectSegments | None:
+def _open_objects(storage: Storage | None, term: OwnerTerm) -> ObjectSegments | None:
     if storage is None:
         return None
     worker_environment.lend(storage.environ)
-    return require("batchmill.store.segment_objects:ObjectSegments", "[storage] objects")(storage.url)
+    return require("batchmill.store.segment_objects:ObjectSegments", "[storage] objects")(storage.url, term.check)
 
 
 def _failure(error: BaseException, who: str) -> BatchmillError:

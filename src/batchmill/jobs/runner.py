@@ -24,7 +24,6 @@ from batchmill import faults
 from batchmill.datasets import layout
 from batchmill.errors import (
     BatchmillError,
-    DatabaseUnavailable,
     DatasetDamaged,
     InputChanged,
     InvalidInput,
@@ -55,6 +54,7 @@ from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.models import redaction
+from batchmill.owner_clock import check_left
 from batchmill.states import ENDED, NEXT, JobState, PauseReason
 from batchmill.store.disk_room import bytes_in
 from batchmill.types import ModelSpec, Policy, RemoteJob
@@ -307,7 +307,7 @@ class JobRunner:
         run.load(done)
         begun = {"started": self._clock.now()} if record["started"] is None else {}
         await self._move(JobState.RUNNING, **begun)
-        self._publishing = Publishing(self.spec, self.files, self._offload_owned)
+        self._publishing = self._new_publishing()
         if not done and generation == 0 and run.rows_left:
             self._publishing.follow(run)
 
@@ -349,7 +349,7 @@ class JobRunner:
             await self._commit_log.call(self._ledger.fence, self.spec.id, generation)
             await self._adopt(plan, generation)
         try:
-            manifest = await self._publish(Publishing(self.spec, self.files, self._offload_owned), early)
+            manifest = await self._publish(self._new_publishing(), early)
         except DatasetDamaged:
             raise  # it can be repaired
         except InputChanged as error:
@@ -518,18 +518,16 @@ class JobRunner:
 
     async def _offload_owned(self, target: str, order: bytes, progress: Callable[[float], None], **kw: Any) -> bytes:
         """Offload work that writes results: only while this process surely owns the database. Raises: JobPaused."""
-        self._refuse_unowned()
+        check_left(self._ledger.database.owned_s())
         return await self._offload(target, order, progress, **kw)
 
-    def _refuse_unowned(self) -> None:
-        left_s = self._ledger.database.owned_s()
-        if left_s is not None and left_s <= 0:
-            raise DatabaseUnavailable("no results are written: the database, which may have another owner, is silent")
+    def _new_publishing(self) -> Publishing:
+        return Publishing(self.spec, self.files, self._offload_owned, self._ledger.database.term_path())
 
     async def _publish(self, publishing: Publishing, early: EarlyEnd | None = None) -> Manifest:
         blocks = await self._commit_log.call(self._ledger.committed, self.spec.id)
         faults.point("before_publish")
-        self._refuse_unowned()
+        check_left(self._ledger.database.owned_s())
         unrun = None if early is None else early.unrun
         manifest = await self._interruptible(publishing.finish(blocks, self._show_progress, unrun=unrun))
         await self._stored.publish_results(manifest)

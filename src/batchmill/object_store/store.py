@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import obstore
 from obstore.store import LocalStore, MemoryStore, from_url
@@ -33,6 +33,19 @@ DELETED_AT_ONCE = 1000
 
 Result = TypeVar("Result")
 Pause = Callable[[float], None]
+MayWrite = Callable[[], None]
+
+
+class _CheckedFile:
+    """A file that is uploaded in parts: each part is read only if it may be written."""
+
+    def __init__(self, file: BinaryIO, may_write: MayWrite) -> None:
+        self._file, self._may_write = file, may_write
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        self._may_write()
+        return self._file.read(size)
 
 
 class ObjectStore:
@@ -50,14 +63,17 @@ class ObjectStore:
         *,
         retry_s: float = RETRY_S,
         pause: Pause = time.sleep,
+        may_write: MayWrite = lambda: None,
     ) -> None:
-        """Args: environment: the variables that it is reached with; see `credentials`.
+        """Args:
+        environment: the variables that it is reached with; see `credentials`.
+        may_write: called before each request that changes an object; it raises what the method then raises.
 
         Raises: InvalidConfig (`invalid_store`, `missing_dependency`), AuthRefused.
         """
         self.url = str(place).rstrip("/")
         self._place, self._environment = place, environment
-        self._retry_s, self._pause = retry_s, pause
+        self._retry_s, self._pause, self._may_write = retry_s, pause, may_write
         self._prefix = f"{place.key.rstrip('/')}/" if place.key and place.scheme != "file" else ""
         self._client = self._connect(retries=0)
 
@@ -153,7 +169,7 @@ class ObjectStore:
             self._sync(key)
             return ObjectInfo(key, len(data), reply["e_tag"], reply["version"])
 
-        return self._call(key, send)
+        return self._call(key, send, writes=True)
 
     def put_file(self, key: str, path: Path, *, overwrite: bool = False) -> ObjectInfo:
         """Write the content of a file. A file of more than RANGE_BYTES goes in parts, and replaces what has its name:
@@ -165,7 +181,7 @@ class ObjectStore:
         size = path.stat().st_size
         if size <= RANGE_BYTES:
             return self.put(key, path.read_bytes(), overwrite=overwrite)
-        self._call(key, lambda _, name: self._upload(name, path))
+        self._call(key, lambda _, name: self._upload(name, path), writes=True)
         info = self.head(key)
         if info.size_bytes != size:
             raise unavailable(self._name(key), f"{info.size_bytes:,} of {size:,} bytes were stored")
@@ -176,7 +192,14 @@ class ObjectStore:
         is_remote = self._place.scheme in BUCKETS
         client = self._connect(retries=UPLOAD_RETRIES_MAX) if is_remote else self._client
         with path.open("rb") as file:
-            obstore.put(client, name, file, use_multipart=True, chunk_size=RANGE_BYTES, max_concurrency=UPLOADS_MAX)
+            source: Any = _CheckedFile(file, self._may_write)
+            try:
+                obstore.put(
+                    client, name, source, use_multipart=True, chunk_size=RANGE_BYTES, max_concurrency=UPLOADS_MAX
+                )
+            except OSError:  # also what `may_write` raised
+                self._may_write()
+                raise
 
     def list(self, prefix: str = "", *, after: str = "", listed_max: int | None = None) -> Iterator[ObjectInfo]:
         """Objects whose key starts with `prefix`, in the order of their keys; those after the key `after` only.
@@ -224,14 +247,14 @@ class ObjectStore:
         for key in keys:
             check_key(key, self._name(key))
         try:
-            self._call("", lambda client, path: obstore.delete(client, [f"{path}{key}" for key in keys]))
+            self._call("", lambda client, path: obstore.delete(client, [f"{path}{key}" for key in keys]), writes=True)
         except InvalidInput:
             return False
         return True
 
     def _delete(self, key: str) -> None:
         try:
-            self._call(key, lambda client, path: obstore.delete(client, path))
+            self._call(key, lambda client, path: obstore.delete(client, path), writes=True)
         except InvalidInput as error:
             if error.code != "no_object":
                 raise
@@ -251,13 +274,15 @@ class ObjectStore:
                 raise exists(self._name(key))
         return info
 
-    def _call(self, key: str, action: Callable[[Any, str], Result]) -> Result:
+    def _call(self, key: str, action: Callable[[Any, str], Result], *, writes: bool = False) -> Result:
         """Call `action` with the client and the full key until it succeeds, fails for good, or RETRY_S are over."""
         if key:
             check_key(key, self._name(key))
         deadline, delay, is_renewed = time.monotonic() + self._retry_s, DELAY_S, self._place.scheme not in BUCKETS
         while True:
             try:
+                if writes:
+                    self._may_write()
                 return action(self._client, f"{self._prefix}{key}")
             except BatchmillError as error:
                 failure = error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
@@ -87,15 +87,17 @@ def check_key(key: str, text: str) -> None:
         raise _invalid(text, "its key has control characters")
 
 
-def open_store(url: str, environment: Mapping[str, str] = os.environ) -> ObjectStore:
+def open_store(
+    url: str, environment: Mapping[str, str] = os.environ, *, may_write: Callable[[], None] = lambda: None
+) -> ObjectStore:
     """The store at a URL; its keys are relative to the URL. Connects to nothing yet.
 
-    Args: environment: the variables that it is reached with; see `credentials`.
+    Args: environment: the variables that it is reached with; see `credentials`. may_write: see `ObjectStore`.
 
     Raises: InvalidInput (`invalid_url`), InvalidConfig (`missing_dependency`, `invalid_store`), AuthRefused.
     """
     place = parse_url(url)
-    return require(STORE, f"an object store ({place.scheme}://)")(place, environment)
+    return require(STORE, f"an object store ({place.scheme}://)")(place, environment, may_write=may_write)
 
 
 def local_path(url: ObjectUrl) -> str:

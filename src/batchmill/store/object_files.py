@@ -21,8 +21,8 @@ from weakref import WeakValueDictionary
 
 from msgspec import Struct
 
-from batchmill import faults
-from batchmill.errors import BatchmillError, DatabaseUnavailable, StorageFailed
+from batchmill import faults, owner_clock
+from batchmill.errors import BatchmillError, StorageFailed
 from batchmill.ports import Objects
 from batchmill.store import catalog, folder_objects, segment_objects
 from batchmill.store.catalog import Stored
@@ -42,7 +42,8 @@ log = logging.getLogger("batchmill.owner")
 
 def open_files(database: Database, data_dir: Path, url: str, cache_bytes: int) -> ObjectFiles:
     """Raises: InvalidConfig for a URL at which there can be no store."""
-    return ObjectFiles(database, data_dir, StoreObjects(url), cache_bytes)
+    objects = StoreObjects(url, may_write=lambda: owner_clock.check_left(database.owned_s()))
+    return ObjectFiles(database, data_dir, objects, cache_bytes)
 
 
 class _Copy(Struct, frozen=True):
@@ -68,11 +69,7 @@ class _OwnersObjects:
         self._objects.delete(names)
 
     def _check(self) -> None:
-        left_s = self._owned_s()
-        if left_s is not None and left_s <= 0:
-            raise DatabaseUnavailable(
-                "the database was not reached in time and may have another owner: nothing is stored"
-            )
+        owner_clock.check_left(self._owned_s())
 
 
 class ObjectFiles:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -36,8 +36,9 @@ def object_name(folder: str, segment: str, offset: int, length: int) -> str:
 class ObjectSegments:
     """The segments of one worker. Raises: InvalidConfig for a URL at which there can be no store."""
 
-    def __init__(self, url: str) -> None:
-        self._objects = StoreObjects(url)
+    def __init__(self, url: str, may_write: Callable[[], None]) -> None:
+        """Args: may_write: see `ObjectStore`."""
+        self._objects = StoreObjects(url, may_write)
 
     def segment(self, folder: Path, head: SegmentHead, roll: int) -> ObjectSegment:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

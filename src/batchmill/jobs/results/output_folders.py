@@ -17,6 +17,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,6 +28,7 @@ from batchmill import faults
 from batchmill.errors import Conflict, InputChanged, InvalidInput, StorageFailed, TooLarge
 from batchmill.jobs.ledger.files import MANIFEST_NAME, PartFile, full_disk_named, remove_files
 from batchmill.object_store.urls import ObjectInfo, is_object_url, open_store, parse_url
+from batchmill.owner_clock import check_file
 from batchmill.store.segments import sync_folder
 
 if TYPE_CHECKING:
@@ -196,8 +198,8 @@ class LocalFolder:
 class ObjectFolder:
     """The objects below a URL."""
 
-    def __init__(self, output: str) -> None:
-        self._store: ObjectStore = open_store(output)
+    def __init__(self, output: str, term: str) -> None:
+        self._store: ObjectStore = open_store(output, may_write=partial(check_file, term))
 
     def writing_place(self, scratch: Path) -> Path:
         return scratch
@@ -239,9 +241,9 @@ def _lock(path: Path) -> int | None:
     return None
 
 
-def open_folder(output: str) -> OutputFolder:
-    """Args: output: an absolute path or a URL, with a slash at its end."""
-    return ObjectFolder(output) if is_object_url(output) else LocalFolder(output)
+def open_folder(output: str, term: str = "") -> OutputFolder:
+    """Args: output: an absolute path or a URL, with a slash at its end. term: see `Database.term_path`."""
+    return ObjectFolder(output, term) if is_object_url(output) else LocalFolder(output)
 
 
 def check_folder(output: str) -> None:

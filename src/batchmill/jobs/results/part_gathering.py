@@ -97,7 +97,7 @@ def _open_range(order: PartsOrder, rows: range) -> tuple[Index, Windows]:
 def _write_part(order: PartOrder, progress: Progress) -> Written:
     parts = order.parts
     output, form = parts.gather.output, parts.gather.form
-    folder = open_folder(output)
+    folder = open_folder(output, parts.term)
     home = folder.writing_place(Path(parts.scratch))
     names = [part_name(prefix, order.number, parts.job, parts.attempt) for prefix in ("part", "errors")]
     digests = [hashlib.sha256(), hashlib.sha256()]
@@ -139,7 +139,7 @@ def _publish(order: PublishOrder) -> Manifest:
         parts.job, parts.generation, parts.attempt, indexed.rows, indexed.rows - failed, failed,
         [each.part for each in order.written], [each.errors for each in order.written if each.errors is not None],
     )  # fmt: skip
-    folder = open_folder(output)
+    folder = open_folder(output, parts.term)
     faults.point("before_manifest")
     counted = publish_manifest(folder, output, mine, indexed.seen, parts.replaced_job)
     shutil.rmtree(parts.scratch)

@@ -18,6 +18,7 @@ class PartsOrder(Struct, frozen=True):
     attempt: str
     scratch: str  # a folder of this machine, of this attempt alone
     replaced_job: str | None
+    term: str  # see `Database.term_path`
 
 
 class Indexed(Struct, frozen=True):

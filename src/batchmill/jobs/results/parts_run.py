@@ -31,15 +31,16 @@ Reply = TypeVar("Reply")
 class PartsRun:
     """One attempt to publish the results of a job in parts."""
 
-    def __init__(self, spec: JobSpec, files: JobFiles, offload: Offload) -> None:
-        self._spec, self._files, self._offload = spec, files, offload
+    def __init__(self, spec: JobSpec, files: JobFiles, offload: Offload, term: str) -> None:
+        """Args: term: see `Database.term_path`."""
+        self._spec, self._files, self._offload, self._term = spec, files, offload, term
 
     async def run(self, gather: GatherOrder, progress: Callable[[float], None]) -> Manifest:
         """Write all parts and publish the manifest. Cancelling ends the children."""
         attempt = uuid.uuid4().hex[:8]
         order = PartsOrder(
             gather, self._spec.id, len(gather.plans) - 1, attempt,
-            str(self._files.home / f"parts-{attempt}"), self._spec.replaced_job,
+            str(self._files.home / f"parts-{attempt}"), self._spec.replaced_job, self._term,
         )  # fmt: skip
         indexed = await self._call(INDEX, order, Indexed, lambda share: progress(share * INDEX_SHARE))
         written = await self._write_parts(order, indexed.rows, progress)

@@ -42,8 +42,9 @@ class CountedRun(Protocol):
 class Publishing:
     """The results of one job. `follow` a fresh run and they are written as its commits are counted."""
 
-    def __init__(self, spec: JobSpec, files: JobFiles, offload: Offload) -> None:
-        self._spec, self._files, self._offload = spec, files, offload
+    def __init__(self, spec: JobSpec, files: JobFiles, offload: Offload, term: str) -> None:
+        """Args: term: see `Database.term_path`."""
+        self._spec, self._files, self._offload, self._term = spec, files, offload, term
         self._is_in_parts = spec.output is not None and is_folder(spec.output)
         self._output = output_of(spec, files)
         self._queue: asyncio.Queue[SegmentRef | None] = asyncio.Queue()
@@ -95,7 +96,7 @@ class Publishing:
         manifest = await self._finish_files(committed, progress, unrun)
         if self._spec.output is None or not is_object_url(self._spec.output):
             return manifest
-        order = UploadOrder(manifest, self._spec.output, self._spec.form.errors_apart)
+        order = UploadOrder(manifest, self._spec.output, self._spec.form.errors_apart, self._term)
         return msgspec.json.decode(await self._offload(UPLOAD, msgspec.json.encode(order), progress), type=Manifest)
 
     async def _finish_files(
@@ -116,7 +117,7 @@ class Publishing:
         order = gather_order(self._spec, self._files, committed, self._output, unrun=unrun)
         # A path forgets its last slash.
         order = msgspec.structs.replace(order, output=self._spec.output)
-        return await PartsRun(self._spec, self._files, self._offload).run(order, progress)
+        return await PartsRun(self._spec, self._files, self._offload, self._term).run(order, progress)
 
 
 def output_of(spec: JobSpec, files: JobFiles) -> Path:
