@@ -25,11 +25,13 @@ from shutil import rmtree
 import harness
 import httpx2
 from fault_campaign import DATABASE, TIMEOUT_S, Campaign, Injection, Outcome, RayCluster, Server, Undo
+from transaction_pooler import TransactionPooler
 
 from batchmill.services.databases import EXIT_REPLACED
 
 HOSTILE_ACTOR = harness.ROOT / "tests" / "fakes" / "hostile_actor.py"
 AWAY_S = 30.0
+EXIT_USAGE = 2
 
 
 def nothing() -> None:
@@ -170,6 +172,18 @@ def orphan_object(campaign: Campaign, outcome: Outcome) -> Undo:
     return nothing
 
 
+def pooled_server(campaign: Campaign, outcome: Outcome) -> Undo:
+    """A third server comes through a pooler that shares sessions between transactions: it is refused."""
+    pooler = TransactionPooler(campaign.postgres.port)
+    try:
+        code, said = campaign.refused_server(pooler.port)
+    finally:
+        pooler.close()
+    if code != EXIT_USAGE or "is reached through a pooler" not in said:
+        outcome.flaws.append(f"a server behind a pooler ended with {code}: {said[-300:]}")
+    return nothing
+
+
 # -- on Ray -----------------------------------------------------------------------------------------------------------
 
 
@@ -254,7 +268,8 @@ FAULTS: dict[str, tuple[Injection, int]] = {
     "store_slow_down": (store_fault("slow_down"), 22), "store_reset": (store_fault("reset"), 22),
     "store_lost_reply": (store_fault("lost_reply"), 22), "store_truncated": (store_fault("truncated"), 22),
     "store_changed": (store_fault("changed"), 6), "orphan_object": (orphan_object, 14),
-    "credentials_expired": (credentials_expired, 4), "worker_killed": (worker_killed, 18),
+    "credentials_expired": (credentials_expired, 4), "worker_killed": (worker_killed, 17),
+    "pooled_server": (pooled_server, 1),
     "end_sessions": (end_sessions, 20), "database_stopped": (database_stopped, 5), "database_away": (database_away, 1),
     "owner_killed": (owner_killed, 4), "owner_lost": (owner_lost, 4), "owner_stopped": (owner_stopped, 4),
     "owner_cut_off": (owner_cut_off, 3),

@@ -289,6 +289,26 @@ class Campaign:
                 each.signal(signal.SIGCONT)
                 harness.end_group(each.process)
 
+    def refused_server(self, port: int) -> tuple[int, str]:
+        """Start a server whose database has another port. Returns: its exit code, and what it said."""
+        config = self.owner.folder / "refused.toml"
+        ours = (self.owner.folder / "batchmill.toml").read_text()
+        config.write_text(ours.replace(f":{self.owner.proxy.port}/", f":{port}/"))
+        words = [
+            str(harness.BATCHMILL), "serve", "--port", str(free_port()), "--config", str(config),
+            "--data-dir", str(self.folder / "refused"),
+        ]  # fmt: skip
+        done = subprocess.run(
+            words,
+            cwd=self.owner.folder,
+            env=self.owner.environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        return done.returncode, done.stdout + done.stderr
+
     def take_over(self) -> None:
         """Wait until the standby owns the database; from then on it is the owner."""
         self.owner, self.standby = self.standby, self.owner
