@@ -456,7 +456,7 @@ def _failure(error: BaseException, who: str) -> BatchmillError:
     return BatchmillError(f"{who} failed: {type(error).__name__}: {error}", code="engine_bug")
 
 
-def _lower_priority() -> None:
+def lower_priority() -> None:
     """Run at a lower priority than the owner, which schedules and commits for all.
 
     If the kernel groups processes by session, as on most desktops, the priority of the group counts.
@@ -471,7 +471,7 @@ async def _prepare(engine: str) -> Prepared | None:
     with contextlib.suppress(Exception):  # whatever an engine's packages raise: its start reports it to the owner
         engine_class = import_engine(engine)
         if not traits_of(engine).starts_process:
-            _lower_priority()  # before the function's process starts, which inherits it
+            lower_priority()  # before the function's process starts, which inherits it
         if isinstance(engine_class, PreparingEngine):
             return await engine_class.prepare()
     return None

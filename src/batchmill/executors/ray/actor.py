@@ -21,7 +21,7 @@ from batchmill.errors import ModelFailed
 from batchmill.executors.channel import joined
 from batchmill.executors.ray.frames import EXITED, ITEM_BYTES, LOST, WorkerOrder, join, orders, split
 from batchmill.executors.ray.node_process import lead_session, on_first_sigterm
-from batchmill.executors.worker import Worker, failed_start, prepare_process
+from batchmill.executors.worker import Worker, failed_start, lower_priority, prepare_process
 from batchmill.models import devices
 from batchmill.wire import messages
 from batchmill.wire.messages import Start
@@ -177,6 +177,8 @@ def _make_worker(order: WorkerOrder, channel: ActorChannel) -> Worker:
     _enter_node(order)
     prepare_process(start)
     model = start.model
+    if not model.traits.starts_process:
+        lower_priority()  # of this thread: those of Ray stay as they are
     if model.limits.memory_bytes is not None and not model.traits.limits_memory:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + model.limits.memory_bytes,) * 2)  # Ray has mapped its own
