@@ -31,7 +31,7 @@ def target(tmp_path):
     return tmp_path / "file"
 
 
-def fetch(url, target, *, private=None, bytes_max=2**30) -> Downloaded:
+def fetch(url, target, *, private=None, bytes_max=2**30, time_s=60) -> Downloaded:
     def check_size(size_bytes):
         if size_bytes > bytes_max:
             raise TooLarge("too large", code="download_too_large")
@@ -39,7 +39,7 @@ def fetch(url, target, *, private=None, bytes_max=2**30) -> Downloaded:
     async def run():
         downloads = Downloads(private or read_private(["127.0.0.1"]), pause=no_pause)
         try:
-            return await downloads.fetch(url, target, check_size, lambda *_: None, time_s=60)
+            return await downloads.fetch(url, target, check_size, lambda *_: None, time_s=time_s)
         finally:
             downloads.close()
 
@@ -177,3 +177,10 @@ def test_a_damaged_record_begins_anew(web, target):
         target.write_bytes(b"abc")
         fetch(f"{web.url}/a", target)
         assert target.read_bytes() == BODY
+
+
+def test_a_download_ends_in_time(web, target):
+    web.files["/a"] = WebFile(BODY)
+    with pytest.raises(StorageFailed, match="was not downloaded in time") as error:
+        fetch(f"{web.url}/a", target, time_s=0)
+    assert error.value.code == "download_failed"

@@ -153,7 +153,7 @@ class Downloads:
                     await self._pause(delay * random.uniform(0.5, 1.0))
         except TimeoutError:
             raise StorageFailed(
-                f"{shown(url)} took more than {time_s:,.0f} s to download; resume the job to go on with it",
+                f"{shown(url)} was not downloaded in time (after {time_s:,.0f} s); resume the job to go on with it",
                 code="download_failed",
             ) from None
         finally:

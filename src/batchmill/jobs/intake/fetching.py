@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from glob import has_magic
@@ -43,7 +44,7 @@ FETCH_SHARE = 0.5  # of the progress
 
 
 class Bounds(Struct, frozen=True):
-    """How much may be written: `bytes_left` of the project's disk quota; None: no quota. `time_s` is for each file."""
+    """How much may be written: `bytes_left` of the project's disk quota; None: no quota. `time_s`: for all files."""
 
     bytes_left: int | None
     no_space_message: str
@@ -141,6 +142,7 @@ def fetch(spec: DatasetSpec, home: Path, bounds: Bounds, progress: Callable[[flo
     """
     wanted = [number for number, path in enumerate(spec.paths) if is_fetched(path)]
     paths, named, before = list(spec.paths), {}, 0
+    deadline = time.monotonic() + bounds.time_s
     for at, number in enumerate(wanted):
         url = spec.paths[number]
         target = home / (layout.FETCHED.replace("*", f"{number:06d}") + _suffixes(url))
@@ -156,7 +158,8 @@ def fetch(spec: DatasetSpec, home: Path, bounds: Bounds, progress: Callable[[flo
             file = parse_hub_url(url)
             size_bytes, etag = require(FETCH_FROM_HUB, HUB_PURPOSE)(file, target, check_size), file.revision
         else:
-            done = require(FETCH_URL, PURPOSE)(url, target, spec.private_hosts, bounds.time_s, check_size, show)
+            left_s = deadline - time.monotonic()
+            done = require(FETCH_URL, PURPOSE)(url, target, spec.private_hosts, left_s, check_size, show)
             size_bytes, etag = done.size_bytes, done.etag
         paths[number], named[str(target)] = str(target), SealedFile(url, size_bytes, 0, 0, etag)
         before += size_bytes
