@@ -193,6 +193,7 @@ def test_every_code_of_validation_is_explained():
     found = codes_of(ROOT / "src" / "batchmill" / "datasets")
     found |= {"missing_prompt", "missing_column"}  # of wire.forms, for a row of a table
     found.add("missing_dependency")  # of batchmill.optional
+    found.add("too_many_objects")  # of object_store.store, for a folder or a glob
     assert sorted(table_of("docs/when-it-goes-wrong.md", "Codes of validation")) == sorted(found)
 
 
