@@ -1,5 +1,7 @@
 """Jobs of this machine whose input and results lie in an object store, by the command itself."""
 
+import csv
+import io
 import os
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
+import pyarrow.parquet as pq
 import pytest
 from fakes.faulty_objects import FaultyObjects, faulty_objects
 from fakes.s3_server import bucket_client, s3_environment, s3_server
@@ -144,6 +147,32 @@ def test_results_in_parts(stage: Stage):
     assert "is an input" in done.stderr
     assert stage.run("--part-rows", "150", "--overwrite", output=folder).returncode == 0
     assert len(stage.objects()) == 2 + 1 + 2
+
+
+def test_parts_as_tables(stage: Stage):
+    """A folder of objects, or of this machine, gets CSV or Parquet; files of a name and packed parts are refused."""
+    for kind in ("csv", "parquet"):
+        for output in (f"s3://{BUCKET}/{kind}/", f"{stage.folder}/{kind}/"):
+            done = stage.run("--part-rows", "90", "--output-format", kind, output=output)
+            assert done.returncode == 0, done.stderr
+        here, there = stage.folder / kind, f"{kind}/"
+        manifest = msgspec.json.decode((here / "manifest.json").read_bytes())
+        files = [(here / part["name"]).read_bytes() for part in manifest["parts"]]
+        assert [part["rows"] for part in manifest["parts"]] == [90, 90, 20]
+        keys = [key for key in stage.objects() if key.startswith(there) and key.endswith(f".{kind}")]
+        assert [stage.client.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in keys] == files
+        if kind == "parquet":
+            outputs = [value for file in files for value in pq.read_table(io.BytesIO(file))["output"].to_pylist()]
+        else:
+            outputs = [int(record["output"]) for file in files for record in csv.DictReader(io.StringIO(file.decode()))]
+        assert outputs == DOUBLED
+        done = stage.command("results", manifest["job"])
+        if kind == "csv":
+            assert len(done.stdout.splitlines()) == 1 + len(ROWS)
+        else:
+            assert done.returncode == 2 and "3 Parquet files" in done.stderr
+    done = stage.run("--output-format", "csv")
+    assert done.returncode == 2 and "says its format" in done.stderr
 
 
 def test_previews(stage: Stage):

@@ -112,6 +112,7 @@ async def test_a_server_writes_objects_for_callers(stage):
         ({"output": f"{folder}r.jsonl", "output_format": "csv"}, "invalid_output"),
         ({"output": f"{folder}r.jsonl", "part_rows": 1}, "invalid_part_rows"),
         ({"part_rows": 1}, "invalid_part_rows"),
+        ({"output": f"{folder}parts/", "output_format": "csv.gz"}, "invalid_output"),
         ({"output": inputs}, "output_is_input"),
         ({"output": f"{folder}r.csv"}, "output_exists"),
         ({"output": f"{folder}parts/"}, "output_exists"),
@@ -120,10 +121,13 @@ async def test_a_server_writes_objects_for_callers(stage):
         with pytest.raises(BatchmillError) as error:
             await stage.client.submit(inputs, model="double", **fields)
         assert error.value.code == code, fields
-    job = await stage.client.submit(inputs, model="double", output=f"{folder}parts/", overwrite=True)
+    job = await stage.client.submit(
+        inputs, model="double", output=f"{folder}parts/", overwrite=True, output_format="csv"
+    )
     assert (await job.wait()).state == "completed"
     body = stage.bucket.get_object(Bucket=BUCKET, Key="team-a/out/parts/manifest.json")["Body"].read()
-    assert msgspec.json.decode(body)["job"] == job.id
+    manifest = msgspec.json.decode(body)
+    assert manifest["job"] == job.id and manifest["parts"][0]["name"].endswith(".csv")
 
 
 async def test_two_unfinished_jobs_share_no_output(stage):

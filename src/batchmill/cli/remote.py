@@ -207,6 +207,8 @@ def job_of(order: JobOrder) -> dict[str, Any]:
     }  # fmt: skip
     if order.output is not None and is_object_url(order.output):
         fields |= {"output": order.output, "part_rows": order.part_rows, "overwrite": order.overwrite}
+        if is_folder(order.output):
+            fields["output_format"] = order.output_format
     elif order.output is not None:
         kind, codec = output_kind(Path(order.output))
         fields["output_format"] = kind + codec

@@ -232,7 +232,7 @@ class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
     policy: Policy = Policy()
     output: str | None = None  # absolute
     together: bool = False  # the output holds failed OpenAI rows too, in the order of the input
-    output_format: str = "jsonl"  # of results in the job's folder: jsonl, csv, parquet, jsonl.gz, csv.zst …
+    output_format: str = "jsonl"  # of results in the job's folder: jsonl, csv.zst …; of parts: jsonl, csv, parquet
     part_rows: int | None = None  # of each part, if the output is a folder
     endpoint: str | None = None  # the only `url` that OpenAI rows may have
     rows_max: int | None = None  # a larger dataset is refused

@@ -134,7 +134,9 @@ class NewJob(Work, frozen=True, forbid_unknown_fields=True):
     priority: Priority = 0  # jobs of a higher priority go first
     completion_s: Annotated[float, Meta(gt=0, le=COMPLETION_S_MAX)] | None = None  # from now
     labels: Labels = {}
-    output_format: OutputFormat | None = None  # None: jsonl, or as the name of `output` says
+    output_format: OutputFormat | None = (
+        None  # None: jsonl, or as the name of `output` says; of parts: jsonl, csv, parquet
+    )
     output: Input | None = None  # the URL of an object, or of a folder with a slash at its end; None: at the server
     part_rows: Annotated[int, Meta(ge=1)] | None = None  # of each part, if `output` is a folder
     overwrite: bool = False  # results that another job wrote to `output` may be replaced

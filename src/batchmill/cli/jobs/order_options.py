@@ -167,6 +167,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
         ),
         output=output,
         part_rows=options.get("part_rows"),
+        output_format=options.get("output_format") or "jsonl",
         together=options.get("together", False),
         labels=pairs(options.get("labels", ()), "--label"),
         restart=options.get("restart", False),

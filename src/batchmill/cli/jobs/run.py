@@ -143,6 +143,11 @@ PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
 @click.option(
     "--executor", type=click.Choice(EXECUTORS), help="Where workers run, instead of cluster.executor: on a Ray cluster."
 )
+@click.option(
+    "--output-format",
+    type=click.Choice(["jsonl", "csv", "parquet"]),
+    help="The format of parts, if the output is a folder [jsonl].",
+)
 @click.option("--part-rows", type=COUNT, help="Rows of each part, if the output is a folder [1,000,000].")
 @click.option("--overwrite", is_flag=True, help="Run a finished job again and overwrite its results.")
 @click.pass_obj

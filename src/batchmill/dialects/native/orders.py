@@ -237,7 +237,7 @@ class Orders:
             "files": inputs.names,
             "key": caller.key,
         }
-        if job.output is not None and job.output_format is not None:
+        if job.output is not None and not job.output.endswith("/") and job.output_format is not None:
             raise InvalidInput(
                 f"the name of the output {job.output!r} says its format: leave out output_format", code="invalid_output"
             )

@@ -99,7 +99,13 @@ def describe(order: JobOrder, now: float) -> JobSpec:
     form = _form(order, format, job_id)
     if order.output is not None:
         assert order.origin is None or is_object_url(order.output), "a server writes no file of its machine for callers"
-        check_output(order.output, format)
+        check_output(order.output, format, order.output_format)
+        if not is_folder(order.output) and order.output_format != "jsonl":
+            raise InvalidInput(
+                f"the name of the output {order.output!r} says its format: leave out {order.output_format!r}, or end "
+                "the output with a slash to write parts",
+                code="invalid_output",
+            )
         _refuse_inputs(order.dataset.paths, outputs(order.output, form))
     else:
         check_kind(stored_name(order.output_format), format)
@@ -246,6 +252,8 @@ def identity(order: JobOrder, form: Form) -> str:
     }
     if order.part_rows is not None:
         what["part_rows"] = order.part_rows
+    if order.output is not None and order.output_format != "jsonl":
+        what["output_format"] = order.output_format
     return hashlib.sha256(msgspec.json.encode(what, order="deterministic")).hexdigest()
 
 

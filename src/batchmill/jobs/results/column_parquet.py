@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchmill.errors import LedgerBroken
-from batchmill.jobs.ledger.files import PartFile
+from batchmill.jobs.ledger.files import Digest, PartFile
 from batchmill.jobs.results import appended_columns
 from batchmill.jobs.results.column_windows import ColumnIndex, ColumnWindows, OutputColumn, error_column
 from batchmill.jobs.results.result_columns import ERROR, OUTPUT
@@ -34,7 +34,7 @@ def write(output: Path, index: ColumnIndex, windows: ColumnWindows, count: Count
     Raises: LedgerBroken, InputChanged, StorageFull.
     """
     column = OutputColumn(index, windows.reader)
-    schema = pa.schema([*windows.schema, pa.field(OUTPUT, column.type), pa.field(ERROR, pa.string())])
+    schema = _schema(windows, column)
     part = PartFile(output)
     try:
         source = appended_columns.source_of(windows.rows, index, schema)
@@ -42,14 +42,39 @@ def write(output: Path, index: ColumnIndex, windows: ColumnWindows, count: Count
             appended_columns.write(part, source, windows, column, count)
         else:
             _encode(part, windows, column, schema, count)
-        part.flush()
-        with pq.ParquetFile(part.part) as written:
-            if written.metadata.num_rows != index.rows:
-                raise LedgerBroken(f"{part.part} holds {written.metadata.num_rows} rows instead of {index.rows}")
-        part.publish()
-        return ResultFile(str(output), index.rows, part.size_bytes)
+        return _published(part, index.rows)
     finally:
         part.discard()
+
+
+def write_part(
+    output: Path, index: ColumnIndex, windows: ColumnWindows, count: Count, *,
+    rows: int, known: tuple[bytes, str | None], digest: Digest,
+) -> ResultFile:  # fmt: skip
+    """As `write`, of the rows of the windows alone.
+
+    Args: rows: of the windows. known: as in `OutputColumn`. digest: is updated with the bytes of the file.
+    """
+    column = OutputColumn(index, windows.reader, known)
+    part = PartFile(output, digest=digest)
+    try:
+        _encode(part, windows, column, _schema(windows, column), count)
+        return _published(part, rows)
+    finally:
+        part.discard()
+
+
+def _schema(windows: ColumnWindows, column: OutputColumn) -> pa.Schema:
+    return pa.schema([*windows.schema, pa.field(OUTPUT, column.type), pa.field(ERROR, pa.string())])
+
+
+def _published(part: PartFile, rows: int) -> ResultFile:
+    part.flush()
+    with pq.ParquetFile(part.part) as written:
+        if written.metadata.num_rows != rows:
+            raise LedgerBroken(f"{part.part} holds {written.metadata.num_rows} rows instead of {rows}")
+    part.publish()
+    return ResultFile(str(part.path), rows, part.size_bytes)
 
 
 def _encode(part: PartFile, windows: ColumnWindows, column: OutputColumn, schema: pa.Schema, count: Count) -> None:

@@ -142,9 +142,16 @@ class OutputColumn:
     Results that functions gave as columns keep their type. Others have the type that their JSON values have together.
     """
 
-    def __init__(self, index: ColumnIndex, reader: OutcomeReader) -> None:
+    def __init__(
+        self, index: ColumnIndex, reader: OutcomeReader, known: tuple[bytes, str | None] | None = None
+    ) -> None:
+        """Args: known: what `learned` has returned for all rows of the job."""
         self._reader = reader
         self._kind: ColumnKind | None = None  # None: every result has the type
+        if known is not None:
+            self.type = pa.ipc.read_schema(pa.py_buffer(known[0])).field(OUTPUT).type
+            self._kind = None if known[1] is None else ColumnKind(known[1])
+            return
         numbers = [number for number, block in enumerate(index.blocks) if block.ok]
         types: set[pa.DataType | None] = set()
         for number in numbers:
@@ -155,6 +162,11 @@ class OutputColumn:
         else:
             self._kind = self._learn(numbers)
             self.type = ARROW_TYPES[self._kind]
+
+    def learned(self) -> tuple[bytes, str | None]:
+        """The type as an Arrow schema, and the kind of the values."""
+        schema = pa.schema([pa.field(OUTPUT, self.type)])
+        return schema.serialize().to_pybytes(), None if self._kind is None else str(self._kind)
 
     def _learn(self, numbers: list[int]) -> ColumnKind:
         kinds = ColumnKinds()

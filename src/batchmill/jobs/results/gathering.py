@@ -15,9 +15,10 @@ from msgspec import Struct
 
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import LedgerBroken
+from batchmill.jobs.ledger.files import Digest
 from batchmill.jobs.ledger.plan import Progress
 from batchmill.jobs.results.result_lines import ResultLines
-from batchmill.jobs.results.results import GatherOrder, Manifest, ResultFile, output_kind
+from batchmill.jobs.results.results import GatherOrder, Learned, Manifest, ResultFile, output_kind
 from batchmill.jobs.results.row_windows import RowIndex, RowWindows, Window
 from batchmill.optional import require
 from batchmill.ports import SegmentSource
@@ -66,6 +67,12 @@ class TableFile(Protocol):
 
     def learn(self, lines: Sequence[bytes]) -> None: ...
 
+    def learned(self) -> Learned:
+        """What `learn` has found."""
+
+    def know(self, learned: Learned) -> None:
+        """Take what others have learned instead."""
+
     def write(self, lines: Sequence[bytes]) -> None: ...
 
     def publish(self) -> ResultFile: ...
@@ -73,9 +80,18 @@ class TableFile(Protocol):
     def discard(self) -> None: ...
 
 
-def create_table(kind: str, output: Path, source: TableSource) -> TableFile:
-    """The table file of a kind; its library is loaded only where it is needed."""
-    return importlib.import_module(TABLES[kind]).create(output, source)
+def create_table(kind: str, output: Path, source: TableSource, digest: Digest | None = None) -> TableFile:
+    """The table file of a kind; its library is loaded only where it is needed.
+
+    Args: digest: is updated with the bytes of the file.
+    """
+    return importlib.import_module(TABLES[kind]).create(output, source, digest)
+
+
+def source_of(dataset: Path, windows: Windows) -> TableSource:
+    """What a table of the rows of these windows is made from."""
+    seal = load_seal(dataset)
+    return TableSource(dataset, seal.columns, fixed=seal.format in ("csv", "parquet"), folds=windows.folds)
 
 
 def gather_offloaded(order: bytes, progress: Progress) -> bytes:
@@ -196,10 +212,7 @@ def _write_lines(order: GatherOrder, windows: Windows, tally: Tally) -> tuple[Re
 
 
 def _write_table(order: GatherOrder, windows: Windows, tally: Tally) -> tuple[ResultFile, None]:
-    seal = load_seal(Path(order.dataset))
-    source = TableSource(
-        Path(order.dataset), seal.columns, fixed=seal.format in ("csv", "parquet"), folds=windows.folds
-    )
+    source = source_of(Path(order.dataset), windows)
     table = create_table(output_kind(Path(order.output))[0], Path(order.output), source)
     try:
         if table.must_learn:

@@ -38,7 +38,9 @@ MANIFEST_BYTES_MAX = 64 * 1024 * 1024  # about 150,000 parts
 READS_MAX = 5  # of a manifest that is replaced while it is read
 LOCK_NAME = ".manifest.lock"  # exists while a manifest of a local folder is replaced
 LOCK_S, LOCK_PAUSE_S = 60.0, 0.05  # how long another process may hold it; between two tries
-_NAME = re.compile(r"(?:part|errors|manifest)-(?:[0-9]{5,}-)?([0-9a-f]{20})-[0-9a-f]{8}\.json(?:l)?(?:\.part)?")
+_NAME = re.compile(
+    r"(?:part|errors|manifest)-(?:[0-9]{5,}-)?([0-9a-f]{20})-[0-9a-f]{8}\.(?:jsonl?|csv|parquet)(?:\.part)?"
+)
 
 
 class Part(Struct, frozen=True):
@@ -83,9 +85,9 @@ def _nameless(manifest: PartManifest) -> PartManifest:
     return msgspec.structs.replace(manifest, attempt="", parts=without(manifest.parts), errors=without(manifest.errors))
 
 
-def part_name(prefix: str, number: int, job: str, attempt: str) -> str:
+def part_name(prefix: str, number: int, job: str, attempt: str, kind: str = "jsonl") -> str:
     """Args: prefix: part or errors. attempt: 8 hexadecimal digits."""
-    return f"{prefix}-{number:05}-{job.removeprefix('job_')}-{attempt}.jsonl"
+    return f"{prefix}-{number:05}-{job.removeprefix('job_')}-{attempt}.{kind}"
 
 
 class StoredManifest(Struct, frozen=True):

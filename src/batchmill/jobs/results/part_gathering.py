@@ -16,7 +16,16 @@ from batchmill import faults
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import LedgerBroken, StorageFailed, Unavailable
 from batchmill.jobs.ledger.plan import Progress
-from batchmill.jobs.results.gathering import CAUSES_MAX, OTHER, Index, Tally, Windows, open_index
+from batchmill.jobs.results.gathering import (
+    CAUSES_MAX,
+    OTHER,
+    Index,
+    Tally,
+    Windows,
+    create_table,
+    open_index,
+    source_of,
+)
 from batchmill.jobs.results.output_folders import (
     Part,
     PartManifest,
@@ -27,7 +36,7 @@ from batchmill.jobs.results.output_folders import (
 )
 from batchmill.jobs.results.part_orders import Indexed, PartOrder, PartsOrder, PublishOrder, Written
 from batchmill.jobs.results.result_lines import LineFile
-from batchmill.jobs.results.results import Manifest, ResultFile
+from batchmill.jobs.results.results import GatherOrder, Learned, Manifest, ResultFile
 from batchmill.jobs.results.row_windows import RowIndex, RowWindows, SavedRowIndex
 from batchmill.optional import require
 
@@ -62,7 +71,9 @@ def _index(request: PartsOrder, progress: Progress) -> Indexed:
             raise LedgerBroken(f"{index.missing} of {index.rows} rows have no outcome", code="row_missing")
         if isinstance(index, RowIndex):
             index.save(scratch)
-        return Indexed(index.rows, len(index.followers), index.refused, index.missing, seen)
+        return Indexed(
+            index.rows, len(index.followers), index.refused, index.missing, seen, _must_learn(request.kind, gather)
+        )  # fmt: skip
     finally:
         windows.close()
         index.segments.close()
@@ -77,6 +88,30 @@ def part_offloaded(order: bytes, progress: Progress) -> bytes:
         raise StorageFailed(f"the results cannot be uploaded: {error.message}; then resume the job") from None
 
 
+def learn_offloaded(order: bytes, progress: Progress) -> bytes:
+    """Offloaded: PartOrder in, Learned out: what is to be known of the rows of all parts before one is written."""
+    request = msgspec.json.decode(order, type=PartOrder)
+    index, windows = _open_range(request.parts, range(request.first, request.end))
+    try:
+        if not isinstance(windows, RowWindows):
+            output_column = require("batchmill.jobs.results.column_windows:OutputColumn", "results as Parquet")
+            return msgspec.json.encode(Learned(output=output_column(index, windows.reader).learned()))
+        dataset = Path(request.parts.gather.dataset)
+        scratch = (
+            Path(request.parts.scratch) / f"learned-{request.number}.{request.parts.kind}"
+        )  # nothing is written to it
+        table = create_table(request.parts.kind, scratch, source_of(dataset, windows))
+        try:
+            for window in windows:
+                table.learn(window.lines)
+            return msgspec.json.encode(table.learned())
+        finally:
+            table.discard()
+    finally:
+        windows.close()
+        index.segments.close()
+
+
 def publish_offloaded(order: bytes, _: Progress) -> bytes:
     """Offloaded: PublishOrder in, Manifest out. It can run again after a crash."""
     request = msgspec.json.decode(order, type=PublishOrder)
@@ -84,6 +119,14 @@ def publish_offloaded(order: bytes, _: Progress) -> bytes:
         return msgspec.json.encode(_publish(request))
     except Unavailable as error:
         raise StorageFailed(f"the manifest cannot be written: {error.message}; then resume the job") from None
+
+
+def _must_learn(kind: str, gather: GatherOrder) -> str:
+    """As `Indexed.must_learn`."""
+    seal = load_seal(Path(gather.dataset))
+    if kind == "parquet":
+        return "whole" if seal.is_columnar else "parts"
+    return "parts" if kind == "csv" and seal.format not in ("csv", "parquet") else ""
 
 
 def _open_range(order: PartsOrder, rows: range) -> tuple[Index, Windows]:
@@ -96,39 +139,75 @@ def _open_range(order: PartsOrder, rows: range) -> tuple[Index, Windows]:
 
 def _write_part(order: PartOrder, progress: Progress) -> Written:
     parts = order.parts
-    output, form = parts.gather.output, parts.gather.form
-    folder = open_folder(output, parts.term)
+    folder = open_folder(parts.gather.output, parts.term)
     home = folder.writing_place(Path(parts.scratch))
+    tally = Tally(parts.gather.form, order.end, progress, first=order.first)
+    index, windows = _open_range(parts, range(order.first, order.end))
+    try:
+        write = _write_lines if parts.kind == "jsonl" else _write_table
+        found = write(order, home, index, windows, tally)
+    finally:
+        windows.close()
+        index.segments.close()
+    for file, _ in found:
+        folder.put_part(Path(file.path))
+    faults.point("after_part")
+    part, *errors = [
+        Part(Path(file.path).name, order.first, order.end, file.rows, file.bytes, digest) for file, digest in found
+    ]
+    return Written(part, errors[0] if errors else None, tally.failed, tally.causes)
+
+
+Files = list[tuple[ResultFile, str]]  # the part, and its errors if they are apart and there are some; with digests
+
+
+def _write_lines(order: PartOrder, home: Path, _: Index, windows: Windows, tally: Tally) -> Files:
+    parts = order.parts
+    errors_apart = parts.gather.form.errors_apart
     names = [part_name(prefix, order.number, parts.job, parts.attempt) for prefix in ("part", "errors")]
     digests = [hashlib.sha256(), hashlib.sha256()]
     files = [LineFile(home / name, digest) for name, digest in zip(names, digests, strict=True)]
-    tally = Tally(form, order.end, progress, first=order.first)
-    index, windows = _open_range(parts, range(order.first, order.end))
     try:
         for window in windows:
             tally.count(window)
-            failed = set(window.failed) if form.errors_apart else set()
+            failed = set(window.failed) if errors_apart else set()
             lines = window.lines
             if failed:
                 files[1].write(b"".join([lines[number] for number in window.failed]), len(failed))
                 lines = [line for number, line in enumerate(lines) if number not in failed]
             files[0].write(b"".join(lines), len(lines))
         tally.finish()
-        found = [file.publish() if number == 0 or file.rows else None for number, file in enumerate(files)]
+        kept = [file for number, file in enumerate(files) if number == 0 or file.rows]
+        published = [file.publish() for file in kept]
     finally:
         for file in files:
             file.discard()
-        windows.close()
-        index.segments.close()
-    for file in filter(None, found):
-        folder.put_part(Path(file.path))
-    faults.point("after_part")
-    part, errors = (
-        None if file is None else Part(name, order.first, order.end, file.rows, file.bytes, digest.hexdigest())
-        for file, name, digest in zip(found, names, digests, strict=True)
-    )
-    assert part is not None, "a part is written even if it has no rows"
-    return Written(part, errors, tally.failed, tally.causes)
+    return [(file, digest.hexdigest()) for file, digest in zip(published, digests, strict=False)]
+
+
+def _write_table(order: PartOrder, home: Path, index: Index, windows: Windows, tally: Tally) -> Files:
+    """A table with the columns and types that all parts have together."""
+    parts, digest = order.parts, hashlib.sha256()
+    path = home / part_name("part", order.number, parts.job, parts.attempt, parts.kind)
+    if order.learned.output is not None:
+        write = require("batchmill.jobs.results.column_parquet:write_part", "results as Parquet")
+        file = write(
+            path, index, windows, tally.count_columns,
+            rows=order.end - order.first, known=order.learned.output, digest=digest,
+        )  # fmt: skip
+        tally.finish()
+        return [(file, digest.hexdigest())]
+    table = create_table(parts.kind, path, source_of(Path(parts.gather.dataset), windows), digest)
+    try:
+        table.know(order.learned)
+        for window in windows:
+            tally.count(window)
+            table.write(window.lines)
+        tally.finish()
+        file = table.publish()
+    finally:
+        table.discard()
+    return [(file, digest.hexdigest())]
 
 
 def _publish(order: PublishOrder) -> Manifest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from batchmill.jobs.results.output_folders import Part
-from batchmill.jobs.results.results import GatherOrder
+from batchmill.jobs.results.results import GatherOrder, Learned
 from batchmill.object_store.urls import ObjectInfo
 
 
@@ -19,6 +19,7 @@ class PartsOrder(Struct, frozen=True):
     scratch: str  # a folder of this machine, of this attempt alone
     replaced_job: str | None
     term: str  # see `Database.term_path`
+    kind: str = "jsonl"  # one of PART_KINDS
 
 
 class Indexed(Struct, frozen=True):
@@ -29,6 +30,7 @@ class Indexed(Struct, frozen=True):
     rejected: int
     unrun: int
     seen: ObjectInfo | None  # the manifest of the folder then
+    must_learn: str = ""  # parts: each is read once before any is written. whole: all rows together are
 
 
 class PartOrder(Struct, frozen=True):
@@ -36,6 +38,7 @@ class PartOrder(Struct, frozen=True):
     number: int
     first: int
     end: int
+    learned: Learned = Learned()  # of a table: of all parts
 
 
 class Written(Struct, frozen=True):

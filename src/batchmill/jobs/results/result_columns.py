@@ -15,10 +15,10 @@ from typing import Any
 
 import msgspec
 
-from batchmill.errors import InvalidInput
+from batchmill.jobs.ledger.files import Digest
 from batchmill.jobs.results.gathering import TableSource
 from batchmill.jobs.results.result_lines import LineFile
-from batchmill.jobs.results.results import COLUMNS_MAX, ResultFile
+from batchmill.jobs.results.results import COLUMNS_MAX, Learned, ResultFile, too_many_columns
 from batchmill.wire.forms import TableForm
 from batchmill.wire.json_bytes import decode, split_object, text_of
 
@@ -40,10 +40,7 @@ class ColumnNames:
         for name in names:
             if name not in self._names and name not in self._added:
                 if len(self._names) >= COLUMNS_MAX:
-                    raise InvalidInput(
-                        f"the rows have more than {COLUMNS_MAX} columns: name the output .jsonl, which needs none",
-                        code="too_many_columns",
-                    )
+                    raise too_many_columns(COLUMNS_MAX)
                 self._names[name] = None
 
     def all(self) -> list[str]:
@@ -85,6 +82,15 @@ class ColumnKinds:
             self._seen[name].add(kind)
         except KeyError:
             self._seen[name] = {kind}
+
+    def seen(self) -> dict[str, list[str]]:
+        """The kinds of the values of each column."""
+        return {name: [str(_KIND_OF.get(kind, kind)) for kind in seen] for name, seen in self._seen.items()}
+
+    def add(self, seen: dict[str, list[str]]) -> None:
+        """Add what `seen` has returned."""
+        for name, kinds in seen.items():
+            self._seen.setdefault(name, set()).update(map(ColumnKind, kinds))
 
     def kind(self, name: str) -> ColumnKind:
         """The one kind that holds every value seen."""
@@ -177,15 +183,21 @@ def in_batches(lines: Sequence[bytes]) -> Iterator[list[bytes]]:
 class CsvFile:
     """A header and a record for every row. An empty cell is null, an empty string, or a column the row lacks."""
 
-    def __init__(self, output: Path, source: TableSource) -> None:
+    def __init__(self, output: Path, source: TableSource, digest: Digest | None) -> None:
         self._names = ColumnNames(source)
         self.must_learn = not source.fixed
-        self._file = LineFile(output)
+        self._file = LineFile(output, digest)
         self._columns: list[str] | None = None
 
     def learn(self, lines: Sequence[bytes]) -> None:
         for line in lines:
             self._names.note(split_object(line))
+
+    def learned(self) -> Learned:
+        return Learned(self._names.input())
+
+    def know(self, learned: Learned) -> None:
+        self._names.note(learned.names)
 
     def write(self, lines: Sequence[bytes]) -> None:
         columns = self._begin()
@@ -221,5 +233,5 @@ def _text_of(records: list[list[str]]) -> bytes:
     return text.getvalue().encode()
 
 
-def create(output: Path, source: TableSource) -> CsvFile:
-    return CsvFile(output, source)
+def create(output: Path, source: TableSource, digest: Digest | None = None) -> CsvFile:
+    return CsvFile(output, source, digest)

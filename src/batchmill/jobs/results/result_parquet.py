@@ -26,7 +26,7 @@ from msgspec import Raw, Struct
 
 from batchmill.datasets.formats import columns_schema
 from batchmill.errors import LedgerBroken
-from batchmill.jobs.ledger.files import PartFile
+from batchmill.jobs.ledger.files import Digest, PartFile
 from batchmill.jobs.results.gathering import TableSource
 from batchmill.jobs.results.result_columns import (
     ERROR,
@@ -38,7 +38,7 @@ from batchmill.jobs.results.result_columns import (
     decoded_members,
     in_batches,
 )
-from batchmill.jobs.results.results import ResultFile
+from batchmill.jobs.results.results import Learned, ResultFile
 
 _types = pa.types
 _UNITS = {"s": 1, "ms": 1000, "us": 1000**2, "ns": 1000**3}
@@ -292,12 +292,12 @@ def repeating(schema: pa.Schema) -> list[str]:
 
 
 class ParquetFile:
-    def __init__(self, output: Path, source: TableSource) -> None:
+    def __init__(self, output: Path, source: TableSource, digest: Digest | None) -> None:
         self.must_learn = True
         self._output, self._source = output, source
         self._input_schema = columns_schema(source.dataset)
         self._names, self._kinds = ColumnNames(source), ColumnKinds()
-        self._part = PartFile(output)
+        self._part = PartFile(output, digest=digest)
         self._writer: pq.ParquetWriter | None = None
         self._batches: list[pa.RecordBatch] = []
         self._rows = self._batch_bytes = self._batch_rows = 0
@@ -311,6 +311,13 @@ class ParquetFile:
             self._names.note(members)
             for name, value in members.items():
                 kinds.note(name, value)
+
+    def learned(self) -> Learned:
+        return Learned([] if self._source.fixed else self._names.input(), self._kinds.seen())
+
+    def know(self, learned: Learned) -> None:
+        self._names.note(learned.names)
+        self._kinds.add(learned.kinds)
 
     def write(self, lines: Sequence[bytes]) -> None:
         self._begin()
@@ -407,5 +414,5 @@ def _rows_decoder(columns: list[_Column]) -> Callable[[bytes], list[Any]]:
     return msgspec.json.Decoder(list[msgspec.defstruct("ResultRow", fields, rename=names, gc=False)]).decode
 
 
-def create(output: Path, source: TableSource) -> ParquetFile:
-    return ParquetFile(output, source)
+def create(output: Path, source: TableSource, digest: Digest | None = None) -> ParquetFile:
+    return ParquetFile(output, source, digest)

@@ -6,6 +6,7 @@ The rows themselves are written by `streaming_results` while a job runs, and by 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from batchmill.wire.forms import Form
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
 COLUMNS_MAX = 10_000  # of a table of results
 COMPRESSED = (".gz", ".zst")
+PART_KINDS = ("jsonl", "csv", "parquet")
 STORED = ("jsonl", "csv", "parquet", "jsonl.gz", "jsonl.zst", "csv.gz", "csv.zst")  # what a job may keep with itself
 
 
@@ -37,6 +39,34 @@ class GatherOrder(Struct, frozen=True):
     output: str
     unrun: RowError | None = None  # what rows that never ran get; None: every row must have its outcome
     piece_rows: int = PIECE_ROWS  # of a job with more, what is known of each row is in files, not in memory
+
+
+class Learned(Struct, frozen=True):
+    """What is known of the columns of a table of results once its rows were seen."""
+
+    names: list[str] = []  # in order, without those that batchmill adds
+    kinds: dict[str, list[str]] = {}  # column -> the kinds of its values
+    output: tuple[bytes, str | None] | None = None  # of results that are columns: their Arrow schema, and their kind
+
+
+def merged(learned: Sequence[Learned]) -> Learned:
+    """What all parts of a table have together. Args: learned: in row order."""
+    kinds: dict[str, set[str]] = {}
+    for each in learned:
+        for name, seen in each.kinds.items():
+            kinds.setdefault(name, set()).update(seen)
+    names = list(dict.fromkeys(name for each in learned for name in each.names))
+    if len(names) > COLUMNS_MAX:
+        raise too_many_columns(COLUMNS_MAX)
+    output = next((each.output for each in learned if each.output is not None), None)
+    return Learned(names, {name: sorted(seen) for name, seen in kinds.items()}, output)
+
+
+def too_many_columns(most: int) -> InvalidInput:
+    return InvalidInput(
+        f"the rows have more than {most} columns: write the results as .jsonl, which needs none",
+        code="too_many_columns",
+    )
 
 
 class ResultFile(Struct, frozen=True):
@@ -87,10 +117,14 @@ def stored_name(output_format: str) -> str:
 
 
 def written_name(output: str | None, output_format: str) -> str:
-    """A name with the ending of what a job writes: parts in a folder are JSON lines. Raises: InvalidInput."""
+    """A name with the ending of what a job writes. Raises: InvalidInput."""
     if output is None:
         return stored_name(output_format)
-    return f"{output}part.jsonl" if is_folder(output) else output
+    if is_folder(output) and output_format not in PART_KINDS:
+        raise InvalidInput(
+            f"parts cannot be written as {output_format!r}: one of {', '.join(PART_KINDS)}", code="invalid_output"
+        )
+    return f"{output}part.{output_format}" if is_folder(output) else output
 
 
 def check_kind(name: str, format: str) -> None:
@@ -110,9 +144,12 @@ def check_kind(name: str, format: str) -> None:
         )
 
 
-def check_output(path: str, format: str) -> None:
-    """Whether results of a dataset of `format` can be written to `path`. Raises: InvalidInput."""
-    check_kind(written_name(path, ""), format)
+def check_output(path: str, format: str, output_format: str = "jsonl") -> None:
+    """Whether results of a dataset of `format` can be written to `path`. Raises: InvalidInput.
+
+    Args: output_format: of the parts, if `path` is a folder.
+    """
+    check_kind(written_name(path, output_format), format)
     if is_folder(path):
         check_folder(path)
         return
