@@ -10,10 +10,8 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,6 +28,7 @@ sys.path.insert(0, str(harness.ROOT / "tests"))
 from fakes.faulty_objects import faulty_objects
 from fakes.postgres_server import PostgresServer
 from fakes.s3_server import bucket_client, s3_environment, s3_server
+from fakes.tcp_proxy import TcpProxy
 from ray_support import Nodes, free_port, ray_nodes
 
 BUCKET, DATABASE, RAY_DATABASE = "campaign", "campaign", "campaign_ray"
@@ -55,10 +54,12 @@ source = "app.py:steady"
 workers = {workers}
 [database]
 url = "postgresql+psycopg://batchmill@127.0.0.1:{port}/{database}"
-[storage]
-objects = "s3://{bucket}/{database}"
 [secrets]
 key_file = "{keys}"
+"""
+STORAGE_CONFIG = """
+[storage]
+objects = "s3://{bucket}/{database}"
 """
 RAY_CONFIG = """
 [cluster]
@@ -67,59 +68,6 @@ address = "{address}"
 python = "{python}"
 trusted_network = true
 """
-
-
-class TcpProxy:
-    """Forwards connections to a port of this machine; what arrives while it is cut is held, not refused."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._open = threading.Event()
-        self._open.set()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def cut(self) -> None:
-        self._open.clear()
-
-    def mend(self) -> None:
-        self._open.set()
-
-    def close(self) -> None:
-        self.mend()
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(near,), daemon=True).start()
-
-    def _serve(self, near: socket.socket) -> None:
-        self._open.wait()
-        try:
-            far = socket.create_connection(("127.0.0.1", self._port))
-        except OSError:
-            near.close()
-            return
-        threading.Thread(target=self._pump, args=(near, far), daemon=True).start()
-        self._pump(far, near)
-
-    def _pump(self, source: socket.socket, target: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                self._open.wait()
-                target.sendall(data)
-        except OSError:
-            pass  # one side broke the connection; the other is told below
-        for each in (source, target):
-            try:
-                each.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue
 
 
 class Server:
@@ -137,8 +85,9 @@ class Server:
         self.environment = {**os.environ, **s3_environment(self.store.url)}
         (folder / "app.py").write_text(CODE.format(calls=str(campaign.calls)))
         keys = campaign.folder / "keys"
-        config = CONFIG.format(port=self.proxy.port, database=database, bucket=BUCKET, keys=keys, workers=workers)
-        (folder / "batchmill.toml").write_text(config + more)
+        config = CONFIG.format(port=self.proxy.port, database=database, keys=keys, workers=workers)
+        storage = STORAGE_CONFIG.format(bucket=BUCKET, database=database) if campaign.has_objects else ""
+        (folder / "batchmill.toml").write_text(config + storage + more)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: subprocess.Popen[bytes] | None = None
@@ -243,9 +192,13 @@ class Campaign:
     Args:
         is_apart: a data directory for each of the two servers.
         has_ray: with the third server.
+        has_objects: without, the servers keep everything in their data directories.
     """
 
-    def __init__(self, folder: Path, seed: int, stack: ExitStack, *, is_apart: bool, has_ray: bool) -> None:
+    def __init__(
+        self, folder: Path, seed: int, stack: ExitStack, *, is_apart: bool, has_ray: bool, has_objects: bool = True
+    ) -> None:
+        self.has_objects = has_objects
         self.folder, self.chance, self.calls = folder, random.Random(seed), folder / "calls"
         self.calls.touch()
         self.postgres = PostgresServer("fsync=on", "shared_buffers=32MB", "autovacuum=off")
