@@ -118,6 +118,7 @@ def test_the_children_of_an_owner_read_its_term(backends):
     owner_clock.check_file(lease.term.path)
     owner_clock.check_file("")
     lease.release()
+    assert lease.left_s <= 0
     for path in (lease.term.path, "/proc/self/fd/1000000"):
         with pytest.raises(DatabaseUnavailable, match="may have another owner"):
             owner_clock.check_file(path)

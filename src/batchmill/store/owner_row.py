@@ -96,6 +96,7 @@ class OwnerLease:
         """Let another process become the owner at once."""
         self._ended.set()
         self._thread.join()
+        self._valid_until = 0.0
         self.term.write(0.0)
         if not self._is_lost:
             try:
