@@ -1,6 +1,7 @@
 """Results in parts as CSV and Parquet: together they are what one file would be, with the same columns and types."""
 
 import hashlib
+import json
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,18 @@ async def test_csv_parts_are_read_as_one_file(tmp_path):
     await gather_parts(job, tmp_path / "parquet", "parquet", 2)
     with pytest.raises(InvalidInput, match="4 Parquet files"):
         await open_parts(f"{tmp_path}/parquet/", errors=False)
+
+
+async def test_columns_of_any_name(tmp_path):
+    """Quotes, backslashes and control characters in the names of columns change nothing in Parquet."""
+    name = 'y\\ "\n'
+    for folder, rows in (("plain", ROWS), ("strange", [row.replace('"y"', json.dumps(name)) for row in ROWS])):
+        (tmp_path / folder).mkdir()
+        job = table_job(tmp_path / folder, rows)
+        answer(job, OUTPUTS)
+        gather(job.order(tmp_path / f"{folder}.parquet"), quiet)
+    plain, strange = (pq.read_table(tmp_path / f"{folder}.parquet") for folder in ("plain", "strange"))
+    assert strange.rename_columns([each.replace(name, "y") for each in strange.column_names]).equals(plain)
 
 
 @pytest.mark.parametrize("part_rows", [1, 4, 10])

@@ -43,6 +43,7 @@ from batchmill.jobs.results.results import Learned, ResultFile
 _types = pa.types
 _UNITS = {"s": 1, "ms": 1000, "us": 1000**2, "ns": 1000**3}
 _MOMENT = re.compile(r"(-?\d+)-(\d\d)-(\d\d)(?:T(\d\d):(\d\d):(\d\d)(?:\.(\d+))?Z?)?")
+_NOT_IN_FIELDS = re.compile(r'[\\"\x00-\x1f]')  # characters that no name of a struct's field may have
 _EPOCH = date(1970, 1, 1).toordinal()
 _CYCLE_YEARS, _CYCLE_DAYS = 400, 146_097  # the Gregorian calendar repeats
 
@@ -345,7 +346,7 @@ class ParquetFile:
             return
         self._columns = [self._column(name) for name in self._names.all()]
         self._schema = pa.schema([pa.field(column.name, column.type) for column in self._columns])
-        self._decode = _rows_decoder(self._columns)
+        self._decode = _columns_decoder(self._columns)
         self._writer = pq.ParquetWriter(pa.PythonFile(PartSink(self._part), mode="w"), self._schema, compression="zstd")
 
     def _column(self, name: str) -> _Column:
@@ -361,11 +362,10 @@ class ParquetFile:
         return _Column(name, arrow, Build(lambda values: pa.array(values, arrow)), as_text=kind is ColumnKind.JSON)
 
     def _add(self, lines: list[bytes]) -> None:
-        rows = self._decode(b"[" + b",".join(lines) + b"]")
+        values = self._decode(b"[" + b",".join(lines) + b"]")
         arrays = [
-            column.build.make(column.values(list(map(attrgetter(field), rows))))
-            for field, column in zip(rows[0].__struct_fields__, self._columns, strict=True)
-        ]
+            column.build.make(column.values(found)) for found, column in zip(values, self._columns, strict=True)
+        ]  # fmt: skip
         batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
         self._batches.append(batch)
         self._batch_bytes += batch.nbytes
@@ -404,14 +404,38 @@ class _Column(Struct, frozen=True):
 _decode_exact = msgspec.json.Decoder(float_hook=Decimal).decode
 
 
-def _rows_decoder(columns: list[_Column]) -> Callable[[bytes], list[Any]]:
-    """Decodes a JSON array of rows into structs with a field for each column, in order."""
+def _columns_decoder(columns: list[_Column]) -> Callable[[bytes], list[list[Any]]]:
+    """Decodes a JSON array of rows into the values of each column, in order; a row may lack some."""
+    if any(_NOT_IN_FIELDS.search(column.name) for column in columns):
+        return _slow_decoder(columns)
     fields: list[Any] = [
         (f"c{number}", Raw, Raw(b"null")) if column.is_raw else (f"c{number}", Any, None)
         for number, column in enumerate(columns)
     ]
     names = {f"c{number}": column.name for number, column in enumerate(columns)}
-    return msgspec.json.Decoder(list[msgspec.defstruct("ResultRow", fields, rename=names, gc=False)]).decode
+    decode = msgspec.json.Decoder(list[msgspec.defstruct("ResultRow", fields, rename=names, gc=False)]).decode
+    getters = [attrgetter(f"c{number}") for number in range(len(columns))]
+
+    def decode_columns(data: bytes) -> list[list[Any]]:
+        rows = decode(data)
+        return [list(map(getter, rows)) for getter in getters]
+
+    return decode_columns
+
+
+def _slow_decoder(columns: list[_Column]) -> Callable[[bytes], list[list[Any]]]:
+    """For names that no field of a struct may have."""
+    decode, null = msgspec.json.Decoder(list[dict[str, Raw]]).decode, Raw(b"null")
+
+    def decode_columns(data: bytes) -> list[list[Any]]:
+        rows = decode(data)
+        found = [[row.get(column.name, null) for row in rows] for column in columns]
+        return [
+            values if column.is_raw else list(map(msgspec.json.decode, values))
+            for values, column in zip(found, columns, strict=True)
+        ]
+
+    return decode_columns
 
 
 def create(output: Path, source: TableSource, digest: Digest | None = None) -> ParquetFile:
