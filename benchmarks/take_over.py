@@ -71,6 +71,7 @@ def main() -> None:
     parser.add_argument("--files", action="store_true", help="without an object store: both servers share a folder")
     parser.add_argument("--faults", nargs="+", choices=LIMITS_S, default=list(LIMITS_S))
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # servers are ended on the way out
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     times: dict[str, list[tuple[float, float]]] = {fault: [] for fault in arguments.faults}
     outcome = Outcome("")
