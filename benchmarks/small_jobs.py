@@ -25,7 +25,11 @@ CLIENTS, ROWS = 16, 5
 JOBS_AIM, SUBMIT_AIM_MS, LIST_AIM_MS = 200.0, 20.0, 50.0
 POLL_S = 0.02
 LISTED_JOBS = 100_000
-LISTS = ("/batchmill/v1/jobs?state=running", "/batchmill/v1/jobs", "/v1/batches", "/v1/batches?limit=100")
+STATES = ("completed", "completed", "completed", "paused", "failed", "cancelled")  # of the copies, in turn
+LISTS = (
+    *(f"/batchmill/v1/jobs?state={state}" for state in ("running", *dict.fromkeys(STATES))),
+    "/batchmill/v1/jobs", "/batchmill/v1/jobs?model=nothing", "/v1/batches", "/v1/batches?limit=100",
+)  # fmt: skip
 ROW = '{"custom_id":"r%d","method":"POST","url":"/v1/chat/completions","body":{"model":"nothing","n":%d}}\n'
 BOUNDARY = "boundary-of-a-benchmark"
 MEDIA = f"multipart/form-data; boundary={BOUNDARY}"
@@ -135,17 +139,24 @@ def print_jobs(server: live_server.Server, data_dir: Path, seconds: float) -> No
 
 
 def multiply_jobs(database: Path, count: int) -> None:
-    """Copy the record of one ended job until there are so many."""
+    """Copy the record of one ended job, in several states, until there are so many."""
     with sqlite3.connect(database) as db:
         db.execute("PRAGMA synchronous=OFF")
         columns = [row[1] for row in db.execute("PRAGMA table_info(jobs)")]
         record = dict(zip(columns, db.execute("SELECT * FROM jobs WHERE state='completed'").fetchone(), strict=True))
         names, places = ",".join(f'"{name}"' for name in columns), ",".join("?" * len(columns))
+        copies = [f"job_{n:020x}" for n in range(count)]
         rows = (
-            list((record | {"id": f"job_{n:020x}", "created": record["created"] - n, "identity": f"copy {n}"}).values())
-            for n in range(count)
+            list(
+                (
+                    record
+                    | {"id": copy, "state": STATES[n % len(STATES)], "created": record["created"] - n, "identity": copy}
+                ).values()
+            )
+            for n, copy in enumerate(copies)
         )
         db.executemany(f"INSERT INTO jobs ({names}) VALUES ({places})", rows)
+        db.executemany("INSERT INTO job_models (job, model) VALUES (?, 'nothing')", [(copy,) for copy in copies])
 
 
 def print_lists(server: live_server.Server) -> None:

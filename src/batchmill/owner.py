@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from msgspec import Struct
@@ -25,6 +26,7 @@ from batchmill.executors.local import LocalExecutor
 from batchmill.imports import import_large
 from batchmill.jobs.intake import preview
 from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.files import PARTIAL
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.pools.dispatcher import Dispatcher, Sharing
 from batchmill.jobs.pools.quarantine import Quarantine
@@ -299,7 +301,7 @@ async def open_owner(
         if serves:
             directory.check()
         jobs = JobService(
-            JobSpace(config.data_dir, store.disk_quota, store.stored), commit_log, dispatcher, clock,
+            JobSpace(config.data_dir, store.disk_quota, store.stored, is_clustered), commit_log, dispatcher, clock,
             adapters=models.adapters, retention=config.retention, children=prepared and prepared.children,
         )  # fmt: skip
         close_last(stack, lambda at_once: _close_jobs(jobs, at_once=at_once, drain_s=drain_s))
@@ -335,8 +337,7 @@ def _make_executor(
 def _sweep(config: Config) -> None:
     """Remove leftovers of killed processes."""
     preview.sweep(config.data_dir, LEFTOVER_S)
-    for leftover in config.data_dir.glob("jobs/*/partial-*.jsonl"):
-        leftover.unlink()
+    shutil.rmtree(config.data_dir / PARTIAL, ignore_errors=True)
 
 
 def _control(store: Store, models: ModelServices, jobs: JobService, executor: Executor) -> ControlApp:

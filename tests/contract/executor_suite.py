@@ -16,7 +16,7 @@ from batchmill.datasets.sealing import seal
 from batchmill.ports import Executor, WorkerHandle
 from batchmill.store.segment_files import SegmentFolder
 from batchmill.store.segments import read_ref
-from batchmill.types import DatasetSpec, Lease, LiveRequest, ModelSpec
+from batchmill.types import DatasetSpec, Lease, LiveRequest, ModelSpec, SegmentPlace
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.messages import (
     LIVE_AHEAD_BYTES,
@@ -85,7 +85,8 @@ class ExecutorSuite:
 
     @staticmethod
     def open_job(worker: WorkerHandle, tmp_path: Path) -> None:
-        worker.send(Open("job_1", "same", OpenAIForm(), str(tmp_path / "dataset"), str(tmp_path / "segments")))
+        segments = SegmentPlace(str(tmp_path / "segments"))
+        worker.send(Open("job_1", "same", OpenAIForm(), str(tmp_path / "dataset"), segments))
 
     @staticmethod
     async def expect(worker: WorkerHandle, kind: type) -> object:

@@ -73,8 +73,6 @@ class Stage:
     async def close(self) -> None:
         await self.dispatcher.close(at_once=True)
         self.commit_log.close()
-        for plan in self.plans:
-            plan.close()
 
 
 async def grant(worker: ScriptedWorker, *, more_of: str = "") -> Grant:

@@ -46,17 +46,13 @@ class FinishedJob:
     def leaders(self) -> list[int]:
         """Row number by position, of the newest generation."""
         reader = PlanReader(self.plans[-1])
-        numbers = list(reader.row_numbers(0, reader.leaders))
-        reader.close()
-        return numbers
+        return list(reader.row_numbers(0, reader.leaders))
 
     def again(self, rows: Iterable[int]) -> None:
         """Open another generation over these rows."""
         wanted, home = set(rows), self.home / f"plan-{len(self.plans)}"
         home.mkdir()
-        first = PlanReader(self.plan)
-        plan_again(first, wanted.__contains__, [ShardRows(1000)], home)
-        first.close()
+        plan_again(PlanReader(self.plan), wanted.__contains__, [ShardRows(1000)], home)
         self.plans.append(home)
 
     def line(self, number: int, failed: bool = False, text: str = "done") -> bytes:

@@ -82,11 +82,7 @@ class LedgeredJob:
         assert self.ledger.commit([(commit, None)]) == ["counted"]
 
     def shard(self, number: int) -> Shard:
-        plan = PlanReader(self.job.plans[-1])
-        try:
-            return plan.shards()[number]
-        finally:
-            plan.close()
+        return PlanReader(self.job.plans[-1]).shards()[number]
 
     def run(self, file: SegmentFile, positions: Sequence[int], *, failed: bool = False) -> SegmentRef:
         """Write a block and count it."""

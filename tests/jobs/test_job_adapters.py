@@ -15,7 +15,7 @@ from small_adapter import write_adapter
 from batchmill.errors import InvalidInput
 from batchmill.jobs.intake import adapters, preparation
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, prepare
-from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.files import read_spec
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.service import JobService
 from batchmill.states import JobState
@@ -97,7 +97,7 @@ async def prepared(service: JobService, asked: JobOrder) -> tuple[JobView, JobSp
     """A job that has come as far as its engine, and how it is described then."""
     submitted = await service.submit(asked)
     view = [view async for view in service.watch(submitted.id, 0.05)][-1]
-    return view, JobFiles(service._data_dir, submitted.id).read_spec()
+    return view, read_spec((await service._record(submitted.id))["spec"])
 
 
 async def test_adapters_of_a_model_that_settings_made(folder, opened):
@@ -241,7 +241,6 @@ def test_rows_of_one_adapter_run_together(folder):
     ]  # fmt: skip
     reader = PlanReader(folder / "plan")
     assert (list(reader.row_numbers(0, 3)), list(reader.followers())) == ([2, 1, 0], [(3, 0), (4, 1)])
-    reader.close()
     assert adapters.used_by([model], found.plan) == {0: ["a/2", "b/1"]}
 
 

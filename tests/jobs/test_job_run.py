@@ -29,8 +29,7 @@ async def run(tmp_path):
     )  # fmt: skip
     made = JobRun(spec, 0, plan, files=JobFiles(tmp_path, "job_1"), clock=HeldClock(), open_shards=2)
     made.load({})
-    yield made
-    plan.close()
+    return made
 
 
 def finish(run: JobRun, number: int, rows: int = SHARD_ROWS) -> None:

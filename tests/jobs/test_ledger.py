@@ -78,7 +78,7 @@ async def test_jobs_are_found_by_state_model_and_time(ledger):
     for query, found in queries.items():
         assert [record["id"] for record, _ in await ledger.database.read(records.page, query)] == found
     planned = msgspec.json.encode(msgspec.structs.replace(frontend, used=["m", "m/1"]))
-    ledger.move("job_3", JobState.QUEUED, via=JobState.PLANNING, spec=planned)
+    ledger.move("job_3", JobState.QUEUED, via=[JobState.PLANNING], spec=planned)
     [(record, _)] = await ledger.database.read(records.page, JobQuery(model="m/1"))
     assert record["id"] == "job_3"
 

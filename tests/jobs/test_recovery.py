@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
-
 import pytest
-import sqlalchemy as sa
 from ledgered_job import LedgeredJob
 
 from batchmill.jobs.ledger import outcome_map
@@ -21,10 +18,7 @@ def job(tmp_path):
 
 def adopt(job: LedgeredJob, worker: str | None = None) -> int:
     plan = PlanReader(job.files.plan(job.generation))
-    try:
-        counted = outcome_map.adopt(job.ledger, job.spec, job.generation, plan, job.files, worker)
-    finally:
-        plan.close()
+    counted = outcome_map.adopt(job.ledger, job.spec, job.generation, plan, job.files, worker)
     return sum(commit.rows_ok + commit.rows_failed for commit, _ in counted)
 
 
@@ -99,7 +93,8 @@ def test_many_shards_are_adopted_together(job, monkeypatch):
         file.append(job.block([4 * shard, 4 * shard + 1]))
     file.close()
     written = []
-    sa.event.listen(job.ledger._engine, "commit", lambda _: written.append(1))
+    begin = job.ledger.database.writer.begin
+    monkeypatch.setattr(job.ledger.database.writer, "begin", lambda: written.append(1) or begin())
     assert adopt(job) == 20
     assert len(written) == 2
     monkeypatch.setattr(outcome_map, "ADOPT_SHARDS", 3)
@@ -138,9 +133,9 @@ def test_an_adoption_that_is_repeated_forgets_nothing(job, monkeypatch):
 
     monkeypatch.setattr(job.ledger, "bitmaps", lose_second)
     counted: outcome_map.Counted = []
-    with closing(PlanReader(job.files.plan(job.generation))) as plan:
-        order = job.ledger, job.spec, job.generation, plan, job.files
-        with pytest.raises(ConnectionError):
-            outcome_map.adopt(*order, counted=counted)
+    plan = PlanReader(job.files.plan(job.generation))
+    order = job.ledger, job.spec, job.generation, plan, job.files
+    with pytest.raises(ConnectionError):
         outcome_map.adopt(*order, counted=counted)
+    outcome_map.adopt(*order, counted=counted)
     assert sum(commit.rows_ok for commit, _ in counted) == 6 == job.ledger.job("job")["rows_ok"]

@@ -80,7 +80,7 @@ async def test_damage_is_mended_by_a_rebuild(folder, opened):
     rows = damage(folder, view.id)
     with pytest.raises(LedgerBroken, match="ledger rebuild"):
         await service.partial(view.id)
-    assert not list((folder / "data" / "jobs" / view.id).glob("partial-*"))
+    assert not list((folder / "data" / "partial").glob("*"))
     assert len((await service.verify(view.id)).broken) > 0
     report = await service.rebuild(view.id)
     assert (report.reopened, report.adopted, report.broken) == (len(rows), 0, []) and len(report.damaged) == 1

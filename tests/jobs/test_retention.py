@@ -120,10 +120,10 @@ async def test_what_a_retry_needs_stays_longer(data_dir):
     service = service_of(data_dir, clock, intermediate_s=0, retry_s=100)
     try:
         whole = left_of(data_dir)
-        await service._call(service._ledger.note, JOB, rows_failed=1)
+        await service._commit_log.call(service._ledger.note, JOB, rows_failed=1)
         await service.retention.sweep()
         assert left_of(data_dir) == whole
-        await service._call(service._ledger.note, JOB, rows_failed=0, output="/nonexistent")
+        await service._commit_log.call(service._ledger.note, JOB, rows_failed=0, output="/nonexistent")
         await service.retention.sweep()
         assert left_of(data_dir) == whole
         clock.at += 91
@@ -137,10 +137,10 @@ async def test_a_removed_job_leaves_nothing_but_word_of_it(data_dir):
     """`remove` takes the job, its folder and its result files; who asks for it is told who did that, and when."""
     service = service_of(data_dir)
     try:
-        await service._call(service._ledger.note, JOB, state=JobState.RUNNING)
+        await service._commit_log.call(service._ledger.note, JOB, state=JobState.RUNNING)
         with pytest.raises(InvalidTransition, match="cancel it"):
             await service.remove(JOB)
-        await service._call(service._ledger.note, JOB, state=JobState.COMPLETED)
+        await service._commit_log.call(service._ledger.note, JOB, state=JobState.COMPLETED)
         assert (await service.remove(JOB[:8], "the key k1")).id == JOB
         assert not list((data_dir / "jobs").iterdir()) and not list((data_dir / "files").iterdir())
         with pytest.raises(Gone, match="deleted by the key k1 at 2023"):
@@ -194,13 +194,15 @@ async def test_a_result_that_another_job_reads_stays(data_dir):
     try:
         for spec in (reader, other):
             await service._ledger.database.write(records.enter, spec, None, None)
-        await service._call(service._ledger.note, other.id, state=JobState.COMPLETED, finished=clock.now() - 6)
+        await service._commit_log.call(
+            service._ledger.note, other.id, state=JobState.COMPLETED, finished=clock.now() - 6
+        )
         with pytest.raises(Conflict, match=f"file-r is in use: .* {JOB}"):
             await service.remove(JOB)
         await service.retention.sweep()
         assert {view.id for view in await service.list()} == {JOB, reader.id}
         assert (data_dir / "files" / "file-r").exists()
-        await service._call(service._ledger.note, reader.id, state=JobState.CANCELLED)
+        await service._commit_log.call(service._ledger.note, reader.id, state=JobState.CANCELLED)
         await service.remove(JOB)
         late = msgspec.structs.replace(reader, id="job_" + "5" * 20)
         with pytest.raises(UnknownName, match="file-r"):
@@ -214,9 +216,9 @@ async def test_paid_rows_without_results_stay(data_dir):
     service = service_of(data_dir, intermediate_s=0, retry_s=0)
     try:
         whole = left_of(data_dir)
-        await service._call(service._ledger.note, JOB, state=JobState.FAILED, output=None)
+        await service._commit_log.call(service._ledger.note, JOB, state=JobState.FAILED, output=None)
         await service.retention.sweep()
-        await service._call(service._ledger.note, JOB, output="/nonexistent")
+        await service._commit_log.call(service._ledger.note, JOB, output="/nonexistent")
         await service.retention.sweep()
         assert left_of(data_dir) == whole
     finally:

@@ -10,7 +10,8 @@ from fakes.held_clock import HeldClock
 
 from batchmill.config import ServerEntry
 from batchmill.jobs.ledger import snapshot
-from batchmill.services.files import FileRecord, FileService
+from batchmill.services.file_records import FileRecord
+from batchmill.services.files import FileService
 from batchmill.services.uploads import NewUpload, UploadService
 from batchmill.states import JobState
 from batchmill.store.tables import jobs

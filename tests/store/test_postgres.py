@@ -64,7 +64,7 @@ async def test_a_commit_without_a_reply_is_not_repeated(database: Database):
             connection.connection.dbapi_connection.commit()
             connection.connection.dbapi_connection.close()
 
-    sa.event.listen(database.writer._engine, "commit", lose_reply)
+    sa.event.listen(database.writer.own._engine, "commit", lose_reply)
 
     def insert(db: sa.Connection) -> int:
         attempts.append("begun")
@@ -76,7 +76,7 @@ async def test_a_commit_without_a_reply_is_not_repeated(database: Database):
 
 async def test_a_commit_that_the_server_has_lost_is_repeated(database: Database):
     """A promoted standby may not have reached the number of a transaction whose reply was lost: it is not committed."""
-    ahead, has_committed = str(2**62), database.writer._has_committed
+    ahead, has_committed = str(2**62), database.writer.own._has_committed
     assert has_committed(ahead) is False
     attempts = []
 
@@ -88,8 +88,8 @@ async def test_a_commit_that_the_server_has_lost_is_repeated(database: Database)
         if len(attempts) == 1:
             connection.connection.dbapi_connection.close()
 
-    sa.event.listen(database.writer._engine, "commit", lose_reply)
-    database.writer._has_committed = lambda _: has_committed(ahead)
+    sa.event.listen(database.writer.own._engine, "commit", lose_reply)
+    database.writer.own._has_committed = lambda _: has_committed(ahead)
     assert await database.write(insert) == 1
     assert len(attempts) == 2
 

@@ -410,7 +410,7 @@ def test_partial_results_leave_no_file(server: RunningServer, client: Client, tm
     rows = job.partial()
     next(rows)
     rows.close()
-    assert list((server.data_dir / "jobs" / job.id).glob("partial-*")) == []
+    assert list((server.data_dir / "partial").glob("*")) == []
 
 
 async def test_many_jobs_at_once_with_asyncio(server: RunningServer, tmp_path):

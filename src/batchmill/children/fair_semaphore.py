@@ -33,8 +33,12 @@ class FairSemaphore:
         finally:
             self._release(project)
 
+    def is_free(self, project: str) -> bool:
+        """Whether `slot` would not wait."""
+        return project not in self._waiting and self._may_run(project)
+
     async def _acquire(self, project: str) -> None:
-        if project not in self._waiting and self._may_run(project):
+        if self.is_free(project):
             self._running[project] += 1
             return
         queue = self._waiting.get(project, deque())

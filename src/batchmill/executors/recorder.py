@@ -291,16 +291,22 @@ class Recorder:
         synced_at = -math.inf
         while True:
             await self._due.wait()
-            await self._wait_for_turn(synced_at + self._pace_s)
+            await self._wait_for_turn(synced_at)
             synced_at = self._loop.time()
             await self.sync()
 
-    async def _wait_for_turn(self, at: float) -> None:
-        """Wait until `at`, or until COMMIT_BYTES have been written."""
-        while self._written_bytes < COMMIT_BYTES and (left_s := at - self._loop.time()) > 0:
+    async def _wait_for_turn(self, synced_at: float) -> None:
+        """Wait until the last time is long enough ago, or until COMMIT_BYTES have been written."""
+        while self._written_bytes < COMMIT_BYTES and (left_s := synced_at + self._pause_s - self._loop.time()) > 0:
             self._due.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._due.wait(), left_s)
+
+    @property
+    def _pause_s(self) -> float:
+        """The least time between two commits: what commits carry need not wait for the disk."""
+        delays = [held.job.segment.commit_delay_s for held in self._written.values()]
+        return min(self._pace_s, max(delays, default=0.0))
 
     async def sync(self) -> None:
         """Bring everything written so far to the disk and to the owner."""
@@ -316,11 +322,12 @@ class Recorder:
         unsent.sort(key=lambda pair: (pair[1].ref.segment, pair[1].ref.offset))
         for held in helds:
             held.unsent = []
-        segments = {id(held.job.segment): held.job.segment for held in helds}
+        segments = {id(held.job.segment): held.job.segment for held, part in unsent if not _is_carried(held, part)}
         under_way = _Round(frozenset(map(id, helds)), self._loop.create_future())
         self._syncing.append(under_way)
         try:
-            await asyncio.to_thread(_sync_all, list(segments.values()))
+            if segments:
+                await asyncio.to_thread(_sync_all, list(segments.values()))
         except OSError as error:
             for held in helds:
                 held.stale = True
@@ -339,12 +346,18 @@ class Recorder:
                 self._commit(_commit_of(held, part))
                 held.seq += 1
                 faults.point("after_send")
+            else:
+                held.job.segment.acknowledge(part.ref)  # it will never count
 
 
 def _sync_all(segments: list[SegmentSink]) -> None:
     for segment in segments:
         segment.sync()
     faults.point("after_sync")
+
+
+def _is_carried(held: Held, part: Unsent) -> bool:
+    return bool(held.job.segment.carried(part.ref))
 
 
 def _commit_of(held: Held, part: Unsent) -> Commit:

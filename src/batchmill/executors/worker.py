@@ -14,6 +14,7 @@ import resource
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -32,8 +33,9 @@ from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.models import redaction, secrets, worker_environment
 from batchmill.optional import require
 from batchmill.owner_clock import now_s
-from batchmill.ports import CrashReportingEngine, Engine, Prepared, PreparingEngine, RetryingEngine
+from batchmill.ports import CrashReportingEngine, Engine, Prepared, PreparingEngine, RetryingEngine, SegmentSink
 from batchmill.states import PauseReason
+from batchmill.store.segment_blocks import CarriedSegments
 from batchmill.store.segment_files import SegmentFile
 from batchmill.store.segments import SegmentHead
 from batchmill.types import Commit, Outcome, Row, RowError
@@ -78,6 +80,7 @@ HEARTBEAT_S = 0.5
 NICENESS = 5
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSED_FOR_ALL = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)  # a retry fails in the same way
+ACKNOWLEDGE_S = 5.0  # for the owner to decide on the last commits; what it has not is written to a file
 STOP_S = 10.0  # for an engine to stop once its owner has ended
 EVICT_S = 10.0  # for a worker whose node goes away to commit what is finished
 
@@ -101,6 +104,7 @@ class Worker:
         self._model = start.model
         secrets.take(start.provision)
         self._jobs: dict[str, OpenJob] = {}
+        self._carried = CarriedSegments()
         self._rolls: dict[str, int] = {}  # job -> number of segments that this worker has written
         self._held: dict[tuple[str, int, int], Held] = {}
         self._engine: Engine = load_engine(start.model, self._home)
@@ -151,8 +155,10 @@ class Worker:
             # The owner died, or this worker cannot continue: write finished outcomes for the next owner.
             self._recorder.flush()
             working.cancel()
-            if self._is_evicted:
+            if self._is_evicted:  # its owner is there
                 await self._commit_finished()
+                await self._carried.wait_acknowledged(ACKNOWLEDGE_S)
+            self._spill()
         self._answering.end()
         for task in (owner_gone, *background):
             task.cancel()
@@ -190,6 +196,8 @@ class Worker:
             self._fail(failure, failure.reason if isinstance(failure, JobPaused) else PauseReason.ENGINE_FAILED)
         self._recorder.flush()
         await self._recorder.sync()
+        await self._carried.wait_acknowledged(ACKNOWLEDGE_S)
+        self._spill()
         try:
             for job in self._jobs.values():
                 job.segment.close()
@@ -226,11 +234,8 @@ class Worker:
                 self._open(message)
             case Grant():
                 self._grant(message)
-            case Ack(lease, counted=counted, ref=ref):
-                if lease.job in self._jobs:
-                    self._jobs[lease.job].segment.acknowledge(ref)
-                if not counted:
-                    self._drop_stale(lease.job, lease.generation, lease.shard, lease.epoch)
+            case Ack():
+                self._acknowledged(message)
             case SetShare(job, priority, share, row_cost):
                 self._feed.weigh(job, priority=priority, share=share, row_cost=row_cost)
             case Allow(job, usd, is_lean):
@@ -259,17 +264,37 @@ class Worker:
             case Start():
                 raise AssertionError("a worker is started once")
 
+    def _acknowledged(self, ack: Ack) -> None:
+        lease = ack.lease
+        if not ack.counted:
+            self._drop_stale(lease.job, lease.generation, lease.shard, lease.epoch)
+            try:
+                self._carried.spill_refused(lease.job, ack.ref)
+            except OSError as error:
+                self._storage_failed(error)
+        self._carried.acknowledge(lease.job, ack.ref, is_open=lease.job in self._jobs)
+
+    def _spill(self) -> None:
+        """Write the outcomes that the owner has not acknowledged to files, for the next owner."""
+        try:
+            self._carried.spill()
+        except OSError as error:
+            self._storage_failed(error)
+
+    def _open_segment(self, folder: Path, head: SegmentHead, roll: int) -> SegmentFile:
+        if self._objects is not None:
+            return self._objects.segment(folder, head, roll)
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a small job has none
+        return SegmentFile(folder, head, roll)
+
     def _open(self, message: Open) -> None:
         if message.job in self._jobs:
             job = self._jobs[message.job]
             job.revoked, job.ending, job.allowance = False, "", None
             return
-        head = SegmentHead(message.job, message.identity, self._name)
-        folder, roll = Path(message.segments), self._rolls.get(message.job, 0)
-        if self._objects is None:
-            segment = SegmentFile(folder, head, roll)
-        else:
-            segment = self._objects.segment(folder, head, roll)
+        head, roll = SegmentHead(message.job, message.identity, self._name), self._rolls.get(message.job, 0)
+        open_file = partial(self._open_segment, Path(message.segments.folder), head)
+        segment: SegmentSink = self._carried.open(head, open_file, roll) if message.is_small else open_file(roll)
         self._jobs[message.job] = OpenJob(
             message.job, message.form, open_rows(Path(message.dataset), access=message.stores), segment,
             adapters=message.adapters, project=message.project,
@@ -358,6 +383,7 @@ class Worker:
             job.segment.close()
             job.rows.close()
             del self._jobs[job.id]
+            self._carried.forget(job.id)
             if isinstance(self._engine, RetryingEngine):
                 self._engine.forget(job.id)
             self._send(Released(job.id))

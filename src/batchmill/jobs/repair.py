@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 from msgspec import Struct
@@ -18,11 +17,10 @@ from batchmill.jobs.intake import fetching
 from batchmill.jobs.intake.preparation import seal_order
 from batchmill.jobs.ledger import audit
 from batchmill.jobs.ledger.audit import AuditOrder, BreachList
-from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, newest
 from batchmill.jobs.ledger.plan import PLAN, PlanReader, Progress, iter_rejected, plan_again, shard_rows
 from batchmill.jobs.ledger.snapshot import CommitRecord, Counters, Rebuilt, ShardRecord
-from batchmill.store.segment_files import open_segments
+from batchmill.store.segment_blocks import open_segments
 from batchmill.store.segments import (
     Block,
     Damage,
@@ -77,7 +75,7 @@ def rebuild(order: AuditOrder, progress: Progress) -> Rebuilt:
 
 class _Rebuild:
     def __init__(self, order: AuditOrder) -> None:
-        self.files = JobFiles(Path(order.data_dir), order.spec.id)
+        self.files = order.files
         self._spec, self._before = order.spec, order.before
         self._segments = open_segments(order.segments)
         self._maps: dict[int, OutcomeMap] = {}
@@ -96,8 +94,6 @@ class _Rebuild:
         return Rebuilt(0, Counters(), [], [], {})
 
     def close(self) -> None:
-        for outcomes in self._maps.values():
-            outcomes.close()
         self._segments.close()
 
     def rebuild_dataset(self) -> None:

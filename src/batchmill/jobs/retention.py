@@ -25,8 +25,9 @@ from batchmill.datasets.layout import SEAL
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition
 from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.ledger import records
-from batchmill.jobs.ledger.files import JobFiles, PartFile, result_exists
+from batchmill.jobs.ledger.files import RESULTS, JobFiles, PartFile, result_exists
 from batchmill.jobs.ledger.plan import PLAN
+from batchmill.jobs.results.results import STORED, errors_path, stored_name
 from batchmill.ports import Clock
 from batchmill.states import ENDED, JobState
 from batchmill.store import removals
@@ -34,7 +35,17 @@ from batchmill.store.database import Database
 from batchmill.store.removals import Removal
 from batchmill.store.segments import sync_folder
 from batchmill.store.stored_files import LocalFiles, StoredFiles, using
-from batchmill.store.tables import commits, error_counts, job_models, jobs, notes, shards, submissions
+from batchmill.store.tables import (
+    commits,
+    error_counts,
+    job_models,
+    jobs,
+    notes,
+    outcome_blocks,
+    packed_jobs,
+    shards,
+    submissions,
+)
 from batchmill.store.tables import files as file_table
 from batchmill.store.tables import removals as removal_table
 
@@ -122,9 +133,10 @@ class Retention:
             await self._clear_parts(JobFiles(self._data_dir, removal.job))
         else:
             results = await self._database.read(_results_of, removal.job)
-            await asyncio.to_thread(self._clear_job, removal.job, results)
             copies = [self._data_dir / "files" / name for name in results]
-            await self._stored.remove(self._data_dir / "jobs" / removal.job, *copies)
+            files = [*small_results(self._data_dir, removal.job), *copies]
+            await asyncio.to_thread(self._clear_job, removal.job, files)
+            await self._stored.remove(self._data_dir / "jobs" / removal.job, *files)
         faults.point("after_clear")
         await self._database.write(_cleared, removal)
 
@@ -137,15 +149,21 @@ class Retention:
         plans = [name for name in await self._stored.names_in(files.home) if name.startswith("plan-")]
         await self._stored.remove(files.segments, *(files.home / name for name in plans))
 
-    def _clear_job(self, job_id: str, results: Sequence[str]) -> None:
+    def _clear_job(self, job_id: str, files: Sequence[Path]) -> None:
         home = self._data_dir / "jobs" / job_id
         leaving = home.with_name(LEAVING + job_id)
         if home.exists():
             os.rename(home, leaving)
             sync_folder(home.parent)
-        for name in results:
-            (self._data_dir / "files" / name).unlink(missing_ok=True)
+        for path in files:
+            path.unlink(missing_ok=True)
         shutil.rmtree(leaving, ignore_errors=True)
+
+
+def small_results(data_dir: Path, job_id: str) -> list[Path]:
+    """Where the results of a small job are, whatever their format."""
+    outputs = [data_dir / RESULTS / f"{job_id}.{stored_name(each)}" for each in STORED]
+    return list(dict.fromkeys(path for output in outputs for path in (output, errors_path(output))))
 
 
 @contextlib.contextmanager
@@ -207,7 +225,7 @@ def _remove(db: sa.Connection, data_dir: Path, job_id: str, by: str, now: float)
     for result in results:
         removals.insert(db, Removal(result, record["project"], job_id, by, now))
     db.execute(file_table.delete().where(file_table.c.job == job_id))
-    for table in (shards, commits, notes, error_counts, submissions, job_models):
+    for table in (shards, commits, notes, error_counts, submissions, job_models, outcome_blocks, packed_jobs):
         db.execute(table.delete().where(table.c.job == job_id))
     db.execute(jobs.delete().where(jobs.c.id == job_id))
     db.execute(removal_table.delete().where(removal_table.c.id == job_id + PARTS))
@@ -218,7 +236,7 @@ def _remove(db: sa.Connection, data_dir: Path, job_id: str, by: str, now: float)
 
 def _drop_parts(db: sa.Connection, record: sa.RowMapping, now: float) -> Removal:
     job_id = record["id"]
-    for table in (shards, commits, notes):
+    for table in (shards, commits, notes, outcome_blocks, packed_jobs):
         db.execute(table.delete().where(table.c.job == job_id))
     size_bytes = 2 * len(record["spec"])
     db.execute(jobs.update().where(jobs.c.id == job_id).values(compacted=now, bytes=size_bytes))

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
-import sqlalchemy as sa
 from msgspec.structs import replace
 
 from batchmill import faults
@@ -38,51 +36,49 @@ from batchmill.errors import (
 from batchmill.jobs import early_end
 from batchmill.jobs.early_end import EarlyEnd, early_end_of
 from batchmill.jobs.failover import RouteFailover, with_code
-from batchmill.jobs.intake import adapters, routing
+from batchmill.jobs.intake import PREPARE, adapters, routing
 from batchmill.jobs.intake.adapters import AdapterWork
-from batchmill.jobs.intake.orders import has_run
-from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed
+from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed, prepare
 from batchmill.jobs.intake.preview import seal_and_plan
 from batchmill.jobs.intake.retry_plan import plan_retry
-from batchmill.jobs.ledger import ledger, outcome_map
-from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger import ledger, packed
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.records import columns_of
-from batchmill.jobs.ledger.storage import JobStorage
 from batchmill.jobs.pools.job_run import JobRun
+from batchmill.jobs.recorded_job import RecordedJob
 from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.models import redaction
 from batchmill.owner_clock import check_left
-from batchmill.states import ENDED, NEXT, JobState, PauseReason
+from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store.disk_room import bytes_in
-from batchmill.types import ModelSpec, Policy, RemoteJob
+from batchmill.types import ModelSpec, Policy
 from batchmill.wire.job_spec import JobSpec
 
 T = TypeVar("T")
 
 
+ENDS_EARLY = frozenset({JobState.VALIDATING, JobState.QUEUED})  # where an early end interrupts what a job waits for
+
+
 class _EndsEarly(Exception):
-    """The job must end before its rows are planned."""
+    """The job must end before its rows run."""
 
 
-class JobRunner:
+class JobRunner(RecordedJob):
     def __init__(self, spec: JobSpec, tools: RunnerTools) -> None:
-        self.spec, self.files = spec, JobFiles(tools.data_dir, spec.id)
-        self._tools, self._commit_log, self._ledger = tools, tools.commit_log, tools.commit_log.ledger
-        self._dispatcher, self._clock = tools.dispatcher, tools.clock
-        self._offload = partial(tools.offload, project=spec.project, stores=spec.uses_stores)
+        super().__init__(spec, tools)
+        self._dispatcher = tools.dispatcher
         self._adapters = AdapterWork(tools.adapters, self._offload)
-        self._stored = JobStorage(tools.stored, self.files)
         self._routes = RouteFailover(self._ledger.database, tools.clock)
+        self._turn = tools.turns.turn_of(spec)
         self.task: asyncio.Task[None] | None = None
         self.at_once = False  # end without waiting for rows in flight
         self.has_stopped = False  # the job has paused or ended; only its workers are still being released
         self.fails_rows = False  # failing rows do not wait until their service recovers
         self.skips_remote = False  # end without the results that providers still have
         self.progress: float | None = None  # share done by its child process, 0..1
-        self._state: JobState | None = None  # as this runner read or wrote it last
         self._run: JobRun | None = None  # the pass over its rows, from QUEUED on
         self._publishing: Publishing | None = None  # the results of that pass
         self.rows_run: JobRun | None = None  # its rows while the dispatcher has them
@@ -124,7 +120,7 @@ class JobRunner:
                 await self._write_cancelling()
                 if run is self._run:
                     run.cancel()
-            elif self._state is JobState.VALIDATING and self._child is not None:
+            elif self._state in ENDS_EARLY and self._child is not None:
                 self._child.cancel()
         if self.task is not None:
             stored = asyncio.create_task(self._is_cancelling.wait())
@@ -148,7 +144,7 @@ class JobRunner:
         self._set_policy(policy)
         try:
             await asyncio.to_thread(self.files.write_spec, self.spec)
-            await self._commit_log.call(self._ledger.note, self.spec.id, **columns_of(self.spec))
+            await self._commit_log.write(self._ledger.note, self.spec.id, **columns_of(self.spec))
         except BatchmillError:
             self._set_policy(before)
             raise
@@ -168,7 +164,7 @@ class JobRunner:
     @property
     def waits_for(self) -> str:
         """What the job waits for before its rows can run; empty: nothing."""
-        return self._adapters.waiting_for
+        return self._turn.waits_for or self._adapters.waiting_for
 
     @property
     def models(self) -> list[ModelSpec]:
@@ -201,19 +197,18 @@ class JobRunner:
             raise InvalidTransition(f"the job {job_id} ended before its rows were planned: submit it again")
         self.spec = await self._adapters.check_again(self.spec)
         generation = record["generation"] + 1
-        blocks = await self._commit_log.call(self._ledger.committed, job_id)
-        opened = await plan_retry(self.spec, self.files, blocks, generation, self._offload)
-        await self._stored.publish(self.files.plan(generation))
+        blocks = await self._commit_log.call_reader(self._ledger.committed, job_id)
+        async with self._tools.scratch.use(self.spec):
+            opened = await plan_retry(self.spec, self.files, await self._segments(), blocks, generation, self._offload)
+            await self._tools.scratch.store(self.spec)
+            if not self.spec.is_small:
+                await self._stored.publish(self.files.plan(generation))
         await asyncio.to_thread(self.files.write_spec, self.spec)
         limit = self._tools.quota_of(self.spec)
-        await self._commit_log.call(
+        await self._commit_log.write(
             self._ledger.open_generation, job_id, generation, opened.settled, opened.rows_ok,
             None if limit is None else (self.spec.project, limit), **columns_of(self.spec),
         )  # fmt: skip
-
-    def _is_planned(self, record: sa.RowMapping) -> bool:
-        """Whether the rows have been planned."""
-        return bool(record["rows"]) and (self.files.plan(0) / "plan.json").exists()
 
     # -- states -------------------------------------------------------------------------------------------------------
 
@@ -253,11 +248,30 @@ class JobRunner:
         self._state = JobState((await self._record())["state"])
         try:
             while self._state not in ENDED:
+                if self._state is JobState.QUEUED:
+                    await self._take_turn()
+                async with self._tools.scratch.use(self.spec, is_new=self._state is JobState.VALIDATING):
+                    await self._run_steps()
+        finally:
+            await self._turn.give_back()
+
+    async def _run_steps(self) -> None:
+        """Run steps until the job has ended, or is queued and has no turn."""
+        try:
+            while self._state not in ENDED and (self._turn.is_held or self._state is not JobState.QUEUED):
                 before = self._state
                 await STEPS[before](self)
                 assert self._state is not before, f"the step of {before} stored no other state"
         finally:
             await self._close_run()
+
+    async def _take_turn(self) -> None:
+        """Wait until the job may run, or is to end early. It holds no files meanwhile."""
+        self._raise_if_stopped()
+        try:
+            await self._interruptible(self._turn.take())
+        except _EndsEarly:
+            await self._write_cancelling()
 
     async def _validating(self) -> None:
         """Seal the dataset and plan its rows; a refused dataset fails the job."""
@@ -283,14 +297,36 @@ class JobRunner:
             await self._fail("invalid_dataset", text, rows=report.seal.rows, **problems)
             await asyncio.to_thread(self.files.clear_refused)
             return
+        columns = columns_of(self.spec)
+        counts = {
+            "rows": plan.rows, "rows_rejected": plan.rejected, "rows_failed": plan.rejected,
+            "rows_folded": plan.followers, **columns, **problems,
+        }  # fmt: skip
+        if self.spec.is_small:
+            await self._begin_small(counts, prepared.rejected)
+            return
         await self._interruptible(self._stored.publish(self.files.dataset, self.files.plan(0)))
         size_bytes = await asyncio.to_thread(lambda: bytes_in(self.files.dataset) + bytes_in(self.files.plan(0)))
-        columns = columns_of(self.spec)
         await self._move(
-            JobState.QUEUED, via=JobState.PLANNING, errors=prepared.rejected,
-            rows=plan.rows, rows_rejected=plan.rejected, rows_failed=plan.rejected, rows_folded=plan.followers,
-            bytes=2 * len(columns["spec"]) + size_bytes, **columns, **problems,
+            JobState.QUEUED, via=[JobState.PLANNING], errors=prepared.rejected,
+            bytes=2 * len(columns["spec"]) + size_bytes, **counts,
         )  # fmt: skip
+
+    async def _begin_small(self, counts: dict[str, Any], errors: dict[str, tuple[int, str]]) -> None:
+        """Store the plan and begin to run, in one transaction: nothing is to be adopted. Or wait for a turn."""
+        await self._routes.measure(self.spec.models)
+        self._raise_if_stopped()
+        data = packed.pack(self.files)
+        stored = {"packed": data, "errors": errors, "bytes": len(counts["spec"]) + len(data), **counts}
+        if not self._turn.is_free():
+            await self._move(JobState.QUEUED, via=[JobState.PLANNING], **stored)
+            return
+        await self._turn.take()
+        via = [JobState.PLANNING, JobState.QUEUED]
+        await self._move(JobState.RUNNING, via=via, started=self._clock.now(), **stored)
+        self._run = self._new_run(PlanReader(self.files.plan(0)), 0)
+        self._run.load({})
+        self._publishing = self._new_publishing()
 
     async def _queued(self) -> None:
         """Load the shards with open rows, and start copying results if the plan keeps the order of the input."""
@@ -303,7 +339,7 @@ class JobRunner:
         generation = record["generation"]
         run = self._run = self._new_run(PlanReader(self.files.plan(generation)), generation)
         run.cost = (record["cost"] or 0.0) + await self._adopt(run.plan, generation)
-        done = await self._commit_log.call(self._ledger.progress, self.spec.id, generation)
+        done = await self._commit_log.call_reader(self._ledger.progress, self.spec.id, generation)
         run.load(done)
         begun = {"started": self._clock.now()} if record["started"] is None else {}
         await self._move(JobState.RUNNING, **begun)
@@ -315,6 +351,7 @@ class JobRunner:
         """Have workers run the rows. A model whose route failed gets its next one; then the job is QUEUED again."""
         assert self._run is not None, "a RUNNING job was QUEUED before"
         run = self._run
+        self._raise_if_stopped()
         failure = await self._run_rows(run)
         if await self._ends_early(is_cut_off=failure is not None or run.is_cancelled):
             return
@@ -322,14 +359,20 @@ class JobRunner:
             await self._change_route(run, spec)
         elif failure is not None:
             raise failure
+        elif self.spec.is_small:
+            self._state = JobState.FINALIZING  # stored together with the end
         else:
             await self._move(JobState.FINALIZING, finalizing=self._clock.now())
 
     async def _finalizing(self) -> None:
         """Publish the results: every row has its outcome."""
         assert self._publishing is not None, "a FINALIZING job was RUNNING before"
+        finalizing = self._clock.now()
         manifest = await self._publish(self._publishing)
-        await self._end(JobState.COMPLETED, manifest)
+        if self.spec.is_small:
+            await self._end(JobState.COMPLETED, manifest, via=[JobState.FINALIZING], finalizing=finalizing)
+        else:
+            await self._end(JobState.COMPLETED, manifest)
 
     async def _cancelling(self) -> None:
         """Cancel what providers run; finished rows become results, the rest errors."""
@@ -342,12 +385,12 @@ class JobRunner:
             await self._end(early.state)
             return
         generation = record["generation"]
-        with closing(PlanReader(self.files.plan(generation))) as plan:
-            await self._cancel_remote(plan, generation)
-            if not self.skips_remote:
-                early_end.refuse_uncancelled(await self._remotes(generation))
-            await self._commit_log.call(self._ledger.fence, self.spec.id, generation)
-            await self._adopt(plan, generation)
+        plan = PlanReader(self.files.plan(generation))
+        await self._cancel_remote(plan, generation)
+        if not self.skips_remote:
+            early_end.refuse_uncancelled(await self._remotes(generation))
+        await self._commit_log.write(self._ledger.fence, self.spec.id, generation)
+        await self._adopt(plan, generation)
         try:
             manifest = await self._publish(self._new_publishing(), early)
         except DatasetDamaged:
@@ -372,8 +415,18 @@ class JobRunner:
             folders = str(self.files.dataset), str(self.files.plan(0))
             order = PrepareOrder(self.spec, *folders, self._clock.now(), self._routes.rates)
             disk_quota = self._tools.disk_quota_of(self.spec)
-            prepared = await self._interruptible(seal_and_plan(order, disk_quota, self._offload, self._show_progress))
+            offload = self._in_thread if self.spec.is_small else self._offload
+            try:
+                prepared = await self._interruptible(seal_and_plan(order, disk_quota, offload, self._show_progress))
+            except StorageFull:
+                if not self.spec.is_small:
+                    raise
+                await self._make_large()  # the disk may have the room that memory lacks
+                continue
             faults.point("after_prepare")
+            if self.spec.is_small and prepared.plan and not packed.is_small(self.files, prepared.plan.rows):
+                await self._make_large()
+                continue
             if not prepared.wanted:
                 break
             await self._set_adapters(await self._interruptible(self._adapters.fetch(self.spec, prepared.wanted)))
@@ -387,6 +440,13 @@ class JobRunner:
         await self._set_adapters(await self._interruptible(self._adapters.check(spec, used)) if used else spec)
         return prepared
 
+    async def _in_thread(
+        self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = "", stores: bool = False
+    ) -> bytes:
+        """An `Offload` for the dataset of a small job, which a thread reads faster than a child gets it."""
+        assert target == PREPARE and not stores, "objects are no small jobs"
+        return await self._tools.scratch.run(partial(prepare, order, progress), self.spec.project)
+
     async def _set_adapters(self, spec: JobSpec) -> None:
         """Replace the spec. The ranks of its adapters may require another engine."""
         ranks = [[model.adapter_rank for model in each.models] for each in (self.spec, spec)]
@@ -396,16 +456,16 @@ class JobRunner:
             self._reserve()
 
     async def _interruptible(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for long work. Raises: the error that pauses the job meanwhile; _EndsEarly during validation."""
-        is_validating = self._state is JobState.VALIDATING
+        """Wait for long work. Raises: the error that pauses the job meanwhile; _EndsEarly before its rows run."""
+        ends_early = self._state in ENDS_EARLY
         child = self._child = asyncio.create_task(work)
-        if is_validating and (self.stop_reason is not None or self._early is not None):
+        if ends_early and (self.stop_reason is not None or self._early is not None):
             child.cancel()
         try:
             return await child
         except asyncio.CancelledError:
             self._raise_if_stopped()
-            if is_validating and self._early is not None:
+            if ends_early and self._early is not None:
                 raise _EndsEarly from None
             raise
         finally:
@@ -421,8 +481,6 @@ class JobRunner:
         """Discard the current run and unfinished result files."""
         if self._publishing is not None:
             await self._publishing.abandon()
-        if self._run is not None:
-            self._run.plan.close()
         self._run = self._publishing = None
 
     async def _run_rows(self, run: JobRun) -> BatchmillError | None:
@@ -444,17 +502,12 @@ class JobRunner:
                 watching.cancel()
             is_over = self._routes.next(run, failure) is not None  # a changed route ends what the old one has
             await self._dispatcher.remove(run, at_once=self.at_once, is_over=is_over)
-            await self._commit_log.call(self._ledger.spent, self.spec.id, run.elapsed_s)
+            if self.spec.is_small and not run.rows_left:
+                self._unspent_s = run.elapsed_s  # stored with the end
+            else:
+                await self._commit_log.write(self._ledger.spent, self.spec.id, run.elapsed_s)
             self.rows_run = None
         return failure
-
-    async def _adopt(self, plan: PlanReader, generation: int) -> float:
-        """Commit outcomes that are in a segment but in no commit. Returns their cost in USD."""
-        counted: outcome_map.Counted = []  # also of calls whose connection was lost
-        await self._commit_log.call(
-            outcome_map.adopt, self._ledger, self.spec, generation, plan, self.files, counted=counted
-        )
-        return sum(cost or 0.0 for _, cost in counted)
 
     async def _change_route(self, run: JobRun, spec: JobSpec) -> None:
         """Queue the job again with other routes, once no batch is left at the previous one.
@@ -470,7 +523,7 @@ class JobRunner:
         if unknown:
             raise SubmitUnknown("; ".join(early_end.leftovers(unknown)))
         spec = routing.with_warnings(spec, run.failing, early_end.leftovers(remotes))
-        await self._commit_log.call(self._ledger.fence, self.spec.id, run.generation)
+        await self._commit_log.write(self._ledger.fence, self.spec.id, run.generation)
         await self._adopt(run.plan, run.generation)
         spec = replace(spec, policy=self.spec.policy)  # it may have been amended meanwhile
         await asyncio.to_thread(self.files.write_spec, spec)
@@ -486,7 +539,7 @@ class JobRunner:
         self._raise_if_stopped()
         run = self.rows_run = self._new_run(plan, generation, is_over=True)
         try:
-            run.load(await self._commit_log.call(self._ledger.progress, self.spec.id, generation), only)
+            run.load(await self._commit_log.call_reader(self._ledger.progress, self.spec.id, generation), only)
             await early_end.cancel_remote(run, self._dispatcher, is_at_once=self.at_once)
         finally:
             self.rows_run = None
@@ -516,20 +569,14 @@ class JobRunner:
             self._is_cancelling.set()
             return True
 
-    async def _offload_owned(self, target: str, order: bytes, progress: Callable[[float], None], **kw: Any) -> bytes:
-        """Offload work that writes results: only while this process surely owns the database. Raises: JobPaused."""
-        check_left(self._ledger.database.owned_s())
-        return await self._offload(target, order, progress, **kw)
-
-    def _new_publishing(self) -> Publishing:
-        return Publishing(self.spec, self.files, self._offload_owned, self._ledger.database.term_path())
-
     async def _publish(self, publishing: Publishing, early: EarlyEnd | None = None) -> Manifest:
-        blocks = await self._commit_log.call(self._ledger.committed, self.spec.id)
+        blocks = await self._commit_log.call_reader(self._ledger.committed, self.spec.id)
         faults.point("before_publish")
         check_left(self._ledger.database.owned_s())
         unrun = None if early is None else early.unrun
-        manifest = await self._interruptible(publishing.finish(blocks, self._show_progress, unrun=unrun))
+        manifest = await self._interruptible(
+            publishing.finish(await self._segments(), blocks, self._show_progress, unrun=unrun)
+        )
         await self._stored.publish_results(manifest)
         faults.point("after_publish")
         return manifest
@@ -540,52 +587,6 @@ class JobRunner:
     def _raise_if_stopped(self) -> None:
         if self.stop_reason is not None:
             raise self.stop_reason
-
-    # -- record -------------------------------------------------------------------------------------------------------
-
-    async def _record(self) -> sa.RowMapping:
-        return await self._commit_log.call_reader(self._ledger.job, self.spec.id)
-
-    async def _remotes(self, generation: int) -> list[RemoteJob]:
-        """The provider batches that hold rows of this job."""
-        return await self._ledger.database.read(ledger.remote_jobs, self.spec.id, generation)
-
-    async def _move(self, state: JobState, **fields: object) -> None:
-        """Store the next state and enter it. Raises: InvalidTransition."""
-        try:
-            await self._commit_log.call(self._ledger.move, self.spec.id, state, **fields)
-        except StorageFull:
-            if state not in (JobState.PAUSED, JobState.FAILED):
-                raise
-            self._tools.disk_reserve.release()  # so that at least the reason can be stored
-            await self._commit_log.call(self._ledger.move, self.spec.id, state, **fields)
-        self._state = state
-
-    async def _end(self, state: JobState, manifest: Manifest | None = None, **fields: object) -> None:
-        """Store the end of the job, with its results if there is a manifest."""
-        if manifest is not None:
-            errors_output = None if manifest.errors is None else manifest.errors.path
-            fields = {"message": "", **fields} | {
-                "errors": manifest.causes, "rows_ok": manifest.ok, "rows_failed": manifest.failed,
-                "output": manifest.output.path, "errors_output": errors_output,
-            }  # fmt: skip
-        await self._move(state, reason=None, finished=self._clock.now(), **fields)
-
-    async def _pause(self, reason: PauseReason, message: str) -> None:
-        """Store PAUSED. A stored early end stays, and the next owner completes it."""
-        is_cancelling = (await self._record())["state"] == JobState.CANCELLING
-        if not (is_cancelling and reason is PauseReason.INTERRUPTED):
-            await self._move(JobState.PAUSED, reason=reason, message=message)
-
-    async def _fail(self, reason: str, message: str, **fields: Any) -> None:
-        """Store FAILED: no row of the job ran, and none will."""
-        await self._move(JobState.FAILED, reason=reason, message=message, finished=self._clock.now(), **fields)
-
-    async def _may_fail(self, *, unrun: bool) -> bool:
-        """Whether the state allows FAILED; `unrun`: and no model produced an outcome."""
-        record = await self._record()
-        is_begun = record["generation"] > 0 or has_run(record)
-        return JobState.FAILED in NEXT[JobState(record["state"])] and not (unrun and is_begun)
 
 
 # The step of each state that is not at rest. PLANNING is written only together with QUEUED.

@@ -8,7 +8,9 @@ from msgspec import Struct
 
 from batchmill.children.offload import Offload
 from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.scratch import Scratch
 from batchmill.jobs.pools.dispatcher import Dispatcher
+from batchmill.jobs.turns import Turns
 from batchmill.ports import Adapters, Clock
 from batchmill.store.disk_room import DiskQuota, DiskReserve
 from batchmill.store.stored_files import LocalFiles, StoredFiles
@@ -21,6 +23,7 @@ class JobSpace(Struct, frozen=True, eq=False):
     data_dir: Path
     disk_quota: DiskQuota  # counts the bytes of projects
     stored: StoredFiles = LocalFiles()  # where the files are durable
+    is_shared: bool = False  # workers on other machines read them
 
 
 class RunnerTools(Struct, frozen=True):
@@ -35,6 +38,8 @@ class RunnerTools(Struct, frozen=True):
     adapters: Adapters
     disk_quota: DiskQuota
     stored: StoredFiles
+    scratch: Scratch
+    turns: Turns
 
     def disk_quota_of(self, spec: JobSpec) -> DiskQuota | None:
         """The disk quota that counts the bytes of a server's job; None for a command's job."""

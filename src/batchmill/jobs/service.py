@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import TypeVar
 
 import msgspec
 import sqlalchemy as sa
@@ -27,14 +25,12 @@ from batchmill.errors import (
 )
 from batchmill.jobs import early_end, views
 from batchmill.jobs.active_jobs import ActiveJobs
+from batchmill.jobs.audits import Audits
 from batchmill.jobs.early_end import EarlyEnd
 from batchmill.jobs.failover import with_code
 from batchmill.jobs.intake import adapters, orders, routing
-from batchmill.jobs.intake import orders as policies
 from batchmill.jobs.ledger import ledger
 from batchmill.jobs.ledger import records as job_records
-from batchmill.jobs.ledger import records as submissions
-from batchmill.jobs.ledger.audit import AuditOrder
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.files import (
     JobFiles,
@@ -45,14 +41,15 @@ from batchmill.jobs.ledger.files import (
     sweep_orphans,
 )
 from batchmill.jobs.ledger.ledger import Ledger
-from batchmill.jobs.ledger.snapshot import Rebuilt
-from batchmill.jobs.ledger.storage import bring_description, bring_files
+from batchmill.jobs.ledger.scratch import Scratch
+from batchmill.jobs.ledger.storage import bring_description
 from batchmill.jobs.maintenance import JobDeadlines, Maintenance, StalledJobs
 from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.results import publishing
 from batchmill.jobs.retention import Retention, refuse_compacted
 from batchmill.jobs.runner import JobRunner
 from batchmill.jobs.runner_tools import JobSpace, RunnerTools
+from batchmill.jobs.turns import Turns
 from batchmill.ports import Adapters, Clock, Live
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store.disk_room import DiskReserve
@@ -74,8 +71,6 @@ ENDING_S = 60.0  # a command waits so long for ending jobs; collecting from prov
 HERE = "a command on this machine"
 INTERRUPTED = "the process that ran this job ended; resume the job to continue"
 
-Answer = TypeVar("Answer", LedgerReport, Rebuilt)
-
 
 class JobService:
     def __init__(
@@ -96,16 +91,18 @@ class JobService:
             adapters: fetches the adapters that rows name.
             children: for sealing, planning and gathering; this service closes them. None: new ones.
         """
+        self._space = space
         data_dir, disk_quota, stored = space.data_dir, space.disk_quota, space.stored
         self._data_dir, self._stored, self._clock = data_dir, stored, clock
         self._commit_log, self._dispatcher, database = commit_log, dispatcher, commit_log.ledger.database
         self._disk_reserve = DiskReserve(data_dir / "disk_reserve")
         self._children = children or Children()
+        self._scratch = Scratch(data_dir, database)
         self._tools = RunnerTools(
             data_dir, self._commit_log, self._dispatcher, clock, self._disk_reserve, self._children.offload,
-            adapters, disk_quota, stored,
+            adapters, disk_quota, stored, self._scratch, Turns(),
         )  # fmt: skip
-        self._active = ActiveJobs(self._tools)
+        self._active, self._audits = ActiveJobs(self._tools), Audits(self._tools)
         self._submitting: set[asyncio.Task[Submitted]] = set()
         self.retention = Retention(data_dir, database, self._active, clock, retention, stored)
         self._deadlines = JobDeadlines(clock, self._upcoming, self._expire)
@@ -183,22 +180,18 @@ class JobService:
         except (StorageFull, StorageFailed, DatabaseUnavailable):
             self._stalled.stranded.add(job_id)  # maintenance tries again
         except BatchmillError as error:
-            await self._call(self._ledger.note, job_id, message=error.message)
+            await self._commit_log.write(self._ledger.note, job_id, message=error.message)
 
     @property
     def _ledger(self) -> Ledger:
         return self._commit_log.ledger
 
     @property
-    def _call(self):
-        return self._commit_log.call
-
-    @property
     def _read(self):
         return self._ledger.database.read
 
     async def _move(self, job_id: str, state: JobState, **fields: object) -> None:
-        await self._call(self._ledger.move, job_id, state, **fields)
+        await self._commit_log.write(self._ledger.move, job_id, state, **fields)
 
     # -- submit -------------------------------------------------------------------------------------------------------
 
@@ -220,7 +213,7 @@ class JobService:
             submitted = await self._match_or_create(order)
         else:
             async with self._active.lock(once.key):
-                known = await submissions.known(self._ledger.database, once, self._clock.now())
+                known = await job_records.known(self._ledger.database, once, self._clock.now())
                 submitted = await self._match_or_create(order) if known is None else Submitted(known, "repeated")
         if order.policy.deadline is not None:
             self._deadlines.changed()
@@ -240,18 +233,21 @@ class JobService:
             return await self._match(order, await self._describe(order))
 
     async def _describe(self, order: JobOrder) -> JobSpec:
-        return await asyncio.to_thread(orders.describe, order, self._clock.now())
+        spec = await asyncio.to_thread(orders.describe, order, self._clock.now())
+        # Other machines do not see what is unpacked in the memory of this one.
+        return msgspec.structs.replace(spec, is_small=spec.is_small and not self._space.is_shared)
 
     async def _create(self, spec: JobSpec, once: Once | None) -> Submitted:
         """Create a job. Its folder exists before its ledger record; if that cannot be stored, the folder is removed."""
         if (disk_quota := self._tools.disk_quota_of(spec)) is not None:
             await disk_quota.check(spec.project)
-        files = JobFiles(self._data_dir, spec.id)
+        files = self._scratch.files(spec)
         try:
             with full_disk_named(files.home):
-                await asyncio.to_thread(files.write_spec, spec)
+                if not spec.is_small:
+                    await asyncio.to_thread(files.write_spec, spec)
             faults.point("after_describe")
-            await self._ledger.database.write(submissions.enter, spec, once, self._tools.quota_of(spec))
+            await self._ledger.database.write(job_records.enter, spec, once, self._tools.quota_of(spec))
         except BaseException:
             await asyncio.to_thread(files.remove)
             raise
@@ -262,7 +258,7 @@ class JobService:
     async def _match(self, order: JobOrder, spec: JobSpec) -> Submitted:
         """Find the job that an identical order created, unless it must run again."""
         known, is_same = await self._find_existing(spec)
-        if known is not None and is_same and not await asyncio.to_thread(submissions.must_run_again, known, order):
+        if known is not None and is_same and not await asyncio.to_thread(job_records.must_run_again, known, order):
             return await self._continue(known, spec)
         unfinished = known is not None and known["state"] != JobState.COMPLETED
         if unfinished and not is_same and not order.restart:
@@ -341,10 +337,6 @@ class JobService:
     async def _record(self, job_id: str) -> sa.RowMapping:
         return await self._read(job_records.find, job_id)
 
-    def _files_of(self, record: sa.RowMapping) -> AbstractAsyncContextManager[JobFiles]:
-        """The files of a job, in the data directory: while it runs, its runner has brought them."""
-        return bring_files(self._stored, self._data_dir, record, is_running=bool(self._active.running(record["id"])))
-
     def _view(self, record: sa.RowMapping, errors: job_records.Errors) -> JobView:
         view = views.view_of(record, errors)
         runner = self._active.get(record["id"])
@@ -375,9 +367,10 @@ class JobService:
         record = await self._record(job_id)
         refuse_compacted(record, "--partial")
         spec = read_spec(record["spec"])
-        async with self._files_of(record) as files:
-            committed = await self._call(self._ledger.committed, spec.id)
-            return await publishing.write_partial(spec, files, committed, self._children.offload)
+        async with self._audits.use(record, is_running=self._is_running(spec.id)) as files:
+            committed = await self._commit_log.call_reader(self._ledger.committed, spec.id)
+            place = await self._audits.segments(spec)
+            return await publishing.write_partial(spec, files, place, committed, self._children.offload)
 
     # -- changes ------------------------------------------------------------------------------------------------------
 
@@ -391,7 +384,7 @@ class JobService:
 
     async def fail_rows(self, job_id: str) -> JobView:
         record = await self._record(job_id)
-        policies.check_rows_may_wait(read_spec(record["spec"]), record["state"])
+        orders.check_rows_may_wait(read_spec(record["spec"]), record["state"])
         await self.resume(record["id"])
         if (runner := self._active.running(record["id"])) is not None:
             runner.fail_rows()
@@ -415,11 +408,21 @@ class JobService:
         spec = read_spec(record["spec"])
         if record["cancelling"] is not None:
             return spec  # none of its rows will run
+        self._refuse_unshared(spec)
         code = await self._code_now(spec)
         if orders.has_run(record):
             orders.check_code(spec, code, "restore it and resume, or start over with --restart")
         await self._refuse_shared_output(spec, record)
         return msgspec.structs.replace(spec, code=code)
+
+    def _refuse_unshared(self, spec: JobSpec) -> None:
+        """Raises: InvalidInput for a small job of an owner without a cluster: no node sees where it is unpacked."""
+        if spec.is_small and self._space.is_shared:
+            raise InvalidInput(
+                f"the job {spec.id} began on a server without a cluster, and its files lie in the database: finish it "
+                "without [cluster], or submit it again",
+                code="not_shared",
+            )
 
     @staticmethod
     async def _code_now(spec: JobSpec) -> dict[str, str]:
@@ -470,7 +473,8 @@ class JobService:
                     f"the job {record['id']} is {record['state']}: only rows of an ended job are retried"
                 )
             refuse_compacted(record, "a retry")
-            spec = policies.without_past_deadline(read_spec(record["spec"]), self._clock.now())
+            spec = orders.without_past_deadline(read_spec(record["spec"]), self._clock.now())
+            self._refuse_unshared(spec)
             await self._refuse_shared_output(spec, record)
             # A retry uses the current code, which may have been fixed.
             runner = self._active.runner(msgspec.structs.replace(spec, code=await self._code_now(spec)))
@@ -487,7 +491,7 @@ class JobService:
                 raise InvalidTransition(f"the job {record['id']} is {record['state']}: nothing of it can be changed")
             spec = read_spec(record["spec"])
             runner = self._active.running(spec.id) or self._active.runner(spec)
-            await runner.amend(policies.amended(spec, change, self._clock.now()))
+            await runner.amend(orders.amended(spec, change, self._clock.now()))
         self._deadlines.changed()
         return await self.show(record["id"])
 
@@ -504,7 +508,7 @@ class JobService:
             await self._end_early(job_id, early_end.PAST_DEADLINE)
 
     async def _tidy(self) -> None:
-        await self._ledger.database.write(submissions.forget_old, self._clock.now())
+        await self._ledger.database.write(job_records.forget_old, self._clock.now())
 
     # -- jobs at providers --------------------------------------------------------------------------------------------
 
@@ -536,42 +540,30 @@ class JobService:
     async def verify(self, job_id: str) -> LedgerReport:
         record = await self._record(job_id)
         refuse_compacted(record, "an audit")
-        async with self._files_of(record):
-            order = await self._audit_order(read_spec(record["spec"]))
-            report = await self._audit("batchmill.jobs.ledger.audit:verify_offloaded", order, LedgerReport)
-        refuse_compacted(await self._record(record["id"]), "an audit")  # meanwhile: files were missed
+        report = await self._audits.verify(record, is_running=self._is_running(record["id"]))
+        # If it was compacted meanwhile, the audit missed files.
+        refuse_compacted(await self._record(record["id"]), "an audit")
         return report
 
-    async def _audit_order(self, spec: JobSpec) -> AuditOrder:
-        files = JobFiles(self._data_dir, spec.id)
-        before = await self._call(self._ledger.snapshot, spec.id)
-        return AuditOrder(spec, str(self._data_dir), files.segment_place, before)
-
-    async def _audit(self, function: str, order: AuditOrder, answer: type[Answer]) -> Answer:
-        offload, request = self._children.offload, msgspec.json.encode(order)
-        data = await offload(function, request, lambda _: None, stores=order.spec.uses_stores)
-        return msgspec.json.decode(data, type=answer)
+    def _is_running(self, job_id: str) -> bool:
+        return self._active.running(job_id) is not None
 
     async def rebuild(self, job_id: str) -> LedgerReport:
         spec = await self._spec_or_file(job_id)
         self._refuse_running(spec.id)
         if JobFiles(self._data_dir, spec.id).ending.exists():
             refuse_compacted(await self._record(spec.id), "a rebuild")
-        async with AsyncExitStack() as stack:
-            if self._stored.is_elsewhere:
-                await stack.enter_async_context(self._files_of(await self._record(spec.id)))
-            order = await self._audit_order(spec)
-            rebuilt = await self._audit("batchmill.jobs.repair:rebuild_offloaded", order, Rebuilt)
-        async with self._active.lock(spec.id):
+        async with self._audits.rebuild(spec) as (before, rebuilt), self._active.lock(spec.id):
             self._refuse_running(spec.id)
-            await self._call(self._ledger.replace, spec, order.before, rebuilt)
+            await self._audits.store_plans(spec)
+            await self._commit_log.write(self._ledger.replace, spec, before, rebuilt)
         report = await self.verify(spec.id)
         return msgspec.structs.replace(
             report, adopted=rebuilt.adopted, reopened=rebuilt.reopened, damaged=rebuilt.damaged
         )
 
     def _refuse_running(self, job_id: str) -> None:
-        if self._active.running(job_id) is not None:
+        if self._is_running(job_id):
             raise InvalidTransition(f"the job {job_id} is running: pause it before its ledger is rebuilt")
 
     async def _spec_or_file(self, job_id: str) -> JobSpec:
@@ -597,4 +589,5 @@ class JobService:
         if not at_once:
             await self._dispatcher.close()
         await self._children.close()
+        self._scratch.close()
         self._commit_log.close()

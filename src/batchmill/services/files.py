@@ -12,8 +12,9 @@ import hashlib
 import os
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -24,7 +25,10 @@ from batchmill import faults
 from batchmill.config import ServerEntry
 from batchmill.errors import Conflict, Gone, InvalidInput, UnknownName
 from batchmill.jobs.ledger import records as job_records
+from batchmill.jobs.ledger.files import RESULTS
 from batchmill.ports import Clock
+from batchmill.services import file_records
+from batchmill.services.file_records import FileQuery, FileRecord, unknown
 from batchmill.services.incoming import (
     FREE_BYTES_MIN,
     Disk,
@@ -43,120 +47,14 @@ from batchmill.store.quotas import refuse_beyond
 from batchmill.store.removals import ELSEWHERE, Removal
 from batchmill.store.segments import sync_folder
 from batchmill.store.stored_files import LocalFiles, StoredFiles, using
-from batchmill.store.tables import files, jobs
+from batchmill.store.tables import files
 from batchmill.types import JobView, ProjectQuotas
 from batchmill.wire.native import FILENAME_CHARS_MAX
 
 BATCH = "batch"  # the purpose of input files of jobs
-SHOWN_CHARS = 80  # of an unknown id, in a message
 
 
-class FileRecord(Struct, frozen=True):
-    """A file of a project. Times are seconds since the epoch, UTC."""
-
-    id: str
-    project: str
-    purpose: str
-    filename: str  # for display: never used in a path
-    bytes: int
-    sha256: str | None
-    created: float
-    expires: float | None
-    job: str | None  # the job, if the file is its result
-
-
-class FileQuery(Struct, frozen=True):
-    """Which files to list. None: no filter."""
-
-    project: str
-    now: float  # files that have expired by then are left out
-    limit: int
-    purpose: str | None = None
-    after: str | None = None
-    newest_first: bool = True
-
-
-class JobResults(Struct, frozen=True):
-    """The paths of a job's own result files, and the state that tells whether they are final."""
-
-    state: str
-    generation: int
-    paths: list[str]
-
-
-_FIELDS = [files.c[name] for name in FileRecord.__struct_fields__]
-
-
-def unknown(file_id: str) -> UnknownName:
-    return UnknownName(f"No such File object: {file_id[:SHOWN_CHARS]}", code="unknown_file")
-
-
-def find(db: sa.Connection, file_id: str) -> FileRecord | None:
-    row = db.execute(sa.select(*_FIELDS).where(files.c.id == file_id)).first()
-    return None if row is None else FileRecord(*row)
-
-
-def find_all(db: sa.Connection, file_ids: Sequence[str]) -> dict[str, FileRecord]:
-    rows = db.execute(sa.select(*_FIELDS).where(files.c.id.in_(file_ids)))
-    return {record.id: record for record in (FileRecord(*row) for row in rows)}
-
-
-def page(db: sa.Connection, query: FileQuery) -> list[FileRecord]:
-    """Return the files of the query, and one more if there is one. Raises: UnknownName for an unknown `after`."""
-    statement = sa.select(*_FIELDS).where(files.c.project == query.project, _is_live(query.now))
-    if query.purpose is not None:
-        statement = statement.where(files.c.purpose == query.purpose)
-    position = sa.tuple_(files.c.created, files.c.id)
-    if query.after is not None:
-        last = find(db, query.after)
-        if last is None or last.project != query.project:
-            raise unknown(query.after)
-        last_position = sa.tuple_(sa.literal(last.created), sa.literal(last.id))
-        statement = statement.where(position < last_position if query.newest_first else position > last_position)
-    order = (files.c.created.desc(), files.c.id.desc()) if query.newest_first else (files.c.created, files.c.id)
-    return [FileRecord(*row) for row in db.execute(statement.order_by(*order).limit(query.limit + 1))]
-
-
-def insert(db: sa.Connection, record: FileRecord) -> None:
-    db.execute(files.insert().values(msgspec.structs.asdict(record)))
-
-
-def insert_missing(db: sa.Connection, records: Sequence[FileRecord]) -> None:
-    """Insert the records that are missing. One thread writes, so no other write comes in between."""
-    existing = find_all(db, [record.id for record in records])
-    for record in records:
-        if record.id not in existing:
-            insert(db, record)
-
-
-def delete(db: sa.Connection, file_id: str) -> None:
-    db.execute(files.delete().where(files.c.id == file_id))
-
-
-def find_expired(db: sa.Connection, now: float, after: str, limit: int) -> list[FileRecord]:
-    """Return files that have expired, ordered by id, after the id `after`."""
-    statement = sa.select(*_FIELDS).where(files.c.expires <= now, files.c.id > after)
-    return [FileRecord(*row) for row in db.execute(statement.order_by(files.c.id).limit(limit))]
-
-
-def find_ids(db: sa.Connection, names: Sequence[str]) -> set[str]:
-    """Return those of `names` that are ids of files."""
-    return set(db.execute(sa.select(files.c.id).where(files.c.id.in_(names))).scalars())
-
-
-def results_of(db: sa.Connection, job_id: str) -> JobResults | None:
-    columns = (jobs.c.state, jobs.c.generation, jobs.c.output, jobs.c.errors_output)
-    row = db.execute(sa.select(*columns).where(jobs.c.id == job_id)).first()
-    if row is None:
-        return None
-    return JobResults(row.state, row.generation, [path for path in (row.output, row.errors_output) if path])
-
-
-def _is_live(now: float) -> sa.ColumnElement[bool]:
-    return files.c.expires.is_(None) | (files.c.expires > now)
-
-
-__all__ = ["BATCH", "FileRecord", "FileService", "FileWriter", "OpenFile", "Removal", "Result"]
+__all__ = ["BATCH", "FileService", "FileWriter", "OpenFile", "Removal", "Result"]
 
 WRITE_THREADS, READ_THREADS = 4, 4
 READ_BYTES = 1024 * 1024  # per read
@@ -165,12 +63,38 @@ SWEEP_MAX = 500  # files per query
 ARRIVING = ".incoming"
 EXPIRY = "the server, because it had expired,"  # who deleted a file, in messages
 Result = FileRecord | Removal | None
+FOUND_AT_ONCE = 1000  # files of one statement
 Within = Callable[[sa.Connection, FileRecord], None]
 OUTPUT = "batch_output"  # the purpose of result files
 
 
 def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(12)}"
+
+
+class _ResultFiles(Struct, frozen=True):
+    """The ids that the result files of an ended job have or will have, and the paths that they are adopted from."""
+
+    output: tuple[str, str | None]
+    errors: tuple[str, str | None]
+
+    @classmethod
+    def of(cls, view: JobView) -> Self:
+        has_error_file = view.errors_output is not None  # else the output holds failed rows too
+        output = view.output if view.rows_ok or not has_error_file else None
+        ids = [result_id(view.id, view.generation, which) for which in ("output", "errors")]
+        return cls((ids[0], output), (ids[1], view.errors_output))
+
+    @property
+    def ids(self) -> list[str]:
+        return [self.output[0], self.errors[0]]
+
+    def missing(self, found: Mapping[str, Result]) -> list[tuple[str, str]]:
+        """(id, path) of the files that have no record."""
+        return [(id_, path) for id_, path in (self.output, self.errors) if path is not None and id_ not in found]
+
+    def chosen(self, found: Mapping[str, Result]) -> tuple[Result, Result]:
+        return found.get(self.output[0]), found.get(self.errors[0])
 
 
 class FileService:
@@ -185,7 +109,7 @@ class FileService:
         self.stored = stored
         self.disk_quota = disk_quota or DiskQuota(database, data_dir, quotas)
         self._database, self._clock, self.limits, self.quotas = database, clock, limits, quotas
-        self._jobs_home = data_dir / "jobs"
+        self._jobs_home, self._results_home = data_dir / "jobs", data_dir / RESULTS
         self.home = data_dir / "files"
         self.free_bytes_min = FREE_BYTES_MIN
         self.disk, self._reading = Disk("files-write", WRITE_THREADS), Disk("files-read", READ_THREADS)
@@ -248,15 +172,15 @@ class FileService:
     # -- read -------------------------------------------------------------------------------------------------------
 
     async def get(self, project: str, file_id: str) -> FileRecord:
-        record = await self._database.read(find, file_id)
+        record = await self._database.read(file_records.find, file_id)
         now = self._clock.now()
         if record is None:
             removal = await self._database.read(removals.find, file_id)
-            raise removal.error() if removal is not None and removal.project == project else unknown(file_id)
+            raise (removal.error() if removal is not None and removal.project == project else unknown(file_id))
         if record.project != project:
             raise unknown(file_id)
         if record.expires is not None and record.expires <= now:
-            raise unknown(file_id) if record.job is None else _removal(record, EXPIRY, record.expires).error()
+            raise (unknown(file_id) if record.job is None else _removal(record, EXPIRY, record.expires).error())
         return record
 
     @contextlib.asynccontextmanager
@@ -302,7 +226,7 @@ class FileService:
     ) -> tuple[list[FileRecord], bool]:
         """Return a page of files, and whether there are more. Raises: UnknownName for an unknown `after`."""
         query = FileQuery(project, self._clock.now(), min(limit, PAGE_MAX), purpose, after, newest_first)
-        records = await self._database.read(page, query)
+        records = await self._database.read(file_records.page, query)
         return records[: query.limit], len(records) > query.limit
 
     # -- results ----------------------------------------------------------------------------------------------------
@@ -315,21 +239,28 @@ class FileService:
         """
         if not JobState(view.state).is_at_rest:
             return None, None
-        has_error_file = view.errors_output is not None  # else the output holds failed rows too
-        paths = {"output": view.output if view.rows_ok or not has_error_file else None, "errors": view.errors_output}
-        ids = {which: result_id(view.id, view.generation, which) for which in paths}
-        results = await self._database.read(_find_results, list(ids.values()))
-        if any(path is not None and ids[which] not in results for which, path in paths.items()):
+        files_of_job = _ResultFiles.of(view)
+        results = await self._database.read(_find_results, files_of_job.ids)
+        if files_of_job.missing(results):
             async with self._adopting.setdefault(view.id, asyncio.Lock()):
-                results = await self._database.read(_find_results, list(ids.values()))
-                for which, path in paths.items():
-                    if path is not None and ids[which] not in results:
-                        adopted = await self._adopt(view, ids[which], Path(path))
-                        results |= {} if adopted is None else {adopted.id: adopted}
-        return results.get(ids["output"]), results.get(ids["errors"])
+                results = await self._database.read(_find_results, files_of_job.ids)
+                for file_id, path in files_of_job.missing(results):
+                    adopted = await self._adopt(view, file_id, Path(path))
+                    results |= {} if adopted is None else {adopted.id: adopted}
+        return files_of_job.chosen(results)
+
+    async def find_results(self, views: Sequence[JobView]) -> dict[str, tuple[Result, Result]]:
+        """As `adopt_results` for many jobs at once: job -> its files, of those that have nothing to be adopted."""
+        wanted = {view.id: _ResultFiles.of(view) for view in views if JobState(view.state).is_at_rest}
+        ids = [file_id for files_of_job in wanted.values() for file_id in files_of_job.ids]
+        results: dict[str, Result] = {}
+        for first in range(0, len(ids), FOUND_AT_ONCE):
+            results |= await self._database.read(_find_results, ids[first : first + FOUND_AT_ONCE])
+        return {job: its.chosen(results) for job, its in wanted.items() if not its.missing(results)}
 
     async def _adopt(self, view: JobView, file_id: str, path: Path) -> Result:
-        if path.parent != self._jobs_home / view.id:
+        is_small = path.parent == self._results_home and path.name.startswith(f"{view.id}.")
+        if path.parent != self._jobs_home / view.id and not is_small:
             return None
         self._arriving.add(file_id)
         try:
@@ -337,7 +268,7 @@ class FileService:
             async with using(self.stored, path):
                 size_bytes = await self.disk.run(link, path, target)
                 await self.stored.link(path, target)
-            job = await self._database.read(results_of, view.id)
+            job = await self._database.read(file_records.results_of, view.id)
             if job is None or job.generation != view.generation or job.state != view.state:
                 await self.disk.run(target.unlink, missing_ok=True)  # a retry began: the next call adopts its results
                 await self.stored.remove(target)
@@ -347,7 +278,7 @@ class FileService:
                 await self._database.write(removals.insert, removal)
                 return removal
             record = result_record(view, file_id, path.suffixes, size_bytes)
-            await self._database.write(insert_missing, [record])
+            await self._database.write(file_records.insert_missing, [record])
             return record
         finally:
             self._arriving.discard(file_id)
@@ -388,7 +319,7 @@ class FileService:
     async def _remove_copies(self, record: FileRecord) -> None:
         """Remove the job's own copies first: otherwise `adopt_results` would create the deleted record again."""
         assert record.job is not None
-        results = await self._database.read(results_of, record.job)
+        results = await self._database.read(file_records.results_of, record.job)
         if results is not None and JobState(results.state).is_at_rest:
             home = self._jobs_home / record.job
             copies = [path for path in map(Path, results.paths) if path.parent == home]
@@ -410,7 +341,7 @@ class FileService:
     async def _sweep_expired(self) -> int:
         """Remove expired files. No new job can start to read one, so one query for readers per page is enough."""
         removed_count, after = 0, ""
-        while records := await self._database.read(find_expired, self._clock.now(), after, SWEEP_MAX):
+        while records := await self._database.read(file_records.find_expired, self._clock.now(), after, SWEEP_MAX):
             after = records[-1].id
             held_ids = set(self._holds)  # a job that is being created is stored a moment later
             paths_in_use = await self._database.read(job_records.in_use, [str(self.path(record)) for record in records])
@@ -428,7 +359,7 @@ class FileService:
         names = [name for name in names if name not in self._arriving]  # listed before the records are read
         for first in range(0, len(names), SWEEP_MAX):
             page_names = names[first : first + SWEEP_MAX]
-            recorded = await self._database.read(find_ids, page_names)
+            recorded = await self._database.read(file_records.find_ids, page_names)
             orphans = [self.home / name for name in page_names if name not in recorded]
             await self.disk.run(unlink_all, orphans)
             await self.stored.remove(*orphans)
@@ -517,18 +448,18 @@ def _insert(db: sa.Connection, record: FileRecord, within: Within | None, quota:
         db, files, quota, quota="files", project=record.project, way_out="delete some",
         where=files.c.job.is_(None),
     )  # fmt: skip
-    insert(db, record)
+    file_records.insert(db, record)
     if within is not None:
         within(db, record)
 
 
 def _find_results(db: sa.Connection, ids: Sequence[str]) -> dict[str, FileRecord | Removal]:
-    return {**removals.find_all(db, ids), **find_all(db, ids)}
+    return {**removals.find_all(db, ids), **file_records.find_all(db, ids)}
 
 
 def _forget(db: sa.Connection, record: FileRecord, by: str, now: float) -> None:
     """Delete a record. For a result, store who deleted it."""
-    delete(db, record.id)
+    file_records.delete(db, record.id)
     if record.job is not None:
         removals.insert(db, _removal(record, by, now))
 

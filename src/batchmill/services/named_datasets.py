@@ -32,7 +32,8 @@ from batchmill.datasets.sealing import seal_with_retry
 from batchmill.errors import BatchmillError, Conflict, InvalidInput, InvalidTransition, Refused, UnknownName
 from batchmill.jobs.intake import preview
 from batchmill.ports import Clock
-from batchmill.services.files import FileRecord, FileService, checked_filename
+from batchmill.services.file_records import FileRecord
+from batchmill.services.files import FileService, checked_filename
 from batchmill.services.incoming import run_to_completion
 from batchmill.services.links import LinkService
 from batchmill.store.database import Database

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -82,7 +82,16 @@ class ProjectJobs:
         if query.after is not None:
             await self._find_own(caller, query.after)
         views = await self._jobs.list(msgspec.structs.replace(query, project=caller.project))
+        await self._find_results(views)
         return [await self._with_results(view) for view in views]
+
+    async def _find_results(self, views: Sequence[JobView]) -> None:
+        """Find the results of the jobs of a list at once."""
+        unknown = [view for view in views if _key_of(view) not in self._results]
+        found = await self._files.find_results(unknown)
+        for view in unknown:
+            if view.id in found:
+                self._remember(view, found[view.id])
 
     async def watch(self, caller: Caller, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
         """As `ports.Jobs.watch`."""
@@ -169,21 +178,30 @@ class ProjectJobs:
         """
         if not JobState(view.state).is_at_rest:
             return view, NO_RESULTS
-        key = (view.id, view.generation, view.state)
-        result_ids = self._results.get(key)
+        result_ids = self._results.get(_key_of(view))
         if result_ids is None:
             try:
-                output, errors = await self._files.adopt_results(view)
+                results = await self._files.adopt_results(view)
             except StorageFull as error:
                 finalizing = msgspec.structs.replace(
                     view, state=JobState.FINALIZING, finished=None, message=error.message, reason="storage_full"
                 )
                 return finalizing, NO_RESULTS
-            result_ids = ResultIds(output.id if output else None, errors.id if errors else None)
-            self._results[key] = result_ids
-            if len(self._results) > CACHED_RESULTS_MAX:
-                self._results.popitem(last=False)
+            result_ids = self._remember(view, results)
         return view, result_ids
+
+    def _remember(self, view: JobView, results: tuple[Result, Result]) -> ResultIds:
+        output, errors = results
+        result_ids = self._results[_key_of(view)] = ResultIds(
+            output.id if output else None, errors.id if errors else None
+        )
+        if len(self._results) > CACHED_RESULTS_MAX:
+            self._results.popitem(last=False)
+        return result_ids
+
+
+def _key_of(view: JobView) -> tuple[str, int, str]:
+    return view.id, view.generation, view.state
 
 
 # -- previews ----------------------------------------------------------------------------------------------------------

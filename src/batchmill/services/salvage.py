@@ -27,7 +27,8 @@ from batchmill.jobs.ledger.files import JobFiles, read_spec
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.ledger.plan import PLAN
 from batchmill.services import backups
-from batchmill.services.files import BATCH, FileRecord
+from batchmill.services.file_records import FileRecord
+from batchmill.services.files import BATCH
 from batchmill.states import JobState
 from batchmill.store import schema as schema_version
 from batchmill.store.damaged_database import DamagedDatabase, Row, in_sql, is_sound
@@ -206,7 +207,7 @@ class _Salvage:
             ]  # the others were deleted
         if table.name == "jobs":
             missing = [
-                row for row in missing if JobFiles(self._data_dir, row[0]).spec.exists()
+                row for row in missing if JobFiles(self._data_dir, row[0]).spec.exists() or _is_small(table, row)
             ]  # the others were removed
             self._from_backup = {row[0] for row in missing}
         return missing
@@ -299,15 +300,19 @@ class _Salvage:
             return False  # none of its rows ran
         if spec.id in self._from_backup:
             return True
-        return bool(
-            audit.verify(AuditOrder(spec, str(self._data_dir), files.segment_place, before), lambda _: None).broken
-        )
+        order = AuditOrder(spec, str(self._data_dir), files.segment_place, before)
+        return bool(audit.verify(order, lambda _: None).broken)
 
     def report(self) -> SalvageReport:
         return SalvageReport(
             is_sound=False, tables=self._tables, backup=None if self._backup is None else str(self._backup),
             rebuilt=self._rebuilt, failed=self._failed,
         )  # fmt: skip
+
+
+def _is_small(table: sa.Table, row: Row) -> bool:
+    """Whether a job has no folder of its own. That it was removed is known from the table of removals alone."""
+    return read_spec(bytes(row[list(table.columns).index(table.c.spec)])).is_small
 
 
 def move_aside(data_dir: Path, database: Path, work: Path) -> list[str]:

@@ -16,7 +16,8 @@ from msgspec import Struct
 
 from batchmill.errors import InvalidInput, InvalidTransition, TooLarge, UnknownName
 from batchmill.ports import Clock
-from batchmill.services.files import FileRecord, FileService, checked_filename, new_id
+from batchmill.services.file_records import FileRecord
+from batchmill.services.files import FileService, checked_filename, new_id
 from batchmill.services.incoming import names_in, run_to_completion, unlink_all
 from batchmill.store.database import Database
 from batchmill.store.disk_room import Writing

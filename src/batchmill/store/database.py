@@ -8,9 +8,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import sqlalchemy as sa
 
@@ -20,19 +19,12 @@ from batchmill.store import tables as dataset_tables
 from batchmill.store import tables as llm_tables
 from batchmill.store import tables as service_tables
 from batchmill.store.sqlite import SqliteBackend
+from batchmill.store.transactions import JoiningTransactions, SharedTransactions, Transactions
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 __all__ = ["Backend", "Database", "connector_tables", "dataset_tables", "llm_tables", "service_tables"]
-
-
-class Writer(Protocol):
-    """Begins writing transactions."""
-
-    def begin(self) -> AbstractContextManager[sa.Connection]:
-        """A transaction that is committed where its context is left without an error."""
-        ...
 
 
 class Backend(Protocol):
@@ -41,7 +33,7 @@ class Backend(Protocol):
     reader_threads: int
 
     @property
-    def writer(self) -> Writer: ...
+    def writer(self) -> Transactions: ...
 
     @property
     def reader(self) -> sa.Engine: ...
@@ -78,19 +70,26 @@ class Database:
         Raises: InvalidConfig for a file of another version, or one that cannot be opened.
         """
         self._backend: Backend = SqliteBackend(at) if isinstance(at, Path) else at
-        self.writer, self.reader = self._backend.writer, self._backend.reader
+        self.writer, self.reader = JoiningTransactions(self._backend.writer), self._backend.reader
         self.owned_s, self.term_path = self._backend.owned_s, self._backend.term_path
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="database-write")
         self._reading = ThreadPoolExecutor(self._backend.reader_threads, thread_name_prefix="database-read")
+        self._writes = SharedTransactions(self.writer.share, self._translated, self._writing)
+        self._reads = SharedTransactions(self.reader.begin, self._translated, self._reading)
         self._closed = False
 
     async def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `function(db, ...)` in one transaction. Raises: StorageFull when the disk is full, LedgerBroken."""
-        return await self.call(_write, self.writer, function, *args, **kwargs)
+        """Run `function(db, ...)` in a transaction, which it may share with others that wait, and may be called again.
+
+        Raises: StorageFull when the disk is full, LedgerBroken.
+        """
+        self._refuse_closed()
+        return await self._writes.call(lambda db: function(db, *args, **kwargs))
 
     async def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `function(db, ...)` on the last committed state. It must not write."""
-        return await self.call_reader(_read, self.reader, function, *args, **kwargs)
+        self._refuse_closed()
+        return await self._reads.call(lambda db: function(db, *args, **kwargs))
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function that opens its own transactions on `writer`, in the writer thread.
@@ -104,12 +103,18 @@ class Database:
         return await self._run(self._reading, lambda: function(*args, **kwargs))
 
     async def _run(self, thread: ThreadPoolExecutor, call: Callable[[], T]) -> T:
-        if self._closed:
-            raise LedgerBroken("the database is closed")
+        self._refuse_closed()
+        return await asyncio.get_running_loop().run_in_executor(thread, self._translated, call)
+
+    def _translated(self, call: Callable[[], T]) -> T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(thread, self._backend.run, call)
+            return self._backend.run(call)
         except sa.exc.SQLAlchemyError as error:
             raise self._backend.translate(error) from error
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise LedgerBroken("the database is closed")
 
     def close(self) -> None:
         """Wait for running work, and close."""
@@ -118,13 +123,3 @@ class Database:
         self._writing.shutdown(wait=True)
         self._reading.shutdown(wait=True)
         self._backend.close()
-
-
-def _write(writer: Writer, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    with writer.begin() as db:
-        return function(db, *args, **kwargs)
-
-
-def _read(reader: sa.Engine, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    with reader.begin() as db:
-        return function(db, *args, **kwargs)

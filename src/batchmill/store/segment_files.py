@@ -9,9 +9,8 @@ from collections import OrderedDict
 from pathlib import Path
 
 from batchmill.errors import BatchmillError
-from batchmill.ports import SegmentSource
 from batchmill.store.segments import SegmentHead, head_bytes, sync_folder
-from batchmill.types import SegmentPlace, SegmentRef
+from batchmill.types import SegmentRef
 
 SEGMENT_BYTES_MAX = 128 * 1024 * 1024  # a worker begins another file beyond this
 SEGMENTS_OPEN_MAX = 64  # by one source
@@ -185,8 +184,3 @@ class SegmentFolder:
             os.close(self._open.popitem(last=False)[1])
         self._open[name] = os.open(self._folder / name, os.O_RDONLY | os.O_CLOEXEC)
         return self._open[name]
-
-
-def open_segments(place: SegmentPlace) -> SegmentSource:
-    """The segments of a job, for reading. Close it."""
-    return SegmentFolder(Path(place.folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +19,9 @@ T = TypeVar("T")
 DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 # Errors of the disk or file system, which do not indicate a damaged database.
 _OF_THE_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+
+
+PROBE_BYTES = 64 * 1024
 
 
 class SqliteBackend:
@@ -35,6 +39,7 @@ class SqliteBackend:
         except OSError as error:
             failure = InvalidConfig(f"the database {path} cannot be opened: {error.strerror}")
             raise to_storage_error(error) or failure from None
+        self._folder = path.parent
         self.writer = _open(path, "BEGIN IMMEDIATE")
         try:
             with self.writer.begin() as db:
@@ -65,11 +70,10 @@ class SqliteBackend:
         self.reader.dispose()
         self.writer.dispose()
 
-    @staticmethod
-    def translate(error: sa.exc.SQLAlchemyError) -> BatchmillError:
+    def translate(self, error: sa.exc.SQLAlchemyError) -> BatchmillError:
         """The error for people."""
         text = str(getattr(error, "orig", None) or error)
-        if _code(error) == sqlite3.SQLITE_FULL:
+        if _code(error) == sqlite3.SQLITE_FULL or (_code(error) == sqlite3.SQLITE_IOERR and _is_full(self._folder)):
             return StorageFull(f"the ledger cannot be written: {text}; make room and resume the job")
         if _code(error) in DAMAGED:
             return LedgerBroken(
@@ -108,6 +112,18 @@ def _open_error(path: Path, error: sa.exc.DatabaseError) -> BatchmillError:
             code="database_damaged",
         )
     return InvalidConfig(message)
+
+
+def _is_full(folder: Path) -> bool:
+    """Whether a write fails for want of room. SQLite says so of a full disk, and not of a quota or a limit of files."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            left = PROBE_BYTES
+            while left:
+                left -= file.write(bytes(left))
+    except OSError as error:
+        return isinstance(to_storage_error(error), StorageFull)
+    return False
 
 
 def _code(error: sa.exc.SQLAlchemyError) -> int:

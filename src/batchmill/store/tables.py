@@ -1,6 +1,7 @@
 """The tables of a data directory: one SQLAlchemy Core schema for SQLite and PostgreSQL.
 
-The database holds jobs and commit records, never rows: its size goes with the number of commits. What a server keeps
+The database holds jobs and commit records; of small jobs also the index of their rows and the outcomes. The rows of
+others are never in it: its size goes with the number of commits. What a server keeps
 besides (files, keys, webhooks) is in `service_tables`,
 connectors and what belongs to them in `connector_tables`; how a database is opened, in `database`.
 """
@@ -120,6 +121,22 @@ commits = Table(
     Column("rows_ok", Integer, nullable=False),
     Column("rows_failed", Integer, nullable=False),
     Column("cost", Float),
+)
+
+outcome_blocks = Table(  # of small jobs: the blocks that a commit carried; they lie in no file
+    "outcome_blocks",
+    metadata,
+    Column("job", String(64), primary_key=True),
+    Column("segment", String(128), primary_key=True),
+    Column("offset", BigInteger, primary_key=True),
+    Column("blocks", LargeBinary, nullable=False),
+)
+
+packed_jobs = Table(  # of small jobs: the files of their dataset and plans
+    "packed_jobs",
+    metadata,
+    Column("job", String(64), primary_key=True),
+    Column("files", LargeBinary, nullable=False),  # path below the job's folder -> bytes, as msgpack
 )
 
 notes = Table(  # what an engine must recover after a crash: the provider's jobs for the rows of a shard

@@ -94,7 +94,8 @@ class SegmentRef(Struct, frozen=True):
 class SegmentPlace(Struct, frozen=True):
     """Where the segments of a job are, for their readers."""
 
-    folder: str
+    folder: str  # of its segment files
+    blocks: dict[str, list[tuple[int, bytes]]] = {}  # segment in the database -> (offset, bytes) of its blocks
 
 
 class Commit(Struct, frozen=True):

@@ -33,6 +33,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     part_rows: int | None = None
     replaced_job: str | None = None  # whose manifest in the output folder this job's may replace
     used: list[str] = []  # names of the models and adapters of its rows; set when a frontend's job is planned
+    is_small: bool = False  # its dataset, plans and outcomes lie in the database: see jobs/ledger/packed.py
     routing: dict[str, list[str]] = {}  # model name -> why its route was chosen; only of models with several routes
 
     @property

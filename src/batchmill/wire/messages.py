@@ -19,6 +19,7 @@ from batchmill.types import (
     LiveRequest,
     ModelSpec,
     Provision,
+    SegmentPlace,
     SegmentRef,
 )
 from batchmill.types.models import Charge, Poison, Suspect
@@ -50,7 +51,8 @@ class Open(Struct, frozen=True, tag="open"):
     identity: str
     form: OpenAIForm | TableForm
     dataset: str  # folder of the sealed dataset
-    segments: str  # folder to write outcomes to
+    segments: SegmentPlace  # where to write outcomes to
+    is_small: bool = False  # commits carry the outcomes
     adapters: AdapterSet = AdapterSet()
     project: str = ""
     stores: dict[str, str] = {}  # the variables that its object stores are reached with; not shown in any log

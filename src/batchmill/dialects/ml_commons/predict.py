@@ -34,7 +34,7 @@ from batchmill.server.bodies import parse_json, parse_object
 from batchmill.server.json_inspection import VALUES_MAX, inspect
 from batchmill.server.operations import Call, Operation
 from batchmill.server.replies import run_until_disconnect, whole_answer
-from batchmill.services.files import FileRecord
+from batchmill.services.file_records import FileRecord
 from batchmill.services.model_rows import ServedModel
 from batchmill.services.remote import model_fields
 from batchmill.services.remote.models import AUTO, BATCH, ONLINE

@@ -162,7 +162,6 @@ def estimate(order: EstimateOrder, progress: Callable[[float], None]) -> Estimat
         samples = list(_samples(order.spec, reader, rows, progress))
     finally:
         rows.close()
-        reader.close()
     plan, models = reader.plan, [sample.estimate() for sample in samples]
     known = [sample for sample in samples if sample.counter is not None]
     sizes = [target for target in plan.targets if target.input_bytes]

@@ -16,6 +16,7 @@ from batchmill.datasets import sealing, sources
 from batchmill.errors import InvalidInput, InvalidTransition, ModelFailed
 from batchmill.jobs.intake import fetching
 from batchmill.jobs.ledger.files import JobFiles, is_folder, read_spec, result_exists
+from batchmill.jobs.ledger.packed import may_be_small
 from batchmill.jobs.results.output_folders import read_manifest
 from batchmill.jobs.results.results import check_kind, check_output, errors_of, stored_name
 from batchmill.models import functions, registry
@@ -130,6 +131,7 @@ def describe(order: JobOrder, now: float) -> JobSpec:
         project=order.project,
         labels=order.labels,
         origin=order.origin,
+        is_small=order.origin is not None and order.output is None and may_be_small(order.dataset),
     )
 
 

@@ -15,7 +15,7 @@ from batchmill.jobs.ledger import plan
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.outcome_map import FAILED, OK, put
 from batchmill.ports import SegmentSource
-from batchmill.store.segment_files import open_segments
+from batchmill.store.segment_blocks import open_segments
 from batchmill.store.segments import read_ref
 from batchmill.types import SegmentPlace, SegmentRef
 from batchmill.wire.job_spec import JobSpec
@@ -26,6 +26,7 @@ class RetryOrder(Struct, frozen=True):
 
     spec: JobSpec
     data_dir: str
+    scratch: str | None  # of a small job: see JobFiles
     segments: SegmentPlace
     committed: list[tuple[int, SegmentRef]]  # the oldest generation first
     generation: int  # that is to be opened
@@ -42,12 +43,14 @@ class Opened(Struct, frozen=True):
 async def plan_retry(
     spec: JobSpec,
     files: JobFiles,
+    segments: SegmentPlace,
     blocks: list[tuple[int, SegmentRef]],
     generation: int,
     offload: Callable[..., Awaitable[bytes]],
 ) -> Opened:
     """Plan a retry in a child process. Raises: InvalidTransition where there is no row to run."""
-    order = RetryOrder(spec, str(files.data_dir), files.segment_place, blocks, generation)
+    scratch = None if files.scratch is None else str(files.scratch)
+    order = RetryOrder(spec, str(files.data_dir), scratch, segments, blocks, generation)
     answer = await offload(
         "batchmill.jobs.intake.retry_plan:plan_retry_offloaded", msgspec.json.encode(order), lambda _: None
     )
@@ -60,7 +63,8 @@ async def plan_retry(
 def plan_retry_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: RetryOrder in, Opened out, both as JSON."""
     request = msgspec.json.decode(order, type=RetryOrder)
-    files = JobFiles(Path(request.data_dir), request.spec.id)
+    scratch = None if request.scratch is None else Path(request.scratch)
+    files = JobFiles(Path(request.data_dir), request.spec.id, scratch)
     with closing(open_segments(request.segments)) as segments:
         return msgspec.json.encode(plan_failed(request.spec, files, segments, request.committed, request.generation))
 
@@ -79,16 +83,13 @@ def plan_failed(
 ) -> Opened:
     """Write the plan of `generation` and return its counts. Nothing is written if no row can run."""
     first = plan.PlanReader(files.plan(0))
-    try:
-        state = outcomes(segments, blocks, first.plan.rows)
-        settled = Counter(refused.code for refused in plan.iter_rejected(files.dataset))
-        done = state.count(OK)
-        rows = first.leaders - done
-        if rows:
-            home = files.plan(generation)
-            home.mkdir(parents=True, exist_ok=True)
-            sizes = [plan.shard_rows(model, rows) for model in spec.models]
-            plan.plan_again(first, lambda number: state[number] != OK, sizes, home)
-        return Opened(rows, done, dict(settled))
-    finally:
-        first.close()
+    state = outcomes(segments, blocks, first.plan.rows)
+    settled = Counter(refused.code for refused in plan.iter_rejected(files.dataset))
+    done = state.count(OK)
+    rows = first.leaders - done
+    if rows:
+        home = files.plan(generation)
+        home.mkdir(parents=True, exist_ok=True)
+        sizes = [plan.shard_rows(model, rows) for model in spec.models]
+        plan.plan_again(first, lambda number: state[number] != OK, sizes, home)
+    return Opened(rows, done, dict(settled))

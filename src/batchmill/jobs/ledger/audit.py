@@ -25,7 +25,7 @@ from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, newe
 from batchmill.jobs.ledger.plan import PLAN, Progress
 from batchmill.jobs.ledger.snapshot import CommitRecord, ShardRecord, Snapshot
 from batchmill.states import JobState
-from batchmill.store.segment_files import open_segments
+from batchmill.store.segment_blocks import open_segments
 from batchmill.store.segments import Block, read_head, read_ref, sync_folder, where
 from batchmill.types import LedgerReport, SegmentPlace, SegmentRef, Usage
 from batchmill.wire.job_spec import JobSpec
@@ -114,6 +114,11 @@ class AuditOrder(Struct, frozen=True):
     data_dir: str
     segments: SegmentPlace
     before: Snapshot
+    scratch: str | None = None  # of a small job: see JobFiles
+
+    @property
+    def files(self) -> JobFiles:
+        return JobFiles(Path(self.data_dir), self.spec.id, None if self.scratch is None else Path(self.scratch))
 
 
 class BreachList:
@@ -157,8 +162,9 @@ def verify(order: AuditOrder, progress: Progress) -> LedgerReport:
 class _Audit:
     def __init__(self, order: AuditOrder) -> None:
         self._spec, self._before = order.spec, order.before
-        self._files = JobFiles(Path(order.data_dir), order.spec.id)
+        self._files = order.files
         self._segments = open_segments(order.segments)
+        self._stored = order.segments.blocks.keys()
         self._found = BreachList()
         self._maps: dict[int, OutcomeMap] = {}
         self._shards = {(shard.generation, shard.shard): shard for shard in order.before.shards}
@@ -225,7 +231,7 @@ class _Audit:
             if commit.offset < ends.get(commit.segment, 0):
                 self._found.add(f"{commit.segment}: bytes from {commit.offset} on are committed twice")
             ends[commit.segment] = max(ends.get(commit.segment, 0), commit.offset + commit.length)
-        for name in ends:
+        for name in ends.keys() - self._stored:  # those in the database are stored with their job, and have no head
             try:
                 head = read_head(self._segments, name)
             except FileNotFoundError:
@@ -321,8 +327,6 @@ class _Audit:
         )
 
     def close(self) -> None:
-        for outcomes in self._maps.values():
-            outcomes.close()
         self._segments.close()
 
 

@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from msgspec import Struct
 
+from batchmill import faults
 from batchmill.errors import BatchmillError, DatabaseUnavailable, LedgerBroken
 from batchmill.jobs.ledger.ledger import Ledger, ShardNote, Verdict
 from batchmill.models import redaction
@@ -66,8 +67,18 @@ class CommitLog:
         """Whether the ledger has failed and nothing is counted any more."""
         return self._broken is not None
 
+    async def write(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a method of the ledger that is one transaction, which it may share with others that wait.
+
+        Raises: as `call`.
+        """
+        return await self.ledger.database.write(lambda _: function(*args, **kwargs))
+
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a method of the ledger that writes. Raises: StorageFull when the disk is full, LedgerBroken."""
+        """Run a method of the ledger that begins its own transactions.
+
+        Raises: StorageFull when the disk is full, LedgerBroken.
+        """
         return await self.ledger.database.call(function, *args, **kwargs)
 
     async def call_reader(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -124,7 +135,7 @@ class CommitLog:
             return
         began = time.perf_counter()
         try:
-            verdicts = await self.call(self.ledger.commit, [(entry.commit, entry.cost) for entry in entries])
+            verdicts = await self.write(self.ledger.commit, [(entry.commit, entry.cost) for entry in entries])
         except Exception as error:  # a bug over one commit must not end the line for all jobs
             if len(entries) > 1 and not isinstance(error, DatabaseUnavailable):
                 for entry in entries:
@@ -135,6 +146,7 @@ class CommitLog:
             for entry in entries:
                 self._resolve(entry, error)
             return
+        faults.point("after_commit")
         for listener in self._listeners:
             listener(len(entries), time.perf_counter() - began)
         for entry, verdict in zip(entries, verdicts, strict=True):
@@ -146,7 +158,8 @@ class CommitLog:
         kept: dict[int, bool | BatchmillError] = {}
         if wanted:
             try:
-                answers = await self.call(self.ledger.keep_notes, [entry.note for entry in wanted])
+                answers = await self.write(self.ledger.keep_notes, [entry.note for entry in wanted])
+                faults.point("after_note")
                 kept = {id(entry): is_kept for entry, is_kept in zip(wanted, answers, strict=True)}
             except BatchmillError as error:
                 kept = {id(entry): error for entry in wanted}

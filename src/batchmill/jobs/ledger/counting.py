@@ -16,7 +16,8 @@ from msgspec import Struct, field
 from batchmill.errors import LedgerBroken
 from batchmill.states import ENDED
 from batchmill.store.positions import unpack_positions
-from batchmill.store.tables import commits, jobs, shards
+from batchmill.store.segment_blocks import CARRIED
+from batchmill.store.tables import commits, jobs, outcome_blocks, shards
 from batchmill.types import Commit
 
 ShardKey = tuple[str, int, int]  # job, generation, shard
@@ -66,6 +67,7 @@ class CommitBatch:
         self._db = db
         self._shards: dict[ShardKey, _Shard] = {}
         self._rows: dict[tuple[ShardKey, int], dict[str, Any]] = {}  # of the table of commits
+        self._blocks: list[dict[str, Any]] = []  # that commits of small jobs carried
         self.jobs: defaultdict[str, JobSums] = defaultdict(JobSums)
         for found in db.execute(_STATES.where(_KEY.in_(sorted({key_of(each) for each in batch})))):
             is_open = found.state not in ENDED and found.job_generation == found.generation
@@ -88,6 +90,8 @@ class CommitBatch:
             raise LedgerBroken(
                 f"job {key[0]}, shard {key[2]}: a commit of {n} rows overlaps the {shard.done} counted already"
             )
+        if commit.ref.segment.endswith(CARRIED) and len(commit.blocks) != commit.ref.length:
+            raise LedgerBroken(f"job {key[0]}, shard {key[2]}: a commit lacks the blocks that it names")
         shard.bitmap |= fresh
         shard.done += n
         shard.seq += 1
@@ -96,6 +100,9 @@ class CommitBatch:
             "segment": commit.ref.segment, "offset": commit.ref.offset, "length": commit.ref.length,
             "rows_ok": commit.rows_ok, "rows_failed": commit.rows_failed, "cost": cost,
         }  # fmt: skip
+        if commit.blocks:
+            place = {"job": key[0], "segment": commit.ref.segment, "offset": commit.ref.offset}
+            self._blocks.append(place | {"blocks": commit.blocks})
         self._sum(commit, cost)
         return True
 
@@ -144,6 +151,8 @@ class CommitBatch:
         if self._db.execute(_CHANGE, changed).rowcount != len(changed):
             raise LedgerBroken("a shard has changed while its commits were counted: another process writes the ledger")
         self._db.execute(commits.insert(), list(self._rows.values()))
+        if self._blocks:
+            self._db.execute(outcome_blocks.insert(), self._blocks)
         for job_id, job in self.jobs.items():
             values: dict[str, Any] = {name: jobs.c[name] + value for name, value in job.sums.items()}
             if job.cost is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
 from collections.abc import Container, Iterable, Iterator, Sequence
@@ -19,9 +20,15 @@ from batchmill.store.segments import sync_folder
 from batchmill.types import SegmentPlace
 from batchmill.wire.job_spec import JobSpec
 
+RESULTS = "results"  # the folder of the results of small jobs
+PARTIAL = "partial"  # the folder of results of unfinished jobs, which their readers remove
 BUFFER_BYTES = 1024 * 1024  # small writes are gathered up to this size
 MANIFEST_NAME = "manifest.json"  # of results in a folder
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+REMEMBERED_BYTES_MAX = 8 * 1024  # of a description; longer ones are read each time
+
+_specs = msgspec.json.Decoder(JobSpec)
 
 
 class Digest(Protocol):
@@ -160,9 +167,14 @@ def result_exists(path: str) -> bool:
 
 
 class JobFiles:
-    def __init__(self, data_dir: Path, job_id: str) -> None:
-        self.data_dir = data_dir
-        self.home = data_dir / "jobs" / job_id
+    """The paths of a job.
+
+    Args: scratch: where the files of a small job are while somebody works on it; None: it is not small.
+    """
+
+    def __init__(self, data_dir: Path, job_id: str, scratch: Path | None = None) -> None:
+        self.data_dir, self.scratch, self._job_id = data_dir, scratch, job_id
+        self.home = (scratch or data_dir) / "jobs" / job_id
 
     @property
     def spec(self) -> Path:
@@ -179,7 +191,7 @@ class JobFiles:
 
     @property
     def segments(self) -> Path:
-        return self.home / "segments"
+        return self.data_dir / "jobs" / self._job_id / "segments"
 
     @property
     def segment_place(self) -> SegmentPlace:
@@ -189,8 +201,18 @@ class JobFiles:
         """The plan of a generation: the first runs every row, a later one those that failed."""
         return self.home / f"plan-{generation}"
 
+    def output(self, name: str) -> Path:
+        """Where the results stay if the caller names no place. Those of small jobs share a folder."""
+        return self.home / name if self.scratch is None else self.data_dir / RESULTS / f"{self._job_id}.{name}"
+
+    def partial(self, name: str) -> Path:
+        """Where results that are asked for before the end are until they have been read."""
+        return self.data_dir / PARTIAL / f"{self._job_id}.{name}"
+
     def write_spec(self, spec: JobSpec) -> None:
-        """Create the job's folders and write `job.json`, durably."""
+        """Create the job's folders and write `job.json`, durably. That of a small job is in the database alone."""
+        if spec.is_small:
+            return
         is_first = not self.home.parent.exists()
         for folder in (self.dataset, self.segments, self.plan(0)):
             folder.mkdir(parents=True, exist_ok=True)
@@ -245,5 +267,10 @@ def sweep_orphans(data_dir: Path, known: Container[str]) -> None:
 
 
 def read_spec(data: bytes) -> JobSpec:
-    """Read `job.json`."""
-    return msgspec.json.decode(data, type=JobSpec)
+    """Read `job.json`, which many requests about one job ask for. Nobody changes what its lists hold."""
+    return _read_short(data) if len(data) <= REMEMBERED_BYTES_MAX else _specs.decode(data)
+
+
+@functools.lru_cache(maxsize=256)
+def _read_short(data: bytes) -> JobSpec:
+    return _specs.decode(data)

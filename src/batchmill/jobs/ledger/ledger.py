@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import msgspec
 import sqlalchemy as sa
@@ -20,12 +20,13 @@ from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger import snapshot as ledger_snapshot
 from batchmill.jobs.ledger.counting import CommitBatch
 from batchmill.jobs.ledger.files import read_spec
+from batchmill.jobs.ledger.packed import store as store_packed
 from batchmill.jobs.ledger.snapshot import Rebuilt, Snapshot
 from batchmill.states import ENDED, NEXT, JobState
 from batchmill.store.database import Database
 from batchmill.store.portable import greatest
 from batchmill.store.segments import Span, merged
-from batchmill.store.tables import commits, error_counts, jobs, notes, shards
+from batchmill.store.tables import commits, error_counts, jobs, notes, outcome_blocks, shards
 from batchmill.types import Commit, Lease, RemoteJob, SegmentRef, Shard
 from batchmill.wire.job_spec import JobSpec
 
@@ -206,22 +207,26 @@ class Ledger:
         job_id: str,
         state: JobState,
         *,
-        via: JobState | None = None,
+        via: Sequence[JobState] = (),
+        packed: bytes | None = None,
         errors: dict[str, tuple[int, str]] | None = None,
         **fields: object,
     ) -> None:
-        """Move a job to another state, through `via`, and set fields. Raises: InvalidTransition.
+        """Move a job to another state, through those of `via`, and set fields. Raises: InvalidTransition.
 
-        `errors` replaces the error counts: a gathered result knows them exactly, followers included. No time that is
-        set lies before one that the job has: the clock may have been set back.
+        `packed`: the files of a small job. `errors` replaces the error counts: a gathered result knows them exactly,
+        followers included. No time that is set lies before one that the job has: the clock may have been set back.
         """
-        assert via is None or state in NEXT[via], f"{via} is never followed by {state}"
+        path = [*via, state]
+        assert all(b in NEXT[a] for a, b in pairwise(path)), f"{path} are never followed in this order"
         with self._engine.begin() as db:
-            _check_next(db, job_id, via or state)
+            _check_next(db, job_id, path[0])
             times = {name: _after_all(value) for name, value in fields.items() if name in _TIMES}
             db.execute(jobs.update().where(jobs.c.id == job_id).values(state=state, **(fields | times)))
             if isinstance(spec := fields.get("spec"), bytes):
                 ledger_snapshot.note_models(db, read_spec(spec))
+            if packed is not None:
+                store_packed(db, job_id, packed)
             if errors is not None:
                 _replace_errors(db, job_id, errors)
 
@@ -270,15 +275,12 @@ class Ledger:
     def lease(self, job_id: str, generation: int, shard: Shard) -> LeasedShard:
         """Raise the shard's epoch: commits of earlier holders are refused from now on."""
         (leased,) = self.lease_all(job_id, generation, [(shard, 0)])
-        faults.point("after_lease")
         return leased
 
     def lease_each(self, wanted: Sequence[tuple[str, int, Shard]]) -> list[LeasedShard]:
         """As `lease` for shards of several jobs: (job, generation, shard)."""
         with self._engine.begin() as db:
-            found = [_lease_one(db, Lease(job, generation, s.number, 0), s) for job, generation, s in wanted]
-        faults.point("after_lease")
-        return found
+            return [_lease_one(db, Lease(job, generation, s.number, 0), s) for job, generation, s in wanted]
 
     def lease_all(self, job_id: str, generation: int, wanted: Sequence[tuple[Shard, int]]) -> list[LeasedShard]:
         """Lease shards, each above an epoch that was seen: its blocks may be newer than a ledger that was restored."""
@@ -322,15 +324,12 @@ class Ledger:
             for job_id, job in counted.jobs.items():
                 _count_errors(db, job_id, job.errors, job.samples)
             faults.point("in_commit")
-        faults.point("after_commit")
         return verdicts
 
     def keep_notes(self, batch: Sequence[ShardNote]) -> list[bool]:
         """Store notes whose lease is still valid, in one transaction; return which were stored."""
         with self._engine.begin() as db:
-            kept = [keep(db, note) for note in batch]
-        faults.point("after_note")
-        return kept
+            return [keep(db, note) for note in batch]
 
     # -- segments -----------------------------------------------------------------------------------------------------
 
@@ -354,6 +353,15 @@ class Ledger:
         with self._reader.connect() as db:
             by_segment = groupby(db.execute(query), key=lambda found: found[0])
             return {segment: merged((start, end) for _, start, end in found) for segment, found in by_segment}
+
+    def blocks(self, job_id: str) -> dict[str, list[tuple[int, bytes]]]:
+        """Segment -> (offset, bytes) of the blocks that commits of a small job carried."""
+        query = sa.select(outcome_blocks).where(outcome_blocks.c.job == job_id)
+        found: dict[str, list[tuple[int, bytes]]] = {}
+        with self._reader.connect() as db:
+            for stored in db.execute(query):
+                found.setdefault(stored.segment, []).append((stored.offset, bytes(stored.blocks)))
+        return found
 
     def snapshot(self, job_id: str) -> Snapshot:
         """Everything that the ledger has of a job."""

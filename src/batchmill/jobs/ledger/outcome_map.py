@@ -11,14 +11,13 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger.counting import mask_of
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.ledger import LeasedShard, Ledger, Verdict
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.ports import SegmentSource
 from batchmill.store.positions import pack_positions
-from batchmill.store.segment_files import open_segments
+from batchmill.store.segment_blocks import open_segments
 from batchmill.store.segments import Block, gaps_of, read_block, read_head, read_payload, salvage
 from batchmill.types import Commit, SegmentRef, Shard
 from batchmill.wire.job_spec import JobSpec
@@ -70,11 +69,7 @@ class OutcomeMap:
     def __init__(self, home: Path, generation: int, segments: SegmentSource) -> None:
         self.generation = generation
         self.plan = PlanReader(home)
-        try:
-            self.plan.check()
-        except LedgerBroken:
-            self.plan.close()
-            raise
+        self.plan.check()
         self.shards = self.plan.shards()
         self.states = bytearray(self.plan.leaders)
         self._segments = segments
@@ -110,9 +105,6 @@ class OutcomeMap:
         """The numbers of a shard's rows whose bit is set."""
         numbers, text = self.plan.row_numbers(shard.lo, shard.hi), bin(bits)[:1:-1]
         return [number for number, bit in zip(numbers, text, strict=False) if bit == "1"]
-
-    def close(self) -> None:
-        self.plan.close()
 
     def _is_open(self, block: Block) -> bool:
         positions = block.positions()

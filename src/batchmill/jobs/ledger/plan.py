@@ -36,6 +36,7 @@ CHUNK_BYTES = 1024 * 1024
 STEP_ROWS = 1024 * 1024
 _FOLLOWER_BYTES = 8
 SHARDS_PER_WORKER = 8  # at least, where the job has the rows for it
+FEW_ROWS = 64
 COLUMN_SHARD_ROWS = 131_072
 LAST_SHARD_ROWS = 16_384  # longer shards become shorter towards the end, down to so many rows
 
@@ -280,7 +281,6 @@ class PlanReader:
             self.plan = msgspec.json.decode((home / PLAN).read_bytes(), type=Plan)
         except (FileNotFoundError, msgspec.MsgspecError) as error:
             raise LedgerBroken(f"the plan in {home} cannot be read: {error}", code="plan_broken") from error
-        self._fd = os.open(home / ORDER, os.O_RDONLY | os.O_CLOEXEC) if self.plan.permuted else -1
         self._check_sizes()
 
     @property
@@ -290,10 +290,14 @@ class PlanReader:
     def row_numbers(self, lo: int, hi: int) -> Sequence[int]:
         """Row numbers at the positions lo <= p < hi; a range where the plan keeps the file's order."""
         assert 0 <= lo <= hi <= self.plan.leaders, f"positions {lo}..{hi} of {self.plan.leaders}"
-        if self._fd < 0:
+        if not self.plan.permuted:
             return range(lo, hi)
         numbers = array("I")
-        numbers.frombytes(_pread(self._fd, 4 * (hi - lo), 4 * lo))
+        fd = os.open(self.home / ORDER, os.O_RDONLY | os.O_CLOEXEC)  # a plan that stays open for days holds no file
+        try:
+            numbers.frombytes(_pread(fd, 4 * (hi - lo), 4 * lo))
+        finally:
+            os.close(fd)
         return numbers
 
     def shards(self) -> Shards:
@@ -320,11 +324,6 @@ class PlanReader:
             if digest.hexdigest() != expected:
                 raise LedgerBroken(f"{self.home / name} is damaged: its checksum does not match", code="plan_broken")
 
-    def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
     def _check_sizes(self) -> None:
         plan = self.plan
         sizes = {FOLLOWERS: plan.followers * _FOLLOWER_BYTES}
@@ -336,7 +335,6 @@ class PlanReader:
             except FileNotFoundError:
                 size = -1
             if size != expected:
-                self.close()
                 raise LedgerBroken(f"{self.home / name} has {size} bytes instead of {expected}", code="plan_broken")
 
 
@@ -380,16 +378,19 @@ def _spans(targets: Iterable[TargetPlan], shard_rows: Sequence[ShardRows]) -> li
     return spans
 
 
-def shard_rows(model: ModelSpec, rows: int, *, is_columnar: bool = False) -> ShardRows:
+def shard_rows(model: ModelSpec, rows: int, *, is_columnar: bool = False, is_small: bool = False) -> ShardRows:
     """The shards of this model in a job of `rows` rows; for a provider's batch API, those of one job there.
 
     Shards of a columnar dataset are longer: its rows move faster, and are read best where they follow each other.
+    A few rows of a small job are one shard for each worker: a lease costs as much as they do.
     """
     if model.is_handed_over:
         return ShardRows(handed_over_rows(model))
     least, most = model.traits.shard_rows
     most = max(most, COLUMN_SHARD_ROWS) if is_columnar else most
     workers = max(1, model.workers if model.scaling is None else model.scaling.replicas_max)
+    if is_small and rows <= FEW_ROWS:
+        return ShardRows(max(least, -(-rows // workers)))
     return ShardRows(max(least, min(most, rows // (workers * SHARDS_PER_WORKER))), LAST_SHARD_ROWS)
 
 

@@ -74,15 +74,14 @@ class JobStorage:
 
 @contextlib.asynccontextmanager
 async def bring_files(
-    stored: StoredFiles, data_dir: Path, record: Mapping[str, Any], *, is_running: bool
-) -> AsyncIterator[JobFiles]:
-    """The files of a job, which stay in the data directory meanwhile: all of them are brought unless it runs."""
-    files = JobFiles(data_dir, record["id"])
+    stored: StoredFiles, files: JobFiles, record: Mapping[str, Any], *, is_running: bool
+) -> AsyncIterator[None]:
+    """All files of a job stay in the data directory meanwhile; the runner of one that runs has brought them."""
     storage = JobStorage(stored, files)
     try:
         if not is_running:
             await storage.bring(read_spec(record["spec"]), record)
-        yield files
+        yield
     finally:
         storage.release()
 

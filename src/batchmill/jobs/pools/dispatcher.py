@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 from msgspec import Struct
 
+from batchmill import faults
 from batchmill.errors import BatchmillError, JobPaused, LedgerBroken
 from batchmill.jobs.ledger import outcome_map
 from batchmill.jobs.ledger.commits import CommitLog
@@ -206,6 +207,8 @@ class Dispatcher:
                 worker.close(job_id)
                 worker.revoked.add(job_id)
                 worker.handle.send(Revoke(job_id, is_over))
+            if run.spec.is_small and not run.rows_left and not any(model.is_handed_over for model in run.spec.models):
+                return  # every row is counted: nothing is in flight
             if not at_once:
                 await self._wait_released(job_id, RELEASE_S)
                 await self._wait_released(job_id, COLLECT_S if is_over else 0.0, handed_over=True)
@@ -247,7 +250,7 @@ class Dispatcher:
         running = {worker.name for worker in self._pools.workers() if run.spec.id in worker.revoked}
         if is_over:
             for number in run.held:
-                await self._commit_log.call(
+                await self._commit_log.write(
                     self._commit_log.ledger.lease, run.spec.id, run.generation, run.shard(number)
                 )
         elif in_flight := {number: worker for number, worker in run.held.items() if worker in running}:
@@ -304,7 +307,9 @@ class Dispatcher:
     async def _catch_up(self, run: JobRun) -> None:
         """Count rows in flight that were committed after their job had been removed."""
         try:
-            run.catch_up(await self._commit_log.call(self._commit_log.ledger.progress, run.spec.id, run.generation))
+            run.catch_up(
+                await self._commit_log.call_reader(self._commit_log.ledger.progress, run.spec.id, run.generation)
+            )
         except BatchmillError as error:
             run.pause(error)
 
@@ -363,7 +368,9 @@ class Dispatcher:
         """Lease in one transaction; if that fails, in one for each shard, so that one job's error stays its own."""
         shards = [(each.claim.run.spec.id, each.claim.run.generation, each.shard) for each in matches]
         try:
-            return list(await self._commit_log.call(self._commit_log.ledger.lease_each, shards))
+            leased = await self._commit_log.write(self._commit_log.ledger.lease_each, shards)
+            faults.point("after_lease")
+            return list(leased)
         except BatchmillError as error:
             if len(matches) == 1:
                 matches[0].claim.run.pause(error)
@@ -580,10 +587,11 @@ def _open_job(run: JobRun, worker: PoolWorker, model: int) -> None:
     if spec.id in worker.opened:
         return
     worker.opened[spec.id] = spec.project
-    folders = str(run.files.dataset), str(run.files.segments)
     adapters = spec.models[model].adapter_set()
+    places = str(run.files.dataset), run.files.segment_place
     stores = variables_of(os.environ) if spec.uses_stores else {}
-    worker.handle.send(Open(spec.id, spec.identity, spec.form, *folders, adapters, spec.project, stores))
+    message = Open(spec.id, spec.identity, spec.form, *places, spec.is_small, adapters, spec.project, stores)
+    worker.handle.send(message)
     if run.fails_rows:
         worker.handle.send(FailRows(spec.id))
     if run.job_budget is not None:

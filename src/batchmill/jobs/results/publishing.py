@@ -15,13 +15,14 @@ from batchmill.datasets.sealed import load_seal
 from batchmill.errors import BatchmillError, JobPaused
 from batchmill.jobs.ledger.files import JobFiles, is_folder
 from batchmill.jobs.ledger.plan import PlanReader
+from batchmill.jobs.ledger.scratch import to_its_end
 from batchmill.jobs.results.object_results import UPLOAD, UploadOrder
 from batchmill.jobs.results.parts_run import PartsRun
 from batchmill.jobs.results.results import GatherOrder, Manifest, can_stream, output_kind, stored_name
 from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.object_store.urls import is_object_url
-from batchmill.store.segment_files import open_segments
-from batchmill.types import Commit, RowError, SegmentRef
+from batchmill.store.segment_blocks import open_segments
+from batchmill.types import Commit, RowError, SegmentPlace, SegmentRef
 from batchmill.wire.job_spec import JobSpec
 
 GATHER = "batchmill.jobs.results.gathering:gather_offloaded"
@@ -52,7 +53,7 @@ class Publishing:
 
     def follow(self, run: CountedRun) -> None:
         """Copy what `run` counts, if its plan keeps the file's order. The run must have counted nothing yet."""
-        if self._is_in_parts:
+        if self._is_in_parts or self._spec.is_small:
             return
         if can_stream(self._output, run.plan.plan) and not load_seal(self._files.dataset).is_columnar:
             run.counted_hooks.append(self._counted)
@@ -72,10 +73,12 @@ class Publishing:
         self._queue.put_nowait(commit.ref)
 
     async def _copy(self, rows: int) -> Manifest:
+        ref = await self._queue.get()  # a job whose rows wait holds no open file
         gather = StreamingGather(open_segments(self._files.segment_place), self._output, self._spec.form, rows)
         try:
-            while (ref := await self._queue.get()) is not None:
+            while ref is not None:
                 await asyncio.to_thread(gather.offer, [ref])
+                ref = await self._queue.get()
             return await asyncio.to_thread(gather.finish)
         finally:
             gather.discard()
@@ -88,36 +91,57 @@ class Publishing:
             await asyncio.wait({copying})
 
     async def finish(
-        self, committed: Committed, progress: Callable[[float], None], *, unrun: RowError | None = None
-    ) -> Manifest:
+        self, segments: SegmentPlace, committed: Committed, progress: Callable[[float], None], *,
+        unrun: RowError | None = None,
+    ) -> Manifest:  # fmt: skip
         """Write the rest of the results, audit and publish them; `unrun` as in `results.GatherOrder`."""
         if self._is_in_parts:
-            return await self._finish_parts(committed, progress, unrun)
-        manifest = await self._finish_files(committed, progress, unrun)
+            return await self._finish_parts(segments, committed, progress, unrun)
+        manifest = await self._finish_files(segments, committed, progress, unrun)
         if self._spec.output is None or not is_object_url(self._spec.output):
             return manifest
         order = UploadOrder(manifest, self._spec.output, self._spec.form.errors_apart, self._term)
         return msgspec.json.decode(await self._offload(UPLOAD, msgspec.json.encode(order), progress), type=Manifest)
 
     async def _finish_files(
-        self, committed: Committed, progress: Callable[[float], None], unrun: RowError | None
+        self, segments: SegmentPlace, committed: Committed, progress: Callable[[float], None], unrun: RowError | None
     ) -> Manifest:
         """Publish the result files on this machine."""
         if self._copying is not None:
             self._queue.put_nowait(None)
             copying, self._copying = self._copying, None
             return await copying
-        request = msgspec.json.encode(gather_order(self._spec, self._files, committed, self._output, unrun=unrun))
+        if self._spec.is_small and unrun is None and (rows := self._rows_in_order()) is not None:
+            refs = [ref for _, ref in committed]
+            work = asyncio.get_running_loop().run_in_executor(None, self._write, segments, refs, rows)
+            return await to_its_end(work)  # whatever comes next writes the same file
+        order = gather_order(self._spec, self._files, segments, committed, self._output, unrun=unrun)
+        request = msgspec.json.encode(order)
         return msgspec.json.decode(await self._offload(GATHER, request, progress), type=Manifest)
 
     async def _finish_parts(
-        self, committed: Committed, progress: Callable[[float], None], unrun: RowError | None
+        self, segments: SegmentPlace, committed: Committed, progress: Callable[[float], None], unrun: RowError | None
     ) -> Manifest:
         """Publish parts in a folder."""
-        order = gather_order(self._spec, self._files, committed, self._output, unrun=unrun)
+        order = gather_order(self._spec, self._files, segments, committed, self._output, unrun=unrun)
         # A path forgets its last slash.
         order = msgspec.structs.replace(order, output=self._spec.output)
         return await PartsRun(self._spec, self._files, self._offload, self._term).run(order, progress)
+
+    def _rows_in_order(self) -> int | None:
+        """The rows of a job that ran once and in the order of the file; None: another one."""
+        if self._files.plan(1).exists():
+            return None
+        reader = PlanReader(self._files.plan(0))
+        return reader.plan.rows if can_stream(self._output, reader.plan) else None
+
+    def _write(self, segments: SegmentPlace, refs: list[SegmentRef], rows: int) -> Manifest:
+        gather = StreamingGather(open_segments(segments), self._output, self._spec.form, rows)
+        try:
+            gather.offer(refs)
+            return gather.finish()
+        finally:
+            gather.discard()
 
 
 def output_of(spec: JobSpec, files: JobFiles) -> Path:
@@ -125,16 +149,19 @@ def output_of(spec: JobSpec, files: JobFiles) -> Path:
     if spec.output is not None and is_object_url(spec.output) and not is_folder(spec.output):
         kind, packed = output_kind(Path(spec.output))
         return files.home / f"{UPLOADED}.{kind}{packed}"
-    return files.home / stored_name(spec.output_format) if spec.output is None else Path(spec.output)
+    return files.output(stored_name(spec.output_format)) if spec.output is None else Path(spec.output)
 
 
-async def write_partial(spec: JobSpec, files: JobFiles, committed: Committed, offload: Offload) -> str:
+async def write_partial(
+    spec: JobSpec, files: JobFiles, segments: SegmentPlace, committed: Committed, offload: Offload
+) -> str:
     """Gather the rows counted so far into a new file; return its path."""
-    path = files.home / f"partial-{uuid.uuid4().hex}.jsonl"
+    path = files.partial(f"{uuid.uuid4().hex}.jsonl")
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     if not any(files.home.glob("plan-*/plan.json")):  # no row has run
         await asyncio.to_thread(path.touch, 0o600)
         return str(path)
-    order = msgspec.json.encode(gather_order(spec, files, committed, path))
+    order = msgspec.json.encode(gather_order(spec, files, segments, committed, path))
     try:
         await offload(GATHER_PARTIAL, order, lambda _: None, project=spec.project, stores=spec.uses_stores)
     except BaseException:
@@ -144,8 +171,9 @@ async def write_partial(spec: JobSpec, files: JobFiles, committed: Committed, of
 
 
 def gather_order(
-    spec: JobSpec, files: JobFiles, committed: Committed, output: Path, *, unrun: RowError | None = None
-) -> GatherOrder:
+    spec: JobSpec, files: JobFiles, segments: SegmentPlace, committed: Committed, output: Path, *,
+    unrun: RowError | None = None,
+) -> GatherOrder:  # fmt: skip
     """The order for gathering this job's results."""
     plans = sorted(files.home.glob("plan-*/plan.json"), key=lambda path: int(path.parent.name.partition("-")[2]))
     if not plans:
@@ -153,7 +181,7 @@ def gather_order(
     return GatherOrder(
         dataset=str(files.dataset),
         plans=[str(path.parent) for path in plans],
-        segments=files.segment_place,
+        segments=segments,
         committed=committed,
         form=spec.form,
         output=str(output),

@@ -18,7 +18,7 @@ from batchmill.jobs.ledger.files import full_disk_named
 from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanReader, Progress, RefusedRows, Rejected, iter_rejected
 from batchmill.jobs.results.results import GatherOrder
 from batchmill.jobs.results.row_arrays import RowArrays
-from batchmill.store.segment_files import open_segments
+from batchmill.store.segment_blocks import open_segments
 from batchmill.store.segments import Block, read_exactly, read_payload, read_ref, where
 from batchmill.types import Outcome, Row, RowError, SegmentRef
 from batchmill.wire.forms import Form
@@ -41,7 +41,6 @@ class OutcomeIndex:
 
     def __init__(self, order: GatherOrder, progress: Progress) -> None:
         self._plan = PlanReader(Path(order.plans[0]))
-        self._plan.close()
         self.rows = self._plan.plan.rows
         self.arrays = RowArrays(self._plan.home, self.rows, piece_rows=order.piece_rows)
         self.segments = open_segments(order.segments)
@@ -198,7 +197,6 @@ class SavedRowIndex(RowIndex):
 
     def __init__(self, order: GatherOrder, folder: Path) -> None:
         self._plan = PlanReader(Path(order.plans[0]))
-        self._plan.close()
         self.rows = self._plan.plan.rows
         self.refused = self._plan.plan.rejected
         self.arrays = RowArrays(folder, self.rows, piece_rows=order.piece_rows)
@@ -215,7 +213,6 @@ class _Planned:
 
     def __init__(self, home: Path, arrays: RowArrays) -> None:
         reader = PlanReader(home)
-        reader.close()
         self._leaders = reader.leaders
         self._numbers = arrays.opened(home / ORDER) if reader.plan.permuted else None
 

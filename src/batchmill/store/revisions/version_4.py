@@ -32,6 +32,8 @@ def upgrade() -> None:
         _model_versions,
         _notes,
         _outbox,
+        _outcome_blocks,
+        _packed_jobs,
         _quarantine,
         _remote_models,
         _remote_tasks,
@@ -356,6 +358,26 @@ def _outbox() -> None:
         sa.PrimaryKeyConstraint("id"),
     )
     op.create_index("outbox_by_due", "outbox", ["due", "endpoint"], unique=False)
+
+
+def _outcome_blocks() -> None:
+    op.create_table(
+        "outcome_blocks",
+        sa.Column("job", text(64), nullable=False),
+        sa.Column("segment", text(128), nullable=False),
+        sa.Column("offset", sa.BigInteger(), nullable=False),
+        sa.Column("blocks", sa.LargeBinary(), nullable=False),
+        sa.PrimaryKeyConstraint("job", "segment", "offset"),
+    )
+
+
+def _packed_jobs() -> None:
+    op.create_table(
+        "packed_jobs",
+        sa.Column("job", text(64), nullable=False),
+        sa.Column("files", sa.LargeBinary(), nullable=False),
+        sa.PrimaryKeyConstraint("job"),
+    )
 
 
 def _quarantine() -> None:

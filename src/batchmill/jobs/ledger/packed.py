@@ -1,0 +1,77 @@
+"""Small jobs: their dataset and plans lie in the database as one value, not as files of the data directory.
+
+Whoever works on such a job unpacks the files into a scratch folder in memory, and the last to leave removes them. Their
+outcomes lie in the database too (`Commit.blocks`); only a worker whose owner has died writes a segment file.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import sqlalchemy as sa
+
+from batchmill.datasets import formats, layout
+from batchmill.errors import InvalidDataset
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.store.tables import packed_jobs
+from batchmill.types import DatasetSpec
+
+INPUT_BYTES_MAX = 1024 * 1024  # of the files of a small job: checked in a thread of the owner within some milliseconds
+ROWS_MAX = 1000
+PACKED_BYTES_MAX = 1024 * 1024  # of its dataset and plans
+FOLDER_MODE = 0o700
+
+_files = msgspec.msgpack.Decoder(dict[str, bytes])
+
+
+def may_be_small(dataset: DatasetSpec) -> bool:
+    """Whether the input is short, and read as it is: a thread of the owner unpacks and converts nothing.
+
+    What it holds is known once it is sealed.
+    """
+    try:
+        if sum(os.stat(path).st_size for path in dataset.paths) > INPUT_BYTES_MAX:
+            return False
+        return all(source.format == "jsonl" and source.codec is None for source in formats.classify(dataset))
+    except (OSError, InvalidDataset):
+        return False  # sealing reports it
+
+
+def is_small(files: JobFiles, rows: int) -> bool:
+    """Whether a dataset that was sealed and planned stays in the database. Converted rows lie in files of their own."""
+    copies = (files.dataset / layout.ROWS, *files.dataset.glob(layout.COPIES))
+    if rows > ROWS_MAX or any(path.exists() for path in copies):
+        return False
+    return sum(path.stat().st_size for path in _packable(files.home)) <= PACKED_BYTES_MAX
+
+
+def _packable(home: Path) -> list[Path]:
+    return [path for folder in (home / "dataset", *home.glob("plan-*")) for path in folder.glob("*")]
+
+
+def pack(files: JobFiles) -> bytes:
+    """The dataset and the plans of a job as one value."""
+    home = files.home
+    return msgspec.msgpack.encode({str(path.relative_to(home)): path.read_bytes() for path in _packable(home)})
+
+
+def store(db: sa.Connection, job_id: str, packed: bytes) -> None:
+    """Store what `pack` returned, in the place of what there was."""
+    if db.execute(packed_jobs.update().where(packed_jobs.c.job == job_id).values(files=packed)).rowcount == 0:
+        db.execute(packed_jobs.insert().values(job=job_id, files=packed))
+
+
+def read(db: sa.Connection, job_id: str) -> bytes | None:
+    return db.execute(sa.select(packed_jobs.c.files).where(packed_jobs.c.job == job_id)).scalar()
+
+
+def unpack(home: Path, packed: bytes | None) -> None:
+    """Write the files of a job into a new folder. None: it has none yet."""
+    files = _files.decode(packed) if packed is not None else {}
+    home.mkdir(mode=FOLDER_MODE)
+    for folder in {"dataset", "plan-0", *(name.partition("/")[0] for name in files)}:
+        (home / folder).mkdir(mode=FOLDER_MODE)
+    for name, data in files.items():
+        (home / name).write_bytes(data)

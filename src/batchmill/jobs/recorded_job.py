@@ -1,0 +1,117 @@
+"""RecordedJob: the record of a job that a runner works on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import sqlalchemy as sa
+from msgspec.structs import replace
+
+from batchmill.errors import StorageFull
+from batchmill.jobs.intake.orders import has_run
+from batchmill.jobs.ledger import ledger, outcome_map
+from batchmill.jobs.ledger.plan import PlanReader
+from batchmill.jobs.ledger.storage import JobStorage
+from batchmill.jobs.results.publishing import Publishing
+from batchmill.jobs.results.results import Manifest
+from batchmill.jobs.runner_tools import RunnerTools
+from batchmill.owner_clock import check_left
+from batchmill.states import NEXT, JobState, PauseReason
+from batchmill.store.tables import jobs
+from batchmill.types import RemoteJob, SegmentPlace
+from batchmill.wire.job_spec import JobSpec
+
+
+class RecordedJob:
+    """A job, its files and its stored state."""
+
+    def __init__(self, spec: JobSpec, tools: RunnerTools) -> None:
+        self.spec, self.files = spec, tools.scratch.files(spec)
+        self._tools, self._clock = tools, tools.clock
+        self._stored = JobStorage(tools.stored, self.files)
+        self._commit_log, self._ledger = tools.commit_log, tools.commit_log.ledger
+        self._offload = partial(tools.offload, project=spec.project, stores=spec.uses_stores)
+        self._unspent_s = 0.0  # running time of a small job that is not stored yet
+        self._state: JobState | None = None  # as it was read or written last
+
+    async def _record(self) -> sa.RowMapping:
+        return await self._commit_log.call_reader(self._ledger.job, self.spec.id)
+
+    async def _remotes(self, generation: int) -> list[RemoteJob]:
+        """The provider batches that hold rows of this job."""
+        return await self._ledger.database.read(ledger.remote_jobs, self.spec.id, generation)
+
+    async def _move(self, state: JobState, **fields: object) -> None:
+        """Store the next state, and running time that is not stored yet, and enter it. Raises: InvalidTransition."""
+        if self._unspent_s:
+            fields["elapsed_s"] = jobs.c.elapsed_s + self._unspent_s
+        try:
+            await self._commit_log.write(self._ledger.move, self.spec.id, state, **fields)
+        except StorageFull:
+            if state not in (JobState.PAUSED, JobState.FAILED):
+                raise
+            self._tools.disk_reserve.release()  # so that at least the reason can be stored
+            await self._commit_log.write(self._ledger.move, self.spec.id, state, **fields)
+        self._state, self._unspent_s = state, 0.0
+
+    async def _end(self, state: JobState, manifest: Manifest | None = None, **fields: object) -> None:
+        """Store the end of the job, with its results if there is a manifest."""
+        if manifest is not None:
+            errors_output = None if manifest.errors is None else manifest.errors.path
+            fields = {"message": "", **fields} | {
+                "errors": manifest.causes, "rows_ok": manifest.ok, "rows_failed": manifest.failed,
+                "output": manifest.output.path, "errors_output": errors_output,
+            }  # fmt: skip
+        await self._move(state, reason=None, finished=self._clock.now(), **fields)
+
+    async def _pause(self, reason: PauseReason, message: str) -> None:
+        """Store PAUSED. A stored early end stays, and the next owner completes it."""
+        is_cancelling = (await self._record())["state"] == JobState.CANCELLING
+        if not (is_cancelling and reason is PauseReason.INTERRUPTED):
+            await self._move(JobState.PAUSED, reason=reason, message=message)
+
+    async def _fail(self, reason: str, message: str, **fields: Any) -> None:
+        """Store FAILED: no row of the job ran, and none will."""
+        await self._move(JobState.FAILED, reason=reason, message=message, finished=self._clock.now(), **fields)
+
+    async def _may_fail(self, *, unrun: bool) -> bool:
+        """Whether the state allows FAILED; `unrun`: and no model produced an outcome."""
+        record = await self._record()
+        is_begun = record["generation"] > 0 or has_run(record)
+        return JobState.FAILED in NEXT[JobState(record["state"])] and not (unrun and is_begun)
+
+    async def _make_large(self) -> None:
+        """Give the job files in the data directory: it does not fit into the database."""
+        self.spec = replace(self.spec, is_small=False)
+        self.files = self._tools.scratch.files(self.spec)
+        self._stored = JobStorage(self._tools.stored, self.files)
+        await asyncio.to_thread(self.files.write_spec, self.spec)
+
+    async def _segments(self) -> SegmentPlace:
+        place = self.files.segment_place
+        if not self.spec.is_small:
+            return place
+        return replace(place, blocks=await self._commit_log.call_reader(self._ledger.blocks, self.spec.id))
+
+    def _is_planned(self, record: sa.RowMapping) -> bool:
+        """Whether the rows have been planned."""
+        return bool(record["rows"]) and (self.spec.is_small or (self.files.plan(0) / "plan.json").exists())
+
+    async def _adopt(self, plan: PlanReader, generation: int) -> float:
+        """Commit outcomes that are in a segment but in no commit. Returns their cost in USD."""
+        counted: outcome_map.Counted = []  # also of calls whose connection was lost
+        await self._commit_log.call(
+            outcome_map.adopt, self._ledger, self.spec, generation, plan, self.files, counted=counted
+        )
+        return sum(cost or 0.0 for _, cost in counted)
+
+    async def _offload_owned(self, target: str, order: bytes, progress: Callable[[float], None], **kw: Any) -> bytes:
+        """Offload work that writes results: only while this process surely owns the database. Raises: JobPaused."""
+        check_left(self._ledger.database.owned_s())
+        return await self._offload(target, order, progress, **kw)
+
+    def _new_publishing(self) -> Publishing:
+        return Publishing(self.spec, self.files, self._offload_owned, self._ledger.database.term_path())

@@ -1,0 +1,150 @@
+"""Calls that wait for the database share a transaction: one begin, one commit and one sync for all of them.
+
+What one call raises is its own: then nothing of the transaction counts, and each call gets one of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Protocol, TypeVar
+
+import sqlalchemy as sa
+
+from batchmill.errors import DatabaseUnavailable
+
+T = TypeVar("T")
+
+SHARED_MAX = 64  # calls of one transaction
+
+Function = Callable[[sa.Connection], T]
+
+
+class Transactions(Protocol):
+    """Begins transactions."""
+
+    def begin(self) -> AbstractContextManager[sa.Connection]:
+        """A transaction that is committed where its context is left without an error."""
+        ...
+
+
+class JoiningTransactions:
+    """Transactions that join the one which this thread shares between calls, if there is one."""
+
+    def __init__(self, own: Transactions) -> None:
+        self.own, self._shared = own, threading.local()
+
+    @contextlib.contextmanager
+    def begin(self) -> Iterator[sa.Connection]:
+        db: sa.Connection | None = getattr(self._shared, "db", None)
+        if db is not None:
+            yield db
+            return
+        with self.own.begin() as db:
+            yield db
+
+    @contextlib.contextmanager
+    def share(self) -> Iterator[sa.Connection]:
+        """Begin a transaction that every `begin` of this thread joins meanwhile."""
+        with self.own.begin() as db:
+            self._shared.db = db
+            try:
+                yield db
+            finally:
+                self._shared.db = None
+
+
+class _Call(Generic[T]):
+    """A function that waits for its transaction, and what became of it."""
+
+    def __init__(self, function: Function[T]) -> None:
+        self.function = function
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[T] = self.loop.create_future()
+
+    def resolve(self, result: T | None, error: BaseException | None) -> None:
+        """On the event loop; the caller may have been cancelled."""
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(result)  # type: ignore[arg-type]  # of this very function
+        else:
+            self.future.set_exception(error)
+
+
+_Ended = list[tuple[_Call[Any], Any, BaseException | None]]  # (call, its result, or its error)
+
+
+class SharedTransactions:
+    """Runs functions in threads. Those that wait when a thread is free run in one transaction, in order."""
+
+    def __init__(
+        self, share: Callable[[], AbstractContextManager[sa.Connection]], run: Callable[[Callable[[], Any]], Any],
+        threads: ThreadPoolExecutor,
+    ) -> None:  # fmt: skip
+        """Args: share: begins a transaction; run: runs one, again where its connection was lost, and translates what
+        the database raises."""
+        self._share, self._run, self._threads = share, run, threads
+        self._waiting: deque[_Call[Any]] = deque()
+
+    async def call(self, function: Function[T]) -> T:
+        """Run a function of a transaction, which may be called again. Raises: what it raises."""
+        call = _Call(function)
+        self._waiting.append(call)
+        self._threads.submit(self._take)
+        return await call.future
+
+    def _take(self) -> None:
+        calls: list[_Call[Any]] = []
+        with contextlib.suppress(IndexError):  # another turn has taken them
+            while len(calls) < SHARED_MAX:
+                if not (call := self._waiting.popleft()).future.cancelled():
+                    calls.append(call)
+        if len(calls) > 1 and (ended := self._run_together(calls)) is not None:
+            _resolve(ended)
+            return
+        for call in calls:
+            _resolve([self._run_alone(call)])
+
+    def _run_together(self, calls: list[_Call[Any]]) -> _Ended | None:
+        """None: one of them raised an error, and nothing has been written."""
+
+        def transaction() -> list[Any]:
+            with self._share() as db:
+                return [call.function(db) for call in calls]
+
+        try:
+            results = self._run(transaction)
+        except DatabaseUnavailable as error:  # it may even have been committed: nothing is to be repeated
+            return [(call, None, error) for call in calls]
+        except Exception:  # of one of them, which gets it when it runs alone
+            return None
+        return [(call, result, None) for call, result in zip(calls, results, strict=True)]
+
+    def _run_alone(self, call: _Call[Any]) -> tuple[_Call[Any], Any, BaseException | None]:
+        def transaction() -> Any:
+            with self._share() as db:
+                return call.function(db)
+
+        try:
+            return call, self._run(transaction), None
+        except BaseException as error:  # the caller's, as a future of the thread would have it
+            return call, None, error
+
+
+def _resolve(ended: _Ended) -> None:
+    loops = {call.loop for call, _, _ in ended}
+    for loop in loops:
+        own = [each for each in ended if each[0].loop is loop]
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever waits
+            loop.call_soon_threadsafe(_resolve_on_loop, own)
+
+
+def _resolve_on_loop(ended: _Ended) -> None:
+    for call, result, error in ended:
+        call.resolve(result, error)

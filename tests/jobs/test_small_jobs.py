@@ -1,0 +1,142 @@
+"""Small jobs of a server lie in the database, and everything that can be done with a job can be done with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+from fakes.databases import open_ledger
+from fakes.job_service import job_service
+
+from batchmill.engines.clock import SystemClock
+from batchmill.executors.local import LocalExecutor
+from batchmill.jobs.ledger import packed
+from batchmill.jobs.service import JobService
+from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
+
+CODE = """
+import os
+def double(n):
+    return 2 * n
+def fragile(n):
+    if n % 2 and not os.path.exists(__file__ + ".mended"):
+        raise ValueError(f"no {n}")
+    return n
+def long(n):
+    return "x" * 3000
+"""
+
+
+@pytest.fixture
+async def opened(tmp_path) -> AsyncIterator:
+    services: list[JobService] = []
+    (tmp_path / "app.py").write_text(CODE)
+    data = tmp_path / "data"
+    data.mkdir()
+
+    async def open_service() -> JobService:
+        executor = LocalExecutor(data / "workers")
+        service = job_service(data, open_ledger(data / "batchmill.db"), executor, SystemClock())
+        services.append(service)
+        await service.recover(resume_server_jobs=True)
+        return service
+
+    yield open_service
+    await services[-1].close()
+
+
+def order(folder, model: str, rows: int, **policy: object) -> JobOrder:
+    line = '{"custom_id":"r%d","method":"POST","url":"/v1/x","body":{"model":"%s","n":%d}}\n'
+    (folder / "in.jsonl").write_text("".join(line % (n, model, n) for n in range(rows)))
+    spec = ModelSpec(model, "function", f"{folder / 'app.py'}:{model}", allowed=[model])
+    dataset = DatasetSpec([str(folder / "in.jsonl")], format="openai")
+    return JobOrder(dataset, [spec], origin={"frontend": "openai"}, default_model=False, policy=Policy(**policy))
+
+
+async def run(service: JobService, wanted: JobOrder) -> JobView:
+    job_id = (await service.submit(wanted)).id
+    return [view async for view in service.watch(job_id, 0.05)][-1]
+
+
+def bodies(path: str) -> list[object]:
+    with open(path) as file:
+        return [json.loads(line)["response"]["body"] for line in file]
+
+
+async def test_a_small_job_has_no_folder(opened, tmp_path):
+    """Its results are one file, and an audit finds the rest in the database; a removal leaves nothing."""
+    service = await opened()
+    view = await run(service, order(tmp_path, "double", 5))
+    assert (view.state, bodies(view.output)) == ("completed", [0, 2, 4, 6, 8])
+    assert not (tmp_path / "data" / "jobs" / view.id).exists()
+    assert [path.name for path in (tmp_path / "data" / "results").iterdir()] == [f"{view.id}.results.jsonl"]
+    report = await service.verify(view.id)
+    assert (report.broken, report.rows_done) == ([], 5)
+    assert not list(service._scratch.home.glob("jobs/*"))
+    await service.remove(view.id)
+    assert list((tmp_path / "data" / "results").iterdir()) == []
+
+
+async def test_the_most_rows_of_a_small_job(opened, tmp_path):
+    """A job of ROWS_MAX rows is a small one; with one row more it has a folder."""
+    service = await opened()
+    for rows, is_small in ((packed.ROWS_MAX, True), (packed.ROWS_MAX + 1, False)):
+        view = await run(service, order(tmp_path, "double", rows))
+        assert (view.state, bodies(view.output)) == ("completed", [2 * n for n in range(rows)])
+        assert (tmp_path / "data" / "jobs" / view.id).exists() != is_small
+        assert (await service.verify(view.id)).broken == []
+
+
+async def test_results_that_are_too_long_for_the_database(opened, tmp_path):
+    """Outcomes beyond the bound go to a segment file in the middle of the job; none is lost or out of order."""
+    service = await opened()
+    view = await run(service, order(tmp_path, "long", 600))
+    assert (view.state, len(bodies(view.output))) == ("completed", 600)
+    assert list((tmp_path / "data" / "jobs" / view.id / "segments").glob("*.seg"))
+    report = await service.verify(view.id)
+    assert (report.broken, report.rows_done) == ([], 600)
+
+
+async def test_failed_rows_are_retried_by_a_later_owner(opened, tmp_path):
+    """A retry plans the failed rows again, also in another process than the one that ran the job."""
+    service = await opened()
+    view = await run(service, order(tmp_path, "fragile", 6))
+    assert (view.state, view.rows_ok, view.rows_failed) == ("completed", 3, 3)
+    await service.close()
+    service = await opened()
+    (tmp_path / "app.py.mended").touch()
+    await service.retry(view.id)
+    view = [view async for view in service.watch(view.id, 0.05)][-1]
+    assert (view.state, view.generation, view.rows_ok, view.rows_failed) == ("completed", 1, 6, 0)
+    assert bodies(view.output) == list(range(6)) and view.errors_output is None
+    assert (await service.verify(view.id)).broken == []
+
+
+async def test_a_rebuilt_ledger_keeps_its_outcomes(opened, tmp_path):
+    """A rebuild finds the outcomes in the database, and the job ends again without running a row."""
+    service = await opened()
+    view = await run(service, order(tmp_path, "double", 5))
+    report = await service.rebuild(view.id)
+    assert (report.broken, report.rows_done, report.adopted, report.reopened) == ([], 5, 0, 0)
+    (tmp_path / "app.py").write_text(CODE)  # the same: other code would be refused
+    await service.resume(view.id)
+    view = [view async for view in service.watch(view.id, 0.05)][-1]
+    assert (view.state, view.rows_ok, bodies(view.output)) == ("completed", 5, [0, 2, 4, 6, 8])
+
+
+async def test_refused_rows_of_a_small_job(opened, tmp_path):
+    """A refused row fails the job, or is skipped: then it is in the error file."""
+    service = await opened()
+    wanted = order(tmp_path, "double", 3)
+    with open(tmp_path / "in.jsonl", "a") as file:
+        file.write("no row\n")
+    view = await run(service, wanted)
+    assert (view.state, view.problems_total, view.rows) == ("failed", 1, 4)
+    await run(service, order(tmp_path, "double", 3, on_invalid="skip"))
+    wanted = order(tmp_path, "double", 3, on_invalid="skip")
+    with open(tmp_path / "in.jsonl", "a") as file:
+        file.write("no row\n")
+    view = await run(service, wanted)
+    assert (view.state, view.rows_ok, view.rows_failed) == ("completed", 3, 1)
+    assert (await service.verify(view.id)).broken == []
