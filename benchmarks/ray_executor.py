@@ -33,6 +33,11 @@ TOKENS_IN, TOKENS_OUT = 300, 32
 KINDS = ("function", "endpoint", "vllm")
 
 
+def variables(times: Path) -> dict[str, str]:
+    """Of both sides. Ray gives a worker with one CPU one thread of OpenMP; child processes take all cores."""
+    return {**engine_environment(), "REQUEST_TIMES": str(times), "OMP_NUM_THREADS": "1"}
+
+
 class Side:
     """One of the two executors."""
 
@@ -44,7 +49,7 @@ class Side:
         config = 'data_dir = "data"\n' + (f"{cluster}trusted_network = true\n" if self._address else "")
         (folder / "batchmill.toml").write_text(config)
         command = [harness.BATCHMILL, "run", *map(str, words), "-o", folder / "out.jsonl"]
-        environment = {**engine_environment(), "REQUEST_TIMES": str(self._times)}
+        environment = variables(self._times)
         harness.run_whole([*command, "--config", folder / "batchmill.toml"], log=folder / "log", env=environment)
 
     def function(self) -> float:
@@ -98,7 +103,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with ExitStack() as stack:
         times = stack.enter_context(harness.work_folder()) / "times"
-        nodes = stack.enter_context(ray_nodes(2, environ={**engine_environment(), "REQUEST_TIMES": str(times)}))
+        nodes = stack.enter_context(ray_nodes(2, environ=variables(times)))
         local, ray = Side(None, times), Side(nodes.address, times)
         for kind in arguments.kinds:
             sides: dict[str, Callable[[], float]] = {"Ray": getattr(ray, kind), "local": getattr(local, kind)}
