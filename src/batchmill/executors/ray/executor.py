@@ -447,10 +447,12 @@ class RayExecutor:
         process, self._process = self._process, None
         if process is None:
             return
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), grace_s)
-        kill_session(process.pid)
-        await process.wait()
+        try:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), grace_s)
+        finally:  # also where `close` cancels it: a driver that a signal has stopped ends in no other way
+            kill_session(process.pid)
+            await process.wait()
         (self._folder / "ray-driver.pid").unlink(missing_ok=True)
 
     async def close(self) -> None:
