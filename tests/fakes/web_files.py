@@ -20,6 +20,7 @@ class WebFile:
         cuts: after how many bytes each of the next replies ends early.
         ignores_if_range: it sends a part whatever it is a part of.
         is_endless: the body has no length and no end.
+        has_length: where not, the end of the connection is that of the body.
     """
 
     body: bytes = b""
@@ -30,6 +31,7 @@ class WebFile:
     ignores_if_range: bool = False
     cuts: list[int] = field(default_factory=list)
     is_endless: bool = False
+    has_length: bool = True
 
 
 class WebFiles:
@@ -68,7 +70,10 @@ class _Handler(BaseHTTPRequestHandler):
         if file.is_endless:
             self._send_endless()
             return
-        self.send_header("Content-Length", str(len(body)))
+        if file.has_length:
+            self.send_header("Content-Length", str(len(body)))
+        else:
+            self.close_connection = True
         self.end_headers()
         if file.cuts:
             body = body[: file.cuts.pop(0)]

@@ -150,6 +150,17 @@ def test_redirects_are_followed_and_checked(web, target):
     with pytest.raises(InvalidDataset, match="more than 5 times"):
         fetch(f"{web.url}/d", target)
     assert len(web.requests) == REDIRECTS_MAX + 1
+    web.files["/e"] = WebFile(status=301, headers={"Location": "https://[::1"})
+    with pytest.raises(InvalidDataset, match="redirected to what is no URL"):
+        fetch(f"{web.url}/e", target)
+
+
+def test_a_body_whose_end_is_not_told_is_refused(web, target):
+    """A reply that was cut off would look whole."""
+    web.files["/a"] = WebFile(BODY, has_length=False)
+    with pytest.raises(InvalidDataset, match="does not say where") as error:
+        fetch(f"{web.url}/a", target)
+    assert error.value.code == "url_refused"
 
 
 def test_private_addresses_are_refused(web, target):

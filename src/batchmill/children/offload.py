@@ -26,6 +26,7 @@ from batchmill.models.worker_environment import of_helpers
 from batchmill.object_store.credentials import variables_of
 from batchmill.wire.error_statuses import Raised
 
+DOWNLOADS_MAX = 8  # besides, half of them for one project
 CHILDREN_MAX = 16  # that work at once, half of them for one project: its long work holds up no other's
 IDLE_MAX = 2  # kept for what comes next
 IDLE_S = 60.0  # and for so long
@@ -44,8 +45,9 @@ class Offload(Protocol):
     """`Children.offload`."""
 
     def __call__(
-        self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = "", stores: bool = False
-    ) -> Awaitable[bytes]: ...
+        self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = "", stores: bool = False,
+        downloads: bool = False,
+    ) -> Awaitable[bytes]: ...  # fmt: skip
 
 
 async def offload(target: str, order: bytes, progress: Callable[[float], None], *, stores: bool = False) -> bytes:
@@ -313,20 +315,24 @@ class Children:
     def __init__(self, *, idle_s: float = IDLE_S, more: Iterable[str] = ()) -> None:
         names = tuple(more)
         self._warm = Warm(idle_s=idle_s, environ=lambda: of_helpers(os.environ, names))
-        self._slots = FairSemaphore(CHILDREN_MAX)
+        self._slots, self._downloads = FairSemaphore(CHILDREN_MAX), FairSemaphore(DOWNLOADS_MAX)
 
     async def prepare(self, target: str) -> None:
         """Start a child that waits for work, and imports `target` meanwhile. Raises: OSError."""
         self._warm.keep(await self._warm.start(target), GROWN_BYTES)
 
     async def offload(
-        self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = "", stores: bool = False
-    ) -> bytes:
-        """As the function `offload`, in a child that may be reused; `project`: whose work it is.
+        self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = "", stores: bool = False,
+        downloads: bool = False,
+    ) -> bytes:  # fmt: skip
+        """As the function `offload`, in a child that may be reused.
+
+        Args: project: whose work it is. downloads: it may wait for a stranger's server for hours: it has a slot of its
+        own kind, and keeps nobody's results waiting.
 
         Where it dies the work is begun anew, once, in a fresh one: it was killed from outside, perhaps.
         """
-        async with self._slots.slot(project):
+        async with (self._downloads if downloads else self._slots).slot(project):
             try:
                 return await self._run_in(await self._warm.take(GROWN_BYTES), target, order, progress, stores)
             except BatchmillError as error:

@@ -14,7 +14,7 @@ import re
 import stat
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
 from threading import Lock
@@ -98,6 +98,7 @@ class ObjectSource:
         self._store, self._info, self._beyond = store, info, beyond
         self._range_max = max(SCATTERED_BYTES, RANGE_BYTES // streams)
         self._ranges: OrderedDict[int, _Range] = OrderedDict()  # by their starts, the one used last at the end
+        self._ordered: set[Future[memoryview]] = set()  # what the prefetching thread is to fetch
         self._lock = Lock()
         self._ahead: ThreadPoolExecutor | None = None
 
@@ -118,6 +119,8 @@ class ObjectSource:
             if self._ahead is not None:
                 self._ahead.shutdown(wait=False, cancel_futures=True)
                 self._ahead = None
+            while self._ordered:  # another thread may wait for one that nobody fetches any more
+                self._ordered.pop().cancel()
 
     def _pieces(self, start: int, end: int) -> Iterator[memoryview]:
         while start < end:
@@ -125,8 +128,12 @@ class ObjectSource:
                 range_, is_new = self._range_at(start, end)
             if is_new:
                 self._fetch(range_)
-            with _translated(f"{self._store.url}/{self._info.key}"):
-                data = range_.data.result()
+            place = f"{self._store.url}/{self._info.key}"
+            with _translated(place):
+                try:
+                    data = range_.data.result()
+                except CancelledError:
+                    raise StorageFailed(f"{place} was closed while it was read") from None
             last = min(end, range_.end)
             yield data[start - range_.start : last - range_.start]
             start = last
@@ -142,6 +149,7 @@ class ObjectSource:
         if range_.follows and self._beyond is None and range_.end < self.size_bytes and range_.end not in self._ranges:
             following = self._add(range_.end, self._length(0, range_), follows=True)
             self._ahead = self._ahead or ThreadPoolExecutor(1, thread_name_prefix="ranges")
+            self._ordered.add(following.data)
             self._ahead.submit(self._fetch, following)
         return range_, is_new
 
@@ -163,11 +171,18 @@ class ObjectSource:
 
     def _fetch(self, range_: _Range) -> None:
         try:
-            range_.data.set_result(self._store.get_range(self._info, range_.start, range_.end))
+            data = self._store.get_range(self._info, range_.start, range_.end)
         except BaseException as error:  # the reader of the range gets it
             with self._lock:
                 self._ranges.pop(range_.start, None)  # the next read tries again
-            range_.data.set_exception(error)
+                self._ordered.discard(range_.data)
+                if not range_.data.cancelled():
+                    range_.data.set_exception(error)
+            return
+        with self._lock:
+            self._ordered.discard(range_.data)
+            if not range_.data.cancelled():
+                range_.data.set_result(data)
 
 
 class SourceFile(io.RawIOBase):

@@ -22,6 +22,7 @@ from batchmill.owner_clock import check_left
 from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.store.tables import jobs
 from batchmill.types import RemoteJob, SegmentPlace
+from batchmill.wire.input_urls import is_fetched
 from batchmill.wire.job_spec import JobSpec
 
 
@@ -36,6 +37,11 @@ class RecordedJob:
         self._offload = partial(tools.offload, project=spec.project, stores=spec.uses_stores)
         self._unspent_s = 0.0  # running time of a small job that is not stored yet
         self._state: JobState | None = None  # as it was read or written last
+
+    @property
+    def _is_fetched(self) -> bool:
+        """Whether inputs are downloaded before they are read."""
+        return any(map(is_fetched, self.spec.dataset.paths))
 
     async def _record(self) -> sa.RowMapping:
         return await self._commit_log.call_reader(self._ledger.job, self.spec.id)

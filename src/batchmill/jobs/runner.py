@@ -415,7 +415,7 @@ class JobRunner(RecordedJob):
             folders = str(self.files.dataset), str(self.files.plan(0))
             order = PrepareOrder(self.spec, *folders, self._clock.now(), self._routes.rates)
             disk_quota = self._tools.disk_quota_of(self.spec)
-            offload = self._in_thread if self.spec.is_small else self._offload
+            offload = self._in_thread if self.spec.is_small else partial(self._offload, downloads=self._is_fetched)
             try:
                 prepared = await self._interruptible(seal_and_plan(order, disk_quota, offload, self._show_progress))
             except StorageFull:

@@ -36,7 +36,7 @@ PIECE_BYTES = 1024 * 1024
 TYPED_BYTES = 32  # of the answer of a server, in a message
 _REDIRECTS = (301, 302, 303, 307, 308)
 _LATER = (408, 425, 429)  # statuses below 500 of requests that may succeed later
-_RANGE = re.compile(r"bytes (\d+)-\d+/(\d+|\*)")
+_RANGE = re.compile(r"bytes (\d{1,19})-\d{1,19}/(\d{1,19}|\*)")
 _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "batchmill"}
 _CODECS = {"gzip": ".gz", "x-gzip": ".gz", "zstd": ".zst"}
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -192,7 +192,7 @@ class Downloads:
                         if reply.status not in _REDIRECTS:
                             yield reply
                             return
-                        at = urljoin(at, reply.headers.get("Location", ""))
+                        at = _redirected(at, reply.headers.get("Location", ""))
             except (aiohttp.ClientError, OSError) as error:
                 if reason := refusal_of(error):
                     raise InvalidDataset(f"{shown(url)} was not called: {reason}", code="url_not_allowed") from None
@@ -221,6 +221,15 @@ class Downloads:
             )
 
 
+def _redirected(url: str, location: str) -> str:
+    try:
+        return urljoin(url, location)
+    except ValueError:
+        raise InvalidDataset(
+            f"{shown(url)} is redirected to what is no URL: {location[:TYPED_BYTES]!r}", code="url_refused"
+        ) from None
+
+
 class _Fetching:
     """A file that is being written, and its record."""
 
@@ -245,6 +254,12 @@ class _Fetching:
     def begin(self, start: int, reply: aiohttp.ClientResponse) -> None:
         """Write from byte `start` on."""
         length = reply.content_length
+        if length is None and not reply.headers.get("Transfer-Encoding"):
+            raise InvalidDataset(
+                f"the server does not say where {shown(self.known.url)} ends: one that is cut off would look whole; "
+                "download the file",
+                code="url_refused",
+            )
         self.known.size_bytes = None if length is None else start + length
         self.known.etag = _strong_etag(reply)
         self._check_size(self.known.size_bytes or 0)

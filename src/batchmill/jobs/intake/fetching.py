@@ -41,6 +41,7 @@ HUB_PURPOSE = "an input of a model hub (hf://)"
 HUB_VARIABLES = ("HF_*", "HUGGING_FACE_*", *PROXIES)  # that a child does not get otherwise
 HEAD_BYTES, HEAD_GROWTH = 256 * 1024, 16  # of a file whose first row is looked at; more if the row is longer
 FETCH_SHARE = 0.5  # of the progress
+HEADS_MAX, DETECTED_S = 4, 30.0  # files whose first row is looked at, and for how long another one is begun
 
 
 class Bounds(Struct, frozen=True):
@@ -202,10 +203,16 @@ def detect_format(spec: DatasetSpec) -> str:
     if named in formats.CONVERTED:
         return named
     with tempfile.TemporaryDirectory(prefix="batchmill-head-") as folder:
-        for url in spec.paths:
+        deadline = time.monotonic() + DETECTED_S
+        for url in spec.paths[:HEADS_MAX]:
             path = _write_head(url, spec, Path(folder))
-            if path.stat().st_size:
+            if path.stat().st_size or time.monotonic() > deadline:
                 break
+        if not path.stat().st_size and url != spec.paths[-1]:
+            raise InvalidDataset(
+                f"{shown(url)} and what is named before it are empty: name a file with rows first, or the format",
+                code="unknown_format",
+            )
         try:
             return formats.detect_format(replace(spec, paths=[str(path)]))
         except InvalidDataset as error:
