@@ -277,7 +277,8 @@ class FileService:
                 removal = Removal(file_id, view.project, view.id, ELSEWHERE, self._clock.now())
                 await self._database.write(removals.insert, removal)
                 return removal
-            record = result_record(view, file_id, path.suffixes, size_bytes)
+            suffixes = Path(path.name.removeprefix(f"{view.id}.")).suffixes  # those of "results.jsonl.gz"
+            record = result_record(view, file_id, suffixes, size_bytes)
             await self._database.write(file_records.insert_missing, [record])
             return record
         finally:
