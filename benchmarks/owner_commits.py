@@ -12,6 +12,7 @@ import array
 import asyncio
 import json
 import os
+import random
 import resource
 import socket
 import statistics
@@ -59,7 +60,7 @@ from batchmill.wire.forms import OpenAIForm  # noqa: E402
 from batchmill.wire.job_spec import JobSpec  # noqa: E402
 
 SHARD_ROWS, BLOCK_BYTES = 10, 100_000
-COMMIT_S, WARM_S = 1.0, 12.0
+COMMIT_S, WARM_S = 1.0, 22.0
 GRANT_LIMIT_S, CORES_LIMIT, MEMORY_LIMIT_BYTES = 0.25, 1.0, 2 * 2**30
 JOB = "job"
 SETTINGS = ("shared_buffers=256MB", "max_wal_size=2GB")
@@ -104,7 +105,7 @@ class SimulatedWorker:
             self._channel.send(messages.Heartbeat(EngineStats(), time.monotonic()))
 
     async def _work(self) -> None:
-        due = time.monotonic()
+        due = time.monotonic() + random.Random(self._name).random() * SHARD_ROWS * COMMIT_S  # no two in step
         while True:
             grant = await self._grants.get()
             self._requested = time.monotonic()
