@@ -1,4 +1,4 @@
-"""So many jobs of a model run at once; the others wait, hold no files, and can be ended, paused and told about."""
+"""So many jobs of a model run at once; the others wait, hold no files, and can be ended, paused and explained."""
 
 from __future__ import annotations
 

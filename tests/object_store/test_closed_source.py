@@ -39,9 +39,13 @@ def test_nobody_waits_for_what_is_not_fetched_any_more():
         except StorageFailed as error:
             failures.append(error.message)
 
+    waiting, future = threading.Event(), source._ranges[queued].data
+    result = future.result
+    future.result = lambda: (waiting.set(), result())[1]
     reader = threading.Thread(target=read)
     reader.start()
+    waiting.wait()
     source.close()
     reader.join()
     store.may_answer.set()
-    assert failures == [] or "closed while it was read" in failures[0]
+    assert ["closed while it was read" in failure for failure in failures] == [True]

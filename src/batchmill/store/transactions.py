@@ -141,7 +141,7 @@ def _resolve(ended: _Ended) -> None:
     loops = {call.loop for call, _, _ in ended}
     for loop in loops:
         own = [each for each in ended if each[0].loop is loop]
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it whoever waits
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and its tasks with it
             loop.call_soon_threadsafe(_resolve_on_loop, own)
 
 

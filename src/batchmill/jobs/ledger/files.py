@@ -169,7 +169,7 @@ def result_exists(path: str) -> bool:
 class JobFiles:
     """The paths of a job.
 
-    Args: scratch: where the files of a small job are while somebody works on it; None: it is not small.
+    Args: scratch: where the files of a small job are while it is used; None: it is not small.
     """
 
     def __init__(self, data_dir: Path, job_id: str, scratch: Path | None = None) -> None:

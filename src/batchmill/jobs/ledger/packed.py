@@ -1,6 +1,6 @@
 """Small jobs: their dataset and plans lie in the database as one value, not as files of the data directory.
 
-Whoever works on such a job unpacks the files into a scratch folder in memory, and the last to leave removes them. Their
+Each user of such a job unpacks the files into a scratch folder in memory, and the last one removes them. Their
 outcomes lie in the database too (`Commit.blocks`); only a worker whose owner has died writes a segment file.
 """
 

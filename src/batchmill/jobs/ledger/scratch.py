@@ -1,4 +1,4 @@
-"""Scratch: the folder in which the small jobs of an owner are unpacked while somebody works on them."""
+"""Scratch: the folder in which the small jobs of an owner are unpacked while they are used."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Scratch:
-    """The folder in which small jobs are unpacked while somebody works on them. One for each owner.
+    """The folder in which small jobs are unpacked while they are used. One for each owner.
 
     It is in memory where the machine has `/dev/shm`: files on a disk take ten times as long to make and to remove.
     """
@@ -135,7 +135,7 @@ async def to_its_end(work: asyncio.Future[T]) -> T:
             await asyncio.shield(work)
         except asyncio.CancelledError as error:
             cancelled = error
-        except Exception:  # told below
+        except Exception:  # raised below
             break
     if cancelled is not None:
         work.exception()
