@@ -38,6 +38,7 @@ HARMLESS = ("PYTHONUNBUFFERED",)
 MAIN = Path(batchmill.__file__).with_name("__main__.py")
 SCRIPT = Path(sysconfig.get_path("scripts")) / "batchmill"
 REAL_POPEN = subprocess.Popen
+STATUS = struct.Struct("!i")
 
 # Starts fast with -S -E: forwards its arguments and descriptors, and the signals that a shell sends. Its command ends
 # with it, so that a test that kills a shell's process group leaves nothing behind.
@@ -88,12 +89,17 @@ class Preloaded:
             if self._process is None:
                 self._folder = tempfile.mkdtemp(prefix="batchmill-tests-")
                 self._environ = dict(os.environ)
-                self._process = REAL_POPEN(
+                process = REAL_POPEN(
                     [sys.executable, str(SERVER), self._address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
                 )
+                assert process.stdout is not None
+                try:
+                    assert process.stdout.readline() == b"ready\n", "the preloaded process did not start"
+                except BaseException:  # a test that was interrupted: the next one starts another server
+                    process.kill()
+                    raise
+                self._process = process
                 atexit.register(self._stop, os.getpid())
-                assert self._process.stdout is not None
-                assert self._process.stdout.readline() == b"ready\n", "the preloaded process did not start"
         return self._address
 
     @property
@@ -109,8 +115,8 @@ class Preloaded:
 
     def start(
         self, argv: list[str], *, path: str, cwd: str, environ: dict[str, str], new_session: bool, fds: dict[int, int]
-    ) -> tuple[int, socket.socket]:
-        """Its process id, and the connection on which its status comes. `fds` maps its numbers to descriptors here."""
+    ) -> tuple[int, int]:
+        """Its process id, and the descriptor on which its status comes. `fds` maps its numbers to descriptors here."""
         body = pickle.dumps({
             "argv": argv, "path": path, "cwd": cwd, "environ": environ, "new_session": new_session,
             "ends_with_caller": False, "fds": list(fds),
@@ -122,7 +128,7 @@ class Preloaded:
         connection.sendall(body)
         reply = connection.recv(4, socket.MSG_WAITALL)
         assert len(reply) == 4, "the preloaded process has ended"
-        return struct.unpack("!i", reply)[0], connection
+        return struct.unpack("!i", reply)[0], connection.detach()
 
     def write_script(self, folder: Path) -> Path:
         """A program `batchmill` in `folder` for shells; it runs as a fork of the server."""
@@ -151,9 +157,13 @@ PRELOADED = Preloaded()
 
 
 class PreloadedPopen(REAL_POPEN):
-    """`subprocess.Popen`, but a command of batchmill is a fork of `PRELOADED`."""
+    """`subprocess.Popen`, but a command of batchmill is a fork of `PRELOADED`.
 
-    _connection: socket.socket | None = None
+    `subprocess` keeps an object that nobody refers to until its process has ended. So the status comes on a plain
+    descriptor: a socket object would be closed with the test's other garbage, and every later start would ask it.
+    """
+
+    _status_fd: int | None = None  # until the process has ended
 
     def _execute_child(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(super()._execute_child).bind(*args, **kwargs).arguments
@@ -167,7 +177,7 @@ class PreloadedPopen(REAL_POPEN):
         cwd = os.path.abspath(os.fspath(given["cwd"] or "."))
         if not os.path.isdir(cwd):
             raise FileNotFoundError(cwd)
-        self.pid, self._connection = PRELOADED.start(
+        self.pid, self._status_fd = PRELOADED.start(
             argv, path=path, cwd=cwd, environ=environ, new_session=given["start_new_session"], fds=fds
         )
         self._child_created = True
@@ -176,17 +186,18 @@ class PreloadedPopen(REAL_POPEN):
         return None
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        if self._connection is None:
+        if self._status_fd is None:
             return super()._try_wait(wait_flags)
-        if wait_flags == os.WNOHANG and not select.select([self._connection], [], [], 0)[0]:
+        if wait_flags == os.WNOHANG and not select.select([self._status_fd], [], [], 0)[0]:
             return 0, 0
-        status = self._connection.recv(4, socket.MSG_WAITALL)
-        assert len(status) == 4, "the preloaded process has ended"
-        self._connection.close()
-        return self.pid, struct.unpack("!i", status)[0]
+        status = os.read(self._status_fd, STATUS.size)  # sent in one piece
+        fd, self._status_fd = self._status_fd, None
+        os.close(fd)
+        assert len(status) == STATUS.size, "the preloaded process has ended"
+        return self.pid, STATUS.unpack(status)[0]
 
     def _internal_poll(self, *args: Any, **kwargs: Any) -> int | None:
-        if self._connection is None:
+        if self._status_fd is None:
             return super()._internal_poll(*args, **kwargs)
         if self.returncode is None and self._waitpid_lock.acquire(blocking=False):
             try:
