@@ -182,3 +182,22 @@ def test_every_owner_has_its_data_directory_at_one_path(backends):
         second.claim("two", "", "/elsewhere")
     assert refused.value.code == "other_data_dir"
     second.claim("two", "", "/data")
+
+
+def test_an_owner_stopped_in_the_middle_of_a_statement_is_followed(backends, clock: list[float]):
+    """The server ends no transaction that waits for the rest of a statement: its owner may have been stopped, or cut
+    off, between two messages of one. The successor ends it.
+    """
+    first, second = backends(), backends()
+    lease = first.claim("one", "", "/data")
+    stop(lease)
+    refuse(second)
+    clock.append(clock[-1] + owner_row.SILENCE_S)
+    with first._engine.connect() as db:
+        lease.check(db)
+        wire = db.connection.driver_connection.pgconn
+        wire.enter_pipeline_mode()
+        wire.send_prepare(b"begun", b"SELECT 1")  # and no Sync
+        wire.flush()
+        assert second.claim("two", "", "/data").epoch == lease.epoch + 1
+        db.invalidate()

@@ -28,6 +28,7 @@ log = logging.getLogger("batchmill.owner")
 BEAT_S = 0.5
 LEASE_S = 3.0  # of the owner's own clock, since it sent its last renewal
 SILENCE_S = 5.0  # of the claimer's own clock, since it saw the last heartbeat; more than LEASE_S
+LOCK_MS = 1000  # that a claimer waits for transactions of the owner before it ends them
 
 metadata = sa.MetaData()
 
@@ -41,6 +42,15 @@ owners = sa.Table(
     sa.Column("heartbeat", sa.DateTime(timezone=True)),  # None: it has ended in order
 )
 
+_WAIT_BRIEFLY = sa.text("SELECT set_config('lock_timeout', :wait, true)")  # in this transaction
+# Sessions of batchmill whose transactions have kept a claimer waiting. The server ends a transaction that is idle, but
+# not one in the middle of a statement: that of an owner which was stopped, or cut off, between two of its messages.
+_END_WRITERS = sa.text(
+    "SELECT pid, pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
+    "AND application_name = :application AND usename = current_user "
+    "AND xact_start < clock_timestamp() - CAST(:age AS interval) AND pid IN "
+    "(SELECT pid FROM pg_locks WHERE relation = 'owners'::regclass AND mode IN ('RowShareLock', 'RowExclusiveLock'))"
+)
 _CHECK = sa.text("SELECT CAST(pg_current_xact_id() AS text) FROM owners WHERE epoch = :epoch FOR KEY SHARE")
 
 
@@ -168,6 +178,7 @@ def claim(engine: sa.Engine, silence: Silence, name: str, address: str, data_dir
         the data directory: records of jobs and functions name files by their absolute paths.
     """
     with engine.begin() as db:
+        db.execute(_WAIT_BRIEFLY, {"wait": f"{LOCK_MS} ms"})
         current = db.execute(sa.select(owners)).one()
         if not silence.is_over(current):
             raise _owned(current)
@@ -188,3 +199,13 @@ def claim(engine: sa.Engine, silence: Silence, name: str, address: str, data_dir
         if epoch is None:  # it was renewed, or claimed, since it was read
             raise _owned(db.execute(sa.select(owners)).one())
     return epoch
+
+
+def end_writers(engine: sa.Engine, application: str) -> None:
+    """End the transactions of a silent owner that have kept `claim` from its row.
+
+    Args: application: the name of its sessions. Those of others, such as a backup, stay.
+    """
+    with engine.begin() as db:
+        for pid, _ in db.execute(_END_WRITERS, {"application": application, "age": f"{LOCK_MS} ms"}):
+            log.warning("ended the database session %d of the silent owner: it held the lock of its row", pid)

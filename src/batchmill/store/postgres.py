@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 VERSION_MIN = 130_000  # the first with pg_xact_status for 64-bit transaction ids
 READERS = 4
+APPLICATION = "batchmill"  # the name of our sessions
 CONNECT_S = 5
 UNACKNOWLEDGED_MS = 5000  # data that the server does not acknowledge for so long ends the connection
 IDLE_IN_TRANSACTION_MS = 4000  # the server ends a transaction whose owner has stopped: a successor waits for its lock
@@ -82,7 +83,7 @@ def create_engine(url: sa.URL, **options: Any) -> sa.Engine:
     settings = f"-c idle_in_transaction_session_timeout={IDLE_IN_TRANSACTION_MS} -c lock_timeout={LOCK_MS}"
     arguments = {
         "connect_timeout": CONNECT_S, "tcp_user_timeout": UNACKNOWLEDGED_MS, "keepalives_idle": 5,
-        "keepalives_interval": 2, "keepalives_count": 3, "application_name": "batchmill",
+        "keepalives_interval": 2, "keepalives_count": 3, "application_name": APPLICATION,
         "options": f"{url.query.get('options', '')} {settings}".strip(),
     }  # fmt: skip
     plain = url.set(query={name: value for name, value in url.query.items() if name != "options"})
@@ -157,7 +158,13 @@ class PostgresBackend:
         """Become the owner. Raises: DatabaseOwned, InvalidConfig: see `owner_row.claim`."""
         began = now_s()
         try:
-            epoch = owner_row.claim(self._engine, self._silence, name, address, data_dir)
+            try:
+                epoch = owner_row.claim(self._engine, self._silence, name, address, data_dir)
+            except sa.exc.OperationalError as error:
+                if not isinstance(error.orig, pg.LockNotAvailable):
+                    raise
+                owner_row.end_writers(self._engine, APPLICATION)
+                epoch = owner_row.claim(self._engine, self._silence, name, address, data_dir)
         except sa.exc.SQLAlchemyError as error:
             raise self.translate(error) from error
         engine = create_engine(self._url, isolation_level="READ COMMITTED", pool_size=1, max_overflow=0)
