@@ -17,8 +17,6 @@ KINDS = (
 )  # fmt: skip
 
 
-# It has failed once beside another test with a Ray cluster of its own, and nobody knows yet which of the two was slow.
-@pytest.mark.skipif(not os.environ.get("BATCHMILL_CAMPAIGN"), reason="BATCHMILL_CAMPAIGN=1 runs it")
 @pytest.mark.timeout(300)
 def test_a_short_campaign(tmp_path: Path):
     """Each kind once; what failed is named with its seed and its fault."""
