@@ -21,7 +21,7 @@ from batchmill.types import ProjectQuotas
 def job_service(
     data_dir: Path, ledger: Ledger, executor: Executor, clock: Clock, *, idle_timeout_s: float = 0.0,
     machine: Resources | None = None, adapters: Adapters = NoAdapters(), quotas: ProjectQuotas = ProjectQuotas(),
-    retention: RetentionEntry = RetentionEntry(),
+    retention: RetentionEntry = RetentionEntry(), is_shared: bool = False,
 ) -> JobService:  # fmt: skip
     """Close it: it closes the ledger too."""
     commit_log = CommitLog(ledger)
@@ -30,5 +30,5 @@ def job_service(
         quarantine=Quarantine(clock, ledger.database),
         sharing=Sharing(machine=machine),
     )  # fmt: skip
-    space = JobSpace(data_dir, DiskQuota(ledger.database, data_dir, quotas))
+    space = JobSpace(data_dir, DiskQuota(ledger.database, data_dir, quotas), is_shared=is_shared)
     return JobService(space, commit_log, dispatcher, clock, adapters=adapters, retention=retention)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import AsyncIterator
 
 import pytest
@@ -23,6 +24,12 @@ def fragile(n):
     if n % 2 and not os.path.exists(__file__ + ".mended"):
         raise ValueError(f"no {n}")
     return n
+def held(n):
+    with open(__file__ + ".calls", "a") as calls:
+        calls.write(str(n))
+    if n == 3 and os.path.exists(__file__ + ".held"):
+        open(__file__ + ".held").read()
+    return n
 def long(n):
     return "x" * 3000
 """
@@ -35,9 +42,9 @@ async def opened(tmp_path) -> AsyncIterator:
     data = tmp_path / "data"
     data.mkdir()
 
-    async def open_service() -> JobService:
+    async def open_service(**space: object) -> JobService:
         executor = LocalExecutor(data / "workers")
-        service = job_service(data, open_ledger(data / "batchmill.db"), executor, SystemClock())
+        service = job_service(data, open_ledger(data / "batchmill.db"), executor, SystemClock(), **space)
         services.append(service)
         await service.recover(resume_server_jobs=True)
         return service
@@ -48,9 +55,9 @@ async def opened(tmp_path) -> AsyncIterator:
 
 def order(folder, model: str, rows: int, **policy: object) -> JobOrder:
     line = '{"custom_id":"r%d","method":"POST","url":"/v1/x","body":{"model":"%s","n":%d}}\n'
-    (folder / "in.jsonl").write_text("".join(line % (n, model, n) for n in range(rows)))
+    (folder / f"{model}.jsonl").write_text("".join(line % (n, model, n) for n in range(rows)))
     spec = ModelSpec(model, "function", f"{folder / 'app.py'}:{model}", allowed=[model])
-    dataset = DatasetSpec([str(folder / "in.jsonl")], format="openai")
+    dataset = DatasetSpec([str(folder / f"{model}.jsonl")], format="openai")
     return JobOrder(dataset, [spec], origin={"frontend": "openai"}, default_model=False, policy=Policy(**policy))
 
 
@@ -113,6 +120,35 @@ async def test_failed_rows_are_retried_by_a_later_owner(opened, tmp_path):
     assert (await service.verify(view.id)).broken == []
 
 
+async def test_a_cluster_goes_on_with_small_jobs(opened, tmp_path):
+    """A job that began in the database gets a folder, which nodes see, where a cluster goes on with it, or retries it.
+    No row that has an outcome runs again.
+    """
+    service = await opened()
+    ended = await run(service, order(tmp_path, "fragile", 6))
+    os.mkfifo(tmp_path / "app.py.held")
+    paused = (await service.submit(order(tmp_path, "held", 6))).id
+    async for view in service.watch(paused, 0.05):
+        if view.rows_ok == 3:
+            break
+    await service.close(at_once=True)
+    (tmp_path / "app.py.held").unlink()
+    (tmp_path / "app.py.mended").touch()
+    service = await opened(is_shared=True)
+    await service.retry(ended.id)
+    for job_id in (ended.id, paused):
+        view = [view async for view in service.watch(job_id, 0.05)][-1]
+        assert (view.state, view.rows_ok, view.rows_failed, bodies(view.output)) == ("completed", 6, 0, list(range(6)))
+        report = await service.verify(job_id)
+        assert (report.broken, report.rows_done) == ([], 6)
+        folder = tmp_path / "data" / "jobs" / job_id
+        assert (folder / "dataset" / "seal.json").exists() and view.output == str(folder / "results.jsonl")
+        await service.remove(job_id)
+    assert (tmp_path / "app.py.calls").read_text() == "0123" + "345"
+    for name in ("jobs", "results"):
+        assert list((tmp_path / "data" / name).iterdir()) == []
+
+
 async def test_a_rebuilt_ledger_keeps_its_outcomes(opened, tmp_path):
     """A rebuild finds the outcomes in the database, and the job ends again without running a row."""
     service = await opened()
@@ -129,13 +165,13 @@ async def test_refused_rows_of_a_small_job(opened, tmp_path):
     """A refused row fails the job, or is skipped: then it is in the error file."""
     service = await opened()
     wanted = order(tmp_path, "double", 3)
-    with open(tmp_path / "in.jsonl", "a") as file:
+    with open(tmp_path / "double.jsonl", "a") as file:
         file.write("no row\n")
     view = await run(service, wanted)
     assert (view.state, view.problems_total, view.rows) == ("failed", 1, 4)
     await run(service, order(tmp_path, "double", 3, on_invalid="skip"))
     wanted = order(tmp_path, "double", 3, on_invalid="skip")
-    with open(tmp_path / "in.jsonl", "a") as file:
+    with open(tmp_path / "double.jsonl", "a") as file:
         file.write("no row\n")
     view = await run(service, wanted)
     assert (view.state, view.rows_ok, view.rows_failed) == ("completed", 3, 1)

@@ -37,7 +37,7 @@ class Audits:
             yield files
 
     async def segments(self, spec: JobSpec) -> SegmentPlace:
-        blocks = await self._commit_log.call_reader(self._ledger.blocks, spec.id) if spec.is_small else {}
+        blocks = await self._commit_log.call_reader(self._ledger.blocks, spec.id)
         return SegmentPlace(self._tools.scratch.files(spec).segment_place.folder, blocks)
 
     async def verify(self, record: sa.RowMapping, *, is_running: bool) -> LedgerReport:

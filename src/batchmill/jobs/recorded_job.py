@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from batchmill.errors import StorageFull
 from batchmill.jobs.intake.orders import has_run
-from batchmill.jobs.ledger import ledger, outcome_map
+from batchmill.jobs.ledger import ledger, outcome_map, packed
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.storage import JobStorage
 from batchmill.jobs.results.publishing import Publishing
@@ -96,10 +96,22 @@ class RecordedJob:
         self._stored = JobStorage(self._tools.stored, self.files)
         await asyncio.to_thread(self.files.write_spec, self.spec)
 
+    async def _begin_again(self) -> sa.RowMapping:
+        """The record of a job to continue. A small one that began without a cluster gets files in the data directory.
+
+        Outcomes that it has stay in the database. After a crash the record still has a small job, and the next attempt
+        writes the same files.
+        """
+        if self.spec.is_small and self._tools.is_shared:
+            data = await self._ledger.database.read(packed.read, self.spec.id)
+            await self._make_large()
+            if data is not None:
+                folders = await asyncio.to_thread(packed.write, self.files.home, data)
+                await self._stored.publish(*folders)
+        return await self._record()
+
     async def _segments(self) -> SegmentPlace:
         place = self.files.segment_place
-        if not self.spec.is_small:
-            return place
         return replace(place, blocks=await self._commit_log.call_reader(self._ledger.blocks, self.spec.id))
 
     def _is_planned(self, record: sa.RowMapping) -> bool:

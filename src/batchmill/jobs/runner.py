@@ -177,7 +177,7 @@ class JobRunner(RecordedJob):
 
     async def resume(self) -> None:
         """Leave PAUSED for the state in which the job continues, with this spec."""
-        record = await self._record()
+        record = await self._begin_again()
         await self._stored.bring_plans(record)
         await asyncio.to_thread(self.files.write_spec, self.spec)
         if record["cancelling"] is not None:
@@ -191,7 +191,7 @@ class JobRunner(RecordedJob):
 
         Raises: InvalidTransition if there is no such row.
         """
-        job_id, record = self.spec.id, await self._record()
+        job_id, record = self.spec.id, await self._begin_again()
         await self._stored.bring(self.spec, record)
         if not self._is_planned(record):
             raise InvalidTransition(f"the job {job_id} ended before its rows were planned: submit it again")

@@ -40,6 +40,7 @@ class RunnerTools(Struct, frozen=True):
     stored: StoredFiles
     scratch: Scratch
     turns: Turns
+    is_shared: bool  # see JobSpace
 
     def disk_quota_of(self, spec: JobSpec) -> DiskQuota | None:
         """The disk quota that counts the bytes of a server's job; None for a command's job."""

@@ -100,7 +100,7 @@ class JobService:
         self._scratch = Scratch(data_dir, database)
         self._tools = RunnerTools(
             data_dir, self._commit_log, self._dispatcher, clock, self._disk_reserve, self._children.offload,
-            adapters, disk_quota, stored, self._scratch, Turns(),
+            adapters, disk_quota, stored, self._scratch, Turns(), space.is_shared,
         )  # fmt: skip
         self._active, self._audits = ActiveJobs(self._tools), Audits(self._tools)
         self._submitting: set[asyncio.Task[Submitted]] = set()
@@ -408,21 +408,11 @@ class JobService:
         spec = read_spec(record["spec"])
         if record["cancelling"] is not None:
             return spec  # none of its rows will run
-        self._refuse_unshared(spec)
         code = await self._code_now(spec)
         if orders.has_run(record):
             orders.check_code(spec, code, "restore it and resume, or start over with --restart")
         await self._refuse_shared_output(spec, record)
         return msgspec.structs.replace(spec, code=code)
-
-    def _refuse_unshared(self, spec: JobSpec) -> None:
-        """Raises: InvalidInput for a small job of an owner without a cluster: no node sees where it is unpacked."""
-        if spec.is_small and self._space.is_shared:
-            raise InvalidInput(
-                f"the job {spec.id} began on a server without a cluster, and its files lie in the database: finish it "
-                "without [cluster], or submit it again",
-                code="not_shared",
-            )
 
     @staticmethod
     async def _code_now(spec: JobSpec) -> dict[str, str]:
@@ -474,7 +464,6 @@ class JobService:
                 )
             refuse_compacted(record, "a retry")
             spec = orders.without_past_deadline(read_spec(record["spec"]), self._clock.now())
-            self._refuse_unshared(spec)
             await self._refuse_shared_output(spec, record)
             # A retry uses the current code, which may have been fixed.
             runner = self._active.runner(msgspec.structs.replace(spec, code=await self._code_now(spec)))

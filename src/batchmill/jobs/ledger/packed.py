@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from batchmill.datasets import formats, layout
 from batchmill.errors import InvalidDataset
-from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.files import JobFiles, PartFile, sync_folder
 from batchmill.store.tables import packed_jobs
 from batchmill.types import DatasetSpec
 
@@ -75,3 +75,18 @@ def unpack(home: Path, packed: bytes | None) -> None:
         (home / folder).mkdir(mode=FOLDER_MODE)
     for name, data in files.items():
         (home / name).write_bytes(data)
+
+
+def write(home: Path, packed: bytes) -> list[Path]:
+    """Write the files of a job that is small no more into its folder, durably. Returns the folders that hold them."""
+    files = _files.decode(packed)
+    folders = sorted({(home / name).parent for name in files})
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    for name, data in files.items():
+        with PartFile(home / name) as file:
+            file.write(data)
+            file.publish()
+    for folder in (*folders, home):
+        sync_folder(folder)
+    return folders
