@@ -73,6 +73,8 @@ class DriverWorker:
         self.node = ""  # id; empty: it waits for its place
         self.why = ""  # it waits, as last reported
         self.was_killed = self.is_evicted = False
+        self.is_full = False  # it is being killed, because too many messages wait for it
+        self.is_cut_off = False  # it is being killed for no fault of its own: messages did not reach it
         self.pending: list[bytes] = []
         self.pending_bytes = 0
         self.sending: asyncio.Task[None] | None = None
@@ -191,6 +193,8 @@ class Driver:
         except ActorFailed as error:
             if worker.was_killed:
                 exited = Exited(worker.number, KILLED)
+            elif worker.is_cut_off:
+                exited = Exited(worker.number, LOST, True, "messages for it did not arrive")
             else:
                 is_lost = error.is_lost or (worker.node != "" and not await self._is_alive(worker.node))
                 exited = Exited(worker.number, LOST if is_lost else KILLED, is_lost, str(error))
@@ -207,11 +211,15 @@ class Driver:
 
     def _deliver(self, worker: DriverWorker, message: bytes) -> None:
         """Send a message with those that gather while the last ones are on their way."""
+        if worker.is_full:
+            return
         worker.pending.append(message)
         worker.pending_bytes += len(message)
         if worker.pending_bytes > PENDING_BYTES:
+            worker.is_full, worker.is_cut_off = True, not worker.node  # one that runs, and takes nothing, hangs
+            worker.pending.clear()
             ray.kill(worker.actor)
-        if worker.node:
+        elif worker.node:
             self._flush(worker)
 
     def _flush(self, worker: DriverWorker) -> None:
@@ -231,6 +239,7 @@ class Driver:
             return  # `_receive` gets the same, and tells the owner
         except Exception as error:  # whatever Ray raises: these messages are lost, and so is the worker
             print(f"messages of a worker were not sent: {type(error).__name__}: {error}", flush=True)
+            worker.is_cut_off = True
             ray.kill(worker.actor)
         finally:
             worker.sending = None

@@ -75,6 +75,7 @@ class RayWorker:
         self.waits = ""
         self.was_launched = False
         self.is_lost = False
+        self._is_overrun = False  # this process was too slow for its messages: no fault of its own
         self._code: int | None = None
         self._ended = asyncio.Event()
         self._received: asyncio.Queue[Item | Failed | None] = asyncio.Queue()  # bounded by `receive`
@@ -97,7 +98,7 @@ class RayWorker:
             self._unsent.append(data)
             self._unsent_bytes += len(data)
             if self._unsent_bytes > WAITING_BYTES:
-                self.kill()
+                self.end(LOST, is_lost=True)
 
     def take_unsent(self) -> list[bytes]:
         unsent, self._unsent, self._unsent_bytes = self._unsent, [], 0
@@ -105,7 +106,11 @@ class RayWorker:
 
     def receive(self, item: Item) -> None:
         self._count += 1
+        if self._is_overrun:
+            return  # it is being killed: after a gap nothing of it counts
         if self._received_bytes + len(item.data) > RECEIVED_BYTES:
+            self._is_overrun = True
+            self._executor.note(self, f"its messages were not read: more than {RECEIVED_BYTES} bytes waited")
             self.kill()
         else:
             self._received_bytes += len(item.data)
@@ -120,7 +125,7 @@ class RayWorker:
 
     def end(self, code: int, *, is_lost: bool = False) -> None:
         if self._code is None:
-            self._code, self.is_lost = code, is_lost
+            self._code, self.is_lost = (LOST, True) if self._is_overrun else (code, is_lost)
             self._executor.forget(self)
             self._received.put_nowait(None)
             self._ended.set()
@@ -258,8 +263,11 @@ class RayExecutor:
             number = next(self._numbers)
             self._inspections[number] = asyncio.get_running_loop().create_future()
             self.send(Inspect(number, str(self._probe), self._probe_text))
-            async with asyncio.timeout(INSPECT_S):
-                found = await self._inspections[number]
+            try:
+                async with asyncio.timeout(INSPECT_S):
+                    found = await self._inspections[number]
+            finally:
+                self._inspections.pop(number, None)
         except TimeoutError:
             raise Unavailable("the Ray cluster does not reply", code="cluster_unavailable") from None
         if found.flaw:
@@ -405,14 +413,14 @@ class RayExecutor:
             case Exited(number, code, is_lost, why):
                 if (worker := self._workers.get(number)) is not None:
                     if why:
-                        self._note(worker, why)
+                        self.note(worker, why)
                     worker.end(code, is_lost=is_lost)
             case Inspected(number):
                 if (future := self._inspections.pop(number, None)) is not None and not future.done():
                     future.set_result(event)
 
     @staticmethod
-    def _note(worker: RayWorker, why: str) -> None:
+    def note(worker: RayWorker, why: str) -> None:
         """Write why an actor ended to the log of its worker."""
         with contextlib.suppress(OSError), open(Path(worker.start.home) / f"{worker.start.worker}.log", "a") as log:
             log.write(f"Ray: {why}\n")

@@ -1,0 +1,65 @@
+"""A worker on Ray as its pool sees it, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from batchmill.executors.ray import frames
+from batchmill.executors.ray.executor import RECEIVED_BYTES, WAITING_BYTES, RayExecutor, RayWorker
+from batchmill.executors.ray.frames import KILLED, Connected, Item, Placement
+from batchmill.types import LiveRequest, ModelSpec
+from batchmill.types.cluster import ClusterEntry
+from batchmill.wire import messages
+from batchmill.wire.messages import AnswerLive, Ready, Start
+
+
+@pytest.fixture
+def executor(tmp_path: Path) -> RayExecutor:
+    return RayExecutor(ClusterEntry("ray", "127.0.0.1:1"), tmp_path, lambda model: {})
+
+
+@pytest.fixture
+def worker(executor: RayExecutor, tmp_path: Path) -> RayWorker:
+    model = ModelSpec("m", "function", "app.py:m")
+    return RayWorker(1, Start("w", model, str(tmp_path)), Placement(), executor)
+
+
+async def test_messages_that_nobody_read(worker: RayWorker, tmp_path: Path):
+    """Beyond the bound nothing more is taken, the worker is killed, and neither its model nor a row is to blame."""
+    worker.was_launched = True
+    ready = Ready(pid=1)
+    item = frames.join([messages.encode(ready)])
+    worker.receive(Item(1, item))
+    worker.receive(Item(1, bytes(RECEIVED_BYTES)))
+    worker.receive(Item(1, item))  # it has room, but comes after a gap
+    worker.end(KILLED)
+    assert [message async for message in worker.messages()] == [ready]
+    assert await worker.wait() == -1 and worker.is_lost
+    assert (tmp_path / "w.log").read_text() == (
+        f"Ray: its messages were not read: more than {RECEIVED_BYTES} bytes waited\n"
+    )
+
+
+async def test_messages_for_a_worker_that_waits(worker: RayWorker):
+    """A worker that waits for its cluster with too many messages is lost, which nobody is blamed for."""
+    message = AnswerLive(1, LiveRequest("/v1/x", bytes(WAITING_BYTES // 2)))
+    worker.send(message)
+    assert not worker.is_lost
+    worker.send(message)
+    assert await worker.wait() == -1 and worker.is_lost
+
+
+async def test_a_look_at_the_cluster_that_ends_early(executor: RayExecutor):
+    """A look that got no reply in time, or whose caller has gone, leaves nothing behind."""
+    executor._driving = asyncio.create_task(asyncio.Event().wait())  # no driver is started
+    executor.connected = Connected("127.0.0.1:1", "2", "3", "0", False, False, False)
+    look = asyncio.create_task(executor.inspect())
+    while not executor._inspections:
+        await asyncio.sleep(0.001)
+    look.cancel()
+    await asyncio.wait({look})
+    assert executor._inspections == {}
+    await executor.close()
