@@ -223,6 +223,11 @@ def f(n):
         {"first": "x"},
         {"rows": 9},
         {"rows": None},
+        {"rows": 2, "places": [0, 0]},
+        {"rows": 1, "places": [6]},
+        {"rows": 1, "places": [True]},
+        {"rows": 0, "places": []},
+        {"rows": 3, "places": [1, 2]},
         {"errors": {"77": ["a", "b", ""]}},
         {"errors": [1]},
         {"errors": None},
@@ -285,7 +290,7 @@ def result(number: int, text: bytes = b"1", form: Form = OpenAIForm()) -> bytes:
 def test_result_lines_are_checked(form: Form) -> None:
     """Lines that do not belong to the rows, or are no whole lines, fail their rows and no others."""
     good = [result(20 + n, form=form) for n in range(4)]
-    whole = read_results(block(form), 0, 4, b"".join(good), {})
+    whole = read_results(block(form), range(4), b"".join(good), {})
     assert ([done.lines for done in whole.ok], whole.failed) == ([b"".join(good)], [])
     assert (list(whole.ok[0].positions), list(whole.ok[0].numbers)) == ([10, 11, 12, 13], [20, 21, 22, 23])
     forged = {
@@ -306,11 +311,11 @@ def test_result_lines_are_checked(form: Form) -> None:
         forged["another end"] = [*good[:3], good[3].replace(b"null", b'"no"')]
         forged["another name"] = [*good[:3], good[3].replace(b"output", b"result")]
     for name, lines in forged.items():
-        results = read_results(block(form), 0, 4, b"".join(lines), {})
+        results = read_results(block(form), range(4), b"".join(lines), {})
         assert results.ok == [], name
         assert [o.error.code for o in results.failed if o.error] == ["bad_return"] * 4, name
     with pytest.raises(ValueError, match=r"errors of the rows \[7\]"):
-        read_results(block(form), 0, 4, b"".join(good), {7: CallError("a", "b")})
+        read_results(block(form), range(4), b"".join(good), {7: CallError("a", "b")})
 
 
 @pytest.mark.parametrize("form", [OpenAIForm(), TableForm()], ids=["openai", "table"])
@@ -318,7 +323,7 @@ def test_parts_of_a_block(form: Form) -> None:
     """Results of some rows, with errors between them, and one that nests too deep."""
     deep = b"[" * 600 + b"]" * 600
     lines = result(21, deep + b" " * 300, form) + result(23, b'{"usage":{"prompt_tokens":5}}', form)
-    results = read_results(block(form), 1, 3, lines, {2: CallError("KeyError", "'x'")})
+    results = read_results(block(form), range(1, 4), lines, {2: CallError("KeyError", "'x'")})
     (done,) = results.ok
     assert (done.numbers, done.positions) == ([23], [13])
     assert done.lines == result(23, b'{"usage":{"prompt_tokens":5}}', form)

@@ -28,7 +28,7 @@ def block(rows: int = 3) -> ColumnBlock:
 
 
 def read(array: pa.Array, name: str = "output", rows: int = 3, errors: dict[int, CallError] | None = None):
-    return read_column(block(rows), 0, rows, stream_of(array, name), errors or {})
+    return read_column(block(rows), range(rows), stream_of(array, name), errors or {})
 
 
 def test_a_column_becomes_a_block_of_results():
@@ -66,7 +66,7 @@ FORGED = {
 
 @pytest.mark.parametrize("data", FORGED.values(), ids=FORGED.keys())
 def test_a_forged_column_is_an_error_of_its_rows(data):
-    results = read_column(block(), 0, 3, data, {})
+    results = read_column(block(), range(3), data, {})
     assert results.ok == []
     assert [(each.row.number, each.error.code) for each in results.failed] == [(n, "bad_return") for n in range(3)]
 
@@ -76,8 +76,8 @@ def test_offsets_beyond_the_data_are_found():
     offsets = bytes((0, 0, 0, 0, 2, 0, 0, 0))
     place = data.rindex(offsets + bytes(8))
     forged = data[:place] + bytes((0, 0, 0, 0, 255, 255, 0, 0)) + data[place + 8 :]
-    assert len(read_column(block(1), 0, 1, data, {}).ok) == 1
-    assert read_column(block(1), 0, 1, forged, {}).ok == []
+    assert len(read_column(block(1), range(1), data, {}).ok) == 1
+    assert read_column(block(1), range(1), forged, {}).ok == []
 
 
 def test_errors_of_other_rows_are_refused():
@@ -120,7 +120,7 @@ def test_large_results_become_several_blocks(monkeypatch):
     """Memory holds whole blocks when results are gathered."""
     monkeypatch.setattr(column_results, "BLOCK_BYTES", 1000)
     usage = [{"usage": {"prompt_tokens": 2}, "text": "x" * 400}] * 7
-    results = read_column(block(9), 0, 9, stream_of(pa.array(usage)), {n: CallError("E", "", "") for n in (2, 5)})
+    results = read_column(block(9), range(9), stream_of(pa.array(usage)), {n: CallError("E", "", "") for n in (2, 5)})
     assert [number for done in results.ok for number in done.numbers] == [0, 1, 3, 4, 6, 7, 8]
     assert len(results.ok) > 2
     values = [

@@ -15,10 +15,8 @@ from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, answer_to, run
 from function_process_support import Answers, deployed, openai_rows, running, table_rows
 
 from batchmill.engines.function.engine import FunctionEngine
-from batchmill.engines.function.process import Stages
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.types import Limits, LiveRequest, ModelSpec, Row
-from batchmill.wire.calls import FunctionResults
 from batchmill.wire.forms import TableForm
 
 ADD = """
@@ -271,28 +269,3 @@ async def test_a_model_without_a_version(tmp_path: Path) -> None:
     """A model that was never deployed is refused by name."""
     with pytest.raises(BatchmillError, match="never deployed"):
         FunctionEngine(ModelSpec("g", "function_process", "app.py:g"), tmp_path)
-
-
-def test_stages_of_values_are_joined() -> None:
-    """Values that came in stages are one list in the order of the rows, their arrays renumbered."""
-    stages = Stages(3)
-    array = b'[{"$array":[0,"INT8",[1]]}]'
-    assert not stages.add(2, 1, FunctionResults(array, b"", [b"c"]))
-    assert stages.add(0, 2, FunctionResults(b'[1,{"$array":[0,"INT8",[1]]}]', b"", [b"a"]))
-    whole = stages.whole()
-    assert json.loads(whole.values) == [1, {"$array": [0, "INT8", [1]]}, {"$array": [1, "INT8", [1]]}]
-    assert whole.buffers == [b"a", b"c"]
-
-
-def test_stages_of_columns_are_joined() -> None:
-    """Arrays that came in stages are one array by name; shapes that do not go together are an error."""
-    stages = Stages(3)
-    stages.add(0, 1, FunctionResults(columns=b'{"y":{"$array":[0,"INT8",[1,2]]}}', buffers=[b"ab"]))
-    stages.add(1, 2, FunctionResults(columns=b'{"y":{"$array":[0,"INT8",[2,2]]}}', buffers=[b"cdef"]))
-    whole = stages.whole()
-    assert (json.loads(whole.columns), whole.buffers) == ({"y": {"$array": [0, "INT8", [3, 2]]}}, [b"abcdef"])
-    ragged = Stages(2)
-    ragged.add(0, 1, FunctionResults(columns=b'{"y":{"$array":[0,"INT8",[1,2]]}}', buffers=[b"ab"]))
-    ragged.add(1, 1, FunctionResults(columns=b'{"y":{"$array":[0,"INT8",[1,3]]}}', buffers=[b"abc"]))
-    with pytest.raises(ModelFailed, match="not the same shape"):
-        ragged.whole()

@@ -104,6 +104,7 @@ class Driver:
             "rows": count,
             "layout": layout,
             "from_job": from_job,
+            "staged": from_job,
             "exact": exact,
             "slot": slot,
         }

@@ -190,7 +190,7 @@ def serializer_of(count=2):
     bound = BoundStub()
     bound.calls, bound.errors, bound.writer = rows, {}, writer
     return ResultSerializer(row_error), PendingRequest(
-        {"id": 1, "rows": count, "from_job": True, "exact": False}, bound
+        {"id": 1, "rows": count, "from_job": True, "staged": True, "exact": False}, bound
     )
 
 

@@ -33,7 +33,7 @@ def test_openai_lines():
     text = openai_text({"a": 1, "model": "m"}, {"a": 2})
     rows, errors, writer = read_lines(OPENAI_META | {"rows": 2}, text)
     assert (rows, errors) == ([{"a": 1}, {"a": 2}], {})
-    written = [json.loads(line) for line in writer.write(["x", {"y": None}], {}, 0).splitlines()]
+    written = [json.loads(line) for line in writer.write(["x", {"y": None}], {}, range(2)).splitlines()]
     assert [(line["id"], line["custom_id"], line["error"]) for line in written] == [
         ("p%_40", "ü0", None),
         ("p%_41", "ü1", None),
@@ -45,9 +45,9 @@ def test_numbers_that_are_not_consecutive():
     """Numbers of rows may be given one by one; a part of the rows is written with its own."""
     meta = {name: value for name, value in OPENAI_META.items() if name != "first"}
     _, _, writer = read_lines(meta | {"rows": 3, "numbers": [9, 2, 5]}, openai_text({}, {}, {}))
-    lines = writer.write(["b", "c"], {}, 1).splitlines()
+    lines = writer.write(["b", "c"], {}, range(1, 3)).splitlines()
     assert [json.loads(line)["id"] for line in lines] == ["p%_2", "p%_5"]
-    (line,) = writer.write(["b", "c"], {1: ["KeyError", "", ""]}, 1).splitlines()
+    (line,) = writer.write(["b", "c"], {1: ["KeyError", "", ""]}, range(1, 3)).splitlines()
     assert json.loads(line)["id"] == "p%_5"
 
 
@@ -79,14 +79,17 @@ def test_table_lines():
     text = b'{"a":1.0, "a":2 }\n  { } \r\n'
     rows, errors, writer = read_lines({"layout": TABLE, "rows": 2}, text)
     assert (rows, errors) == ([{"a": 2}, {}], {})
-    assert writer.write([1, [2]], {}, 0) == b'{"a":1.0, "a":2,"output":1,"error":null}\n{"output":[2],"error":null}\n'
+    assert (
+        writer.write([1, [2]], {}, range(2))
+        == b'{"a":1.0, "a":2,"output":1,"error":null}\n{"output":[2],"error":null}\n'
+    )
 
 
 def test_results_without_a_json_form():
     """They become errors of their rows; those that only need another form get it."""
     _, _, writer = read_lines({"layout": TABLE, "rows": 4}, b"{}\n" * 4)
     errors = {}
-    text = writer.write([object(), float("nan"), (1, 2), {3: 4}], errors, 0)
+    text = writer.write([object(), float("nan"), (1, 2), {3: 4}], errors, range(4))
     assert [json.loads(line)["output"] for line in text.splitlines()] == [None, [1, 2], {"3": 4}]
     assert errors.keys() == {0} and errors[0][0] == "bad_return"
 

@@ -15,7 +15,7 @@ from batchmill.function_runtime.row_lines import OPENAI, STAGE_BYTES, TABLE, rea
 URL = "/v1/chat/completions"
 ANY = Parameters([], [], None)
 META = {
-    "id": 7, "from_job": True, "exact": False, "urls": [URL], "forms": ["data"], "drop": [],
+    "id": 7, "from_job": True, "staged": True, "exact": False, "urls": [URL], "forms": ["data"], "drop": [],
     "prefix": "p_", "first": 40,
 }  # fmt: skip
 
@@ -79,7 +79,7 @@ def test_staged_results_are_those_of_the_whole_block(layout):
     assert called == [row for row in range(300) if row not in bad]
     _, errors, writer = read_lines(META | {"layout": layout, "rows": 300}, data)
     errors |= {row: ["ValueError", "no", ""] for row in failing}
-    assert request.take_lines(300) == writer.write([{"got": n} for n in range(300)], dict(errors), 0)
+    assert request.take_lines(300) == writer.write([{"got": n} for n in range(300)], dict(errors), range(300))
     assert {row: error[0] for row, error in request.errors.items()} == {row: error[0] for row, error in errors.items()}
 
 

@@ -17,6 +17,8 @@ from batchmill.types import FunctionSpec, ModelSpec
 
 PATIENCE_S = 30.0
 
+PLAIN = {"from_job": False, "staged": False, "exact": False}
+
 
 def spec(folder: Path, text: str, *, source: str = "app.py:f", **how: object) -> ModelSpec:
     (folder / "app.py").write_text(text)
@@ -28,7 +30,7 @@ async def answer(child: FunctionChild, arguments: dict[str, object]) -> object:
     """What one call gives."""
     come: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
     child.on_frames = lambda frames: come.set_result(frames[0])
-    ask = {"kind": "ask", "id": 7, "rows": 1, "layout": "named", "from_job": False, "exact": False}
+    ask = {"kind": "ask", "id": 7, "rows": 1, "layout": "named", **PLAIN}
     child.send(ask, [json.dumps([arguments]).encode()])
     async with asyncio.timeout(PATIENCE_S):
         meta, buffers = await come
@@ -106,7 +108,7 @@ async def test_blame(tmp_path: Path) -> None:
     ended = asyncio.Event()
     await child.start()
     child.ended = ended.set
-    ask = {"kind": "ask", "id": 1 << 50, "rows": 1, "layout": "named", "from_job": False, "exact": False}
+    ask = {"kind": "ask", "id": 1 << 50, "rows": 1, "layout": "named", **PLAIN}
     child.send(ask, [b"[{}]"])
     async with asyncio.timeout(PATIENCE_S):
         await ended.wait()

@@ -53,6 +53,8 @@ def f(tries: dict):
 """
 MARKER = "import time\n\ndef f(a):\n    held = bytearray(300_000_000)\n    time.sleep(600)\n"
 
+PLAIN = {"from_job": False, "staged": False, "exact": False}
+
 
 class Place:
     """A data directory with what is nobody's business, and a version in it."""
@@ -86,7 +88,7 @@ def place(tmp_path: Path) -> Place:
 async def call(child: FunctionChild, argument: object) -> object:
     come: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
     child.on_frames = lambda frames: come.set_result(frames[0])
-    ask = {"kind": "ask", "id": 7, "rows": 1, "layout": "positional", "from_job": False, "exact": False}
+    ask = {"kind": "ask", "id": 7, "rows": 1, "layout": "positional", **PLAIN}
     child.send(ask, [json.dumps([[argument]]).encode()])
     async with asyncio.timeout(PATIENCE_S):
         meta, buffers = await come
@@ -171,7 +173,7 @@ async def test_how_it_ends_is_told_as_ever(place: Place) -> None:
     await child.start(PATIENCE_S)
     ended = asyncio.Event()
     child.ended = ended.set
-    ask = {"kind": "ask", "id": 7, "rows": 1, "layout": "positional", "from_job": False, "exact": False}
+    ask = {"kind": "ask", "id": 7, "rows": 1, "layout": "positional", **PLAIN}
     child.write(frames.pack(ask, [b"[[1]]"]))
     async with asyncio.timeout(PATIENCE_S):
         while child.resident_bytes() < 300_000_000:

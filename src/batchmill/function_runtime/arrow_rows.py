@@ -181,9 +181,8 @@ class ArrowWriter:
 
     is_arrow = True
 
-    def write(self, values, errors, first):
-        """The results of rows from `first` on, without those in `errors`. Rows without a JSON form get an error."""
-        rows = range(first, first + len(values))
+    def write(self, values, errors, rows):
+        """The results of rows, without those in `errors`. Rows without a JSON form get an error."""
         kept = [value for row, value in zip(rows, values) if row not in errors] if errors else values
         array = _typed(kept)
         if array is not None:

@@ -11,7 +11,7 @@ from .arguments import read_rows
 from .batch_window import BatchWindow
 from .kept_results import ResultSerializer
 from .loading import row_error
-from .requests import BatchQueue, Bisection, PendingRequest, halves, singles
+from .requests import STAGE_NS, BatchQueue, Bisection, PendingRequest, halves, singles
 from .streams import StreamCall, call_with, check_count
 from .user_code import ROW
 
@@ -44,6 +44,7 @@ class AsyncLoop:
         self._steps = {}  # stream id -> the task that makes its next event
         self._chains = {}  # stream id -> the last thing to be done for it
         self._timer = None
+        self._staging = None  # the timer of `_stage`
         self._failed = 0
         self._serializer = ResultSerializer(self._error_of)
         self._calls_max = max(CALLS_MAX, calls_max or 0) if self._is_row else BATCHES_MAX
@@ -227,9 +228,16 @@ class AsyncLoop:
         if ask.left == 0:
             self._asks.pop(ask.id, None)
             self._replies.finish(ask, size)
-        elif ask.from_job:
-            upto = ask.done.find(0, ask.sent)
-            self._replies.stage(ask, ask.rows if upto < 0 else upto, self._serializer, size)
+        elif self._replies.stage(ask, self._serializer, size) and self._staging is None:
+            self._staging = self._loop.call_later(STAGE_NS / 1e9, self._stage)
+
+    def _stage(self):
+        """Send rows that ended some time ago, however long the others run."""
+        self._end_child()
+        self._staging = None
+        for ask in self._asks.values():
+            if self._replies.stage(ask, self._serializer) and self._staging is None:
+                self._staging = self._loop.call_later(STAGE_NS / 1e9, self._stage)
 
     async def _call_batch(self, parts):
         rows = sum(end - first for _, first, end in parts)

@@ -22,13 +22,12 @@ from .frames import BROKEN, WorkerSocket, end_with_worker, high, keep_freed_memo
 from .kept_results import Unkept, text_of_result, texts_of
 from .loading import LoadError, run_user_code, trace_of
 from .printing import Progress
-from .requests import StagedRequest, write_columns, write_exactly
+from .requests import STAGE_NS, StagedRequest, write_columns, write_exactly
 from .shared_memory import MemoryPair
 from .streams import Streams
 from .sync_callers import ListCaller, RowCaller
 from .user_code import ROW, load
 
-STAGE_NS = 50_000_000  # results of a job's rows are sent this often
 RESULT_BYTES = 4 * 1024 * 1024  # and whenever there are so many, that memory stays small
 FLUSH_NS = 1_000_000  # results that wait for others of the same turn leave after this
 REFUSED = ["memory_limit", "the function's process was refused the memory to write the row's result", ""]
@@ -60,73 +59,96 @@ class Replies:
     def finish(self, ask, size=1):
         """Send everything of this request that was not sent."""
         if not ask.is_abandoned:
-            self._results(ask, ask.sent, ask.rows, size)
+            self._results(ask, ask.ended_rows(ask.rows), size)
 
-    def stage(self, ask, upto, serializer, size=1):
-        """Send the finished rows of a batch, if it is time, or if what `serializer` has kept is large."""
+    def stage(self, ask, serializer, size=1, upto=None):
+        """Send the rows of a batch that have ended, if it is time, or if what `serializer` has kept is large.
+
+        Args:
+            upto: the first row that has not ended, if they end in order.
+
+        Returns: whether rows wait that have ended.
+        """
+        if not ask.is_staged:
+            return False
         now, is_large = time.perf_counter_ns(), serializer.size_bytes >= RESULT_BYTES
-        if ask.from_job and upto > ask.sent and (is_large or now - ask.sent_ns >= STAGE_NS):
+        if not is_large and now - ask.sent_ns < STAGE_NS:
+            return True
+        if rows := ask.ended_rows(upto):
             ask.sent_ns, serializer.size_bytes = now, 0
-            self._results(ask, ask.sent, upto, size)
-            ask.values[ask.sent : upto] = [None] * (upto - ask.sent)
-            ask.sent = upto
+            self._results(ask, rows, size)
+            ask.forget(rows)
             self.flush()
+        return False
 
-    def _results(self, ask, first, end, size):
+    def _results(self, ask, rows, size):
         began = time.perf_counter_ns()
         try:
-            layout, (values, buffers) = self._values(ask, first, end)
+            layout, (values, buffers) = self._values(ask, rows)
         except MemoryError:
-            if end - first > 1:  # the process ends, and gets fewer rows at once
+            if len(rows) > 1:  # the process ends, and gets fewer rows at once
                 raise
-            ask.errors[first], ask.values[first], ask.pieces = REFUSED, None, []
-            layout, (values, buffers) = self._values(ask, first, end)
+            ask.errors[rows[0]], ask.values[rows[0]], ask.pieces = REFUSED, None, []
+            layout, (values, buffers) = self._values(ask, rows)
         errors = ask.errors
-        if ask.sent or end < ask.rows:
-            errors = {row: error for row, error in errors.items() if first <= row < end}
+        if errors and len(rows) < ask.rows:
+            some = rows if type(rows) is range else set(rows)
+            errors = {row: error for row, error in errors.items() if row in some}
         self._count_output(size, time.perf_counter_ns() - began)
-        ran = self._taken()
-        if not errors:
-            text = b'{"kind":"results","id":%d,"first":%d,"rows":%d,"layout":"%b","errors":{},"ran":%b,"queue_ns":%d}'
-            text %= (ask.id, first, end - first, layout, ran, ask.queue_ns)
-        else:
-            text = b'{"kind":"results","id":%d,"first":%d,"rows":%d,"layout":"%b","errors":%b,"ran":%b,"queue_ns":%d}'
-            failures = installed.dump({str(row): error for row, error in errors.items()})
-            text %= (ask.id, first, end - first, layout, failures, ran, ask.queue_ns)
+        failures = installed.dump({str(row): error for row, error in errors.items()}) if errors else b"{}"
+        first, places = rows[0] if rows else 0, b""
+        if type(rows) is not range:
+            places = b',"places":[%b]' % b",".join([b"%d" % row for row in rows])
+        text = b'{"kind":"results","id":%d,"first":%d,"rows":%d%b,"layout":"%b","errors":%b,"ran":%b,"queue_ns":%d}'
+        text %= (ask.id, first, len(rows), places, layout, failures, self._taken(), ask.queue_ns)
         self._link.put_text(text, [values, *buffers])
 
-    def _values(self, ask, first, end):
+    def _values(self, ask, rows):
         if isinstance(ask, StagedRequest):
-            return b"lines", (ask.take_lines(end), [])
-        if ask.pieces and ask.leaves_as_arrow:
-            pieces = sorted((piece for piece in ask.pieces if first <= piece[0] < end), key=_first_of)
-            failed = sum(first <= row < end for row in ask.errors)
-            if sum(rows for _, rows, _ in pieces) + failed == end - first and pieces:
-                written = ask.bound.writer.write_pieces(pieces)
-                if written is not None:
-                    ask.pieces = [piece for piece in ask.pieces if piece[0] >= end]
-                    return b"arrow", (written, [])
+            return b"lines", (ask.take_lines(rows.stop), [])
         if ask.pieces:
-            pieces = sorted((piece for piece in ask.pieces if first <= piece[0] < end), key=_first_of)
-            is_numpy = not any(is_arrow(columns) for *_, columns in pieces)
-            if is_numpy and ask.is_exact and not ask.errors and sum(rows for _, rows, _ in pieces) == end - first:
-                written = write_columns(pieces)
-                if written is not None:
-                    return b"columns", written
-            for piece in pieces:
-                spread(ask, *piece)
-            ask.pieces = [piece for piece in ask.pieces if piece[0] >= end]
+            written = self._pieces(ask, rows)
+            if written is not None:
+                return written
+        values = ask.values
+        if type(rows) is not range:
+            values = [values[row] for row in rows]
+        elif len(rows) < ask.rows:
+            values = values[rows.start : rows.stop]
         if ask.bound.writer is not None:
-            written = ask.bound.writer.write(ask.values[first:end], ask.errors, first)
+            written = ask.bound.writer.write(values, ask.errors, rows)
             return b"arrow" if ask.leaves_as_arrow else b"lines", (written, [])
-        values = ask.values if end - first == ask.rows else ask.values[first:end]
         if ask.is_exact:
-            return b"rows", write_exactly(values, ask.errors, first)
-        rows, texts = texts_of(values, ask.errors, range(first, end))
-        if len(texts) < end - first:
-            found = dict(zip(rows, texts))
-            texts = [found.get(row, b"null") for row in range(first, end)]
+            return b"rows", write_exactly(values, ask.errors, rows)
+        kept, texts = texts_of(values, ask.errors, rows)
+        if len(texts) < len(rows):
+            found = dict(zip(kept, texts))
+            texts = [found.get(row, b"null") for row in rows]
         return b"rows", (b"[" + b",".join(texts) + b"]", [])
+
+    @staticmethod
+    def _pieces(ask, rows):
+        """(layout, (values, buffers)) of results that are arrays. None: they are now among `ask.values`."""
+        some = rows if type(rows) is range else set(rows)
+        pieces = sorted((piece for piece in ask.pieces if piece[0] in some), key=_first_of)
+        if not pieces:
+            return None
+        left = [piece for piece in ask.pieces if piece[0] not in some]
+        count = sum(rows for _, rows, _ in pieces)
+        if ask.leaves_as_arrow and count + sum(row in some for row in ask.errors) == len(rows):
+            written = ask.bound.writer.write_pieces(pieces)
+            if written is not None:
+                ask.pieces = left
+                return b"arrow", (written, [])
+        if ask.is_exact and not ask.errors and count == len(rows):
+            is_numpy = not any(is_arrow(columns) for *_, columns in pieces)
+            written = write_columns(pieces) if is_numpy else None
+            if written is not None:
+                return b"columns", written
+        for piece in pieces:
+            spread(ask, *piece)
+        ask.pieces = left
+        return None
 
     def _taken(self):
         if not self._ran:
@@ -139,7 +161,7 @@ class Replies:
         """One event of a stream."""
         errors, buffers = {}, []
         if exact:
-            text, buffers = write_exactly([value], errors, 0)
+            text, buffers = write_exactly([value], errors, range(1))
             text = text[1:-1]
         else:
             try:

@@ -10,6 +10,9 @@ from . import values as arrays
 from .loading import text_of
 from .values import Unserializable, Writer
 
+STAGE_NS = 50_000_000  # results of a job's rows are sent this often
+ENDED, SENT = 1, 2  # what is known of a row; 0: it has no result yet
+
 
 class PendingRequest:
     """`values[row]` is the kept result of a row that has been called (see kept_results).
@@ -18,12 +21,14 @@ class PendingRequest:
     """
 
     __slots__ = (
-        "id", "slot", "rows", "from_job", "is_exact", "arrived_ns", "begun_ns", "bound", "values", "errors", "done",
-        "sent", "sent_ns", "left", "runs", "is_abandoned", "columns", "pieces", "of", "leaves_as_arrow",
+        "id", "slot", "rows", "from_job", "is_staged", "is_exact", "arrived_ns", "begun_ns", "bound", "values",
+        "errors", "done", "sent", "sent_ns", "left", "runs", "is_abandoned", "columns", "pieces", "of",
+        "leaves_as_arrow",
     )  # fmt: skip
 
     def __init__(self, meta, bound):
         self.id, self.rows, self.from_job, self.is_exact = meta["id"], meta["rows"], meta["from_job"], meta["exact"]
+        self.is_staged = meta["staged"]  # whether results leave as they come, or all at once
         self.slot = meta.get("slot", -1)  # where `progress` notes that it has begun; below 0: nowhere
         self.of = meta.get("of") or ()  # (project, request) or (project, job, number of the first row)
         self.arrived_ns, self.begun_ns, self.sent_ns = time.perf_counter_ns(), 0, 0
@@ -31,8 +36,8 @@ class PendingRequest:
         self.errors = bound.errors
         self.leaves_as_arrow = bound.writer is not None and bound.writer.is_arrow
         self.values = [None] * self.rows
-        self.done = None  # of rows that end in any order: a byte for each
-        self.sent = 0  # rows whose results have left
+        self.done = None  # of rows that end in any order: a byte for each, see ENDED and SENT
+        self.sent = 0  # rows that have left, if they end in order
         self.left = self.rows - len(bound.errors)  # rows without a result or an error
         self.runs = good_runs(self.rows, bound.errors)  # (first, end) of rows that can be called, the last ones first
         self.is_abandoned = False
@@ -43,7 +48,7 @@ class PendingRequest:
         """Allow its rows to end in any order."""
         self.done = bytearray(self.rows)
         for row in self.errors:
-            self.done[row] = 1
+            self.done[row] = ENDED
 
     def begin(self, progress):
         """Note that some of its rows are about to run."""
@@ -55,7 +60,33 @@ class PendingRequest:
         """Store the results or errors of rows."""
         self.left -= end - first
         if self.done is not None:
-            self.done[first:end] = b"\x01" * (end - first)
+            self.done[first:end] = bytes((ENDED,)) * (end - first)
+
+    def ended_rows(self, upto):
+        """The rows that have ended and not left: a range if they are consecutive.
+
+        Args:
+            upto: the first row that has not ended, if they end in order.
+        """
+        done = self.done
+        if done is None:
+            return range(self.sent, upto)
+        first, last, count = done.find(ENDED), done.rfind(ENDED), done.count(ENDED)
+        if last - first + 1 == count:
+            return range(first, last + 1)
+        return [row for row, state in enumerate(done) if state == ENDED]
+
+    def forget(self, rows):
+        """Note that these rows have left, and free their results."""
+        if type(rows) is not range:
+            for row in rows:
+                self.done[row], self.values[row] = SENT, None
+            return
+        self.values[rows.start : rows.stop] = [None] * len(rows)
+        if self.done is None:
+            self.sent = rows.stop
+        else:
+            self.done[rows.start : rows.stop] = bytes((SENT,)) * len(rows)
 
     @property
     def queue_ns(self):
@@ -102,7 +133,7 @@ class StagedRequest(PendingRequest):
         """Write the results of rows up to `end`, and free them."""
         first, self._written = self._written, end
         if first < end and self.bound.writer is not None:
-            self._texts.append(self.bound.writer.write(self.values[first:end], self.errors, first))
+            self._texts.append(self.bound.writer.write(self.values[first:end], self.errors, range(first, end)))
             self.values[first:end] = [None] * (end - first)
 
     def take_lines(self, end):
@@ -124,11 +155,11 @@ def good_runs(end, errors, first=0):
     return runs
 
 
-def write_exactly(values, errors, first):
-    """(JSON of the values, buffers). Rows whose result has no form get an error in `errors`, numbered from `first`."""
+def write_exactly(values, errors, rows):
+    """(JSON of the values of these rows, buffers). Rows whose result has no form get an error in `errors`."""
     writer = Writer(exact=True)
     plain = []
-    for row, value in enumerate(values, first):
+    for row, value in zip(rows, values):
         try:
             plain.append(None if row in errors else writer.value(value))
         except (Exception, RecursionError) as error:  # what runs here may be the result's own code
@@ -138,7 +169,7 @@ def write_exactly(values, errors, first):
         return installed.dump(plain), writer.buffers
     except (ValueError, TypeError, OverflowError, RecursionError):
         parts = []
-    for row, value in enumerate(plain, first):
+    for row, value in zip(rows, plain):
         try:
             parts.append(installed.dump(value))
         except (ValueError, TypeError, OverflowError, RecursionError) as error:

@@ -153,12 +153,12 @@ class LineWriter:
 
     is_arrow = False
 
-    def write(self, values, errors, first):
-        """The lines of rows from `first` on, without those in `errors`.
+    def write(self, values, errors, rows):
+        """The lines of rows, without those in `errors`.
 
         Rows whose result has no JSON form get an error.
         """
-        return b"".join(self._lines(*texts_of(values, errors, range(first, first + len(values)))))
+        return b"".join(self._lines(*texts_of(values, errors, rows)))
 
     def _lines(self, rows, texts):
         raise NotImplementedError

@@ -110,7 +110,7 @@ class RowCaller:
             if now - looked >= LOOK_NS:
                 looked = now
                 goes_first = self._look()
-                self._replies.stage(ask, ask.runs[-1][0], self._serializer)
+                self._replies.stage(ask, self._serializer, upto=ask.runs[-1][0])
                 if goes_first and ask.from_job:
                     return False
             first, end = ask.runs.pop()
@@ -481,9 +481,8 @@ class ListCaller:
         if ask.left == 0:
             self._asks.pop(ask.id, None)
             self._replies.finish(ask, size)
-        elif ask.from_job:
-            upto = ask.done.find(0, ask.sent)
-            self._replies.stage(ask, ask.rows if upto < 0 else upto, self._serializer, size)
+        else:
+            self._replies.stage(ask, self._serializer, size)
 
     def _try(self, parts, rows):
         """Call with these rows; false where it raised, and then nothing is settled."""

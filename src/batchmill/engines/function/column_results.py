@@ -9,7 +9,7 @@ import msgspec
 import pyarrow as pa
 
 from batchmill.datasets.parquet_rows import compute
-from batchmill.engines.function.row_results import SHALLOW_BYTES_MAX, BlockResults, failed
+from batchmill.engines.function.row_results import SHALLOW_BYTES_MAX, BlockResults, failed, rows_without
 from batchmill.function_runtime.arrow_rows import JSON, OUTPUT
 from batchmill.function_runtime.arrow_values import ArrowValues, UnsupportedType
 from batchmill.models import redaction
@@ -29,21 +29,18 @@ class _Flaw(Exception):
 
 
 def read_column(
-    block: ColumnBlock, first: int, count: int, data: bytes, errors: dict[int, CallError]
+    block: ColumnBlock, rows: range | list[int], data: bytes, errors: dict[int, CallError]
 ) -> BlockResults:  # fmt: skip
-    """The results of the rows of a block from index `first` on.
+    """The results of some rows of a block.
 
     Args:
+        rows: by index in the block.
         data: an Arrow stream with a value for each row that is not in `errors`; empty if there are none.
         errors: by index in the block.
 
     Raises: ValueError if errors belong to other rows.
     """
-    places: range | list[int] = range(first, first + count)
-    if errors:
-        if not errors.keys() <= set(places):
-            raise ValueError(f"errors of the rows {sorted(errors)} in results of {count} rows from row {first} on")
-        places = [place for place in places if place not in errors]
+    places = rows_without(errors, rows)
     if not len(places):
         return BlockResults([], _failed(block, errors))
     try:
@@ -52,7 +49,7 @@ def read_column(
         masked = _masked(column) if redaction.known() else column
     except (_Flaw, UnsupportedType) as flaw:
         error = CallError("bad_return", f"the function's process returned {flaw}")
-        return BlockResults([], _failed(block, dict.fromkeys(range(first, first + count), error)))
+        return BlockResults([], _failed(block, dict.fromkeys(rows, error)))
     done = []
     step = max(1, BLOCK_BYTES * len(places) // max(1, len(data)))
     for start in range(0, len(places), step):

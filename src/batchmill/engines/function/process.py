@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from batchmill.errors import ModelFailed
 from batchmill.function_runtime.frames import pack_text
@@ -35,7 +35,7 @@ CRASHED, HUNG, MEMORY_LIMIT = "worker_crashed", "timeout", "memory_limit"  # why
 INVALID_FRAME = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 OWN_IDS = 1 << 48  # ids from here on are ours; below are those of live calls
 
-ASK = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","from_job":%b,"exact":%b,"slot":%d,"of":%b}'
+ASK = b'{"kind":"ask","id":%d,"rows":%d,"layout":"%b","from_job":%b,"staged":%b,"exact":%b,"slot":%d,"of":%b}'
 WORDS = {True: b"true", False: b"false"}
 
 
@@ -84,6 +84,7 @@ class ProcessWork:
     __slots__ = ("parsed", "deadline", "id", "is_exact", "is_sent", "origin", "slot", "strikes")
     limit_s = math.inf  # what its deadline was made of
     from_job = False
+    is_staged = False  # its results come in several frames, as its rows end
     holds_up = True  # counts as running while the process has it
 
     def __init__(self, id_: int, parsed: ParsedCalls, *, is_exact: bool = False) -> None:
@@ -97,8 +98,8 @@ class ProcessWork:
     def frame(self, memory: MemoryWriter | None) -> list[Buffer]:
         """The pieces of its frame, the large buffers in `memory`."""
         parsed = self.parsed
-        from_job, exact, of = WORDS[self.from_job], WORDS[self.is_exact], _json(self.origin)
-        text = ASK % (self.id, parsed.rows, parsed.layout.encode(), from_job, exact, self.slot, of)
+        words = WORDS[self.from_job], WORDS[self.is_staged], WORDS[self.is_exact]
+        text = ASK % (self.id, parsed.rows, parsed.layout.encode(), *words, self.slot, _json(self.origin))
         return pack_text(text, [parsed.calls, *parsed.buffers] if parsed.buffers else (parsed.calls,), memory)
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
@@ -137,89 +138,6 @@ def results_of(meta: dict[str, Any], buffers: list[Buffer]) -> FunctionResults:
     if meta["layout"] == "columns":
         return FunctionResults(columns=bytes(buffers[0]), buffers=buffers[1:], errors=errors)
     return FunctionResults(bytes(buffers[0]), b"", buffers[1:], errors)
-
-
-_items = msgspec.json.Decoder(list[Raw])
-
-
-class _Array(Struct, rename={"place": "$array"}):
-    place: tuple[int, str, list[int]]  # number of the buffer, datatype, shape
-
-
-_columns = msgspec.json.Decoder(dict[str, _Array])
-
-
-class Stages:
-    """Collects the results of `rows` rows, which come in any order."""
-
-    def __init__(self, rows: int) -> None:
-        self._left = rows
-        self._parts: list[tuple[int, FunctionResults]] = []
-
-    def add(self, first: int, rows: int, results: FunctionResults) -> bool:
-        """Add results. True: these were the last."""
-        self._parts.append((first, results))
-        self._left -= rows
-        return self._left <= 0
-
-    def whole(self) -> FunctionResults:
-        """All results as one. Raises: ModelFailed if their outputs do not fit together."""
-        parts = [results for _, results in sorted(self._parts, key=lambda part: part[0])]
-        if len(parts) == 1:
-            return parts[0]
-        errors = {row: error for results in parts for row, error in results.errors.items()}
-        if all(results.columns for results in parts):
-            columns, buffers = _joined_columns(parts)
-            return FunctionResults(columns=columns, buffers=buffers, errors=errors)
-        if any(results.columns for results in parts):
-            raise ModelFailed("the function returned arrays for some rows of the body only", code="bad_return")
-        values, buffers = _joined_values(parts)
-        return FunctionResults(values, b"", buffers, errors)
-
-
-def _joined_values(parts: list[FunctionResults]) -> tuple[bytes, list[Buffer]]:
-    items: list[Any] = []
-    buffers: list[Buffer] = []
-    for results in parts:
-        if results.buffers:
-            items += _moved(msgspec.json.decode(results.values), len(buffers))
-            buffers += results.buffers
-        else:
-            items += _items.decode(results.values)
-    return msgspec.json.encode(items), buffers
-
-
-def _moved(value: Any, by: int) -> Any:
-    """The value with its buffer numbers shifted."""
-    if isinstance(value, list):
-        return [_moved(each, by) for each in value]
-    if not isinstance(value, dict):
-        return value
-    match value:
-        case {"$array": [int(number), datatype, shape]} if len(value) == 1:
-            return {"$array": [number + by, datatype, shape]}
-        case {"$object": dict(inner)} if len(value) == 1:
-            return {"$object": {name: _moved(each, by) for name, each in inner.items()}}
-    return {name: _moved(each, by) for name, each in value.items()}
-
-
-def _joined_columns(parts: list[FunctionResults]) -> tuple[bytes, list[Buffer]]:
-    decoded = [_columns.decode(results.columns) for results in parts]
-    names = list(decoded[0])
-    if any(set(columns) != set(names) for columns in decoded):
-        raise ModelFailed("the function returned other outputs for some rows of the body", code="bad_return")
-    joined: dict[str, _Array] = {}
-    buffers: list[Buffer] = []
-    for name in names:
-        arrays = [columns[name].place for columns in decoded]
-        kinds = {(datatype, tuple(shape[1:])) for _, datatype, shape in arrays}
-        if len(kinds) > 1:
-            raise ModelFailed(f"the output {name!r} has not the same shape in every row", code="bad_return")
-        data = [results.buffers[number] for (number, _, _), results in zip(arrays, parts, strict=True)]
-        shape = [sum(shape[0] for _, _, shape in arrays), *arrays[0][2][1:]]
-        joined[name] = _Array((len(buffers), arrays[0][1], shape))
-        buffers.append(b"".join(data))
-    return msgspec.json.encode(joined), buffers
 
 
 class Counts:

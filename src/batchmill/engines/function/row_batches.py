@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from batchmill.engines.function.live import EXACT
-from batchmill.engines.function.process import HUNG, Blame, Origin, ProcessWork, Stages, results_of
+from batchmill.engines.function.process import HUNG, Blame, Origin, ProcessWork, results_of
 from batchmill.engines.function.row_reader import RowReader, joined
-from batchmill.engines.function.row_results import BlockResults, outcome_of, outcomes_of, read_results, row_count
+from batchmill.engines.function.row_results import BlockResults, OpenRows, outcome_of, outcomes_of, read_results
 from batchmill.errors import BatchmillError
 from batchmill.function_runtime.frames import pack
 from batchmill.function_runtime.shared_memory import MemoryWriter
@@ -57,24 +57,25 @@ class Batcher(Protocol):
 class RowBatch(ProcessWork):
     """Plain rows in one frame. `deaths`: of processes that were running them."""
 
-    __slots__ = ("_batcher", "_done", "_items", "_rows", "deaths", "sent_at")
-    from_job = True
+    __slots__ = ("_batcher", "_items", "_open", "_rows", "deaths", "sent_at")
+    from_job = is_staged = True
 
     def __init__(self, batcher: Batcher, rows: Sequence[Row], items: Sequence[bytes], deaths: int = 0) -> None:
         super().__init__(batcher.next_id(), ParsedCalls(len(rows), NAMED, joined(items)))
         self._batcher, self._rows, self._items, self.deaths = batcher, rows, items, deaths
         self.origin = origin_of(rows)
-        self._done = 0  # rows with a result: the first ones
+        self._open = OpenRows(len(rows))
         self.sent_at = time.monotonic()
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
-        first, count = self._done, row_count(meta, self._done, len(self._rows))
+        places = self._open.places_of(meta)
         results = results_of(meta, buffers)
-        errors = {row - first: error for row, error in results.errors.items()}
-        outcomes = outcomes_of(self._rows[first : first + count], results.values, errors)
-        self._done += count
+        index = {place: at for at, place in enumerate(places)} if results.errors else {}
+        errors = {index[row]: error for row, error in results.errors.items()}
+        outcomes = outcomes_of([self._rows[place] for place in places], results.values, errors)
+        self._open.close(places)
         self._batcher.put(outcomes, self.sent_at, errors)
-        if self._done < len(self._rows):
+        if self._open.count:
             return False
         self._batcher.measure(len(self._rows), self.sent_at)
         return True
@@ -83,11 +84,11 @@ class RowBatch(ProcessWork):
         return RowBatch(self._batcher, [self._rows[at] for at in places], [self._items[at] for at in places], deaths)
 
     def again(self) -> ProcessWork | None:
-        return self._of(range(self._done, len(self._rows)), self.deaths) if self._done else self
+        return self if self._open.is_whole else self._of(self._open.places(), self.deaths)
 
     def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
         blamed = set(blame.rows)
-        still = range(self._done, len(self._rows))
+        still = self._open.places()
         at_fault = [place for place in still if place in blamed]
         others = [place for place in still if place not in blamed]
         again = self._of(others, self.deaths) if others else None
@@ -111,8 +112,8 @@ class RowBatch(ProcessWork):
 class BlockBatch(ProcessWork):
     """Rows in one frame as lines or columns of the dataset; results come back in the same form."""
 
-    __slots__ = ("_batcher", "_block", "_called", "_done", "_layout", "sent_at")
-    from_job = True
+    __slots__ = ("_batcher", "_block", "_called", "_layout", "_open", "sent_at")
+    from_job = is_staged = True
 
     def __init__(self, batcher: Batcher, block: Block, layout: dict[str, Any]) -> None:
         super().__init__(batcher.next_id(), ParsedCalls(len(block), NAMED, b""))
@@ -120,34 +121,34 @@ class BlockBatch(ProcessWork):
         numbers = block.numbers
         is_run = numbers[-1] - numbers[0] == len(numbers) - 1
         self.origin = (block.lease.project, block.lease.job_id, *([numbers[0]] if is_run else []))
-        self._done = 0  # rows with a result: the first ones
-        self._called = 0  # those of them that the function was called with
+        self._open = OpenRows(len(numbers))
+        self._called = 0  # rows that the function was called with, and that have a result
         self.sent_at = time.monotonic()
 
     def frame(self, memory: MemoryWriter | None) -> list[Buffer]:
         numbers = self._block.numbers
         which = {"first": numbers.start} if isinstance(numbers, range) else {"numbers": list(numbers)}
-        meta = {"kind": "ask", "id": self.id, "rows": len(numbers), "from_job": True, "exact": False}
+        meta = {"kind": "ask", "id": self.id, "rows": len(numbers), "from_job": True, "staged": True, "exact": False}
         data = self._block.data if isinstance(self._block, ColumnBlock) else self._block.lines
         return pack(meta | {"of": self.origin} | self._layout | which, [data], memory)
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
-        first, count = self._done, row_count(meta, self._done, len(self._block))
+        places = self._open.places_of(meta)
         errors = {int(row): CallError(*error) for row, error in meta["errors"].items()}
-        results = self._read(first, count, bytes(buffers[0]), errors)
-        self._done += count
-        self._called += count - len(results.other_forms)
+        results = self._read(places, bytes(buffers[0]), errors)
+        self._open.close(places)
+        self._called += len(places) - len(results.other_forms)
         self._batcher.put_results(self._block, results, self.sent_at, errors)
-        if self._done < len(self._block):
+        if self._open.count:
             return False
         if self._called:
             self._batcher.measure(self._called, self.sent_at)
         return True
 
-    def _read(self, first: int, count: int, data: bytes, errors: dict[int, CallError]) -> BlockResults:
+    def _read(self, places: range | list[int], data: bytes, errors: dict[int, CallError]) -> BlockResults:
         if isinstance(self._block, ColumnBlock):
-            return require(READ_COLUMN, "results as columns")(self._block, first, count, data, errors)
-        return read_results(self._block, first, count, data, errors)
+            return require(READ_COLUMN, "results as columns")(self._block, places, data, errors)
+        return read_results(self._block, places, data, errors)
 
     async def read(self) -> list[Row]:
         """The rows of a block of columns, whole; none if their job has ended."""
@@ -167,10 +168,11 @@ class BlockBatch(ProcessWork):
 
     def _single_rows(self, block_rows: Sequence[Row]) -> tuple[RowBatch | None, list[int]]:
         """The open rows as a RowBatch, which can run them in any combination, and the index of each in the block."""
-        rows = block_rows[self._done :]
-        if not rows:
-            self._batcher.drop(len(self._block) - self._done)
+        if not block_rows:
+            self._batcher.drop(self._open.count)
             return None, []
+        still = self._open.places()
+        rows = [block_rows[place] for place in still]
         places: list[int] = []
         items: list[bytes] = []
         others: list[Row] = []
@@ -183,7 +185,7 @@ class BlockBatch(ProcessWork):
         if others:
             self._batcher.send(others)
         batch = RowBatch(self._batcher, [rows[place] for place in places], items) if places else None
-        return batch, [self._done + place for place in places]
+        return batch, [still[place] for place in places]
 
     def _split(self, blame: Blame | None) -> tuple[ProcessWork | None, list[ProcessWork]]:
         if isinstance(self._block, ColumnBlock):  # they may lie in a store: the event loop does not wait for it
@@ -192,7 +194,7 @@ class BlockBatch(ProcessWork):
         return self.parted(self._block.rows(), blame)
 
     def again(self) -> ProcessWork | None:
-        return self._split(None)[0] if self._done else self
+        return self if self._open.is_whole else self._split(None)[0]
 
     def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
         return self._split(blame)
@@ -204,29 +206,23 @@ class BlockBatch(ProcessWork):
 class FormRow(ProcessWork):
     """A row in a live call's form: as many calls as its body has."""
 
-    __slots__ = ("_deaths", "_form", "_row", "_stages", "_batcher", "sent_at")
+    __slots__ = ("_batcher", "_deaths", "_form", "_row", "sent_at")
     from_job = True
 
     def __init__(self, batcher: Batcher, row: Row, form: str, parsed: ParsedCalls) -> None:
         super().__init__(batcher.next_id(), parsed, is_exact=form in EXACT)
         self._batcher, self._row, self._form = batcher, row, form
         self.origin = origin_of([row])
-        self._stages = Stages(parsed.rows)
         self._deaths = 0
         self.sent_at = time.monotonic()
 
     def take(self, meta: dict[str, Any], buffers: list[Buffer]) -> bool:
         results = results_of(meta, buffers)
-        if not self._stages.add(meta["first"], meta["rows"], results):
-            return False
-        errors: dict[int, CallError] = {}
         try:
-            whole = self._stages.whole()
-            errors = whole.errors
-            body, _ = CALL_FORMS[self._form].write(self.parsed, whole, *self._batcher.named)
+            body, _ = CALL_FORMS[self._form].write(self.parsed, results, *self._batcher.named)
             outcome = outcome_of(self._row, body)
         except BatchmillError as error:
-            outcome = Outcome(self._row, error=self._error(error, errors), status=0)
+            outcome = Outcome(self._row, error=self._error(error, results.errors), status=0)
         self._batcher.put([outcome], self.sent_at, results.errors)
         return True
 
@@ -238,16 +234,11 @@ class FormRow(ProcessWork):
         place = f"in row {first + 1} of {self.parsed.rows}: " if self.parsed.rows > 1 else ""
         return RowError(errors[first].code, f"{place}{errors[first].message}")
 
-    def again(self) -> ProcessWork | None:
-        self._stages = Stages(self.parsed.rows)
-        return self
-
     def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
         self._deaths += 1
         if blame.is_alone and (self._deaths >= DEATHS_MAX or blame.fault.code == HUNG):
             self._batcher.give_up(self._row, blame, self._deaths)
             return None, []
-        self.again()
         return None, [self]
 
     def fail(self, error: BatchmillError) -> None:

@@ -31,7 +31,7 @@ def outcome_of(row: Row, body: bytes) -> Outcome:
 
 
 def outcomes_of(rows: Sequence[Row], values: bytes, errors: dict[int, CallError]) -> list[Outcome]:
-    """The outcomes of consecutive rows; `errors` by index."""
+    """The outcomes of rows; `errors` by index."""
     bodies = _values.decode(values)
     if len(bodies) != len(rows):
         wrong = RowError("bad_return", f"the function's process answered {len(bodies)} of {len(rows)} rows")
@@ -50,12 +50,47 @@ def failed(row: Row, error: CallError) -> Outcome:
     return Outcome(row, error=RowError(error.code, message), status=0)
 
 
-def row_count(meta: dict[str, Any], done: int, total: int) -> int:
-    """The number of rows in a `results` frame; they follow the rows that are `done`. Raises: ValueError."""
-    first, count = meta["first"], meta["rows"]
-    if (type(first), type(count)) != (int, int) or first != done or not 0 < count <= total - done:
-        raise ValueError(f"results of {count} rows from row {first} on, where {done} of {total} were returned")
-    return count
+class OpenRows:
+    """The rows of a batch that have no result yet, by their index. Results come in any order, each once."""
+
+    def __init__(self, rows: int) -> None:
+        self.count = rows
+        self._done = bytearray(rows)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no row has a result."""
+        return self.count == len(self._done)
+
+    def places(self) -> list[int]:
+        return [place for place, is_done in enumerate(self._done) if not is_done]
+
+    def places_of(self, meta: dict[str, Any]) -> range | list[int]:
+        """The rows that a `results` frame has. Raises: ValueError, TypeError if they are not open."""
+        first, count, done = meta["first"], meta["rows"], self._done
+        places = meta.get("places")
+        if places is None:
+            if (type(first), type(count)) != (int, int) or not (0 <= first < first + count <= len(done)):
+                raise ValueError(f"results of {count} rows from row {first} on, of {len(done)}")
+            if done.find(1, first, first + count) >= 0:
+                raise ValueError(f"results of {count} rows from row {first} on, of which some were returned before")
+            return range(first, first + count)
+        if type(places) is not list or len(places) != count or {*map(type, places)} != {int}:
+            raise ValueError(f"results of {count} rows at {places!r:.200}")
+        if min(places) < 0 or max(places) >= len(done) or len(set(places)) < count:
+            raise ValueError(f"results of {count} rows from {min(places)} to {max(places)}, of {len(done)}")
+        if any(done[place] for place in places):
+            raise ValueError(f"results of {count} rows from {min(places)} on, of which some were returned before")
+        return places
+
+    def close(self, places: range | list[int]) -> None:
+        """Note that these rows have a result."""
+        self.count -= len(places)
+        if isinstance(places, range):
+            self._done[places.start : places.stop] = b"\x01" * len(places)
+        else:
+            for place in places:
+                self._done[place] = 1
 
 
 class BlockResults(Struct, frozen=True):
@@ -90,27 +125,26 @@ _ends = msgspec.json.Decoder(list[_TableEnd])
 _openai_result, _table_result = msgspec.json.Decoder(_OpenAIResult), msgspec.json.Decoder(_TableResult)
 
 
-def read_results(block: RowBlock, first: int, count: int, lines: bytes, errors: dict[int, CallError]) -> BlockResults:
-    """The results of the rows of a block from index `first` on.
+def read_results(
+    block: RowBlock, rows: range | list[int], lines: bytes, errors: dict[int, CallError]
+) -> BlockResults:  # fmt: skip
+    """The results of some rows of a block.
 
     Args:
+        rows: by index in the block.
         lines: one for each row that is not in `errors`.
         errors: by index in the block.
 
     Raises: ValueError if errors belong to other rows.
     """
-    places: range | list[int] = range(first, first + count)
-    if errors:
-        if not errors.keys() <= set(places):
-            raise ValueError(f"errors of the rows {sorted(errors)} in results of {count} rows from row {first} on")
-        places = [place for place in places if place not in errors]
+    places = rows_without(errors, rows)
     texts = lines.split(b"\n")
     last = texts.pop()
     flaw = "a NUL byte" if b"\0" in lines else "an incomplete line" if last else ""
     flaw = flaw or _find_flaw(block, places, texts)
     if flaw:  # a header of a segment has NUL bytes, a line never
         error = CallError("bad_return", f"the function's process returned {flaw}")
-        return BlockResults([], _failed(block, dict.fromkeys(range(first, first + count), error)))
+        return BlockResults([], _failed(block, dict.fromkeys(rows, error)))
     if too_deep := _too_deep(block, places, texts):
         errors = errors | too_deep
         kept = [(place, text) for place, text in zip(places, texts, strict=True) if place not in too_deep]
@@ -126,6 +160,15 @@ def read_results(block: RowBlock, first: int, count: int, lines: bytes, errors: 
     others = [place for place, error in errors.items() if error.code == OTHER_FORM]
     failures = {place: error for place, error in errors.items() if error.code != OTHER_FORM}
     return BlockResults(ok, _failed(block, failures), _rows(block, others))
+
+
+def rows_without(errors: dict[int, CallError], rows: range | list[int]) -> range | list[int]:
+    """The rows that have no error. Raises: ValueError if errors belong to other rows."""
+    if not errors:
+        return rows
+    if not errors.keys() <= set(rows):
+        raise ValueError(f"errors of the rows {sorted(errors)} in results of {len(rows)} rows from row {rows[0]} on")
+    return [place for place in rows if place not in errors]
 
 
 def _select(numbers: Sequence[int], places: range | list[int]) -> Sequence[int]:
