@@ -82,7 +82,8 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
         def cut(targets: list[plan.TargetPlan]) -> list[plan.ShardRows]:
             choices.update(choose_routes(request, targets))
             models = routing.with_choices(spec, choices).models
-            return [plan.shard_rows(model, seal.rows, is_columnar=seal.is_columnar) for model in models]
+            options = {"is_columnar": seal.is_columnar, "is_small": spec.is_small}
+            return [plan.shard_rows(model, seal.rows, **options) for model in models]
 
         folders = Path(request.dataset), Path(request.plan)
         planned = plan.make(wanted, *folders, lambda share: progress(SEALING_SHARE + share * 0.15), cut)

@@ -36,6 +36,7 @@ CHUNK_BYTES = 1024 * 1024
 STEP_ROWS = 1024 * 1024
 _FOLLOWER_BYTES = 8
 SHARDS_PER_WORKER = 8  # at least, where the job has the rows for it
+FEW_ROWS = 64
 COLUMN_SHARD_ROWS = 131_072
 LAST_SHARD_ROWS = 16_384  # longer shards become shorter towards the end, down to so many rows
 
@@ -377,16 +378,19 @@ def _spans(targets: Iterable[TargetPlan], shard_rows: Sequence[ShardRows]) -> li
     return spans
 
 
-def shard_rows(model: ModelSpec, rows: int, *, is_columnar: bool = False) -> ShardRows:
+def shard_rows(model: ModelSpec, rows: int, *, is_columnar: bool = False, is_small: bool = False) -> ShardRows:
     """The shards of this model in a job of `rows` rows; for a provider's batch API, those of one job there.
 
     Shards of a columnar dataset are longer: its rows move faster, and are read best where they follow each other.
+    A few rows of a small job are one shard for each worker: a lease costs as much as they do.
     """
     if model.is_handed_over:
         return ShardRows(handed_over_rows(model))
     least, most = model.traits.shard_rows
     most = max(most, COLUMN_SHARD_ROWS) if is_columnar else most
     workers = max(1, model.workers if model.scaling is None else model.scaling.replicas_max)
+    if is_small and rows <= FEW_ROWS:
+        return ShardRows(max(least, -(-rows // workers)))
     return ShardRows(max(least, min(most, rows // (workers * SHARDS_PER_WORKER))), LAST_SHARD_ROWS)
 
 
