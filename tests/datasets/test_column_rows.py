@@ -84,6 +84,20 @@ def test_columns_are_read_alone_and_over_the_edges_of_row_groups(tmp_path, write
     rows.close()
 
 
+def test_a_block_of_columns_is_cut_without_a_read(tmp_path, write):
+    """Any rows of a block of columns are again such a block, whatever the types of its values."""
+    home, _ = _seal(tmp_path, write())
+    rows = open_rows(home)
+    data, count = rows.read_columns(range(10, 60), None)
+    rows.close()
+    whole = pa.ipc.open_stream(data).read_all()
+    assert count == 50
+    for first, last in ((0, 50), (0, 7), (7, 8), (49, 50)):
+        cut = pa.ipc.open_stream(rows.cut_columns(data, first, last)).read_all()
+        assert cut.drop_columns("odd").equals(whole.slice(first, last - first).drop_columns("odd"))  # a NaN equals none
+        assert cut["odd"].to_numpy().tobytes() == whole["odd"].slice(first, last - first).to_numpy().tobytes()
+
+
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_a_changed_byte_is_found_when_it_is_read(tmp_path, write, compression):
     path = write(compression=compression)

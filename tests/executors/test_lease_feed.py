@@ -294,10 +294,14 @@ async def test_an_error_of_this_machine_reaches_the_engine(job: OpenJob, feed: G
 
 
 class RemoteColumns(RemoteRows):
-    """Columns that lie in a store."""
+    """Columns that lie in a store; the stream of a block is its row numbers."""
 
     rows = ROWS
     columns = ["n"]
+
+    def __init__(self, rows: SealedRows) -> None:
+        super().__init__(rows)
+        self.read_numbers: list[int] = []
 
     def read(self, first: int, last: int) -> list[bytes]:
         raise AssertionError("nothing reads it")
@@ -307,7 +311,13 @@ class RemoteColumns(RemoteRows):
 
     def read_columns(self, numbers: Sequence[int], names: tuple[str, ...] | None) -> tuple[memoryview, int]:
         self._wait()
-        return memoryview(b"arrow"), min(4, len(numbers))
+        numbers = numbers[:4]
+        self.read_numbers += numbers
+        return memoryview(bytes(numbers)), len(numbers)
+
+    @staticmethod
+    def cut_columns(data: bytes | memoryview, first: int, last: int) -> memoryview:
+        return memoryview(data)[first:last]
 
 
 async def test_columns_of_a_store(job: OpenJob, feed: GrantFeed) -> None:
@@ -320,9 +330,26 @@ async def test_columns_of_a_store(job: OpenJob, feed: GrantFeed) -> None:
     for n in (6, 6, 1, 6):
         block = await feed.take_block(n, Columns(("n",)))
         assert isinstance(block, ColumnBlock) and len(block) <= min(n, 4)
+        assert bytes(block.data) == bytes(block.numbers)
         found += block.numbers
         assert [row.number for row in await block.read()] == list(block.numbers)
     assert found == list(range(len(found)))
     rows.error = AuthRefused("expired", code="auth_error")
     assert await block.read() == []
-    assert await feed.take_block(6, Columns(("n",))) is None
+
+
+async def test_columns_that_were_read_ahead_are_read_once(job: OpenJob, feed: GrantFeed) -> None:
+    """A take that is shorter than the block that was read ahead gets its first rows, and the next takes the others."""
+    rows = RemoteColumns(job.rows)
+    rows.may_read.set()
+    give(feed, msgspec.structs.replace(job, rows=rows), Grant(Lease("far", 0, 0, 1), 0, 0, 10))
+    feed.end()
+    found: list[int] = []
+    for n in (6, 1, 2, 6, 6, 6):
+        block = await feed.take_block(n, Columns(("n",)))
+        if block is None:
+            break
+        assert isinstance(block, ColumnBlock) and len(block) <= n
+        assert bytes(block.data) == bytes(block.numbers) == bytes(block.positions)
+        found += block.numbers
+    assert found == rows.read_numbers == list(range(10))

@@ -73,6 +73,10 @@ class ColumnDataset(DatasetRows, Protocol):
     def read_columns(self, numbers: Sequence[int], names: tuple[str, ...] | None) -> tuple[memoryview, int]:
         """(an Arrow stream of the first of these rows, their number); `names` None: all columns."""
 
+    @staticmethod
+    def cut_columns(data: bytes | memoryview, first: int, last: int) -> memoryview:
+        """Rows first <= n < last of what `read_columns` returned, as such a stream. Reads nothing."""
+
 
 class VerifiedRows(Struct, gc=False):
     """Verified bytes of whole rows. `starts` has one entry more than there are rows: the end of the last."""

@@ -77,7 +77,10 @@ READS_MAX = 4  # threads that read rows of stores; of each job one at a time, an
 
 
 class _Ahead(Struct, frozen=True):
-    """Rows of a grant that were read in a thread and not taken yet. The lines of a RowBlock begin at `at`."""
+    """Rows of a grant that were read in a thread and not taken yet.
+
+    The lines of a RowBlock begin at byte `at`, the rows of a ColumnBlock's stream at row `at`.
+    """
 
     first: int  # index in the grant
     columns: Columns | None
@@ -89,10 +92,15 @@ class _Ahead(Struct, frozen=True):
         return self.first + len(self.block)
 
     def take(self, rows: int) -> Block:
-        """The first rows; of a ColumnBlock all."""
+        """The first rows."""
         block = self.block
-        if isinstance(block, ColumnBlock) or (rows == len(block) and not self.at):
+        if rows == len(block) and not self.at:
             return block
+        if isinstance(block, ColumnBlock):
+            data = block.lease.job.rows.cut_columns(block.data, self.at, self.at + rows)
+            return msgspec.structs.replace(
+                block, data=data, positions=block.positions[:rows], numbers=block.numbers[:rows]
+            )
         return _rows_of(block, self.at, _line_end(block.lines, self.at, rows), 0, rows)
 
     def without(self, rows: int) -> _Ahead | None:
@@ -100,8 +108,7 @@ class _Ahead(Struct, frozen=True):
         block = self.block
         if rows == len(block):
             return None
-        assert isinstance(block, RowBlock)
-        at = _line_end(block.lines, self.at, rows)
+        at = self.at + rows if isinstance(block, ColumnBlock) else _line_end(block.lines, self.at, rows)
         block = msgspec.structs.replace(block, positions=block.positions[rows:], numbers=block.numbers[rows:])
         return _Ahead(self.first + rows, self.columns, block, at)
 
@@ -291,9 +298,7 @@ class GrantFeed:
             return False
         ahead = queued.ahead
         if ahead is not None and (ahead.first, ahead.columns) == (queued.next, columns):
-            first, last = self._next_range(lane, queued, n)
-            if isinstance(ahead.block, RowBlock) or ahead.last <= last:
-                return True
+            return True
         if not lane.is_reading:
             self._read_ahead(lane, n, columns)
         return False
