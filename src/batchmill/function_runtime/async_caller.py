@@ -11,11 +11,12 @@ from .arguments import read_rows
 from .batch_window import BatchWindow
 from .kept_results import ResultSerializer
 from .loading import row_error
-from .requests import STAGE_NS, BatchQueue, Bisection, PendingRequest, halves, singles
+from .requests import RESULT_BYTES, STAGE_NS, BatchQueue, Bisection, PendingRequest, halves, singles
 from .streams import StreamCall, call_with, check_count
 from .user_code import ROW
 
 CALLS_MAX = 64  # of single rows, at once
+SHORT_NS = 5_000_000  # results wait so long if calls are missing: the worker sends more rows when it has results
 BATCHES_MAX = 4  # of many rows, at once: more of them would never fill
 
 
@@ -44,7 +45,7 @@ class AsyncLoop:
         self._steps = {}  # stream id -> the task that makes its next event
         self._chains = {}  # stream id -> the last thing to be done for it
         self._timer = None
-        self._staging = None  # the timer of `_stage`
+        self._staging, self._is_staged_soon = None, False  # the timer of `_stage`, and whether it is SHORT_NS
         self._failed = 0
         self._serializer = ResultSerializer(self._error_of)
         self._calls_max = max(CALLS_MAX, calls_max or 0) if self._is_row else BATCHES_MAX
@@ -228,16 +229,27 @@ class AsyncLoop:
         if ask.left == 0:
             self._asks.pop(ask.id, None)
             self._replies.finish(ask, size)
-        elif self._replies.stage(ask, self._serializer, size) and self._staging is None:
-            self._staging = self._loop.call_later(STAGE_NS / 1e9, self._stage)
+        elif ask.is_staged:
+            self._stage_in_time(size)
 
-    def _stage(self):
-        """Send rows that ended some time ago, however long the others run."""
+    def _stage_in_time(self, size):
+        """Send the rows that have ended in a while, however long the others run."""
+        if self._serializer.size_bytes >= RESULT_BYTES:
+            self._stage(size)
+            return
+        is_short = not self._batches and len(self._running) < self._calls_max
+        if self._staging is not None and is_short > self._is_staged_soon:
+            self._staging.cancel()
+            self._staging = None
+        if self._staging is None:
+            wait_ns = SHORT_NS if is_short else STAGE_NS
+            self._staging, self._is_staged_soon = self._loop.call_later(wait_ns / 1e9, self._stage, size), is_short
+
+    def _stage(self, size):
         self._end_child()
         self._staging = None
         for ask in self._asks.values():
-            if self._replies.stage(ask, self._serializer) and self._staging is None:
-                self._staging = self._loop.call_later(STAGE_NS / 1e9, self._stage)
+            self._replies.stage(ask, self._serializer, size)
 
     async def _call_batch(self, parts):
         rows = sum(end - first for _, first, end in parts)

@@ -22,13 +22,12 @@ from .frames import BROKEN, WorkerSocket, end_with_worker, high, keep_freed_memo
 from .kept_results import Unkept, text_of_result, texts_of
 from .loading import LoadError, run_user_code, trace_of
 from .printing import Progress
-from .requests import STAGE_NS, StagedRequest, write_columns, write_exactly
+from .requests import RESULT_BYTES, STAGE_NS, StagedRequest, write_columns, write_exactly
 from .shared_memory import MemoryPair
 from .streams import Streams
 from .sync_callers import ListCaller, RowCaller
 from .user_code import ROW, load
 
-RESULT_BYTES = 4 * 1024 * 1024  # and whenever there are so many, that memory stays small
 FLUSH_NS = 1_000_000  # results that wait for others of the same turn leave after this
 REFUSED = ["memory_limit", "the function's process was refused the memory to write the row's result", ""]
 BARE_NAMES = frozenset(["output"])  # a column of this name is the result itself, not a dict of one
@@ -61,25 +60,23 @@ class Replies:
         if not ask.is_abandoned:
             self._results(ask, ask.ended_rows(ask.rows), size)
 
+    def stage_in_time(self, ask, serializer, size=1, upto=None):
+        """As `stage`, if the last time is long ago, or if what `serializer` has kept is large."""
+        if serializer.size_bytes >= RESULT_BYTES or time.perf_counter_ns() - ask.sent_ns >= STAGE_NS:
+            self.stage(ask, serializer, size, upto)
+
     def stage(self, ask, serializer, size=1, upto=None):
-        """Send the rows of a batch that have ended, if it is time, or if what `serializer` has kept is large.
+        """Send the rows of a batch that have ended.
 
         Args:
             upto: the first row that has not ended, if they end in order.
-
-        Returns: whether rows wait that have ended.
         """
-        if not ask.is_staged:
-            return False
-        now, is_large = time.perf_counter_ns(), serializer.size_bytes >= RESULT_BYTES
-        if not is_large and now - ask.sent_ns < STAGE_NS:
-            return True
-        if rows := ask.ended_rows(upto):
-            ask.sent_ns, serializer.size_bytes = now, 0
+        rows = ask.ended_rows(upto) if ask.is_staged else ()
+        if rows:
+            ask.sent_ns, serializer.size_bytes = time.perf_counter_ns(), 0
             self._results(ask, rows, size)
             ask.forget(rows)
             self.flush()
-        return False
 
     def _results(self, ask, rows, size):
         began = time.perf_counter_ns()

@@ -11,6 +11,7 @@ from .loading import text_of
 from .values import Unserializable, Writer
 
 STAGE_NS = 50_000_000  # results of a job's rows are sent this often
+RESULT_BYTES = 4 * 1024 * 1024  # and whenever there are so many, that memory stays small
 ENDED, SENT = 1, 2  # what is known of a row; 0: it has no result yet
 
 

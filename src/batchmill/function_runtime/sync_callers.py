@@ -110,7 +110,7 @@ class RowCaller:
             if now - looked >= LOOK_NS:
                 looked = now
                 goes_first = self._look()
-                self._replies.stage(ask, self._serializer, upto=ask.runs[-1][0])
+                self._replies.stage_in_time(ask, self._serializer, upto=ask.runs[-1][0])
                 if goes_first and ask.from_job:
                     return False
             first, end = ask.runs.pop()
@@ -482,7 +482,7 @@ class ListCaller:
             self._asks.pop(ask.id, None)
             self._replies.finish(ask, size)
         else:
-            self._replies.stage(ask, self._serializer, size)
+            self._replies.stage_in_time(ask, self._serializer, size)
 
     def _try(self, parts, rows):
         """Call with these rows; false where it raised, and then nothing is settled."""
