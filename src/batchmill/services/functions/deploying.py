@@ -404,7 +404,15 @@ async def _call(child: FunctionChild, id_: int, example: Any, spec: ModelSpec) -
 
     child.on_frames, child.ended = on_frames, end
     layout = POSITIONAL if isinstance(example, list) else NAMED
-    request = {"kind": "ask", "id": id_, "rows": 1, "layout": layout, "from_job": False, "exact": False}
+    request = {
+        "kind": "ask",
+        "id": id_,
+        "rows": 1,
+        "layout": layout,
+        "from_job": False,
+        "staged": False,
+        "exact": False,
+    }
     child.send(request, [msgspec.json.encode([example])])
     limit_s = spec.limits.attempt_timeout_s
     try:
