@@ -36,6 +36,7 @@ from batchmill.jobs.service import JobService
 from batchmill.models import devices, redaction
 from batchmill.models.isolation import isolation_of_config
 from batchmill.models.worker_environment import chosen, of_placed_worker, of_worker
+from batchmill.object_store.credentials import settings_of
 from batchmill.optional import require
 from batchmill.ports import Clock, Executor
 from batchmill.prepared import PreparedProcesses
@@ -163,8 +164,9 @@ async def _open_stored(stack: contextlib.AsyncExitStack, config: Config, databas
             "give every machine that may run the server this file"
         )
     stored = require(STORED, "[storage] objects").open_files(
-        database, config.data_dir, config.storage.objects, config.storage.cache_bytes
-    )
+        database, config.data_dir, config.storage.objects, config.storage.cache_bytes,
+        has_nodes=config.cluster.executor is not None,
+    )  # fmt: skip
     await stored.open()
     stack.push_async_callback(stored.close)
     return stored
@@ -187,10 +189,17 @@ async def _make_provisions(store: Store, environ: Mapping[str, str] | None = Non
     """Make the provisions of workers. Raises: InvalidConfig if the configured isolation is not available."""
     config = store.config
     isolation = await asyncio.to_thread(isolation_of_config, config.functions, config.data_dir)
-    storage = None
-    if (url := config.storage.objects) is not None:  # workers of a command have its environment
-        storage = Storage(url, {} if environ is None else chosen(environ, STORE_VARIABLES))
+    storage = _storage_of(config, environ)
     return OwnerProvisions(store.vault, config.server.private_hosts, environ, isolation, storage)
+
+
+def _storage_of(config: Config, environ: Mapping[str, str] | None) -> Storage | None:
+    """The store that workers write to. Those of a command have its environment: `environ` is None."""
+    if (url := config.storage.objects) is None:
+        return None
+    variables = {} if environ is None else chosen(environ, STORE_VARIABLES)
+    settings = settings_of(variables)
+    return Storage(url, settings, {name: value for name, value in variables.items() if name not in settings})
 
 
 def _make_versions(store: Store, provisions: OwnerProvisions, directory: ModelDirectory, warm: Warm) -> ModelVersions:
@@ -262,7 +271,7 @@ async def open_owner(
     async with contextlib.AsyncExitStack() as stack:
         stack.callback((config.data_dir / SOCKET).unlink, missing_ok=True)
         _sweep(config)
-        executor = _make_executor(stack, config, prepared, serves=serves)
+        executor = _make_executor(stack, store, prepared, serves=serves)
         executor.sweep()
         is_file = config.database.url is None  # otherwise its server keeps backups
         backups = Backups(config.data_dir, clock, config.backups if is_file else BackupsEntry(keep=0))
@@ -316,9 +325,10 @@ async def open_owner(
 
 
 def _make_executor(
-    stack: contextlib.AsyncExitStack, config: Config, prepared: PreparedProcesses | None, *, serves: bool
+    stack: contextlib.AsyncExitStack, store: Store, prepared: PreparedProcesses | None, *, serves: bool
 ) -> Executor:
     """Make what starts workers: processes of this machine, or actors of a Ray cluster."""
+    config = store.config
     more, folder = config.server.worker_environment, config.data_dir / "workers"
     local = LocalExecutor(
         folder, (lambda model: of_worker(model, os.environ, more)) if serves else None,
@@ -327,9 +337,15 @@ def _make_executor(
     if config.cluster.executor is None:
         return local
     local.sweep()
+    shared = None
+    if (storage := _storage_of(config, os.environ)) is not None:
+        shared = import_large("batchmill.executors.ray.shared_store").SharedStore(
+            store.stored, storage, config.cluster.cache, config.storage.cache_bytes, config.data_dir
+        )
     executor = import_large("batchmill.executors.ray.executor").RayExecutor(
-        config.cluster, config.data_dir, lambda model: of_placed_worker(model, os.environ, more), is_served=serves
-    )
+        config.cluster, config.data_dir, lambda model: of_placed_worker(model, os.environ, more), store=shared,
+        is_served=serves,
+    )  # fmt: skip
     close_last(stack, lambda _: executor.close())
     return executor
 

@@ -49,12 +49,26 @@ class Nodes:
         assert self._process.stdout.readline().strip() == "done"
 
 
+def _without(folder: Path) -> list[str]:
+    """What a command begins with that sees another, empty folder in the place of this one."""
+    may_mount = ["--mount"] if os.geteuid() == 0 else ["--mount", "--map-root-user"]
+    return ["unshare", *may_mount, "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(folder)]
+
+
 @contextlib.contextmanager
-def ray_nodes(*cpus: int, port: int = 0, environ: Mapping[str, str] = MappingProxyType({})) -> Iterator[Nodes]:
-    """One node for each number of CPUs, the head first. `environ`: more variables of theirs."""
+def ray_nodes(
+    *cpus: int, port: int = 0, environ: Mapping[str, str] = MappingProxyType({}), hidden: Path | None = None
+) -> Iterator[Nodes]:
+    """One node for each number of CPUs, the head first.
+
+    Args:
+        environ: more variables of theirs.
+        hidden: a folder that they do not see.
+    """
+    prefix = [] if hidden is None else _without(hidden)
     with subprocess.Popen(
-        [ray_python(), "-P", str(SCRIPT), str(port), *map(str, cpus)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, text=True, env={**os.environ, **ENVIRONMENT, **environ},
+        [*prefix, ray_python(), "-P", str(SCRIPT), str(port), *map(str, cpus)], stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env={**os.environ, **ENVIRONMENT, **environ},
     ) as process:  # fmt: skip
         try:
             yield Nodes(process)

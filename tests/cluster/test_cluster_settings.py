@@ -85,6 +85,10 @@ def test_the_doctor_names_what_differs():
     (flaw,) = [each for each in checks(open_cluster, [], Path("/"), trusted=False) if not each.is_ok]
     assert "RAY_USE_TLS" in flaw.message
     assert all(each.is_ok for each in checks(open_cluster, [good], Path("/"), trusted=True))
+    blind = msgspec.structs.replace(good, sees_data=False, store_flaw="the store refuses the credentials")
+    found = [each for each in checks(here, [good, blind], Path("/"), trusted=False, store="s3://b") if not each.is_ok]
+    assert [each.name for each in found] == ["object store on nodes"]
+    assert found[0].message.startswith("10.0.0.2: the store refuses") and "AWS_*" in found[0].message
 
 
 def test_items_are_cut_where_they_end():

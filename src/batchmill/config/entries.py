@@ -41,6 +41,7 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | cluster.executor             | "ray": workers are Ray actors; none: processes of this machine            |
 | cluster.address              | "auto", "HOST:6379" of Ray's head, or "local": one is started here        |
 | cluster.python               | the interpreter with batchmill[ray]; none: batchmill's own                |
+| cluster.cache                | folder of each node for copies of objects, with storage.objects           |
 | cluster.trusted_network      | nobody else reaches the cluster: secrets go there without token and TLS   |
 | machine.memory               | what models take together, bytes or "24GiB"; none: no limit               |
 | machine.gpus                 | how many GPUs they share, or their ids; none: those that are visible      |

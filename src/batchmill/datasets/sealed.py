@@ -11,12 +11,12 @@ import os
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from batchmill.checksums import CHECKSUM_BYTES, checksum
 from batchmill.datasets import layout
@@ -39,6 +39,18 @@ def load_seal(home: Path) -> Seal:
         return msgspec.json.decode(data, type=Seal)
     except (msgspec.MsgspecError, UnicodeDecodeError):
         raise damaged(home, [f"{layout.SEAL} cannot be read"]) from None
+
+
+def moved(seal: Seal, places: Mapping[str, str]) -> Seal:
+    """The seal of a dataset whose files lie elsewhere by now. Args: places: of files or folders -> where they are."""
+
+    def place(path: str) -> str:
+        for before, now in places.items():
+            if path == before or path.startswith(f"{before}/"):
+                return now + path.removeprefix(before)
+        return path
+
+    return structs.replace(seal, files=[structs.replace(each, path=place(each.path)) for each in seal.files])
 
 
 class DatasetRows(Protocol):

@@ -45,6 +45,7 @@ class Channel(asyncio.BufferedProtocol):
         has_joined: this side has joined it.
     """
 
+    is_on_node = False
     idle_heartbeat_s = 0.0  # an idle worker sends every heartbeat: here it costs nothing
 
     def __init__(self, memory: MemoryPair, *, has_joined: bool = False) -> None:

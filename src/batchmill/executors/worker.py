@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import Struct
 
 from batchmill.datasets.readers import open_rows
+from batchmill.datasets.sealed import DatasetRows, load_seal, moved
 from batchmill.engines import import_engine, load_engine
 from batchmill.errors import BatchmillError, JobPaused, to_storage_error
 from batchmill.executors.channel import open_channel
@@ -31,6 +32,7 @@ from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.function_runtime.frames import keep_freed_memory
 from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.models import redaction, secrets, worker_environment
+from batchmill.object_store.credentials import has_credentials, joined
 from batchmill.optional import require
 from batchmill.owner_clock import now_s
 from batchmill.ports import CrashReportingEngine, Engine, Prepared, PreparingEngine, RetryingEngine, SegmentSink
@@ -89,6 +91,7 @@ class WorkerChannel(Protocol):
     """A worker's end of what connects it with its owner."""
 
     idle_heartbeat_s: float  # a worker whose statistics do not change says so often that it is alive
+    is_on_node: bool  # the owner does not see the files that the worker writes
 
     def send(self, message: Struct) -> None: ...
     def complete(self, message: ToWorker) -> ToWorker: ...
@@ -155,8 +158,8 @@ class Worker:
             # The owner died, or this worker cannot continue: write finished outcomes for the next owner.
             self._recorder.flush()
             working.cancel()
-            if self._is_evicted:  # its owner is there
-                await self._commit_finished()
+            if self._is_evicted or self._channel.is_on_node:
+                await self._commit_finished()  # its owner is there, or nobody finds what is only on this node's disk
                 await self._carried.wait_acknowledged(ACKNOWLEDGE_S)
             self._spill()
         self._answering.end()
@@ -296,8 +299,7 @@ class Worker:
         open_file = partial(self._open_segment, Path(message.segments.folder), head)
         segment: SegmentSink = self._carried.open(head, open_file, roll) if message.is_small else open_file(roll)
         self._jobs[message.job] = OpenJob(
-            message.job, message.form, open_rows(Path(message.dataset), access=message.stores), segment,
-            adapters=message.adapters, project=message.project,
+            message.job, message.form, _open_rows(message), segment, adapters=message.adapters, project=message.project,
         )  # fmt: skip
 
     def _allow(self, job_id: str, usd: float, *, is_lean: bool) -> None:
@@ -467,10 +469,19 @@ class Worker:
         self._owner_gone.set()
 
 
+def _open_rows(message: Open) -> DatasetRows:
+    """The rows of a job. Raises: InvalidDataset, DatasetDamaged."""
+    home, access = Path(message.dataset), joined(message.stores, os.environ) if message.stores else {}
+    seal = moved(load_seal(home), message.moved) if message.moved else None
+    return open_rows(home, seal, access)
+
+
 def _open_objects(storage: Storage | None, term: OwnerTerm) -> ObjectSegments | None:
     if storage is None:
         return None
     worker_environment.lend(storage.environ)
+    if not has_credentials(os.environ):
+        worker_environment.lend(storage.credentials)
     return require("batchmill.store.segment_objects:ObjectSegments", "[storage] objects")(storage.url, term.check)
 
 

@@ -42,8 +42,9 @@ class Audits:
 
     async def verify(self, record: sa.RowMapping, *, is_running: bool) -> LedgerReport:
         spec = read_spec(record["spec"])
-        async with self.use(record, is_running=is_running):
-            return await self._run(VERIFY, await self._order(spec), LedgerReport)
+        order = await self._order(spec)
+        async with self.use(record, is_running=is_running):  # which brings all that the order names
+            return await self._run(VERIFY, order, LedgerReport)
 
     @asynccontextmanager
     async def rebuild(self, spec: JobSpec) -> AsyncIterator[tuple[Snapshot, Rebuilt]]:

@@ -120,6 +120,7 @@ class RecordedJob:
 
     async def _adopt(self, plan: PlanReader, generation: int) -> float:
         """Commit outcomes that are in a segment but in no commit. Returns their cost in USD."""
+        await self._stored.bring_segments()
         counted: outcome_map.Counted = []  # also of calls whose connection was lost
         await self._commit_log.call(
             outcome_map.adopt, self._ledger, self.spec, generation, plan, self.files, counted=counted

@@ -344,7 +344,7 @@ class JobRunner(RecordedJob):
         begun = {"started": self._clock.now()} if record["started"] is None else {}
         await self._move(JobState.RUNNING, **begun)
         self._publishing = self._new_publishing()
-        if not done and generation == 0 and run.rows_left:
+        if not (done or generation or self._tools.stored.has_nodes) and run.rows_left:
             self._publishing.follow(run)
 
     async def _running(self) -> None:
@@ -572,6 +572,7 @@ class JobRunner(RecordedJob):
     async def _publish(self, publishing: Publishing, early: EarlyEnd | None = None) -> Manifest:
         blocks = await self._commit_log.call_reader(self._ledger.committed, self.spec.id)
         faults.point("before_publish")
+        await self._stored.bring_segments()
         check_left(self._ledger.database.owned_s())
         unrun = None if early is None else early.unrun
         manifest = await self._interruptible(

@@ -234,8 +234,7 @@ class JobService:
 
     async def _describe(self, order: JobOrder) -> JobSpec:
         spec = await asyncio.to_thread(orders.describe, order, self._clock.now())
-        # Other machines do not see what is unpacked in the memory of this one.
-        return msgspec.structs.replace(spec, is_small=spec.is_small and not self._space.is_shared)
+        return spec if not self._space.is_shared else orders.for_nodes(spec, self._space.data_dir, self._space.stored)
 
     async def _create(self, spec: JobSpec, once: Once | None) -> Submitted:
         """Create a job. Its folder exists before its ledger record; if that cannot be stored, the folder is removed."""
@@ -367,8 +366,8 @@ class JobService:
         record = await self._record(job_id)
         refuse_compacted(record, "--partial")
         spec = read_spec(record["spec"])
-        async with self._audits.use(record, is_running=self._is_running(spec.id)) as files:
-            committed = await self._commit_log.call_reader(self._ledger.committed, spec.id)
+        committed = await self._commit_log.call_reader(self._ledger.committed, spec.id)
+        async with self._audits.use(record, is_running=self._is_running(spec.id)) as files:  # which brings all of it
             place = await self._audits.segments(spec)
             return await publishing.write_partial(spec, files, place, committed, self._children.offload)
 

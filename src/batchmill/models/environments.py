@@ -29,6 +29,7 @@ from batchmill.models.redaction import without_userinfo
 from batchmill.types import Isolation
 
 FOLDER = "environments"  # in the data directory
+ORDER, LOCK = "deploy.json", "requirements.lock"  # in the folder of a version: what was requested, and its packages
 RECORD = ".json"  # ending of the file beside an environment
 UV_CACHE = ".uv-cache"  # of one isolated build
 INSTALL_FAILED = "the requirements cannot be installed"
@@ -178,6 +179,19 @@ class Environments:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+class _Requested(Struct, frozen=True):
+    """The part of a version's order that its environment follows from."""
+
+    python: str | None = None
+    requirements: str | None = None
+
+
+def read_requested(home: Path) -> tuple[str | None, str | None]:
+    """The interpreter that a version was deployed with, and its lock, which is None without requirements."""
+    order = msgspec.json.decode((home / ORDER).read_bytes(), type=_Requested)
+    return order.python, (home / LOCK).read_text() if order.requirements is not None else None
 
 
 class Base(Struct, frozen=True):

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from batchmill.errors import AuthRefused
 from batchmill.optional import require
+from batchmill.types.connectors import Storage
 
 # Scheme -> the variables that obstore reads. It takes them as settings, too.
 READ_BY_OBSTORE = {
@@ -50,6 +51,26 @@ VARIABLES = frozenset(
         *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
     }
 )  # fmt: skip
+# Of these, what everyone may read: it says where a store is, and not who reads it.
+SETTINGS = frozenset(
+    {
+        *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL_STS"),
+        *("AWS_SKIP_SIGNATURE", "AWS_REQUEST_PAYER", "AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "AWS_UNSIGNED_PAYLOAD"),
+        *("GOOGLE_SKIP_SIGNATURE", "GOOGLE_BASE_URL", "STORAGE_EMULATOR_HOST"),
+        *("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT", "AZURE_SKIP_SIGNATURE"),
+        "AZURE_STORAGE_USE_EMULATOR",
+    }
+)  # fmt: skip
+# Credentials on every machine. Others, such as a path or a role of this machine, are of no use elsewhere.
+CREDENTIALS = frozenset(
+    {
+        *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+        *("GOOGLE_SERVICE_ACCOUNT_KEY", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_KEY"),
+        *("AZURE_STORAGE_SAS_TOKEN", "AZURE_STORAGE_CLIENT_ID", "AZURE_STORAGE_CLIENT_SECRET"),
+        *("AZURE_STORAGE_TENANT_ID", "AZURE_STORAGE_TOKEN", "AZURE_CLIENT_ID", "AZURE_CLIENT_SECRET"),
+        "AZURE_TENANT_ID",
+    }
+)  # fmt: skip
 # With one of these, obstore finds S3 credentials by itself, or needs none. They go before a profile, as in botocore.
 FOUND_BY_OBSTORE = (
     "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
@@ -73,6 +94,31 @@ class Access(Struct):
 def variables_of(environment: Variables) -> dict[str, str]:
     """The variables that stores are reached with, without all others."""
     return {name: environment[name] for name in sorted(VARIABLES & environment.keys())}
+
+
+def settings_of(environment: Variables) -> dict[str, str]:
+    """The variables that say where stores are; a URL with a password in it is none of them."""
+    return {name: environment[name] for name in sorted(SETTINGS & environment.keys()) if "@" not in environment[name]}
+
+
+def has_credentials(environment: Variables) -> bool:
+    """Whether a variable leads to credentials, or says that none are needed."""
+    whose = VARIABLES - SETTINGS - {name for names in PROXIES for name in names} - {"NO_PROXY", "no_proxy"}
+    return any(environment.get(name) for name in (whose | CREDENTIALS))
+
+
+def joined(given: Variables, own: Variables) -> dict[str, str]:
+    """The variables that another process gives, where this one has no credentials of its own; else only the settings
+    of the other.
+    """
+    variables = variables_of(own)
+    return {**settings_of(given), **variables} if has_credentials(variables) else {**variables, **given}
+
+
+def on_nodes(storage: Storage, *, with_credentials: bool) -> Storage:
+    """A store for other machines. Roles, profiles and files of this one are of no use there."""
+    credentials = {name: value for name, value in storage.credentials.items() if name in CREDENTIALS}
+    return Storage(storage.url, settings_of(storage.environ), credentials if with_credentials else {})
 
 
 @contextmanager

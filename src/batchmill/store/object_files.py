@@ -29,6 +29,7 @@ from batchmill.store.catalog import Stored
 from batchmill.store.database import Database
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segments import sync_folder
+from batchmill.wire.messages import StoredFile
 
 MARKS, MARK, WORK = "stored", ".mark", ".fetching"  # folders in the data directory, and the ending of a mark
 SEGMENTS = "segments"
@@ -40,10 +41,12 @@ T = TypeVar("T")
 log = logging.getLogger("batchmill.owner")
 
 
-def open_files(database: Database, data_dir: Path, url: str, cache_bytes: int) -> ObjectFiles:
+def open_files(
+    database: Database, data_dir: Path, url: str, cache_bytes: int, *, has_nodes: bool = False
+) -> ObjectFiles:
     """Raises: InvalidConfig for a URL at which there can be no store."""
     objects = StoreObjects(url, may_write=lambda: owner_clock.check_left(database.owned_s()))
-    return ObjectFiles(database, data_dir, objects, cache_bytes)
+    return ObjectFiles(database, data_dir, objects, cache_bytes, has_nodes=has_nodes)
 
 
 class _Copy(Struct, frozen=True):
@@ -81,7 +84,10 @@ class ObjectFiles:
 
     is_elsewhere = True
 
-    def __init__(self, database: Database, data_dir: Path, objects: Objects, cache_bytes: int) -> None:
+    def __init__(
+        self, database: Database, data_dir: Path, objects: Objects, cache_bytes: int, *, has_nodes: bool = False
+    ) -> None:
+        self.has_nodes = has_nodes
         self._database, self._data_dir, self._cache_bytes = database, data_dir, cache_bytes
         self._objects: Objects = _OwnersObjects(objects, database)
         self._copies: dict[str, _Copy] = {}  # by path, the least recently used first
@@ -194,11 +200,11 @@ class ObjectFiles:
         names = [each.path.removeprefix(f"{key}/") for each in below if each.path != key]
         return [name for name in names if "/" not in name]
 
-    async def settle_segments(self, folder: Path) -> None:
+    async def settle_segments(self, folder: Path, worker: str = "") -> None:
         key = self._key(folder)
         assert key is not None, "segments of a job are in the data directory"
         async with self._lock(key):
-            await _in_thread(segment_objects.settle, self._objects, folder, folder.parent.name)
+            await _in_thread(segment_objects.settle, self._objects, folder, folder.parent.name, worker)
             size = await asyncio.to_thread(_bytes_in, folder)
             await self._mark(Stored(key, SEGMENTS, size))
 
@@ -233,6 +239,17 @@ class ObjectFiles:
 
     def _lock(self, key: str) -> asyncio.Lock:
         return self._locks.setdefault(key, asyncio.Lock())
+
+    def references(self, *paths: Path) -> list[StoredFile]:
+        found = {}
+        for path in paths:
+            for key in map(self._key, (path, *path.parents)):
+                if key is None:
+                    break
+                if (copy := self._copies.get(key)) is not None and copy.object != SEGMENTS:
+                    found[key] = StoredFile(str(self._data_dir / key), copy.object, copy.bytes)
+                    break
+        return list(found.values())
 
     def _is_here(self, stored: Stored, path: Path) -> bool:
         copy = self._copies.get(stored.path)

@@ -84,22 +84,24 @@ def put_span(objects: Objects, folder: str, path: Path, span: Span) -> None:
             start += len(data)
 
 
-def settle(objects: Objects, folder: Path, job_id: str) -> None:
-    """Fetch what the files of `folder` lack, and put what no object has. No worker writes these segments."""
+def settle(objects: Objects, folder: Path, job_id: str, worker: str = "") -> None:
+    """Fetch what the files of `folder` lack, and put what no object has, of one worker or of all. No worker writes to
+    `folder`.
+    """
     prefix = folder_of(job_id)
-    found = _list(objects, prefix)
+    found = _list(objects, prefix, worker)
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="objects-get") as threads:
         for segment, spans in found.items():
             _fetch(objects, prefix, folder / segment, spans, threads)
     with closing(SegmentFolder(folder)) as source:
-        for name in source.names():
+        for name in source.names(worker):
             for span in list(gaps_of(source, name, merged(found.get(name, [])))):
                 put_span(objects, prefix, folder / name, span)
 
 
-def _list(objects: Objects, prefix: str) -> dict[str, list[Span]]:
+def _list(objects: Objects, prefix: str, worker: str) -> dict[str, list[Span]]:
     found: defaultdict[str, list[Span]] = defaultdict(list)
-    for name, size_bytes in objects.list(prefix):
+    for name, size_bytes in objects.list(f"{prefix}{worker}-" if worker else prefix):
         segment, _, place = name.removeprefix(prefix).partition("/")
         offset, _, length = place.partition("-")
         if segment.endswith(".seg") and offset.isdecimal() and length == str(size_bytes):

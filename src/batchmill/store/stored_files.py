@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Protocol
 
+from batchmill.wire.messages import StoredFile
+
 
 class StoredFiles(Protocol):
     """Paths are absolute. What is not below the data directory, or was never published, is left alone.
@@ -23,6 +25,15 @@ class StoredFiles(Protocol):
     @property
     def is_elsewhere(self) -> bool:
         """Whether what is published survives the loss of the data directory."""
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether workers run on nodes of a cluster, which see none of this machine's files: what they write is in the
+        store alone.
+        """
+
+    def references(self, *paths: Path) -> list[StoredFile]:
+        """Where those of these paths are kept that have a local copy, or are in a folder that has."""
 
     async def publish(self, *paths: Path) -> None:
         """Make files or folders that lie in the data directory durable. Call it before their record is stored."""
@@ -50,8 +61,10 @@ class StoredFiles(Protocol):
     async def remove(self, *paths: Path) -> None:
         """Remove published paths, and everything that is published below them. Idempotent."""
 
-    async def settle_segments(self, folder: Path) -> None:
-        """Bring the segments of a job to the same bytes in its folder and in the store. No worker writes them."""
+    async def settle_segments(self, folder: Path, worker: str = "") -> None:
+        """Bring the segments of a job, of one worker or of all, to the same bytes in its folder and in the store. No
+        worker writes to the folder.
+        """
 
 
 @contextlib.asynccontextmanager
@@ -68,7 +81,10 @@ async def using(stored: StoredFiles, *paths: Path) -> AsyncIterator[None]:
 class LocalFiles:
     """The data directory is durable: services write there with their own fsync."""
 
-    is_elsewhere = False
+    is_elsewhere = has_nodes = False
+
+    def references(self, *paths: Path) -> list[StoredFile]:
+        return []
 
     async def publish(self, *paths: Path) -> None:
         return
@@ -94,5 +110,5 @@ class LocalFiles:
     async def remove(self, *paths: Path) -> None:
         return
 
-    async def settle_segments(self, folder: Path) -> None:
+    async def settle_segments(self, folder: Path, worker: str = "") -> None:
         return

@@ -20,6 +20,7 @@ class ClusterEntry(Struct, frozen=True):
     address: str = "auto"  # of Ray's head; auto: of the cluster that this machine is a node of; local: start one here
     python: str | None = None  # interpreter with `batchmill[ray]` for the driver; None: batchmill's own
     trusted_network: bool = False  # nobody else reaches the cluster: secrets are sent there without token and TLS
+    cache: str = "~/.cache/batchmill"  # with [storage] objects: a folder of each node, for copies of objects
 
     def check(self) -> None:
         """Raises: InvalidConfig for a value that nobody could use."""
@@ -27,6 +28,10 @@ class ClusterEntry(Struct, frozen=True):
             raise InvalidConfig(
                 f'cluster.executor is "ray", not {self.executor[:SHOWN_CHARS]!r}; '
                 "leave it out for workers on this machine"
+            )
+        if not self.cache.startswith(("/", "~/")) or ".." in self.cache.split("/"):
+            raise InvalidConfig(
+                f'cluster.cache is an absolute path or begins with "~/", not {self.cache[:SHOWN_CHARS]!r}'
             )
         if self.address.startswith("ray://"):
             raise InvalidConfig(
@@ -52,6 +57,7 @@ class ClusterNode(Struct, frozen=True):
     batchmill: str = ""
     clock_offset_s: float = 0.0  # against this machine
     sees_data: bool = False  # the data directory
+    store_flaw: str = ""  # with [storage] objects: why the node cannot use the store, or its cache
     flaw: str = ""
 
 

@@ -60,7 +60,8 @@ class Storage(Struct, frozen=True):
     """The object store that outcomes are written to."""
 
     url: str
-    environ: dict[str, str] = {}  # variables that the store's client reads, for processes that lack them
+    environ: dict[str, str] = {}  # settings that the store's client reads, for processes that lack them
+    credentials: dict[str, str] = {}  # as `environ`, for processes that have no credentials of their own
 
     def __repr__(self) -> str:  # without credentials
         return f"Storage({self.url})"
@@ -77,7 +78,7 @@ class Provision(Struct, frozen=True):
     @property
     def has_secrets(self) -> bool:
         """Whether a reader of it learns a secret or a credential."""
-        return bool(self.secrets or (self.storage is not None and self.storage.environ))
+        return bool(self.secrets or (self.storage is not None and self.storage.credentials))
 
 
 class RemoteJob(Struct, frozen=True, omit_defaults=True):

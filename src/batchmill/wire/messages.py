@@ -31,6 +31,14 @@ LIVE_REQUESTS_BYTES = 32 * 1024 * 1024  # of the bodies in one message; a longer
 LIVE_AHEAD_BYTES = 1024 * 1024  # of an answer that a worker sends ahead of its owner's FlowCredit
 
 
+class StoredFile(Struct, frozen=True):
+    """A file or folder of the owner's data directory that is kept in its object store."""
+
+    path: str  # there
+    object: str  # what the names of its objects begin with
+    bytes: int
+
+
 class Start(Struct, frozen=True, tag="start"):
     """Owner: host the engine of this model. The first message."""
 
@@ -56,6 +64,9 @@ class Open(Struct, frozen=True, tag="open"):
     adapters: AdapterSet = AdapterSet()
     project: str = ""
     stores: dict[str, str] = {}  # the variables that its object stores are reached with; not shown in any log
+    inputs: list[str] = []  # local files that the dataset reads
+    files: list[StoredFile] = []  # for a worker that does not see the data directory: what this message names of it
+    moved: dict[str, str] = {}  # files or folders of the dataset -> where a worker that does not see them has them
 
     def __repr__(self) -> str:  # without the variables
         return f"Open({self.job})"
@@ -149,6 +160,7 @@ class AnswerLive(Struct, frozen=True, tag="answer_live"):
 
     id: int
     request: LiveRequest
+    files: list[StoredFile] = []  # as in Open
 
 
 class FunctionRequests(Struct, frozen=True, tag="function_requests"):

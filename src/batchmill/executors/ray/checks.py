@@ -17,14 +17,15 @@ OPEN_CLUSTER = (
 )
 
 
-def checks(connected: Connected, nodes: Sequence[ClusterNode], data_dir: Path, *, trusted: bool) -> list[Check]:
-    """The rows of a cluster that was reached."""
+def checks(
+    connected: Connected, nodes: Sequence[ClusterNode], data_dir: Path, *, trusted: bool, store: str | None = None
+) -> list[Check]:
+    """The rows of a cluster that was reached. Args: store: the URL that its nodes use instead of the data directory."""
     silent = [node for node in nodes if node.flaw]
     heard = [node for node in nodes if not node.flaw]
     is_closed = connected.is_local or (connected.demands_token and connected.has_tls)
     clocks = [f"{node.address} is {node.clock_offset_s:+.1f} s off" for node in heard
               if abs(node.clock_offset_s) > CLOCK_S_MAX]  # fmt: skip
-    blind = [node.address for node in heard if not node.sees_data]
     return [
         Check("reachable", True, f"{len(nodes)} node{'s' * (len(nodes) != 1)} at {connected.address}"),
         Check("nodes reply", not silent, "; ".join(f"{each.address}: {each.flaw}" for each in silent) or "all"),
@@ -33,12 +34,23 @@ def checks(connected: Connected, nodes: Sequence[ClusterNode], data_dir: Path, *
         _same("batchmill", __version__, [(each.address, each.batchmill) for each in heard]),
         Check("authentication", is_closed or trusted, _authentication(connected, trusted=trusted)),
         Check("clocks", not clocks, f"{'; '.join(clocks)}: run NTP on the nodes" if clocks else "within 2 s"),
-        Check(
-            "shared folder", not blind,
-            f"{', '.join(blind)} do not see {data_dir}: mount the same folder at the same path" if blind
-            else f"every node sees {data_dir}",
-        ),
-    ]  # fmt: skip
+        _shared_folder(heard, data_dir) if store is None else _shared_store(heard, store),
+    ]
+
+
+def _shared_folder(nodes: Sequence[ClusterNode], data_dir: Path) -> Check:
+    blind = [node.address for node in nodes if not node.sees_data]
+    flaw = f"{', '.join(blind)} do not see {data_dir}: mount the same folder at the same path, or set storage.objects"
+    return Check("shared folder", not blind, flaw if blind else f"every node sees {data_dir}")
+
+
+def _shared_store(nodes: Sequence[ClusterNode], store: str) -> Check:
+    flaws = [f"{node.address}: {node.store_flaw}" for node in nodes if node.store_flaw]
+    way_out = (
+        "give the nodes credentials that read and write there (AWS_* in Ray's environment, or their machine's role)"
+    )
+    message = f"{'; '.join(flaws)}; {way_out}" if flaws else f"every node reads and writes {store}"
+    return Check("object store on nodes", not flaws, message)
 
 
 def _authentication(connected: Connected, *, trusted: bool) -> str:

@@ -17,11 +17,11 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import ray
-from msgspec import Struct
+from msgspec import Struct, structs
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from batchmill import __version__
@@ -37,6 +37,8 @@ from batchmill.executors.ray.frames import (
     LENGTH_BYTES,
     LOST,
     Beat,
+    Collect,
+    Collected,
     Connect,
     Connected,
     Deliver,
@@ -50,6 +52,8 @@ from batchmill.executors.ray.frames import (
     Waits,
     join,
 )
+from batchmill.executors.ray.node_cache import cache_folder, collect
+from batchmill.executors.ray.node_checks import find_flaw
 from batchmill.executors.ray.waiting import waits_for
 from batchmill.types.cluster import ClusterNode
 
@@ -60,6 +64,7 @@ WATCH_S = 2.0  # between two looks at waiting actors, draining nodes and the hea
 HEAD_S = 10.0  # for the head to reply; after HEAD_TRIES of it the cluster is lost
 HEAD_TRIES = 2
 LEAVE_S = 5.0  # for workers to write what is finished, after the owner has ended
+COLLECT_S = 60.0  # for a node to bring what a dead worker left; then those rows run again
 PROBE_S = 20.0  # for a node to tell its versions
 REFUSED = 77  # exit code of a caller without a token that the head has refused for it
 
@@ -138,9 +143,14 @@ class Driver:
                         worker.was_killed = True
                         ray.kill(worker.actor)
                 case Inspect() as inspect:
-                    task = asyncio.create_task(self._inspect(inspect))
-                    self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    self._begin(self._inspect(inspect))
+                case Collect() as collect:
+                    self._begin(self._collect(collect))
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _beat(self) -> None:
         """Tell the owner that this process runs."""
@@ -207,7 +217,7 @@ class Driver:
             ray.kill(worker.actor)
         if worker.sending is not None:
             worker.sending.cancel()
-        self._send(exited)
+        self._send(structs.replace(exited, node=worker.node))
 
     def _deliver(self, worker: DriverWorker, message: bytes) -> None:
         """Send a message with those that gather while the last ones are on their way."""
@@ -279,6 +289,15 @@ class Driver:
                 return any(each["NodeID"] == node_id and each["Alive"] for each in await asyncio.to_thread(ray.nodes))
         return False
 
+    async def _collect(self, collect: Collect) -> None:
+        """Bring what a dead worker left on its node."""
+        try:
+            async with asyncio.timeout(COLLECT_S):
+                left = await _on_node(_collect, collect.node).remote(collect.order)
+            self._send(Collected(collect.worker, left))
+        except Exception as error:  # the node may be gone
+            self._send(Collected(collect.worker, why=f"{type(error).__name__}: {error}"[:2000]))
+
     async def _inspect(self, inspect: Inspect) -> None:
         try:
             nodes, free, draining = await asyncio.to_thread(_look)
@@ -296,11 +315,10 @@ class Driver:
         facts: dict[str, Any] = {}
         flaw = ""
         try:
-            placed = _probe.options(
-                num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
-            )
+            node_store = b"" if inspect.node is None else frames.encode(inspect.node)
             async with asyncio.timeout(PROBE_S):
-                facts = json.loads(await placed.remote(inspect.probe, inspect.probe_text))
+                probing = _on_node(_probe, node_id).remote(inspect.probe, inspect.probe_text, node_store)
+                facts = json.loads(await probing)
             facts["clock_offset_s"] = facts["clock_offset_s"] - time.time()
         except Exception as error:  # a node without batchmill, or one that has just left
             flaw = f"it did not reply: {error}"[:500] or type(error).__name__
@@ -321,16 +339,30 @@ def _look() -> tuple[list[dict[str, Any]], dict[str, dict[str, float]], set[str]
     return ray.nodes(), state.available_resources_per_node(), set(state.state.get_draining_nodes())
 
 
+def _on_node(task: Any, node_id: str) -> Any:
+    """A task that runs on this node, and takes no place there."""
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return task.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+
+
 @ray.remote
-def _probe(path: str, text: str) -> bytes:
-    """What a node has, as JSON."""
+def _collect(order_data: bytes) -> bytes:
+    """As `node_cache.collect`, with a packed `CollectOrder`."""
+    order = frames.collect_orders.decode(order_data)
+    return frames.encode(collect(cache_folder(order.cache, order.url), order.worker, order.sizes))
+
+
+@ray.remote
+def _probe(path: str, text: str, node_store: bytes) -> bytes:
+    """What a node has, as JSON. `node_store`: a packed `NodeStore`; empty: it is to see the data directory."""
     return json.dumps(
         {
             "ray": ray.__version__,
             "python": platform.python_version(),
             "batchmill": __version__,
             "clock_offset_s": time.time(),
-            "sees_data": sees(path, text),
+            "sees_data": not node_store and sees(path, text),
+            "store_flaw": find_flaw(frames.node_stores.decode(node_store)) if node_store else "",
         }
     ).encode()
 

@@ -15,20 +15,21 @@ from pathlib import Path
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from batchmill import __version__
 from batchmill.children.process_end import boot_id, kill_session, started
-from batchmill.errors import Unavailable
+from batchmill.errors import BatchmillError, StorageFailed, Unavailable
 from batchmill.executors.channel import joined
 from batchmill.executors.ray import frames
 from batchmill.executors.ray.checks import OPEN_CLUSTER, checks
 from batchmill.executors.ray.frames import (
     BEAT_S,
-    FRAME_BYTES_MAX,
     KILLED,
-    LENGTH_BYTES,
     LOST,
     Beat,
+    Collect,
+    Collected,
     Connect,
     Connected,
     Deliver,
@@ -38,22 +39,27 @@ from batchmill.executors.ray.frames import (
     Item,
     Kill,
     Launch,
+    NodeStore,
     Placement,
     Waits,
     WorkerOrder,
 )
+from batchmill.executors.ray.shared_store import SharedStore, keep_left
 from batchmill.models.worker_environment import MACHINE, chosen
+from batchmill.object_store.credentials import on_nodes, settings_of
 from batchmill.states import PauseReason
-from batchmill.types import ModelSpec
+from batchmill.types import ModelSpec, Provision
 from batchmill.types.cluster import Check, ClusterEntry, ClusterView, ClusterWorker
 from batchmill.types.machines import gpus_by_flags
 from batchmill.wire import messages
-from batchmill.wire.messages import Failed, Provide, Ready, Start, ToOwner
+from batchmill.wire.messages import AnswerLive, Failed, Open, Provide, Ready, Released, Start, ToOwner
 
 RETRY_S, RETRY_MAX_S = 1.0, 30.0  # before the cluster is tried again; doubles with each failure
 CONNECT_S = 90.0  # for a driver to reach the cluster, or to start a local one
 LEAVE_S = 10.0  # for a driver to end once its owner has closed its socket
 INSPECT_S = 30.0
+COLLECT_S = 90.0  # for a node to bring what a dead worker left: longer than the driver waits for it
+COLLECTED_AT_ONCE = 16  # dead workers
 RECEIVED_BYTES = 128 * 1024 * 1024  # of a worker, that its pool has not read; then it is killed
 UNSENT_BYTES = 256 * 1024 * 1024  # of all workers, that the driver has not read; then it is replaced
 WAITING_BYTES = 64 * 1024 * 1024  # of a worker that waits for its cluster; then it is ended
@@ -76,6 +82,7 @@ class RayWorker:
         self.was_launched = False
         self.is_lost = False
         self._is_overrun = False  # this process was too slow for its messages: no fault of its own
+        self.opened: dict[str, Path] = {}  # jobs that it has -> the folder of their segments
         self._code: int | None = None
         self._ended = asyncio.Event()
         self._received: asyncio.Queue[Item | Failed | None] = asyncio.Queue()  # bounded by `receive`
@@ -88,9 +95,16 @@ class RayWorker:
     def send(self, message: Struct) -> None:
         if self._code is not None:
             return
+        try:
+            message = self._executor.prepared(message)
+        except StorageFailed as error:
+            self.fail(Failed(error.code, error.message, error.reason))
+            return
         if isinstance(message, Provide) and message.provision.has_secrets and not self._executor.may_send_secrets:
             self.fail(Failed("cluster_not_trusted", OPEN_CLUSTER, PauseReason.ENGINE_FAILED))
             return
+        if isinstance(message, Open):
+            self.opened[message.job] = Path(message.segments.folder)
         data = messages.encode(message)
         if self.was_launched:
             self._executor.send(Deliver(self.number, data))
@@ -135,6 +149,8 @@ class RayWorker:
             message = self._decoded.popleft()
             if isinstance(message, Ready):
                 self.pid = message.pid
+            elif isinstance(message, Released):
+                self.opened.pop(message.job, None)
             yield message
 
     async def _decode_next(self) -> bool:
@@ -176,7 +192,8 @@ class RayWorker:
 class RayExecutor:
     """
     Args:
-        data_dir: the folder that all nodes see.
+        data_dir: the folder that all nodes see, unless there is a store.
+        store: the object store that holds what it holds; None: there is none.
         beat_s: the time between two looks whether the driver still beats.
         environment: returns the variables of this machine that a worker of a model gets on its node.
         is_served: the owner is a server, whose projects do not trust one another.
@@ -184,8 +201,12 @@ class RayExecutor:
 
     def __init__(
         self, entry: ClusterEntry, data_dir: Path, environment: Callable[[ModelSpec], dict[str, str]], *,
-        is_served: bool = False, beat_s: float = BEAT_S,
+        store: SharedStore | None = None, is_served: bool = False, beat_s: float = BEAT_S,
     ) -> None:  # fmt: skip
+        self._store = store
+        self._collections: dict[int, asyncio.Future[Collected]] = {}  # worker -> what it left
+        self._collecting = asyncio.Semaphore(COLLECTED_AT_ONCE)
+        self._endings: set[asyncio.Task[None]] = set()
         self._beat_s = beat_s
         self._events = 0  # of the driver
         self._flaw = ""  # why the driver was replaced
@@ -214,7 +235,8 @@ class RayExecutor:
             model.needs.cpus, None if takes_more else gpus, gpus_by_flags(model.engine_args) if takes_more else 0,
             model.needs.memory_bytes, model.needs.resources,
         )  # fmt: skip
-        await asyncio.to_thread(self._write_probe)
+        if self._store is None:
+            await asyncio.to_thread(self._write_probe)
         Path(start.home).mkdir(parents=True, exist_ok=True)
         worker = RayWorker(next(self._numbers), start, placement, self)
         self._workers[worker.number] = worker
@@ -251,7 +273,8 @@ class RayExecutor:
 
     async def inspect(self) -> Inspected:
         """The cluster's nodes and what runs where. Raises: Unavailable."""
-        await asyncio.to_thread(self._write_probe)
+        if self._store is None:
+            await asyncio.to_thread(self._write_probe)
         self._drive()
         try:
             async with asyncio.timeout(CONNECT_S):
@@ -262,7 +285,7 @@ class RayExecutor:
                     await self._changed.wait()
             number = next(self._numbers)
             self._inspections[number] = asyncio.get_running_loop().create_future()
-            self.send(Inspect(number, str(self._probe), self._probe_text))
+            self.send(Inspect(number, str(self._probe), self._probe_text, self._node_store()))
             try:
                 async with asyncio.timeout(INSPECT_S):
                     found = await self._inspections[number]
@@ -287,7 +310,8 @@ class RayExecutor:
         ]
         if self.connected is None or flaw or brief:
             return ClusterView(self._entry.address, [], workers, [Check("reachable", False, flaw)] if flaw else [])
-        found_checks = checks(self.connected, found.nodes, self._data_dir, trusted=self._entry.trusted_network)
+        url, trusted = None if self._store is None else self._store.url, self._entry.trusted_network
+        found_checks = checks(self.connected, found.nodes, self._data_dir, trusted=trusted, store=url)
         return ClusterView(self.connected.address, found.nodes, workers, found_checks)
 
     @property
@@ -308,11 +332,35 @@ class RayExecutor:
             self._writer.transport.abort()
             self._writer = None
 
+    def _node_store(self) -> NodeStore | None:
+        return None if self._store is None else self._store.on_nodes(with_credentials=self.may_send_secrets)
+
+    def for_nodes(self, provision: Provision) -> Provision:
+        """With what nodes may know of the store: credentials only where nobody else reads them."""
+        if provision.storage is None:
+            return provision
+        return replace(provision, storage=on_nodes(provision.storage, with_credentials=self.may_send_secrets))
+
+    def prepared(self, message: Struct) -> Struct:
+        """A message as nodes get it: without credentials where others read them, and with the objects of the files
+        that it names. Raises: StorageFailed.
+        """
+        match message:
+            case Provide(provision):
+                return Provide(self.for_nodes(provision))
+            case Open():
+                stores = message.stores if self.may_send_secrets else settings_of(message.stores)
+                opening = replace(message, stores=stores)
+                return opening if self._store is None else self._store.with_files(opening)
+            case AnswerLive() if self._store is not None:
+                return self._store.with_files(message)
+        return message
+
     def forget(self, worker: RayWorker) -> None:
         self._workers.pop(worker.number, None)
 
     def _launch(self, worker: RayWorker) -> None:
-        start = worker.start
+        start = replace(worker.start, provision=self.for_nodes(worker.start.provision))
         if start.provision.has_secrets and not self.may_send_secrets:
             worker.fail(Failed("cluster_not_trusted", OPEN_CLUSTER, PauseReason.ENGINE_FAILED))
             return
@@ -321,15 +369,60 @@ class RayExecutor:
             if not self.connected.is_local:
                 worker.fail(Failed("cluster_not_isolated", OPEN_FUNCTIONS, PauseReason.ENGINE_FAILED))
                 return
+        try:
+            node = None if self._store is None else self._store.node_order(start.model, start.provision.storage)
+        except StorageFailed as error:
+            worker.fail(Failed(error.code, error.message, error.reason))
+            return
         order = WorkerOrder(
             messages.encode(start), start.model.engine, str(Path(start.home) / f"{start.worker}.log"),
             str(self._probe), self._probe_text, __version__,
-            self._environment(start.model) if self.may_send_secrets else {},
+            self._environment(start.model) if self.may_send_secrets else {}, node,
         )  # fmt: skip
         worker.was_launched, worker.waits = True, "its actor is being started"
         self.send(Launch(worker.number, worker.placement, frames.encode(order)))
         for data in worker.take_unsent():
             self.send(Deliver(worker.number, data))
+
+    # -- what a worker leaves on its node -----------------------------------------------------------------------------
+
+    def _end(self, worker: RayWorker, exited: Exited) -> None:
+        """End a worker; if it did not end by itself, once the owner has everything that it wrote."""
+        if self._store is None or exited.code == 0 or not exited.node:
+            worker.end(exited.code, is_lost=exited.is_lost)
+            return
+        task = asyncio.create_task(self._collect(worker, exited, self._store))
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+
+    async def _collect(self, worker: RayWorker, exited: Exited, store: SharedStore) -> None:
+        """Bring what a dead worker put to the store, and what it left on its node; then its rows may run again."""
+        try:
+            async with self._collecting:
+                await store.settle(worker.start.worker, worker.opened)
+                if not exited.is_lost and await self._bring_left(worker, store, exited.node):
+                    await store.settle(worker.start.worker, worker.opened)
+        except (BatchmillError, OSError) as error:
+            self.note(worker, f"what it left was not brought, so those rows run again: {error}")
+        finally:
+            worker.end(exited.code, is_lost=exited.is_lost)
+
+    async def _bring_left(self, worker: RayWorker, store: SharedStore, node: str) -> bool:
+        """Write what a worker left on its node to this machine. Returns whether there are rows in it."""
+        order = await asyncio.to_thread(store.collect_order, worker.start.worker, worker.opened)
+        future = self._collections[worker.number] = asyncio.get_running_loop().create_future()
+        self.send(Collect(worker.number, node, frames.encode(order)))
+        try:
+            async with asyncio.timeout(COLLECT_S):
+                collected = await future
+        except TimeoutError:
+            collected = Collected(worker.number, why=f"no reply for {COLLECT_S:g} s")
+        finally:
+            self._collections.pop(worker.number, None)
+        if collected.why:
+            self.note(worker, f"what it left was not brought, so those rows run again: {collected.why}")
+            return False
+        return await asyncio.to_thread(keep_left, collected.left, worker.start, worker.opened)
 
     def _drive(self) -> None:
         if self._driving is None:
@@ -350,7 +443,7 @@ class RayExecutor:
         try:
             reader = await self._start_driver()
             async with asyncio.timeout(CONNECT_S) as limit:
-                async for event in _events(reader):
+                async for event in frames.read_events(reader):
                     if isinstance(event, Connected):
                         limit.reschedule(None)
                         was_connected = True
@@ -410,11 +503,14 @@ class RayExecutor:
             case Waits(number, why):
                 if (worker := self._workers.get(number)) is not None:
                     worker.waits = why
-            case Exited(number, code, is_lost, why):
+            case Exited(number, _, _, why):
                 if (worker := self._workers.get(number)) is not None:
                     if why:
                         self.note(worker, why)
-                    worker.end(code, is_lost=is_lost)
+                    self._end(worker, event)
+            case Collected(number):
+                if (future := self._collections.get(number)) is not None and not future.done():
+                    future.set_result(event)
             case Inspected(number):
                 if (future := self._inspections.pop(number, None)) is not None and not future.done():
                     future.set_result(event)
@@ -438,6 +534,9 @@ class RayExecutor:
                 worker.end(LOST, is_lost=True)
             else:
                 worker.waits = self.why
+        for number, collection in self._collections.items():
+            if not collection.done():
+                collection.set_result(Collected(number, why=self.why))
         for future in self._inspections.values():
             if not future.done():
                 future.set_result(Inspected(0, flaw=self.why))
@@ -469,6 +568,9 @@ class RayExecutor:
             self._driving.cancel()
             await asyncio.gather(self._driving, return_exceptions=True)
         self._lose("its owner is ending")
+        for task in self._endings:
+            task.cancel()
+        await asyncio.gather(*self._endings, return_exceptions=True)
         await self._end_driver(LEAVE_S)
         self._probe.unlink(missing_ok=True)
 
@@ -479,19 +581,6 @@ def _own_token() -> dict[str, str]:
         "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex + uuid.uuid4().hex,
         "RAY_USAGE_STATS_ENABLED": "0",
     }  # fmt: skip
-
-
-async def _events(reader: asyncio.StreamReader) -> AsyncIterator[Struct]:
-    """The driver's frames. Raises: ConnectionError."""
-    while True:
-        try:
-            size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
-            if size > FRAME_BYTES_MAX:
-                raise ConnectionError(f"a frame of {size} bytes from the driver")
-            data = await reader.readexactly(size)
-        except asyncio.IncompleteReadError:
-            return
-        yield frames.events.decode(data)
 
 
 __all__ = ["RayExecutor", "RayWorker"]

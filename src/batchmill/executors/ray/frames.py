@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+
 import msgspec
 from msgspec import Struct
 
 from batchmill.types.cluster import ClusterNode
-from batchmill.wire.messages import MESSAGE_BYTES_MAX
+from batchmill.types.connectors import Storage
+from batchmill.wire.messages import MESSAGE_BYTES_MAX, StoredFile
 
 FRAME_BYTES_MAX = 2 * MESSAGE_BYTES_MAX
 LENGTH_BYTES = 4
@@ -41,6 +45,21 @@ class Launch(Struct, frozen=True, tag="launch"):
     order: bytes  # of `WorkerOrder`
 
 
+class NodeStore(Struct, frozen=True):
+    """The object store that holds what the data directory holds, for nodes that do not see that."""
+
+    storage: Storage
+    cache: str  # `cluster.cache`
+    cache_bytes: int
+    data_dir: str
+
+
+class NodeOrder(NodeStore, frozen=True):
+    """… and what a worker's `Start` names of it."""
+
+    files: list[StoredFile] = []
+
+
 class WorkerOrder(Struct, frozen=True):
     """What an actor gets: the worker's `Start`, and what it needs of its node."""
 
@@ -51,6 +70,42 @@ class WorkerOrder(Struct, frozen=True):
     probe_text: str  # … with this content
     version: str  # of the owner's batchmill
     environment: dict[str, str] = {}
+    node: NodeOrder | None = None  # None: it sees the data directory
+
+    def __repr__(self) -> str:  # without secrets
+        return f"WorkerOrder({self.engine})"
+
+
+class Collect(Struct, frozen=True, tag="collect"):
+    """Owner: bring what a dead worker left on its node."""
+
+    worker: int
+    node: str  # its id
+    order: bytes  # of `CollectOrder`
+
+
+class CollectOrder(Struct, frozen=True):
+    url: str
+    cache: str
+    worker: str
+    sizes: dict[str, dict[str, int]]  # job -> segment -> bytes of it that the owner has
+
+
+class LeftSegment(Struct, frozen=True):
+    """The end of a segment that is not in the store."""
+
+    job: str
+    name: str
+    offset: int
+    data: bytes
+
+
+class Left(Struct, frozen=True):
+    """What a worker left on its node, which the node has removed. Whatever runs there may have made it."""
+
+    segments: list[LeftSegment] = []
+    suspect: bytes | None = None  # the row that ran alone
+    log: bytes = b""  # its end
 
 
 class Deliver(Struct, frozen=True, tag="deliver"):
@@ -72,6 +127,7 @@ class Inspect(Struct, frozen=True, tag="inspect"):
     id: int
     probe: str
     probe_text: str
+    node: NodeStore | None = None  # look at the store instead of the probe
 
 
 class Connected(Struct, frozen=True, tag="connected"):
@@ -111,6 +167,15 @@ class Exited(Struct, frozen=True, tag="exited"):
     code: int
     is_lost: bool = False
     why: str = ""
+    node: str = ""  # id
+
+
+class Collected(Struct, frozen=True, tag="collected"):
+    """Driver: what a dead worker left: a packed `Left`, or why it could not be brought."""
+
+    worker: int
+    left: bytes = b""
+    why: str = ""
 
 
 class Inspected(Struct, frozen=True, tag="inspected"):
@@ -122,13 +187,16 @@ class Inspected(Struct, frozen=True, tag="inspected"):
     flaw: str = ""
 
 
-Command = Connect | Launch | Deliver | Kill | Inspect
-Event = Connected | Beat | Item | Waits | Exited | Inspected
+Command = Connect | Launch | Deliver | Kill | Inspect | Collect
+Event = Connected | Beat | Item | Waits | Exited | Inspected | Collected
 
 _encoder = msgspec.msgpack.Encoder()
 commands = msgspec.msgpack.Decoder(Command)
 events = msgspec.msgpack.Decoder(Event)
 orders = msgspec.msgpack.Decoder(WorkerOrder)
+collect_orders = msgspec.msgpack.Decoder(CollectOrder)
+node_stores = msgspec.msgpack.Decoder(NodeStore)
+lefts = msgspec.msgpack.Decoder(Left)
 
 
 def encode(frame: Struct) -> bytes:
@@ -140,6 +208,19 @@ def pack(frame: Struct) -> bytes:
     data = _encoder.encode(frame)
     assert len(data) <= FRAME_BYTES_MAX, f"a frame of {len(data)} bytes"
     return len(data).to_bytes(LENGTH_BYTES, "little") + data
+
+
+async def read_events(reader: asyncio.StreamReader) -> AsyncIterator[Struct]:
+    """The driver's frames. Raises: ConnectionError."""
+    while True:
+        try:
+            size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "little")
+            if size > FRAME_BYTES_MAX:
+                raise ConnectionError(f"a frame of {size} bytes from the driver")
+            data = await reader.readexactly(size)
+        except asyncio.IncompleteReadError:
+            return
+        yield events.decode(data)
 
 
 def join(messages: list[bytes]) -> bytes:

@@ -7,6 +7,7 @@ import math
 import os
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import sqlalchemy as sa
@@ -22,6 +23,7 @@ from batchmill.jobs.results.results import check_kind, check_output, errors_of, 
 from batchmill.models import functions, registry
 from batchmill.object_store.urls import is_object_url
 from batchmill.states import JobState
+from batchmill.store.stored_files import StoredFiles
 from batchmill.types import Amendment, JobOrder, ModelSpec, Policy, Seal
 from batchmill.types.engine_traits import ENGINES, Source
 from batchmill.wire import forms
@@ -268,6 +270,15 @@ def _computed(model: ModelSpec) -> list[object]:
     if model.provider is not None:
         parts.append(model.provider)
     return [*parts, *map(_computed, model.routes)]
+
+
+def for_nodes(spec: JobSpec, data_dir: Path, stored: StoredFiles) -> JobSpec:
+    """The same job on a cluster. Its nodes do not see what is unpacked in the memory of this machine. With `[storage]`
+    they see none of its files: those of its user are copied, and become objects with the dataset.
+    """
+    is_users = any(path.startswith("/") and not Path(path).is_relative_to(data_dir) for path in spec.dataset.paths)
+    copies = spec.dataset.copy or (stored.has_nodes and is_users)
+    return msgspec.structs.replace(spec, is_small=False, dataset=msgspec.structs.replace(spec.dataset, copy=copies))
 
 
 def new_id_form(spec: JobSpec, job_id: str) -> JobSpec:

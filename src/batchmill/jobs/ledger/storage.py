@@ -49,6 +49,11 @@ class JobStorage:
         if record["rows"]:
             await self._stored.settle_segments(self._files.segments)
 
+    async def bring_segments(self) -> None:
+        """Bring what workers on nodes have written so far. Those of this machine write to the folder itself."""
+        if self._stored.has_nodes:
+            await self._stored.settle_segments(self._files.segments)
+
     async def bring_plans(self, record: Mapping[str, Any]) -> None:
         """Bring dataset and plans."""
         plans = [self._files.plan(generation) for generation in range(record["generation"] + 1)]
@@ -81,6 +86,8 @@ async def bring_files(
     try:
         if not is_running:
             await storage.bring(read_spec(record["spec"]), record)
+        else:
+            await storage.bring_segments()
         yield
     finally:
         storage.release()

@@ -590,7 +590,8 @@ def _open_job(run: JobRun, worker: PoolWorker, model: int) -> None:
     adapters = spec.models[model].adapter_set()
     places = str(run.files.dataset), run.files.segment_place
     stores = variables_of(os.environ) if spec.uses_stores else {}
-    message = Open(spec.id, spec.identity, spec.form, *places, spec.is_small, adapters, spec.project, stores)
+    inputs = [] if spec.is_small else [path for path in spec.dataset.paths if path.startswith("/")]
+    message = Open(spec.id, spec.identity, spec.form, *places, spec.is_small, adapters, spec.project, stores, inputs)
     worker.handle.send(message)
     if run.fails_rows:
         worker.handle.send(FailRows(spec.id))

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 from batchmill.config import LIMITS_MAX, WORKERS_MAX
 from batchmill.errors import Forbidden, InvalidInput, ModelFailed
 from batchmill.function_runtime.marks import BATCH_ROWS_MAX
-from batchmill.models.environments import FOLDER, Environments
+from batchmill.models.environments import FOLDER, LOCK, ORDER, Environments, read_requested
 from batchmill.models.function_child import FunctionChild
 from batchmill.models.installers import packages_of
 from batchmill.models.redaction import mask_known, without_userinfo
@@ -42,7 +42,7 @@ from batchmill.wire.bundles import EXAMPLES_MAX, REQUIREMENTS_CHARS_MAX, DeployO
 from batchmill.wire.calls import NAMED, POSITIONAL
 
 HOLDER = "functions"  # of the code that workers may run: it stays until this process ends
-LOG, ORDER, LOCK, TRIAL = "deploy.log", "deploy.json", "requirements.lock", "trial"
+LOG, TRIAL = "deploy.log", "trial"
 LOG_BYTES_MAX = 256 * 1024  # bytes of the log that are shown
 BATCH_WINDOW_S_MAX = 60.0
 GPUS_MAX = 64
@@ -167,9 +167,9 @@ class VersionBuilder:
         version_label = f"{version.branch}/{version.number}"
         function = replace(source.spec.function, version=version_label, folder=str(home / bundles.CODE))
         spec = replace(source.spec, function=function)
-        order, lock = await asyncio.to_thread(_read_order, home)
+        python, lock = await asyncio.to_thread(read_requested, home)
         try:
-            return replace(spec, python=await self._environments.python(order.python, lock, home / LOG))
+            return replace(spec, python=await self._environments.python(python, lock, home / LOG))
         except ModelFailed as error:
             raise ModelFailed(error.message, code="deploy_failed") from None
 
@@ -183,8 +183,8 @@ class VersionBuilder:
         home = Path(model.function.folder).parent
         await self._stored.fetch(home, holder=HOLDER)
         if model.python is not None and (home / ORDER).exists():
-            order, lock = await asyncio.to_thread(_read_order, home)
-            await self._environments.restore(model.python, order.python, lock, home / LOG)
+            python, lock = await asyncio.to_thread(read_requested, home)
+            await self._environments.restore(model.python, python, lock, home / LOG)
 
     async def discard_failed(self, version: ModelVersion) -> None:
         """Keep only the log of a version that failed."""
@@ -253,12 +253,6 @@ def _move_into_place(staged: Staged, home: Path) -> None:
     if (staged.folder / LOG).exists():
         (staged.folder / LOG).rename(home / LOG)
     (staged.folder / bundles.CODE).rename(home / bundles.CODE)
-
-
-def _read_order(home: Path) -> tuple[DeployOrder, str | None]:
-    """The deploy order of a version, and its lock, which is None without requirements."""
-    order = msgspec.json.decode((home / ORDER).read_bytes(), type=DeployOrder)
-    return order, (home / LOCK).read_text() if order.requirements is not None else None
 
 
 def _gather_log(home: Path) -> None:

@@ -1,0 +1,96 @@
+"""ActorChannel: the worker's end of its actor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+
+from msgspec import Struct
+
+from batchmill.executors.channel import joined
+from batchmill.executors.ray.frames import ITEM_BYTES, join, split
+from batchmill.wire import messages
+
+OUTBOX_BYTES = 4 * 1024 * 1024  # of unsent messages; beyond it `drain` waits
+IDLE_HEARTBEAT_S = 5.0
+
+
+class ActorChannel:
+    """`executors.channel.Channel` without a socket and shared memory."""
+
+    is_on_node = False
+    idle_heartbeat_s = IDLE_HEARTBEAT_S
+
+    def __init__(self) -> None:
+        self._inbox: deque[memoryview] = deque()
+        self._outbox: deque[bytes] = deque()
+        self._outbox_bytes = 0
+        self._is_over = self._is_closed = False
+        self._changed = asyncio.Event()  # for the reader
+        self._filled = asyncio.Event()  # for the stream
+        self._can_write = asyncio.Event()
+        self._can_write.set()
+
+    def send(self, message: Struct) -> None:
+        if self._is_closed:
+            return
+        data = messages.encode(message)
+        self._outbox.append(data)
+        self._outbox_bytes += len(data)
+        if self._outbox_bytes > OUTBOX_BYTES:
+            self._can_write.clear()
+        self._filled.set()
+
+    def complete(self, message: Struct) -> Struct:
+        return joined(message)
+
+    async def read(self) -> list[memoryview]:
+        while not self._inbox:
+            if self._is_over:
+                return []
+            self._changed.clear()
+            await self._changed.wait()
+        received = list(self._inbox)
+        self._inbox.clear()
+        return received
+
+    async def drain(self) -> None:
+        await self._can_write.wait()
+        if self._is_over:
+            raise ConnectionResetError("the owner has ended")
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._filled.set()
+
+    def receive(self, item: bytes) -> None:
+        self._inbox.extend(split(item))
+        self._changed.set()
+
+    def end(self) -> None:
+        """The owner has ended: `read` returns nothing more."""
+        self._is_over = True
+        self._changed.set()
+        self._can_write.set()
+
+    async def items(self) -> AsyncIterator[bytes]:
+        """What the worker sends; what gathers in a turn of the loop travels together. Ends once it is closed."""
+        while self._outbox or not self._is_closed:
+            if not self._outbox:
+                self._filled.clear()
+                await self._filled.wait()
+                await asyncio.sleep(0)
+                continue
+            batch, size = [], 0
+            while self._outbox and (not batch or size + len(self._outbox[0]) <= ITEM_BYTES):
+                data = self._outbox.popleft()
+                batch.append(data)
+                size += len(data)
+            self._outbox_bytes -= size
+            if self._outbox_bytes <= OUTBOX_BYTES:
+                self._can_write.set()
+            yield join(batch)
+
+
+__all__ = ["ActorChannel"]

@@ -1,0 +1,211 @@
+"""NodeCache: a folder of a node, with copies of objects of the owner's store. All workers of the node share it.
+
+A copy is named by what the names of its objects begin with, which are never written twice, so it never changes. Whoever
+uses one holds a shared lock on its file in `locks`, which the kernel releases with the process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+
+from batchmill.errors import ModelFailed
+from batchmill.executors.ray.frames import Left, LeftSegment
+from batchmill.ports import Objects
+from batchmill.store import folder_objects
+from batchmill.wire.messages import StoredFile
+
+WORK = ".work"  # ending of what is being fetched
+LEFT_S = 3600.0  # after which what a dead worker left, and nobody collected, is removed
+LEFT_BYTES_MAX = 64 * 1024 * 1024  # of a dead worker's segments: more than it writes between two commits
+LOG_BYTES_MAX = 64 * 1024
+SUSPECT_BYTES_MAX = 64  # a position
+SEGMENTS, LOCK = "segments", "lock"  # in the folder of a worker
+
+
+class NodeCache:
+    """
+    Args:
+        folder: of this store: see `cache_folder`.
+        cache_bytes: copies that nobody uses are removed beyond so many bytes, the least recently used first.
+
+    Concurrency: any number of processes and threads.
+    """
+
+    def __init__(self, folder: Path, objects: Objects, cache_bytes: int) -> None:
+        self._folder, self._objects, self._cache_bytes = folder, objects, cache_bytes
+        for name in ("locks", "copies", "workers"):
+            (folder / name).mkdir(mode=0o700, exist_ok=True)
+
+    def hold(self, file: StoredFile) -> tuple[Path, int]:
+        """Bring a file or folder. Returns where it is, and a descriptor: it stays until that is closed.
+
+        Raises: StorageFailed, OSError.
+        """
+        place, lock = self._place(file), self._lock(file)
+        while True:
+            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH)
+                if _is_at(fd, lock) and place.exists():
+                    os.utime(fd)
+                    return place, fd
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                if _is_at(fd, lock) and not place.exists():
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, str(file.bytes).encode(), 0)
+                    folder_objects.get(self._objects, file.object, place, _work(self._copy(lock)))
+                    self._trim(lock)
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def _lock(self, file: StoredFile) -> Path:
+        return self._folder / "locks" / hashlib.sha256(file.object.encode()).hexdigest()[:32]
+
+    def _copy(self, lock: Path) -> Path:
+        return self._folder / "copies" / lock.name
+
+    def _place(self, file: StoredFile) -> Path:
+        """Its path in the data directory stays visible, for messages that name a job by it."""
+        key = PurePosixPath(file.object).parent
+        assert not key.is_absolute() and ".." not in key.parts, "the owner names objects"
+        return self._copy(self._lock(file)) / key
+
+    def _trim(self, kept: Path) -> None:
+        """Remove copies that nobody uses until the rest fits."""
+        found = []
+        for lock in (self._folder / "locks").iterdir():
+            with contextlib.suppress(OSError, ValueError):  # another process may remove it
+                found.append((lock.stat().st_mtime, int(lock.read_text() or 0), lock))
+        excess = sum(size for _, size, _ in found) - self._cache_bytes
+        for _, size, lock in sorted(found):
+            if excess <= 0:
+                return
+            if lock != kept and self._remove(lock):
+                excess -= size
+
+    def _remove(self, lock: Path) -> bool:
+        """Remove a copy, unless it is used."""
+        with contextlib.suppress(OSError), _locked(lock) as is_mine:
+            if is_mine:
+                shutil.rmtree(self._copy(lock), ignore_errors=True)
+                shutil.rmtree(_work(self._copy(lock)), ignore_errors=True)
+                lock.unlink()
+                return True
+        return False
+
+    # -- what workers write -------------------------------------------------------------------------------------------
+
+    def enter(self, worker: str) -> tuple[Path, int]:
+        """Make the folder of a worker. Returns it, and a descriptor: it is the worker's until that is closed."""
+        self._sweep()
+        home = home_of(self._folder, worker)
+        home.mkdir(mode=0o700, exist_ok=True)
+        fd = os.open(home / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        return home, fd
+
+    def _sweep(self) -> None:
+        """Remove what workers left that died long ago, with their node's Ray or with their owner."""
+        for home in (self._folder / "workers").iterdir():
+            with contextlib.suppress(OSError):
+                if time.time() - max(each.stat().st_mtime for each in (home, *home.iterdir())) < LEFT_S:
+                    continue
+                with _locked(home / LOCK) as is_mine:
+                    if is_mine:
+                        shutil.rmtree(home, ignore_errors=True)
+
+
+def collect(folder: Path, worker: str, sizes: Mapping[str, Mapping[str, int]]) -> Left:
+    """Take what a dead worker left, beyond the bytes of its segments that the owner has, and remove its folder.
+
+    Of more than LEFT_BYTES_MAX the rest is lost: its rows run again.
+    """
+    home = home_of(folder, worker)
+    segments, room = [], LEFT_BYTES_MAX
+    for job, known in sizes.items():
+        for path in sorted((home / SEGMENTS / job).glob(f"{worker}-*.seg")):
+            offset = known.get(path.name, 0)
+            with path.open("rb") as file:
+                file.seek(offset)
+                data = file.read(room)
+            if data:
+                segments.append(LeftSegment(job, path.name, offset, data))
+                room -= len(data)
+    suspect, log = home / f"{worker}.suspect", home / f"{worker}.log"
+    left = Left(segments, _tail(suspect, SUSPECT_BYTES_MAX), _tail(log, LOG_BYTES_MAX) or b"")
+    shutil.rmtree(home, ignore_errors=True)
+    return left
+
+
+def _tail(path: Path, size_max: int) -> bytes | None:
+    """The end of a file; None: there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size_max))
+            return file.read(size_max)
+    except FileNotFoundError:
+        return None
+
+
+def home_of(folder: Path, worker: str) -> Path:
+    return folder / "workers" / worker
+
+
+def cache_folder(cache: str, url: str) -> Path:
+    """The folder of a store in `cluster.cache`, made if it is missing. Raises: ModelFailed."""
+    folder = Path(cache).expanduser() / hashlib.sha256(url.encode()).hexdigest()[:12]
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        found = folder.lstat()
+    except OSError as error:
+        raise ModelFailed(
+            f"the folder {folder} of this node cannot be made: {error.strerror}; set cluster.cache to a path that can",
+            code="no_node_cache",
+        ) from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ModelFailed(
+            f"the folder {folder} of this node must belong to the user that Ray runs as, and be open to nobody else "
+            "(chmod 700); or set cluster.cache to another path",
+            code="no_node_cache",
+        )
+    return folder
+
+
+@contextlib.contextmanager
+def _locked(lock: Path) -> Iterator[bool]:
+    """Whether nobody else had the lock of a file, which this process has then. Raises: FileNotFoundError."""
+    fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield _is_at(fd, lock)
+    finally:
+        os.close(fd)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether an open file still has its name: whoever removed it had the lock then."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _work(copy: Path) -> Path:
+    return copy.with_name(copy.name + WORK)
+
+
+__all__ = ["LOCK", "SEGMENTS", "NodeCache", "cache_folder", "collect", "home_of"]

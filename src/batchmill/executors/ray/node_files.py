@@ -1,0 +1,131 @@
+"""NodeFiles: what a worker on a node has of the owner's data directory, which the node does not see.
+
+The owner's messages name files of that directory, and where each is kept in the object store. They are brought to the
+node's cache, and the worker gets the messages with the paths of this node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from batchmill.executors.ray.frames import NodeOrder
+from batchmill.executors.ray.node_cache import SEGMENTS, NodeCache, cache_folder
+from batchmill.models import environments, worker_environment
+from batchmill.models.environments import Environments
+from batchmill.object_store.credentials import has_credentials
+from batchmill.store.objects import StoreObjects
+from batchmill.types import ModelSpec, Provision, SegmentPlace
+from batchmill.wire.messages import AnswerLive, Open, Start, StoredFile
+
+LIVE = "live"  # holds what live requests name, as long as the worker runs
+START = "start"
+
+
+class NodeFiles:
+    """Concurrency: any thread; what one holder holds is brought by one at a time."""
+
+    def __init__(self, order: NodeOrder, worker: str) -> None:
+        """Raises: ModelFailed if this node has no place for the cache; InvalidConfig."""
+        storage = order.storage
+        worker_environment.lend(storage.environ)
+        if not has_credentials(os.environ):
+            worker_environment.lend(storage.credentials)
+        self._folder = cache_folder(order.cache, storage.url)
+        self._cache = NodeCache(self._folder, StoreObjects(storage.url), order.cache_bytes)
+        self._data_dir = order.data_dir
+        self.home, self._fd = self._cache.enter(worker)
+        self._held: dict[str, dict[str, tuple[Path, int]]] = {}  # holder -> object -> its copy, and what keeps it
+
+    def bring(self, holder: str, files: Sequence[StoredFile]) -> dict[str, str]:
+        """Bring files, which stay until `release`. Returns: path in the data directory -> path here.
+
+        Raises: StorageFailed, OSError.
+        """
+        held = self._held.setdefault(holder, {})
+        for file in files:
+            if file.object not in held:
+                held[file.object] = self._cache.hold(file)
+        return {file.path: str(held[file.object][0]) for file in files}
+
+    def has(self, holder: str, files: Sequence[StoredFile]) -> bool:
+        held = self._held.get(holder, {})
+        return all(file.object in held for file in files)
+
+    def release(self, holder: str) -> None:
+        """The holder needs its files no longer. Its job's segments are in the store."""
+        for _, fd in list(self._held.pop(holder, {}).values()):
+            os.close(fd)
+        shutil.rmtree(self.home / SEGMENTS / holder, ignore_errors=True)
+
+    def leave(self) -> None:
+        """The worker has ended by itself: nothing of it is needed."""
+        shutil.rmtree(self.home, ignore_errors=True)
+
+    # -- messages with the paths of this node -------------------------------------------------------------------------
+
+    async def start(self, start: Start, files: Sequence[StoredFile]) -> Start:
+        """Raises: StorageFailed, OSError; ModelFailed if an environment cannot be built."""
+        moved = await asyncio.to_thread(self.bring, START, files)
+        provision = start.provision
+        if provision.isolation is not None:
+            provision = replace(provision, isolation=replace(provision.isolation, data_dir=str(self._folder)))
+        model = start.model
+        model = replace(model, adapters=_placed_all(model.adapters, moved))
+        if model.function is not None and model.function.folder:
+            model = replace(model, function=replace(model.function, folder=placed(model.function.folder, moved)))
+            model = await self._with_environment(model, provision)
+        return replace(start, home=str(self.home), model=model, provision=provision)
+
+    async def _with_environment(self, model: ModelSpec, provision: Provision) -> ModelSpec:
+        """With the environment of a deployed function, which is built on this node unless it is there."""
+        if model.python is None or not model.python.startswith(f"{self._data_dir}/"):
+            return model
+        assert model.function is not None
+        interpreter, lock = environments.read_requested(Path(model.function.folder).parent)
+        folder = self._folder / environments.FOLDER
+        fd = os.open(self._folder / f"{environments.FOLDER}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            await asyncio.to_thread(fcntl.flock, fd, fcntl.LOCK_EX)  # of another worker that builds it
+            built = Environments(folder, provision.isolation)
+            return replace(model, python=await built.python(interpreter, lock, self.home / "environment.log"))
+        finally:
+            os.close(fd)
+
+    def open(self, message: Open) -> Open:
+        """Raises: StorageFailed, OSError."""
+        moved = self.bring(message.job, message.files)
+        adapters = message.adapters
+        return replace(
+            message, dataset=placed(message.dataset, moved), files=[], inputs=[], moved=moved,
+            segments=SegmentPlace(str(self.home / SEGMENTS / message.job)),
+            adapters=replace(adapters, places=_placed_all(adapters.places, moved)),
+        )  # fmt: skip
+
+    def live(self, message: AnswerLive) -> AnswerLive:
+        """Raises: StorageFailed, OSError."""
+        moved = self.bring(LIVE, message.files)
+        request = message.request
+        request = replace(request, adapter_place=placed(request.adapter_place, moved))
+        return replace(message, request=request, files=[])
+
+
+def placed(path: str, moved: Mapping[str, str]) -> str:
+    """Where a path of the owner is here: it, or a folder above it, was brought."""
+    for before, now in moved.items():
+        if path == before or path.startswith(f"{before}/"):
+            return now + path.removeprefix(before)
+    return path
+
+
+def _placed_all(places: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, str]:
+    return {name: placed(place, moved) for name, place in places.items()}
+
+
+__all__ = ["NodeFiles"]
