@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from batchmill.errors import ModelFailed, StorageFailed
-from batchmill.executors.ray import frames
+from batchmill.executors.ray import frames, node_files
 from batchmill.executors.ray.frames import Left, LeftSegment, NodeOrder
-from batchmill.executors.ray.node_cache import NodeCache, cache_folder, collect
+from batchmill.executors.ray.node_cache import WORK, NodeCache, cache_folder, collect
 from batchmill.executors.ray.node_channel import NodeChannel
-from batchmill.executors.ray.node_files import NodeFiles
+from batchmill.executors.ray.node_files import LIVE, NodeFiles
 from batchmill.executors.ray.shared_store import keep_left
 from batchmill.object_store.credentials import joined, on_nodes
 from batchmill.store import folder_objects
 from batchmill.store.objects import StoreObjects
 from batchmill.types import Lease, ModelSpec, SegmentPlace
+from batchmill.types.calls import LiveRequest
 from batchmill.types.connectors import Provision, Storage
 from batchmill.wire import messages
 from batchmill.wire.forms import TableForm
-from batchmill.wire.messages import Failed, Grant, Open, Released, Revoke, Start, StoredFile
+from batchmill.wire.messages import Answered, AnswerLive, Failed, Grant, Open, Released, Revoke, Start, StoredFile
 
 DATA_DIR = "/data-of-the-owner"  # which does not exist
 
@@ -71,6 +75,32 @@ def test_a_damaged_object_is_no_copy(store: str, tmp_path: Path) -> None:
     assert (cache_of(store, tmp_path).hold(file)[0] / "text").stat().st_size == 300_000
 
 
+def test_workers_of_a_node_fetch_a_file_once(store: str, tmp_path: Path) -> None:
+    """Workers that need the same file at once wait for the one that fetches it; what a killed one began is no copy."""
+    file = put(store, tmp_path, "jobs/a/dataset", "rows")
+    gets: list[str] = []
+
+    class Counted(StoreObjects):
+        def get(self, name: str, **more: Any) -> bytes:
+            gets.append(name)
+            return super().get(name, **more)
+
+    caches = [NodeCache(cache_folder(str(tmp_path / "cache"), store), Counted(store), 1000) for _ in range(8)]
+    place, fd = caches[0].hold(file)
+    os.close(fd)
+    shutil.rmtree(place.parents[2])
+    begun = place.parents[2].with_name(place.parents[2].name + WORK)
+    (begun / "content").mkdir(parents=True)
+    (begun / "content" / "text").write_text("ro")
+    gets.clear()
+    with ThreadPoolExecutor(len(caches)) as threads:
+        held = list(threads.map(lambda cache: cache.hold(file), caches))
+    assert {path for path, _ in held} == {place} and (place / "text").read_text() == "rows"
+    assert len(gets) == 1 and not begun.exists()
+    for _, each in held:
+        os.close(each)
+
+
 def test_a_cache_that_others_read_is_refused(store: str, tmp_path: Path) -> None:
     """A folder that is open to others is not used, and the sentence names the way out."""
     cache_folder(str(tmp_path / "cache"), store).chmod(0o755)
@@ -85,7 +115,7 @@ def files(store: str, tmp_path: Path) -> Iterator[NodeFiles]:
 
 def opened(file: StoredFile, job: str = "job_1") -> Open:
     place = SegmentPlace(f"{DATA_DIR}/jobs/{job}/segments")
-    return Open(job, "i", TableForm(), file.path, place, inputs=[f"{DATA_DIR}/files/f"], files=[file])
+    return Open(job, "i", TableForm(), file.path, place, inputs=[f"{file.path}/text"], files=[file])
 
 
 def deliver(channel: NodeChannel, *sent: msgspec.Struct) -> None:
@@ -121,6 +151,51 @@ async def test_a_job_whose_files_cannot_be_brought(files: NodeFiles) -> None:
     assert messages.to_owner.decode(frames.split(await anext(items))[0]) == Released("job_1")
     deliver(channel, Revoke("job_1"))
     assert [messages.to_worker.decode(each) for each in await channel.read()] == [Revoke("job_1")]
+
+
+async def test_a_job_that_is_opened_again_while_it_is_opened(files: NodeFiles, store: str, tmp_path: Path) -> None:
+    """Messages that waited are taken like others: a second `Open` gets the paths of the node, too."""
+    file = put(store, tmp_path, "jobs/job_1/dataset", "rows")
+    channel = NodeChannel(files)
+    deliver(channel, opened(file), Revoke("job_1"), opened(file))
+    received: list[Any] = []
+    while len(received) < 3:
+        received += [messages.to_worker.decode(each) for each in await channel.read()]
+    assert received[1] == Revoke("job_1") and received[0] == received[2]
+    assert not received[2].dataset.startswith(DATA_DIR)
+
+
+@pytest.mark.parametrize("path", [f"{DATA_DIR}/files/g", f"{DATA_DIR}/files/f/../../keys"])
+async def test_a_path_that_is_not_in_the_store(files: NodeFiles, store: str, tmp_path: Path, path: str) -> None:
+    """A job that names it is refused, and no other; so is a live request."""
+    file = put(store, tmp_path, "files/f", "text")
+    channel = NodeChannel(files)
+    deliver(channel, msgspec.structs.replace(opened(file), dataset=path))
+    items = channel.items()
+    failed = messages.to_owner.decode(frames.split(await anext(items))[0])
+    assert (
+        isinstance(failed, Failed) and failed.job == "job_1" and f"{path} is not in the object store" in failed.message
+    )
+    deliver(channel, AnswerLive(1, LiveRequest("/v1/chat/completions", b"{}", adapter_place=path), [file]))
+    answered = messages.to_owner.decode(frames.split(await anext(items))[0])
+    assert isinstance(answered, Answered) and answered.raised is not None
+
+
+async def test_adapters_of_live_requests(
+    files: NodeFiles, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last that were named are held, so that a worker holds no more of them as time goes by."""
+    monkeypatch.setattr(node_files, "LIVE_FILES_MAX", 2)
+    adapters = [put(store, tmp_path, f"adapters/{name}", name) for name in "abc"]
+    channel, request = NodeChannel(files), LiveRequest("/v1/chat/completions", b"{}")
+    for number in (0, 1, 0, 2):
+        place = msgspec.structs.replace(request, adapter_place=adapters[number].path)
+        deliver(channel, AnswerLive(number, place, [adapters[number]]))
+        (data,) = await channel.read()
+        answer = messages.to_worker.decode(data)
+        assert isinstance(answer, AnswerLive)
+        assert (Path(answer.request.adapter_place) / "text").read_text() == "abc"[number]
+    assert [files.has(LIVE, [each]) for each in adapters] == [True, False, True]
 
 
 def test_what_a_dead_worker_left(files: NodeFiles, store: str, tmp_path: Path) -> None:

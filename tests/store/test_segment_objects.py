@@ -68,6 +68,19 @@ class TestObjectSegments(SegmentSuite):
         with closing(self.source()) as source:
             assert rows_at(source, late) == [1]
 
+    def test_a_full_file_of_a_spool_is_removed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A worker's disk on a node holds the file that it writes to, and what the store does not have; all is read."""
+        monkeypatch.setattr(segment_files, "SEGMENT_BYTES_MAX", 1)
+        sink = ObjectSegment(self.written, SegmentHead(JOB, "identity", "w1"), 0, self.objects, is_spool=True)
+        refs = [sink.append(block([row])) for row in range(3)]
+        assert len(list(self.written.iterdir())) == 3
+        sink.sync()
+        assert [path.name for path in self.written.iterdir()] == [refs[2].segment]
+        refs.append(sink.append(block([3])))
+        sink.sync()
+        with closing(self.source()) as source:
+            assert [rows_at(source, ref) for ref in refs] == [[0], [1], [2], [3]]
+
     def test_a_full_file_that_was_not_put(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Blocks of a file that the store refused are put by the next sync, which does not return before."""
         monkeypatch.setattr(segment_files, "SEGMENT_BYTES_MAX", 1)

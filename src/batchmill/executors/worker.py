@@ -286,7 +286,7 @@ class Worker:
 
     def _open_segment(self, folder: Path, head: SegmentHead, roll: int) -> SegmentFile:
         if self._objects is not None:
-            return self._objects.segment(folder, head, roll)
+            return self._objects.segment(folder, head, roll, is_spool=self._channel.is_on_node)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)  # a small job has none
         return SegmentFile(folder, head, roll)
 

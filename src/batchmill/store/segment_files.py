@@ -101,6 +101,7 @@ class SegmentFile:
                     self._synced(files[0].path, files[0].synced_bytes)
                     if (done := files.pop(0)) is not last:
                         done.close()
+                        self._finished(done.path)
             except OSError as error:
                 with self._writing:
                     self._broken = error
@@ -117,6 +118,9 @@ class SegmentFile:
 
     def _synced(self, path: Path, size_bytes: int) -> None:
         """So many bytes of a file are on the disk."""
+
+    def _finished(self, path: Path) -> None:
+        """A file is full, and was synced."""
 
     def carried(self, ref: SegmentRef) -> bytes:
         return b""  # `sync` has brought them to the disk

@@ -40,9 +40,10 @@ class ObjectSegments:
         """Args: may_write: see `ObjectStore`."""
         self._objects = StoreObjects(url, may_write)
 
-    def segment(self, folder: Path, head: SegmentHead, roll: int) -> ObjectSegment:
+    def segment(self, folder: Path, head: SegmentHead, roll: int, *, is_spool: bool) -> ObjectSegment:
+        """Args: is_spool: nobody reads the files here, so a full one is removed once the store has it."""
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return ObjectSegment(folder, head, roll, self._objects)
+        return ObjectSegment(folder, head, roll, self._objects, is_spool=is_spool)
 
 
 class ObjectSegment(SegmentFile):
@@ -50,9 +51,9 @@ class ObjectSegment(SegmentFile):
 
     commit_delay_s = COMMIT_DELAY_S
 
-    def __init__(self, folder: Path, head: SegmentHead, roll: int, objects: Objects) -> None:
+    def __init__(self, folder: Path, head: SegmentHead, roll: int, objects: Objects, *, is_spool: bool = False) -> None:
         super().__init__(folder, head, roll)
-        self._objects, self._prefix = objects, folder_of(head.job)
+        self._objects, self._prefix, self._is_spool = objects, folder_of(head.job), is_spool
         self._put_bytes: dict[Path, int] = {}
         self._is_closing = False
 
@@ -70,6 +71,10 @@ class ObjectSegment(SegmentFile):
             put_span(self._objects, self._prefix, path, (start, end))
             self._put_bytes[path] = end
             faults.point("after_put")
+
+    def _finished(self, path: Path) -> None:
+        if self._put_bytes.pop(path, 0) and self._is_spool and not self._is_closing:
+            path.unlink(missing_ok=True)
 
 
 def put_span(objects: Objects, folder: str, path: Path, span: Span) -> None:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from batchmill import __version__
 from batchmill.children.process_end import boot_id, kill_session, started
-from batchmill.errors import BatchmillError, StorageFailed, Unavailable
+from batchmill.errors import BatchmillError, Unavailable
 from batchmill.executors.channel import joined
 from batchmill.executors.ray import frames
 from batchmill.executors.ray.checks import OPEN_CLUSTER, checks
@@ -95,11 +95,7 @@ class RayWorker:
     def send(self, message: Struct) -> None:
         if self._code is not None:
             return
-        try:
-            message = self._executor.prepared(message)
-        except StorageFailed as error:
-            self.fail(Failed(error.code, error.message, error.reason))
-            return
+        message = self._executor.prepared(message)
         if isinstance(message, Provide) and message.provision.has_secrets and not self._executor.may_send_secrets:
             self.fail(Failed("cluster_not_trusted", OPEN_CLUSTER, PauseReason.ENGINE_FAILED))
             return
@@ -343,7 +339,7 @@ class RayExecutor:
 
     def prepared(self, message: Struct) -> Struct:
         """A message as nodes get it: without credentials where others read them, and with the objects of the files
-        that it names. Raises: StorageFailed.
+        that it names.
         """
         match message:
             case Provide(provision):
@@ -369,11 +365,7 @@ class RayExecutor:
             if not self.connected.is_local:
                 worker.fail(Failed("cluster_not_isolated", OPEN_FUNCTIONS, PauseReason.ENGINE_FAILED))
                 return
-        try:
-            node = None if self._store is None else self._store.node_order(start.model, start.provision.storage)
-        except StorageFailed as error:
-            worker.fail(Failed(error.code, error.message, error.reason))
-            return
+        node = None if self._store is None else self._store.node_order(start.model, start.provision.storage)
         order = WorkerOrder(
             messages.encode(start), start.model.engine, str(Path(start.home) / f"{start.worker}.log"),
             str(self._probe), self._probe_text, __version__,

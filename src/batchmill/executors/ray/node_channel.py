@@ -55,16 +55,19 @@ class NodeChannel(ActorChannel):
 
     def receive(self, item: bytes) -> None:
         for data in split(item):
-            address = _addresses.decode(data)
-            job = address.job or address.lease.job
-            if job in self._refused:
-                self._refuse(job, address.type)
-            elif job in self._opening:
-                self._opening[job].append(data)
-            elif address.type in (Open.__struct_config__.tag, AnswerLive.__struct_config__.tag):
-                self._receive_files(messages.to_worker.decode(data))
-            else:
-                self._admit(data)
+            self._receive(data)
+
+    def _receive(self, data: memoryview) -> None:
+        address = _addresses.decode(data)
+        job = address.job or address.lease.job
+        if job in self._refused:
+            self._refuse(job, address.type)
+        elif job in self._opening:
+            self._opening[job].append(data)
+        elif address.type in (Open.__struct_config__.tag, AnswerLive.__struct_config__.tag):
+            self._receive_files(messages.to_worker.decode(data))
+        else:
+            self._admit(data)
 
     def send(self, message: Struct) -> None:
         if isinstance(message, Released):
@@ -80,10 +83,10 @@ class NodeChannel(ActorChannel):
             case Open(job=job):
                 self._opening[job] = []
                 self._begin(self._open(message))
-            case AnswerLive() if self._files.has(LIVE, message.files):
-                self._admit(messages.encode(self._files.live(message)))
-            case AnswerLive():
+            case AnswerLive(files=files) if files and (self._answering.locked() or not self._files.has(LIVE, files)):
                 self._begin(self._answer(message))
+            case AnswerLive():
+                self._admit_live(message)
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)
@@ -100,21 +103,24 @@ class NodeChannel(ActorChannel):
             failure = _paused(error)
             self.send(Failed(failure.code, redaction.mask(failure.message), failure.reason, message.job))
             self._refused.add(message.job)
-        waiting = self._opening.pop(message.job)
-        for data in waiting:
-            if message.job in self._refused:
-                self._refuse(message.job, _addresses.decode(data).type)
-            else:
-                self._admit(data)
+        for data in self._opening.pop(message.job):
+            self._receive(data)
 
     async def _answer(self, message: AnswerLive) -> None:
         async with self._answering:  # one at a time holds what live requests name
             try:
-                placed = await asyncio.to_thread(self._files.live, message)
+                await asyncio.to_thread(self._files.bring, LIVE, message.files)
             except (BatchmillError, OSError) as error:
                 self.send(Answered(message.id, Raised.of(_paused(error))))
             else:
-                self._admit(messages.encode(placed))
+                self._admit_live(message)
+
+    def _admit_live(self, message: AnswerLive) -> None:
+        """Admit a request whose files are held."""
+        try:
+            self._admit(messages.encode(self._files.live(message)))
+        except StorageFailed as error:
+            self.send(Answered(message.id, Raised.of(error)))
 
     def _refuse(self, job: str, kind: str) -> None:
         """A message of a job that could not be opened: its owner has paused it, and takes it back."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from batchmill.errors import StorageFailed
 from batchmill.executors.ray.frames import NodeOrder
 from batchmill.executors.ray.node_cache import SEGMENTS, NodeCache, cache_folder
 from batchmill.models import environments, worker_environment
@@ -24,7 +25,8 @@ from batchmill.store.objects import StoreObjects
 from batchmill.types import ModelSpec, Provision, SegmentPlace
 from batchmill.wire.messages import AnswerLive, Open, Start, StoredFile
 
-LIVE = "live"  # holds what live requests name, as long as the worker runs
+LIVE = "live"  # holds what live requests name,
+LIVE_FILES_MAX = 256  # the last so many adapters
 START = "start"
 
 
@@ -50,8 +52,7 @@ class NodeFiles:
         """
         held = self._held.setdefault(holder, {})
         for file in files:
-            if file.object not in held:
-                held[file.object] = self._cache.hold(file)
+            held[file.object] = held.pop(file.object, None) or self._cache.hold(file)  # what was named last comes last
         return {file.path: str(held[file.object][0]) for file in files}
 
     def has(self, holder: str, files: Sequence[StoredFile]) -> bool:
@@ -75,11 +76,11 @@ class NodeFiles:
         moved = await asyncio.to_thread(self.bring, START, files)
         provision = start.provision
         if provision.isolation is not None:
-            provision = replace(provision, isolation=replace(provision.isolation, data_dir=str(self._folder)))
+            provision = replace(provision, isolation=replace(provision.isolation, data_dir=str(self._folder.parent)))
         model = start.model
-        model = replace(model, adapters=_placed_all(model.adapters, moved))
+        model = replace(model, adapters=self._placed_all(model.adapters, moved))
         if model.function is not None and model.function.folder:
-            model = replace(model, function=replace(model.function, folder=placed(model.function.folder, moved)))
+            model = replace(model, function=replace(model.function, folder=self._placed(model.function.folder, moved)))
             model = await self._with_environment(model, provision)
         return replace(start, home=str(self.home), model=model, provision=provision)
 
@@ -102,30 +103,40 @@ class NodeFiles:
         """Raises: StorageFailed, OSError."""
         moved = self.bring(message.job, message.files)
         adapters = message.adapters
+        for path in message.inputs:
+            self._placed(path, moved)
         return replace(
-            message, dataset=placed(message.dataset, moved), files=[], inputs=[], moved=moved,
+            message, dataset=self._placed(message.dataset, moved), files=[], inputs=[], moved=moved,
             segments=SegmentPlace(str(self.home / SEGMENTS / message.job)),
-            adapters=replace(adapters, places=_placed_all(adapters.places, moved)),
+            adapters=replace(adapters, places=self._placed_all(adapters.places, moved)),
         )  # fmt: skip
 
     def live(self, message: AnswerLive) -> AnswerLive:
         """Raises: StorageFailed, OSError."""
         moved = self.bring(LIVE, message.files)
+        held = self._held[LIVE]
+        while message.files and len(held) > LIVE_FILES_MAX:  # the one that was named longest ago
+            _, fd = held.pop(next(iter(held)))
+            os.close(fd)
         request = message.request
-        request = replace(request, adapter_place=placed(request.adapter_place, moved))
+        request = replace(request, adapter_place=self._placed(request.adapter_place, moved))
         return replace(message, request=request, files=[])
 
+    def _placed(self, path: str, moved: Mapping[str, str]) -> str:
+        """Where a path of the owner is here: it, or a folder above it, was brought. What is not below the data
+        directory is the same on every node.
 
-def placed(path: str, moved: Mapping[str, str]) -> str:
-    """Where a path of the owner is here: it, or a folder above it, was brought."""
-    for before, now in moved.items():
-        if path == before or path.startswith(f"{before}/"):
-            return now + path.removeprefix(before)
-    return path
+        Raises: StorageFailed.
+        """
+        for before, now in moved.items():
+            if path == before or (path.startswith(f"{before}/") and ".." not in path.split("/")):
+                return now + path.removeprefix(before)
+        if path.startswith(f"{self._data_dir}/"):
+            raise StorageFailed(f"{path} is not in the object store, and the nodes of the cluster do not see it")
+        return path
 
-
-def _placed_all(places: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, str]:
-    return {name: placed(place, moved) for name, place in places.items()}
+    def _placed_all(self, places: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, str]:
+        return {name: self._placed(place, moved) for name, place in places.items()}
 
 
 __all__ = ["NodeFiles"]

@@ -48,14 +48,14 @@ class SharedStore(Struct, frozen=True, eq=False):
         return NodeStore(storage, self.cache, self.cache_bytes, str(self.data_dir))
 
     def node_order(self, model: ModelSpec, storage: Storage | None) -> NodeOrder:
-        """What a worker of this model needs of its node. Raises: StorageFailed."""
+        """What a worker of this model needs of its node."""
         assert storage is not None, "the workers of an owner with a store put their segments there"
         folder = "" if model.function is None else model.function.folder
         files = self._files_of(folder, *model.adapters.values())
         return NodeOrder(storage, self.cache, self.cache_bytes, str(self.data_dir), files)
 
     def with_files(self, message: Open | AnswerLive) -> Open | AnswerLive:
-        """The message with the objects of the files that it names. Raises: StorageFailed if one is not in the store."""
+        """The message with the objects of the files that it names. The node refuses one that is not in the store."""
         if isinstance(message, Open):
             files = self._files_of(message.dataset, *message.inputs, *message.adapters.places.values())
             return replace(message, files=files)
@@ -63,13 +63,9 @@ class SharedStore(Struct, frozen=True, eq=False):
         return replace(message, files=self._files_of(place)) if place else message
 
     def _files_of(self, *paths: str) -> list[StoredFile]:
-        """Where files of the data directory are kept; others are to be on every node. Raises: StorageFailed."""
+        """Where files of the data directory are kept; others are to be on every node."""
         own = [Path(path) for path in dict.fromkeys(paths) if path.startswith(f"{self.data_dir}/")]
-        files = self.stored.references(*own)
-        for path in own:
-            if not any(path.is_relative_to(file.path) for file in files):
-                raise StorageFailed(f"{path} is not in the object store, and the nodes of the cluster do not see it")
-        return files
+        return self.stored.references(*own)
 
     async def settle(self, worker: str, folders: Mapping[str, Path]) -> None:
         """Bring the segments of a worker to the same bytes here and in the store, by job. Raises: StorageFailed."""
