@@ -187,8 +187,17 @@ def published(
 def counted_names(folder: LocalFolder | ObjectFolder) -> list[str]:
     """The parts that the manifest counts, all of them there."""
     manifest = msgspec.json.decode(folder.read_manifest().data, type=PartManifest)
-    assert manifest.names <= set(folder.names())
+    assert manifest.names <= set(folder.names(bool))
     return sorted(manifest.names)
+
+
+def test_of_a_folder_with_other_files_only_wanted_names_are_held(folder, tmp_path):
+    """A folder may hold any number of files of others: listing it for a job returns none of them."""
+    for name in ("a.txt", "b.txt", "c.csv"):
+        put_part(folder, tmp_path, name)
+    seen = []
+    assert folder.names(lambda name: seen.append(name) or name == "c.csv") == ["c.csv"]
+    assert sorted(seen) == ["a.txt", "b.txt", "c.csv"]
 
 
 def test_which_manifest_counts(folder, tmp_path):
@@ -205,7 +214,7 @@ def test_which_manifest_counts(folder, tmp_path):
         published(folder, tmp_path, first)
     other = manifest_of(OTHER_JOB, "00000005")
     assert published(folder, tmp_path, other, JOB) == other
-    assert sorted(folder.names()) == sorted(["manifest.json", *counted_names(folder)])
+    assert sorted(folder.names(bool)) == sorted(["manifest.json", *counted_names(folder)])
     with pytest.raises(Conflict):
         folder.put_manifest(b"{}", scratch=f"manifest-{'a' * 20}-00000006.json", replaced=None)
 
@@ -252,7 +261,7 @@ def test_the_second_of_two_that_publish_at_once(folder, tmp_path):
     slow._folder.__dict__.update(folder.__dict__)
     with pytest.raises(InvalidInput, match="another attempt"):
         slow.publish()
-    assert sorted(folder.names()) == sorted(["manifest.json", new.parts[0].name])
+    assert sorted(folder.names(bool)) == sorted(["manifest.json", new.parts[0].name])
     assert counted_names(folder) == [new.parts[0].name]
 
 
@@ -265,14 +274,14 @@ def test_an_attempt_that_lost_leaves_no_part(folder, tmp_path):
     with pytest.raises(InvalidInput, match="another attempt") as refused:
         slow.publish()
     assert refused.value.code == "output_taken"
-    assert sorted(folder.names()) == sorted(["manifest.json", new.parts[0].name])
+    assert sorted(folder.names(bool)) == sorted(["manifest.json", new.parts[0].name])
     equal = manifest_of(JOB, "00000004", sha="cd" * 32)
     late, fence = Attempt(folder, equal), Attempt(folder, manifest_of(JOB, "00000005", sha="cd" * 32))
     put_part(folder, tmp_path, fence.mine.parts[0].name)
     fence.publish()
     put_part(folder, tmp_path, equal.parts[0].name)
     assert late.publish().parts == new.parts
-    assert sorted(folder.names()) == sorted(["manifest.json", new.parts[0].name])
+    assert sorted(folder.names(bool)) == sorted(["manifest.json", new.parts[0].name])
 
 
 def test_parts_of_a_later_attempt_stay(folder, tmp_path):
@@ -330,7 +339,7 @@ def test_a_lock_that_is_held(tmp_path):
         with pytest.raises(StorageFailed, match="has been replacing"):
             folder.put_manifest(b"{}", scratch="s.json", replaced=None)
     folder.put_manifest(b"{}", scratch="s.json", replaced=None)
-    assert folder.names() == ["manifest.json"]
+    assert folder.names(bool) == ["manifest.json"]
 
 
 def test_a_new_folder_is_durable(tmp_path, monkeypatch):
@@ -355,7 +364,7 @@ def test_only_own_parts_are_removed(folder, tmp_path):
     for name in (*names, *strange):
         put_part(folder, tmp_path, name)
     published(folder, tmp_path, counted, OTHER_JOB)
-    assert sorted(folder.names()) == sorted([counted.parts[0].name, "manifest.json", *strange])
+    assert sorted(folder.names(bool)) == sorted([counted.parts[0].name, "manifest.json", *strange])
 
 
 def test_a_strange_manifest_is_not_touched(folder):
@@ -370,4 +379,4 @@ def test_a_job_without_rows(folder):
     """A manifest may name no part."""
     empty = PartManifest(JOB, 0, "00000001", 0, 0, 0, [], [])
     assert Attempt(folder, empty).publish() == empty
-    assert folder.names() == ["manifest.json"]
+    assert folder.names(bool) == ["manifest.json"]

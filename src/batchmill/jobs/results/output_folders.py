@@ -114,7 +114,8 @@ class OutputFolder(Protocol):
         Raises: Conflict if what is there is not `replaced`.
         """
 
-    def names(self) -> list[str]: ...
+    def names(self, is_wanted: Callable[[str], bool]) -> list[str]:
+        """The wanted names among those directly in the folder: it may hold any number of others."""
 
     def remove(self, names: Sequence[str]) -> None: ...
 
@@ -190,8 +191,11 @@ class LocalFolder:
             path.unlink(missing_ok=True)
             os.close(fd)
 
-    def names(self) -> list[str]:
-        return os.listdir(self._home) if self._home.exists() else []
+    def names(self, is_wanted: Callable[[str], bool]) -> list[str]:
+        if not self._home.exists():
+            return []
+        with os.scandir(self._home) as entries:
+            return [entry.name for entry in entries if is_wanted(entry.name)]
 
     def remove(self, names: Sequence[str]) -> None:
         remove_files([self._home / name for name in names])
@@ -223,8 +227,8 @@ class ObjectFolder:
     def put_manifest(self, data: bytes, *, scratch: str, replaced: ObjectInfo | None) -> None:
         self._store.put(MANIFEST_NAME, data, replaced=replaced)
 
-    def names(self) -> list[str]:
-        return [info.key for info in self._store.list() if "/" not in info.key]
+    def names(self, is_wanted: Callable[[str], bool]) -> list[str]:
+        return [info.key for info in self._store.list() if "/" not in info.key and is_wanted(info.key)]
 
     def remove(self, names: Sequence[str]) -> None:
         self._store.delete(*names)
@@ -309,7 +313,9 @@ def publish_manifest(
     Args: seen: what `seen_manifest` returned before the first part of the attempt was written.
     Raises: InvalidInput (`output_taken`) if another manifest was put since; StorageFailed if a part is gone.
     """
-    names = folder.names()  # before the manifest: those of later attempts are not touched
+    owners = {job.removeprefix("job_") for job in (mine.job, replaced_job) if job is not None}
+    # Listed before the manifest is put: parts of later attempts are not touched.
+    names = folder.names(lambda name: _owner_of(name) in owners)
     there = set(names)
     stored = folder.read_manifest()
     if (stored and stored.info.etag) != (seen and seen.etag):
@@ -329,23 +335,15 @@ def publish_manifest(
     except Conflict:
         return _lost(folder, output, mine)
     faults.point("after_manifest")
-    _remove_uncounted(folder, names, counted, replaced_job)
+    kept = counted.names
+    folder.remove([name for name in names if name not in kept])
     return counted
 
 
-def _remove_uncounted(
-    folder: OutputFolder, names: Sequence[str], counted: PartManifest, replaced_job: str | None
-) -> None:
-    """Of `names`, remove the parts of this job and of the one that it replaced, but for those that count."""
-    owners = {job.removeprefix("job_") for job in (counted.job, replaced_job) if job is not None}
-    kept = counted.names
-    folder.remove(
-        [
-            name
-            for name in names
-            if name not in kept and (match := _NAME.fullmatch(name)) is not None and match[1] in owners
-        ]
-    )
+def _owner_of(name: str) -> str | None:
+    """The job of a part, without its prefix `job_`; None: the name is no part's."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else match[1]
 
 
 def _lost(folder: OutputFolder, output: str, mine: PartManifest) -> PartManifest:
