@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import pyarrow as pa
 import pytest
 
 from batchmill.engines.function import column_results
+from batchmill.engines.function.batching import RowBatcher
 from batchmill.engines.function.column_results import read_column
+from batchmill.engines.function.process import STRIKES_MAX, Process, ProcessFault
+from batchmill.engines.function.row_batches import BlockBatch
 from batchmill.models import redaction
-from batchmill.types import ColumnBlock, Usage
+from batchmill.types import ColumnBlock, Interface, Usage
 from batchmill.wire.calls import CallError
 from batchmill.wire.forms import TableForm
 
@@ -128,3 +134,30 @@ def test_large_results_become_several_blocks(monkeypatch):
     ]
     assert values == usage
     assert sum(done.usage.input_tokens for done in results.ok) == 14
+
+
+@pytest.mark.parametrize("is_suspect", [True, False])
+async def test_the_rest_of_a_block_of_columns_stays_suspect(tmp_path, is_suspect):
+    """After too many unexplained deaths, the rows without a result run alone, though they are read again first."""
+
+    async def read_rows(numbers):
+        return [b'{"n":%d}' % number for number in numbers]
+
+    interface = Interface()
+    model = SimpleNamespace(
+        name="m", limits=SimpleNamespace(in_flight_max=0), function=SimpleNamespace(folder="", interface=interface)
+    )
+    process = Process(model, tmp_path, lambda meta: None)
+    batcher = RowBatcher(model, SimpleNamespace(number=1, received_shapes=(), interface=interface), process, None)
+    batcher.reader = SimpleNamespace(read=lambda rows: [row.raw for row in rows])
+    lease = SimpleNamespace(project="p", job_id="j", job=SimpleNamespace(form=TableForm()))
+    batch = BlockBatch(batcher, ColumnBlock(b"", range(10, 13), range(3), TableForm(), lease, read_rows), {})
+    batch._open.close(range(1))
+    batch.strikes, batch.is_sent = STRIKES_MAX + 1, True
+    process.works = {batch.id: batch}
+    process._settle([batch], ProcessFault("crashed", "it died"), [], are_suspects=is_suspect)
+    await asyncio.gather(*batcher._reading)
+    (rest,) = process._suspects if is_suspect else process._waiting
+    assert len(process._suspects) + len(process._waiting) == 1
+    assert [row.number for row in rest._rows] == [1, 2]
+    assert rest.strikes == STRIKES_MAX + 1

@@ -133,6 +133,8 @@ class RowBatcher:
 
     async def _read_again(self, batch: BlockBatch, blame: Blame | None) -> None:
         again, suspects = batch.parted(await batch.read(), blame)
+        if again is not None and batch.is_suspect:
+            again, suspects = None, [*suspects, again]
         self._process.repeat(again, suspects)
 
     def _was_read(self, reading: asyncio.Task[None]) -> None:

@@ -81,7 +81,7 @@ class Blame(Struct, frozen=True):
 class ProcessWork:
     """Base of LiveCall, RowBatch, FormRow and Stream."""
 
-    __slots__ = ("parsed", "deadline", "id", "is_exact", "is_sent", "origin", "slot", "strikes")
+    __slots__ = ("parsed", "deadline", "id", "is_exact", "is_sent", "is_suspect", "origin", "slot", "strikes")
     limit_s = math.inf  # what its deadline was made of
     from_job = False
     is_staged = False  # its results come in several frames, as its rows end
@@ -94,6 +94,7 @@ class ProcessWork:
         self.is_sent = False
         self.slot = NO_SLOT  # where the process that has it notes that it has begun, if it has a deadline
         self.strikes = 0  # unexplained deaths of processes that had it
+        self.is_suspect = False  # of too many of them: what is left of it runs alone
 
     def frame(self, memory: MemoryWriter | None) -> list[Buffer]:
         """The pieces of its frame, the large buffers in `memory`."""
@@ -443,6 +444,7 @@ class Process:
         suspects: list[ProcessWork] = []
         for work in had:
             work.is_sent = False
+            work.is_suspect = are_suspects and work.holds_up
             del self.works[work.id]
             if work.id in rows:
                 more, alone = work.blame(Blame(fault, rows[work.id], is_alone))

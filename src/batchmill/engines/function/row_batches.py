@@ -184,7 +184,10 @@ class BlockBatch(ProcessWork):
                 others.append(row)
         if others:
             self._batcher.send(others)
-        batch = RowBatch(self._batcher, [rows[place] for place in places], items) if places else None
+        if not places:
+            return None, []
+        batch = RowBatch(self._batcher, [rows[place] for place in places], items)
+        batch.strikes = self.strikes
         return batch, [still[place] for place in places]
 
     def _split(self, blame: Blame | None) -> tuple[ProcessWork | None, list[ProcessWork]]:
