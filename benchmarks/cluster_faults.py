@@ -24,7 +24,7 @@ from shutil import rmtree
 
 import harness
 import httpx2
-from fault_campaign import DATABASE, TIMEOUT_S, Campaign, Injection, Outcome, RayCluster, Server, Undo
+from fault_campaign import DATABASE, ROWS, TIMEOUT_S, Campaign, Injection, Outcome, RayCluster, Server, Undo
 from transaction_pooler import TransactionPooler
 
 from batchmill.services.databases import EXIT_REPLACED
@@ -308,13 +308,15 @@ def running_campaign(seed: int, *, is_apart: bool, has_ray: bool) -> Iterator[Ca
 
 def print_table(outcomes: list[Outcome]) -> None:
     print(
-        "| fault | times | jobs | rows | again | lost | doubled | wrong | recovery median, max | all | flaws | unmet |"
+        "| fault | times | between calls | jobs | rows | again | lost | doubled | wrong | recovery median, max | all "
+        "| flaws | unmet |"
     )
-    print("|" + " --- |" * 12)
+    print("|" + " --- |" * 13)
     for fault in ALL_FAULTS:
         if found := [each for each in outcomes if each.fault == fault]:
             sums = [sum(getattr(each, name) for each in found) for name in ("jobs", "rows", "again", "lost", "doubled")]
-            cells = [len(found), *sums, sum(each.wrong for each in found)]
+            between = sum(0 < each.called < ROWS for each in found)
+            cells = [len(found), between, *sums, sum(each.wrong for each in found)]
             times = [each.recovery_s for each in found]
             cells.append(f"{statistics.median(times):.1f} s, {max(times):.1f} s")
             cells.append(f"{statistics.median(each.whole_s for each in found):.1f} s")

@@ -181,6 +181,7 @@ class Outcome:
     wrong: int = 0
     again: int = 0
     unmet: int = 0  # failures of the store that no request came for
+    called: int = 0  # rows of the batch that a model had been called for as the fault struck
     recovery_s: float = 0.0
     whole_s: float = 0.0
     flaws: list[str] = field(default_factory=list)
@@ -357,6 +358,7 @@ class Campaign:
         except harness.CommandFailed as error:
             raise harness.CommandFailed(f"{error}: {self.done(batch)}") from None
         before, began = self.count_calls(), time.monotonic()
+        outcome.called = before - called
         undo = inject(self, outcome)
         harness.wait_until(
             lambda: self.count_calls() > before or self.done(batch)["status"] in ENDED,
