@@ -352,7 +352,8 @@ class Dispatcher:
         for match, leased in zip(matches, await self._lease(matches), strict=True):
             worker, run, job_id = match.worker, match.claim.run, match.claim.run.spec.id
             can_send = worker.name in pool.workers and not worker.is_leaving
-            if leased is None or not can_send or not self._may_grant(run, worker):
+            is_free = not run.is_held(match.shard)  # the worker died while this waited, and lost its shards
+            if leased is None or is_free or not can_send or not self._may_grant(run, worker):
                 run.put_back(match.shard, died=False)
                 if job_id in worker.opened:
                     worker.requested.add(job_id)

@@ -421,6 +421,9 @@ class JobRun:
     def held_by(self, worker: str) -> list[Shard]:
         return [self._shards[number] for number in sorted(self._shards_held.get(worker, ()))]
 
+    def is_held(self, shard: Shard) -> bool:
+        return shard.number in self._held
+
     def is_held_by(self, worker: str) -> bool:
         return bool(self._shards_held.get(worker))
 
