@@ -10,6 +10,7 @@ from dispatcher_stage import MODEL, SHARD_ROWS, SHARDS, Stage, finish, grant, po
 from fakes.scripted_workers import ScriptedWorker
 
 from batchmill.errors import JobPaused, LedgerBroken
+from batchmill.jobs.ledger import outcome_map
 from batchmill.jobs.pools import dispatcher as dispatching
 from batchmill.jobs.pools import pool as pools
 from batchmill.jobs.pools.job_run import JobRun
@@ -17,7 +18,18 @@ from batchmill.states import JobState, PauseReason
 from batchmill.store.segment_files import SegmentFile
 from batchmill.store.segments import BlockMeta, BlockRows, SegmentHead, frame
 from batchmill.types import ModelSpec
-from batchmill.wire.messages import Ack, Drain, Failed, Grant, Open, Ready, Released, Revoke
+from batchmill.wire.messages import (
+    Ack,
+    Drain,
+    Failed,
+    Grant,
+    LeaseReleased,
+    Open,
+    Ready,
+    Released,
+    RequestRows,
+    Revoke,
+)
 
 
 @pytest.fixture
@@ -279,3 +291,69 @@ async def test_a_dispatcher_that_ended_says_so(stage):
     stage.dispatcher.add(run)
     with pytest.raises(LedgerBroken, match="dispatcher has ended"):
         await run.ended
+
+
+class Gate:
+    """Lets calls of one function through one at a time, each when the test says so."""
+
+    def __init__(self, call, function) -> None:
+        self._call, self._function = call, function
+        self._waiting: asyncio.Queue[asyncio.Event] = asyncio.Queue()
+
+    async def __call__(self, function, *args, **named):
+        if function == self._function:
+            event = asyncio.Event()
+            self._waiting.put_nowait(event)
+            await event.wait()
+        return await self._call(function, *args, **named)
+
+    async def next(self) -> asyncio.Event:
+        """The next call that waits; it goes on once the event is set."""
+        async with asyncio.timeout(10):
+            return await self._waiting.get()
+
+
+async def test_a_shard_that_was_given_on_stays_with_its_new_worker(stage, monkeypatch):
+    """A worker ends while a shard is leased for it, which another has by the time that the first is recovered."""
+    run = stage.begin("job", ModelSpec("m", "function", "app.py:f", workers=2))
+    workers = await stage.executor.next(), await stage.executor.next()
+    granted = [await grant(worker) for worker in workers]
+    log = stage.commit_log
+    leasing, adopting = Gate(log.write, log.ledger.lease_each), Gate(log.call, outcome_map.adopt)
+    monkeypatch.setattr(log, "write", leasing)
+    monkeypatch.setattr(log, "call", adopting)
+    workers[0].say(RequestRows("job"))
+    first = await leasing.next()
+    workers[0].exit(1)
+    adopt = await adopting.next()
+    workers[1].say(RequestRows("job"))
+    first.set()
+    second = await leasing.next()
+    assert run.holder(run.shard(2)) == workers[1].name
+    adopt.set()
+    async with asyncio.timeout(10):
+        while run.is_held_by(workers[0].name):
+            await asyncio.sleep(0)
+    second.set()
+    again = await grant(workers[1])
+    assert again.lease.shard == 2
+    for each in (granted[1], again):
+        assert await finish(workers[1], each)
+
+
+async def test_a_shard_that_ends_while_it_is_leased_is_not_granted(stage, monkeypatch):
+    """Its last rows are counted after the worker that had them gave it back, and before the next worker has it."""
+    stage.begin("job")
+    worker = await stage.executor.next()
+    first = await grant(worker)
+    leasing = Gate(stage.commit_log.write, stage.commit_log.ledger.lease_each)
+    monkeypatch.setattr(stage.commit_log, "write", leasing)
+    worker.say(LeaseReleased(first.lease))
+    worker.say(RequestRows("job"))
+    lease = await leasing.next()
+    worker.finish(first, positions(first))
+    assert (await worker.expect(Ack)).counted
+    lease.set()
+    worker.say(RequestRows("job"))
+    (await leasing.next()).set()
+    assert (await grant(worker)).lease.shard == 1

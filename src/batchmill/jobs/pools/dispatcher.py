@@ -352,8 +352,9 @@ class Dispatcher:
         for match, leased in zip(matches, await self._lease(matches), strict=True):
             worker, run, job_id = match.worker, match.claim.run, match.claim.run.spec.id
             can_send = worker.name in pool.workers and not worker.is_leaving
-            is_free = not run.is_held(match.shard)  # the worker died while this waited, and lost its shards
-            if leased is None or is_free or not can_send or not self._may_grant(run, worker):
+            if run.holder(match.shard) != worker.name:
+                continue  # while this waited, its last rows were counted, or its worker died
+            if leased is None or not can_send or not self._may_grant(run, worker):
                 run.put_back(match.shard, died=False)
                 if job_id in worker.opened:
                     worker.requested.add(job_id)
@@ -556,7 +557,6 @@ class Dispatcher:
 
     async def _adopt(self, pool: Pool, worker: PoolWorker, run: JobRun, *, died: bool) -> list[Commit]:
         """Count the rows of one job that a worker had finished. `died`: one of its shards may be the cause."""
-        shards = run.held_by(worker.name)
         if died:
             run.note_suspect(worker.home / f"{worker.name}.suspect")
         adopted: outcome_map.Counted = []  # also by calls whose connection was lost
@@ -570,7 +570,7 @@ class Dispatcher:
             return []
         for commit, cost in adopted:
             self._recorded(pool, commit, cost, Verdict.COUNTED, worker)
-        for shard in shards:
+        for shard in run.held_by(worker.name):  # others may hold what was put back while this waited
             run.put_back(shard, died=died)
         return [commit for commit, _ in adopted]
 

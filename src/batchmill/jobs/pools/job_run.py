@@ -421,8 +421,10 @@ class JobRun:
     def held_by(self, worker: str) -> list[Shard]:
         return [self._shards[number] for number in sorted(self._shards_held.get(worker, ()))]
 
-    def is_held(self, shard: Shard) -> bool:
-        return shard.number in self._held
+    def holder(self, shard: Shard) -> str | None:
+        """The worker that holds a shard."""
+        held = self._held.get(shard.number)
+        return None if held is None else held.worker
 
     def is_held_by(self, worker: str) -> bool:
         return bool(self._shards_held.get(worker))
