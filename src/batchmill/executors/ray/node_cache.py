@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import random
 import shutil
 import stat
 import time
@@ -26,6 +27,7 @@ WORK = ".work"  # ending of what is being fetched
 LEFT_S = 3600.0  # after which what a dead worker left, and nobody collected, is removed
 LEFT_BYTES_MAX = 64 * 1024 * 1024  # of a dead worker's segments: more than it writes between two commits
 LOG_BYTES_MAX = 64 * 1024
+RETRY_S = 0.05  # at most, until a lock that others have is tried again
 SUSPECT_BYTES_MAX = 64  # a position
 SEGMENTS, LOCK = "segments", "lock"  # in the folder of a worker
 
@@ -57,8 +59,8 @@ class NodeCache:
                 if _is_at(fd, lock) and place.exists():
                     os.utime(fd)
                     return place, fd
-                fcntl.flock(fd, fcntl.LOCK_EX)
-                if _is_at(fd, lock) and not place.exists():
+                is_mine = _lock_alone(fd)
+                if is_mine and _is_at(fd, lock) and not place.exists():
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, str(file.bytes).encode(), 0)
                     folder_objects.get(self._objects, file.object, place, _work(self._copy(lock)))
@@ -67,6 +69,8 @@ class NodeCache:
                 os.close(fd)
                 raise
             os.close(fd)
+            if not is_mine:
+                time.sleep(random.uniform(0, RETRY_S))
 
     def _lock(self, file: StoredFile) -> Path:
         return self._folder / "locks" / hashlib.sha256(file.object.encode()).hexdigest()[:32]
@@ -123,6 +127,15 @@ class NodeCache:
                 with _locked(home / LOCK) as is_mine:
                     if is_mine:
                         shutil.rmtree(home, ignore_errors=True)
+
+
+def _lock_alone(fd: int) -> bool:
+    """Lock for one alone, if nobody else has the lock: who has it may use the copy for as long as its job runs."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def collect(folder: Path, worker: str, sizes: Mapping[str, Mapping[str, int]]) -> Left:
