@@ -188,7 +188,7 @@ class PreloadedPopen(REAL_POPEN):
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
         if self._status_fd is None:
             return super()._try_wait(wait_flags)
-        if wait_flags == os.WNOHANG and not select.select([self._status_fd], [], [], 0)[0]:
+        if wait_flags == os.WNOHANG and not _is_readable(self._status_fd):
             return 0, 0
         status = os.read(self._status_fd, STATUS.size)  # sent in one piece
         fd, self._status_fd = self._status_fd, None
@@ -232,3 +232,10 @@ def _command(given: dict[str, Any]) -> tuple[list[str], str, dict[str, str]] | N
         return None
     argv, path = command
     return argv, path or os.path.abspath(os.fspath(given["cwd"] or ".")), environ
+
+
+def _is_readable(fd: int) -> bool:
+    """As `select`, which takes no descriptor beyond 1,023."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
