@@ -17,7 +17,7 @@ from batchmill.jobs.service import JobService
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
 
 CODE = """
-import os
+import os, time
 def double(n):
     return 2 * n
 def fragile(n):
@@ -29,6 +29,7 @@ def held(n):
         calls.write(str(n))
     if n == 3 and os.path.exists(__file__ + ".held"):
         open(__file__ + ".held").read()
+    time.sleep(0.1)  # its result leaves before the next row begins, not with others
     return n
 def long(n):
     return "x" * 3000
