@@ -247,7 +247,9 @@ class AsyncLoop:
 
     def _stage(self, size):
         self._end_child()
-        self._staging = None
+        if self._staging is not None:
+            self._staging.cancel()
+            self._staging = None
         for ask in self._asks.values():
             self._replies.stage(ask, self._serializer, size)
 

@@ -57,8 +57,9 @@ class Replies:
 
     def finish(self, ask, size=1):
         """Send everything of this request that was not sent."""
-        if not ask.is_abandoned:
-            self._results(ask, ask.ended_rows(ask.rows), size)
+        rows = () if ask.is_abandoned else ask.ended_rows(ask.rows)
+        if rows or not (ask.is_abandoned or ask.is_staged):  # a batch of other rows may have let all of these leave
+            self._results(ask, rows, size)
 
     def stage_in_time(self, ask, serializer, size=1, upto=None):
         """As `stage`, if the last time is long ago, or if what `serializer` has kept is large."""

@@ -1,6 +1,6 @@
 """NodeCache: a folder of a node, with copies of objects of the owner's store. All workers of the node share it.
 
-A copy is named by what the names of its objects begin with, which are never written twice, so it never changes. Whoever
+A copy is named by what the names of its objects begin with, which are never written twice, so it never changes. Who
 uses one holds a shared lock on its file in `locks`, which the kernel releases with the process.
 """
 
