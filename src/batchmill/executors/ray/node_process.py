@@ -19,10 +19,9 @@ def lead_session() -> None:
     The process that does so belongs to the session: no other process gets the session's number before it ends.
     Raises: OSError.
     """
-    try:
-        os.setsid()
-    except PermissionError:  # it leads a process group: Ray makes one of each worker, if it is told to
-        os.setpgid(0, os.getpgid(os.getppid()))
+    if os.getsid(0) != os.getpid():
+        if os.getpgid(0) == os.getpid():  # Ray makes each worker the leader of a process group, if it is told to
+            _leave_group()
         os.setsid()
     ours, _ = os.pipe()  # this process holds the other end until it ends
     subprocess.Popen(
@@ -30,6 +29,22 @@ def lead_session() -> None:
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0,
     )  # fmt: skip
     os.close(ours)
+
+
+def _leave_group() -> None:
+    """Move this process from the group that it leads: the leader of a group cannot begin a session.
+
+    It joins the group of a child. Its parent's group would not do: a raylet that has ended leaves it to a parent in
+    another session, whose groups it may not join.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, process_group=0,
+    ) as child:  # fmt: skip
+        try:
+            os.setpgid(0, child.pid)
+        finally:
+            child.kill()
 
 
 def on_first_sigterm(leave: Callable[[], None]) -> None:

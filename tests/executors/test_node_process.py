@@ -1,0 +1,44 @@
+"""A worker on a node leads a session of its own, wherever its process was started from."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# It is told to begin when its standard input ends. It says who leads its session, and what it started there.
+WORKER = """
+import os, subprocess, sys
+from batchmill.executors.ray.node_process import lead_session
+sys.stdin.read()
+lead_session()
+held = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdin=subprocess.DEVNULL)
+print(os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid(), flush=True)
+"""
+# It ends at once, as a raylet that is killed does: its worker belongs to a session that is not its new parent's.
+RAYLET = f"""
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", {WORKER!r}], stdin=subprocess.PIPE, process_group=0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        (WORKER, {}),
+        (WORKER, {"process_group": 0}),
+        (WORKER, {"start_new_session": True}),
+        (RAYLET, {"start_new_session": True}),
+    ],
+    ids=["in a group", "leads a group", "leads a session", "leads a group whose session's leader has ended"],
+)
+def test_a_worker_leads_a_session_that_ends_with_it(program, options):
+    """Its output ends only when everything that it started has ended."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, **options,
+    )  # fmt: skip
+    output, _ = process.communicate(timeout=60)
+    assert output == "True True\n"
