@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from shutil import rmtree
 
@@ -233,10 +233,10 @@ def lose_node(command: str) -> Injection:
 def head_killed(campaign: Campaign, _: Outcome) -> Undo:
     """SIGKILL for the head's control service; then the whole cluster ends, and another one starts at its address."""
     _, cluster = on_ray(campaign)
-    for pid in cluster.processes("gcs_server"):
-        os.kill(pid, signal.SIGKILL)
-    for pid in cluster.processes(""):
-        os.kill(pid, signal.SIGKILL)
+    for name in ("gcs_server", ""):
+        for pid in cluster.processes(name):
+            with suppress(ProcessLookupError):  # it has followed the head already
+                os.kill(pid, signal.SIGKILL)
     cluster.end()
     cluster.start()
     return nothing
