@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 from fakes.databases import POSTGRESQL, databases
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 from services.webhook_support import EndedJobs
 
@@ -64,13 +65,15 @@ async def test_rows_tokens_and_errors_are_counted(jobs: EndedJobs, metrics: Metr
     tallies.count("p", "m", commit(3, 2, Usage(10, 4, 6), boom=2))
     tallies.count("p", "m", commit(1, 0, Usage(1, 0, 1)))
     tallies.count("other", "m", commit(1, 0, Usage()))
+    tallies.count("p", "m", replace(commit(2, 0, Usage()), warnings={"truncated": 2}))
     found = await samples(metrics)
-    assert found["batchmill_rows_total", "m", "p", "ok"] == 4
+    assert found["batchmill_rows_total", "m", "p", "ok"] == 6
     assert found["batchmill_rows_total", "m", "p", "failed"] == 2
     assert found["batchmill_rows_total", "m", "other", "ok"] == 1
     result = {kind: found["batchmill_tokens_total", kind, "m", "p"] for kind in ("input", "cached", "output")}
     assert result == {"input": 11, "cached": 4, "output": 7}
     assert found["batchmill_row_errors_total", "boom", "m", "p"] == 2
+    assert found["batchmill_reply_warnings_total", "truncated", "m", "p"] == 2
 
 
 async def test_a_project_reads_of_its_own(jobs: EndedJobs, metrics: Metrics):

@@ -204,6 +204,7 @@ def job_of(order: JobOrder) -> dict[str, Any]:
     policy = order.policy
     fields = {
         "budget": policy.budget, "priority": policy.priority, "labels": order.labels, "together": order.together,
+        "fail_on": order.replies.fail_on,
     }  # fmt: skip
     if order.output is not None and is_object_url(order.output):
         fields |= {"output": order.output, "part_rows": order.part_rows, "overwrite": order.overwrite}

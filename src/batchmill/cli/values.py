@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Collection
 from datetime import datetime
 from typing import Any
 
@@ -77,6 +78,22 @@ class Moment(_Time):
         if moment <= time.time():
             self.fail(f"{value} is in the past", param, ctx)
         return moment
+
+
+class NameList(click.ParamType):
+    """Some of these names, between commas."""
+
+    name = "names"
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        found = [name.strip() for name in str(value).split(",")]
+        for name in found:
+            if name not in self._names:
+                self.fail(f"{name!r} is none of {', '.join(self._names)}", param, ctx)
+        return list(dict.fromkeys(found))
 
 
 class ByteCount(click.ParamType):

@@ -22,6 +22,7 @@ from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.native import (
     BackendInfo,
     FileInfo,
+    Flaw,
     Format,
     Labels,
     MoreThanNothing,
@@ -208,6 +209,7 @@ class JobOptions(WorkOptions, total=False):
     budget: MoreThanNothing | None  # USD; the job pauses when so much is spent
     priority: Priority  # jobs of a higher one go first
     completion_s: float | None  # the deadline, in seconds from now
+    fail_on: list[Flaw]  # replies of language models that are errors of their rows
     labels: Labels
     output_format: OutputFormat | None  # None: jsonl, or as the name of `output` says
     output: str | None  # the URL of an object or folder that the server writes; None: results stay at the server

@@ -18,7 +18,7 @@ from batchmill.owner_clock import check_left
 from batchmill.ports import SegmentSink
 from batchmill.states import PauseReason
 from batchmill.store.segments import BlockRows
-from batchmill.types import AdapterSet, Lease, Outcome, Price, Row, RowError, SegmentRef, Usage
+from batchmill.types import AdapterSet, Lease, Outcome, Price, ReplyRules, Row, RowError, SegmentRef, Usage
 from batchmill.wire.forms import Form
 from batchmill.wire.messages import Note, Noted, Renewed, Spending
 
@@ -206,6 +206,7 @@ class OpenJob(Struct, eq=False):
     adapters: AdapterSet = AdapterSet()
     ending: str = ""  # once it is revoked: how its leases end, PAUSE or OVER
     project: str = ""
+    replies: ReplyRules = ReplyRules()
     allowance: Allowance | None = None  # of a job with a budget
 
 
@@ -219,6 +220,7 @@ class Unsent(Struct, eq=False):
     usage: Usage
     errors: dict[str, int]
     samples: dict[str, str]
+    warnings: dict[str, int]
 
 
 class LeaseHost(Protocol):
@@ -251,6 +253,7 @@ class Held(Struct, eq=False):
     failed_usage: Usage
     failures: list[RowError]
     unsent: list[Unsent]
+    ok_warnings: dict[str, int] = msgspec.field(default_factory=dict)
     stale: bool = False  # a commit was refused: further outcomes do not count
     rows: int = 0  # granted
     noted: dict[str, bytes] = msgspec.field(default_factory=dict)

@@ -60,6 +60,12 @@ def _used(outcomes: list[Outcome], before: Usage) -> Usage:
     return sum(used, before) if used else before
 
 
+def _count_warnings(outcomes: list[Outcome], counts: dict[str, int]) -> None:
+    for outcome in outcomes:
+        for name in outcome.warnings:
+            counts[name] = counts.get(name, 0) + 1
+
+
 def _without_secrets(errors: list[RowError]) -> list[RowError]:
     """Some of them are shown with their job."""
     return [RowError(each.code, redaction.mask_known(each.message)) for each in errors] if redaction.known() else errors
@@ -137,6 +143,7 @@ class Recorder:
                 failed += unwritable
             self._take(held.ok, ok, redaction.mask_lines(lines))
             held.ok_usage = _used(ok, held.ok_usage)
+            _count_warnings(ok, held.ok_warnings)
             if failed:
                 self._take(held.failed, failed, redaction.mask_lines(held.job.form.write_all(failed)))
                 held.failures += _without_secrets([outcome.error for outcome in failed])
@@ -236,8 +243,8 @@ class Recorder:
             return
         try:
             if held.ok.rows:
-                self._append(held, held.ok, ok=True, meta=BlockMeta(held.ok_usage))
-                held.ok, held.ok_usage = empty_rows(), NO_USAGE
+                self._append(held, held.ok, ok=True, meta=BlockMeta(held.ok_usage, warnings=held.ok_warnings))
+                held.ok, held.ok_usage, held.ok_warnings = empty_rows(), NO_USAGE, {}
             if held.failed.rows:
                 self._append(held, held.failed, ok=False, meta=error_meta(held.failures, held.failed_usage))
                 held.failed, held.failures, held.failed_usage = empty_rows(), [], NO_USAGE
@@ -259,7 +266,7 @@ class Recorder:
         n = len(positions)
         last = held.unsent[-1] if held.unsent else None
         if last is None or last.ref.segment != ref.segment or last.ref.offset + last.ref.length != ref.offset:
-            last = Unsent(ref, [], 0, 0, NO_USAGE, {}, {})
+            last = Unsent(ref, [], 0, 0, NO_USAGE, {}, {}, {})
             held.unsent.append(last)
         else:
             last.ref = type(ref)(ref.segment, last.ref.offset, last.ref.length + ref.length)
@@ -269,6 +276,8 @@ class Recorder:
         last.usage = last.usage + meta.usage
         for code, rows in meta.errors.items():
             last.errors[code] = last.errors.get(code, 0) + rows
+        for name, replies in meta.warnings.items():
+            last.warnings[name] = last.warnings.get(name, 0) + replies
         last.samples = {**meta.samples, **last.samples}
         self._written_rows += n
         self._written_bytes += len(data)
@@ -371,5 +380,6 @@ def _commit_of(held: Held, part: Unsent) -> Commit:
         usage=part.usage,
         errors=part.errors,
         samples=part.samples,
+        warnings=part.warnings,
         blocks=held.job.segment.carried(part.ref),
     )

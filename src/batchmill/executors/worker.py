@@ -29,6 +29,7 @@ from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import OVER, PAUSE, REFUSED, Allowance, Held, NoteClient, OpenJob, OwnerTerm
 from batchmill.executors.live_calls import AnswerSink, Calling
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
+from batchmill.executors.reply_checks import ReplyChecks
 from batchmill.function_runtime.frames import keep_freed_memory
 from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.models import redaction, secrets, worker_environment
@@ -130,6 +131,7 @@ class Worker:
             refused=self.fail, pace_s=0.0 if self._objects is None else COMMIT_PACE_S,
             until_owned=None if self._objects is None else self._term.until_valid,
         )  # fmt: skip
+        self._sink = self._recorder if start.model.takes_columns else ReplyChecks(self._recorder)
         self._answering = AnswerSink(self._engine, self._send, channel.drain)
         self._calling = Calling(self._engine, self._send)
         self._notes = NoteClient(self._send)
@@ -186,7 +188,7 @@ class Worker:
         try:
             await self._engine.start()
             self._send(Ready(os.getpid()))
-            await self._engine.run(self._feed, self._recorder)
+            await self._engine.run(self._feed, self._sink)
             await self._answering.finish()
             await self._calling.finish()
             self._send(Heartbeat(self._engine.stats()))  # with the counts since the last one
@@ -300,6 +302,7 @@ class Worker:
         segment: SegmentSink = self._carried.open(head, open_file, roll) if message.is_small else open_file(roll)
         self._jobs[message.job] = OpenJob(
             message.job, message.form, _open_rows(message), segment, adapters=message.adapters, project=message.project,
+            replies=message.replies,
         )  # fmt: skip
 
     def _allow(self, job_id: str, usd: float, *, is_lean: bool) -> None:

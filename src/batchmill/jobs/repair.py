@@ -82,6 +82,7 @@ class _Rebuild:
         self._commits: dict[Key, list[CommitRecord]] = defaultdict(list)
         self._epochs: dict[Key, int] = defaultdict(int)  # the highest that a lease or a block of the shard had
         self._usage = Usage()
+        self._warnings: Counter[str] = Counter()
         self._failed: list[_Orphan] = []  # the blocks of errors that count
         self._damaged = BreachList()
         for shard in order.before.shards:
@@ -179,6 +180,7 @@ class _Rebuild:
             return False
         outcomes.take(block)
         self._usage += block.meta.usage
+        self._warnings.update(block.meta.warnings)
         if not block.ok:
             self._failed.append(_orphan(block))
         return True
@@ -223,6 +225,7 @@ class _Rebuild:
             counters=Counters(
                 rows=plan.rows, rows_ok=states.count(OK), rows_failed=states.count(FAILED) + plan.rejected,
                 rows_folded=plan.followers, rows_rejected=plan.rejected, usage=self._usage,
+                warnings=dict(self._warnings),
                 cost=sum(costs) if costs else None,
             ),
             shards=shards, commits=commits, errors=self._errors(states, plan.rejected), adopted=adopted,

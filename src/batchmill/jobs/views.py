@@ -100,6 +100,7 @@ def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobVie
         prices={model.name: model.price for model in _in_use(spec) if model.price is not None},
         errors={code: rows for code, (rows, _) in errors.items()},
         error_samples={code: sample for code, (_, sample) in errors.items()},
+        warnings=msgspec.json.decode(record["warnings"] or b"{}", type=dict[str, int]),
         elapsed_s=record["elapsed_s"],
         problems=msgspec.json.decode(problems, type=list[Problem]) if problems else [],
         problems_total=record["problems_total"],

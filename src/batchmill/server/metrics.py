@@ -331,6 +331,9 @@ class Metrics:
         )
         yield counter_family("row_errors", "Rows that failed, by cause.", [project, model, "code"], tallies.errors)
         yield counter_family(
+            "reply_warnings", "Results whose reply has a flaw.", [project, model, "kind"], tallies.warnings
+        )
+        yield counter_family(
             "live_tokens", "Tokens of live requests; kind input includes cached.", [project, model, "kind"],
             self._live_tokens,
         )  # fmt: skip

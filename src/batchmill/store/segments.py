@@ -57,6 +57,7 @@ class BlockMeta(Struct, frozen=True, omit_defaults=True):
     usage: Usage = Usage()
     errors: dict[str, int] = {}
     samples: dict[str, str] = {}  # error code -> one message
+    warnings: dict[str, int] = {}  # of replies that are results: name in wire.replies.WARNINGS -> replies
     hidden: list[int] = []  # of columns: where the payload had BLOCK_MAGIC; its first byte is 0 there
 
 

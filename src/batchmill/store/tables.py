@@ -53,6 +53,7 @@ jobs = Table(
     Column("cached_tokens", BigInteger, nullable=False, default=0),
     Column("output_tokens", BigInteger, nullable=False, default=0),
     Column("cost", Float),
+    Column("warnings", LargeBinary),  # dict[str, int] as JSON: types.JobView.warnings
     Column("output", Text),
     Column("errors_output", Text),
     Column("problems", LargeBinary),  # list[types.Problem] as JSON

@@ -32,6 +32,7 @@ from batchmill.types.jobs import (
     Once,
     Policy,
     Problem,
+    ReplyRules,
     SalvagedTable,
     SalvageReport,
     Seal,
@@ -65,7 +66,7 @@ __all__ = [
     "ColumnBlock", "ColumnResultBlock", "Commit", "Connector", "DatasetSpec", "EngineEvent", "EngineState",
     "EngineStats", "EngineView", "FunctionRequest", "FunctionSpec", "Interface", "Isolation", "JobOrder", "JobQuery",
     "JobView", "Lease", "LedgerReport", "Limits", "LiveHead", "LiveRequest", "LlmSettings", "ModelSpec", "Needs",
-    "Once", "Outcome", "Policy", "Price", "Problem", "ProjectQuotas", "Provision", "Quotas", "RemoteJob", "Request",
-    "ResultBlock", "Row", "RowBlock", "RowError", "SalvageReport", "SalvagedTable", "Scaling", "Scope", "Seal",
-    "SealedFile", "SegmentPlace", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
+    "Once", "Outcome", "Policy", "Price", "Problem", "ProjectQuotas", "Provision", "Quotas", "RemoteJob", "ReplyRules",
+    "Request", "ResultBlock", "Row", "RowBlock", "RowError", "SalvageReport", "SalvagedTable", "Scaling", "Scope",
+    "Seal", "SealedFile", "SegmentPlace", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
 ]

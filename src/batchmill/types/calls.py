@@ -114,7 +114,8 @@ class Outcome(Struct, frozen=True, gc=False):
     """The final result of a row.
 
     ok:     `body` is the JSON of the reply's body and `error` is None.
-    error:  `error` is set; `body` is the JSON of the service's reply, or None without a reply.
+    error:  `error` is set; `body` is the JSON of the service's reply, or None without a reply. With a status below 400
+            the reply is a result that was not accepted.
     """
 
     row: Row
@@ -123,6 +124,7 @@ class Outcome(Struct, frozen=True, gc=False):
     status: int = 200  # HTTP status of the reply; 0 without a reply
     usage: Usage | None = None
     request_id: str | None = None
+    warnings: tuple[str, ...] = ()  # of a result: names of wire.replies.WARNINGS
 
 
 class LiveRequest(Struct, frozen=True):

@@ -110,6 +110,7 @@ class Commit(Struct, frozen=True):
     usage: Usage
     errors: dict[str, int] = {}  # error code -> rows
     samples: dict[str, str] = {}  # error code -> one message
+    warnings: dict[str, int] = {}  # of replies that count as results: name in wire.replies.WARNINGS -> replies
     blocks: bytes = b""  # those of `ref`, if it is durable only with the commit
 
 
@@ -160,6 +161,12 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
     on_engine_failure: str = "pause"  # pause, fail: the state of a job whose engine cannot be started
 
 
+class ReplyRules(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which replies of a language model count as results."""
+
+    fail_on: list[str] = []  # names of wire.replies.WARNINGS: such replies are errors of their rows
+
+
 class JobView(Struct, frozen=True):
     """A job as users and clients see it, derived from committed records only."""
 
@@ -193,6 +200,7 @@ class JobView(Struct, frozen=True):
     prices: dict[str, Price] = {}  # of the models that rows use, by name, if they have a price
     errors: dict[str, int] = {}  # code -> rows
     error_samples: dict[str, str] = {}  # code -> one message
+    warnings: dict[str, int] = {}  # of rows_ok: name in wire.replies.WARNINGS -> replies, those of folded rows once
     # only while it runs
     elapsed_s: float = 0.0  # running time without pauses
     rows_per_s: float | None = None
@@ -231,6 +239,7 @@ class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
     url: str | None = None
     params: dict[str, Any] = {}
     policy: Policy = Policy()
+    replies: ReplyRules = ReplyRules()
     output: str | None = None  # absolute
     together: bool = False  # the output holds failed OpenAI rows too, in the order of the input
     output_format: str = "jsonl"  # of results in the job's folder: jsonl, csv.zst …; of parts: jsonl, csv, parquet

@@ -59,6 +59,7 @@ RESPONSES, RERANK, SCORE = "/v1/responses", "/v1/rerank", "/v1/score"
 URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, RERANK, SCORE)
 MODERATIONS, MESSAGES = "/v1/moderations", "/v1/messages"  # only OpenAI and only Anthropic have these
 CLASSIFY = "/classify"
+ERROR_STATUS_MIN = 400
 TOKENS_MAX = 2**40  # of one row: a larger count of a reply is wrong, and its sums would not fit the ledger
 
 
@@ -132,7 +133,7 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
         lines = []
         for outcome in outcomes:
             row, body = outcome.row, outcome.body
-            if body is None or outcome.request_id is not None or row.custom_id is None:
+            if body is None or outcome.error is not None or outcome.request_id is not None or row.custom_id is None:
                 lines.append(write(outcome))
             else:
                 lines.append(line % (row.number, row.custom_id, outcome.status, row.number, body))
@@ -144,6 +145,9 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
         custom_id = self._custom_id(row.raw) if row.custom_id is None else row.custom_id
         if body is None:
             return _failed_line(self.id_prefix) % (number, custom_id, encode(outcome.error))
+        if outcome.error is not None and outcome.status < ERROR_STATUS_MIN:
+            reply = (outcome.status, encode(outcome.request_id or f"req_{number}"), body, encode(outcome.error))
+            return _refused_line(self.id_prefix) % (number, custom_id, *reply)
         if outcome.request_id is None:
             return _replied_line(self.id_prefix) % (number, custom_id, outcome.status, number, body)
         return _answered_line(self.id_prefix) % (number, custom_id, outcome.status, encode(outcome.request_id), body)
@@ -190,6 +194,12 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
 def _replied_line(id_prefix: str) -> bytes:
     """Template of a line whose reply has no id of its own: number, custom_id, status, number, body."""
     return _head(id_prefix) + b'"response":{"status_code":%d,"request_id":"req_%d","body":%b},"error":null}\n'
+
+
+@lru_cache(maxsize=64)
+def _refused_line(id_prefix: str) -> bytes:
+    """Template of a line whose reply was not accepted: number, custom_id, status, its id as JSON, body, error."""
+    return _head(id_prefix) + b'"response":{"status_code":%d,"request_id":%b,"body":%b},"error":%b}\n'
 
 
 @lru_cache(maxsize=64)
@@ -262,10 +272,18 @@ class TableForm(Struct, frozen=True, tag="table"):
         """Render the row's columns with `output` and `error`, as one JSON line."""
         if outcome.error is not None:
             text = f"{outcome.error.code}: {outcome.error.message}"
-            return append_members(_object_or_empty(outcome.row.raw), b'"output":null,"error":' + encode(text)) + b"\n"
+            is_refused = outcome.body is not None and outcome.status < ERROR_STATUS_MIN
+            output = self._output_of(outcome) if is_refused else b"null"
+            members = b'"output":%b,"error":%b' % (output, encode(text))
+            return append_members(_object_or_empty(outcome.row.raw), members) + b"\n"
+        members = b'"output":%b,"error":null' % self._output_of(outcome)
+        if outcome.warnings:
+            members += b',"warnings":%b' % encode(",".join(outcome.warnings))
+        return append_members(outcome.row.raw, members) + b"\n"
+
+    def _output_of(self, outcome: Outcome) -> bytes:
         assert outcome.body is not None
-        output = outcome.body if self.prompt is None else self._output(outcome.body)
-        return append_members(outcome.row.raw, b'"output":' + output + b',"error":null') + b"\n"
+        return outcome.body if self.prompt is None else self._output(outcome.body)
 
     def _output(self, body: bytes) -> bytes:
         """Extract the text or the vector of a reply; without either, return the whole reply."""
@@ -298,6 +316,8 @@ class TableForm(Struct, frozen=True, tag="table"):
             bytes(members["error"]),
             leader.number,
         )
+        if "warnings" in members:
+            shared += b',"warnings":%b' % bytes(members["warnings"])
         return append_members(row.raw, shared) + b"\n"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from batchmill.object_store.urls import is_object_url
-from batchmill.types import DatasetSpec, ModelSpec, Policy
+from batchmill.types import DatasetSpec, ModelSpec, Policy, ReplyRules
 from batchmill.wire.forms import Form
 
 
@@ -34,6 +34,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     replaced_job: str | None = None  # whose manifest in the output folder this job's may replace
     used: list[str] = []  # names of the models and adapters of its rows; set when a frontend's job is planned
     is_small: bool = False  # its dataset, plans and outcomes lie in the database: see jobs/ledger/packed.py
+    replies: ReplyRules = ReplyRules()
     routing: dict[str, list[str]] = {}  # model name -> why its route was chosen; only of models with several routes
 
     @property

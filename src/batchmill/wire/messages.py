@@ -19,6 +19,7 @@ from batchmill.types import (
     LiveRequest,
     ModelSpec,
     Provision,
+    ReplyRules,
     SegmentPlace,
     SegmentRef,
 )
@@ -66,6 +67,7 @@ class Open(Struct, frozen=True, tag="open"):
     stores: dict[str, str] = {}  # the variables that its object stores are reached with; not shown in any log
     inputs: list[str] = []  # local files that the dataset reads
     files: list[StoredFile] = []  # for a worker that does not see the data directory: what this message names of it
+    replies: ReplyRules = ReplyRules()
     moved: dict[str, str] = {}  # files or folders of the dataset -> where a worker that does not see them has them
 
     def __repr__(self) -> str:  # without the variables

@@ -110,6 +110,7 @@ Label = Annotated[str, Meta(max_length=LABEL_CHARS_MAX)]
 Labels = Annotated[dict[LabelName, Label], Meta(max_length=LABELS_MAX)]
 OutputFormat = Literal["jsonl", "csv", "parquet", "jsonl.gz", "jsonl.zst", "csv.gz", "csv.zst"]
 Format = Literal["openai", "jsonl", "csv", "parquet"]
+Flaw = Literal["truncated", "filtered", "refused", "empty", "repeating"]  # see wire.replies.WARNINGS
 
 
 class Work(Struct, frozen=True, forbid_unknown_fields=True):
@@ -133,6 +134,7 @@ class NewJob(Work, frozen=True, forbid_unknown_fields=True):
     budget: MoreThanNothing | None = None  # USD; the job pauses when it is spent
     priority: Priority = 0  # jobs of a higher priority go first
     completion_s: Annotated[float, Meta(gt=0, le=COMPLETION_S_MAX)] | None = None  # from now
+    fail_on: list[Flaw] = []  # replies of language models that are errors of their rows
     labels: Labels = {}
     output_format: OutputFormat | None = (
         None  # None: jsonl, or as the name of `output` says; of parts: jsonl, csv, parquet

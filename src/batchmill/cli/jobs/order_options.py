@@ -22,7 +22,7 @@ from batchmill.jobs.ledger.files import is_folder
 from batchmill.jobs.results.results import errors_of
 from batchmill.models.registry import KINDS, ModelFlags, checked_budget, resolve
 from batchmill.object_store.urls import is_object_url
-from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy
+from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy, ReplyRules
 from batchmill.wire.input_urls import is_hub_url, is_input_url, is_web_url
 from batchmill.wire.json_bytes import is_too_deep
 
@@ -168,6 +168,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
         output=output,
         part_rows=options.get("part_rows"),
         output_format=options.get("output_format") or "jsonl",
+        replies=ReplyRules(options.get("fail_on") or []),
         together=options.get("together", False),
         labels=pairs(options.get("labels", ()), "--label"),
         restart=options.get("restart", False),

@@ -16,12 +16,13 @@ from batchmill.cli.jobs.order_options import build_order, deadline_option, order
 from batchmill.cli.jobs.summary import show_end
 from batchmill.cli.session import Session
 from batchmill.cli.text import clean, count
-from batchmill.cli.values import COUNT, POSITIVE
+from batchmill.cli.values import COUNT, POSITIVE, NameList
 from batchmill.config import Config
 from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.types import JobView, Submitted
 from batchmill.types.cluster import EXECUTORS
 from batchmill.wire.native import PRIORITY_MAX
+from batchmill.wire.replies import WARNINGS
 
 if TYPE_CHECKING:
     from batchmill.cli.clients import JobsClient
@@ -149,6 +150,12 @@ PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
     help="The format of parts, if the output is a folder [jsonl].",
 )
 @click.option("--part-rows", type=COUNT, help="Rows of each part, if the output is a folder [1,000,000].")
+@click.option(
+    "--fail-on",
+    type=NameList(WARNINGS),
+    metavar="KINDS",
+    help="Replies that are errors of their rows: " + ", ".join(WARNINGS) + ".",
+)
 @click.option("--overwrite", is_flag=True, help="Run a finished job again and overwrite its results.")
 @click.pass_obj
 def run(session: Session, **options: Any) -> int:

@@ -16,6 +16,7 @@ from batchmill.cli.session import (
 from batchmill.cli.text import clean, count, duration, money, percent
 from batchmill.states import JobState, PauseReason
 from batchmill.types import JobView, Problem
+from batchmill.wire.replies import WARNINGS
 
 CAUSES_MAX = 20
 PROBLEMS_MAX = 1000
@@ -109,6 +110,7 @@ def lines(view: JobView) -> list[str]:
     if view.rows:
         texts.append(_line("rows", count(view.rows)))
         texts.append(_line("ok", count(view.rows_ok)))
+        texts += flaws(view)
         texts.append(_line("failed", count(view.rows_failed)))
         texts += causes(view)
         left = view.rows - view.rows_ok - view.rows_failed
@@ -156,6 +158,12 @@ def causes(view: JobView) -> list[str]:
         rest = by_rows[CAUSES_MAX:]
         texts.append(f"  {count(sum(rows for _, rows in rest)):>{WIDTH}}  of {count(len(rest), 'further cause')}")
     return [line.removesuffix(": ") for line in texts]
+
+
+def flaws(view: JobView) -> list[str]:
+    """Results whose replies are not what they seem, by kind."""
+    found = {name: view.warnings[name] for name in WARNINGS if view.warnings.get(name)}
+    return [f"  {count(replies):>{WIDTH}}  {name}: {WARNINGS[name]}" for name, replies in found.items()]
 
 
 def pause_lines(view: JobView) -> list[str]:

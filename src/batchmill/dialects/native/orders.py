@@ -27,6 +27,7 @@ from batchmill.types import (
     Once,
     Policy,
     RemoteJob,
+    ReplyRules,
     Wait,
 )
 from batchmill.wire.bundles import ModelVersion
@@ -242,7 +243,8 @@ class Orders:
                 f"the name of the output {job.output!r} says its format: leave out output_format", code="invalid_output"
             )
         fields = {
-            "policy": policy, "labels": job.labels, "output_format": job.output_format or "jsonl",
+            "policy": policy, "replies": ReplyRules(list(job.fail_on)), "labels": job.labels,
+            "output_format": job.output_format or "jsonl",
             "together": job.together, "output": job.output, "part_rows": job.part_rows, "overwrite": job.overwrite,
         }  # fmt: skip
         return replace(base, origin=origin, once=once, **fields)

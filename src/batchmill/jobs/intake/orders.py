@@ -24,12 +24,13 @@ from batchmill.models import functions, registry
 from batchmill.object_store.urls import is_object_url
 from batchmill.states import JobState
 from batchmill.store.stored_files import StoredFiles
-from batchmill.types import Amendment, JobOrder, ModelSpec, Policy, Seal
+from batchmill.types import Amendment, JobOrder, ModelSpec, Policy, ReplyRules, Seal
 from batchmill.types.engine_traits import ENGINES, Source
 from batchmill.wire import forms
 from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
 from batchmill.wire.input_urls import is_fetched, is_input_url
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.replies import WARNINGS
 
 PRIORITY_MAX = 100
 CHOICES = {"on_invalid": ("fail", "skip"), "on_engine_failure": ("pause", "fail")}
@@ -115,12 +116,14 @@ def describe(order: JobOrder, now: float) -> JobSpec:
     if order.part_rows is not None:
         _check_part_rows(order.part_rows, order.output)
     check(order.policy, order.models, now)
+    _check_replies(order)
     return JobSpec(
         id=job_id,
         dataset=order.dataset,
         models=order.models,
         form=form,
         policy=order.policy,
+        replies=order.replies,
         output=order.output,
         output_format=order.output_format,
         part_rows=order.part_rows,
@@ -135,6 +138,18 @@ def describe(order: JobOrder, now: float) -> JobSpec:
         origin=order.origin,
         is_small=order.origin is not None and order.output is None and may_be_small(order.dataset),
     )
+
+
+def _check_replies(order: JobOrder) -> None:
+    """Raises: InvalidInput, naming the value."""
+    for name in order.replies.fail_on:
+        if name not in WARNINGS:
+            raise InvalidInput(f"fail_on names {name!r}; it can name {', '.join(WARNINGS)}", code="invalid_fail_on")
+    if order.replies.fail_on and all(model.takes_columns for model in order.models):
+        raise InvalidInput(
+            "fail_on is for the replies of language models: a function that returns is a result; raise an error in it",
+            code="invalid_fail_on",
+        )
 
 
 def _check_part_rows(part_rows: int, output: str | None) -> None:
@@ -254,6 +269,8 @@ def identity(order: JobOrder, form: Form) -> str:
         "dedupe": order.policy.dedupe,
         "output": order.output,
     }
+    if order.replies != ReplyRules():
+        what["replies"] = order.replies
     if order.part_rows is not None:
         what["part_rows"] = order.part_rows
     if order.output is not None and order.output_format != "jsonl":

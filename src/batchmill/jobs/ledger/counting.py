@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import sqlalchemy as sa
 from msgspec import Struct, field
 
@@ -23,7 +24,7 @@ from batchmill.types import Commit
 ShardKey = tuple[str, int, int]  # job, generation, shard
 
 _SUMS = ("rows_ok", "rows_failed", "input_tokens", "cached_tokens", "output_tokens", "bytes")
-_STATES = sa.select(jobs.c.state, jobs.c.generation.label("job_generation"), shards).join(
+_STATES = sa.select(jobs.c.state, jobs.c.warnings, jobs.c.generation.label("job_generation"), shards).join(
     jobs, shards.c.job == jobs.c.id
 )
 _KEY = sa.tuple_(shards.c.job, shards.c.generation, shards.c.shard)
@@ -58,6 +59,8 @@ class JobSums(Struct):
     cost: float | None = None
     errors: dict[str, int] = field(default_factory=dict)
     samples: dict[str, str] = field(default_factory=dict)
+    warnings: dict[str, int] = field(default_factory=dict)  # those of the record and of the batch
+    has_warnings: bool = False  # the batch has some
 
 
 class CommitBatch:
@@ -75,6 +78,8 @@ class CommitBatch:
                 found.epoch, is_open, found.seq, found.seq, found.done, int.from_bytes(found.bitmap, "little"),
                 found.hi - found.lo, len(found.bitmap),
             )  # fmt: skip
+            if found.warnings is not None and found.job not in self.jobs:
+                self.jobs[found.job] = JobSums(warnings=msgspec.json.decode(found.warnings))
 
     def add(self, commit: Commit, cost: float | None) -> bool:
         """Count a commit; False: another worker holds the shard, its job takes no more, or it was counted before.
@@ -134,6 +139,9 @@ class CommitBatch:
         for code, rows in commit.errors.items():
             job.errors[code] = job.errors.get(code, 0) + rows
             job.samples.setdefault(code, commit.samples.get(code, ""))
+        for name, replies in commit.warnings.items():
+            job.has_warnings = True
+            job.warnings[name] = job.warnings.get(name, 0) + replies
 
     def write(self) -> None:
         """Write the shards, commits and sums. Raises: LedgerBroken where a shard has changed meanwhile: a bug."""
@@ -157,6 +165,8 @@ class CommitBatch:
             values: dict[str, Any] = {name: jobs.c[name] + value for name, value in job.sums.items()}
             if job.cost is not None:
                 values["cost"] = sa.func.coalesce(jobs.c.cost, 0.0) + job.cost
+            if job.has_warnings:
+                values["warnings"] = msgspec.json.encode(job.warnings)
             self._db.execute(jobs.update().where(jobs.c.id == job_id).values(**values))
 
 

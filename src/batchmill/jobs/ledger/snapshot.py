@@ -62,6 +62,7 @@ class Counters(Struct, frozen=True):
     rows_rejected: int = 0
     usage: Usage = Usage()
     cost: float | None = None
+    warnings: dict[str, int] = {}
 
 
 class Snapshot(Struct, frozen=True):
@@ -103,6 +104,7 @@ def read(db: sa.Connection, job_id: str) -> Snapshot:
         counters=Counters(
             rows=job["rows"], rows_ok=job["rows_ok"], rows_failed=job["rows_failed"], rows_folded=job["rows_folded"],
             rows_rejected=job["rows_rejected"], cost=job["cost"],
+            warnings=msgspec.json.decode(job["warnings"] or b"{}"),
             usage=Usage(job["input_tokens"], job["cached_tokens"], job["output_tokens"]),
         ),
         shards=[ShardRecord(*record) for record in db.execute(_shards_of(job_id))],
@@ -161,6 +163,7 @@ def replace(db: sa.Connection, spec: JobSpec, before: Snapshot, after: Rebuilt) 
             rows_folded=sums.rows_folded, rows_rejected=sums.rows_rejected, cost=sums.cost,
             input_tokens=sums.usage.input_tokens, cached_tokens=sums.usage.cached_tokens,
             output_tokens=sums.usage.output_tokens,
+            warnings=msgspec.json.encode(sums.warnings) if sums.warnings else None,
         )
     )  # fmt: skip
 

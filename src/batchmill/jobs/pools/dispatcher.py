@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -28,7 +27,6 @@ from batchmill.jobs.pools.replicas import Load
 from batchmill.jobs.pools.resources import Resources
 from batchmill.jobs.pools.tallies import ModelGauge, Tallies
 from batchmill.models.secrets import NoSecrets
-from batchmill.object_store.credentials import variables_of
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
 from batchmill.types import Commit, Lease, ModelSpec, Shard
@@ -39,7 +37,6 @@ from batchmill.wire.messages import (
     LeaseReleased,
     Note,
     Noted,
-    Open,
     Ready,
     Record,
     Released,
@@ -588,12 +585,7 @@ def _open_job(run: JobRun, worker: PoolWorker, model: int) -> None:
     if spec.id in worker.opened:
         return
     worker.opened[spec.id] = spec.project
-    adapters = spec.models[model].adapter_set()
-    places = str(run.files.dataset), run.files.segment_place
-    stores = variables_of(os.environ) if spec.uses_stores else {}
-    inputs = [] if spec.is_small else [path for path in spec.dataset.paths if path.startswith("/")]
-    message = Open(spec.id, spec.identity, spec.form, *places, spec.is_small, adapters, spec.project, stores, inputs)
-    worker.handle.send(message)
+    worker.handle.send(run.opening(model))
     if run.fails_rows:
         worker.handle.send(FailRows(spec.id))
     if run.job_budget is not None:

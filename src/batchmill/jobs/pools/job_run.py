@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,12 +16,13 @@ from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.ledger import LeasedShard, undone
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.pools.scheduler import Rates, RowCost
+from batchmill.object_store.credentials import variables_of
 from batchmill.ports import Clock
 from batchmill.states import PauseReason
 from batchmill.types import Commit, Lease, Shard
 from batchmill.wire import messages
 from batchmill.wire.job_spec import JobSpec
-from batchmill.wire.messages import Allow, Grant, Spending
+from batchmill.wire.messages import Allow, Grant, Open, Spending
 
 MARGIN = 1.1  # the suggested budget is the estimated cost of the rows times this
 ROUNDING_USD = 1e-9  # sums of fractions are not exact
@@ -351,6 +353,16 @@ class JobRun:
             del self._shards_held[held.worker]
         self._rows_held[shard.model] -= shard.hi - shard.lo - self._done[shard.number]
         return True
+
+    def opening(self, model: int) -> Open:
+        """What a worker of a model is told of the job before its rows."""
+        spec, files = self.spec, self.files
+        inputs = [] if spec.is_small else [path for path in spec.dataset.paths if path.startswith("/")]
+        return Open(
+            spec.id, spec.identity, spec.form, dataset=str(files.dataset), segments=files.segment_place,
+            is_small=spec.is_small, adapters=spec.models[model].adapter_set(), project=spec.project,
+            stores=variables_of(os.environ) if spec.uses_stores else {}, inputs=inputs, replies=spec.replies,
+        )  # fmt: skip
 
     def grant(self, shard: Shard, leased: LeasedShard) -> Grant:
         """The grant message for the open rows of a shard."""

@@ -106,6 +106,7 @@ class Tallies:
         self.rows: Counter[tuple[str, str, str]] = Counter()  # (project, model, "ok" or "failed")
         self.tokens: Counter[tuple[str, str, str]] = Counter()  # (project, model, "input", "cached" or "output")
         self.errors: Counter[tuple[str, str, str]] = Counter()  # (project, model, code)
+        self.warnings: Counter[tuple[str, str, str]] = Counter()  # (project, model, name in wire.replies.WARNINGS)
         self.spending: dict[tuple[str, str], float] = defaultdict(float)  # USD by (project, model)
         self.live: Counter[tuple[str, int]] = Counter()  # (model, status of the reply; 0: no reply)
         self.adapters = AdapterSums()
@@ -123,6 +124,8 @@ class Tallies:
         self.tokens[project, model, "output"] += usage.output_tokens
         for code, rows in commit.errors.items():
             self.errors[project, model, self._bounded(code)] += rows
+        for name, replies in commit.warnings.items():
+            self.warnings[project, model, name] += replies
 
     def _bounded(self, code: str) -> str:
         if code not in self._codes:

@@ -185,6 +185,7 @@ def _jobs() -> None:
         sa.Column("cached_tokens", sa.BigInteger(), nullable=False),
         sa.Column("output_tokens", sa.BigInteger(), nullable=False),
         sa.Column("cost", sa.Float(), nullable=True),
+        sa.Column("warnings", sa.LargeBinary(), nullable=True),
         sa.Column("output", text(), nullable=True),
         sa.Column("errors_output", text(), nullable=True),
         sa.Column("problems", sa.LargeBinary(), nullable=True),
