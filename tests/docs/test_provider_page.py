@@ -12,6 +12,7 @@ import pytest
 from docs.pages import Session, read_page
 from fakes.batch_provider import BatchProvider
 
+from batchmill.engines.provider_batch.gemini import GeminiBatches
 from batchmill.engines.provider_batch.openai import OpenAIBatches
 from batchmill.engines.provider_batch.settings import SHARED
 from batchmill.models.providers import PROVIDERS
@@ -39,7 +40,7 @@ async def test_the_page_does_what_it_says(home: Path) -> None:
 
 
 def test_every_argument_is_told() -> None:
-    """The page names every provider, and every argument of the engine and of OpenAI's batches."""
+    """The page names every provider, and every argument of the engine, of OpenAI's and of Gemini's batches."""
     text = PAGE.read_text()
-    names = SHARED | OpenAIBatches.arguments | {f"{name}-batch" for name in PROVIDERS}
+    names = SHARED | OpenAIBatches.arguments | GeminiBatches.arguments | {f"{name}-batch" for name in PROVIDERS}
     assert [name for name in names if f"`{name}`" not in text] == []

@@ -218,6 +218,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "'f'",
     ),
+    "calls that are no list": ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "`tool_calls`"),
     "a file by its id": (
         {"messages": [{"role": "user", "content": [{"type": "file", "file": {"file_id": "f"}}]}]},
         "'file'",

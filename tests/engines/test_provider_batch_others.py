@@ -13,6 +13,7 @@ from engines.provider_batch_support import FAST, Ground, HeldLease, batch_row
 from fakes.anthropic_batches import AnthropicFake
 from fakes.aws_batches import REGION, AwsFake, BedrockFake, SageMakerFake
 from fakes.cohere_batches import CohereFake
+from fakes.gemini_batches import GeminiFake
 from fakes.provider_fake import LOST_REPLY, ProviderFake, Wrong
 
 from batchmill.engines.connections import Connections
@@ -23,10 +24,17 @@ from batchmill.types import Limits, ModelSpec, RemoteJob, Row
 
 ROWS = 9
 STEPS_MAX = 60
-FAKES = {"anthropic": AnthropicFake, "cohere": CohereFake, "sagemaker": SageMakerFake, "bedrock": BedrockFake}
+FAKES = {
+    "anthropic": AnthropicFake,
+    "cohere": CohereFake,
+    "gemini": GeminiFake,
+    "sagemaker": SageMakerFake,
+    "bedrock": BedrockFake,
+}
 CREATES = {
     "anthropic": ("POST", "/v1/messages/batches"),
     "cohere": ("POST", "/v1/embed-jobs"),
+    "gemini": ("POST", ":batchGenerateContent"),
     "sagemaker": ("POST", "CreateTransformJob"),
     "bedrock": ("POST", "/model-invocation-job"),
 }
@@ -132,7 +140,9 @@ async def test_files_that_stay(name: str, fake: ProviderFake, tmp_path: Path) ->
     spec = model(name, fake)
     spec.engine_args["keep_files"] = True
     await Ground(spec, tmp_path).run((HeldLease(ROWS), rows_for(name)))
-    if name != "anthropic":
+    if isinstance(fake, GeminiFake):
+        assert (len(fake.files), fake.deleted) == (1, [])  # the results go with their batch
+    elif name != "anthropic":
         assert len(getattr(fake, "files", None) or fake.datasets) >= 2
 
 

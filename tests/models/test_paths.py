@@ -21,6 +21,7 @@ def test_each_engine_has_its_paths():
     assert paths_of(llm) == set(URLS)
     assert paths_of(spec("provider_batch", provider="openai")) == {*URLS, "/v1/moderations"}
     assert paths_of(spec("provider_batch", provider="anthropic")) == {"/v1/messages", "/v1/chat/completions"}
+    assert paths_of(spec("provider_batch", provider="gemini")) == {"/v1/chat/completions", "/v1/embeddings"}
     assert paths_of(spec("routes", routes=[http, llm])) == paths_of(http)
     for free in (spec("function"), spec("connector"), spec("provider_batch", provider="bedrock")):
         assert paths_of(free) is None and answers(free, "/v1/any") and not answers(free, "/v2/any")

@@ -184,7 +184,7 @@ def test_a_connector_is_read_from_its_file(place):
         resolve("connector:other.json", configured(place), cwd=place)
 
 
-@pytest.mark.parametrize("provider", ["openai", "azure", "anthropic", "cohere", "sagemaker", "bedrock"])
+@pytest.mark.parametrize("provider", ["openai", "azure", "anthropic", "cohere", "gemini", "sagemaker", "bedrock"])
 def test_a_batch_api_is_named_after_its_provider(place, provider):
     """`PROVIDER-batch:MODEL` hands rows to that provider's batch API, which answers no live request."""
     spec = resolve(f"{provider}-batch:m", configured(place), cwd=place)

@@ -255,6 +255,7 @@ def at_batches(url: str, **parameters: str) -> Connector:
         ("https://api.anthropic.com/v1/messages/batches", "anthropic"),
         ("https://api.cohere.com/v1/embed-jobs", "cohere"),
         ("https://api.cohere.ai/v1/embed-jobs", "cohere"),
+        ("https://generativelanguage.googleapis.com/v1beta/models/gemini-x:batchGenerateContent", "gemini"),
         ("https://api.sagemaker.us-east-1.amazonaws.com/CreateTransformJob", "sagemaker"),
         ("https://bedrock.us-east-1.amazonaws.com/model-invocation-job", "bedrock"),
         ("https://bedrock-fips.us-gov-west-1.amazonaws.com/model-invocation-job", "bedrock"),

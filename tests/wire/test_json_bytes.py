@@ -8,9 +8,10 @@ import pytest
 from batchmill.dialects.modelbit.dialect import read_request
 from batchmill.dialects.open_inference.dialect import _members
 from batchmill.dialects.predibase.serving import read_body
-from batchmill.engines.provider_batch import anthropic, bedrock, cohere, openai, sagemaker
+from batchmill.engines.provider_batch import anthropic, bedrock, cohere, gemini, openai, sagemaker
 from batchmill.engines.provider_batch.provider import ProviderReply, TryAgain
 from batchmill.errors import BatchmillError
+from batchmill.types import RemoteJob
 from batchmill.wire import json_bytes
 from batchmill.wire.json_bytes import DEPTH_MAX, is_too_deep, shallow
 from batchmill.wire.json_templates import is_json
@@ -55,6 +56,9 @@ def test_nobody_reads_what_is_too_deep():
     line = b'{"custom_id":"r7","recordId":"r7","result":{"type":"succeeded","message":' + DEEP + b"}}"
     for _, reply in (openai.read_line(line), anthropic._read(line, "mark", 0), bedrock._read(line, 0)):
         assert reply.is_garbled and f"deeper than {DEPTH_MAX}" in reply.error.message
+    job, line = RemoteJob("tag", "gemini", "ended"), b'{"key":"c7","response":' + DEEP + b"}"
+    number, reply = gemini._read(line, job, "m")
+    assert number == 7 and reply.is_garbled and f"deeper than {DEPTH_MAX}" in reply.error.message
     assert json.loads(sagemaker._reply(DEEP).body) == {"response": DEEP.decode()}
     with pytest.raises(TryAgain):
         ProviderReply({}, DEEP).json()

@@ -25,7 +25,11 @@ VLLM_PATHS = (MESSAGES, f"{MESSAGES}/count_tokens")
 
 OPENAI_LIKE = ("openai", "azure")  # providers whose batches take rows of any of their paths
 _PATH = re.compile(r"/v1(?:/[A-Za-z0-9][A-Za-z0-9._-]*)+")
-_PROVIDER_PATHS = {"anthropic": frozenset((CHAT, MESSAGES)), "cohere": frozenset((EMBEDDINGS,))}
+_PROVIDER_PATHS = {
+    "anthropic": frozenset((CHAT, MESSAGES)),
+    "cohere": frozenset((EMBEDDINGS,)),
+    "gemini": frozenset((CHAT, EMBEDDINGS)),
+}
 
 
 def paths_of(model: ModelSpec) -> frozenset[str] | None:

@@ -1,7 +1,7 @@
 """Properties of providers' batch APIs: rows and bytes of one job, time, address and key.
 
-Sources: OpenAI's, Azure OpenAI's, Anthropic's, Cohere's, SageMaker's and Bedrock's documentation. Limits that differ
-between accounts can be set as engine arguments.
+Sources: OpenAI's, Azure OpenAI's, Anthropic's, Cohere's, Gemini's, SageMaker's and Bedrock's documentation. Limits that
+differ between accounts can be set as engine arguments.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from batchmill.types import ModelSpec
 
 DAY_S = 86_400.0
 MB, MIB = 1_000_000, 1024 * 1024
+GEMINI_URL = "https://generativelanguage.googleapis.com"
 
 
 class Provider(Struct, frozen=True):
@@ -35,6 +36,8 @@ PROVIDERS = {
         Provider("azure", 100_000, 200 * MB, key="env:AZURE_OPENAI_API_KEY"),
         Provider("anthropic", 100_000, 256 * MB, base_url="https://api.anthropic.com", key="env:ANTHROPIC_API_KEY"),
         Provider("cohere", 100_000, 512 * MIB, base_url="https://api.cohere.com", key="env:COHERE_API_KEY"),
+        # Gemini documents no maximum of rows.
+        Provider("gemini", 100_000, 2000 * MB, base_url=GEMINI_URL, key="env:GEMINI_API_KEY"),
         Provider("sagemaker", 100_000, 1024 * MIB, sends_paths=False),
         Provider("bedrock", 50_000, 1024 * MIB, sends_paths=False),
     )

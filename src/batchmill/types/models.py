@@ -243,7 +243,7 @@ class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
     function: FunctionSpec | None = None  # of a deployed version
     connector: Connector | None = None  # describes the calls, also of a provider's batch API
     alias: str | None = None  # another name of this model
-    provider: str | None = None  # of a batch API: openai, azure, anthropic, cohere, sagemaker, bedrock
+    provider: str | None = None  # of a batch API: a name of models.providers.PROVIDERS
     routes: list[ModelSpec] = []  # to the same model: all routes, or the others once one is chosen
 
     @property

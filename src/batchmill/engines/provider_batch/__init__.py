@@ -18,6 +18,7 @@ PROVIDER_APIS = {
     "azure": "batchmill.engines.provider_batch.openai:AzureBatches",
     "anthropic": "batchmill.engines.provider_batch.anthropic:AnthropicBatches",
     "cohere": "batchmill.engines.provider_batch.cohere:CohereBatches",
+    "gemini": "batchmill.engines.provider_batch.gemini:GeminiBatches",
     "sagemaker": "batchmill.engines.provider_batch.sagemaker:SageMakerBatches",
     "bedrock": "batchmill.engines.provider_batch.bedrock:BedrockBatches",
 }

@@ -5,17 +5,16 @@ What has no counterpart is refused by its name; fields whose value asks for noth
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
+from batchmill.engines.provider_batch.chat_fields import asks_for_nothing, first_given, read_data_url
 from batchmill.errors import InvalidRow
 from batchmill.types import Usage
 from batchmill.wire.forms import counted
 
-_DATA_URL = re.compile(r"data:([a-z]+/[a-z0-9.+-]+);base64,", re.IGNORECASE)
 _IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _PDF = "application/pdf"
 
@@ -60,7 +59,10 @@ def _assistant(message: dict[str, Any], place: str) -> list[Block]:
     blocks = _parts(message.get("content"), place, _assistant_part)
     if message.get("refusal"):
         blocks.append({"type": "text", "text": message["refusal"]})
-    return blocks + [_tool_use(call, place) for call in message.get("tool_calls") or []]
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise refuse(f"`tool_calls` of {place}", "it is a list", code="invalid_row")
+    return blocks + [_tool_use(call, place) for call in calls]
 
 
 def _tool_use(call: Any, place: str) -> Block:
@@ -123,10 +125,10 @@ def _image_source(url: str, place: str) -> Block:
 
 
 def _base64_source(url: str, types: tuple[str, ...], place: str) -> Block:
-    found = _DATA_URL.match(url)
-    if found is None or found[1].lower() not in types:
+    found = read_data_url(url, types)
+    if found is None:
         raise refuse(f"{url[:40]!r} in {place}", f"it is not a data: URL in base64 of {', '.join(types)}")
-    return {"type": "base64", "media_type": found[1].lower(), "data": url[found.end() :]}
+    return {"type": "base64", "media_type": found[0], "data": found[1]}
 
 
 def _strange(part: Any, place: str) -> InvalidRow:
@@ -200,9 +202,9 @@ def to_messages(body: Mapping[str, Any], *, max_tokens: int = MAX_TOKENS) -> dic
             params[name] = value
         elif name in _TRANSLATED:
             params |= _TRANSLATED[name](value)
-        elif name not in _QUIET or not any(_is_same(value, quiet) for quiet in _QUIET[name]):
+        elif not asks_for_nothing(name, value, _QUIET):
             raise refuse(f"`{name}`", _WAY_OUT)
-    limit = _first(body.get("max_completion_tokens"), body.get("max_tokens"))
+    limit = first_given(body.get("max_completion_tokens"), body.get("max_tokens"))
     if limit is not None:
         params["max_tokens"] = limit
     _check_temperature(params.get("temperature"))
@@ -352,11 +354,3 @@ _TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
 def _check_temperature(value: Any) -> None:
     if isinstance(value, int | float) and value > TEMPERATURE_MAX:
         raise refuse(f"`temperature` {value:g}", f"Anthropic's models take 0 to {TEMPERATURE_MAX:g}")
-
-
-def _is_same(value: Any, quiet: Any) -> bool:
-    return value == quiet and isinstance(value, bool) == isinstance(quiet, bool)
-
-
-def _first(*values: Any) -> Any:
-    return next((value for value in values if value is not None), None)

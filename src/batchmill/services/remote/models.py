@@ -45,6 +45,7 @@ _HOSTS = {
     "api.anthropic.com": "anthropic",
     "api.cohere.com": "cohere",
     "api.cohere.ai": "cohere",
+    "generativelanguage.googleapis.com": "gemini",
 }
 _AZURE = ".openai.azure.com"
 _AWS = (".amazonaws.com", ".amazonaws.com.cn")
