@@ -33,6 +33,7 @@ NAMES = {
     "AsyncTransport": "Transport",
     "aclose": "close",
     "aclosing": "closing",
+    "anext": "next",
     "aiter_raw": "iter_raw",
     "async_pieces": "pieces",
     "async_sleep": "sleep",

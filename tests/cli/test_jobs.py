@@ -135,7 +135,7 @@ def test_a_copy_appears_whole_or_not_at_all(app, call, view, place):
 
     app.partial_results = fail
     names = sorted(path.name for path in place.iterdir())
-    assert call("results", "job_1", "--partial", "-o", "copy").exit_code == 1
+    assert call("results", "job_1", "--partial", "-o", "copy", "--overwrite").exit_code == 1
     assert (place / "copy").read_text() == "before"
     assert sorted(path.name for path in place.iterdir()) == names
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from fakes.running_server import RunningServer, running_server
 from story.test_client import CODE, CONFIG, requests, table
@@ -76,6 +78,24 @@ def test_results_come_back_together(batchmill: Command, tmp_path):
     assert [row["custom_id"] for row in found] == ["c0", "c1", "c2"]
     assert found[1]["response"] is None and found[1]["error"]["code"] == "ValueError"
     assert not (tmp_path / "out.errors.jsonl").exists()
+
+
+def test_results_have_the_form_that_one_wants(batchmill: Command, tmp_path):
+    """Rows of a job at a server are chosen and written as those of this machine, with their requests beside."""
+    requests(tmp_path / "in.jsonl", "a", "fail", "c")
+    (tmp_path / "in.jsonl.gz").write_bytes(gzip.compress((tmp_path / "in.jsonl").read_bytes()))
+    for name in ("in.jsonl", "in.jsonl.gz"):
+        job = job_of(batchmill("run", name, "--model", "upper", "--format", "openai"))
+        printed = batchmill("results", job, "--join", "--columns", "custom_id,output,error", "--output-format", "csv")
+        assert printed.stdout.splitlines() == [
+            "method,url,body,custom_id,output,error",
+            'POST,/v1/x,"{""text"": ""a"", ""model"": ""upper""}",c0,A,',
+            'POST,/v1/x,"{""text"": ""fail"", ""model"": ""upper""}",c1,,ValueError: told to fail',
+            'POST,/v1/x,"{""text"": ""c"", ""model"": ""upper""}",c2,C,',
+        ], printed.stderr
+    failed = batchmill("results", job, "--partial", "--failed", "--columns", "custom_id", "-o", "f.parquet")
+    assert "1 of 3 rows have failed so far" in failed.stderr
+    assert pq.read_table(tmp_path / "f.parquet").to_pylist() == [{"custom_id": "c1"}]
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.parquet", "out.jsonl.gz"])

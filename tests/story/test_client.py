@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 import time
@@ -113,6 +114,35 @@ def test_a_job_from_its_file_to_its_results(client: Client, tmp_path):
     assert len(list(job.partial())) == 3
     assert job.view.origin == {"frontend": "native", "files": {job.view.input[0]: "in.jsonl"}}
     client.delete_file(job.view.input[0])
+
+
+def test_rows_are_read_as_those_of_a_table(client: Client, tmp_path):
+    """The rows of OpenAI results and of tables come in the order of the input, as one wants them."""
+    job = client.submit(requests(tmp_path / "in.jsonl", "a", "fail-", "fail", "d", "fail"))
+    job.wait()
+    rows = list(job.rows())
+    assert [row["custom_id"] for row in rows] == ["c0", "c1", "c2", "c3", "c4"]
+    assert rows[1] == {"custom_id": "c1", "output": "FAIL-", "error": None}
+    assert rows[2] == {"custom_id": "c2", "output": None, "error": "ValueError: told to fail"}
+    failed = list(job.rows(failed=True, join=True, columns=["error"]))
+    assert [row["body"]["text"] for row in failed] == ["fail", "fail"] and list(failed[0])[-1] == "error"
+    assert [row["url"] for row in job.rows(partial=True, join=True)] == ["/v1/x"] * 5
+    with pytest.raises(InvalidInput, match="join adds"):
+        next(job.rows(columns=["body"]))
+    job = client.submit(table(tmp_path / "t.jsonl", "a", "fail"), model="upper")
+    job.wait()
+    assert list(job.rows(columns=["output"], join=True)) == [
+        {"text": "a", "output": "A"},
+        {"text": "fail", "output": None},
+    ]
+    with pytest.raises(InvalidInput, match="no column 'nope'; they have text, output, error"):
+        list(job.rows(columns=["nope"]))
+    packed = tmp_path / "in.jsonl.gz"
+    packed.write_bytes(gzip.compress((tmp_path / "in.jsonl").read_bytes()))
+    job = client.submit(packed, format="openai")
+    job.wait()
+    with pytest.raises(InvalidInput, match="compressed"):
+        list(job.rows(join=True))
 
 
 def test_a_deleted_result_is_no_empty_one(client: Client, server: RunningServer, tmp_path):

@@ -26,6 +26,7 @@ from batchmill.services import data_dirs
 from batchmill.services.configured_models import ConfiguredModels
 from batchmill.services.functions.sent_archives import sent_archive
 from batchmill.types import JobOrder, JobView, ModelSpec, SalvageReport
+from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.native import DeployReply, Estimate, Explanation, ModelInfo, ModelList, SealReport
 
 if TYPE_CHECKING:
@@ -121,6 +122,14 @@ class LocalApp:
         with file:
             yield ResultStream(path, _pieces(file))
 
+    async def inputs(self, config: Config, view: JobView, folder: Path) -> list[str]:
+        for path in view.input:
+            if is_input_url(path) and not is_object_url(path):
+                raise far_input(view, path)
+            if not is_object_url(path) and not Path(path).is_file():
+                raise InvalidInput(f"the input {path} of the job {view.id} is not there any more", code="no_input")
+        return view.input
+
     async def models(self, config: Config) -> list[ModelInfo]:
         configured = ConfiguredModels(config)
         await asyncio.to_thread(configured.check)
@@ -154,6 +163,14 @@ class LocalApp:
             ).model
         assert adapted is not None, "the owner returns the model that it was sent"
         return adapted
+
+
+def far_input(view: JobView, url: str) -> InvalidInput:
+    return InvalidInput(
+        f"the input of the job {view.id} is at {url}, where it may have changed since: --join reads only files and "
+        "objects that are here",
+        code="no_input",
+    )
 
 
 async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:

@@ -104,6 +104,24 @@ class RemoteApp:
             async with contextlib.aclosing(client.read(FileContent(request))) as pieces:
                 yield ResultStream(name, pieces)
 
+    async def inputs(self, config: Config, view: JobView, folder: Path) -> list[str]:
+        """Download the files of the server: they do not change."""
+        paths: list[str] = []
+        async with self._client() as client:
+            for file_id in (await client.job(view.id)).view.input:
+                if is_input_url(file_id):
+                    raise InvalidInput(
+                        f"the input of the job {view.id} is at {file_id}, where the server read it: read it there",
+                        code="no_copy_here",
+                    )
+                name = f"{len(paths):06d}-{os.path.basename((await client.file(file_id)).filename)}"
+                with (folder / name).open("wb") as file:
+                    async with contextlib.aclosing(client.read_file(file_id)) as pieces:
+                        async for piece in pieces:
+                            file.write(piece)
+                paths.append(str(folder / name))
+        return paths
+
     async def models(self, config: Config) -> list[ModelInfo]:
         async with self._client() as client:
             return await client.models()

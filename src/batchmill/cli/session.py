@@ -134,6 +134,12 @@ class App(Protocol):
     def results(self, config: Config, view: JobView, *, errors: bool) -> AbstractAsyncContextManager[ResultStream]:
         """The result file, or the error file, of a job that has ended."""
 
+    def inputs(self, config: Config, view: JobView, folder: Path) -> Awaitable[list[str]]:
+        """The input files of a job, in their order: paths, or URLs of objects. Raises: InvalidInput.
+
+        Args: folder: an empty one for files of a server.
+        """
+
     def models(self, config: Config) -> Awaitable[list[ModelInfo]]: ...
 
     def open(self, config: Config, project: str | None) -> AbstractAsyncContextManager[AsyncClient]:

@@ -3,7 +3,7 @@ the connection breaks, as far as the server can tell that it is still the same."
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -152,11 +152,11 @@ class FileContent(_Resumed):
         return super().broke(broken)
 
 
-class JsonLines:
-    """A file of JSON lines, as objects."""
+class _LineStream(Generic[T]):
+    """A file of JSON lines. Args: is_any: also a file that the server calls something else."""
 
-    def __init__(self, bytes_: FileContent) -> None:
-        self._bytes = bytes_
+    def __init__(self, bytes_: FileContent, decode: Callable[[bytes], T], *, is_any: bool = False) -> None:
+        self._bytes, self._decode, self._is_any = bytes_, decode, is_any
         self._rest: list[bytes] = []
         self._rest_bytes = 0
 
@@ -169,11 +169,11 @@ class JsonLines:
 
     def begin(self, status: int, headers: Mapping[str, str]) -> None:
         kind = headers.get("content-type", "").partition(";")[0]
-        if kind not in LINES:
+        if kind not in LINES and not self._is_any:
             raise InvalidInput(f"the results are no JSON lines but {kind}: download them", code="not_lines")
         self._bytes.begin(status, headers)
 
-    def feed(self, data: bytes) -> list[dict[str, Any]]:
+    def feed(self, data: bytes) -> list[T]:
         self._bytes.feed(data)
         head, newline, tail = data.rpartition(b"\n")
         if not newline:
@@ -182,7 +182,7 @@ class JsonLines:
         whole = b"".join([*self._rest, head])
         self._rest, self._rest_bytes = [], 0
         self._keep(tail)
-        return [msgspec.json.decode(line) for line in whole.split(b"\n") if line]
+        return [self._decode(line) for line in whole.split(b"\n") if line]
 
     def _keep(self, data: bytes) -> None:
         self._rest_bytes += len(data)
@@ -190,10 +190,24 @@ class JsonLines:
             raise BatchmillError(f"a line has more than {LINE_BYTES_MAX:,} bytes", code="unexpected_reply")
         self._rest.append(data)
 
-    def end(self) -> list[dict[str, Any]]:
+    def end(self) -> list[T]:
         self._bytes.end()
         last = b"".join(self._rest)
-        return [msgspec.json.decode(last)] if last.strip() else []
+        return [self._decode(last)] if last.strip() else []
 
     def broke(self, broken: Broken) -> float:
         return self._bytes.broke(broken)
+
+
+class JsonLines(_LineStream[dict[str, Any]]):
+    """A file of JSON lines, as objects."""
+
+    def __init__(self, bytes_: FileContent) -> None:
+        super().__init__(bytes_, msgspec.json.decode)
+
+
+class Lines(_LineStream[bytes]):
+    """A file of JSON lines, as they are; without empty ones."""
+
+    def __init__(self, bytes_: FileContent, *, is_any: bool = False) -> None:
+        super().__init__(bytes_, bytes, is_any=is_any)

@@ -10,9 +10,9 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from batchmill.client import calls
-from batchmill.client.inputs import alias_of, is_past, part_of
+from batchmill.client.inputs import alias_of, is_past, part_of, refuse_unreadable
 from batchmill.client.pairs import run_here
-from batchmill.client.streams import FileContent, JsonLines, Views
+from batchmill.client.streams import FileContent, JsonLines, Lines, Views
 from batchmill.types import JobView, LedgerReport, RemoteJob, Wait
 from batchmill.wire.native import (
     AliasInfo,
@@ -25,9 +25,13 @@ from batchmill.wire.native import (
     VersionInfo,
 )
 from batchmill.wire.native_models import LIMIT_DEFAULT, LogPage, LogQuery
+from batchmill.wire.result_rows import RowPicker, RowShape, number_in
 
 if TYPE_CHECKING:
     from batchmill.client.sync import Client
+
+
+BOM = b"\xef\xbb\xbf"
 
 
 class Job:
@@ -82,6 +86,68 @@ class Job:
     def partial(self) -> Iterator[dict[str, Any]]:
         """The rows that have their outcome so far, in row order, also while the job runs."""
         return self._client.read(JsonLines(FileContent(calls.partial(self.id), is_resumable=False)))
+
+    def rows(
+        self, *, columns: Sequence[str] | None = None, failed: bool = False, join: bool = False, partial: bool = False
+    ) -> Generator[dict[str, Any]]:
+        """The rows of a job that has ended, as those of a table, in the order of the input, also those that failed.
+
+        A table's rows are its results. An OpenAI row has `custom_id`, `output` (the text or the vector of the reply)
+        and `error` ("code: message").
+
+        Args:
+            columns: only these, in this order; of OpenAI rows also `id` and `response`.
+            failed: only the rows that failed.
+            join: with the columns of the input; of OpenAI rows, `method`, `url` and `body` of the request.
+            partial: the rows that have their outcome so far, also while the job runs.
+
+        Raises: InvalidInput (`unknown_column`) for a column that no row has: of a table, after the last one.
+        """
+        picker = RowPicker(RowShape(None if columns is None else list(columns), join=join), only_failed=failed)
+        view = self.refresh()
+        next_number, request = 0, None
+        with closing(self._lines(view, failed, partial)) as lines, closing(self._requests(view)) as requests:
+            for line in lines:
+                if (number := picker.number(line)) is not None:
+                    while next_number <= number:
+                        request = next(requests, None)
+                        next_number += 1
+                if (row := picker.pick(line, request)) is not None:
+                    yield row
+        picker.finish()
+
+    def _lines(self, view: JobView, failed: bool, partial: bool) -> Generator[bytes]:
+        """The lines of the result files that may hold wanted rows, in the order of the input."""
+        read, job_id = self._client.read, view.id
+        request = calls.partial(job_id) if partial else calls.results(job_id)
+        results = Lines(FileContent(request, is_resumable=not partial))
+        if partial or view.errors_output is None:
+            with closing(read(results)) as lines:
+                for line in lines:
+                    yield line
+            return
+        with closing(read(Lines(FileContent(calls.errors(job_id))))) as errors:
+            error = next(errors, None)
+            if view.output is not None and not failed:
+                with closing(read(results)) as lines:
+                    for line in lines:
+                        while error is not None and number_in(error) < number_in(line):
+                            yield error
+                            error = next(errors, None)
+                        yield line
+            while error is not None:
+                yield error
+                error = next(errors, None)
+
+    def _requests(self, view: JobView) -> Generator[bytes]:
+        """The lines of the input files."""
+        for file_id in view.input:
+            refuse_unreadable(file_id)
+            refuse_unreadable((self._client.file(file_id)).filename)
+            with closing(self._client.read(Lines(FileContent(calls.content(file_id)), is_any=True))) as lines:
+                for line in lines:
+                    if line := line.removeprefix(BOM).strip():
+                        yield line
 
     def download(self, path: str | os.PathLike[str], *, errors: bool = False) -> None:
         """Write the result (or error) file to `path`, which gets its name once it is whole."""

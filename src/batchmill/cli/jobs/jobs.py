@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, BinaryIO
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 import click
 
 from batchmill.cli.jobs.displays import Display, display_for, done
-from batchmill.cli.jobs.order_options import deadline_option, output_files
-from batchmill.cli.jobs.result_files import kind_of, must_convert, write_as, write_atomically
+from batchmill.cli.jobs.order_options import deadline_option
 from batchmill.cli.jobs.run import PRIORITY, follow, follow_to_end
 from batchmill.cli.jobs.summary import lines, pause_lines, show_problems
 from batchmill.cli.session import (
     EXIT_FAILED,
     EXIT_OK,
     EXIT_PAUSED,
-    ResultStream,
     Session,
     global_options,
     job_argument,
@@ -29,8 +24,7 @@ from batchmill.cli.session import (
 )
 from batchmill.cli.text import brief, clean, count, moment, short, table
 from batchmill.cli.values import LONG_TIME, POSITIVE, Past
-from batchmill.config import Config
-from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition
+from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.object_store.urls import is_object_url
 from batchmill.states import ENDED, JobState
 from batchmill.types import JobQuery, JobView, Submitted
@@ -263,124 +257,6 @@ async def _show(session: Session, job_id: str) -> None:
         for line in pause_lines(view):
             session.print(line)
     show_problems(session, view.problems, view.problems_total)
-
-
-@click.command()
-@job_argument
-@click.option("--partial", is_flag=True, help="The rows finished so far, as JSON lines.")
-@click.option("--errors", is_flag=True, help="Print the error file instead.")
-@click.option("--failed", is_flag=True, help="Only the failed rows, as JSON lines.")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False),
-    help="Write to this file instead of the terminal; its extension sets the format: jsonl, csv, parquet.",
-)
-@global_options
-@click.pass_obj
-def results(session: Session, job_id: str, *, partial: bool, errors: bool, failed: bool, output: str | None) -> int:
-    """Print a job's results; with --json, the paths of the result files."""
-    if errors and failed:
-        raise InvalidInput("--errors and --failed exclude each other: --failed finds the rows in every file")
-    if partial and errors:
-        raise InvalidInput("--partial and --errors exclude each other: finished rows include their errors")
-    if session.as_json and (partial or errors or failed or output is not None):
-        raise InvalidInput("--json prints the paths of all results, not the results: leave out the other options")
-    if output is not None:
-        kind_of(output)  # refuses a wrong name at once
-    return session.run(_results(session, job_id, output, partial=partial, errors=errors, failed=failed))
-
-
-async def _results(
-    session: Session, job_id: str, output: str | None, *, partial: bool, errors: bool, failed: bool
-) -> None:
-    config = session.config()
-    async with session.app.open_jobs(config) as jobs:
-        view = await jobs.show(job_id)
-    if partial:
-        await _write_partial(session, config, view, output, failed=failed)
-        return
-    if session.as_json:
-        session.emit("results", id=view.id, state=view.state, output=view.output, errors_output=view.errors_output)
-        return
-    _refuse_early(view, errors=errors)
-    if failed and not view.rows_failed:
-        session.say(f"no row of the job {view.id} failed: nothing is written")
-        return
-    if failed:
-        errors = view.errors_output is not None
-    async with session.app.results(config, view, errors=errors) as stream:
-        if failed or (output is not None and must_convert(stream.name, output)):
-            await write_as(stream.name, stream.pieces, output, _files_of(view), only_failed=failed)
-        elif output is not None:
-            with write_atomically(output, _files_of(view)) as out:
-                async for piece in stream.pieces:
-                    out.write(piece)
-        elif sys.stdout.isatty():
-            await _print_file(session, stream)
-        else:
-            async for piece in stream.pieces:
-                sys.stdout.buffer.write(piece)
-
-
-async def _write_partial(session: Session, config: Config, view: JobView, output: str | None, *, failed: bool) -> None:
-    if failed or (output is not None and must_convert(PARTIAL, output)):
-        with tempfile.TemporaryFile() as file:
-            await session.app.partial_results(config, view.id, file)
-            file.seek(0)
-            rows = await write_as(PARTIAL, _pieces(file), output, _files_of(view), only_failed=failed)
-    elif output is not None:
-        with write_atomically(output, _files_of(view)) as out:
-            rows = await session.app.partial_results(config, view.id, out)
-    else:
-        rows = await session.app.partial_results(config, view.id, sys.stdout.buffer)
-        sys.stdout.buffer.flush()
-    state = "have failed so far" if failed else "are finished"
-    session.say(f"{count(rows)} of {count(view.rows, 'row')} {state}")
-
-
-async def _pieces(file: BinaryIO) -> AsyncIterator[bytes]:
-    while piece := file.read(PIECE_BYTES):
-        yield piece
-
-
-def _files_of(view: JobView) -> list[str]:
-    """The files that the job reads and writes, including those that it has yet to write."""
-    is_path = view.output is not None and os.path.isabs(view.output)  # a server names its files by their ids
-    return [*view.input, *(output_files(view.output) if is_path else [])]
-
-
-def _refuse_early(view: JobView, *, errors: bool) -> None:
-    """Raises: InvalidTransition before the job has ended, InvalidInput if it has no such file."""
-    if view.state not in (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED):
-        raise InvalidTransition(
-            f"the job {view.id} is {view.state}, {count(done(view))} of {count(view.rows)} rows are done: "
-            "--partial prints those"
-        )
-    file = view.errors_output if errors else view.output or view.errors_output
-    if file is None and errors and view.output is not None:
-        reason = (
-            "its failed rows are among the others, with the cause in `error`: --failed prints those"
-            if view.rows_failed
-            else "none of its rows failed"
-        )
-        raise InvalidInput(f"the job {view.id} has no error file: {reason}", code="no_file")
-    if file is None:
-        raise InvalidInput(f"the job {view.id} has no {'error' if errors else 'result'} file", code="no_file")
-
-
-async def _print_file(session: Session, stream: ResultStream) -> None:
-    """Print results on a terminal: text without control sequences; of other formats only the file name."""
-    if not stream.name.endswith((".jsonl", ".csv")):
-        session.print(stream.name)
-        return
-    rest = b""
-    async for piece in stream.pieces:
-        *whole, rest = (rest + piece).split(b"\n")
-        for line in whole:
-            session.print(clean(line.decode(errors="replace"), chars_max=len(line)))
-    if rest:
-        session.print(clean(rest.decode(errors="replace"), chars_max=len(rest)))
 
 
 @click.command()

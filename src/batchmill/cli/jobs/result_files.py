@@ -1,40 +1,155 @@
-"""Writes results in the format of a file name, whatever the format of the job's own files; or only the failed rows."""
+"""Writes results in the form that a command asks for: a format, the rows that failed, some columns, requests beside
+replies. Whatever the format of the job's own files, memory does not grow with the rows.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import errno
+import io
 import os
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
-import msgspec
+import click
+from msgspec import Struct
 
-from batchmill.datasets import readers
-from batchmill.datasets.inflate import blocks
+from batchmill.cli.text import clean
 from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.jobs.results.gathering import TableSource, create_table
-from batchmill.jobs.results.results import COMPRESSED, KINDS, check_kind
+from batchmill.jobs.results.result_rows import (
+    CSV,
+    JSONL,
+    LINES_AT_ONCE,
+    PARQUET,
+    ResultSource,
+    ShapedRows,
+    kind_of,
+)
+from batchmill.jobs.results.results import check_kind
+from batchmill.optional import require
+from batchmill.wire.result_rows import RowShape
 
+STDOUT = "-"
+COPY_BYTES = 1024 * 1024
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-@contextlib.contextmanager
-def write_atomically(path: str, protected: Sequence[str]) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` at the end, if nothing fails. A device or pipe is written directly.
+class Wanted(Struct, frozen=True):
+    """The form of results that a command asks for."""
 
-    Args: protected: files that must not be overwritten.
-    Raises: InvalidInput when `path` is one of them or cannot be written; BatchmillError when the disk is full.
-    """
+    output: str | None = None  # a path; None: standard output
+    kind: str = ""  # jsonl, csv or parquet; "": that of the results
+    shape: RowShape = RowShape()
+    only_failed: bool = False
+    is_safe: bool = False  # no cell of CSV begins a formula
+    replaces: bool = False  # an existing file
+
+    @property
+    def is_table(self) -> bool:
+        """Whether each row must be a row of a table."""
+        return self.kind in (CSV, PARQUET) or self.shape != RowShape()
+
+    def must_convert(self, name: str) -> bool:
+        """Whether results in a file of this name are written otherwise than as they are."""
+        is_other = bool(self.kind) and kind_of(name) != (self.kind, kind_of(self.output or "")[1])
+        return is_other or self.only_failed or self.is_safe or self.shape != RowShape()
+
+
+def wanted_form(
+    output: str | None, kind: str | None, shape: RowShape, *, only_failed: bool, is_safe: bool, replaces: bool
+) -> Wanted:
+    """Check the options of a command. Args: kind: what --output-format says. Raises: InvalidInput."""
+    output = None if output == STDOUT else output
+    named, _ = kind_of(output) if output is not None else ("", "")
+    if kind and named and kind != named:
+        raise InvalidInput(f"{output} is named as {named}, and --output-format says {kind}: leave one of them out")
+    kind = kind or named
+    if is_safe and kind != CSV:
+        raise InvalidInput("--csv-safe changes cells of CSV: name the output .csv, or give --output-format csv")
+    if kind == PARQUET and output is None and sys.stdout.isatty():
+        raise InvalidInput("Parquet is not for a terminal: name a file with -o, or send it into a pipe")
+    if kind == PARQUET:
+        check_kind(f"results.{PARQUET}", JSONL)  # refuses a format whose package is not installed
+    return Wanted(output, kind, shape, only_failed, is_safe, replaces)
+
+
+def refuse_compression(output: str) -> None:
+    """Refuse a compressed name for rows that are converted. Raises: InvalidInput."""
+    if codec := kind_of(output)[1]:
+        raise InvalidInput(
+            f"converted results are not compressed: write {output[: -len(codec)]}, then compress it",
+            code="invalid_output",
+        )
+
+
+@contextlib.contextmanager
+def open_output(wanted: Wanted, protected: Sequence[str]) -> Iterator[BinaryIO]:
+    """Open what results are written to: a file that gets its name at the end, or standard output."""
+    if wanted.output is not None:
+        with write_atomically(wanted.output, protected, replaces=wanted.replaces) as out:
+            yield out
+        return
+    if sys.stdout.isatty():
+        with _Terminal() as terminal:
+            yield cast(BinaryIO, terminal)
+        return
+    yield sys.stdout.buffer
+    sys.stdout.buffer.flush()
+
+
+class _Terminal(io.RawIOBase):
+    """Prints lines without control sequences."""
+
+    _rest = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        *whole, self._rest = (self._rest + bytes(data)).split(b"\n")
+        for line in whole:
+            _print(line)
+        return len(data)
+
+    def close(self) -> None:
+        if self._rest:
+            _print(self._rest)
+        self._rest = b""
+        super().close()
+
+
+def _print(line: bytes) -> None:
+    click.echo(clean(line.decode(errors="replace"), chars_max=len(line)))
+
+
+def check_output(path: str, protected: Sequence[str], *, replaces: bool) -> None:
+    """Refuse a file that must not be written. Args: as for `write_atomically`. Raises: InvalidInput."""
     target = Path(os.path.realpath(path))
     for protected_path in protected:
         if target == Path(os.path.realpath(protected_path)) or _is_same(target, protected_path):
             raise InvalidInput(f"{path} belongs to the job itself: choose another name", code="output_is_input")
+    if target.is_file() and not replaces:
+        raise InvalidInput(f"{path} exists: name another file, or replace it with --overwrite", code="output_exists")
+    if not target.parent.is_dir():
+        raise InvalidInput(f"{path} cannot be written: {os.strerror(errno.ENOENT)}", code="invalid_output")
+
+
+@contextlib.contextmanager
+def write_atomically(path: str, protected: Sequence[str], *, replaces: bool = True) -> Iterator[BinaryIO]:
+    """Open a file that becomes `path` at the end, if nothing fails. A device or pipe is written directly.
+
+    Args:
+        protected: files that must not be overwritten.
+        replaces: an existing file.
+
+    Raises: InvalidInput when `path` is one of them, exists or cannot be written; BatchmillError when the disk is full.
+    """
+    target = Path(os.path.realpath(path))
+    check_output(path, protected, replaces=replaces)
     is_special = target.exists() and not target.is_file()
     part = target if is_special else target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
@@ -68,159 +183,57 @@ def _report_full_disk(path: str) -> Iterator[None]:
         raise BatchmillError(f"there is no space to write {path}: {error.strerror}", code="storage_full") from error
 
 
-CODECS = {".gz": "gzip", ".zst": "zstd"}
-UNSUPPORTED = frozenset((".arrow", ".avro", ".feather", ".json", ".orc", ".pkl", ".tsv", ".xls", ".xlsx", ".zip"))
-LINES_AT_ONCE = 1000
-CELL_BYTES_MAX = 1024 * 1024 * 1024  # the most for a line of an input file
-JSONL, CSV, PARQUET = "jsonl", "csv", "parquet"
+def write_rows(source: ResultSource, wanted: Wanted, protected: Sequence[str], scratch: Path) -> int:
+    """Write the wanted rows of results.
 
-_encode = msgspec.json.Encoder(enc_hook=str).encode
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
-
-
-def kind_of(name: str) -> tuple[str, str]:
-    """(jsonl, csv, parquet, or "" if unknown; "", ".gz" or ".zst") by the name of a file. Raises: InvalidInput."""
-    suffixes = [each.lower() for each in Path(name).suffixes]
-    codec = suffixes.pop() if suffixes and suffixes[-1] in COMPRESSED else ""
-    last = suffixes[-1] if suffixes else ""
-    if last in UNSUPPORTED:
-        raise InvalidInput(
-            f"results cannot be written as {last[1:]}: end {name} in {', '.join(KINDS)}",
-            code="invalid_output",
-        )
-    return KINDS.get(last, ""), codec
-
-
-def must_convert(name: str, output: str) -> bool:
-    """Whether results in a file of this name must be converted for `output`. Raises: InvalidInput."""
-    source, target = kind_of(name), kind_of(output)
-    if not target[0] or source == target:
-        return False
-    if codec := target[1]:
-        plain = output[: -len(codec)]
-        raise InvalidInput(
-            f"converted results are not compressed: write {plain}, then compress it", code="invalid_output"
-        )
-    return True
-
-
-async def write_as(
-    name: str, pieces: AsyncIterator[bytes], output: str | None, protected: Sequence[str], *, only_failed: bool
-) -> int:
-    """Write results from a file of this name in the format of `output`, or as JSON lines on standard output.
-
-    Returns: the number of rows written. Raises: InvalidInput for rows that such a file cannot hold.
+    Args: scratch: an empty folder for a table that is not complete yet.
+    Returns: the number of rows written. Raises: InvalidInput for a column that no row has.
     """
-    kind = kind_of(output)[0] if output is not None else ""
-    folder = Path(os.path.realpath(output)).parent if output is not None else None
-    if folder is not None and not os.access(folder, os.W_OK):
-        folder = None  # a device such as /dev/stdout: use the folder for temporary files
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".batchmill-results-") as scratch:
-        source = Path(scratch, "source")
-        with source.open("wb") as file:
-            async for piece in pieces:
-                file.write(piece)
-        lines = lambda: _select(_lines(source, name), only_failed)  # noqa: E731
-        if kind not in (CSV, PARQUET):
-            return _copy_lines(lines(), output, protected)
-        rows = _make_table(lines, Path(scratch, f"table.{kind}"), output or "")
-        with write_atomically(output or "", protected) as out, Path(scratch, f"table.{kind}").open("rb") as file:
-            while piece := file.read(LINES_AT_ONCE * LINES_AT_ONCE):
-                out.write(piece)
+    kind = wanted.kind or JSONL
+    if wanted.output is not None:
+        refuse_compression(wanted.output)
+    if kind == PARQUET and kind_of(source.name)[0] == PARQUET:
+        copy = require("batchmill.jobs.results.parquet_selection:copy_selected", "results as Parquet")
+        table = scratch / f"table.{kind}"
+        rows = copy(source.path, table, wanted.shape, only_failed=wanted.only_failed)
+        _copy(table, wanted, protected)
         return rows
+    if not wanted.is_table:
+        return _write_lines(source.lines(only_failed=wanted.only_failed), wanted, protected)
+    shaped = ShapedRows(source, wanted.shape, only_failed=wanted.only_failed)
+    if kind == JSONL:
+        return _write_lines(shaped, wanted, protected)
+    table = _make_table(shaped, scratch / f"table.{kind}", is_safe=wanted.is_safe)
+    _copy(table, wanted, protected)
+    return shaped.rows
 
 
-def _copy_lines(lines: Iterator[bytes], output: str | None, protected: Sequence[str]) -> int:
-    if output is not None:
-        with write_atomically(output, protected) as out:
-            return _write_lines(lines, out)
-    return _write_lines(lines, sys.stdout.buffer)
-
-
-def _write_lines(lines: Iterator[bytes], out: BinaryIO) -> int:
+def _write_lines(lines: Iterable[bytes], wanted: Wanted, protected: Sequence[str]) -> int:
     rows = 0
-    for line in lines:
-        out.write(line + b"\n")
-        rows += 1
+    with open_output(wanted, protected) as out:
+        for line in lines:
+            out.write(line + b"\n")
+            rows += 1
     return rows
 
 
-def _make_table(lines: Callable[[], Iterator[bytes]], path: Path, output: str) -> int:
-    check_kind(output, JSONL)  # refuses a format whose package is not installed
-    names: dict[str, None] = {}
-    rows = 0
-    for line in lines():
-        members = _decode(line)
-        if "output" not in members or "error" not in members:
-            raise InvalidInput(
-                f"these rows are not a table: results of OpenAI batch rows are JSON lines, so name {output} "
-                f"{Path(output).with_suffix('.jsonl').name}",
-                code="invalid_output",
-            )
-        names.update(dict.fromkeys(members))
-        rows += 1
-    columns = [each for each in names if each not in ("output", "error", "folded_from")]
-    table = create_table(path.suffix[1:], path, TableSource(path.parent, columns, False, "folded_from" in names))
+def _make_table(rows: ShapedRows, path: Path, *, is_safe: bool) -> Path:
+    kind = path.suffix[1:]
+    source = TableSource(path.parent, rows.names, kind == CSV, folds=False, adds_none=True, is_safe=is_safe)
+    table = create_table(kind, path, source)
     try:
         for add in (table.learn, table.write) if table.must_learn else (table.write,):
-            remaining = lines()
+            remaining = iter(rows)
             while batch := list(islice(remaining, LINES_AT_ONCE)):
                 add(batch)
         table.publish()
     except BaseException:
         table.discard()
         raise
-    return rows
+    return path
 
 
-def _select(lines: Iterator[bytes], only_failed: bool) -> Iterator[bytes]:
-    return (line for line in lines if _has_failed(line)) if only_failed else lines
-
-
-def _has_failed(line: bytes) -> bool:
-    """Whether a row of a table, or an OpenAI result line, is an error."""
-    members = _decode(line)
-    if members.get("error") is not None:
-        return True
-    reply = None if "output" in members else members.get("response")
-    return isinstance(reply, dict) and reply.get("status_code", 200) >= 400
-
-
-def _lines(path: Path, name: str) -> Iterator[bytes]:
-    """Yield every row of a result file as a JSON object."""
-    kind, codec = kind_of(name)
-    if kind == PARQUET:
-        yield from _parquet_lines(path)
-        return
-    lines = _split(blocks(str(path), CODECS.get(codec), lambda _: None))
-    yield from lines if kind != CSV else _csv_lines(lines)
-
-
-def _split(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    rest = b""
-    for piece in pieces:
-        *whole, rest = (rest + piece).split(b"\n")
-        yield from whole
-    if rest:
-        yield rest
-
-
-def _csv_lines(lines: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield CSV rows as JSON. Cells are text; an empty cell in `output`, `error` or `folded_from` is null."""
-    limit = csv.field_size_limit(CELL_BYTES_MAX)
-    try:
-        records = csv.reader((f"{line.decode()}\n" for line in lines), strict=True)
-        names = next(records, [])
-        for cells in records:
-            row: dict[str, Any] = dict(zip(names, cells, strict=True))
-            for name in ("output", "error", "folded_from"):
-                if row.get(name) == "":
-                    row[name] = None
-            yield _encode(row)
-    finally:
-        csv.field_size_limit(limit)
-
-
-def _parquet_lines(path: Path) -> Iterator[bytes]:
-    for row in readers.load(PARQUET).values(path, LINES_AT_ONCE):
-        yield _encode(row)
+def _copy(path: Path, wanted: Wanted, protected: Sequence[str]) -> None:
+    with open_output(wanted, protected) as out, path.open("rb") as file:
+        while piece := file.read(COPY_BYTES):
+            out.write(piece)

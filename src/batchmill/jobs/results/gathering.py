@@ -58,6 +58,8 @@ class TableSource(Struct, frozen=True):
     columns: list[str]  # of the input, in order
     fixed: bool  # no row has others
     folds: bool  # the results have a column folded_from
+    adds_none: bool = False  # `columns` are all there are: a choice of the columns of results
+    is_safe: bool = False  # no cell of CSV begins a formula
 
 
 class TableFile(Protocol):

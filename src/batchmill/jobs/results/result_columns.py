@@ -33,7 +33,7 @@ class ColumnNames:
 
     def __init__(self, source: TableSource) -> None:
         self._names = dict.fromkeys(source.columns)
-        self._added = [OUTPUT, ERROR, *([FOLDED_FROM] if source.folds else [])]
+        self._added = [] if source.adds_none else [OUTPUT, ERROR, *([FOLDED_FROM] if source.folds else [])]
 
     def note(self, names: Iterable[str]) -> None:
         """Add the columns of a row. Raises: InvalidInput beyond COLUMNS_MAX columns."""
@@ -186,6 +186,7 @@ class CsvFile:
     def __init__(self, output: Path, source: TableSource, digest: Digest | None) -> None:
         self._names = ColumnNames(source)
         self.must_learn = not source.fixed
+        self._cell = safe_cell if source.is_safe else str
         self._file = LineFile(output, digest)
         self._columns: list[str] | None = None
 
@@ -205,7 +206,8 @@ class CsvFile:
             records = []
             for line in batch:
                 members = split_object(line)
-                records.append([text_of(members[name]) if name in members else "" for name in columns])
+                cells = (text_of(members[name]) if name in members else "" for name in columns)
+                records.append(list(map(self._cell, cells)))
             self._file.write(_text_of(records), len(batch))
 
     def publish(self) -> ResultFile:
@@ -219,8 +221,30 @@ class CsvFile:
         """Settle the columns and write the header: every row has been seen."""
         if self._columns is None:
             self._columns = self._names.all()
-            self._file.write(_text_of([self._columns]), 0)
+            self._file.write(_text_of([list(map(self._cell, self._columns))]), 0)
         return self._columns
+
+
+# What spreadsheets take for the beginning of a formula, also in full width. Source: OWASP, "CSV Injection".
+_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")
+_SKIPPED = "".join(map(chr, range(33))) + "\u00a0\u200b\u3000\ufeff"  # what may stand before it
+_FIRST = frozenset((*_FORMULA, *_SKIPPED))
+
+
+def safe_cell(cell: str) -> str:
+    """The cell, with an apostrophe before what a spreadsheet would run as a formula. Numbers are unchanged."""
+    if not cell or cell[0] not in _FIRST:
+        return cell
+    is_formula = cell.lstrip(_SKIPPED).startswith(_FORMULA) and not _is_number(cell)
+    return f"'{cell}" if is_formula or cell[0] in "\t\r\n" else cell
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        decode(cell.encode(), type=float)
+    except (msgspec.MsgspecError, UnicodeEncodeError):
+        return False
+    return True
 
 
 def _text_of(records: list[list[str]]) -> bytes:
