@@ -161,7 +161,7 @@ FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "thinking": (
         {"thinking_config": {"thinking_budget": 0, "includeThoughts": True, "thinking_level": "low"}},
-        config(thinkingConfig={"thinkingBudget": 0, "includeThoughts": True, "thinkingLevel": "low"}),
+        config(thinkingConfig={"thinkingBudget": 0, "includeThoughts": True, "thinkingLevel": "LOW"}),
     ),
     "safety": (
         {"safety_settings": [{"category": "HARM_CATEGORY_HARASSMENT", "threshold": "BLOCK_NONE"}]},
@@ -220,8 +220,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "effort": ({"reasoning_effort": "low"}, "`thinking_config`"),
     "thinking of another kind": ({"thinking_config": {"budget": 1}}, "`thinking_config`"),
     "thinking with a truth as a number": ({"thinking_config": {"thinking_budget": True}}, "`thinking_config`"),
+    "a level that is none": ({"thinking_config": {"thinking_level": "deep"}}, "MINIMAL"),
+    "a large budget": ({"thinking_config": {"thinking_budget": 2**40}}, "`thinking_config`"),
     "thinking that is none": ({"thinking_config": 5}, "`thinking_config`"),
     "safety": ({"safety_settings": [{"category": "a", "threshold": "b", "method": "c"}]}, "`safety_settings`"),
+    "a threshold that is none": (
+        {"safety_settings": [{"category": "HARM_CATEGORY_HARASSMENT", "threshold": "SOME"}]},
+        "BLOCK_NONE",
+    ),
     "safety that is none": ({"safety_settings": 5}, "`safety_settings`"),
     "response_format": ({"response_format": {"type": "grammar"}}, "`response_format`"),
     "a schema that is none": ({"response_format": {"type": "json_schema", "json_schema": {}}}, "`response_format`"),
@@ -268,6 +274,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "'image_url'",
     ),
     "a strange picture": ({"messages": image("data:text/html;base64,a")}, "data:text/html"),
+    "a picture that is no base64": ({"messages": image("data:image/png;base64,A-A")}, "base64"),
+    "a picture at an odd host": (
+        {"messages": image("https://generativelanguage%2Egoogleapis.com/files/a")},
+        "https://",
+    ),
+    "a picture at a host in other letters": (
+        {"messages": image("https://generativelanguage\u3002googleapis.com/files/a")},
+        "https://",
+    ),
+    "a file of the account by another host": (
+        {"messages": image("https://eu-generativelanguage.googleapis.com/v1beta/files/abc")},
+        "all callers share",
+    ),
     "a picture over plain HTTP": ({"messages": image("http://example.org/a.png")}, "https://"),
     "a picture in a bucket": ({"messages": image("gs://bucket/a.png")}, "https://"),
     "a picture nowhere": ({"messages": image("https:///a.png")}, "https://"),

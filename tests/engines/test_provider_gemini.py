@@ -1,6 +1,4 @@
-import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -423,6 +421,7 @@ class TestGeminiEmbeddings(GeminiSuite):
             {"input": "a", "encoding_format": "base64"},
             {"input": "a", "dimensions": "64"},
             {"input": "a", "task_type": 7},
+            {"input": "a", "task_type": "NOTHING"},
             {"input": "a", "user": "u"},
         ],
     )
@@ -467,6 +466,12 @@ async def test_a_key_in_the_address(fake):
         GeminiBatches(replace(model(fake), base_url=f"{fake.base_url}/v1beta?key=abc"), Connections(Limits()))
 
 
+async def test_a_task_that_is_none(fake):
+    """A model's task is one of Gemini's, or the model does not start."""
+    with pytest.raises(ModelFailed, match="CLUSTERING"):
+        GeminiBatches(model(fake, task_type="clustering"), Connections(Limits()))
+
+
 async def test_through_a_connector(fake, tmp_path):
     """A connector's URL and headers stand for address and key."""
     url = f"{fake.base_url}/v1beta/models/gemini-test:batchGenerateContent"
@@ -499,6 +504,13 @@ async def test_a_key_that_was_changed(fake, tmp_path, monkeypatch):
 
 def ground(fake: GeminiFake, home: Path, **arguments: str | float) -> Ground:
     return Ground(model(fake, **{**FAST, **arguments}), home)
+
+
+async def test_nothing_stays(fake, tmp_path):
+    """Once a batch was read its upload and the batch are deleted, and its results with it."""
+    fake.fates = []
+    await ground(fake, tmp_path).run((HeldLease(2), [batch_row(number) for number in range(2)]))
+    assert (fake.files, fake.deleted) == ({}, list(fake.jobs))
 
 
 async def test_a_part_of_a_file_is_refused(fake, tmp_path):
@@ -557,9 +569,9 @@ async def test_a_batch_without_capacity(fake, tmp_path):
     mine, lease = ground(fake, tmp_path, poll_max_s=0.02), HeldLease(2)
     running = mine.start((lease, [batch_row(number) for number in range(2)]))
     for tries in range(1, 4):
-        await until(lambda tries=tries: len(fake.jobs) == tries)
+        await fake.until(lambda tries=tries: len(fake.jobs) == tries)
         fake.fail_all(8, "too many tokens are queued")
-    await until(lambda: len(fake.jobs) == 4)
+    await fake.until(lambda: len(fake.jobs) == 4)
     fake.finish()
     await running.finish()
     assert all(each.error is None for each in mine.outcomes().values())
@@ -570,7 +582,7 @@ async def test_a_batch_that_fails_twice(fake, tmp_path):
     mine, lease = ground(fake, tmp_path), HeldLease(2)
     running = mine.start((lease, [batch_row(number) for number in range(2)]))
     for tries in (1, 2):
-        await until(lambda tries=tries: len(fake.jobs) == tries)
+        await fake.until(lambda tries=tries: len(fake.jobs) == tries)
         fake.fail_all(3, "the model has no batches")
     await running.finish()
     assert isinstance(lease.failure, RouteFailed)
@@ -582,18 +594,10 @@ async def test_cancelled_by_us(fake, tmp_path):
     """A job that is cancelled cancels its batch, and keeps what it had done."""
     mine, lease = ground(fake, tmp_path), HeldLease(3)
     running = mine.start((lease, [batch_row(number) for number in range(3)]))
-    await until(lambda: bool(fake.jobs))
+    await fake.until(lambda: bool(fake.jobs))
     lease.end("over")
-    await until(lambda: "cancel" in next(iter(fake.jobs.values())).details)
+    await fake.until(lambda: "cancel" in next(iter(fake.jobs.values())).details)
     fake.finish({2: "undone"})
     await running.finish()
     assert sorted(mine.outcomes()) == [0, 1]
     assert lease.has_left and fake.running == []
-
-
-async def until(is_so: Any) -> None:
-    """Until the fake was told; the suite's patience ends what never comes."""
-    deadline = time.monotonic() + 20
-    while not is_so():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.002)

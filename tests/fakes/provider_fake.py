@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 
 HANG = "hang"  # nothing comes before the fake lets go
+PATIENCE_S = 20.0  # for calls that a test waits for
 RESET = "reset"  # the connection is aborted without a byte, once the call has had its effect
 
 
@@ -55,6 +57,7 @@ class ProviderFake:
         self.calls: list[tuple[str, str, dict[str, str]]] = []  # method, path, headers
         self.fates: list[dict[int, str]] | None = None
         self.let_go = asyncio.Event()
+        self._called = asyncio.Event()  # set once a call is done
         self._ages: Counter[str] = Counter()
         self._wrong: list[tuple[str, str, Wrong]] = []
 
@@ -92,6 +95,13 @@ class ProviderFake:
     def running(self) -> list[str]:
         return [job.id for job in self.jobs.values() if not self.is_ended(job)]
 
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until calls have made it so."""
+        async with asyncio.timeout(PATIENCE_S):
+            while not is_so():
+                self._called.clear()
+                await self._called.wait()
+
     def _age(self) -> None:
         """Time passes, with every call."""
         for job in self.jobs.values():
@@ -109,6 +119,12 @@ class ProviderFake:
 
     @web.middleware
     async def _middle(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        try:
+            return await self._answer(request, handler)
+        finally:
+            self._called.set()
+
+    async def _answer(self, request: web.Request, handler: Any) -> web.StreamResponse:
         target = request.headers.get("X-Amz-Target", "")
         self.calls.append((request.method, request.path_qs, dict(request.headers)))
         if self.fates is not None:

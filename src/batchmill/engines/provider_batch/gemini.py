@@ -17,7 +17,12 @@ from msgspec import Raw, Struct
 from msgspec.structs import replace
 
 from batchmill.engines.connections import Connections, FileRange
-from batchmill.engines.provider_batch.gemini_chat import refuse, to_content_request, to_embed_request
+from batchmill.engines.provider_batch.gemini_chat import (
+    TASK_TYPES,
+    refuse,
+    to_content_request,
+    to_embed_request,
+)
 from batchmill.engines.provider_batch.gemini_replies import count_of, to_completion, to_embeddings, usage_of
 from batchmill.engines.provider_batch.provider import (
     JobGone,
@@ -77,7 +82,6 @@ _CODES = {
     15: ("data_loss", 500),
     16: ("unauthenticated", 401),
 }
-_EXHAUSTED = 8
 _UNDONE = frozenset({408, 409, 429, 499, 500, 502, 503, 504})  # the row may be sent again
 
 
@@ -179,6 +183,9 @@ class GeminiBatches:
         self.limits = read_limits(model)
         self._model = model
         self._task_type = text(model, "task_type", "")
+        if self._task_type and self._task_type not in TASK_TYPES:
+            names = ", ".join(TASK_TYPES)
+            raise ModelFailed(f"task_type is {self._task_type!r}; it must be one of {names}", code="invalid_argument")
         self._queue_rest_s = argument(model, "queue_rest_s", QUEUE_DELAY_S, least=0.001)
         self._access = Access(model, header="x-goog-api-key", prefix="")
         if "key" in self._access.query:
@@ -285,9 +292,12 @@ class GeminiBatches:
                 raise
         if batch.state not in _SUCCESSES:
             error = batch.error or _Status()
-            rest = self._queue_rest_s if error.code in (_EXHAUSTED, 429) else None
+            is_full = _meaning(error)[1] == 429
             message = f": {redact(error.message)}" if error.message else ""
-            raise JobRefused(f"the batch {job.id} is {batch.state.lower()}{message}", retry_after_s=rest)
+            raise JobRefused(
+                f"the batch {job.id} is {batch.state.lower()}{message}",
+                retry_after_s=self._queue_rest_s if is_full else None,
+            )
 
     async def clean_up(self, job: RemoteJob) -> None:
         if job.input:

@@ -7,7 +7,9 @@ Source: the Gemini API's reference (v1beta), "Generating content" and "Embedding
 
 from __future__ import annotations
 
+import binascii
 import mimetypes
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,14 +19,20 @@ import msgspec
 from batchmill.engines.provider_batch.chat_fields import asks_for_nothing, first_given, read_data_url
 from batchmill.errors import InvalidRow
 
-API_HOST = "generativelanguage.googleapis.com"
+API_NAME, GOOGLE = "generativelanguage", ".googleapis.com"  # in the hosts of the Gemini API
 IMAGES = ("image/png", "image/jpeg", "image/webp", "image/heic", "image/heif")
 DOCUMENTS = ("application/pdf",)
 AUDIO = {"wav": "audio/wav", "mp3": "audio/mp3"}
 
+TASK_TYPES = (
+    "SEMANTIC_SIMILARITY", "CLASSIFICATION", "CLUSTERING", "RETRIEVAL_DOCUMENT", "RETRIEVAL_QUERY",
+    "CODE_RETRIEVAL_QUERY", "QUESTION_ANSWERING", "FACT_VERIFICATION",
+)  # fmt: skip
+THINKING_LEVELS = ("MINIMAL", "LOW", "MEDIUM", "HIGH")
+THRESHOLDS = ("BLOCK_LOW_AND_ABOVE", "BLOCK_MEDIUM_AND_ABOVE", "BLOCK_ONLY_HIGH", "BLOCK_NONE", "OFF")
+
 _WAY_OUT = "leave it out"
-_THINKING = ("include_thoughts", "thinking_budget", "thinking_level")  # of `thinking_config`, with their types
-_THINKING_TYPES: tuple[type, ...] = (bool, int, str)
+_CATEGORY = re.compile(r"HARM_CATEGORY_[A-Z_]{1,60}")
 
 # Fields without effect for these values; other values are not supported.
 _QUIET: dict[str, tuple[Any, ...]] = {
@@ -106,8 +114,10 @@ def to_embed_request(body: Mapping[str, Any], *, task_type: str = "") -> dict[st
                 pass
             case "dimensions", _:
                 request["outputDimensionality"] = _whole(name, value)
-            case "task_type", str():
+            case "task_type", str() if value in TASK_TYPES:
                 task_type = value
+            case "task_type", _:
+                raise _wrong("`task_type`", f"it is one of {', '.join(TASK_TYPES)}, not {_shown(value)}")
             case "encoding_format", _:
                 raise refuse("`encoding_format`", "it must be float")
             case _:
@@ -168,23 +178,29 @@ def _thinking_config(value: Any) -> dict[str, Any]:
     """Gemini's own field, in either of the two spellings that its API reads."""
     config: dict[str, Any] = {}
     for name, each in value.items() if isinstance(value, dict) else [("", None)]:
-        plain = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name)
-        kind = dict(zip(_THINKING, _THINKING_TYPES, strict=True)).get(plain)
-        if kind is None or type(each) is not kind:
-            raise _wrong("`thinking_config`", f"its members are {', '.join(_THINKING)}, not {_shown(value)}")
-        first, *words = plain.split("_")
-        config[first + "".join(map(str.capitalize, words))] = each
+        match name, each:
+            case "include_thoughts" | "includeThoughts", bool():
+                config["includeThoughts"] = each
+            case "thinking_budget" | "thinkingBudget", int() if not isinstance(each, bool):
+                config["thinkingBudget"] = _whole("thinking_config", each)
+            case "thinking_level" | "thinkingLevel", str() if each.upper() in THINKING_LEVELS:
+                config["thinkingLevel"] = each.upper()
+            case _:
+                levels = ", ".join(THINKING_LEVELS)
+                why = f"it has include_thoughts, thinking_budget or thinking_level ({levels}), not {_shown(value)}"
+                raise _wrong("`thinking_config`", why)
     return {"thinkingConfig": config} if config else {}
 
 
 def _safety_settings(value: Any) -> list[dict[str, str]]:
-    settings = value if isinstance(value, list) else [None]
-    for each in settings:
+    for each in value if isinstance(value, list) else [None]:
         match each:
-            case {"category": str(), "threshold": str(), **rest} if not rest:
-                continue
-        raise _wrong("`safety_settings`", 'it is a list of {"category":"HARM_…","threshold":"BLOCK_…"}')
-    return settings
+            case {"category": str(category), "threshold": str(threshold), **rest} if not rest:
+                if _CATEGORY.fullmatch(category) and threshold in THRESHOLDS:
+                    continue
+        why = f'it is a list of {{"category":"HARM_CATEGORY_…","threshold":…}}, with {", ".join(THRESHOLDS)}'
+        raise _wrong("`safety_settings`", why)
+    return value
 
 
 def _logprobs(wanted: Any, top: Any) -> dict[str, Any]:
@@ -382,7 +398,7 @@ def _user_part(part: Any, place: str) -> Part:
         case {"type": "input_audio", "input_audio": {"data": str(data), "format": str(form)}}:
             if form not in AUDIO:
                 raise refuse(f"the audio format {form[:40]!r} in {place}", f"it is one of {', '.join(AUDIO)}")
-            return {"inlineData": {"mimeType": AUDIO[form], "data": data}}
+            return _data(AUDIO[form], data, place)
     return _text_part(part, place)
 
 
@@ -390,7 +406,15 @@ def _inline(url: str, types: tuple[str, ...], place: str) -> Part:
     found = read_data_url(url, types)
     if found is None:
         raise refuse(f"{url[:40]!r} in {place}", f"it is not a data: URL in base64 of {', '.join(types)}")
-    return {"inlineData": {"mimeType": found[0], "data": found[1]}}
+    return _data(*found, place)
+
+
+def _data(kind: str, data: str, place: str) -> Part:
+    try:
+        binascii.a2b_base64(data, strict_mode=True)
+    except ValueError as error:
+        raise _wrong(f"the {kind} in {place}", f"its base64 cannot be read: {error}") from None
+    return {"inlineData": {"mimeType": kind, "data": data}}
 
 
 def _linked(url: str, place: str) -> Part:
@@ -400,9 +424,9 @@ def _linked(url: str, place: str) -> Part:
         host = (address.hostname or "").rstrip(".").lower()
     except ValueError:
         address, host = urlsplit(""), ""
-    if not host or address.scheme.lower() != "https":
+    if not host or "%" in host or not host.isascii() or address.scheme.lower() != "https":
         raise refuse(f"{url[:40]!r} in {place}", "an image is a data: URL or an address that begins https://")
-    if host == API_HOST:
+    if API_NAME in host and host.endswith(GOOGLE):
         raise refuse(f"{url[:80]!r} in {place}", "it is a file of the account, which all callers share")
     kind = mimetypes.guess_type(address.path)[0]
     return {"fileData": {"fileUri": url} | ({"mimeType": kind} if kind in IMAGES else {})}
