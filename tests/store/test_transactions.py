@@ -1,15 +1,17 @@
 """Writes that wait for a database share a transaction; each gets its own result or error."""
 
 import asyncio
+import contextlib
 import threading
 from contextlib import asynccontextmanager
 
 import pytest
 import sqlalchemy as sa
-from fakes.databases import databases
+from fakes.databases import POSTGRESQL, SQLITE, databases
 
-from batchmill.errors import DatabaseUnavailable, InvalidTransition
+from batchmill.errors import DatabaseUnavailable, InvalidTransition, LedgerBroken
 from batchmill.store.tables import schema
+from batchmill.store.transactions import SHARED_MAX
 
 
 def _add(db, version):
@@ -42,11 +44,15 @@ async def _write_all(database, *functions):
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@pytest.fixture
-def opened(tmp_path):
+@pytest.fixture(params=[SQLITE, POSTGRESQL])
+def opened(tmp_path, request):
+    databases.begin(request.param)
     database = databases.open(tmp_path / "a.db")
     yield database
+    if request.param == POSTGRESQL:  # it is used again, with what is in `schema`
+        asyncio.run(database.write(lambda db: db.execute(schema.delete().where(schema.c.version >= 1000)) and None))
     database.close()
+    databases.end()
 
 
 @pytest.fixture
@@ -65,18 +71,94 @@ def test_waiting_writes_share_a_transaction(opened, transactions):
     assert asyncio.run(opened.read(_versions)) == {1000, 1001, 1002, 1003, 1004}
 
 
-def test_a_write_that_fails_leaves_the_others(opened, transactions):
+def _counted(function, calls):
+    return lambda db: calls.append(function) or function(db)
+
+
+def test_a_write_that_is_refused_costs_the_others_nothing(opened, transactions):
+    """What raises before it changes anything leaves the shared transaction as it is."""
+    calls = []
+
     def refuse(db):
-        _add(db, 1001)
+        _versions(db)
         raise InvalidTransition("refused")
 
-    first, refused, clash, last = asyncio.run(
-        _write_all(opened, lambda db: _add(db, 1000), refuse, lambda db: _add(db, 1000), lambda db: _add(db, 1002))
+    functions = [lambda db, n=n: _add(db, 1000 + n) for n in range(4)]
+    functions.insert(2, refuse)
+    answers = asyncio.run(_write_all(opened, *(_counted(function, calls) for function in functions)))
+    assert isinstance(answers.pop(2), InvalidTransition)
+    assert answers == list(range(answers[0], answers[0] + 4))
+    assert calls == functions and len(transactions) == 1
+    assert asyncio.run(opened.read(_versions)) == {1000, 1001, 1002, 1003}
+
+
+def test_a_write_that_fails_in_the_middle_is_undone_alone(opened, transactions):
+    """What raises after it has changed something costs the others one more transaction, however many they are."""
+
+    def refuse(db):
+        _add(db, 1999)
+        raise InvalidTransition("refused")
+
+    functions = [lambda db, n=n: _add(db, 1000 + n) for n in range(SHARED_MAX - 2)]
+    functions[1:1] = [refuse, refuse]
+    answers = asyncio.run(_write_all(opened, *functions))
+    assert [type(answer) for answer in answers[1:3]] == [InvalidTransition, InvalidTransition]
+    assert answers[3:] == list(range(answers[0] + 1, answers[0] + SHARED_MAX - 2))
+    assert len(transactions) == 2
+    assert asyncio.run(opened.read(_versions)) == set(range(1000, 1000 + SHARED_MAX - 2))
+
+
+def test_an_error_of_the_database_that_is_passed_over_loses_no_write(opened):
+    """It has ended the transaction: PostgreSQL answers the others' COMMIT with a rollback, and SQLite does nothing."""
+    statement = "INSERT OR ROLLBACK INTO schema (version) VALUES (1000)"  # no SQL, for PostgreSQL
+
+    def refuse(db):
+        try:
+            db.execute(sa.text(statement))
+        except sa.exc.DBAPIError:
+            raise InvalidTransition("refused") from None
+
+    def ignore(db):
+        with contextlib.suppress(sa.exc.DBAPIError):
+            db.execute(sa.text(statement))
+
+    first, refused, ignored = asyncio.run(_write_all(opened, lambda db: _add(db, 1000), refuse, ignore))
+    assert isinstance(refused, InvalidTransition) and isinstance(first, int)
+    assert isinstance(ignored, LedgerBroken)
+    assert asyncio.run(opened.read(_versions)) == {1000}
+    with pytest.raises(LedgerBroken, match="not committed"):
+        asyncio.run(opened.write(ignore))
+
+
+def test_a_read_that_raises_leaves_the_others(opened, monkeypatch):
+    """Reads share a transaction too: one that raises is not repeated, nor are the others."""
+    calls = []
+
+    def refuse(_):
+        raise InvalidTransition("refused")
+
+    async def read_all():
+        release = threading.Event()
+        holding = [asyncio.create_task(opened.call_reader(release.wait)) for _ in range(opened._backend.reader_threads)]
+        await asyncio.sleep(0)
+        tasks = [asyncio.create_task(opened.read(_counted(each, calls))) for each in (_versions, refuse, _versions)]
+        await asyncio.sleep(0)
+        release.set()
+        await asyncio.gather(*holding)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    first, refused, last = asyncio.run(read_all())
+    assert (first, last) == (set(), set()) and isinstance(refused, InvalidTransition)
+    assert sorted(calls, key=str) == sorted([_versions, refuse, _versions], key=str)
+
+
+def test_a_write_that_the_database_refuses_leaves_the_others(opened, transactions):
+    first, clash, last = asyncio.run(
+        _write_all(opened, lambda db: _add(db, 1000), lambda db: _add(db, 1000), lambda db: _add(db, 1002))
     )
-    assert isinstance(refused, InvalidTransition)
     assert "UNIQUE" in str(clash).upper()
     assert last == first + 1
-    assert len(transactions) == 5  # the shared one, then one each
+    assert len(transactions) == 4  # the shared one, then one each
     assert asyncio.run(opened.read(_versions)) == {1000, 1002}
 
 

@@ -75,7 +75,7 @@ class Database:
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="database-write")
         self._reading = ThreadPoolExecutor(self._backend.reader_threads, thread_name_prefix="database-read")
         self._writes = SharedTransactions(self.writer.share, self._translated, self._writing)
-        self._reads = SharedTransactions(self.reader.begin, self._translated, self._reading)
+        self._reads = SharedTransactions(self.reader.begin, self._translated, self._reading, only_read=True)
         self._closed = False
 
     async def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import psycopg
 import sqlalchemy as sa
 from psycopg import errors as pg
+from psycopg import pq
 from psycopg.adapt import Loader
 from psycopg.types.string import StrDumper
 
@@ -285,6 +286,11 @@ class PostgresWriter:
             try:
                 number = self.lease.check(db)
                 yield db
+                if db.connection.driver_connection.info.transaction_status is pq.TransactionStatus.INERROR:
+                    # The server answers COMMIT with a rollback, which psycopg takes for a commit.
+                    raise LedgerBroken(
+                        "a failed statement ended the transaction: it is not committed", code="database_failed"
+                    )
             except BaseException:
                 with contextlib.suppress(sa.exc.DBAPIError):  # the connection may be lost
                     transaction.rollback()

@@ -97,7 +97,14 @@ def _open(path: Path, begin: str, pragma: str = "") -> sa.Engine:
 
     sa.event.listen(engine, "connect", configure)
     sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
+    sa.event.listen(engine, "commit", _refuse_ended)
     return engine
+
+
+def _refuse_ended(db: sa.Connection) -> None:
+    """Some errors, such as a full disk, end SQLite's transaction. If a caller ignores one, its COMMIT does nothing."""
+    if not db.connection.driver_connection.in_transaction:  # type: ignore[union-attr]  # it is open
+        raise LedgerBroken("a failed statement ended the transaction: it is not committed", code="database_failed")
 
 
 def _open_error(path: Path, error: sa.exc.DatabaseError) -> BatchmillError:

@@ -1,6 +1,8 @@
 """Calls that wait for the database share a transaction: one begin, one commit and one sync for all of them.
 
-What one call raises is its own: then nothing of the transaction counts, and each call gets one of its own.
+What one call raises is its own. If it had changed nothing, the others go on. If it had, nothing of the transaction
+counts, and all are called again, each after a savepoint: an undisturbed transaction pays for none. What the database
+itself raises may have ended the transaction: then each call gets one of its own.
 """
 
 from __future__ import annotations
@@ -80,16 +82,39 @@ class _Call(Generic[T]):
 _Ended = list[tuple[_Call[Any], Any, BaseException | None]]  # (call, its result, or its error)
 
 
+class _HalfChanged(Exception):
+    """A call raised an error after it had changed something, and there is no savepoint before it."""
+
+
+class _Changes:
+    """Tells whether a statement of the running call may have changed something: every one that is no plain SELECT."""
+
+    def __init__(self) -> None:
+        self.any = False
+        self._is_watching = False
+
+    def watch(self, db: sa.Connection) -> None:
+        """Look at the statements of a connection, and of all later ones: to watch each anew takes longer."""
+        if not self._is_watching:
+            self._is_watching = True
+            sa.event.listen(db.engine, "before_cursor_execute", self._note)
+
+    def _note(self, _db: object, _cursor: object, statement: str, *_: object) -> None:
+        if not statement.startswith("SELECT"):
+            self.any = True
+
+
 class SharedTransactions:
     """Runs functions in threads. Those that wait when a thread is free run in one transaction, in order."""
 
     def __init__(
         self, share: Callable[[], AbstractContextManager[sa.Connection]], run: Callable[[Callable[[], Any]], Any],
-        threads: ThreadPoolExecutor,
+        threads: ThreadPoolExecutor, *, only_read: bool = False,
     ) -> None:  # fmt: skip
         """Args: share: begins a transaction; run: runs one, again where its connection was lost, and translates what
-        the database raises."""
+        the database raises; only_read: no call changes anything."""
         self._share, self._run, self._threads = share, run, threads
+        self._only_read, self._changes = only_read, _Changes()
         self._waiting: deque[_Call[Any]] = deque()
 
     async def call(self, function: Function[T]) -> T:
@@ -112,19 +137,41 @@ class SharedTransactions:
             _resolve([self._run_alone(call)])
 
     def _run_together(self, calls: list[_Call[Any]]) -> _Ended | None:
-        """None: one of them raised an error, and nothing has been written."""
-
-        def transaction() -> list[Any]:
-            with self._share() as db:
-                return [call.function(db) for call in calls]
-
+        """None: they cannot share a transaction, and nothing has been written."""
         try:
-            results = self._run(transaction)
+            try:
+                return self._run(lambda: self._share_one(calls, savepoints=False))
+            except _HalfChanged:
+                return self._run(lambda: self._share_one(calls, savepoints=True))
         except DatabaseUnavailable as error:  # it may even have been committed: nothing is to be repeated
             return [(call, None, error) for call in calls]
         except Exception:  # of one of them, which gets it when it runs alone
             return None
-        return [(call, result, None) for call, result in zip(calls, results, strict=True)]
+
+    def _share_one(self, calls: list[_Call[Any]], *, savepoints: bool) -> _Ended:
+        """Run all calls in one transaction. Raises: _HalfChanged, and what the database raises."""
+        ended: _Ended = []
+        with self._share() as db:
+            changes = self._changes
+            if not self._only_read:  # then there is one thread
+                changes.watch(db)
+            for call in calls:
+                if savepoints:
+                    db.exec_driver_sql("SAVEPOINT before_call")
+                changes.any = False
+                try:
+                    ended.append((call, call.function(db), None))
+                except (sa.exc.SQLAlchemyError, DatabaseUnavailable):
+                    raise
+                except Exception as error:  # the call's own
+                    if changes.any and not savepoints:
+                        raise _HalfChanged from error
+                    if changes.any:
+                        db.exec_driver_sql("ROLLBACK TO SAVEPOINT before_call")
+                    ended.append((call, None, error))
+                if savepoints:
+                    db.exec_driver_sql("RELEASE SAVEPOINT before_call")
+        return ended
 
     def _run_alone(self, call: _Call[Any]) -> tuple[_Call[Any], Any, BaseException | None]:
         def transaction() -> Any:
