@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,9 +10,10 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 from fakes.databases import POSTGRESQL, databases, server
+from fakes.postgres_server import PostgresServer
 
-from batchmill.errors import DatabaseOwned, DatabaseUnavailable, InvalidConfig
-from batchmill.store import pooler, schema
+from batchmill.errors import DatabaseOwned, DatabaseUnavailable, InvalidConfig, InvalidTransition
+from batchmill.store import owner_row, pooler, schema
 from batchmill.store.database import Database
 from batchmill.store.diagnosis import diagnose
 from batchmill.store.portable import insert_missing
@@ -74,24 +76,83 @@ async def test_a_commit_without_a_reply_is_not_repeated(database: Database):
     assert attempts == ["begun", "lost"]
 
 
-async def test_a_commit_that_the_server_has_lost_is_repeated(database: Database):
-    """A promoted standby may not have reached the number of a transaction whose reply was lost: it is not committed."""
-    ahead, has_committed = str(2**62), database.writer.own._has_committed
-    assert has_committed(ahead) is False
-    attempts = []
+@pytest.fixture
+def crashing():
+    """A server of its own, which writes its log to the disk only with a commit. It has no other transaction."""
+    own = PostgresServer("wal_writer_delay=10s", "bgwriter_delay=10s", "autovacuum=off", "fsync=off")
+    backend = PostgresBackend(sa.make_url(own.create_database("crashing")))
+    lease = backend.claim("the test", "", "")
+    lease._ended.set()  # no heartbeat
+    lease._thread.join()
+    database = Database(backend)
+    yield own, database
+    database.close()
+    own.close()
+
+
+async def test_a_commit_that_the_server_has_lost_is_repeated(crashing):
+    """After a crash the server gives the number of a lost transaction to another one: only that one is committed."""
+    own, database = crashing
+    number = sa.text("SELECT pg_current_xact_id()::text")
+    lost, reused = [], []
 
     def insert(db: sa.Connection) -> int:
-        attempts.append(db)
+        lost.append(db.execute(number).scalar())
         return insert_missing(db, used_links, LINK)
 
-    def lose_reply(connection: sa.Connection) -> None:
-        if len(attempts) == 1:
-            connection.connection.dbapi_connection.close()
+    def crash(_: sa.Connection) -> None:
+        if not reused:
+            own.stop(signal.SIGQUIT)
+            own.start()
+            reused.append(own.execute(str(number))[0][0])
 
-    sa.event.listen(database.writer.own._engine, "commit", lose_reply)
-    database.writer.own._has_committed = lambda _: has_committed(ahead)
+    sa.event.listen(database.writer.own._engine, "commit", crash)
     assert await database.write(insert) == 1
-    assert len(attempts) == 2
+    assert reused == lost[:1] and len(lost) == 2
+    assert await database.read(lambda db: db.execute(sa.select(used_links.c.id)).scalars().all()) == ["link"]
+
+
+async def test_a_commit_that_is_under_way_is_waited_for(database: Database):
+    """Whether a transaction was committed is known only once it has ended."""
+    writer = database.writer.own
+
+    def end(*, commit: bool) -> bool:
+        with writer._engine.connect() as db, ThreadPoolExecutor(1) as other:
+            number = writer.lease.check(db)
+            asked = other.submit(writer._has_committed, number)
+            while not server().execute(
+                "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'INSERT INTO owner_tr%'"
+            ):
+                assert not asked.done()
+            db.commit() if commit else db.rollback()
+            return asked.result()
+
+    assert await database.call(end, commit=True) is True
+    assert await database.call(end, commit=False) is False
+
+
+async def test_numbers_of_transactions_are_deleted(database: Database):
+    """The owner stores the numbers of its last transactions alone, also where the one that deletes them fails."""
+
+    def fail(db: sa.Connection) -> None:
+        raise InvalidTransition("refused")
+
+    def stored(db: sa.Connection) -> list[int]:
+        return sorted(db.execute(sa.select(owner_row.owner_transactions.c.number)).scalars())
+
+    async def write(number: int) -> None:
+        await database.write(lambda db: insert_missing(db, used_links, {**LINK, "id": str(number)}))
+
+    begun = (await database.read(stored))[-1]
+    for number in range(begun + 1, owner_row.NUMBERS_KEPT):
+        await write(number)
+    with pytest.raises(InvalidTransition):
+        await database.write(fail)
+    assert len(await database.read(stored)) == owner_row.NUMBERS_KEPT - 1
+    await write(0)
+    assert await database.read(stored) == [owner_row.NUMBERS_KEPT + 1]
+    await write(1)
+    assert len(await database.read(stored)) == 2
 
 
 async def test_what_cannot_be_reached_is_said(url: sa.URL):

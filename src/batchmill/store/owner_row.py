@@ -7,6 +7,11 @@ Every writing transaction locks the row by its key, the epoch (`FOR KEY SHARE`):
 waits until it has ended, and later transactions of the old owner find no row. The heartbeat changes no key, so it waits
 for no transaction, and none waits for it.
 
+Each of these transactions also inserts a number of its own (`owner_transactions`). A commit whose reply was lost is
+settled by it: to insert the same number again waits until the transaction has ended, and succeeds if it was not
+committed. PostgreSQL's own number of a transaction would not do: after a crash it gives out again what never reached
+its disk.
+
 An owner that cannot renew for LEASE_S grants nothing, and its workers begin nothing. A successor waits until it has
 itself seen the same heartbeat for SILENCE_S, which is longer. No clock of another machine counts: a step of the
 database's clock makes no second owner.
@@ -28,6 +33,7 @@ log = logging.getLogger("batchmill.owner")
 BEAT_S = 0.5
 LEASE_S = 3.0  # of the owner's own clock, since it sent its last renewal
 SILENCE_S = 5.0  # of the claimer's own clock, since it saw the last heartbeat; more than LEASE_S
+NUMBERS_KEPT = 256  # of transactions, before they are deleted
 LOCK_MS = 1000  # that a claimer waits for transactions of the owner before it ends them
 
 metadata = sa.MetaData()
@@ -42,6 +48,14 @@ owners = sa.Table(
     sa.Column("heartbeat", sa.DateTime(timezone=True)),  # None: it has ended in order
 )
 
+# The last transactions of the owner: those before a transaction that was committed are deleted, many at a time.
+owner_transactions = sa.Table(
+    "owner_transactions",
+    metadata,
+    sa.Column("epoch", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
+)
+
 _WAIT_BRIEFLY = sa.text("SELECT set_config('lock_timeout', :wait, true)")  # in this transaction
 # Sessions of batchmill whose transactions have kept a claimer waiting. The server ends a transaction that is idle, but
 # not one in the middle of a statement: that of an owner which was stopped, or cut off, between two of its messages.
@@ -51,7 +65,9 @@ _END_WRITERS = sa.text(
     "AND xact_start < clock_timestamp() - CAST(:age AS interval) AND pid IN "
     "(SELECT pid FROM pg_locks WHERE relation = 'owners'::regclass AND mode IN ('RowShareLock', 'RowExclusiveLock'))"
 )
-_CHECK = sa.text("SELECT CAST(pg_current_xact_id() AS text) FROM owners WHERE epoch = :epoch FOR KEY SHARE")
+_CHECK = sa.text("INSERT INTO owner_transactions SELECT epoch, :number FROM owners WHERE epoch = :epoch FOR KEY SHARE")
+_REPEAT = sa.text("INSERT INTO owner_transactions VALUES (:epoch, :number) ON CONFLICT DO NOTHING")
+_FORGET = sa.text("DELETE FROM owner_transactions WHERE epoch = :epoch AND number >= :first AND number < :end")
 
 
 def create(db: sa.Connection) -> None:
@@ -70,6 +86,7 @@ class OwnerLease:
         claimed: as `now_s`: when the claim began.
         """
         self.epoch = epoch
+        self._number = self._first = 0  # of the last transaction; the first that may still be stored
         self.term = TermFile()
         self._engine, self._valid_until = engine, claimed + LEASE_S
         self.term.write(self._valid_until)
@@ -89,18 +106,32 @@ class OwnerLease:
         if self._is_lost:
             call()
 
-    def check(self, db: sa.Connection) -> str:
-        """Lock the owner's row until the transaction ends. Returns the transaction's number.
+    def check(self, db: sa.Connection) -> int:
+        """Lock the owner's row until the transaction ends, and insert its number, which is returned.
 
         Raises: OwnerReplaced where another process has become the owner.
         """
-        number = db.execute(_CHECK, {"epoch": self.epoch}).scalar()
-        if number is None:
+        self._number += 1
+        if db.execute(_CHECK, {"epoch": self.epoch, "number": self._number}).rowcount == 0:
             self._lose()
             raise OwnerReplaced(
                 "another process has become the owner of the database: this one writes nothing any more"
             )
-        return number
+        if self._number - self._first >= NUMBERS_KEPT:
+            db.execute(_FORGET, {"epoch": self.epoch, "first": self._first, "end": self._number})
+        return self._number
+
+    def committed(self, number: int) -> None:
+        """Note that a transaction was committed: it has deleted earlier numbers, if there were many."""
+        if number - self._first >= NUMBERS_KEPT:
+            self._first = number
+
+    def has_committed(self, db: sa.Connection, number: int) -> bool:
+        """Whether a transaction was committed. Waits until it has ended.
+
+        Args: db: a transaction, which is to be rolled back.
+        """
+        return db.execute(_REPEAT, {"epoch": self.epoch, "number": number}).rowcount == 0
 
     def release(self) -> None:
         """Let another process become the owner at once."""
@@ -198,6 +229,7 @@ def claim(engine: sa.Engine, silence: Silence, name: str, address: str, data_dir
         epoch = db.execute(taken).scalar()
         if epoch is None:  # it was renewed, or claimed, since it was read
             raise _owned(db.execute(sa.select(owners)).one())
+        db.execute(owner_transactions.delete())  # of earlier owners
     return epoch
 
 

@@ -4,7 +4,7 @@ Writing transactions are READ COMMITTED: only the owner writes, in one thread, a
 owner's row (`owner_row.py`), so that no writer ever waits for, or reads beside, another one's changes. Reading ones are
 REPEATABLE READ: like a reader of SQLite's log, all statements of one see one state.
 
-A commit whose reply was lost is settled by the server (`pg_xact_status`): it is neither repeated nor forgotten.
+A commit whose reply was lost is settled by a number that its transaction inserts: it is neither repeated nor forgotten.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from batchmill.store import owner_row, pooler, schema
 
 T = TypeVar("T")
 
-VERSION_MIN = 130_000  # the first with pg_xact_status for 64-bit transaction ids
+VERSION_MIN = 130_000  # the oldest that this is written for
 READERS = 4
 APPLICATION = "batchmill"  # the name of our sessions
 CONNECT_S = 5
@@ -300,30 +300,26 @@ class PostgresWriter:
             except sa.exc.DBAPIError as error:
                 if not is_passing(error) or not self._has_committed(number):
                     raise
+            self.lease.committed(number)
 
-    def _has_committed(self, number: str) -> bool:
+    def _has_committed(self, number: int) -> bool:
         """Whether a transaction whose commit was not answered was committed. Waits until the server knows it.
 
-        A server that crashed, or a standby that was promoted, may know no transaction of this number yet: then it has
-        lost this one.
+        A server that crashed, or a standby that was promoted, may have lost it: then it was not committed.
         """
-        query = sa.text("SELECT pg_xact_status(CAST(:number AS xid8))")
+        assert self.lease is not None, "its transaction had a number"
         deadline = time.monotonic() + RETRY_S
         while True:
             try:
                 with self._engine.connect() as db:
-                    status = db.execute(query, {"number": number}).scalar()
-                if status != "in progress":
-                    return status == "committed"
+                    return self.lease.has_committed(db, number)
             except sa.exc.DBAPIError as error:
-                if isinstance(error.orig, pg.InvalidParameterValue):  # the number is in the server's future
-                    return False
                 if not is_passing(error):
                     raise
             if time.monotonic() > deadline:
                 raise UnknownCommit(
-                    f"the transaction {number} of the database got no answer, and the server cannot say whether it was "
-                    "committed"
+                    f"transaction {number} of this owner of the database got no answer, and the server cannot say "
+                    "whether it was committed"
                 )
             time.sleep(DELAY_MIN_S)
 
