@@ -9,6 +9,7 @@ from batchmill.engines.provider_batch.gemini_chat import to_content_request
 from batchmill.engines.provider_batch.gemini_replies import to_completion, usage_of
 from batchmill.errors import InvalidRow
 from batchmill.types import Usage
+from batchmill.wire.replies import warnings_of
 
 USER = {"role": "user", "content": "hi"}
 HI = {"role": "user", "parts": [{"text": "hi"}]}
@@ -77,7 +78,30 @@ TURNS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
                 said(
                     "user",
                     {"functionResponse": {"id": "call_1", "name": "weather", "response": {"output": "sunny"}}},
-                    {"text": "hi"},
+                ),
+                HI,
+            ]
+        },
+    ),
+    "two calls at once": (
+        [
+            USER,
+            {"role": "assistant", "tool_calls": [CALL, {**CALL, "id": "call_2"}]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "a"},
+            {"role": "tool", "tool_call_id": "call_2", "content": "b"},
+        ],
+        {
+            "contents": [
+                HI,
+                said(
+                    "model",
+                    {"functionCall": {"id": "call_1", "name": "weather", "args": {"city": "Bern"}}},
+                    {"functionCall": {"id": "call_2", "name": "weather", "args": {"city": "Bern"}}},
+                ),
+                said(
+                    "user",
+                    {"functionResponse": {"id": "call_1", "name": "weather", "response": {"output": "a"}}},
+                    {"functionResponse": {"id": "call_2", "name": "weather", "response": {"output": "b"}}},
                 ),
             ]
         },
@@ -408,8 +432,22 @@ def test_a_blocked_prompt() -> None:
     answer = completion({"promptFeedback": {"blockReason": "SAFETY"}, "usageMetadata": {"promptTokenCount": 3}})
     [choice] = answer["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == ("content_filter", None)
-    assert "SAFETY" in choice["message"]["refusal"]
+    assert (choice["message"]["refusal"], choice["native_finish_reason"]) == (None, "SAFETY")
     assert (answer["id"], answer["model"], answer["usage"]["prompt_tokens"]) == ("own", "m", 3)
+
+
+def test_replies_that_are_not_what_they_seem() -> None:
+    """What is wrong with an answer is found in its translation: cut off, filtered or empty; a picture is an answer."""
+    seen = {
+        ("truncated",): {"candidates": [{"content": {"parts": [{"text": "a"}]}, "finishReason": "MAX_TOKENS"}]},
+        ("filtered",): {"candidates": [{"finishReason": "SAFETY"}]},
+        ("empty",): {"candidates": [{"finishReason": "OTHER"}]},
+        (): reply({"inlineData": {"mimeType": "image/png", "data": "AAAA"}}),
+    }
+    for warnings, answer in seen.items():
+        assert warnings_of(json.dumps(completion(answer)).encode()) == warnings
+    blocked = completion({"promptFeedback": {"blockReason": "SAFETY"}})
+    assert warnings_of(json.dumps(blocked).encode()) == ("filtered",)
 
 
 def test_no_answer_at_all() -> None:

@@ -38,6 +38,7 @@ class _Message(Struct, gc=False):
     refusal: str | None = None
     tool_calls: list[msgspec.Raw] | None = None
     function_call: msgspec.Raw = msgspec.Raw(b"null")
+    images: list[msgspec.Raw] | None = None  # that the model made
 
 
 class _Choice(Struct, gc=False):
@@ -115,7 +116,8 @@ def _of_choice(choice: _Choice) -> Iterator[str]:
         text, has_other, is_refused = choice.text or "", False, False
     else:
         is_refused = bool(message.refusal)
-        has_other = bool(message.tool_calls) or bytes(message.function_call) not in (b"null", b"") or is_refused
+        has_call = bool(message.tool_calls) or bytes(message.function_call) not in (b"null", b"")
+        has_other = has_call or bool(message.images) or is_refused
         text = message.content or ""
         if isinstance(text, list):
             text, has_other = "", has_other or bool(text)

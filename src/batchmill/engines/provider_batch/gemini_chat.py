@@ -279,11 +279,15 @@ def _calling(choice: Any) -> dict[str, Any]:
 
 
 def _conversation(messages: Any) -> tuple[list[Part], list[dict[str, Any]]]:
-    """The parts of the system instruction, and turns: consecutive messages of one role are joined."""
+    """The parts of the system instruction, and turns: consecutive messages of one role are joined.
+
+    Results of tools are a turn of their own, which Gemini compares with the calls before it.
+    """
     if not isinstance(messages, list) or not messages:
         raise _wrong("`messages`", "it must be a list with at least one message")
     system: list[Part] = []
     turns: list[dict[str, Any]] = []
+    before = ""  # the role of the last turn, as the messages name it
     functions: dict[str, str] = {}  # id of a call -> name of its function
     for index, message in enumerate(messages):
         place = f"`messages[{index}]`"
@@ -294,10 +298,11 @@ def _conversation(messages: Any) -> tuple[list[Part], list[dict[str, Any]]]:
             system += _parts(message.get("content"), place, _text_part)
             continue
         role, parts = _turn(message, place, functions)
-        if turns and turns[-1]["role"] == role:
+        if turns and before == message["role"]:
             turns[-1]["parts"] += parts
         elif parts:
             turns.append({"role": role, "parts": parts})
+            before = message["role"]
     if not turns:
         raise _wrong("`messages`", "Gemini needs a message of a user that is not empty")
     return system, turns

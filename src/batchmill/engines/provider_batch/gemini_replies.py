@@ -115,7 +115,7 @@ def _blocked(reason: str) -> dict[str, Any]:
     """The choice of a reply whose prompt was blocked."""
     return {
         "index": 0,
-        "message": {"role": "assistant", "content": None, "refusal": f"the prompt was blocked: {reason}"},
+        "message": {"role": "assistant", "content": None, "refusal": None},
         "logprobs": None,
         "finish_reason": "content_filter",
         "native_finish_reason": reason,
