@@ -38,7 +38,7 @@ from batchmill.models.isolation import isolation_of_config
 from batchmill.models.worker_environment import chosen, of_placed_worker, of_worker
 from batchmill.object_store.credentials import settings_of
 from batchmill.optional import require
-from batchmill.ports import Clock, Executor
+from batchmill.ports import Clock, ClusterExecutor, Executor
 from batchmill.prepared import PreparedProcesses
 from batchmill.services import salvage as salvaging
 from batchmill.services.adapters.service import AdapterService
@@ -309,8 +309,10 @@ async def open_owner(
         await models.adapters.load()
         if serves:
             directory.check()
+        tasks = executor.tasks if isinstance(executor, ClusterExecutor) else None
         jobs = JobService(
-            JobSpace(config.data_dir, store.disk_quota, store.stored, is_clustered), commit_log, dispatcher, clock,
+            JobSpace(config.data_dir, store.disk_quota, store.stored, is_clustered, tasks),
+            commit_log, dispatcher, clock,
             adapters=models.adapters, retention=config.retention, children=prepared and prepared.children,
         )  # fmt: skip
         close_last(stack, lambda at_once: _close_jobs(jobs, at_once=at_once, drain_s=drain_s))

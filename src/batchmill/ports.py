@@ -36,7 +36,7 @@ from batchmill.types import (
     Submitted,
     Wait,
 )
-from batchmill.types.cluster import ClusterView
+from batchmill.types.cluster import ClusterView, NodeWork
 from batchmill.types.models import Poison
 
 if TYPE_CHECKING:
@@ -497,9 +497,24 @@ class Executor(Protocol):
         """Kill the workers that a dead owner left behind."""
 
 
+class NodeTasks(Protocol):
+    """Runs pieces of a job's work on the nodes of a cluster, beside its workers."""
+
+    at_once: int  # pieces; more wait
+
+    async def run(self, work: NodeWork, *, project: str = "") -> bytes:
+        """What the work returns: whatever runs on the node may have made it. Cancelling ends the work.
+
+        Raises: Unavailable (`node_task_lost`) if its process or its node went away, another try may help; Unavailable
+        (`cluster_unavailable`); BatchmillError (`node_task_failed`).
+        """
+
+
 @runtime_checkable
 class ClusterExecutor(Protocol):
     """An executor whose workers run on a cluster."""
+
+    tasks: NodeTasks | None  # None: nodes read and write no object store
 
     async def view(self, *, brief: bool = False) -> ClusterView:
         """The cluster, what runs there and what waits. `brief`: without asking it."""

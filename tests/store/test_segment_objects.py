@@ -13,7 +13,7 @@ from batchmill.ports import SegmentSink, SegmentSource
 from batchmill.store import segment_files, segment_objects
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segment_files import SegmentFolder
-from batchmill.store.segment_objects import ObjectSegment
+from batchmill.store.segment_objects import ObjectSegment, ObjectSource
 from batchmill.store.segments import SegmentHead
 from batchmill.types import SegmentRef
 
@@ -99,3 +99,10 @@ class TestObjectSegments(SegmentSuite):
 
 def refuse(name: str, data: bytes) -> None:
     raise StorageFailed("the store is away")
+
+
+class TestObjectSource(TestObjectSegments):
+    """Readers that have no folder read the objects."""
+
+    def source(self) -> SegmentSource:
+        return ObjectSource(self.objects, JOB)

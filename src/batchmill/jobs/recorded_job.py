@@ -15,6 +15,7 @@ from batchmill.jobs.intake.orders import has_run
 from batchmill.jobs.ledger import ledger, outcome_map, packed
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.storage import JobStorage
+from batchmill.jobs.results.part_writers import Nodes
 from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
@@ -133,4 +134,5 @@ class RecordedJob:
         return await self._offload(target, order, progress, **kw)
 
     def _new_publishing(self) -> Publishing:
-        return Publishing(self.spec, self.files, self._offload_owned, self._ledger.database.term_path())
+        nodes = None if self._tools.tasks is None else Nodes(self._tools.tasks, self._tools.stored)
+        return Publishing(self.spec, self.files, self._offload_owned, self._ledger.database.term_path(), nodes)

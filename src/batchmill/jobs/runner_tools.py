@@ -11,7 +11,7 @@ from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.scratch import Scratch
 from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.turns import Turns
-from batchmill.ports import Adapters, Clock
+from batchmill.ports import Adapters, Clock, NodeTasks
 from batchmill.store.disk_room import DiskQuota, DiskReserve
 from batchmill.store.stored_files import LocalFiles, StoredFiles
 from batchmill.wire.job_spec import JobSpec
@@ -24,6 +24,7 @@ class JobSpace(Struct, frozen=True, eq=False):
     disk_quota: DiskQuota  # counts the bytes of projects
     stored: StoredFiles = LocalFiles()  # where the files are durable
     is_shared: bool = False  # workers on other machines read them
+    tasks: NodeTasks | None = None  # pieces of work on these machines; None: they read no object store
 
 
 class RunnerTools(Struct, frozen=True):
@@ -41,6 +42,7 @@ class RunnerTools(Struct, frozen=True):
     scratch: Scratch
     turns: Turns
     is_shared: bool  # see JobSpace
+    tasks: NodeTasks | None
 
     def disk_quota_of(self, spec: JobSpec) -> DiskQuota | None:
         """The disk quota that counts the bytes of a server's job; None for a command's job."""

@@ -100,7 +100,7 @@ class JobService:
         self._scratch = Scratch(data_dir, database)
         self._tools = RunnerTools(
             data_dir, self._commit_log, self._dispatcher, clock, self._disk_reserve, self._children.offload,
-            adapters, disk_quota, stored, self._scratch, Turns(), space.is_shared,
+            adapters, disk_quota, stored, self._scratch, Turns(), space.is_shared, space.tasks,
         )  # fmt: skip
         self._active, self._audits = ActiveJobs(self._tools), Audits(self._tools)
         self._submitting: set[asyncio.Task[Submitted]] = set()

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from batchmill.ports import SegmentSource
+from batchmill.store.objects import StoreObjects
 from batchmill.store.segment_files import SegmentFile, SegmentFolder
+from batchmill.store.segment_objects import ObjectSource
 from batchmill.store.segments import SegmentHead
 from batchmill.types import SegmentPlace, SegmentRef
 
@@ -148,11 +150,11 @@ class CarriedSegments:
 
 
 class StoredSegments:
-    """A `ports.SegmentSource`: blocks from the database, and the files that a folder has besides."""
+    """A `ports.SegmentSource`: blocks from the database, and the files that there are besides."""
 
-    def __init__(self, folder: Path, blocks: Mapping[str, Sequence[tuple[int, bytes]]]) -> None:
+    def __init__(self, files: SegmentSource, blocks: Mapping[str, Sequence[tuple[int, bytes]]]) -> None:
         """Args: blocks: segment -> (offset, bytes) of what commits carried."""
-        self._files = SegmentFolder(folder)
+        self._files = files
         self._stored = {name: _joined(pieces) for name, pieces in blocks.items()}
 
     def names(self, worker: str = "") -> list[str]:
@@ -189,4 +191,6 @@ def _joined(pieces: Sequence[tuple[int, bytes]]) -> bytes:
 def open_segments(place: SegmentPlace) -> SegmentSource:
     """The segments of a job, for reading. Close it."""
     folder = Path(place.folder)
-    return StoredSegments(folder, place.blocks) if place.blocks else SegmentFolder(folder)
+    job_id = folder.parent.name
+    files = ObjectSource(StoreObjects(place.store), job_id) if place.store else SegmentFolder(folder)
+    return StoredSegments(files, place.blocks) if place.blocks else files

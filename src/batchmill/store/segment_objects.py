@@ -7,13 +7,16 @@ put by the process that adopts it. Objects of one segment, one after the other, 
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from operator import itemgetter
 from pathlib import Path
 
 from batchmill import faults
+from batchmill.errors import StorageFailed
 from batchmill.ports import Objects
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segment_files import SegmentFile, SegmentFolder
@@ -87,6 +90,58 @@ def put_span(objects: Objects, folder: str, path: Path, span: Span) -> None:
                 return
             objects.put(object_name(folder, path.name, start, len(data)), data)
             start += len(data)
+
+
+class ObjectSource:
+    """A `ports.SegmentSource` that reads the objects of a job themselves. It holds one of them in memory."""
+
+    def __init__(self, objects: Objects, job_id: str) -> None:
+        self._objects, self._prefix = objects, folder_of(job_id)
+        self._spans = {name: sorted(spans) for name, spans in _list(objects, self._prefix, "").items()}
+        self._held: tuple[str, bytes] = ("", b"")  # the object that was read last
+
+    def names(self, worker: str = "") -> list[str]:
+        return sorted(name for name in self._spans if not worker or name.startswith(f"{worker}-"))
+
+    def size(self, name: str) -> int:
+        return max(end for _, end in self._found(name))
+
+    def read(self, name: str, offset: int, length: int) -> bytes:
+        pieces, at, end = [], offset, min(offset + length, self.size(name))
+        while at < end:
+            start, stop = self._span_at(name, at)
+            data = self._get(object_name(self._prefix, name, start, stop - start))
+            pieces.append(data[at - start : min(end, stop) - start])
+            at = min(end, stop)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def sync(self, name: str) -> None:
+        return  # an object is durable
+
+    def where(self, name: str) -> str:
+        return f"{self._prefix}{name} in the object store"
+
+    def close(self) -> None:
+        self._held = ("", b"")
+
+    def _found(self, name: str) -> list[Span]:
+        if name not in self._spans:
+            raise FileNotFoundError(f"{self.where(name)} does not exist")
+        return self._spans[name]
+
+    def _span_at(self, name: str, offset: int) -> Span:
+        """The object that holds this byte."""
+        spans = self._found(name)
+        for span in reversed(spans[: bisect_right(spans, offset, key=itemgetter(0))]):
+            if span[1] > offset:
+                return span
+        raise StorageFailed(f"{self.where(name)} has no byte {offset:,}: an object of it is missing")
+
+    def _get(self, name: str) -> bytes:
+        if self._held[0] != name:
+            self._held = ("", b"")  # never two of them
+            self._held = (name, self._objects.get(name))
+        return self._held[1]
 
 
 def settle(objects: Objects, folder: Path, job_id: str, worker: str = "") -> None:

@@ -70,6 +70,26 @@ class ClusterWorker(Struct, frozen=True):
     waits: str = ""
 
 
+TASK_LOST, TASK_FAILED = "node_task_lost", "node_task_failed"
+
+
+class NodeWork(Struct, frozen=True):
+    """A piece of a job's work for any node of a cluster, which sees nothing of the data directory."""
+
+    target: str  # MODULE:FUNCTION of batchmill, which takes `order` and a `NodePlace`, and returns bytes
+    order: bytes
+    paths: list[str]  # of files and folders of the data directory that it reads: they are in the object store
+    term: str = ""  # see `Database.term_path`: the work is ended with it
+
+
+class NodePlace(Struct, frozen=True):
+    """What a piece of work has on its node."""
+
+    moved: dict[str, str]  # path in the data directory -> where it is here
+    scratch: str  # an empty folder of its own
+    store: str  # URL of the object store that holds the segments
+
+
 class Check(Struct, frozen=True):
     """One row of `batchmill doctor`."""
 

@@ -96,6 +96,7 @@ class SegmentPlace(Struct, frozen=True):
 
     folder: str  # of its segment files
     blocks: dict[str, list[tuple[int, bytes]]] = {}  # segment in the database -> (offset, bytes) of its blocks
+    store: str = ""  # URL of the object store that holds the files, for a machine that does not see the folder
 
 
 class Commit(Struct, frozen=True):

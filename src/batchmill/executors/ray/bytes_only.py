@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 LOST = frozenset({"NODE_DIED", "LOCAL_RAYLET_DIED", "OWNER_DIED", "ACTOR_UNAVAILABLE", "OBJECT_LOST"})
 NODE_DIED = ActorDiedErrorContext.NODE_DIED
 WHY_CHARS = 1000
+RESULT_BYTES_MAX = 256 * 1024 * 1024  # of one result: more than any that batchmill's own code returns
 
 
 class ActorFailed(RayError):
@@ -37,6 +38,8 @@ def _deserialize(self: Any, data: Any, metadata: bytes, object_ref: Any, out_of_
     """In the place of Ray's own method of this name."""
     kind = metadata.split(b",")[0] if metadata else b""
     if kind == OBJECT_METADATA_TYPE_RAW:
+        if data is not None and memoryview(data).nbytes > RESULT_BYTES_MAX:
+            return ActorFailed("TOO_LONG", f"an actor returned more than {RESULT_BYTES_MAX} bytes, which were not read")
         return b"" if data is None else data.to_pybytes()
     try:
         name = ErrorType.Name(int(kind))

@@ -42,6 +42,7 @@ from batchmill.executors.ray.frames import (
     Connect,
     Connected,
     Deliver,
+    EndTask,
     Exited,
     Inspect,
     Inspected,
@@ -49,11 +50,13 @@ from batchmill.executors.ray.frames import (
     Kill,
     Launch,
     Placement,
+    RunTask,
     Waits,
     join,
 )
 from batchmill.executors.ray.node_cache import cache_folder, collect
 from batchmill.executors.ray.node_checks import find_flaw
+from batchmill.executors.ray.task_runs import TaskRuns
 from batchmill.executors.ray.waiting import waits_for
 from batchmill.types.cluster import ClusterNode
 
@@ -92,6 +95,7 @@ class Driver:
         self._workers: dict[int, DriverWorker] = {}
         self._actor_class = ray.remote(HostedWorker)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._runs = TaskRuns(self._send)
         self._is_ending = False
 
     async def run(self) -> None:
@@ -146,6 +150,10 @@ class Driver:
                     self._begin(self._inspect(inspect))
                 case Collect() as collect:
                     self._begin(self._collect(collect))
+                case RunTask() as order:
+                    self._runs.begin(order)
+                case EndTask(number):
+                    self._runs.end(number)
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -41,10 +41,12 @@ from batchmill.executors.ray.frames import (
     Launch,
     NodeStore,
     Placement,
+    TaskEnded,
     Waits,
     WorkerOrder,
 )
 from batchmill.executors.ray.shared_store import SharedStore, keep_left
+from batchmill.executors.ray.tasks import RayTasks
 from batchmill.models.worker_environment import MACHINE, chosen
 from batchmill.object_store.credentials import on_nodes, settings_of
 from batchmill.states import PauseReason
@@ -200,6 +202,7 @@ class RayExecutor:
         store: SharedStore | None = None, is_served: bool = False, beat_s: float = BEAT_S,
     ) -> None:  # fmt: skip
         self._store = store
+        self.tasks = None if store is None else RayTasks(self, store)
         self._collections: dict[int, asyncio.Future[Collected]] = {}  # worker -> what it left
         self._collecting = asyncio.Semaphore(COLLECTED_AT_ONCE)
         self._endings: set[asyncio.Task[None]] = set()
@@ -267,18 +270,22 @@ class RayExecutor:
         is_closed = self.connected.is_local or (self.connected.demands_token and self.connected.has_tls)
         return is_closed or self._entry.trusted_network
 
+    async def reach(self) -> None:
+        """Return once the cluster is reached. Raises: Unavailable, at once if the last try has failed; TimeoutError."""
+        self._drive()
+        async with asyncio.timeout(CONNECT_S):
+            while self.connected is None:
+                if self.why:
+                    raise Unavailable(self.why, code="cluster_unavailable")
+                self._changed.clear()
+                await self._changed.wait()
+
     async def inspect(self) -> Inspected:
         """The cluster's nodes and what runs where. Raises: Unavailable."""
         if self._store is None:
             await asyncio.to_thread(self._write_probe)
-        self._drive()
         try:
-            async with asyncio.timeout(CONNECT_S):
-                while self.connected is None:
-                    if self.why:
-                        raise Unavailable(self.why, code="cluster_unavailable")
-                    self._changed.clear()
-                    await self._changed.wait()
+            await self.reach()
             number = next(self._numbers)
             self._inspections[number] = asyncio.get_running_loop().create_future()
             self.send(Inspect(number, str(self._probe), self._probe_text, self._node_store()))
@@ -503,6 +510,8 @@ class RayExecutor:
             case Collected(number):
                 if (future := self._collections.get(number)) is not None and not future.done():
                     future.set_result(event)
+            case TaskEnded() if self.tasks is not None:
+                self.tasks.receive(event)
             case Inspected(number):
                 if (future := self._inspections.pop(number, None)) is not None and not future.done():
                     future.set_result(event)
@@ -529,6 +538,8 @@ class RayExecutor:
         for number, collection in self._collections.items():
             if not collection.done():
                 collection.set_result(Collected(number, why=self.why))
+        if self.tasks is not None:
+            self.tasks.lose(self.why)
         for future in self._inspections.values():
             if not future.done():
                 future.set_result(Inspected(0, flaw=self.why))

@@ -121,6 +121,41 @@ class Kill(Struct, frozen=True, tag="kill"):
     worker: int
 
 
+class RunTask(Struct, frozen=True, tag="run_task"):
+    """Owner: run a piece of work on some node."""
+
+    id: int
+    order: bytes  # of `TaskOrder`
+    term: str  # as `NodeWork.term`
+
+
+class EndTask(Struct, frozen=True, tag="end_task"):
+    """Owner: end it; there is no reply."""
+
+    id: int
+
+
+class TaskOrder(Struct, frozen=True):
+    """What a task gets on its node."""
+
+    target: str
+    order: bytes
+    files: list[StoredFile]
+    node: NodeStore
+    version: str  # of the owner's batchmill
+    stores: dict[str, str]  # variables that the stores of callers are reached with
+
+    def __repr__(self) -> str:  # without credentials
+        return f"TaskOrder({self.target})"
+
+
+class TaskReply(Struct, frozen=True):
+    """What a task returns. Whatever runs on its node may have made it."""
+
+    answer: bytes = b""
+    flaw: str = ""  # why there is no answer
+
+
 class Inspect(Struct, frozen=True, tag="inspect"):
     """Owner: describe the cluster."""
 
@@ -178,6 +213,15 @@ class Collected(Struct, frozen=True, tag="collected"):
     why: str = ""
 
 
+class TaskEnded(Struct, frozen=True, tag="task_ended"):
+    """Driver: a task has ended: with a packed `TaskReply`, or why without one."""
+
+    id: int
+    reply: bytes = b""
+    why: str = ""
+    is_lost: bool = False  # its process or node went away
+
+
 class Inspected(Struct, frozen=True, tag="inspected"):
     """Driver: the cluster, and on which node each worker runs."""
 
@@ -187,8 +231,8 @@ class Inspected(Struct, frozen=True, tag="inspected"):
     flaw: str = ""
 
 
-Command = Connect | Launch | Deliver | Kill | Inspect | Collect
-Event = Connected | Beat | Item | Waits | Exited | Inspected | Collected
+Command = Connect | Launch | Deliver | Kill | Inspect | Collect | RunTask | EndTask
+Event = Connected | Beat | Item | Waits | Exited | Inspected | Collected | TaskEnded
 
 _encoder = msgspec.msgpack.Encoder()
 commands = msgspec.msgpack.Decoder(Command)
@@ -196,6 +240,8 @@ events = msgspec.msgpack.Decoder(Event)
 orders = msgspec.msgpack.Decoder(WorkerOrder)
 collect_orders = msgspec.msgpack.Decoder(CollectOrder)
 node_stores = msgspec.msgpack.Decoder(NodeStore)
+task_orders = msgspec.msgpack.Decoder(TaskOrder)
+task_replies = msgspec.msgpack.Decoder(TaskReply)
 lefts = msgspec.msgpack.Decoder(Left)
 
 

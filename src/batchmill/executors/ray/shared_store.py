@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -61,6 +61,14 @@ class SharedStore(Struct, frozen=True, eq=False):
             return replace(message, files=files)
         place = message.request.adapter_place
         return replace(message, files=self._files_of(place)) if place else message
+
+    def files_of_work(self, paths: Sequence[str]) -> list[StoredFile]:
+        """Where the files of a piece of work are kept. Raises: StorageFailed for one that is not in the store."""
+        files = self._files_of(*paths)
+        for path in paths:
+            if not any(path == file.path or path.startswith(f"{file.path}/") for file in files):
+                raise StorageFailed(f"{path} is not in the object store, so no node can read it")
+        return files
 
     def _files_of(self, *paths: str) -> list[StoredFile]:
         """Where files of the data directory are kept; others are to be on every node."""

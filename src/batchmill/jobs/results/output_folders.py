@@ -228,7 +228,11 @@ class ObjectFolder:
         self._store.put(MANIFEST_NAME, data, replaced=replaced)
 
     def names(self, is_wanted: Callable[[str], bool]) -> list[str]:
-        return [info.key for info in self._store.list() if "/" not in info.key and is_wanted(info.key)]
+        return list(self.sizes(is_wanted))
+
+    def sizes(self, is_wanted: Callable[[str], bool]) -> dict[str, int]:
+        """As `names`, with the bytes of each."""
+        return {info.key: info.size_bytes for info in self._store.list() if "/" not in info.key and is_wanted(info.key)}
 
     def remove(self, names: Sequence[str]) -> None:
         self._store.delete(*names)

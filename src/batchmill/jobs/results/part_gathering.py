@@ -15,7 +15,7 @@ import msgspec
 from batchmill import faults
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import LedgerBroken, StorageFailed, Unavailable
-from batchmill.jobs.ledger.plan import Progress
+from batchmill.jobs.ledger.plan import PlanReader, Progress
 from batchmill.jobs.results.gathering import (
     CAUSES_MAX,
     OTHER,
@@ -71,8 +71,10 @@ def _index(request: PartsOrder, progress: Progress) -> Indexed:
             raise LedgerBroken(f"{index.missing} of {index.rows} rows have no outcome", code="row_missing")
         if isinstance(index, RowIndex):
             index.save(scratch)
+        suits_nodes = isinstance(index, RowIndex) and not PlanReader(Path(gather.plans[0])).plan.permuted
         return Indexed(
-            index.rows, len(index.followers), index.refused, index.missing, seen, _must_learn(request.kind, gather)
+            index.rows, len(index.followers), index.refused, index.missing, seen, _must_learn(request.kind, gather),
+            suits_nodes,
         )  # fmt: skip
     finally:
         windows.close()
@@ -133,7 +135,7 @@ def _open_range(order: PartsOrder, rows: range) -> tuple[Index, Windows]:
     if load_seal(Path(order.gather.dataset)).is_columnar:  # its index is made of the heads of blocks alone
         open_columns = require("batchmill.jobs.results.column_windows:open_columns", "results of Parquet")
         return open_columns(order.gather, lambda _: None, rows=rows)
-    index = SavedRowIndex(order.gather, Path(order.scratch))
+    index = SavedRowIndex(order.gather, Path(order.index or order.scratch))
     return index, RowWindows(order.gather, index, rows=rows)
 
 

@@ -20,6 +20,7 @@ class PartsOrder(Struct, frozen=True):
     replaced_job: str | None
     term: str  # see `Database.term_path`
     kind: str = "jsonl"  # one of PART_KINDS
+    index: str = ""  # the folder with the index; empty: the scratch folder
 
 
 class Indexed(Struct, frozen=True):
@@ -31,6 +32,7 @@ class Indexed(Struct, frozen=True):
     unrun: int
     seen: ObjectInfo | None  # the manifest of the folder then
     must_learn: str = ""  # parts: each is read once before any is written. whole: all rows together are
+    suits_nodes: bool = False  # a part reads a few objects of a store: its rows lie together in the segments
 
 
 class PartOrder(Struct, frozen=True):
@@ -48,6 +50,13 @@ class Written(Struct, frozen=True):
     errors: Part | None
     failed: int
     causes: dict[str, tuple[int, str]]
+
+
+class CheckOrder(Struct, frozen=True):
+    """Parts that nodes have written."""
+
+    parts: PartsOrder
+    written: dict[int, Written]  # number of a part -> what the node says
 
 
 class PublishOrder(Struct, frozen=True):

@@ -1,11 +1,10 @@
-"""The owner's side of results in parts: one index, then child processes that write parts, then the manifest."""
+"""The owner's side of results in parts: one index, then parts that are written side by side, then the manifest."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 import msgspec
@@ -13,17 +12,16 @@ from msgspec import Struct
 
 from batchmill.children.offload import Offload
 from batchmill.jobs.ledger.files import JobFiles
-from batchmill.jobs.results.part_orders import Indexed, PartOrder, PartsOrder, PublishOrder, Written
+from batchmill.jobs.results.part_orders import Indexed, PartOrder, PartsOrder, PublishOrder
+from batchmill.jobs.results.part_writers import LocalWriters, Nodes, NodeWriters, PartWriters, can_use_nodes
 from batchmill.jobs.results.results import GatherOrder, Learned, Manifest, merged
 from batchmill.wire.job_spec import JobSpec
 
 INDEX = "batchmill.jobs.results.part_gathering:index_offloaded"
-PART = "batchmill.jobs.results.part_gathering:part_offloaded"
 LEARN = "batchmill.jobs.results.part_gathering:learn_offloaded"
 PUBLISH = "batchmill.jobs.results.part_gathering:publish_offloaded"
 PART_ROWS = 1_000_000
 PARTS_MAX = 100_000  # of a job with more rows, parts are larger
-PARTS_AT_ONCE_MAX = 8  # children, and parts on the local disk; fewer on a machine with fewer cores
 INDEX_SHARE, LEARN_SHARE = 0.3, 0.2  # of the progress
 
 Reply = TypeVar("Reply")
@@ -32,12 +30,13 @@ Reply = TypeVar("Reply")
 class PartsRun:
     """One attempt to publish the results of a job in parts."""
 
-    def __init__(self, spec: JobSpec, files: JobFiles, offload: Offload, term: str) -> None:
-        """Args: term: see `Database.term_path`."""
-        self._spec, self._files, self._offload, self._term = spec, files, offload, term
+    def __init__(self, spec: JobSpec, files: JobFiles, offload: Offload, term: str, nodes: Nodes | None = None) -> None:
+        """Args: term: see `Database.term_path`. nodes: of a cluster, which write the parts if they can."""
+        self._spec, self._files, self._offload, self._term, self._nodes = spec, files, offload, term, nodes
+        self._local = LocalWriters(offload)
 
     async def run(self, gather: GatherOrder, progress: Callable[[float], None]) -> Manifest:
-        """Write all parts and publish the manifest. Cancelling ends the children."""
+        """Write all parts and publish the manifest. Cancelling ends what writes them."""
         attempt = uuid.uuid4().hex[:8]
         order = PartsOrder(
             gather, self._spec.id, len(gather.plans) - 1, attempt,
@@ -54,33 +53,51 @@ class PartsRun:
         learned = Learned()
         if indexed.must_learn and parts:
             asked = parts if indexed.must_learn == "parts" else [PartOrder(order, 0, 0, indexed.rows)]
-            found = await self._all(LEARN, asked, Learned, lambda share: progress(INDEX_SHARE + LEARN_SHARE * share))
+            found = await each(
+                self._learn, asked, self._local.at_once, lambda share: progress(INDEX_SHARE + LEARN_SHARE * share)
+            )
             learned, done = merged(found), INDEX_SHARE + LEARN_SHARE
         parts = [msgspec.structs.replace(part, learned=learned) for part in parts]
-        written = await self._all(PART, parts, Written, lambda share: progress(done + (1 - done) * share))
+        writers = await self._writers(order, indexed)
+        await writers.open()
+        written = await each(
+            writers.write, parts, writers.at_once, lambda share: progress(done + (1 - done) * share)
+        )  # fmt: skip
+        written = await writers.close(parts, written)
         return await self._call(PUBLISH, PublishOrder(order, indexed, written), Manifest, lambda _: None)
 
-    async def _all(
-        self, target: str, orders: list[PartOrder], reply: type[Reply], progress: Callable[[float], None]
-    ) -> list[Reply]:  # fmt: skip
-        """The replies to all orders, in their order; several children work at once."""
-        waiting = iter(enumerate(orders))
-        replies: dict[int, Reply] = {}
+    async def _writers(self, order: PartsOrder, indexed: Indexed) -> PartWriters:
+        if self._nodes is None or not indexed.suits_nodes:
+            return self._local
+        if not await asyncio.to_thread(can_use_nodes, self._spec, self._files):
+            return self._local
+        return NodeWriters(self._spec, self._files, self._nodes, self._offload, order)
 
-        async def work() -> None:
-            for number, order in waiting:
-                replies[number] = await self._call(target, order, reply, lambda _: None)
-                progress(len(replies) / len(orders))
-
-        cores = len(os.sched_getaffinity(0))
-        workers = [asyncio.create_task(work()) for _ in range(min(cores, PARTS_AT_ONCE_MAX, len(orders)))]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-        return [replies[number] for number in range(len(orders))]
+    async def _learn(self, order: PartOrder) -> Learned:
+        return await self._call(LEARN, order, Learned, lambda _: None)
 
     async def _call(self, target: str, order: Struct, reply: type[Reply], progress: Callable[[float], None]) -> Reply:
         return msgspec.json.decode(await self._offload(target, msgspec.json.encode(order), progress), type=reply)
+
+
+async def each(
+    work: Callable[[PartOrder], Awaitable[Reply]], orders: list[PartOrder], at_once: int,
+    progress: Callable[[float], None],
+) -> list[Reply]:  # fmt: skip
+    """The replies to all orders, in their order; so many are worked on at once. One that fails ends the others."""
+    waiting = iter(enumerate(orders))
+    replies: dict[int, Reply] = {}
+
+    async def serve() -> None:
+        for number, order in waiting:
+            replies[number] = await work(order)
+            progress(len(replies) / len(orders))
+
+    tasks = [asyncio.create_task(serve()) for _ in range(min(at_once, len(orders)))]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [replies[number] for number in range(len(orders))]

@@ -17,6 +17,7 @@ from batchmill.jobs.ledger.files import JobFiles, is_folder
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.scratch import to_its_end
 from batchmill.jobs.results.object_results import UPLOAD, UploadOrder
+from batchmill.jobs.results.part_writers import Nodes
 from batchmill.jobs.results.parts_run import PartsRun
 from batchmill.jobs.results.results import GatherOrder, Manifest, can_stream, output_kind, stored_name
 from batchmill.jobs.results.streaming_results import StreamingGather
@@ -43,8 +44,9 @@ class CountedRun(Protocol):
 class Publishing:
     """The results of one job. `follow` a fresh run and they are written as its commits are counted."""
 
-    def __init__(self, spec: JobSpec, files: JobFiles, offload: Offload, term: str) -> None:
-        """Args: term: see `Database.term_path`."""
+    def __init__(self, spec: JobSpec, files: JobFiles, offload: Offload, term: str, nodes: Nodes | None = None) -> None:
+        """Args: term: see `Database.term_path`. nodes: of a cluster, which may write parts."""
+        self._nodes = nodes
         self._spec, self._files, self._offload, self._term = spec, files, offload, term
         self._is_in_parts = spec.output is not None and is_folder(spec.output)
         self._output = output_of(spec, files)
@@ -126,7 +128,7 @@ class Publishing:
         order = gather_order(self._spec, self._files, segments, committed, self._output, unrun=unrun)
         # A path forgets its last slash.
         order = msgspec.structs.replace(order, output=self._spec.output)
-        return await PartsRun(self._spec, self._files, self._offload, self._term).run(order, progress)
+        return await PartsRun(self._spec, self._files, self._offload, self._term, self._nodes).run(order, progress)
 
     def _rows_in_order(self) -> int | None:
         """The rows of a job that ran once and in the order of the file; None: another one."""

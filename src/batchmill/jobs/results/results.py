@@ -39,6 +39,7 @@ class GatherOrder(Struct, frozen=True):
     output: str
     unrun: RowError | None = None  # what rows that never ran get; None: every row must have its outcome
     piece_rows: int = PIECE_ROWS  # of a job with more, what is known of each row is in files, not in memory
+    moved: dict[str, str] = {}  # files of the dataset, or folders of them, that lie elsewhere here
 
 
 class Learned(Struct, frozen=True):

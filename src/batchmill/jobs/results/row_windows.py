@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import Struct
 
 from batchmill.datasets.readers import open_rows
-from batchmill.datasets.sealed import DatasetRows
+from batchmill.datasets.sealed import DatasetRows, load_seal, moved
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger.files import full_disk_named
 from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanReader, Progress, RefusedRows, Rejected, iter_rejected
@@ -98,6 +98,16 @@ def _numbers(numbers: Sequence[int]) -> np.ndarray:
     return np.arange(numbers.start, numbers.stop) if isinstance(numbers, range) else np.asarray(numbers)
 
 
+class RangeTotals(Struct, frozen=True):
+    """Of a range of rows: those that failed, and the bytes of lines that are copied as they are. `all_copied`: these
+    are all lines.
+    """
+
+    failed: int
+    copied_bytes: int
+    all_copied: bool
+
+
 class RowIndex(OutcomeIndex):
     """`place` and `size` of every row's line; `followers` and their `leaders`, ascending by follower."""
 
@@ -109,6 +119,15 @@ class RowIndex(OutcomeIndex):
         """The rows whose outcomes these followers share. Args: window: rows that contain all of them."""
         lo, hi = (bisect_left(self.followers, row) for row in (window.start, window.stop))
         return self.leaders[lo:hi][np.searchsorted(self.followers[lo:hi], followers)]
+
+    def totals(self, rows: range) -> RangeTotals:
+        """What results of these rows must have."""
+        place, size = self.place[rows.start : rows.stop], self.size[rows.start : rows.stop]
+        located = place < REFUSED
+        copied = located & ((place & FOLLOWS) == 0)
+        failed = int(np.count_nonzero(~located | ((place & IS_ERROR) != 0)))
+        self.arrays.touch(len(rows))
+        return RangeTotals(failed, int(size[copied].sum(dtype=np.uint64)), bool(copied.all()))
 
     def _begin(self, refs: list[SegmentRef]) -> None:
         self.place = self.arrays.full(np.uint64, MISSING)
@@ -250,7 +269,7 @@ class RowWindows:
         self._rows = range(index.rows) if rows is None else rows
         self._form: Form = order.form
         self._unrun = order.unrun
-        self._dataset = Path(order.dataset)
+        self._dataset, self._moved = Path(order.dataset), order.moved
         self._index, self._partial = index, partial
         self._sealed: DatasetRows | None = None  # opened when a row of it is needed: most jobs need none
         self.folds = len(index.followers) > 0
@@ -271,7 +290,7 @@ class RowWindows:
 
     def _raws(self, numbers: list[int]) -> list[bytes]:
         if self._sealed is None:
-            self._sealed = open_rows(self._dataset)
+            self._sealed = open_rows(self._dataset, moved(load_seal(self._dataset), self._moved))
         return self._sealed.read_many(numbers)
 
     def _window_end(self, first: int) -> int:

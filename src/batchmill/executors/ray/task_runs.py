@@ -1,0 +1,137 @@
+"""TaskRuns: the driver's side of pieces of work. It chooses the node of each: Ray would put none beside workers that
+hold all CPUs, and would put some on a head that has none.
+
+A node runs one for every two of its CPUs, at a lower priority than its workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from msgspec import Struct
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from batchmill.errors import DatabaseUnavailable
+from batchmill.executors.ray.bytes_only import ActorFailed
+from batchmill.executors.ray.frames import RunTask, TaskEnded
+from batchmill.executors.ray.node_tasks import run_task
+from batchmill.owner_clock import check_file
+
+CPUS_EACH = 2  # of a node, for one task
+NICENESS = 10
+LOOK_S = 2.0  # between two looks at the nodes, and at the owner's term
+TASK_S = 3600.0  # for one task: a process that hangs is ended
+REPLY_BYTES_MAX = 8 * 1024 * 1024
+NEVER_LOST = ("NOT_BYTES", "TOO_LONG")  # kinds of `ActorFailed` that another try would meet again
+WHY_CHARS = 2000
+
+
+@ray.remote(max_calls=1)  # its process ends with it: Ray may use a process again for a worker
+def _run(order: bytes) -> bytes:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)  # of this thread, not those of Ray
+    return run_task(order)
+
+
+class TaskRuns:
+    """
+    Args:
+        send: sends a frame to the owner.
+
+    Concurrency: the driver's loop.
+    """
+
+    def __init__(self, send: Callable[[Struct], None]) -> None:
+        self._send = send
+        self._runs: dict[int, asyncio.Task[None]] = {}  # bounded by the owner
+        self._on_node: Counter[str] = Counter()
+        self._freed = asyncio.Event()
+        self._nodes: dict[str, int] = {}  # id -> how many it may run
+        self._looked = float("-inf")
+
+    def begin(self, order: RunTask) -> None:
+        task = self._runs[order.id] = asyncio.create_task(self._serve(order))
+        task.add_done_callback(lambda _: self._runs.pop(order.id, None))
+
+    def end(self, number: int) -> None:
+        if (task := self._runs.get(number)) is not None:
+            task.cancel()
+
+    async def _serve(self, order: RunTask) -> None:
+        try:
+            node = await self._find_node(order.term)
+            self._on_node[node] += 1
+            try:
+                reply = await self._run_on(node, order)
+            finally:
+                self._on_node -= Counter([node])
+                self._freed.set()
+            if len(reply) > REPLY_BYTES_MAX:
+                ended = TaskEnded(order.id, why=f"its reply has more than {REPLY_BYTES_MAX} bytes")
+            else:
+                ended = TaskEnded(order.id, reply)
+        except ActorFailed as error:
+            ended = TaskEnded(order.id, why=str(error)[:WHY_CHARS], is_lost=error.kind not in NEVER_LOST)
+        except (TimeoutError, DatabaseUnavailable) as error:
+            ended = TaskEnded(order.id, why=str(error))
+        except Exception as error:  # whatever Ray raises for a node that it lost
+            ended = TaskEnded(order.id, why=f"{type(error).__name__}: {error}"[:WHY_CHARS], is_lost=True)
+        self._send(ended)
+
+    async def _run_on(self, node: str, order: RunTask) -> bytes:
+        """Raises: TimeoutError, DatabaseUnavailable once the owner's term is over, whatever Ray raises."""
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        ref = _run.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(order.order)
+        result, ends = asyncio.ensure_future(_result(ref)), time.monotonic() + TASK_S
+        try:
+            while not result.done():
+                await asyncio.wait({result}, timeout=LOOK_S)
+                check_file(order.term)
+                if time.monotonic() > ends:
+                    raise TimeoutError(f"it took more than {TASK_S:g} s")
+            return await result
+        except (asyncio.CancelledError, TimeoutError, DatabaseUnavailable):
+            ray.cancel(ref, force=True)
+            raise
+        finally:
+            result.cancel()
+
+    async def _find_node(self, term: str) -> str:
+        """The node with the most room, once one has some. Raises: DatabaseUnavailable, whatever Ray raises."""
+        while True:
+            if time.monotonic() - self._looked >= LOOK_S:
+                self._nodes, self._looked = await asyncio.to_thread(_look), time.monotonic()
+            check_file(term)
+            room = {node: most - self._on_node[node] for node, most in self._nodes.items()}
+            best = max(room, key=room.__getitem__, default="")
+            if best and room[best] > 0:
+                return best
+            self._freed.clear()
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    await self._freed.wait()
+            except TimeoutError:
+                continue
+
+
+async def _result(ref: Any) -> bytes:
+    return await ref
+
+
+def _look() -> dict[str, int]:
+    """The nodes that may run tasks, and how many each."""
+    leaving = set(ray._private.state.state.get_draining_nodes())
+    return {
+        node["NodeID"]: max(1, int(node["Resources"]["CPU"]) // CPUS_EACH)
+        for node in ray.nodes()
+        if node["Alive"] and node["NodeID"] not in leaving and node["Resources"].get("CPU", 0) >= 1
+    }
+
+
+__all__ = ["TaskRuns"]

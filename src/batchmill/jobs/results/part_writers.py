@@ -1,0 +1,205 @@
+"""Where the parts of an attempt are written: in children of this machine, or as tasks on the nodes of a cluster.
+
+Nodes write what the manifest may name, and nothing that counts: the owner alone puts the manifest, once it has compared
+what each node says with its own index and with what lies in the store. A part that no node writes as it should is
+written here, by the process whose errors are the job's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from batchmill.children.offload import Offload
+from batchmill.datasets.sealed import load_seal
+from batchmill.errors import BatchmillError
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.results.output_folders import Part, part_name
+from batchmill.jobs.results.part_orders import CheckOrder, PartOrder, PartsOrder, Written
+from batchmill.object_store.urls import is_object_url
+from batchmill.ports import NodeTasks
+from batchmill.store.stored_files import StoredFiles
+from batchmill.types.cluster import TASK_FAILED, TASK_LOST, NodeWork
+from batchmill.wire.job_spec import JobSpec
+
+log = logging.getLogger("batchmill.jobs")
+
+PART = "batchmill.jobs.results.part_gathering:part_offloaded"
+CHECK = "batchmill.jobs.results.node_parts:check_offloaded"
+PART_ON_NODE = "batchmill.jobs.results.node_parts:write_on_node"
+PARTS_AT_ONCE_MAX = 8  # children, and parts on the local disk; fewer on a machine with fewer cores
+TRIES_MAX = 3  # of a part whose node or process is lost; then it is written here
+FAILED_MAX = 3  # parts that nodes could not write; then all others are written here
+SCRATCH = "parts-"  # what the names of folders of attempts begin with
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+
+class PartWriters(Protocol):
+    at_once: int  # parts
+
+    async def open(self) -> None:
+        """Called once, before the first part."""
+
+    async def write(self, order: PartOrder) -> Written:
+        """Write a part. It is in its place then, and nothing names it. Cancelling ends what writes it."""
+
+    async def close(self, orders: Sequence[PartOrder], written: Sequence[Written]) -> list[Written]:
+        """Called after the last part. Returns: the parts that the manifest may name."""
+
+
+class LocalWriters:
+    """Children of this machine."""
+
+    def __init__(self, offload: Offload) -> None:
+        self._offload = offload
+        self.at_once = min(len(os.sched_getaffinity(0)), PARTS_AT_ONCE_MAX)
+
+    async def open(self) -> None:
+        return
+
+    async def write(self, order: PartOrder) -> Written:
+        answer = await self._offload(PART, msgspec.json.encode(order), lambda _: None)
+        return msgspec.json.decode(answer, type=Written)
+
+    async def close(self, orders: Sequence[PartOrder], written: Sequence[Written]) -> list[Written]:
+        return list(written)
+
+
+class Nodes(Struct, frozen=True, eq=False):
+    """The nodes of a cluster, and the object store that they read."""
+
+    tasks: NodeTasks
+    stored: StoredFiles
+
+
+def can_use_nodes(spec: JobSpec, files: JobFiles) -> bool:
+    """Whether a node can read the input and write the parts: both are objects. Concurrency: blocks."""
+    if spec.output is None or not is_object_url(spec.output):
+        return False
+    return all(is_object_url(path) or _is_in(files, path) for path in _inputs(files))
+
+
+def _inputs(files: JobFiles) -> list[str]:
+    return [file.path for file in load_seal(files.dataset).files]
+
+
+def _is_in(files: JobFiles, path: str) -> bool:
+    return Path(path).is_relative_to(files.data_dir)
+
+
+class NodeWriters:
+    """Tasks of a cluster; children of this machine for what no node can write.
+
+    Args: order: what the attempt's parts have in common. Its scratch folder has the index.
+    """
+
+    def __init__(self, spec: JobSpec, files: JobFiles, nodes: Nodes, offload: Offload, order: PartsOrder) -> None:
+        self._spec, self._files, self._nodes, self._offload, self._order = spec, files, nodes, offload, order
+        self._local = LocalWriters(offload)
+        self._local_slots = asyncio.Semaphore(self._local.at_once)
+        self._failed = 0
+        self._by_nodes: set[int] = set()  # numbers of parts
+        self._paths: list[str] = []
+        self.at_once = nodes.tasks.at_once
+
+    async def open(self) -> None:
+        """Put the index into the store, where each node gets it once."""
+        scratch, home = Path(self._order.scratch), self._files.home
+        old = [name for name in await self._nodes.stored.names_in(home) if name.startswith(SCRATCH)]
+        await self._nodes.stored.remove(*(home / name for name in old))  # of attempts that were cut off
+        await self._nodes.stored.publish(scratch)
+        inputs = await asyncio.to_thread(_inputs, self._files)
+        gather = self._order.gather
+        own = [path for path in inputs if _is_in(self._files, path) and not Path(path).is_relative_to(gather.dataset)]
+        self._paths = [gather.dataset, gather.plans[0], str(scratch), *own]
+
+    async def write(self, order: PartOrder) -> Written:
+        if self._failed < FAILED_MAX:
+            try:
+                written = await self._on_node(order)
+                self._by_nodes.add(order.number)
+                return written
+            except BatchmillError as error:
+                self._failed += 1
+                log.warning(
+                    "part %d of job %s is written on this machine, as no node can: %s",
+                    order.number, self._spec.id, error.message,
+                )  # fmt: skip
+        return await self._here(order)
+
+    async def _here(self, order: PartOrder) -> Written:
+        async with self._local_slots:
+            return await self._local.write(order)
+
+    async def _on_node(self, order: PartOrder) -> Written:
+        """Each try writes another file: one that seemed lost may still write. Raises: BatchmillError."""
+        tries = 1
+        while True:
+            gather = replace(order.parts.gather, committed=[])  # the index has them
+            parts = replace(order.parts, gather=gather, attempt=uuid.uuid4().hex[:8], term="")
+            work = NodeWork(
+                PART_ON_NODE, msgspec.json.encode(replace(order, parts=parts)), self._paths, self._order.term
+            )  # fmt: skip
+            try:
+                answer = await self._nodes.tasks.run(work, project=self._spec.project)
+            except BatchmillError as error:
+                if error.code != TASK_LOST or tries >= TRIES_MAX:
+                    raise
+                tries += 1
+            else:
+                return checked(answer, replace(order, parts=parts))
+
+    async def close(self, orders: Sequence[PartOrder], written: Sequence[Written]) -> list[Written]:
+        """Write the parts again, here, that are not what the index and the store say."""
+        found = list(written)
+        check = CheckOrder(self._order, {number: found[number] for number in sorted(self._by_nodes)})
+        if check.written:
+            answer = await self._offload(CHECK, msgspec.json.encode(check), lambda _: None)
+            for number in msgspec.json.decode(answer, type=list[int]):
+                log.warning("part %d of job %s is not what its node says: it is written again", number, self._spec.id)
+                found[number] = await self._here(orders[number])
+        await self._nodes.stored.remove(Path(self._order.scratch))
+        return found
+
+
+def checked(answer: bytes, order: PartOrder) -> Written:
+    """What a node says of a part that it was to write. Raises: BatchmillError for what cannot be."""
+    try:
+        written = msgspec.json.decode(answer, type=Written)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise BatchmillError(f"a node sent what describes no part: {error}", code=TASK_FAILED) from None
+    parts, rows = order.parts, order.end - order.first
+    errors_apart = parts.kind == "jsonl" and parts.gather.form.errors_apart
+    files = [(written.part, "part", rows - written.failed if errors_apart else rows)]
+    if written.errors is not None:
+        files.append((written.errors, "errors", written.failed))
+    is_sound = (
+        0 <= written.failed <= rows
+        and (written.errors is not None) == (errors_apart and written.failed > 0)
+        and sum(count for count, _ in written.causes.values()) == written.failed
+        and all(count > 0 for count, _ in written.causes.values())
+        and all(_is_file_of(order, *each) for each in files)
+    )
+    if not is_sound:
+        raise BatchmillError(f"a node sent what does not describe part {order.number}", code=TASK_FAILED)
+    return written
+
+
+def _is_file_of(order: PartOrder, part: Part, prefix: str, rows: int) -> bool:
+    parts = order.parts
+    name = part_name(prefix, order.number, parts.job, parts.attempt, parts.kind)
+    return (
+        (part.name, part.first, part.end, part.rows) == (name, order.first, order.end, rows)
+        and part.bytes >= 0
+        and _SHA256.fullmatch(part.sha256) is not None
+    )

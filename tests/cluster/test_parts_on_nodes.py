@@ -1,0 +1,67 @@
+"""Parts of results that nodes write which see nothing of the data directory: tasks of a real cluster."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from fakes.s3_server import bucket_client, s3_environment, s3_server
+from ray_support import ray_nodes
+from test_nodes_without_files import BUCKET, Stage, batchmill
+
+from batchmill.jobs.results.output_folders import PartManifest
+
+ROWS, PART_ROWS = 4000, 1000
+SOME_FAILED = 3  # exit code
+APP = """
+def double(n):
+    if n % 1000 == 7:
+        raise ValueError(f"{n} is refused")
+    return 2 * n
+"""
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """Its nodes kill the first task that has put a part."""
+    with s3_server() as url, bucket_client(url, BUCKET) as client:
+        made = Stage(tmp_path_factory.mktemp("parts"), url, client)
+        environ = {**s3_environment(url), "BATCHMILL_FAULT": f"after_part:1:{made.fault}"}
+        with ray_nodes(0, 1, 1, environ=environ, hidden=made.hidden) as made.nodes:
+            text = "".join(json.dumps({"n": n}) + "\n" for n in range(ROWS))
+            client.put_object(Bucket=BUCKET, Key="in.jsonl", Body=text.encode())
+            yield made
+
+
+def objects_below(client: Any, prefix: str) -> dict[str, bytes]:
+    found = client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", [])
+    return {
+        each["Key"].removeprefix(prefix): client.get_object(Bucket=BUCKET, Key=each["Key"])["Body"].read()
+        for each in found
+    }
+
+
+@pytest.mark.timeout(180)
+def test_a_task_dies_when_it_has_put_its_part(stage: Stage, tmp_path: Any) -> None:
+    """All parts that count were written on nodes, the killed one's by another try; nothing else stays."""
+    (tmp_path / "app.py").write_text(APP)
+    (tmp_path / "batchmill.toml").write_text(stage.config("job"))
+    output = f"s3://{BUCKET}/out/"
+    words = ("run", f"s3://{BUCKET}/in.jsonl", "--model", "function:app.py:double", "-o", output)
+    running = batchmill(tmp_path, stage.url, *words, "--part-rows", str(PART_ROWS))
+    printed, _ = running.communicate(timeout=150)
+    assert running.returncode == SOME_FAILED, printed
+    found = objects_below(stage.client, "out/")
+    manifest = msgspec.json.decode(found.pop("manifest.json"), type=PartManifest)
+    assert stage.fault.exists(), "no task was killed"
+    attempts = {part.name.rpartition("-")[2].partition(".")[0] for part in manifest.parts}
+    assert len(attempts) == ROWS // PART_ROWS and manifest.attempt not in attempts, printed
+    assert set(found) == manifest.names
+    outputs = [json.loads(line) for part in manifest.parts for line in found[part.name].splitlines()]
+    assert [each.get("output") for each in outputs] == [None if n % 1000 == 7 else 2 * n for n in range(ROWS)]
+    assert manifest.failed == ROWS // 1000
+    left = stage.client.list_objects_v2(Bucket=BUCKET, Prefix="job/jobs/")["Contents"]
+    assert not [each["Key"] for each in left if "/parts-" in each["Key"]], "the index of the attempt stayed"

@@ -1,0 +1,267 @@
+"""Parts that nodes of a cluster write, with one node in this process: what of it counts, and what is written here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from fakes.s3_server import bucket_client, s3_environment, s3_server
+from finished_job import FinishedJob, quiet, write_requests
+from msgspec.structs import replace
+
+from batchmill.errors import BatchmillError
+from batchmill.executors.ray import frames
+from batchmill.executors.ray.frames import RunTask, TaskEnded
+from batchmill.executors.ray.node_tasks import run_task
+from batchmill.executors.ray.shared_store import SharedStore
+from batchmill.executors.ray.tasks import RayTasks
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.results.gathering import gather
+from batchmill.jobs.results.output_folders import Part, PartManifest, decode_manifest
+from batchmill.jobs.results.part_orders import PartOrder, PartsOrder, Written
+from batchmill.jobs.results.part_writers import CHECK, FAILED_MAX, PART, TRIES_MAX, Nodes, can_use_nodes, checked
+from batchmill.jobs.results.parts_run import PartsRun
+from batchmill.jobs.results.results import GatherOrder
+from batchmill.store import segment_objects
+from batchmill.store.database import Database
+from batchmill.store.object_files import ObjectFiles
+from batchmill.store.objects import StoreObjects
+from batchmill.store.sqlite import SqliteBackend
+from batchmill.types import RowError, SegmentPlace
+from batchmill.types.connectors import Storage
+from batchmill.wire.forms import OpenAIForm
+
+JOB, BUCKET = "job_" + "a" * 20, "parts"
+OUTPUT = f"s3://{BUCKET}/out/"
+FAILED = {1, 6}
+CONTENTS = ["a", "b", "a", "c", "b", "a", "d", "e", "c", "f", "g", "h"]
+ROWS, PART_ROWS = len(CONTENTS), 3
+encode = msgspec.json.encode
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch, s3_server() as url, bucket_client(url, BUCKET) as client:
+        for name, value in s3_environment(url).items():
+            patch.setenv(name, value)
+        yield client
+
+
+class OneNode:
+    """`tasks.Cluster`, whose only node is this process."""
+
+    may_send_secrets = True
+
+    def __init__(self) -> None:
+        self.tasks: RayTasks
+        self.served: list[RunTask] = []
+        self.change: Callable[[bytes], bytes] = lambda reply: reply
+        self.lost = 0  # how many of the next tasks
+
+    async def reach(self) -> None:
+        return
+
+    def send(self, frame: msgspec.Struct) -> None:
+        assert isinstance(frame, RunTask)
+        self.served.append(frame)
+        reply = run_task(frame.order)  # one that is lost may have written, too
+        if self.lost:
+            self.lost -= 1
+            self.tasks.receive(TaskEnded(frame.id, why="its node went away", is_lost=True))
+        else:
+            self.tasks.receive(TaskEnded(frame.id, self.change(reply)))
+
+
+class Stage:
+    """A job whose input is an upload, with its files in an object store."""
+
+    def __init__(self, folder: Path, client: Any) -> None:
+        self.client, self.data_dir, url = client, folder / "data", f"file://{folder}/store"
+        self.files = JobFiles(self.data_dir, JOB)
+        (self.data_dir / "files").mkdir(parents=True)
+        self.source = write_requests(self.data_dir / "files" / "in.jsonl", CONTENTS)
+        self.job = FinishedJob(self.files.home, self.source, OpenAIForm())
+        for number in range(ROWS - 2):
+            self.job.commit(self.job.block([number], number in FAILED))
+        self.database = Database(SqliteBackend(folder / "batchmill.db"))
+        self.stored = ObjectFiles(self.database, self.data_dir, StoreObjects(url), 2**20)
+        self.node, self.here = OneNode(), []
+        self.node.tasks = RayTasks(
+            self.node, SharedStore(self.stored, Storage(url), str(folder / "cache"), 2**20, self.data_dir)
+        )
+        self.objects_of_job = StoreObjects(url)
+
+    def run_rest(self) -> None:
+        """Run the last two rows."""
+        self.job.commit(self.job.block([ROWS - 2, ROWS - 1]))
+        self.settle()
+
+    def settle(self) -> None:
+        segment_objects.settle(self.objects_of_job, self.job.segments, JOB)
+
+    async def open(self) -> None:
+        await self.stored.open()
+        await self.stored.publish(self.source, self.job.dataset, self.job.plan)
+
+    async def offload(self, target: str, order: bytes, progress: Callable[[float], None], **_: Any) -> bytes:
+        """As a child process would."""
+        self.here.append(target)
+        module, _, name = target.partition(":")
+        return getattr(import_module(module), name)(order, progress)
+
+    async def gather(self, unrun: RowError | None = None) -> PartManifest:
+        """Gather the parts. They are in the output folder, with nothing else, and have the right content."""
+        spec = SimpleNamespace(
+            id=JOB, replaced_job=None, output_format="jsonl", part_rows=PART_ROWS, project="p", output=OUTPUT
+        )
+        assert can_use_nodes(spec, self.files)
+        run = PartsRun(spec, self.files, self.offload, "", Nodes(self.node.tasks, self.stored))
+        order = replace(self.job.order(Path("/"), unrun=unrun), output=OUTPUT)
+        await run.run(order, quiet)
+        found = self.objects()
+        manifest = decode_manifest(found.pop("manifest.json"), OUTPUT)
+        assert set(found) == manifest.names
+        one = self.data_dir / "one.jsonl"
+        gather(self.job.order(one, unrun=unrun), quiet)
+        assert b"".join(found[part.name] for part in manifest.parts) == one.read_bytes()
+        errors = one.with_suffix(".errors.jsonl").read_bytes()
+        assert b"".join(found[part.name] for part in manifest.errors) == errors
+        assert not [name for name in await self.stored.names_in(self.files.home) if name.startswith("parts-")]
+        return manifest
+
+    def objects(self) -> dict[str, bytes]:
+        listed = self.client.list_objects_v2(Bucket=BUCKET, Prefix="out/").get("Contents", [])
+        keys = [each["Key"] for each in listed]
+        return {key.removeprefix("out/"): self.client.get_object(Bucket=BUCKET, Key=key)["Body"].read() for key in keys}
+
+
+@pytest.fixture
+async def stage(tmp_path: Path, client: Any) -> AsyncIterator[Stage]:
+    for name in [each["Key"] for each in client.list_objects_v2(Bucket=BUCKET).get("Contents", [])]:
+        client.delete_object(Bucket=BUCKET, Key=name)
+    stage = Stage(tmp_path, client)
+    await stage.open()
+    yield stage
+    await stage.stored.close()
+    stage.database.close()
+
+
+def rewritten(stage: Stage) -> int:
+    """The parts that were written here."""
+    return stage.here.count(PART)
+
+
+async def test_a_node_writes_all_parts(stage: Stage) -> None:
+    """What the owner checks is right, so that it writes none."""
+    stage.run_rest()
+    await stage.gather()
+    assert len(stage.node.served) == ROWS // PART_ROWS and rewritten(stage) == 0 and stage.here.count(CHECK) == 1
+
+
+async def test_rows_that_never_ran(stage: Stage) -> None:
+    """Their lines are made of the input, which the server keeps: nodes read it from the store."""
+    stage.settle()
+    await stage.gather(RowError("cancelled", "the job was cancelled"))
+    assert len(stage.node.served) == ROWS // PART_ROWS and rewritten(stage) == 0
+
+
+async def test_a_part_whose_node_is_lost(stage: Stage) -> None:
+    """It is tried again under another name, so often; then it is written here. What lost tries wrote is removed."""
+    stage.run_rest()
+    stage.node.lost = TRIES_MAX - 1
+    manifest = await stage.gather()
+    assert rewritten(stage) == 0 and len({part.name[-14:] for part in manifest.parts}) == len(manifest.parts)
+    stage.node.lost = TRIES_MAX
+    await stage.gather()
+    assert rewritten(stage) == 1
+
+
+async def test_nodes_that_cannot_write(stage: Stage) -> None:
+    """After a few parts no other is given to them: all are written here, and the job has its results."""
+    stage.run_rest()
+    stage.node.change = lambda _: frames.encode(frames.TaskReply(flaw="the store refuses the credentials"))
+    await stage.gather()
+    assert FAILED_MAX <= len(stage.node.served) < ROWS and rewritten(stage) == ROWS // PART_ROWS
+
+
+def lying(change: Callable[[Written], Written], number: int = 0) -> Callable[[bytes], bytes]:
+    """What a node says of one part instead of the truth."""
+
+    def changed(reply: bytes) -> bytes:
+        written = msgspec.json.decode(frames.task_replies.decode(reply).answer, type=Written)
+        if written.part.first == number * PART_ROWS:
+            written = change(written)
+        return frames.encode(frames.TaskReply(encode(written)))
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda written: replace(written, part=replace(written.part, bytes=written.part.bytes - 1)),
+        lambda written: replace(
+            written, failed=0, causes={}, errors=None, part=replace(written.part, rows=PART_ROWS)
+        ),
+        lambda written: replace(written, part=replace(written.part, name="manifest.json")),
+    ],
+    ids=["size", "failed", "name"],
+)  # fmt: skip
+async def test_a_node_that_lies(stage: Stage, change: Callable[[Written], Written]) -> None:
+    """A part that is not what the index and the store say is written again here."""
+    stage.run_rest()
+    stage.node.change = lying(change)
+    await stage.gather()
+    assert rewritten(stage) == 1
+
+
+async def test_a_part_that_was_changed_in_the_store(stage: Stage) -> None:
+    """Files of another length than the lines of their rows are written again here, though all sizes agree."""
+
+    def shortened(written: Written) -> Written:
+        key = f"out/{written.part.name}"
+        stage.client.put_object(Bucket=BUCKET, Key=key, Body=b"{}\n" * written.part.rows)
+        return replace(written, part=replace(written.part, bytes=3 * written.part.rows))
+
+    stage.run_rest()
+    stage.node.change = lying(shortened, number=1)
+    await stage.gather()
+    assert rewritten(stage) == 1
+
+
+def test_what_cannot_describe_a_part() -> None:
+    """A reply that is no JSON, of other rows, or that does not add up is refused before anything is looked up."""
+    gathering = GatherOrder("d", ["p"], SegmentPlace("s"), [], OpenAIForm(), OUTPUT)
+    order = PartOrder(PartsOrder(gathering, JOB, 0, "0" * 8, "scratch", None, ""), 1, 3, 6)
+    name = f"part-00001-{'a' * 20}-{'0' * 8}.jsonl"
+    part = Part(name, 3, 6, 2, 10, "f" * 64)
+    errors = replace(part, name=name.replace("part", "errors"), rows=1)
+    right = Written(part, errors, 1, {"code": (1, "sample")})
+    assert checked(encode(right), order) == right
+    wrong: list[bytes] = [b"", b"\xff", b"{}", encode({"part": None}), encode(replace(right, errors=None))]
+    wrong += [encode(replace(right, failed=number)) for number in (-1, 0, 4)]
+    wrong += [encode(replace(right, causes=causes)) for causes in ({}, {"a": (2, "")}, {"a": (2, ""), "b": (-1, "")})]
+    for change in ({"name": "x"}, {"first": 0}, {"end": 7}, {"rows": 3}, {"bytes": -1}, {"sha256": "f" * 63 + "g"}):
+        wrong.append(encode(replace(right, part=replace(part, **change))))
+        wrong.append(encode(replace(right, errors=replace(errors, **change))))
+    for answer in wrong:
+        with pytest.raises(BatchmillError, match="a node sent what"):
+            checked(answer, order)
+
+
+def test_what_nodes_cannot_read_or_write(tmp_path: Path) -> None:
+    """An input that only this machine has, or results in a folder of it, keep the parts here."""
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"n": 1}) + "\n")
+    inside = JobFiles(tmp_path, JOB)
+    outside = JobFiles(tmp_path / "data", JOB)
+    for files, output, can in ((inside, OUTPUT, True), (inside, "/out/", False), (outside, OUTPUT, False)):
+        if not files.dataset.exists():
+            FinishedJob(files.home, write_requests(source, CONTENTS), OpenAIForm())
+        assert can_use_nodes(SimpleNamespace(output=output), files) is can
