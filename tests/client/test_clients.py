@@ -52,8 +52,8 @@ def _without_unset(hint):
 def test_the_typed_keywords_are_the_fields():
     """An editor offers exactly the fields that the server takes, with their types."""
     for options, struct, own, added in (
-        (WorkOptions, Work, {"files"}, {"model"}),
-        (JobOptions, NewJob, {"files"}, {"model"}),
+        (WorkOptions, Work, {"files", "schema"}, {"model", "schema"}),
+        (JobOptions, NewJob, {"files", "schema"}, {"model", "schema"}),
         (LlmOptions, NewLlm, {"name", "base_model"}, set()),
         (LlmChanges, LlmChange, set(), set()),
         (DeployOptions, DeployOrder, bundling.OWN, {

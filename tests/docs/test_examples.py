@@ -27,6 +27,7 @@ TASK_PAGES = [
     "README.md",
     "docs/run-a-batch.md",
     "docs/results.md",
+    "docs/structured-output.md",
     "docs/use-a-function.md",
     "docs/functions.md",
     "docs/use-a-language-model.md",
@@ -49,7 +50,11 @@ TASK_PAGES = [
 PAGES = [*TASK_PAGES, "docs/data-in-an-object-store.md", "docs/configuration.md", "docs/deploy.md", "docs/security.md"]
 
 # What the service of the pages says to a prompt that holds this; to any other it answers "positive".
-ANSWERS = {"Broke": "negative", "cannot say": "neutral"}
+ANSWERS = {
+    "as JSON: It meets": '{"label": "positive", "score": 0.9}', "as JSON: No": "sorry", "it is not JSON": "sorry",
+    "as JSON: It cannot": '{"label": "unsure", "score": 0.5}', '"unsure"': '{"label": "neutral", "score": 0.5}',
+    "Broke": "negative", "cannot say": "neutral",
+}  # fmt: skip
 REFUSALS = {
     "too long": refusal(400, "context_length_exceeded", "This model's maximum context length is 8192 tokens."),
     "no money": refusal(429, "insufficient_quota", "You exceeded your current quota."),

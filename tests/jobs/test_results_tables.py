@@ -75,7 +75,7 @@ CELLS = st.text(st.sampled_from("ab,;'\"\r\n \t\\\0\x1c\x85\u2028é"), max_size=
 def test_csv_comes_back_as_it_was(records):
     """Whatever characters a cell holds, a reader of CSV finds the same cells again."""
     with tempfile.TemporaryDirectory() as folder:
-        source = TableSource(Path(folder), ["a", "b\r"], fixed=True, folds=False)
+        source = TableSource(Path(folder), ["a", "b\r"], fixed=True, added=("output", "error"))
         table = create_table("csv", Path(folder, "out.csv"), source)
         table.write([json.dumps({**record, "output": "\r", "error": None}).encode() + b"\n" for record in records])
         table.publish()
@@ -258,7 +258,7 @@ def test_tables_are_written_the_same_each_time(tmp_path, name):
 def test_an_abandoned_table_leaves_nothing(tmp_path, name, recwarn):
     """A table that is given up in the middle is gone, without a word."""
     (tmp_path / "dataset").mkdir()
-    source = TableSource(tmp_path / "dataset", ["a"], fixed=False, folds=False)
+    source = TableSource(tmp_path / "dataset", ["a"], fixed=False, added=("output", "error"))
     table = create_table(name.partition(".")[2], tmp_path / name, source)
     lines = [b'{"a":%d,"output":1,"error":null}\n' % n for n in range(1000)]
     table.learn(lines)
@@ -277,7 +277,7 @@ def test_a_full_disk_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr(result_columns, "BATCH_BYTES", 5000)
     monkeypatch.setattr(files, "BUFFER_BYTES", 1000)
     (tmp_path / "dataset").mkdir()
-    source = TableSource(tmp_path / "dataset", ["a"], fixed=False, folds=False)
+    source = TableSource(tmp_path / "dataset", ["a"], fixed=False, added=("output", "error"))
     table = create_table("parquet", tmp_path / "out.parquet", source)
     texts = [hashlib.sha256(b"%d" % number).hexdigest().encode() for number in range(4000)]
     lines = [b'{"a":"%s","output":1,"error":null}\n' % text for text in texts]

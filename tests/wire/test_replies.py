@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchmill.wire.replies import WARNINGS, error_of, is_repeating, warnings_of
+from batchmill.wire.replies import FLAWS, error_of, flaws_of, is_repeating
 
 LOOP = "and so on, " * 40
 
@@ -68,18 +68,18 @@ def part(text, kind="text"):
 )
 def test_a_reply_tells_its_flaws(reply, expected):
     """Each flaw of each API's replies is found, and a whole reply has none."""
-    assert warnings_of(msgspec.json.encode(reply)) == expected
+    assert flaws_of(msgspec.json.encode(reply)) == expected
 
 
 @given(st.binary() | st.text().map(lambda text: b'{"finish_reason":%b}' % msgspec.json.encode(text)))
 def test_any_bytes_are_read(body):
     """What is no reply of these APIs has no flaw."""
-    assert warnings_of(body) == ()
+    assert flaws_of(body) == ()
 
 
 def test_deep_nests_are_no_reply():
     """A reply that no parser takes raises nothing."""
-    assert warnings_of(b'{"finish_reason":"length","choices":' + b"[" * 100_000) == ()
+    assert flaws_of(b'{"finish_reason":"length","choices":' + b"[" * 100_000) == ()
 
 
 @given(st.text(min_size=1, max_size=100), st.text(max_size=50))
@@ -96,4 +96,4 @@ def test_other_texts_do_not_repeat(text):
 
 def test_each_flaw_has_an_error():
     """A flaw that a job does not accept becomes an error that says what to do."""
-    assert {error_of(name).code for name in WARNINGS} == {f"reply_{name}" for name in WARNINGS}
+    assert {error_of(name).code for name in FLAWS} == {f"reply_{name}" for name in FLAWS}

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 from msgspec.structs import replace
 
 from batchmill.cli.clients import WATCH_S, JobsClient
@@ -31,6 +32,7 @@ from batchmill.types import (
     JobOrder,
     JobView,
     ModelSpec,
+    OutputSchema,
     Submitted,
 )
 from batchmill.wire.input_urls import is_input_url
@@ -214,7 +216,14 @@ def work_of(order: JobOrder) -> dict[str, Any]:
         "models": [model.name for model in order.models], "format": order.dataset.format, "prompt": order.prompt,
         "system": order.system, "url": order.url, "params": order.params, "on_invalid": order.policy.on_invalid,
         "dedupe": order.policy.dedupe, "deadline": order.policy.deadline,
-    }  # fmt: skip
+    } | _schema_fields(order.schema)  # fmt: skip
+
+
+def _schema_fields(schema: OutputSchema | None) -> dict[str, Any]:
+    if schema is None:
+        return {}
+    document = msgspec.json.decode(schema.document)
+    return {"schema": document, "schema_attempts": schema.attempts, "field_prefix": schema.prefix}
 
 
 def job_of(order: JobOrder) -> dict[str, Any]:

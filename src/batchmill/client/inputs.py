@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import fields
 
 from batchmill.client.bundling import bundled, frame_columns
+from batchmill.client.schemas import schema_of
 from batchmill.errors import InvalidInput
 from batchmill.states import JobState
 from batchmill.types import JobView
@@ -103,6 +104,8 @@ def described(kind: type[W], files: list[str], options: Mapping[str, Any]) -> W:
         if "models" in given:
             raise InvalidInput("model and models are two names of one thing: leave one out")
         given["models"] = [model]
+    if given.get("schema") is not None:
+        given["schema"] = schema_of(given["schema"])
     known = [each.name for each in fields(kind) if each.name != "files"]
     for name in given:
         if name not in known:
@@ -198,6 +201,9 @@ class WorkOptions(TypedDict, total=False):
     system: str | None
     url: str | None  # the path that prompts go to
     params: dict[str, Any]  # further fields of each request that a prompt makes
+    schema: dict[str, Any] | type | str | None  # a JSON Schema, or what `schemas.schema_of` makes one of
+    schema_attempts: int  # how often an answer that does not fit is asked for again
+    field_prefix: str  # of the columns that the fields of the schema become
     on_invalid: Literal["fail", "skip"]  # with bad rows: run none, or give them error results
     dedupe: bool  # run identical requests once even where their answers may vary
     deadline: MoreThanNothing | None  # seconds since the epoch, UTC

@@ -22,9 +22,11 @@ from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sources import describe, open_source, unchanged
 from batchmill.datasets.validation import ADAPTERS_MAX, check_form, column_flaw, missing_column
 from batchmill.errors import BatchmillError, InputChanged, InvalidDataset, InvalidRow, StorageFull
+from batchmill.optional import require
 from batchmill.types import DatasetSpec, Seal, SealedFile
 from batchmill.wire.forms import Form, OpenAIForm, TableForm
 from batchmill.wire.native import SealReport
+from batchmill.wire.output_schema import VALIDATION
 
 __all__ = ["SealOrder", "SealReport", "seal"]
 
@@ -178,6 +180,8 @@ def _with_form(order: SealOrder, detected: Detected) -> SealOrder:
             '"… {column} …"',
             code="missing_prompt",
         )
+    if form.schema is not None and require(f"{VALIDATION}:admits_nothing", "a schema")(form.schema):
+        raise InvalidDataset("no value fits the schema: its conditions exclude each other", code="invalid_schema")
     order = msgspec.structs.replace(order, form=form)
     try:
         check_form(order)

@@ -18,6 +18,7 @@ from batchmill.errors import InvalidRow
 from batchmill.types import Request, Row, RowError
 from batchmill.wire.forms import RowLine, TableForm
 from batchmill.wire.json_bytes import has_odd_numbers
+from batchmill.wire.output_schema import columns_of
 
 ADAPTERS_MAX = 10_000  # that may be fetched for the rows of one dataset
 ID_CHARS_MAX = 190  # with its version it becomes the name of an adapter
@@ -356,7 +357,10 @@ def column_flaw(names: tuple[str, ...], form: TableForm) -> InvalidRow | None:
     """The flaw of a table with these columns; None: it has none."""
     for name in form.reserved:
         if name in names:
-            return InvalidRow(f"a column is named {name!r}, which the results use: rename it", code="column_conflict")
+            is_field = form.schema is not None and name in columns_of(form.schema)
+            way_out = "give the fields a --field-prefix, or rename it" if is_field else "rename it"
+            text = f"a column is named {name!r}, which the results use: {way_out}"
+            return InvalidRow(text, code="column_conflict")
     return missing_column(names, form)
 
 

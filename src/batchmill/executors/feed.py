@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from batchmill.datasets.sealed import ColumnDataset
 from batchmill.errors import JobPaused
+from batchmill.executors.asked_again import RowsAskedAgain
 from batchmill.executors.fair_queue import FairQueue, JobQueue
 from batchmill.executors.leases import Allowance, Held
 from batchmill.ports import Columns
@@ -178,6 +179,7 @@ class GrantFeed:
         self._reads: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None  # of one of them
         self._held_back: frozenset[str] = frozenset()  # projects whose rows wait
+        self._again = RowsAskedAgain()
         self._isolated: tuple[int, Held] | None = None  # number and lease of the one row in flight of an isolated lease
 
     def grant(self, held: Held, grant: Grant) -> None:
@@ -242,9 +244,11 @@ class GrantFeed:
         if lane is not None:
             for queued in list(lane.queue):
                 self._discard(lane, queued)
+        self._again.forget_job(job_id)
 
     def drop_lease(self, held: Held) -> None:
         """Forget the rows of one lease that no engine has taken yet."""
+        self._again.forget(held)
         lane = self._lanes.get(held.job.id)
         if lane is not None:
             for queued in [queued for queued in lane.queue if queued.held is held]:
@@ -267,13 +271,43 @@ class GrantFeed:
             self._wake()
 
     async def take(self, n: int) -> list[Row]:
-        block = await self.take_block(n)
-        return [] if block is None else block.rows()
+        while not self._may_ask_again():
+            block = await self.take_block(n, may_be_again=True)
+            if block is not None:
+                rows = block.rows()
+                if block.form.schema is not None:
+                    self._again.taken(rows)
+                return rows
+            if self._is_over():
+                return []
+        rows = self._again.take(n)
+        if self._again:
+            self._wake()
+        return rows
 
-    async def take_block(self, n: int, columns: Columns | None = None) -> Block | None:
-        """See `ports.BlockFeed`."""
+    def _may_ask_again(self) -> bool:
+        return bool(self._again) and self._may_begin()
+
+    def _is_over(self) -> bool:
+        """Whether no row will come any more."""
+        return self._ended and self._is_empty() and not self._again.may_come
+
+    def ask_again(self, row: Row) -> None:
+        """Give a row that was taken once more, before others. If its lease has ended it stays undone."""
+        self._again.add(row)
+        self._wake()
+
+    def settle_checked(self, row: Row) -> None:
+        """A row of a job with a schema is not asked for again."""
+        if self._again.settle(row) and self._ended:
+            self._wake()
+
+    async def take_block(
+        self, n: int, columns: Columns | None = None, *, may_be_again: bool = False
+    ) -> Block | None:  # fmt: skip
+        """See `ports.BlockFeed`. `may_be_again`: return None also when rows are to be asked for again."""
         self._measure(n)
-        while True:
+        while not (may_be_again and self._may_ask_again()):
             block = self._take_now(n, columns)
             if block is not None:
                 if len(self._turns):
@@ -281,12 +315,13 @@ class GrantFeed:
                 return block
             if self._failure is not None:
                 raise self._failure
-            if self._ended and self._is_empty():
+            if self._is_over():
                 self._wake()
                 return None
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
             await waiter
+        return None
 
     def _is_there(self, lane: _JobLane, n: int, columns: Columns | None) -> bool:
         """Whether the next rows of a job can be taken now. If they lie in a store, a thread begins to read them."""

@@ -21,6 +21,7 @@ from batchmill.store.segments import BlockRows
 from batchmill.types import AdapterSet, Lease, Outcome, Price, ReplyRules, Row, RowError, SegmentRef, Usage
 from batchmill.wire.forms import Form
 from batchmill.wire.messages import Note, Noted, Renewed, Spending
+from batchmill.wire.output_schema import WORDS_MAX
 
 OUTPUT_GUESS = 4096  # output tokens of a row without a limit, until one such row has finished
 # The guess is then learned from this many recent rows; below KNOWN rows it is twice the longest output.
@@ -76,17 +77,19 @@ class Allowance:
     """The budget of one job at this worker. `free` is unreserved money; it comes from the owner and returns to it."""
 
     def __init__(
-        self, job: str, price: Price, *, has_requests: bool, send: Callable[[Spending], None], takes_all: bool = False
-    ) -> None:
+        self, job: str, price: Price, *, has_requests: bool, send: Callable[[Spending], None], takes_all: bool = False,
+        attempts: int = 0,
+    ) -> None:  # fmt: skip
         """Args:
         has_requests: its rows are requests to a model, not arguments.
         takes_all: all rows are submitted together, and paid for then.
+        attempts: how often a row may be asked for again.
         """
-        self.takes_all = takes_all
+        self.takes_all, self._attempts = takes_all, attempts
         self.free = 0.0
         self.is_lean = False  # the budget is nearly spent: unused reservations go back at once
         self._job, self._price, self._has_requests, self._send = job, price, has_requests, send
-        self._input = max(price.input, price.cached or 0.0) / 1e6
+        self._input, self._output = max(price.input, price.cached or 0.0) / 1e6, price.output / 1e6
         self._reserved: dict[int, _Reserved] = {}  # position -> reservation of its row
         self._output_costs: deque[float] = deque(maxlen=MEMORY)  # USD for the output of rows without a limit
         self._usual = price.output / 1e6 * OUTPUT_GUESS
@@ -179,9 +182,17 @@ class Allowance:
             tokens = 0 if request.url.endswith(_WRITES_NOTHING) else bounds.tokens(request.url)
         except UNREADABLE:  # a service may accept what cannot be read here
             tokens = None
-        if tokens is None:
-            return _Reserved(max(0.0, base + self._usual), base)
-        return _Reserved(base + self._price.output / 1e6 * tokens)
+        output = self._usual if tokens is None else self._price.output / 1e6 * tokens
+        most = base + output + self._asked_again(base, output)
+        return _Reserved(max(0.0, most), base) if tokens is None else _Reserved(most)
+
+    def _asked_again(self, base: float, output: float) -> float:
+        """The maximum cost of asking again: each request has the earlier answers, and what was wrong with them."""
+        most = 0.0
+        for number in range(1, self._attempts + 1):
+            answers = self._input * WORDS_MAX + output * (self._input / self._output if self._output else 1.0)
+            most += base + output + number * answers
+        return most
 
     def _learn(self, output_usd: float) -> None:
         self._output_costs.append(output_usd)

@@ -131,7 +131,11 @@ class Worker:
             refused=self.fail, pace_s=0.0 if self._objects is None else COMMIT_PACE_S,
             until_owned=None if self._objects is None else self._term.until_valid,
         )  # fmt: skip
-        self._sink = self._recorder if start.model.takes_columns else ReplyChecks(self._recorder)
+        self._sink = (
+            self._recorder
+            if start.model.takes_columns
+            else ReplyChecks(self._feed, self._recorder, asks_again=not start.model.is_handed_over)
+        )
         self._answering = AnswerSink(self._engine, self._send, channel.drain)
         self._calling = Calling(self._engine, self._send)
         self._notes = NoteClient(self._send)
@@ -313,6 +317,7 @@ class Worker:
         if job.allowance is None:
             job.allowance = Allowance(
                 job.id, price, has_requests=not self._model.takes_columns, takes_all=self._model.is_handed_over,
+                attempts=0 if job.form.schema is None or self._model.is_handed_over else job.form.schema.attempts,
                 send=self._send,
             )  # fmt: skip
         job.allowance.add(usd, is_lean=is_lean)

@@ -6,6 +6,7 @@ from batchmill.types.calls import (
     CallStats,
     ColumnBlock,
     ColumnResultBlock,
+    EarlierAnswer,
     EngineStats,
     FunctionRequest,
     LiveHead,
@@ -30,6 +31,7 @@ from batchmill.types.jobs import (
     Lease,
     LedgerReport,
     Once,
+    OutputSchema,
     Policy,
     Problem,
     ReplyRules,
@@ -63,10 +65,11 @@ from batchmill.types.projects import Caller, ProjectQuotas, Quotas, Scope
 # fmt: off
 __all__ = [
     "Action", "AdapterSet", "AdapterStats", "Amendment", "BatchTimes", "CallStats", "Caller", "ClientConfig",
-    "ColumnBlock", "ColumnResultBlock", "Commit", "Connector", "DatasetSpec", "EngineEvent", "EngineState",
-    "EngineStats", "EngineView", "FunctionRequest", "FunctionSpec", "Interface", "Isolation", "JobOrder", "JobQuery",
-    "JobView", "Lease", "LedgerReport", "Limits", "LiveHead", "LiveRequest", "LlmSettings", "ModelSpec", "Needs",
-    "Once", "Outcome", "Policy", "Price", "Problem", "ProjectQuotas", "Provision", "Quotas", "RemoteJob", "ReplyRules",
-    "Request", "ResultBlock", "Row", "RowBlock", "RowError", "SalvageReport", "SalvagedTable", "Scaling", "Scope",
-    "Seal", "SealedFile", "SegmentPlace", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
+    "ColumnBlock", "ColumnResultBlock", "Commit", "Connector", "DatasetSpec", "EarlierAnswer", "EngineEvent",
+    "EngineState", "EngineStats", "EngineView", "FunctionRequest", "FunctionSpec", "Interface", "Isolation",
+    "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits", "LiveHead", "LiveRequest", "LlmSettings",
+    "ModelSpec", "Needs", "Once", "Outcome", "OutputSchema", "Policy", "Price", "Problem", "ProjectQuotas",
+    "Provision", "Quotas", "RemoteJob", "ReplyRules", "Request", "ResultBlock", "Row", "RowBlock", "RowError",
+    "SalvageReport", "SalvagedTable", "Scaling", "Scope", "Seal", "SealedFile", "SegmentPlace", "SegmentRef", "Shard",
+    "Submitted", "Tensor", "Usage", "Wait",
 ]

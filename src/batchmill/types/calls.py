@@ -23,6 +23,14 @@ class Usage(Struct, frozen=True, gc=False):
         )
 
 
+class EarlierAnswer(Struct, frozen=True, gc=False):
+    """An answer that did not fit the job's schema."""
+
+    text: str
+    problems: list[str]
+    usage: Usage
+
+
 class Row(Struct, gc=False):
     """One row in a worker. `raw` is its canonical JSON object without the line end."""
 
@@ -32,6 +40,7 @@ class Row(Struct, gc=False):
     form: Any  # a wire.forms.Form: how to read `raw` and how to write the result
     lease: Any = None  # a ports.LeaseHandle; an engine returns it unchanged
     custom_id: bytes | None = None  # as JSON; set by the form when it reads the row
+    earlier: tuple[EarlierAnswer, ...] = ()  # answers that did not fit the job's schema: it is asked for again
 
 
 class RowBlock(Struct, frozen=True, eq=False):
@@ -125,6 +134,7 @@ class Outcome(Struct, frozen=True, gc=False):
     usage: Usage | None = None
     request_id: str | None = None
     warnings: tuple[str, ...] = ()  # of a result: names of wire.replies.WARNINGS
+    answer: bytes | None = None  # of a result of a job with a schema: the JSON that fits it
 
 
 class LiveRequest(Struct, frozen=True):

@@ -165,7 +165,15 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
 class ReplyRules(Struct, frozen=True, forbid_unknown_fields=True):
     """Which replies of a language model count as results."""
 
-    fail_on: list[str] = []  # names of wire.replies.WARNINGS: such replies are errors of their rows
+    fail_on: list[str] = []  # names of wire.replies.FLAWS: such replies are errors of their rows
+
+
+class OutputSchema(Struct, frozen=True, forbid_unknown_fields=True):
+    """The JSON Schema that the answers of a language model must fit."""
+
+    document: str  # the schema as JSON
+    attempts: int = 2  # how often an answer that does not fit is asked for again
+    prefix: str = ""  # of the columns that its fields become
 
 
 class JobView(Struct, frozen=True):
@@ -239,6 +247,7 @@ class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
     system: str | None = None
     url: str | None = None
     params: dict[str, Any] = {}
+    schema: OutputSchema | None = None
     policy: Policy = Policy()
     replies: ReplyRules = ReplyRules()
     output: str | None = None  # absolute

@@ -15,8 +15,9 @@ import msgspec
 from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidInput, InvalidRow
-from batchmill.types import Outcome, Request, Row, RowError, Usage
+from batchmill.types import Outcome, OutputSchema, Request, Row, RowError, Usage
 from batchmill.wire.json_bytes import append_members, decode, encode, join_object, split_object, text_of
+from batchmill.wire.output_schema import asked_again, columns_of, names_of, with_schema
 
 Parts = tuple[tuple[str, str | None], ...]  # (literal text, column that follows it or None)
 
@@ -60,6 +61,9 @@ URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, RERANK, SCORE)
 MODERATIONS, MESSAGES = "/v1/moderations", "/v1/messages"  # only OpenAI and only Anthropic have these
 CLASSIFY = "/classify"
 ERROR_STATUS_MIN = 400
+OUTPUT, ERROR, FOLDED_FROM = RESULT_COLUMNS = ("output", "error", "folded_from")
+WARNINGS_COLUMN = "warnings"  # of rows whose reply has a flaw
+NULL = Raw(b"null")
 TOKENS_MAX = 2**40  # of one row: a larger count of a reply is wrong, and its sums would not fit the ledger
 
 
@@ -110,6 +114,7 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
 
     id_prefix: str = "batch_req_"  # + the row's number: unique, and the same each time the file is written
     together: bool = False  # error lines go into the output file, between the others
+    schema: OutputSchema | None = None
     is_text: ClassVar[bool] = False
 
     @property
@@ -119,7 +124,7 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
     def request(self, row: Row) -> Request:
         line = _line.decode(row.raw)
         row.custom_id = encode(line.custom_id)
-        return Request(line.url, bytes(line.body), line.custom_id)
+        return Request(line.url, _asking(line.url, bytes(line.body), self.schema, row), line.custom_id)
 
     def arguments(self, row: Row) -> dict[str, Any]:
         """Return the fields of `body`, for a function."""
@@ -229,9 +234,16 @@ class TableForm(Struct, frozen=True, tag="table"):
     url: str = CHAT
     params: dict[str, Any] = {}  # further fields of each request's body
     is_text: bool = False  # every cell is a string, because the table was CSV
+    schema: OutputSchema | None = None
 
     errors_apart: ClassVar[bool] = False
-    reserved: ClassVar[tuple[str, ...]] = ("output", "error", "folded_from")
+
+    @property
+    def reserved(self) -> tuple[str, ...]:
+        """The columns that results add to those of the table."""
+        if self.prompt is None:
+            return RESULT_COLUMNS
+        return (*RESULT_COLUMNS, WARNINGS_COLUMN, *(() if self.schema is None else columns_of(self.schema)))
 
     def columns(self) -> list[str]:
         """Return the columns that the templates need."""
@@ -250,7 +262,8 @@ class TableForm(Struct, frozen=True, tag="table"):
             system = None if self.system is None else render(self.system, cells)
         except KeyError as missing:
             raise InvalidRow(f"the prompt needs a column {missing} that the row lacks", code="missing_column") from None
-        return Request(self.url, join_object({**self._input(text, system), **self.params}))
+        body = join_object({**self._input(text, system), **self.params})
+        return Request(self.url, _asking(self.url, body, self.schema, row))
 
     def _input(self, text: str, system: str | None) -> dict[str, Any]:
         if self.url == CHAT:
@@ -270,20 +283,24 @@ class TableForm(Struct, frozen=True, tag="table"):
 
     def write(self, outcome: Outcome) -> bytes:
         """Render the row's columns with `output` and `error`, as one JSON line."""
-        if outcome.error is not None:
-            text = f"{outcome.error.code}: {outcome.error.message}"
-            is_refused = outcome.body is not None and outcome.status < ERROR_STATUS_MIN
-            output = self._output_of(outcome) if is_refused else b"null"
-            members = b'"output":%b,"error":%b' % (output, encode(text))
-            return append_members(_object_or_empty(outcome.row.raw), members) + b"\n"
-        members = b'"output":%b,"error":null' % self._output_of(outcome)
+        error = outcome.error
+        text = b"null" if error is None else encode(f"{error.code}: {error.message}")
+        members = b'%b"error":%b' % (self._results_of(outcome), text)
         if outcome.warnings:
-            members += b',"warnings":%b' % encode(",".join(outcome.warnings))
-        return append_members(outcome.row.raw, members) + b"\n"
+            members += b',"%b":%b' % (WARNINGS_COLUMN.encode(), encode(",".join(outcome.warnings)))
+        raw = outcome.row.raw if error is None else _object_or_empty(outcome.row.raw)
+        return append_members(raw, members) + b"\n"
 
-    def _output_of(self, outcome: Outcome) -> bytes:
-        assert outcome.body is not None
-        return outcome.body if self.prompt is None else self._output(outcome.body)
+    def _results_of(self, outcome: Outcome) -> bytes:
+        """The members before `error`: `output`, or the fields of the schema; a reply that was refused is shown."""
+        body = outcome.body if outcome.error is None or outcome.status < ERROR_STATUS_MIN else None
+        output = b"null" if body is None else body if self.prompt is None else self._output(body)
+        if self.schema is None or not (names := names_of(self.schema)):
+            return b'"output":%b,' % (output if outcome.answer is None else outcome.answer)
+        fields = {} if outcome.answer is None else split_object(outcome.answer)
+        columns = zip(columns_of(self.schema), names, strict=True)
+        members = b"".join(b"%b:%b," % (encode(column), bytes(fields.get(name, NULL))) for column, name in columns)
+        return members if outcome.answer is not None or body is None else members + b'"output":%b,' % output
 
     def _output(self, body: bytes) -> bytes:
         """Extract the text or the vector of a reply; without either, return the whole reply."""
@@ -311,17 +328,33 @@ class TableForm(Struct, frozen=True, tag="table"):
     def follow(self, leader: Row, line: bytes, row: Row) -> bytes:
         """Render the line of a row that shares its leader's outcome: its own columns and `folded_from`."""
         members = split_object(line)
-        shared = b'"output":%s,"error":%s,"folded_from":%d' % (
-            bytes(members["output"]),
-            bytes(members["error"]),
-            leader.number,
-        )
-        if "warnings" in members:
-            shared += b',"warnings":%b' % bytes(members["warnings"])
-        return append_members(row.raw, shared) + b"\n"
+        schema = () if self.schema is None else columns_of(self.schema)
+        names = [name for name in (*schema, "output", "error", WARNINGS_COLUMN) if name in members]
+        if self.prompt is None:
+            names = ["output", "error"]
+        shared = b"".join(b"%b:%b," % (encode(name), bytes(members[name])) for name in names)
+        return append_members(row.raw, b'%b"folded_from":%d' % (shared, leader.number)) + b"\n"
 
 
 Form = OpenAIForm | TableForm
+
+
+def added_columns(form: Form, *, has_failed: bool, is_flawed: bool, folds: bool) -> tuple[str, ...]:
+    """The columns that results of a table have besides those of the input, in order.
+
+    Args: has_failed: of some rows; is_flawed: so are some replies; folds: some rows share another's outcome.
+    """
+    fields = () if form.schema is None or isinstance(form, OpenAIForm) else columns_of(form.schema)
+    named = {OUTPUT: has_failed or not fields, ERROR: True, WARNINGS_COLUMN: is_flawed, FOLDED_FROM: folds}
+    return (*fields, *(name for name, is_there in named.items() if is_there))
+
+
+def _asking(url: str, body: bytes, schema: OutputSchema | None, row: Row) -> bytes:
+    """The body of a request, which asks for the schema, and again for what did not fit."""
+    if schema is None:
+        return body
+    body = join_object(with_schema(url, split_object(body), schema))
+    return asked_again(url, body, row.earlier) if row.earlier else body
 
 
 def usage_of(reply: dict[str, Any]) -> Usage | None:

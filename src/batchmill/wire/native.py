@@ -110,7 +110,7 @@ Label = Annotated[str, Meta(max_length=LABEL_CHARS_MAX)]
 Labels = Annotated[dict[LabelName, Label], Meta(max_length=LABELS_MAX)]
 OutputFormat = Literal["jsonl", "csv", "parquet", "jsonl.gz", "jsonl.zst", "csv.gz", "csv.zst"]
 Format = Literal["openai", "jsonl", "csv", "parquet"]
-Flaw = Literal["truncated", "filtered", "refused", "empty", "repeating"]  # see wire.replies.WARNINGS
+Flaw = Literal["truncated", "filtered", "refused", "empty", "repeating"]  # see wire.replies.FLAWS
 
 
 class Work(Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,6 +123,9 @@ class Work(Struct, frozen=True, forbid_unknown_fields=True):
     system: str | None = None
     url: str | None = None  # the path that prompts go to
     params: dict[str, Any] = {}  # further fields of each request that a prompt makes
+    schema: dict[str, Any] | None = None  # a JSON Schema, which answers of language models must fit
+    schema_attempts: int = 2  # how often an answer that does not fit is asked for again
+    field_prefix: str = ""  # of the columns that the fields of the schema become
     on_invalid: Literal["fail", "skip"] = "fail"  # with invalid rows: run none, or give them error results
     dedupe: bool = False  # run identical requests once even if their answers may vary
     deadline: MoreThanNothing | None = None  # seconds since the epoch, UTC: rows without a result by then never run

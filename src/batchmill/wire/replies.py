@@ -15,13 +15,16 @@ from batchmill.types import RowError
 
 TRUNCATED, FILTERED, REFUSED = "truncated", "filtered", "refused"
 EMPTY, REPEATING = "empty", "repeating"
-WARNINGS = {
+ASKED_AGAIN = "asked_again"
+FLAWS = {
     TRUNCATED: "the reply ended at its limit of output tokens: raise max_tokens",
     FILTERED: "the service's content filter cut the reply off",
     REFUSED: "the model refused to answer",
     EMPTY: "the reply has no text and no tool call",
     REPEATING: "the reply repeats itself until its limit of output tokens",
 }
+WARNINGS = {**FLAWS, ASKED_AGAIN: "an earlier answer did not fit the schema"}
+TEXTS = ("text", "output_text")  # types of parts
 TAIL_CHARS = 1024  # of a truncated text, which are searched for a repeated part
 REPEATS_MIN = 4  # of that part
 REPEATED_CHARS_MIN = 200
@@ -73,8 +76,8 @@ class _Reply(Struct, gc=False):
 _decoder = msgspec.json.Decoder(_Reply)
 
 
-def warnings_of(body: bytes) -> tuple[str, ...]:
-    """What is wrong with a reply, as names of WARNINGS in their order; most often nothing."""
+def flaws_of(body: bytes) -> tuple[str, ...]:
+    """What is wrong with a reply, as names of FLAWS in their order; most often nothing."""
     if not any(mark in body for mark in _MARKS):
         return ()
     try:
@@ -82,12 +85,42 @@ def warnings_of(body: bytes) -> tuple[str, ...]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ()  # another API's reply
     found = set(_found(reply))
-    return tuple(name for name in WARNINGS if name in found) if found else ()
+    return tuple(name for name in FLAWS if name in found) if found else ()
 
 
-def error_of(warning: str) -> RowError:
-    """The error of a row whose reply is not accepted because of a warning."""
-    return RowError(f"reply_{warning}", WARNINGS[warning])
+def error_of(flaw: str) -> RowError:
+    """The error of a row whose reply is not accepted because of a flaw."""
+    return RowError(f"reply_{flaw}", FLAWS[flaw])
+
+
+def text_of(body: bytes) -> str:
+    """The text of a reply's only answer; empty if it has none."""
+    try:
+        reply = _decoder.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return ""
+    if reply.choices is not None:
+        message = reply.choices[0].message if reply.choices else None
+        content = "" if message is None else message.content or ""
+        return content if isinstance(content, str) else ""
+    parts = reply.content if reply.stop_reason is not None else list(_flat(reply.output or []))
+    return "".join(part.text or "" for part in parts or [] if part.type in TEXTS)
+
+
+def with_text(body: bytes, text: str) -> bytes:
+    """The same reply with another text."""
+    reply = msgspec.json.decode(body)
+    if "choices" in reply:
+        reply["choices"][0]["message"]["content"] = text
+    else:
+        items = reply["content"] if "stop_reason" in reply else reply["output"]
+        parts = [
+            part for item in items for part in (item.get("content") if item["type"] == "message" else [item]) or []
+        ]
+        texts = [part for part in parts if part["type"] in TEXTS]
+        for part, new in zip(texts, [text, *[""] * len(texts)], strict=False):
+            part["text"] = new
+    return msgspec.json.encode(reply)
 
 
 def _found(reply: _Reply) -> Iterator[str]:
@@ -127,9 +160,9 @@ def _of_choice(choice: _Choice) -> Iterator[str]:
 
 
 def _of_parts(parts: list[_Part], reason: str | None) -> Iterator[str]:
-    text = "".join(part.text or "" for part in parts if part.type in ("text", "output_text"))
+    text = "".join(part.text or "" for part in parts if part.type in TEXTS)
     is_refused = any(part.type == "refusal" for part in parts)
-    has_other = any(part.type not in ("text", "output_text", "thinking", "redacted_thinking") for part in parts)
+    has_other = any(part.type not in (*TEXTS, "thinking", "redacted_thinking") for part in parts)
     yield from _of_text(text, reason, has_other=has_other)
     if is_refused:
         yield REFUSED

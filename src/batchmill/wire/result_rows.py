@@ -11,11 +11,10 @@ import msgspec
 from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidInput
-from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.forms import ERROR, FOLDED_FROM, OUTPUT, RESULT_COLUMNS, OpenAIForm
 from batchmill.wire.json_bytes import encode, join_object, split_object
 
-OUTPUT, ERROR, FOLDED_FROM = "output", "error", "folded_from"
-OWN = (OUTPUT, ERROR, FOLDED_FROM)  # the columns that batchmill adds to a table
+OWN = RESULT_COLUMNS  # the columns that batchmill adds to a table
 REQUEST = ("method", "url", "body")  # the members of a request that stand beside its reply
 FLAT = ("custom_id", OUTPUT, ERROR)  # an OpenAI result line as a row, if no columns are named
 MORE = ("id", "response", FOLDED_FROM)  # what may be named besides

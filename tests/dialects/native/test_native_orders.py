@@ -7,7 +7,7 @@ from msgspec.structs import replace
 from batchmill.dialects.native.orders import Orders, Redactor
 from batchmill.errors import Conflict, InvalidInput, UnknownName
 from batchmill.services.project_jobs import ResultIds
-from batchmill.types import Caller, JobView, LedgerReport, Once, Problem, Scope, Wait
+from batchmill.types import Caller, JobView, LedgerReport, Once, OutputSchema, Problem, Scope, Wait
 from batchmill.wire.native import NewJob, Work
 
 CALLER = Caller("default", Scope.SUBMIT, "k1")
@@ -34,7 +34,7 @@ async def test_an_order_says_all_that_was_asked(kit):
     job = NewJob(
         [file_id], ["f", "far"], prompt="{a}", system="s", url="/v1/x", params={"t": 0}, on_invalid="skip", dedupe=True,
         budget=2.0, priority=3, completion_s=60.0, labels={"a": "b"}, output_format="parquet",
-        together=True,
+        together=True, fail_on=["empty"], schema={"type": "integer"}, schema_attempts=1, field_prefix="p_",
     )  # fmt: skip
     made = await order(kit, job)
     assert made.dataset.paths == [str(kit.files.home / file_id)] and made.dataset.format == "csv"
@@ -44,6 +44,7 @@ async def test_an_order_says_all_that_was_asked(kit):
     assert (policy.on_invalid, policy.dedupe, policy.budget, policy.priority) == ("skip", True, 2.0, 3)
     assert policy.deadline == kit.clock.now() + 60 and policy.on_engine_failure == "fail"
     assert made.labels == {"a": "b"} and made.output_format == "parquet" and made.once == ONCE and made.together
+    assert made.replies.fail_on == ["empty"] and made.schema == OutputSchema('{"type":"integer"}', 1, "p_")
     assert made.origin == {
         "frontend": "native", "input_file_ids": [file_id], "files": {file_id: "rows.csv"}, "key": "k1",
     }  # fmt: skip

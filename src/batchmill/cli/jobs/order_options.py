@@ -22,9 +22,10 @@ from batchmill.jobs.ledger.files import is_folder
 from batchmill.jobs.results.results import errors_of
 from batchmill.models.registry import KINDS, ModelFlags, checked_budget, resolve
 from batchmill.object_store.urls import is_object_url
-from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Policy, ReplyRules
+from batchmill.types import DatasetSpec, JobOrder, ModelSpec, OutputSchema, Policy, ReplyRules
 from batchmill.wire.input_urls import is_hub_url, is_input_url, is_web_url
 from batchmill.wire.json_bytes import is_too_deep
+from batchmill.wire.output_schema import SCHEMA_ATTEMPTS_MAX, one_line, schema_of_fields
 
 PROMPT_FIELDS = ("messages", "prompt", "input", "instructions")  # fields of a body that --prompt and --system fill
 
@@ -103,6 +104,12 @@ ORDER_OPTIONS = (
     click.option("--url", metavar="PATH", help="The path for prompts [/v1/chat/completions]."),
     click.option("--param", "params", metavar="KEY=VALUE", multiple=True,
                  help="An additional field of each request; VALUE is JSON or text."),
+    click.option("--schema", metavar="FILE", help="A JSON Schema: answers that do not fit are asked for again."),
+    click.option("--fields", metavar="TEXT",
+                 help='The same for an object: "label: yes|no, score: float, tags: [str], why?: str".'),
+    click.option("--schema-attempts", type=click.IntRange(0, SCHEMA_ATTEMPTS_MAX), metavar="N",
+                 help="Ask for an answer again at most N times [2]."),
+    click.option("--field-prefix", metavar="TEXT", help="Put TEXT before the columns that the fields become."),
     click.option("--on-invalid", type=click.Choice(["fail", "skip"]), default="fail", show_default=True,
                  help="With invalid rows: run nothing, or record errors for them."),
     click.option("--dedupe", is_flag=True, help="Run identical requests once, even if their results may vary."),
@@ -158,6 +165,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
         system=options["system"],
         url=options["url"],
         params=request_fields(options["params"], config.limits.depth_max),
+        schema=output_schema(session.cwd, options),
         policy=Policy(
             on_invalid=options["on_invalid"],
             dedupe=options["dedupe"],
@@ -176,6 +184,28 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
     )
     _refuse_non_utf8_order(order)
     return order
+
+
+def output_schema(cwd: Path, options: dict[str, Any]) -> OutputSchema | None:
+    """The schema of --schema or --fields. Raises: InvalidInput."""
+    path, fields = options["schema"], options["fields"]
+    attempts, prefix = options["schema_attempts"], options["field_prefix"]
+    if path is None and fields is None:
+        for flag, value in (("--schema-attempts", attempts), ("--field-prefix", prefix)):
+            if value is not None:
+                raise InvalidInput(f"{flag} has no effect without --schema or --fields")
+        return None
+    if path is not None and fields is not None:
+        raise InvalidInput("--schema and --fields say the same: leave one of them out")
+    if fields is not None:
+        document = json.dumps(schema_of_fields(fields))
+    else:
+        try:
+            document = (cwd / Path(path).expanduser()).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidInput(f"the schema {path} cannot be read: {error}") from None
+        document = one_line(document, path)
+    return OutputSchema(document, 2 if attempts is None else attempts, prefix or "")
 
 
 def _absolute(cwd: Path, output: str) -> str:

@@ -219,7 +219,7 @@ def _write_lines(lines: Iterable[bytes], wanted: Wanted, protected: Sequence[str
 
 def _make_table(rows: ShapedRows, path: Path, *, is_safe: bool) -> Path:
     kind = path.suffix[1:]
-    source = TableSource(path.parent, rows.names, kind == CSV, folds=False, adds_none=True, is_safe=is_safe)
+    source = TableSource(path.parent, rows.names, kind == CSV, is_safe=is_safe)
     table = create_table(kind, path, source)
     try:
         for add in (table.learn, table.write) if table.must_learn else (table.write,):

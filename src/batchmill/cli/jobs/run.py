@@ -22,7 +22,7 @@ from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.types import JobView, Submitted
 from batchmill.types.cluster import EXECUTORS
 from batchmill.wire.native import PRIORITY_MAX
-from batchmill.wire.replies import WARNINGS
+from batchmill.wire.replies import FLAWS
 
 if TYPE_CHECKING:
     from batchmill.cli.clients import JobsClient
@@ -152,9 +152,9 @@ PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
 @click.option("--part-rows", type=COUNT, help="Rows of each part, if the output is a folder [1,000,000].")
 @click.option(
     "--fail-on",
-    type=NameList(WARNINGS),
+    type=NameList(FLAWS),
     metavar="KINDS",
-    help="Replies that are errors of their rows: " + ", ".join(WARNINGS) + ".",
+    help="Replies that are errors of their rows: " + ", ".join(FLAWS) + ".",
 )
 @click.option("--overwrite", is_flag=True, help="Run a finished job again and overwrite its results.")
 @click.pass_obj

@@ -25,6 +25,7 @@ from batchmill.types import (
     LedgerReport,
     ModelSpec,
     Once,
+    OutputSchema,
     Policy,
     RemoteJob,
     ReplyRules,
@@ -210,6 +211,7 @@ class Orders:
             system=work.system,
             url=work.url,
             params=work.params,
+            schema=_schema_of(work),
             policy=Policy(
                 on_invalid=work.on_invalid,
                 dedupe=work.dedupe,
@@ -306,3 +308,11 @@ def _format_of(filename: str) -> str | None:
     if suffixes and suffixes[-1] in CODECS:
         suffixes.pop()
     return FORMATS.get(suffixes[-1]) if suffixes else None
+
+
+def _schema_of(work: Work) -> OutputSchema | None:
+    if work.schema is not None:
+        return OutputSchema(msgspec.json.encode(work.schema).decode(), work.schema_attempts, work.field_prefix)
+    if work.field_prefix:
+        raise InvalidInput("field_prefix has no effect without a schema", code="needless_schema")
+    return None

@@ -22,15 +22,27 @@ from batchmill.jobs.results.output_folders import read_manifest
 from batchmill.jobs.results.results import check_kind, check_output, errors_of, stored_name
 from batchmill.models import functions, registry
 from batchmill.object_store.urls import is_object_url
+from batchmill.optional import require
 from batchmill.states import JobState
 from batchmill.store.stored_files import StoredFiles
-from batchmill.types import Amendment, JobOrder, ModelSpec, Policy, ReplyRules, Seal
+from batchmill.types import Amendment, JobOrder, ModelSpec, OutputSchema, Policy, ReplyRules, Seal
 from batchmill.types.engine_traits import ENGINES, Source
 from batchmill.wire import forms
-from batchmill.wire.forms import CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
+from batchmill.wire.forms import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    RESPONSES,
+    RESULT_COLUMNS,
+    WARNINGS_COLUMN,
+    Form,
+    OpenAIForm,
+    TableForm,
+)
 from batchmill.wire.input_urls import is_fetched, is_input_url
 from batchmill.wire.job_spec import JobSpec
-from batchmill.wire.replies import WARNINGS
+from batchmill.wire.output_schema import SCHEMA_ATTEMPTS_MAX, SCHEMA_URLS, VALIDATION, columns_of
+from batchmill.wire.replies import FLAWS
 
 PRIORITY_MAX = 100
 CHOICES = {"on_invalid": ("fail", "skip"), "on_engine_failure": ("pause", "fail")}
@@ -143,13 +155,38 @@ def describe(order: JobOrder, now: float) -> JobSpec:
 def _check_replies(order: JobOrder) -> None:
     """Raises: InvalidInput, naming the value."""
     for name in order.replies.fail_on:
-        if name not in WARNINGS:
-            raise InvalidInput(f"fail_on names {name!r}; it can name {', '.join(WARNINGS)}", code="invalid_fail_on")
+        if name not in FLAWS:
+            raise InvalidInput(f"fail_on names {name!r}; it can name {', '.join(FLAWS)}", code="invalid_fail_on")
     if order.replies.fail_on and all(model.takes_columns for model in order.models):
         raise InvalidInput(
             "fail_on is for the replies of language models: a function that returns is a result; raise an error in it",
             code="invalid_fail_on",
         )
+    if order.schema is not None:
+        _check_schema(order, order.schema)
+
+
+def _check_schema(order: JobOrder, schema: OutputSchema) -> None:
+    """Raises: InvalidInput."""
+    require(f"{VALIDATION}:check_schema", "a schema")(schema)
+    if not 0 <= schema.attempts <= SCHEMA_ATTEMPTS_MAX:
+        raise InvalidInput(
+            f"an answer is asked for again 0 to {SCHEMA_ATTEMPTS_MAX} times, not {schema.attempts}",
+            code="invalid_schema_attempts",
+        )
+    if all(model.takes_columns for model in order.models):
+        raise InvalidInput("a schema is for the answers of language models", code="needless_schema")
+    url = (order.url or CHAT) if order.prompt is not None else CHAT
+    if url not in SCHEMA_URLS:
+        raise InvalidInput(f"a schema is for {' and '.join(SCHEMA_URLS)}, not for {url}", code="schema_not_supported")
+    for name in sorted({"response_format", "n"} & order.params.keys()):
+        raise InvalidInput(f"--param cannot set {name} beside a schema: leave one of both out", code="schema_conflict")
+    for name in columns_of(schema):
+        if name in (*RESULT_COLUMNS, WARNINGS_COLUMN):
+            raise InvalidInput(
+                f"the field {name!r} has the name of a column of the results: give the fields a prefix",
+                code="column_conflict",
+            )
 
 
 def _check_part_rows(part_rows: int, output: str | None) -> None:
@@ -227,7 +264,7 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
                 "batch rows, which are requests already: leave it out, or say --format jsonl to read them as a table",
                 code="prompt_without_table",
             )
-        return OpenAIForm(id_prefix=_id_prefix(job_id), together=order.together)
+        return OpenAIForm(id_prefix=_id_prefix(job_id), together=order.together, schema=order.schema)
     calls = [model.name for model in order.models if not model.takes_columns]
     if order.prompt is None:
         if given:
@@ -250,7 +287,9 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
         raise InvalidInput(f"{url} knows no system prompt: put the text into --prompt", code="invalid_url")
     for text in (order.prompt, order.system):
         forms.parse(text or "")
-    return TableForm(prompt=order.prompt, system=order.system, url=url, params=order.params)
+    return TableForm(
+        prompt=order.prompt, system=order.system, url=url, params=order.params, schema=order.schema
+    )  # fmt: skip
 
 
 def _id_prefix(job_id: str) -> str:
@@ -261,7 +300,9 @@ def identity(order: JobOrder, form: Form) -> str:
     """sha256 of what a job computes and where to; without its input, code, workers, limits and prices."""
     shown_form: Form | msgspec.Raw = form
     if isinstance(form, OpenAIForm):
-        shown_form = OpenAIForm(together=True) if form.together else msgspec.Raw(APART)
+        shown_form = replace(form, id_prefix=OpenAIForm().id_prefix)
+        if shown_form == OpenAIForm():
+            shown_form = msgspec.Raw(APART)
     what = {
         "form": shown_form,
         "format": order.dataset.format,

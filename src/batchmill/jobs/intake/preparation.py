@@ -158,7 +158,7 @@ def seal_order(spec: JobSpec) -> SealOrder:
     output = written_name(spec.output, spec.output_format)
     return SealOrder(
         dataset=spec.dataset,
-        form=spec.form if isinstance(spec.form, TableForm) and spec.form.prompt is not None else None,
+        form=spec.form if spec.form.schema is not None or _has_prompt(spec) else None,
         targets=names,
         patterns=[
             (pattern, number, known[number, None])
@@ -205,8 +205,11 @@ def needs_keys(spec: JobSpec) -> bool:
 
 def may_be_columnar(spec: JobSpec) -> bool:
     """Whether every row is arguments of one function, and runs in the order of the file."""
-    has_prompt = isinstance(spec.form, TableForm) and spec.form.prompt is not None
-    return not (needs_keys(spec) or has_prompt or spec.models[0].needs_route)
+    return not (needs_keys(spec) or _has_prompt(spec) or spec.models[0].needs_route)
+
+
+def _has_prompt(spec: JobSpec) -> bool:
+    return isinstance(spec.form, TableForm) and spec.form.prompt is not None
 
 
 def calls_language_models(models: list[ModelSpec]) -> bool:

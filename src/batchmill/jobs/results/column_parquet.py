@@ -17,9 +17,9 @@ from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger.files import Digest, PartFile
 from batchmill.jobs.results import appended_columns
 from batchmill.jobs.results.column_windows import ColumnIndex, ColumnWindows, OutputColumn, error_column
-from batchmill.jobs.results.result_columns import ERROR, OUTPUT
 from batchmill.jobs.results.result_parquet import GROUP_ROWS, ThreadSink, repeating
 from batchmill.jobs.results.results import ResultFile
+from batchmill.wire.forms import ERROR, OUTPUT
 
 GROUP_BYTES = 24 * 1024 * 1024  # of Arrow memory in a row group, about: one is read while another is encoded
 PIECES_BYTES = 4 * 1024 * 1024  # encoded and not yet written

@@ -23,6 +23,7 @@ from batchmill.jobs.results.results import GatherOrder
 from batchmill.jobs.results.row_windows import OutcomeIndex, Window
 from batchmill.store.segments import Block, read_payload, where
 from batchmill.types import RowError, SegmentRef
+from batchmill.wire.forms import ERROR
 from batchmill.wire.json_bytes import append_members, decode, encode, split_object
 
 NONE = -1  # no outcome
@@ -214,7 +215,7 @@ class ColumnWindows:
     Args: rows: those of the windows; None: all.
     """
 
-    folds = False
+    added = (OUTPUT, ERROR)
 
     def __init__(
         self, order: GatherOrder, index: ColumnIndex, *, partial: bool = False, rows: range | None = None

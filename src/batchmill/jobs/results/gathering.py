@@ -44,7 +44,7 @@ class Index(Protocol):
 class Windows(Protocol):
     """All rows in row order; can be iterated as often as asked."""
 
-    folds: bool  # some rows share another row's outcome
+    added: Sequence[str]  # the columns that rows of a table have besides those of the input
 
     def __iter__(self) -> Iterator[Window]: ...
 
@@ -57,8 +57,7 @@ class TableSource(Struct, frozen=True):
     dataset: Path
     columns: list[str]  # of the input, in order
     fixed: bool  # no row has others
-    folds: bool  # the results have a column folded_from
-    adds_none: bool = False  # `columns` are all there are: a choice of the columns of results
+    added: Sequence[str] = ()  # behind all others
     is_safe: bool = False  # no cell of CSV begins a formula
 
 
@@ -93,7 +92,7 @@ def create_table(kind: str, output: Path, source: TableSource, digest: Digest | 
 def source_of(dataset: Path, windows: Windows) -> TableSource:
     """What a table of the rows of these windows is made from."""
     seal = load_seal(dataset)
-    return TableSource(dataset, seal.columns, fixed=seal.format in ("csv", "parquet"), folds=windows.folds)
+    return TableSource(dataset, seal.columns, fixed=seal.format in ("csv", "parquet"), added=windows.added)
 
 
 def gather_offloaded(order: bytes, progress: Progress) -> bytes:

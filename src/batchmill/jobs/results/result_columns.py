@@ -19,11 +19,9 @@ from batchmill.jobs.ledger.files import Digest
 from batchmill.jobs.results.gathering import TableSource
 from batchmill.jobs.results.result_lines import LineFile
 from batchmill.jobs.results.results import COLUMNS_MAX, Learned, ResultFile, too_many_columns
-from batchmill.wire.forms import TableForm
 from batchmill.wire.json_bytes import decode, split_object, text_of
 
 BATCH_BYTES = 4 * 1024 * 1024  # of lines that are Python objects at once
-OUTPUT, ERROR, FOLDED_FROM = TableForm.reserved
 _EXACT = 2**53  # integers up to here are floats without loss
 _INT64 = 2**63
 
@@ -33,7 +31,7 @@ class ColumnNames:
 
     def __init__(self, source: TableSource) -> None:
         self._names = dict.fromkeys(source.columns)
-        self._added = [] if source.adds_none else [OUTPUT, ERROR, *([FOLDED_FROM] if source.folds else [])]
+        self._added = list(source.added)
 
     def note(self, names: Iterable[str]) -> None:
         """Add the columns of a row. Raises: InvalidInput beyond COLUMNS_MAX columns."""

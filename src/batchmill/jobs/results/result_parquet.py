@@ -29,9 +29,6 @@ from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger.files import Digest, PartFile
 from batchmill.jobs.results.gathering import TableSource
 from batchmill.jobs.results.result_columns import (
-    ERROR,
-    FOLDED_FROM,
-    OUTPUT,
     ColumnKind,
     ColumnKinds,
     ColumnNames,
@@ -39,6 +36,7 @@ from batchmill.jobs.results.result_columns import (
     in_batches,
 )
 from batchmill.jobs.results.results import Learned, ResultFile
+from batchmill.wire.forms import ERROR, FOLDED_FROM, OUTPUT
 
 _types = pa.types
 _UNITS = {"s": 1, "ms": 1000, "us": 1000**2, "ns": 1000**3}

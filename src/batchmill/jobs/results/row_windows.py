@@ -21,7 +21,7 @@ from batchmill.jobs.results.row_arrays import RowArrays
 from batchmill.store.segment_blocks import open_segments
 from batchmill.store.segments import Block, read_exactly, read_payload, read_ref, where
 from batchmill.types import Outcome, Row, RowError, SegmentRef
-from batchmill.wire.forms import Form
+from batchmill.wire.forms import Form, added_columns
 
 MISSING = np.uint64(2**64 - 1)  # no outcome
 REFUSED = np.uint64(2**64 - 2)  # refused by validation
@@ -111,6 +111,9 @@ class RangeTotals(Struct, frozen=True):
 class RowIndex(OutcomeIndex):
     """`place` and `size` of every row's line; `followers` and their `leaders`, ascending by follower."""
 
+    has_failed = False  # some row has an error
+    is_flawed = False  # some result's reply has a flaw
+
     def segment_at(self, places: np.ndarray) -> np.ndarray:
         """The number of the segment that holds each place; see `bases` and `names`."""
         return np.searchsorted(self.bases, places, side="right") - 1
@@ -151,6 +154,7 @@ class RowIndex(OutcomeIndex):
         start = self._base_of[block.segment] + block.payload_offset
         places = (ends - sizes + start).astype(np.uint64)
         self.place[rows] = places if block.ok else places | IS_ERROR
+        self.has_failed, self.is_flawed = self.has_failed or not block.ok, self.is_flawed or bool(block.meta.warnings)
         self.size[rows] = sizes
 
     def _finish(self, order: GatherOrder) -> None:
@@ -177,7 +181,7 @@ class RowIndex(OutcomeIndex):
 
     def save(self, folder: Path) -> None:
         """Keep the index for `SavedRowIndex` of other processes. Raises: StorageFull."""
-        about = _Saved(self.names, self.bases.tolist())
+        about = _Saved(self.names, self.bases.tolist(), self.has_failed, self.is_flawed)
         with full_disk_named(folder / SAVED):
             (folder / SAVED).write_bytes(msgspec.json.encode(about))
             for name, array in ((PLACES, self.place), (SIZES, self.size)):
@@ -209,6 +213,8 @@ SAVED, PLACES, SIZES = "index.json", "place.u64", "size.u32"
 class _Saved(Struct, frozen=True):
     names: list[str]
     bases: list[int]
+    has_failed: bool
+    is_flawed: bool
 
 
 class SavedRowIndex(RowIndex):
@@ -221,6 +227,7 @@ class SavedRowIndex(RowIndex):
         self.arrays = RowArrays(folder, self.rows, piece_rows=order.piece_rows)
         saved = msgspec.json.decode((folder / SAVED).read_bytes(), type=_Saved)
         self.names, self.bases = saved.names, np.array(saved.bases, np.uint64)
+        self.has_failed, self.is_flawed = saved.has_failed, saved.is_flawed
         self.place = self.arrays.opened(folder / PLACES, np.uint64)
         self.size = self.arrays.opened(folder / SIZES)
         self._open_followers()
@@ -272,7 +279,9 @@ class RowWindows:
         self._dataset, self._moved = Path(order.dataset), order.moved
         self._index, self._partial = index, partial
         self._sealed: DatasetRows | None = None  # opened when a row of it is needed: most jobs need none
-        self.folds = len(index.followers) > 0
+        self.added = added_columns(
+            self._form, has_failed=index.has_failed, is_flawed=index.is_flawed, folds=len(index.followers) > 0
+        )
 
     def __iter__(self) -> Iterator[Window]:
         first = self._rows.start

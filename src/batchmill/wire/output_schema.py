@@ -1,0 +1,216 @@
+"""The JSON Schema that the replies of a job's rows must fit: how a request asks for it, and how a reply holds it.
+
+Sources: OpenAI's API reference for `response_format` and the `text.format` of /v1/responses, which vLLM takes too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from batchmill.errors import InvalidInput, InvalidRow
+from batchmill.types import EarlierAnswer, OutputSchema
+from batchmill.wire.json_bytes import DEPTH_MAX, decode, encode, is_too_deep, join_object, oddity, split_object
+
+VALIDATION = "batchmill.wire.schema_validation"  # a heavy module, imported only for jobs with a schema
+NAME = "answer"  # of the schema, in requests
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+SCHEMA_URLS = (CHAT, RESPONSES)
+SCHEMA_ATTEMPTS_MAX = 10
+FENCE = re.compile(r"```[A-Za-z]*[ \t]*\r?\n(.*?)```", re.DOTALL)
+LISTED_MAX = 2_000  # characters of problems that a model is told
+WORDS_MAX = LISTED_MAX + 300  # characters of all that it is told about an answer
+
+_TYPES = {
+    "str": "string", "string": "string", "text": "string", "int": "integer", "integer": "integer", "float": "number",
+    "number": "number", "bool": "boolean", "boolean": "boolean",
+}  # fmt: skip
+_NAME = re.compile(r"[^\s,:|\[\]?]+")
+
+
+# -- the schema of a few fields ------------------------------------------------------------------------------------
+
+
+def schema_of_fields(text: str) -> dict[str, Any]:
+    """The schema of an object with these fields: "label: positive|negative, score: float, tags: [str], why?: str".
+
+    A type is str, int, float, bool, values between bars, or one of these in brackets for a list; the value of a name
+    with a question mark may be null. Raises: InvalidInput, naming the field.
+    """
+    properties: dict[str, Any] = {}
+    for part in text.split(","):
+        name, colon, kind = part.partition(":")
+        name, may_be_null = name.strip().removesuffix("?").strip(), name.strip().endswith("?")
+        if not colon or _NAME.fullmatch(name) is None:
+            raise InvalidInput(f"a field is written NAME: TYPE, not {part.strip()!r}", code="invalid_fields")
+        if name in properties:
+            raise InvalidInput(f"the field {name!r} is named twice", code="invalid_fields")
+        found = _type_of(name, kind.strip())
+        properties[name] = {"anyOf": [found, {"type": "null"}]} if may_be_null else found
+    return {
+        "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
+    }  # fmt: skip
+
+
+def _type_of(name: str, kind: str) -> dict[str, Any]:
+    if kind.startswith("[") and kind.endswith("]"):
+        return {"type": "array", "items": _type_of(name, kind[1:-1].strip())}
+    if "|" in kind:
+        values = [value.strip() for value in kind.split("|")]
+        if "" in values or len(set(values)) < len(values):
+            raise InvalidInput(f"the values of the field {name!r} are empty or repeat: {kind!r}", code="invalid_fields")
+        return {"type": "string", "enum": values}
+    if kind not in _TYPES:
+        raise InvalidInput(
+            f"the field {name!r} has the type {kind!r}; write str, int, float, bool, a|b|c for one of these values, or "
+            "[TYPE] for a list",
+            code="invalid_fields",
+        )
+    return {"type": _TYPES[kind]}
+
+
+def one_line(document: str, name: str) -> str:
+    """A schema as a line of JSON. Raises: InvalidInput, with the name."""
+    if is_too_deep(document.encode(errors="replace"), DEPTH_MAX):
+        raise InvalidInput(f"the schema {name} is nested deeper than {DEPTH_MAX} levels", code="invalid_schema")
+    try:
+        decode(document)
+        return msgspec.json.format(document, indent=-1)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidInput(f"the schema {name} is not JSON: {error}", code="invalid_schema") from None
+
+
+# -- requests ------------------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def names_of(schema: OutputSchema) -> tuple[str, ...]:
+    """The fields of the schema's object, in order; they become columns. None: its values are no objects."""
+    document = decode(schema.document)
+    properties = document.get("properties")
+    is_object = document.get("type", "object") == "object" and isinstance(properties, dict)
+    return tuple(properties) if is_object else ()
+
+
+@lru_cache(maxsize=64)
+def columns_of(schema: OutputSchema) -> tuple[str, ...]:
+    """The columns of the results that hold the fields."""
+    return tuple(f"{schema.prefix}{name}" for name in names_of(schema))
+
+
+def with_schema(url: str, body: Mapping[str, Any], schema: OutputSchema) -> dict[str, Any]:
+    """The members of a request that asks for JSON which fits the schema. Raises: InvalidRow if it cannot."""
+    if url not in SCHEMA_URLS:
+        raise InvalidRow(f"a schema is for {' and '.join(SCHEMA_URLS)}, not for {url}", code="schema_not_supported")
+    if encode(body.get("n")) not in (b"null", b"1"):
+        raise InvalidRow("a row with a schema has one answer: leave `n` out", code="schema_not_supported")
+    if url == CHAT:
+        if "response_format" in body:
+            raise InvalidRow("the row has a response_format of its own: leave one of both out", code="schema_conflict")
+        return {**body, "response_format": _format_of(schema.document)}
+    text = body.get("text")
+    members: dict[str, Any] = {} if text is None else split_object(encode(text))
+    if "format" in members:
+        raise InvalidRow("the row has a text.format of its own: leave one of both out", code="schema_conflict")
+    return {**body, "text": {**members, "format": _text_format_of(schema.document)}}
+
+
+@lru_cache(maxsize=64)
+def _format_of(document: str) -> Raw:
+    described = {"name": NAME, "schema": Raw(document), "strict": is_strict(decode(document))}
+    return Raw(encode({"type": "json_schema", "json_schema": described}))
+
+
+@lru_cache(maxsize=64)
+def _text_format_of(document: str) -> Raw:
+    strict = is_strict(decode(document))
+    return Raw(encode({"type": "json_schema", "name": NAME, "schema": Raw(document), "strict": strict}))
+
+
+def is_strict(schema: Any) -> bool:
+    """Whether each object of a schema names all of its fields and requires them, as OpenAI's strict mode asks."""
+    if isinstance(schema, list):
+        return all(map(is_strict, schema))
+    if not isinstance(schema, dict):
+        return True
+    properties = schema.get("properties")
+    if isinstance(properties, dict) or schema.get("type") == "object":
+        named = properties if isinstance(properties, dict) else {}
+        if schema.get("additionalProperties") is not False or set(schema.get("required", ())) != set(named):
+            return False
+    return all(is_strict(value) for key, value in schema.items() if key not in ("enum", "const", "default", "examples"))
+
+
+def words_of(answer: EarlierAnswer) -> str:
+    """What the model is told about an answer that does not fit."""
+    listed = "\n".join(f"- {problem}" for problem in answer.problems)[:LISTED_MAX]
+    return (
+        f"Your answer does not fit the JSON Schema that was asked for:\n{listed}\n"
+        "Answer again, with the whole corrected JSON and nothing else."
+    )
+
+
+def asked_again(url: str, body: bytes, earlier: Sequence[EarlierAnswer]) -> bytes:
+    """The request with the answers so far, and what was wrong with each."""
+    said: list[dict[str, str]] = []
+    for each in earlier:
+        said += [{"role": "assistant", "content": each.text}, {"role": "user", "content": words_of(each)}]
+    members = split_object(body)
+    if url == CHAT:
+        messages = decode(members["messages"], type=list[Raw])
+        return join_object({**members, "messages": [*messages, *said]})
+    before = decode(members["input"])
+    turns = [{"role": "user", "content": before}] if isinstance(before, str) else before
+    return join_object({**members, "input": [*turns, *said]})
+
+
+# -- replies -------------------------------------------------------------------------------------------------------
+
+
+class Answer(Struct, frozen=True):
+    """The JSON of a model's answer."""
+
+    text: str
+    value: Any
+    is_whole: bool  # the answer is this JSON alone
+
+
+def read_json(text: str) -> Answer:
+    """The JSON of an answer: all of it, in a fenced block, or as a string of JSON.
+
+    Raises: ValueError, which says what is wrong.
+    """
+    problem = ""
+    for number, found in enumerate(_candidates(text)):
+        try:
+            value = _decoded(found)
+            if isinstance(value, str) and value[:1] in ("{", "["):
+                return Answer(value, _decoded(value), False)
+            return Answer(found, value, not number)
+        except ValueError as error:
+            problem = problem or str(error)
+    raise ValueError(problem)
+
+
+def _candidates(text: str) -> Iterator[str]:
+    yield text
+    for block in FENCE.finditer(text):
+        yield block[1]
+
+
+def _decoded(text: str) -> Any:
+    data = text.encode(errors="surrogatepass")
+    if is_too_deep(data, DEPTH_MAX):
+        raise ValueError(f"it is nested deeper than {DEPTH_MAX} levels")
+    try:
+        value = decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"it is not JSON: {error}") from None
+    if (odd := oddity(data)) is not None:
+        raise ValueError(odd)
+    return value

@@ -1,0 +1,256 @@
+"""Jobs with a schema over a service whose answers a test writes, from the command line."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+from fakes.answering_service import AnsweringService, choice
+from fakes.beside import beside
+
+from batchmill.cli.main import cli
+from batchmill.cli.session import Session
+
+FIELDS = "label: good|bad, score: float"
+GOOD = '{"label":"good","score":0.5}'
+ANSWERS = {  # of each text: one after another
+    "fits": [GOOD],
+    "fenced": [f"Sure:\n```json\n{GOOD}\n```"],
+    "string": [json.dumps(GOOD)],
+    "second": ['{"label":"ugly","score":1}', GOOD],
+    "third": ["no JSON", '{"label":"good"}', GOOD],
+    "never": ["{}"] * 10,
+}
+
+
+class Answers:
+    """Gives each text its answers, the last one again and again."""
+
+    def __init__(self, answers):
+        self.answers, self.calls = answers, dict.fromkeys(answers, 0)
+
+    def __call__(self, body):
+        text = next(message["content"] for message in body["messages"] if message["role"] == "user")
+        given = self.answers[text]
+        found = given[min(self.calls[text], len(given) - 1)]
+        self.calls[text] += 1
+        return found if isinstance(found, dict) else choice(found)
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """`job(answers, *flags)` runs a table with a row for each text. Returns (result of the command, the service)."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+
+    def run(answers, *flags, output="out.jsonl", file="in.jsonl"):
+        if file == "in.jsonl":
+            (tmp_path / file).write_text("".join(json.dumps({"text": text}) + "\n" for text in answers))
+        prompt = ("--prompt", "{text}") if file == "in.jsonl" else ()
+        with beside(AnsweringService(Answers(answers))) as service:
+            model = () if "--model" in flags else ("--model", "openai:m")
+            where = (*model, "--base-url", service.url, "--data-dir", "data", "-o", output)
+            result = CliRunner().invoke(cli, ["run", file, *where, *prompt, *flags], obj=Session())
+        return result, service
+
+    return run
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def view():
+    """The newest job."""
+    listed = CliRunner().invoke(cli, ["jobs", "--json", "--data-dir", "data"], obj=Session())
+    return json.loads(listed.output.splitlines()[0])["job"]
+
+
+def test_fields_become_columns(job, tmp_path):
+    """Answers that fit are columns, wherever the JSON was; others are asked for again, at most twice."""
+    result, service = job(ANSWERS, "--fields", FIELDS)
+    assert result.exit_code == 3, result.output
+    rows = {row["text"]: row for row in read(tmp_path / "out.jsonl")}
+    for text in ("fits", "fenced", "string"):
+        assert rows[text] == {"text": text, "label": "good", "score": 0.5, "error": None}
+    for text in ("second", "third"):
+        assert rows[text] == {
+            "text": text, "label": "good", "score": 0.5, "error": None, "warnings": "asked_again"
+        }  # fmt: skip
+    never = rows["never"]
+    assert (never["label"], never["score"], never["output"]) == (None, None, "{}")
+    assert never["error"].startswith("schema_mismatch: ") and '"label" is a required property' in never["error"]
+    assert never["error"].endswith("(asked 3 times)")
+    assert len(service.bodies) == 3 + 2 + 3 + 3
+    assert view()["usage"] == {"input_tokens": 110, "cached_tokens": 0, "output_tokens": 55}
+    assert view()["warnings"] == {"asked_again": 2} and view()["errors"] == {"schema_mismatch": 1}
+
+
+def test_the_service_is_told(job):
+    """The request asks for the schema; the next one has the answer and what was wrong with it."""
+    _, service = job({"third": ANSWERS["third"]}, "--fields", FIELDS)
+    first, second, third = service.bodies
+    described = first["response_format"]["json_schema"]
+    assert first["response_format"]["type"] == "json_schema" and described["strict"] is True
+    assert described["schema"]["properties"]["score"] == {"type": "number"}
+    roles = [message["role"] for message in third["messages"]]
+    assert roles == ["user", "assistant", "user", "assistant", "user"]
+    assert second["messages"][1]["content"] == "no JSON" and "it is not JSON" in second["messages"][2]["content"]
+    assert '"score" is a required property' in third["messages"][4]["content"]
+
+
+@pytest.mark.parametrize("attempts", [0, 1, 5])
+def test_how_often_is_asked(job, attempts):
+    """--schema-attempts bounds the calls."""
+    _, service = job({"never": ["{}"]}, "--fields", FIELDS, "--schema-attempts", str(attempts))
+    assert len(service.bodies) == attempts + 1
+
+
+def test_a_truncated_answer_is_not_asked_for_again(job, tmp_path):
+    """The next one would be as long: the error says what to change. A refusal is final too."""
+    answers = {"cut": [choice('{"label":"go', "length")], "no": [choice(None, refusal="I cannot")]}
+    result, service = job(answers, "--fields", FIELDS)
+    assert result.exit_code == 3 and len(service.bodies) == 2
+    cut, no = read(tmp_path / "out.jsonl")
+    assert "raise max_tokens" in cut["error"] and "the model refused" in no["error"]
+
+
+@pytest.mark.parametrize("output", ["out.csv", "out.parquet"])
+def test_tables_have_a_column_for_each_field(job, tmp_path, output):
+    """CSV and Parquet hold them, typed in Parquet."""
+    result, _ = job({"fits": ANSWERS["fits"], "second": ANSWERS["second"]}, "--fields", FIELDS, output=output)
+    assert result.exit_code == 0, result.output
+    if output.endswith(".csv"):
+        rows = list(csv.DictReader((tmp_path / output).read_text().splitlines()))
+        assert [(row["label"], row["score"]) for row in rows] == [("good", "0.5")] * 2
+    else:
+        table = pq.read_table(tmp_path / output)
+        assert table["score"].to_pylist() == [0.5, 0.5] and str(table.schema.field("score").type) == "double"
+
+
+def test_an_openai_row_has_the_json_alone(job, tmp_path):
+    """The reply is kept byte for byte where it is the JSON, and else its text is replaced by it."""
+    request = {"method": "POST", "url": "/v1/chat/completions"}
+    lines = [
+        {"custom_id": text, **request, "body": {"model": "m", "messages": [{"role": "user", "content": text}]}}
+        for text in ("fits", "fenced", "never")
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result, _ = job(ANSWERS, "--fields", FIELDS, file="rows.jsonl")
+    assert result.exit_code == 3, result.output
+    contents = [
+        line["response"]["body"]["choices"][0]["message"]["content"] for line in read(tmp_path / "out.jsonl")
+    ]  # fmt: skip
+    assert [json.loads(content) for content in contents] == [json.loads(GOOD)] * 2
+    (failed,) = read(tmp_path / "out.errors.jsonl")
+    assert failed["error"]["code"] == "schema_mismatch"
+    assert failed["response"]["body"]["choices"][0]["message"]["content"] == "{}"
+
+
+def test_a_file_holds_any_schema(job, tmp_path):
+    """A schema whose values are no objects becomes `output`."""
+    (tmp_path / "s.json").write_text('{\n  "type": "array", "items": {"type": "integer"}\n}')
+    result, service = job({"list": ["[1, 2]"], "text": ["two", "[3]"]}, "--schema", "s.json")
+    assert result.exit_code == 0, result.output
+    assert [row["output"] for row in read(tmp_path / "out.jsonl")] == [[1, 2], [3]]
+    assert service.bodies[0]["response_format"]["json_schema"]["strict"] is True
+
+
+def test_prefix(job, tmp_path):
+    """A field that is a column of the input is refused before anything runs; a prefix is the way out."""
+    answers = {"x": ['{"text":"y"}']}
+    result, service = job(answers, "--fields", "text: str")
+    assert result.exit_code != 0 and "--field-prefix" in result.output and not service.bodies
+    result, _ = job(answers, "--fields", "text: str", "--field-prefix", "found_")
+    assert result.exit_code == 0, result.output
+    assert read(tmp_path / "out.jsonl") == [{"text": "x", "found_text": "y", "error": None}]
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ("{", "is not JSON"),
+        ("7", "is not a JSON object"),
+        ('{"type": "nope"}', "/type"),
+        ('{"$ref": "http://127.0.0.1:9/x"}', "cannot fetch"),
+        ('{"$ref": "file:///etc/passwd"}', "cannot fetch"),
+        ('{"pattern": "(a"}', "regex"),
+        ('{"type": "string", "enum": []}', "no value fits the schema"),
+        ('{"type": "object", "properties": {"a": false}, "required": ["a"]}', "no value fits the schema"),
+        ('{"type": "object", "properties": {"error": {}}}', "the name of a column of the results"),
+        ("[" * 1000 + "]" * 1000, "nested deeper"),
+    ],
+)
+def test_bad_schemas(job, tmp_path, document, message):
+    """A schema that is none, or that refers outside, or that no value fits, runs nothing."""
+    (tmp_path / "s.json").write_text(document)
+    result, service = job({"x": ["1"]}, "--schema", "s.json")
+    assert result.exit_code not in (0, 3) and message in result.output, result.output
+    assert not service.bodies
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ("label", "NAME: TYPE"),
+        ("label: colour", "'colour'"),
+        ("a: str, a: int", "named twice"),
+        ("a: x||y", "empty or repeat"),
+        ("a b: str", "NAME: TYPE"),
+        ("", "NAME: TYPE"),
+    ],
+)
+def test_bad_fields(job, fields, message):
+    """The message names the field and what there is."""
+    result, _ = job({"x": ["1"]}, "--fields", fields)
+    assert result.exit_code not in (0, 3) and message in result.output
+
+
+def test_kill_9_between_an_answer_and_the_next(tmp_path):
+    """The row runs again from its first call: one result, and the spend of what was recorded."""
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("fits", "second")))
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def answer(body):
+        first, *others = body["messages"]
+        if others and not may_answer.is_set():
+            asked.set()
+            may_answer.wait(60)
+        return choice(GOOD if others or first["content"] == "fits" else "{}")
+
+    with beside(AnsweringService(answer)) as service:
+        command = [
+            sys.executable, "-P", "-m", "batchmill", "run", "in.jsonl", "--model", "openai:m", "--base-url",
+            service.url, "--data-dir", "data", "-o", "out.jsonl", "--prompt", "{text}", "--fields", FIELDS,
+        ]  # fmt: skip
+        options = {"cwd": tmp_path, "env": {**os.environ, "OPENAI_API_KEY": "k"}}
+        first = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL, **options)
+        assert asked.wait(60)
+        os.killpg(first.pid, signal.SIGKILL)
+        first.wait()
+        may_answer.set()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, **options)
+    assert done.returncode == 0, done.stderr
+    rows = read(tmp_path / "out.jsonl")
+    assert [(row["text"], row["label"], row.get("warnings")) for row in rows] == [
+        ("fits", "good", None), ("second", "good", "asked_again"),
+    ]  # fmt: skip
+
+
+def test_a_budget_pays_every_answer(job, tmp_path):
+    """The maximum cost of all answers is reserved before the first call: the budget is never exceeded."""
+    (tmp_path / "batchmill.toml").write_text(
+        '[models.priced]\nengine = "openai"\nsource = "m"\nprice = { input = 1000, output = 100000 }\n'
+    )
+    flags = ("--fields", FIELDS, "--param", "max_tokens=5", "--model", "priced", "--budget")
+    result, service = job({"never": ["{}"]}, *flags, "2.5")
+    assert result.exit_code == 4 and "budget" in result.output and not service.bodies, result.output
+    result, service = job({"never": ["{}"]}, *flags, "20", output="second.jsonl")
+    assert result.exit_code == 3 and len(service.bodies) == 3, result.output
+    assert view()["cost"] == pytest.approx(3 * (10 * 1000 + 5 * 100000) / 1e6)

@@ -1,0 +1,77 @@
+"""Schemas of Python classes, as the SDK sends them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, TypedDict
+
+import msgspec
+import pytest
+
+from batchmill.client.inputs import described
+from batchmill.client.schemas import schema_of
+from batchmill.errors import InvalidInput
+from batchmill.types import OutputSchema
+from batchmill.wire.native import NewJob
+from batchmill.wire.output_schema import names_of
+from batchmill.wire.schema_validation import check_schema
+
+
+class Part(msgspec.Struct):
+    word: str
+
+
+class Struct(msgspec.Struct):
+    label: Literal["good", "bad"]
+    parts: list[Part]
+
+
+@dataclasses.dataclass
+class Data:
+    label: str
+    score: float
+
+
+class Typed(TypedDict):
+    label: str
+    score: float
+
+
+class Node(msgspec.Struct):
+    label: str
+    child: Node | None
+
+
+class Pydantic:
+    """What the SDK uses of a pydantic model."""
+
+    @classmethod
+    def model_json_schema(cls):
+        return {"type": "object", "properties": {"label": {"type": "string"}}, "required": ["label"]}
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        (Struct, ("label", "parts")),
+        (Data, ("label", "score")),
+        (Typed, ("label", "score")),
+        (Node, ("label", "child")),
+        (Pydantic, ("label",)),
+        ("label: good|bad, score: float", ("label", "score")),
+        ({"type": "object", "properties": {"a": {}}}, ("a",)),
+    ],
+)
+def test_a_class_is_a_schema(source, names):
+    """Its fields become the columns, and what it refers to is in the schema."""
+    job = described(NewJob, ["file-1"], {"model": "m", "schema": source})
+    document = msgspec.json.encode(job.schema).decode()
+    assert names_of(OutputSchema(document)) == names
+    check_schema(OutputSchema(document))
+
+
+@pytest.mark.parametrize("source", [7, int, [Struct], Struct(label="good", parts=[]), "label"])
+def test_others_are_refused(source):
+    """The message says what there is."""
+    with pytest.raises(InvalidInput):
+        schema_of(source)

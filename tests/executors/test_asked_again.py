@@ -1,0 +1,161 @@
+"""Rows that are asked for again: ahead of others, once each, and never after their lease has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from batchmill.datasets.orders import SealOrder
+from batchmill.datasets.sealed import SealedRows
+from batchmill.datasets.sealing import seal
+from batchmill.executors.feed import GrantFeed
+from batchmill.executors.leases import Held, OpenJob
+from batchmill.executors.recorder import NO_USAGE, empty_rows
+from batchmill.executors.reply_checks import ReplyChecks
+from batchmill.store.segment_files import SegmentFile
+from batchmill.store.segments import SegmentHead
+from batchmill.types import DatasetSpec, Lease, Outcome, OutputSchema, Row, Usage
+from batchmill.wire.forms import CHAT, OpenAIForm
+from batchmill.wire.messages import Grant
+
+SCHEMA = OutputSchema('{"type":"integer"}', attempts=1)
+
+
+class Recorded:
+    """A recorder that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome] = []
+        self.put_block = self.outcomes.append
+
+    def put(self, outcomes: list[Outcome]) -> None:
+        self.outcomes += outcomes
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[OpenJob]:
+    source = tmp_path / "in.jsonl"
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    lines = [{"custom_id": f"r{n}", "url": CHAT, "body": body} for n in range(10)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for folder in ("dataset", "segments"):
+        (tmp_path / folder).mkdir()
+    seal(SealOrder(DatasetSpec([str(source)])), tmp_path / "dataset", lambda _: None)
+    segment = SegmentFile(tmp_path / "segments", SegmentHead("job_1", "same", "w1"))
+    rows = SealedRows(tmp_path / "dataset")
+    yield OpenJob("job_1", OpenAIForm(schema=SCHEMA), rows, segment)
+    segment.close()
+    rows.close()
+
+
+class Stage:
+    """A feed with ten rows of one lease, and the checks before a recorder."""
+
+    def __init__(self, job: OpenJob, folder: Path) -> None:
+        self.may_begin = True
+        self.feed = GrantFeed(
+            want=lambda job: None, failed=lambda *it: None, broken=lambda error: None, suspect=folder / "suspect",
+            may_begin=lambda: self.may_begin,
+        )  # fmt: skip
+        self.recorded = Recorded()
+        self.checks = ReplyChecks(self.feed, self.recorded, asks_again=True)  # type: ignore[arg-type]
+        grant = Grant(Lease("job_1", 0, 0, 1), 0, 0, 10)
+        self.held = Held(
+            lease=grant.lease, job=job, seq=0, base=0, key="k", undone=10, isolated=False, ok=empty_rows(),
+            failed=empty_rows(), ok_usage=NO_USAGE, failed_usage=NO_USAGE, failures=[], unsent=[],
+        )  # fmt: skip
+        self.feed.grant(self.held, grant)
+
+    def answer(self, row: Row, text: str) -> None:
+        reply = {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}
+        self.checks.put([Outcome(row, json.dumps(reply).encode(), usage=Usage(3, 0, 2))])
+
+
+@pytest.fixture
+async def stage(job: OpenJob, tmp_path: Path) -> Stage:
+    return Stage(job, tmp_path)
+
+
+async def test_a_row_is_asked_for_again_before_others(stage: Stage) -> None:
+    """It comes first, with its answer; the second answer decides, and both cost."""
+    first, second = await stage.feed.take(2)
+    stage.answer(first, "one")
+    stage.answer(second, "2")
+    again, *others = await stage.feed.take(5)
+    assert (again.number, again.earlier[0].text, others) == (0, "one", [])
+    assert [row.number for row in await stage.feed.take(5)] == [2, 3, 4, 5, 6]
+    stage.answer(again, "two")
+    ok, failed = stage.recorded.outcomes
+    assert (ok.row.number, ok.error, ok.answer) == (1, None, b"2")
+    assert failed.error is not None and failed.error.code == "schema_mismatch"
+    assert failed.usage == Usage(6, 0, 4) and failed.body is not None and b"two" in failed.body
+
+
+async def test_a_waiting_engine_gets_it(stage: Stage) -> None:
+    """Two takes that wait: one gets the row, the other waits on, and no take ends the feed before its time."""
+    rows = await stage.feed.take(10)
+    waiting = [asyncio.create_task(stage.feed.take(3)) for _ in range(2)]
+    await asyncio.sleep(0)
+    stage.answer(rows[0], "no")
+    done, pending = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    assert [row.number for task in done for row in task.result()] == [0]
+    stage.feed.end()
+    for row in rows[1:]:
+        stage.answer(row, "1")
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in pending)  # the first row may be asked for again
+    for task in done:
+        stage.answer(task.result()[0], "1")
+    assert [await task for task in pending] == [[]]
+    assert len(stage.recorded.outcomes) == 10
+
+
+async def test_it_waits_for_the_owners_term(stage: Stage) -> None:
+    """A row is not begun again while its owner may have been replaced."""
+    (row,) = await stage.feed.take(1)
+    stage.may_begin = False
+    stage.answer(row, "no")
+    waiting = asyncio.create_task(stage.feed.take(1))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    stage.may_begin = True
+    stage.feed.wake()
+    assert (await waiting)[0].earlier
+
+
+async def test_a_row_of_a_dropped_job_stays_undone(stage: Stage) -> None:
+    """Neither a row that waits nor one that is answered later is asked for again, and the feed can end."""
+    first, second = await stage.feed.take(2)
+    stage.answer(first, "no")
+    stage.held.job.revoked = True
+    stage.held.end("pause")
+    stage.feed.drop("job_1")
+    stage.answer(second, "no")
+    assert stage.held.undone == 0 and stage.recorded.outcomes == []
+    stage.feed.end()
+    assert await stage.feed.take(1) == []
+
+
+async def test_a_lost_lease_forgets_its_rows(stage: Stage) -> None:
+    """What waits is given to whoever has the shard now."""
+    (row,) = await stage.feed.take(1)
+    stage.answer(row, "no")
+    stage.held.stale = True
+    stage.feed.drop_lease(stage.held)
+    stage.feed.end()
+    assert await stage.feed.take(1) == [] and stage.held.undone == 0
+
+
+async def test_errors_and_whole_leases_are_final(stage: Stage) -> None:
+    """An error of the service is no answer; an engine that takes whole leases gets no row again."""
+    (row,) = await stage.feed.take(1)
+    stage.checks.put([Outcome(replace(row, earlier=()), error=None, body=None)])
+    stage.checks = ReplyChecks(stage.feed, stage.recorded, asks_again=False)  # type: ignore[arg-type]
+    (row,) = await stage.feed.take(1)
+    stage.answer(row, "no")
+    assert stage.recorded.outcomes[-1].error is not None
