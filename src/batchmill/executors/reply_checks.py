@@ -7,6 +7,8 @@ feed, ahead of others, under the same lease.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec.structs import replace
@@ -24,9 +26,12 @@ from batchmill.wire.replies import (
     TRUNCATED,
     error_of,
     flaws_of,
-    text_of,
+    text_and_flaws_of,
     with_text,
 )
+
+if TYPE_CHECKING:
+    from batchmill.wire.schema_validation import SchemaValidator
 
 MISMATCH = "schema_mismatch"
 FINAL = (TRUNCATED, FILTERED, REFUSED)  # flaws of an answer that is not asked for again: the next one would have them
@@ -51,9 +56,12 @@ class ReplyChecks:
     def _check(self, outcome: Outcome) -> Outcome | None:
         """The outcome that counts; None: the row is asked for again."""
         schema: OutputSchema | None = outcome.row.form.schema
-        flaws = () if outcome.error is not None or outcome.body is None else flaws_of(outcome.body)
-        if schema is not None:
-            checked = self._fit(outcome, schema, flaws)
+        body = None if outcome.error is not None else outcome.body
+        if schema is None:
+            flaws = () if body is None else flaws_of(body)
+        else:
+            text, flaws = ("", ()) if body is None else text_and_flaws_of(body)
+            checked = self._fit(outcome, schema, text, flaws)
             if checked is None:
                 return None
             outcome = checked
@@ -62,23 +70,24 @@ class ReplyChecks:
                 flaws = (*flaws, ASKED_AGAIN)
         return _judged(outcome, flaws) if flaws and outcome.error is None else outcome
 
-    def _fit(self, outcome: Outcome, schema: OutputSchema, flaws: Sequence[str]) -> Outcome | None:
+    def _fit(self, outcome: Outcome, schema: OutputSchema, text: str, flaws: Sequence[str]) -> Outcome | None:
         """The outcome with its answer, or an error; None: the row is asked for again. Every answer costs tokens."""
         row, usage = outcome.row, outcome.usage
         earlier = [each.usage for each in row.earlier]
         total = sum(earlier, usage or Usage()) if earlier else usage
         if outcome.error is not None or outcome.body is None:
             return replace(outcome, usage=total)
-        text = text_of(outcome.body)
         try:
             answer = read_json(text)
-            problems = require(f"{VALIDATION}:validator_of", "a schema")(schema).problems(answer.value)
+            problems = _validator_of(schema).problems(answer.value)
         except ValueError as error:
             problems = [str(error)]
         else:
             if not problems:
                 body = outcome.body if answer.is_whole else with_text(outcome.body, answer.text)
-                line = msgspec.json.format(answer.text.encode(), indent=-1)
+                line = answer.text.encode()
+                if b"\n" in line or b"\r" in line:
+                    line = msgspec.json.format(line, indent=-1)
                 return replace(outcome, body=body, answer=line, usage=total)
         final = [FLAWS[flaw] for flaw in flaws if flaw in FINAL]
         if not final and self._may_ask_again(row, schema, text):
@@ -91,6 +100,11 @@ class ReplyChecks:
 
     def _may_ask_again(self, row: Row, schema: OutputSchema, text: str) -> bool:
         return self._asks_again and len(row.earlier) < schema.attempts and len(text) <= REPEATED_CHARS_MAX
+
+
+@lru_cache(maxsize=64)
+def _validator_of(schema: OutputSchema) -> SchemaValidator:
+    return require(f"{VALIDATION}:SchemaValidator", "a schema")(msgspec.json.decode(schema.document))
 
 
 def _judged(outcome: Outcome, flaws: Sequence[str]) -> Outcome:

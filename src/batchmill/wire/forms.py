@@ -17,7 +17,7 @@ from msgspec import Raw, Struct
 from batchmill.errors import InvalidInput, InvalidRow
 from batchmill.types import Outcome, OutputSchema, Request, Row, RowError, Usage
 from batchmill.wire.json_bytes import append_members, decode, encode, join_object, split_object, text_of
-from batchmill.wire.output_schema import asked_again, columns_of, names_of, with_schema
+from batchmill.wire.output_schema import asked_again, columns_of, heads_of, with_schema
 
 Parts = tuple[tuple[str, str | None], ...]  # (literal text, column that follows it or None)
 
@@ -295,11 +295,10 @@ class TableForm(Struct, frozen=True, tag="table"):
         """The members before `error`: `output`, or the fields of the schema; a reply that was refused is shown."""
         body = outcome.body if outcome.error is None or outcome.status < ERROR_STATUS_MIN else None
         output = b"null" if body is None else body if self.prompt is None else self._output(body)
-        if self.schema is None or not (names := names_of(self.schema)):
+        if self.schema is None or not (heads := heads_of(self.schema)):
             return b'"output":%b,' % (output if outcome.answer is None else outcome.answer)
         fields = {} if outcome.answer is None else split_object(outcome.answer)
-        columns = zip(columns_of(self.schema), names, strict=True)
-        members = b"".join(b"%b:%b," % (encode(column), bytes(fields.get(name, NULL))) for column, name in columns)
+        members = b"".join([b"%b%b," % (head, fields.get(name, NULL)) for name, head in heads])
         return members if outcome.answer is not None or body is None else members + b'"output":%b,' % output
 
     def _output(self, body: bytes) -> bytes:

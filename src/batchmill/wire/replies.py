@@ -80,10 +80,24 @@ def flaws_of(body: bytes) -> tuple[str, ...]:
     """What is wrong with a reply, as names of FLAWS in their order; most often nothing."""
     if not any(mark in body for mark in _MARKS):
         return ()
+    return _flaws(_decoded(body))
+
+
+def text_and_flaws_of(body: bytes) -> tuple[str, tuple[str, ...]]:
+    """The text of a reply's only answer, empty if it has none, and what is wrong with it."""
+    reply = _decoded(body)
+    return _text(reply), _flaws(reply)
+
+
+def _decoded(body: bytes) -> _Reply:
+    """The reply; an empty one for those of another API."""
     try:
-        reply = _decoder.decode(body)
+        return _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ()  # another API's reply
+        return _Reply()
+
+
+def _flaws(reply: _Reply) -> tuple[str, ...]:
     found = set(_found(reply))
     return tuple(name for name in FLAWS if name in found) if found else ()
 
@@ -93,12 +107,7 @@ def error_of(flaw: str) -> RowError:
     return RowError(f"reply_{flaw}", FLAWS[flaw])
 
 
-def text_of(body: bytes) -> str:
-    """The text of a reply's only answer; empty if it has none."""
-    try:
-        reply = _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return ""
+def _text(reply: _Reply) -> str:
     if reply.choices is not None:
         message = reply.choices[0].message if reply.choices else None
         content = "" if message is None else message.content or ""
