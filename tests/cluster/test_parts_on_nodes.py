@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from fakes.s3_server import bucket_client, s3_environment, s3_server
-from ray_support import ray_nodes
+from ray_support import ENVIRONMENT, ray_nodes, ray_python
 from test_nodes_without_files import BUCKET, Stage, batchmill
 
 from batchmill.jobs.results.output_folders import PartManifest
 
+DRIVER = Path(__file__).parent.parent / "fakes" / "task_runs.py"
 ROWS, PART_ROWS = 4000, 1000
 SOME_FAILED = 3  # exit code
 APP = """
@@ -29,7 +33,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """Its nodes kill the first task that has put a part."""
     with s3_server() as url, bucket_client(url, BUCKET) as client:
         made = Stage(tmp_path_factory.mktemp("parts"), url, client)
-        environ = {**s3_environment(url), "BATCHMILL_FAULT": f"after_part:1:{made.fault}"}
+        environ = {
+            **s3_environment(url), "BATCHMILL_FAULT": f"after_part:1:{made.fault}", "PYTHONPATH": str(DRIVER.parent),
+        }  # fmt: skip
         with ray_nodes(0, 1, 1, environ=environ, hidden=made.hidden) as made.nodes:
             text = "".join(json.dumps({"n": n}) + "\n" for n in range(ROWS))
             client.put_object(Bucket=BUCKET, Key="in.jsonl", Body=text.encode())
@@ -45,7 +51,7 @@ def objects_below(client: Any, prefix: str) -> dict[str, bytes]:
 
 
 @pytest.mark.timeout(180)
-def test_a_task_dies_when_it_has_put_its_part(stage: Stage, tmp_path: Any) -> None:
+def test_a_task_dies_when_it_has_put_its_part(stage: Stage, tmp_path: Path) -> None:
     """All parts that count were written on nodes, the killed one's by another try; nothing else stays."""
     (tmp_path / "app.py").write_text(APP)
     (tmp_path / "batchmill.toml").write_text(stage.config("job"))
@@ -65,3 +71,18 @@ def test_a_task_dies_when_it_has_put_its_part(stage: Stage, tmp_path: Any) -> No
     assert manifest.failed == ROWS // 1000
     left = stage.client.list_objects_v2(Bucket=BUCKET, Prefix="job/jobs/")["Contents"]
     assert not [each["Key"] for each in left if "/parts-" in each["Key"]], "the index of the attempt stayed"
+
+
+@pytest.mark.timeout(180)
+def test_tasks_end_with_their_job_and_their_owner(stage: Stage, tmp_path: Path) -> None:
+    """The process of a task is killed when nobody waits for it, and once its owner's term is over; a new one does not
+    begin then. A reply that is too long is not passed on.
+    """
+    done = subprocess.run(
+        [ray_python(), "-P", str(DRIVER), stage.nodes.address, str(tmp_path / "cache"), str(tmp_path)],
+        capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "ended True True", "over True False the database", "talked 3",
+        "talked its reply has more than 8388608 bytes", "late the database False",
+    ], done.stderr  # fmt: skip

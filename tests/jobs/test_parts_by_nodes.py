@@ -35,7 +35,7 @@ from batchmill.store.objects import StoreObjects
 from batchmill.store.sqlite import SqliteBackend
 from batchmill.types import RowError, SegmentPlace
 from batchmill.types.connectors import Storage
-from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.forms import OpenAIForm, TableForm
 
 JOB, BUCKET = "job_" + "a" * 20, "parts"
 OUTPUT = f"s3://{BUCKET}/out/"
@@ -81,12 +81,16 @@ class OneNode:
 class Stage:
     """A job whose input is an upload, with its files in an object store."""
 
-    def __init__(self, folder: Path, client: Any) -> None:
+    def __init__(self, folder: Path, client: Any, form: OpenAIForm | TableForm = OpenAIForm()) -> None:
         self.client, self.data_dir, url = client, folder / "data", f"file://{folder}/store"
         self.files = JobFiles(self.data_dir, JOB)
         (self.data_dir / "files").mkdir(parents=True)
-        self.source = write_requests(self.data_dir / "files" / "in.jsonl", CONTENTS)
-        self.job = FinishedJob(self.files.home, self.source, OpenAIForm())
+        self.source = self.data_dir / "files" / "in.jsonl"
+        if isinstance(form, OpenAIForm):
+            write_requests(self.source, CONTENTS)
+        else:
+            self.source.write_text("".join(f'{{"n":{n},"x{n % 2}":"{x}"}}\n' for n, x in enumerate(CONTENTS)))
+        self.job = FinishedJob(self.files.home, self.source, form)
         for number in range(ROWS - 2):
             self.job.commit(self.job.block([number], number in FAILED))
         self.database = Database(SqliteBackend(folder / "batchmill.db"))
@@ -109,30 +113,41 @@ class Stage:
         await self.stored.open()
         await self.stored.publish(self.source, self.job.dataset, self.job.plan)
 
+    async def close(self) -> None:
+        await self.stored.close()
+        self.database.close()
+
     async def offload(self, target: str, order: bytes, progress: Callable[[float], None], **_: Any) -> bytes:
         """As a child process would."""
         self.here.append(target)
         module, _, name = target.partition(":")
         return getattr(import_module(module), name)(order, progress)
 
-    async def gather(self, unrun: RowError | None = None) -> PartManifest:
-        """Gather the parts. They are in the output folder, with nothing else, and have the right content."""
+    async def parts(
+        self, kind: str = "jsonl", unrun: RowError | None = None, *, by_nodes: bool = True
+    ) -> tuple[PartManifest, dict[str, bytes]]:
+        """Gather the parts. They are in the output folder, with nothing else."""
         spec = SimpleNamespace(
-            id=JOB, replaced_job=None, output_format="jsonl", part_rows=PART_ROWS, project="p", output=OUTPUT
+            id=JOB, replaced_job=None, output_format=kind, part_rows=PART_ROWS, project="p", output=OUTPUT
         )
         assert can_use_nodes(spec, self.files)
-        run = PartsRun(spec, self.files, self.offload, "", Nodes(self.node.tasks, self.stored))
+        nodes = Nodes(self.node.tasks, self.stored) if by_nodes else None
         order = replace(self.job.order(Path("/"), unrun=unrun), output=OUTPUT)
-        await run.run(order, quiet)
+        await PartsRun(spec, self.files, self.offload, "", nodes).run(order, quiet)
         found = self.objects()
         manifest = decode_manifest(found.pop("manifest.json"), OUTPUT)
         assert set(found) == manifest.names
+        assert not [name for name in await self.stored.names_in(self.files.home) if name.startswith("parts-")]
+        return manifest, found
+
+    async def gather(self, unrun: RowError | None = None) -> PartManifest:
+        """Gather parts of lines, which have the right content."""
+        manifest, found = await self.parts(unrun=unrun)
         one = self.data_dir / "one.jsonl"
         gather(self.job.order(one, unrun=unrun), quiet)
         assert b"".join(found[part.name] for part in manifest.parts) == one.read_bytes()
         errors = one.with_suffix(".errors.jsonl").read_bytes()
         assert b"".join(found[part.name] for part in manifest.errors) == errors
-        assert not [name for name in await self.stored.names_in(self.files.home) if name.startswith("parts-")]
         return manifest
 
     def objects(self) -> dict[str, bytes]:
@@ -142,14 +157,14 @@ class Stage:
 
 
 @pytest.fixture
-async def stage(tmp_path: Path, client: Any) -> AsyncIterator[Stage]:
+async def stage(tmp_path: Path, client: Any, request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
+    """Its form is the parameter, if there is one."""
     for name in [each["Key"] for each in client.list_objects_v2(Bucket=BUCKET).get("Contents", [])]:
         client.delete_object(Bucket=BUCKET, Key=name)
-    stage = Stage(tmp_path, client)
+    stage = Stage(tmp_path, client, getattr(request, "param", OpenAIForm()))
     await stage.open()
     yield stage
-    await stage.stored.close()
-    stage.database.close()
+    await stage.close()
 
 
 def rewritten(stage: Stage) -> int:
@@ -169,6 +184,28 @@ async def test_rows_that_never_ran(stage: Stage) -> None:
     stage.settle()
     await stage.gather(RowError("cancelled", "the job was cancelled"))
     assert len(stage.node.served) == ROWS // PART_ROWS and rewritten(stage) == 0
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.parametrize("stage", [TableForm()], indirect=True, ids=["table"])
+async def test_tables(stage: Stage, kind: str) -> None:
+    """They have the bytes that this machine would write: what all parts share is found out here."""
+    stage.run_rest()
+    manifest, _ = await stage.parts(kind)
+    assert len(stage.node.served) == ROWS // PART_ROWS and rewritten(stage) == 0
+    here, _ = await stage.parts(kind, by_nodes=False)
+    assert rewritten(stage) == ROWS // PART_ROWS and here.has_same_content(manifest)
+
+
+async def test_an_attempt_that_was_cut_off(stage: Stage) -> None:
+    """What it had put into the store for the nodes goes with the next attempt."""
+    stage.run_rest()
+    old = stage.files.home / "parts-00000000"
+    old.mkdir()
+    (old / "index.json").write_text("{}")
+    await stage.stored.publish(old)
+    await stage.gather()
+    assert not list(stage.objects_of_job.list("jobs/" + JOB + "/parts-"))
 
 
 async def test_a_part_whose_node_is_lost(stage: Stage) -> None:

@@ -59,7 +59,7 @@ class RayTasks:
         except msgspec.MsgspecError as error:
             raise BatchmillError(f"a node sent what is no reply of a task: {error}", code=TASK_FAILED) from None
         if reply.flaw:
-            raise BatchmillError(f"a node says: {reply.flaw[:FLAW_CHARS]}", code=TASK_FAILED)
+            raise BatchmillError(f"a node says: {reply.flaw[:FLAW_CHARS]!r}", code=TASK_FAILED)  # it may hold anything
         return reply.answer
 
     async def _run(self, order: TaskOrder, term: str) -> TaskEnded:
