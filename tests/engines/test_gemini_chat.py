@@ -9,7 +9,7 @@ from batchmill.engines.provider_batch.gemini_chat import to_content_request
 from batchmill.engines.provider_batch.gemini_replies import to_completion, usage_of
 from batchmill.errors import InvalidRow
 from batchmill.types import Usage
-from batchmill.wire.replies import warnings_of
+from batchmill.wire.replies import flaws_of
 
 USER = {"role": "user", "content": "hi"}
 HI = {"role": "user", "parts": [{"text": "hi"}]}
@@ -444,10 +444,10 @@ def test_replies_that_are_not_what_they_seem() -> None:
         ("empty",): {"candidates": [{"finishReason": "OTHER"}]},
         (): reply({"inlineData": {"mimeType": "image/png", "data": "AAAA"}}),
     }
-    for warnings, answer in seen.items():
-        assert warnings_of(json.dumps(completion(answer)).encode()) == warnings
+    for flaws, answer in seen.items():
+        assert flaws_of(json.dumps(completion(answer)).encode()) == flaws
     blocked = completion({"promptFeedback": {"blockReason": "SAFETY"}})
-    assert warnings_of(json.dumps(blocked).encode()) == ("filtered",)
+    assert flaws_of(json.dumps(blocked).encode()) == ("filtered",)
 
 
 def test_no_answer_at_all() -> None:
