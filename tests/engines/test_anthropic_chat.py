@@ -340,3 +340,35 @@ def test_usage_that_is_none() -> None:
     assert usage_of(reply(usage=None)) is None
     assert usage_of(reply(usage={"input_tokens": "many", "output_tokens": True})) == Usage(0, 0, 0)
     assert to_completion(reply(usage=None), created=0)["usage"] is None
+
+
+SCHEMA = {"type": "object", "properties": {"label": {"type": "string"}}}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+
+
+def test_a_schema_is_the_tool_that_must_be_called():
+    """The model is told in Anthropic's way, and what it gives the tool is the text of the answer."""
+    body = to_messages({"model": "m", "messages": [USER], "response_format": FORMAT})
+    (tool,) = body["tools"]
+    assert tool["input_schema"] == SCHEMA and body["tool_choice"] == {"type": "tool", "name": tool["name"]}
+    used = {"type": "tool_use", "id": "t", "name": tool["name"], "input": {"label": "good"}}
+    reply = to_completion({"content": [text("Sure"), used], "stop_reason": "tool_use"}, created=1)
+    (choice,) = reply["choices"]
+    assert json.loads(choice["message"]["content"]) == {"label": "good"} and choice["finish_reason"] == "stop"
+    assert "tool_calls" not in choice["message"]
+    cut = to_completion({"content": [used], "stop_reason": "max_tokens"}, created=1)
+    assert cut["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_format": FORMAT, "tools": [TOOL]}, "beside `tools`"),
+        ({"tools": [TOOL], "tool_choice": "auto", "response_format": FORMAT}, "beside `tools`"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "array"}}}}, "type object"),
+    ],
+)
+def test_schemas_that_no_tool_can_hold(fields: dict[str, Any], message: str):
+    """They are refused, and the way out is named."""
+    with pytest.raises(InvalidRow, match=message):
+        to_messages({"model": "m", "messages": [USER], **fields})

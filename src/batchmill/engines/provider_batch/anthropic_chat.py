@@ -162,7 +162,6 @@ _QUIET: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "logit_bias": ({},),
     "seed": (),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "store": (False, True),  # storing an answer does not change it
@@ -176,6 +175,7 @@ _QUIET: dict[str, tuple[Any, ...]] = {
     "function_call": (),
     "prompt_cache_key": (),
 }
+ANSWER_TOOL = "batchmill_answer"  # whose input is the answer to a request with a schema
 _AS_THEY_ARE = ("temperature", "top_p", "top_k", "thinking")
 
 _FINISHES = {
@@ -195,6 +195,8 @@ def to_messages(body: Mapping[str, Any], *, max_tokens: int = MAX_TOKENS) -> dic
     Raises: InvalidRow, code `unsupported_parameter`, naming what cannot be asked for; `invalid_row` for a wrong shape.
     """
     params: dict[str, Any] = {"max_tokens": max_tokens}
+    if (body.get("tools") or body.get("tool_choice")) and _response_format(body.get("response_format")):
+        raise refuse("`response_format` with a schema beside `tools`", "a schema is asked for as a tool")
     for name, value in body.items():
         if value is None or name in ("messages", "max_tokens", "max_completion_tokens", "parallel_tool_calls"):
             continue
@@ -218,12 +220,15 @@ def to_messages(body: Mapping[str, Any], *, max_tokens: int = MAX_TOKENS) -> dic
 
 def to_completion(message: Mapping[str, Any], *, created: int) -> dict[str, Any]:
     """The chat completion for a Messages reply. `created` in seconds since the epoch."""
-    texts, calls, thoughts = [], [], []
+    texts, calls, thoughts, is_answered = [], [], [], False
     content = message.get("content")
     for block in content if isinstance(content, list) else []:
         match block:
             case {"type": "text", "text": str(text)}:
                 texts.append(text)
+            case {"type": "tool_use", "name": str(name), "input": answered} if name == ANSWER_TOOL:
+                texts, calls, is_answered = [msgspec.json.encode(answered).decode()], [], True
+                break
             case {"type": "tool_use", "id": str(id), "name": str(name), "input": arguments}:
                 written = msgspec.json.encode(arguments).decode()
                 calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": written}})
@@ -235,11 +240,12 @@ def to_completion(message: Mapping[str, Any], *, created: int) -> dict[str, Any]
         answer["reasoning_content"] = "".join(thoughts)
     if calls:
         answer["tool_calls"] = calls
+    finish = _FINISHES.get(str(message.get("stop_reason")), "stop")
     choice = {
         "index": 0,
         "message": answer,
         "logprobs": None,
-        "finish_reason": _FINISHES.get(str(message.get("stop_reason")), "stop"),
+        "finish_reason": "stop" if is_answered and finish == "tool_calls" else finish,
         "stop_reason": message.get("stop_sequence"),
     }
     return {
@@ -303,6 +309,19 @@ def _stop(value: Any) -> dict[str, Any]:
     return {"stop_sequences": stops} if stops else {}
 
 
+def _response_format(value: Any) -> dict[str, Any]:
+    """A schema as the only tool, which the model has to call."""
+    match value:
+        case None | {"type": "text"}:
+            return {}
+        case {"type": "json_schema", "json_schema": {"schema": {"type": "object"} as schema}}:
+            tool = {"name": ANSWER_TOOL, "description": "Give the answer.", "input_schema": schema}
+            return {"tools": [tool], "tool_choice": {"type": "tool", "name": ANSWER_TOOL}}
+        case {"type": "json_schema"}:
+            raise refuse("the schema of `response_format`", "Anthropic's models take one of an object: type object")
+    raise refuse(f"`response_format` {msgspec.json.encode(value).decode()[:100]}", _WAY_OUT)
+
+
 def _tools(value: Any) -> dict[str, Any]:
     if not isinstance(value, list):
         raise refuse("`tools`", "it is a list", code="invalid_row")
@@ -344,6 +363,7 @@ def _user(value: Any) -> dict[str, Any]:
 
 _TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "stop": _stop,
+    "response_format": _response_format,
     "tools": _tools,
     "tool_choice": _tool_choice,
     "user": _user,
