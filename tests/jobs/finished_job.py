@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from batchmill.datasets.readers import open_rows
@@ -52,7 +53,7 @@ class FinishedJob:
         """Open another generation over these rows."""
         wanted, home = set(rows), self.home / f"plan-{len(self.plans)}"
         home.mkdir()
-        plan_again(PlanReader(self.plan), wanted.__contains__, [ShardRows(1000)], home)
+        plan_again(PlanReader(self.plan), partial(filter, wanted.__contains__), [ShardRows(1000)], home)
         self.plans.append(home)
 
     def line(self, number: int, failed: bool = False, text: str = "done") -> bytes:

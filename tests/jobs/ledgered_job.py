@@ -98,7 +98,9 @@ class LedgeredJob:
         path.write_bytes(data)
 
     def order(self) -> AuditOrder:
-        return AuditOrder(self.spec, str(self.data_dir), self.files.segment_place, self.ledger.snapshot(self.id))
+        """For an audit or a rebuild that keeps what it knows of each row in files, as of a long job."""
+        before, segments = self.ledger.snapshot(self.id), self.files.segment_place
+        return AuditOrder(self.spec, str(self.data_dir), segments, before, in_memory_rows=4)
 
     def rebuild(self) -> Rebuilt:
         order = self.order()

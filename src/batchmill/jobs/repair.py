@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 
 import msgspec
 from msgspec import Struct
@@ -17,8 +18,9 @@ from batchmill.jobs.intake import fetching
 from batchmill.jobs.intake.preparation import seal_order
 from batchmill.jobs.ledger import audit
 from batchmill.jobs.ledger.audit import AuditOrder, BreachList
-from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, newest
+from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, collect_newest, rows_in
 from batchmill.jobs.ledger.plan import PLAN, PlanReader, Progress, iter_rejected, plan_again, shard_rows
+from batchmill.jobs.ledger.row_states import STEP_ROWS, RowStates
 from batchmill.jobs.ledger.snapshot import CommitRecord, Counters, Rebuilt, ShardRecord
 from batchmill.store.segment_blocks import open_segments
 from batchmill.store.segments import (
@@ -35,6 +37,7 @@ from batchmill.store.segments import (
 from batchmill.types import Shard, Usage
 
 Key = tuple[int, int]  # generation, shard
+MARKED = 1
 
 
 class _Orphan(Struct, frozen=True, order=True, gc=False):
@@ -76,8 +79,9 @@ def rebuild(order: AuditOrder, progress: Progress) -> Rebuilt:
 class _Rebuild:
     def __init__(self, order: AuditOrder) -> None:
         self.files = order.files
-        self._spec, self._before = order.spec, order.before
-        self._segments = open_segments(order.segments)
+        self._spec, self._before, self._in_memory_rows = order.spec, order.before, order.in_memory_rows
+        self._open = ExitStack()
+        self._segments = self._open.enter_context(closing(open_segments(order.segments)))
         self._maps: dict[int, OutcomeMap] = {}
         self._commits: dict[Key, list[CommitRecord]] = defaultdict(list)
         self._epochs: dict[Key, int] = defaultdict(int)  # the highest that a lease or a block of the shard had
@@ -95,7 +99,7 @@ class _Rebuild:
         return Rebuilt(0, Counters(), [], [], {})
 
     def close(self) -> None:
-        self._segments.close()
+        self._open.close()
 
     def rebuild_dataset(self) -> None:
         """Rebuild the index of a damaged dataset. Raises: InputChanged if its input is missing."""
@@ -187,7 +191,9 @@ class _Rebuild:
 
     def _map(self, generation: int) -> OutcomeMap:
         if generation not in self._maps:
-            self._maps[generation] = OutcomeMap(self.files.plan(generation), generation, self._segments)
+            home = self.files.plan(generation)
+            outcomes = OutcomeMap(home, generation, self._segments, in_memory_rows=self._in_memory_rows)
+            self._maps[generation] = self._open.enter_context(closing(outcomes))
         return self._maps[generation]
 
     def _count_block(self, block: Block) -> None:
@@ -210,7 +216,8 @@ class _Rebuild:
         generation = max(self._before.generation, *self._maps, 0)
         maps = [self._map(number) for number in range(generation + 1)]
         plan = maps[0].plan.plan
-        states = newest(maps, plan.rows)
+        states = self._row_states(plan.rows)
+        collect_newest(states, maps)
         shards = list(self._shard_records())
         epochs = {(shard.generation, shard.shard): shard.epoch for shard in shards}
         commits = [
@@ -245,29 +252,34 @@ class _Rebuild:
             yield ShardRecord(
                 generation=generation, shard=number, lo=shard.lo, hi=shard.hi,
                 epoch=self._epochs[generation, number] + 1, seq=len(self._commits[generation, number]),
-                done=bits.bit_count(), bitmap=bits.to_bytes(-(-(shard.hi - shard.lo) // 8), "little"),
+                done=bits.bit_count(), bitmap=ShardRecord.packed(bits, shard),
             )  # fmt: skip
 
     def _shard(self, generation: int, number: int) -> tuple[Shard, int]:
         shard = self._map(generation).shards[number]
         return shard, self._map(generation).bits(shard)
 
-    def _compare(self, states: bytearray) -> tuple[int, int]:
+    def _row_states(self, rows: int) -> RowStates:
+        states = RowStates(self.files.home, rows, in_memory_rows=self._in_memory_rows)
+        return self._open.enter_context(closing(states))
+
+    def _compare(self, states: RowStates) -> tuple[int, int]:
         """(rows whose outcome the ledger did not have, rows without an outcome that it counted), each row once."""
-        known = {(shard.generation, shard.shard): shard.bitmap for shard in self._before.shards}
-        found, lost = bytearray(len(states)), bytearray(len(states))
+        known = {(shard.generation, shard.shard): shard for shard in self._before.shards}
+        found, lost = self._row_states(len(states)), self._row_states(len(states))
         for generation, number in self._epochs:
             if number >= len(self._map(generation).shards):
                 continue
             shard, bits = self._shard(generation, number)
-            before = int.from_bytes(known.get((generation, number), b""), "little")
+            record = known.get((generation, number))
+            before = 0 if record is None else record.bits & (1 << shard.hi - shard.lo) - 1
             for changed, marks in ((bits & ~before, found), (before & ~bits, lost)):
-                for row in self._map(generation).rows_at(shard, changed) if changed else ():
-                    marks[row] = 1
-        reopened = sum(1 for row, state in zip(lost, states, strict=True) if row and state == OPEN) if any(lost) else 0
-        return sum(found), reopened
+                if changed:
+                    rows = self._map(generation).rows_at(shard, changed)
+                    marks.put(rows, bytes((MARKED,)) * len(rows))
+        return found.count(MARKED), _count_open(lost, states)
 
-    def _reach_open_rows(self, maps: list[OutcomeMap], states: bytearray) -> int:
+    def _reach_open_rows(self, maps: list[OutcomeMap], states: RowStates) -> int:
         """The generation to continue: a new one if the newest does not plan every row without an outcome."""
         newest_plan, first = maps[-1].plan, maps[0].plan
         if newest_plan is first or _open_rows(newest_plan, states) == _open_rows(first, states):
@@ -276,19 +288,19 @@ class _Rebuild:
         home.mkdir(exist_ok=True)
         rows = _open_rows(first, states)
         sizes = [shard_rows(model, rows) for model in self._spec.models]
-        plan_again(first, lambda number: states[number] == OPEN, sizes, home)
+        plan_again(first, lambda numbers: rows_in(states, numbers, OPEN), sizes, home)
         return len(maps)
 
-    def _errors(self, states: bytearray, rejected: int) -> dict[str, tuple[int, str]]:
+    def _errors(self, states: RowStates, rejected: int) -> dict[str, tuple[int, str]]:
         """Error code -> (rows, one message) of the rows whose newest outcome is an error, refused ones included."""
         rows: Counter[str] = Counter()
         samples: dict[str, str] = {}
-        has_error = bytearray(len(states))
+        has_error = self._row_states(len(states))
         for place in sorted(self._failed, key=lambda place: -place.generation):
             block = read_block(self._segments, place.segment, place.offset)
-            current = [states[row] == FAILED and not has_error[row] for row in block.rows()]
-            for row in block.rows():
-                has_error[row] = 1
+            outcomes = zip(states.of(block.rows()), has_error.of(block.rows()), strict=True)
+            current = [state == FAILED and not is_marked for state, is_marked in outcomes]
+            has_error.put(block.rows(), bytes((MARKED,)) * block.n)
             for code, count, sample in self._causes(block, current):
                 rows[code] += count
                 samples.setdefault(code, sample)
@@ -312,7 +324,17 @@ def _orphan(block: Block) -> _Orphan:
     return _Orphan(block.generation, block.shard, -block.epoch, block.segment, block.offset)
 
 
-def _open_rows(plan: PlanReader, states: bytearray) -> int:
+def _open_rows(plan: PlanReader, states: RowStates) -> int:
     """The number of rows of a plan without an outcome."""
-    shards = plan.shards()
-    return sum(states[row] == OPEN for shard in shards for row in plan.row_numbers(shard.lo, shard.hi))
+    steps = range(0, plan.leaders, STEP_ROWS)
+    return sum(states.of(plan.row_numbers(lo, min(lo + STEP_ROWS, plan.leaders))).count(OPEN) for lo in steps)
+
+
+def _count_open(marked: RowStates, states: RowStates) -> int:
+    """The number of marked rows without an outcome."""
+    rows = 0
+    for lo in range(0, len(states), STEP_ROWS):
+        hi = min(lo + STEP_ROWS, len(states))
+        if any(marks := marked.read(lo, hi)):
+            rows += sum(1 for mark, state in zip(marks, states.read(lo, hi), strict=True) if mark and state == OPEN)
+    return rows

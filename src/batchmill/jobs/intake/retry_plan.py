@@ -13,7 +13,8 @@ from msgspec import Struct
 from batchmill.errors import InvalidTransition
 from batchmill.jobs.ledger import plan
 from batchmill.jobs.ledger.files import JobFiles
-from batchmill.jobs.ledger.outcome_map import FAILED, OK, put
+from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, rows_in
+from batchmill.jobs.ledger.row_states import IN_MEMORY_ROWS, RowStates
 from batchmill.ports import SegmentSource
 from batchmill.store.segment_blocks import open_segments
 from batchmill.store.segments import read_ref
@@ -30,6 +31,7 @@ class RetryOrder(Struct, frozen=True):
     segments: SegmentPlace
     committed: list[tuple[int, SegmentRef]]  # the oldest generation first
     generation: int  # that is to be opened
+    in_memory_rows: int = IN_MEMORY_ROWS
 
 
 class Opened(Struct, frozen=True):
@@ -63,33 +65,24 @@ async def plan_retry(
 def plan_retry_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: RetryOrder in, Opened out, both as JSON."""
     request = msgspec.json.decode(order, type=RetryOrder)
-    scratch = None if request.scratch is None else Path(request.scratch)
-    files = JobFiles(Path(request.data_dir), request.spec.id, scratch)
     with closing(open_segments(request.segments)) as segments:
-        return msgspec.json.encode(plan_failed(request.spec, files, segments, request.committed, request.generation))
+        return msgspec.json.encode(plan_failed(request, segments))
 
 
-def outcomes(segments: SegmentSource, blocks: list[tuple[int, SegmentRef]], rows: int) -> bytearray:
-    """OPEN, OK or FAILED for every row, as its newest generation has it. One byte a row."""
-    state = bytearray(rows)
-    for _, ref in blocks:  # the oldest generation first
-        for block in read_ref(segments, ref):
-            put(state, block.rows(), bytes((OK if block.ok else FAILED,)) * block.n)
-    return state
-
-
-def plan_failed(
-    spec: JobSpec, files: JobFiles, segments: SegmentSource, blocks: list[tuple[int, SegmentRef]], generation: int
-) -> Opened:
-    """Write the plan of `generation` and return its counts. Nothing is written if no row can run."""
+def plan_failed(order: RetryOrder, segments: SegmentSource) -> Opened:
+    """Write the plan of the generation and return its counts. Nothing is written if no row can run."""
+    files = JobFiles(Path(order.data_dir), order.spec.id, None if order.scratch is None else Path(order.scratch))
     first = plan.PlanReader(files.plan(0))
-    state = outcomes(segments, blocks, first.plan.rows)
     settled = Counter(refused.code for refused in plan.iter_rejected(files.dataset))
-    done = state.count(OK)
-    rows = first.leaders - done
-    if rows:
-        home = files.plan(generation)
-        home.mkdir(parents=True, exist_ok=True)
-        sizes = [plan.shard_rows(model, rows) for model in spec.models]
-        plan.plan_again(first, lambda number: state[number] != OK, sizes, home)
+    with closing(RowStates(files.home, first.plan.rows, in_memory_rows=order.in_memory_rows)) as states:
+        for _, ref in order.committed:  # the oldest generation first: the newest outcome of a row counts
+            for block in read_ref(segments, ref):
+                states.put(block.rows(), bytes((OK if block.ok else FAILED,)) * block.n)
+        done = states.count(OK)
+        rows = first.leaders - done
+        if rows:
+            home = files.plan(order.generation)
+            home.mkdir(parents=True, exist_ok=True)
+            sizes = [plan.shard_rows(model, rows) for model in order.spec.models]
+            plan.plan_again(first, lambda numbers: rows_in(states, numbers, OPEN, FAILED), sizes, home)
     return Opened(rows, done, dict(settled))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import defaultdict
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
@@ -21,8 +21,9 @@ from batchmill.datasets.sealed import load_seal
 from batchmill.datasets.sealing import seal_with_retry
 from batchmill.errors import InputChanged, InvalidDataset, LedgerBroken
 from batchmill.jobs.ledger.files import JobFiles
-from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, newest
+from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, collect_newest
 from batchmill.jobs.ledger.plan import PLAN, Progress
+from batchmill.jobs.ledger.row_states import IN_MEMORY_ROWS, RowStates
 from batchmill.jobs.ledger.snapshot import CommitRecord, ShardRecord, Snapshot
 from batchmill.states import JobState
 from batchmill.store.segment_blocks import open_segments
@@ -115,6 +116,7 @@ class AuditOrder(Struct, frozen=True):
     segments: SegmentPlace
     before: Snapshot
     scratch: str | None = None  # of a small job: see JobFiles
+    in_memory_rows: int = IN_MEMORY_ROWS
 
     @property
     def files(self) -> JobFiles:
@@ -161,14 +163,14 @@ def verify(order: AuditOrder, progress: Progress) -> LedgerReport:
 
 class _Audit:
     def __init__(self, order: AuditOrder) -> None:
-        self._spec, self._before = order.spec, order.before
+        self._spec, self._before, self._in_memory_rows = order.spec, order.before, order.in_memory_rows
         self._files = order.files
         self._segments = open_segments(order.segments)
         self._stored = order.segments.blocks.keys()
         self._found = BreachList()
         self._maps: dict[int, OutcomeMap] = {}
         self._shards = {(shard.generation, shard.shard): shard for shard in order.before.shards}
-        self._states = bytearray()
+        self._rows_done = 0
         self._usage = Usage()
 
     def check_dataset(self) -> None:
@@ -184,7 +186,8 @@ class _Audit:
             return  # it was never planned
         for generation in range(self._before.generation + 1):
             try:
-                outcomes = OutcomeMap(self._files.plan(generation), generation, self._segments)
+                home = self._files.plan(generation)
+                outcomes = OutcomeMap(home, generation, self._segments, in_memory_rows=self._in_memory_rows)
             except LedgerBroken as error:
                 self._found.add(error.message)
                 continue
@@ -212,7 +215,7 @@ class _Audit:
             planned = outcomes.shards[shard.shard] if shard.shard < len(outcomes.shards) else None
             if planned is None or (planned.lo, planned.hi) != (shard.lo, shard.hi):
                 faults.append(f"positions {shard.lo} to {shard.hi - 1} are not a shard of the plan")
-        bits = int.from_bytes(shard.bitmap, "little")
+        bits = shard.bits
         rows = sum(commit.rows_ok + commit.rows_failed for commit in commits)
         if not bits.bit_count() == shard.done == rows:
             faults.append(f"{bits.bit_count()} rows in the bitmap, {shard.done} counted, {rows} in commits")
@@ -280,7 +283,7 @@ class _Audit:
             outcomes = self._maps.get(generation)
             if outcomes is None or number >= len(outcomes.shards):
                 continue
-            bits, found = int.from_bytes(record.bitmap, "little"), outcomes.bits(outcomes.shards[number])
+            bits, found = record.bits, outcomes.bits(outcomes.shards[number])
             if bits != found:
                 self._found.add(
                     f"generation {generation}, shard {number}: {(bits & ~found).bit_count()} rows in the bitmap are in "
@@ -292,9 +295,11 @@ class _Audit:
         sums, state = self._before.counters, self._before.state
         if len(self._maps) != self._before.generation + 1:
             return  # without a plan the newest outcome of a row is unknown
-        self._states = newest(self._maps.values(), self._maps[0].plan.plan.rows)
         plan = self._maps[0].plan.plan
-        ok, failed = self._states.count(OK), self._states.count(FAILED) + plan.rejected
+        with closing(RowStates(self._files.home, plan.rows, in_memory_rows=self._in_memory_rows)) as states:
+            collect_newest(states, self._maps.values())
+            ok, failed = states.count(OK), states.count(FAILED) + plan.rejected
+            self._rows_done = plan.rows - states.count(OPEN)
         message = f"the job counts {sums.rows_ok} rows ok and {sums.rows_failed} failed"
         published = state in (JobState.COMPLETED, JobState.CANCELLED) and sums.rows_ok + sums.rows_failed == sums.rows
         if published:
@@ -319,7 +324,7 @@ class _Audit:
         return LedgerReport(
             job=self._spec.id,
             rows=self._before.counters.rows,
-            rows_done=len(self._states) - self._states.count(OPEN),
+            rows_done=self._rows_done,
             commits=len(commits),
             segments=len({commit.segment for commit in commits}),
             bytes=sum(commit.length for commit in commits),
@@ -328,6 +333,8 @@ class _Audit:
 
     def close(self) -> None:
         self._segments.close()
+        for outcomes in self._maps.values():
+            outcomes.close()
 
 
 def _tokens(usage: Usage) -> str:

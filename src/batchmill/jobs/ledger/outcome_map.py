@@ -15,6 +15,7 @@ from batchmill.jobs.ledger.counting import mask_of
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.ledger import LeasedShard, Ledger, Verdict
 from batchmill.jobs.ledger.plan import PlanReader
+from batchmill.jobs.ledger.row_states import STEP_ROWS, RowStates
 from batchmill.ports import SegmentSource
 from batchmill.store.positions import pack_positions
 from batchmill.store.segment_blocks import open_segments
@@ -23,7 +24,6 @@ from batchmill.types import Commit, SegmentRef, Shard
 from batchmill.wire.job_spec import JobSpec
 
 OPEN, OK, FAILED = 0, 1, 2
-CHUNK_ROWS = 1024 * 1024
 NEWLINE = 10
 _DIGITS = bytes.maketrans(bytes((OPEN, OK, FAILED)), b"011")
 
@@ -61,18 +61,22 @@ def line_fault(block: Block, payload: bytes) -> str | None:
 
 
 class OutcomeMap:
-    """The outcomes of one generation, one byte for each position of its plan.
+    """The outcomes of one generation, one byte for each position of its plan. Close it.
 
-    Raises: LedgerBroken when the plan is not what was written.
+    Raises: LedgerBroken when the plan is not what was written; StorageFull.
+    Args: in_memory_rows: positions up to which the bytes are in memory.
     """
 
-    def __init__(self, home: Path, generation: int, segments: SegmentSource) -> None:
+    def __init__(self, home: Path, generation: int, segments: SegmentSource, *, in_memory_rows: int) -> None:
         self.generation = generation
         self.plan = PlanReader(home)
         self.plan.check()
         self.shards = self.plan.shards()
-        self.states = bytearray(self.plan.leaders)
+        self.states = RowStates(home, self.plan.leaders, in_memory_rows=in_memory_rows)
         self._segments = segments
+
+    def close(self) -> None:
+        self.states.close()
 
     def breach(self, block: Block, shard: int) -> str | None:
         """Why a block cannot count for a shard; None if it can."""
@@ -90,16 +94,11 @@ class OutcomeMap:
 
     def take(self, block: Block) -> None:
         """Count the rows of a block."""
-        value, positions = OK if block.ok else FAILED, block.positions()
-        if isinstance(positions, range):
-            self.states[positions.start : positions.stop] = bytes((value,)) * block.n
-        else:
-            for position in positions:
-                self.states[position] = value
+        self.states.put(block.positions(), bytes((OK if block.ok else FAILED,)) * block.n)
 
     def bits(self, shard: Shard) -> int:
         """The bitmap of a shard."""
-        return int(self.states[shard.lo : shard.hi].translate(_DIGITS)[::-1], 2)
+        return int(self.states.read(shard.lo, shard.hi).translate(_DIGITS)[::-1], 2)
 
     def rows_at(self, shard: Shard, bits: int) -> list[int]:
         """The numbers of a shard's rows whose bit is set."""
@@ -107,29 +106,20 @@ class OutcomeMap:
         return [number for number, bit in zip(numbers, text, strict=False) if bit == "1"]
 
     def _is_open(self, block: Block) -> bool:
-        positions = block.positions()
-        if isinstance(positions, range):
-            return self.states.count(OPEN, positions.start, positions.stop) == block.n
-        return not any(self.states[position] for position in positions)
+        return not any(self.states.of(block.positions()))
 
 
-def newest(maps: Iterable[OutcomeMap], rows: int) -> bytearray:
+def collect_newest(states: RowStates, maps: Iterable[OutcomeMap]) -> None:
     """OPEN, OK or FAILED for every row, from the oldest generation on: each one opens again the rows it plans."""
-    states = bytearray(rows)
     for outcomes in maps:
-        for lo in range(0, outcomes.plan.leaders, CHUNK_ROWS):
-            hi = min(lo + CHUNK_ROWS, outcomes.plan.leaders)
-            put(states, outcomes.plan.row_numbers(lo, hi), outcomes.states[lo:hi])
-    return states
+        for lo in range(0, outcomes.plan.leaders, STEP_ROWS):
+            hi = min(lo + STEP_ROWS, outcomes.plan.leaders)
+            states.put(outcomes.plan.row_numbers(lo, hi), outcomes.states.read(lo, hi))
 
 
-def put(states: bytearray, numbers: Sequence[int], values: bytes | bytearray) -> None:
-    """Set the state of each row."""
-    if isinstance(numbers, range):
-        states[numbers.start : numbers.stop] = values
-        return
-    for number, value in zip(numbers, values, strict=True):
-        states[number] = value
+def rows_in(states: RowStates, numbers: Sequence[int], *wanted: int) -> Iterator[int]:
+    """Those of some rows that have one of these states."""
+    return (number for number, state in zip(numbers, states.of(numbers), strict=True) if state in wanted)
 
 
 log = logging.getLogger("batchmill.owner")

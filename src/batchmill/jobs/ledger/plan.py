@@ -42,6 +42,7 @@ LAST_SHARD_ROWS = 16_384  # longer shards become shorter towards the end, down t
 
 Progress = Callable[[float], None]
 Cut = Callable[["list[TargetPlan]"], "list[ShardRows]"]
+Choose = Callable[[Sequence[int]], Iterable[int]]
 
 
 class ShardRows(Struct, frozen=True):
@@ -223,14 +224,18 @@ def _write_gaps(parts: PlanParts, step: int, progress: Progress) -> None:
         progress(end / parts.rows)
 
 
-def plan_again(earlier: PlanReader, wanted: Callable[[int], bool], shard_rows: Sequence[ShardRows], home: Path) -> Plan:
-    """Plan the `wanted` rows of an earlier plan again, in the same order and without followers."""
+def plan_again(earlier: PlanReader, choose: Choose, shard_rows: Sequence[ShardRows], home: Path) -> Plan:
+    """Plan some rows of an earlier plan again, in the same order and without followers.
+
+    Args: choose: those of some row numbers, at most `STEP_ROWS`, that are planned.
+    """
     kept: dict[int, int] = {}  # model -> rows
     with SummedFile(home / ORDER) as positions, SummedFile(home / FOLLOWERS) as followers:
-        for shard in earlier.shards():
-            numbers = array("I", filter(wanted, earlier.row_numbers(shard.lo, shard.hi)))
-            kept[shard.model] = kept.get(shard.model, 0) + len(numbers)
-            positions.write(numbers.tobytes())
+        for span in earlier.plan.spans:
+            for lo in range(span.lo, span.hi, STEP_ROWS):
+                numbers = array("I", choose(earlier.row_numbers(lo, min(lo + STEP_ROWS, span.hi))))
+                kept[span.model] = kept.get(span.model, 0) + len(numbers)
+                positions.write(numbers.tobytes())
         files = {ORDER: positions.publish_summed(), FOLLOWERS: followers.publish_summed()}
     targets = [TargetPlan(model=model, adapter=None, rows=rows) for model, rows in kept.items()]
     arranged = Arranged(targets=targets, followers=0, permuted=True)

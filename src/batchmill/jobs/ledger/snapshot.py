@@ -6,6 +6,7 @@ What audits or repairs a ledger works on a snapshot, in a process of its own, an
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -14,7 +15,7 @@ from msgspec import Struct
 from batchmill.errors import InvalidTransition
 from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.store.tables import commits, error_counts, job_models, jobs, shards
-from batchmill.types import Usage
+from batchmill.types import Shard, Usage
 from batchmill.wire.job_spec import JobSpec
 
 INSERT_ROWS = 1000  # records of one statement
@@ -25,7 +26,10 @@ REBUILT = (
 
 
 class ShardRecord(Struct, frozen=True, array_like=True, gc=False):
-    """A shard that was leased at least once. Bit i of `bitmap`, lowest first: position lo + i has its outcome."""
+    """A shard that was leased at least once.
+
+    Bit i of `bitmap`, lowest first: position lo + i has its outcome. Empty: all have it, as in most shards of a job.
+    """
 
     generation: int
     shard: int
@@ -35,6 +39,29 @@ class ShardRecord(Struct, frozen=True, array_like=True, gc=False):
     seq: int
     done: int
     bitmap: bytes
+
+    @property
+    def bits(self) -> int:
+        return int.from_bytes(self.bitmap, "little") if self.bitmap else (1 << max(0, self.hi - self.lo)) - 1
+
+    @classmethod
+    def read(cls, *columns: Any) -> ShardRecord:
+        """From the ledger, which stores every bit."""
+        *others, bitmap = columns
+        record = cls(*others, b"")
+        is_full = int.from_bytes(bitmap, "little") == record.bits
+        return record if is_full else msgspec.structs.replace(record, bitmap=bitmap or b"\0")
+
+    @staticmethod
+    def packed(bits: int, shard: Shard) -> bytes:
+        """The `bitmap` of a shard."""
+        rows = shard.hi - shard.lo
+        return b"" if bits == (1 << rows) - 1 else bits.to_bytes(-(-rows // 8), "little")
+
+    def columns(self) -> dict[str, object]:
+        """For the ledger."""
+        bitmap = self.bits.to_bytes(-(-(self.hi - self.lo) // 8), "little")
+        return msgspec.structs.asdict(self) | {"bitmap": bitmap}
 
 
 class CommitRecord(Struct, frozen=True, array_like=True, gc=False):
@@ -50,6 +77,10 @@ class CommitRecord(Struct, frozen=True, array_like=True, gc=False):
     rows_ok: int
     rows_failed: int
     cost: float | None
+
+    def columns(self) -> dict[str, object]:
+        """For the ledger."""
+        return msgspec.structs.asdict(self)
 
 
 class Counters(Struct, frozen=True):
@@ -107,7 +138,7 @@ def read(db: sa.Connection, job_id: str) -> Snapshot:
             warnings=msgspec.json.decode(job["warnings"] or b"{}"),
             usage=Usage(job["input_tokens"], job["cached_tokens"], job["output_tokens"]),
         ),
-        shards=[ShardRecord(*record) for record in db.execute(_shards_of(job_id))],
+        shards=[ShardRecord.read(*record) for record in db.execute(_shards_of(job_id))],
         commits=[CommitRecord(*record) for record in db.execute(_commits_of(job_id))],
         errors=db.execute(errors).scalar_one(),
     )  # fmt: skip
@@ -182,9 +213,9 @@ def _mark(snapshot: Snapshot) -> tuple[str | None, int, int, int]:
     return snapshot.state, snapshot.generation, len(snapshot.shards), epochs
 
 
-def _values(job_id: str, records: Sequence[Struct]) -> Iterator[list[dict[str, object]]]:
+def _values(job_id: str, records: Sequence[ShardRecord | CommitRecord]) -> Iterator[list[dict[str, object]]]:
     for first in range(0, len(records), INSERT_ROWS):
-        yield [{"job": job_id, **msgspec.structs.asdict(record)} for record in records[first : first + INSERT_ROWS]]
+        yield [{"job": job_id, **record.columns()} for record in records[first : first + INSERT_ROWS]]
 
 
 def _shards_of(job_id: str) -> sa.Select:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from batchmill.datasets.layout import PIECE_ROWS
-from batchmill.jobs.ledger.files import full_disk_named
+from batchmill.jobs.ledger.row_states import unnamed_pages
 
 STEP_ROWS = 1024 * 1024  # handled at once
 RESIDENT_ROWS = 64 * 1024  # set in a file, in any order, before its pages are given back: a page for each, at most
@@ -33,10 +32,7 @@ class RowArrays:
         """A new array of one value. Raises: StorageFull."""
         if self._is_in_memory:
             return np.full(self._rows, value, kind)
-        size = self._rows * np.dtype(kind).itemsize
-        with full_disk_named(self._folder / "rows"), tempfile.TemporaryFile(dir=self._folder) as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # a full disk must not be found while memory is written
-            pages = mmap.mmap(file.fileno(), size)
+        pages = unnamed_pages(self._folder, self._rows * np.dtype(kind).itemsize)
         self._maps.append(pages)
         array = np.frombuffer(pages, kind)
         if value:
