@@ -65,6 +65,7 @@ class Running(Struct, frozen=True):
 
     url: str
     services: Services
+    wait_failed: Callable[[], Awaitable[None]]  # returns once no job goes on any more: then the server is to end
     grpc: str | None = None  # HOST:PORT
 
 
@@ -269,11 +270,11 @@ async def _open_front(
     closing.append(lambda at_once: listener.close(at_once=at_once))
     await listener.open()
     if config.server.grpc_port is None:
-        return Running(url_of(sock), services)
+        return Running(url_of(sock), services, jobs.wait_failed)
     grpc = load_grpc(services, gate, admission, [access_log.write, observers.metrics.on_request])
     closing.append(lambda at_once: grpc.close(drain_s=0 if at_once else REQUESTS_DRAIN_S))
     await grpc.open()
-    return Running(url_of(sock), services, grpc.address)
+    return Running(url_of(sock), services, jobs.wait_failed, grpc.address)
 
 
 async def _close_front(stopping: asyncio.Event, closing: Sequence[Close], *, at_once: bool) -> None:

@@ -10,11 +10,11 @@ import pytest
 import sqlalchemy as sa
 from fakes.databases import open_ledger
 
-from batchmill.errors import BatchmillError, LedgerBroken, StorageFull
+from batchmill.errors import BatchmillError, JobPaused, LedgerBroken, StorageFull
 from batchmill.jobs.ledger import commits, ledger
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.ledger import Verdict
-from batchmill.states import JobState
+from batchmill.states import JobState, PauseReason
 from batchmill.store.positions import pack_positions
 from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
 from batchmill.wire.forms import OpenAIForm
@@ -140,11 +140,11 @@ async def test_a_queue_that_broke_says_so(commit_log):
     waiting = [asyncio.create_task(commit_log.commit(commit(lease, 1, 101), None, events.append))]
     waiting += [asyncio.create_task(commit_log.settle()) for _ in range(commits.QUEUE_MAX + 5)]
     ends = await asyncio.gather(*waiting, return_exceptions=True)
-    assert all(isinstance(end, LedgerBroken) for end in ends[1:])
+    assert all(isinstance(end, JobPaused) and end.reason is PauseReason.INTERRUPTED for end in ends[1:])
     await commit_log.commit(commit(lease, 2, 102), None, events.append)
     await asyncio.sleep(0)
-    assert [type(each) for each in events] == [LedgerBroken, LedgerBroken]
-    with pytest.raises(LedgerBroken, match="deaf"):
+    assert [type(each) for each in events] == [JobPaused, JobPaused]
+    with pytest.raises(JobPaused, match="deaf"):
         await commit_log.settle()
     assert await commit_log.call(commit_log.ledger.progress, "job_1", 0) == {0: 1}
 

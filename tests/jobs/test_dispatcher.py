@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 
 import pytest
 from dispatcher_stage import MODEL, SHARD_ROWS, SHARDS, Stage, finish, grant, positions
 from fakes.scripted_workers import ScriptedWorker
 
-from batchmill.errors import JobPaused, LedgerBroken
+from batchmill.errors import JobPaused
 from batchmill.jobs.ledger import outcome_map
 from batchmill.jobs.pools import dispatcher as dispatching
 from batchmill.jobs.pools import pool as pools
@@ -289,8 +290,27 @@ async def test_a_dispatcher_that_ended_says_so(stage):
     run = stage.open_run("first")
     await stage.dispatcher.close(at_once=True)
     stage.dispatcher.add(run)
-    with pytest.raises(LedgerBroken, match="dispatcher has ended"):
+    with pytest.raises(JobPaused, match="dispatcher has ended"):
         await run.ended
+
+
+async def test_a_dispatcher_that_fails_interrupts_every_job(stage, monkeypatch, caplog):
+    """Jobs of now and later are paused as by the end of the process, and the log has the traceback."""
+
+    def fail(*_):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(stage.dispatcher, "_match", fail)
+    runs = [stage.begin("first"), stage.open_run("second")]
+    with contextlib.suppress(ValueError):
+        await stage.dispatcher.dispatching.task
+    stage.dispatcher.add(runs[1])
+    for run in runs:
+        with pytest.raises(JobPaused, match="ValueError: a bug") as paused:
+            await run.ended
+        assert paused.value.reason is PauseReason.INTERRUPTED
+    (record,) = [each for each in caplog.records if each.levelname == "CRITICAL"]
+    assert str(record.exc_info[1]) == "a bug" and not stage.dispatcher.dispatching.is_alive
 
 
 class Gate:

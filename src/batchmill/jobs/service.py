@@ -120,6 +120,11 @@ class JobService:
         """Whether outcomes are still counted."""
         return not self._commit_log.is_broken
 
+    async def wait_failed(self) -> None:
+        """Return once the dispatcher or the commit log has ended: then no job goes on."""
+        tasks = {self._dispatcher.dispatching.task, self._commit_log.draining.task}
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
     @property
     def live(self) -> Live:
         return self._dispatcher.live

@@ -93,10 +93,10 @@ class Health:
 
     def _check_jobs(self) -> list[Component]:
         """The dispatcher, which gives out rows, and the ledger, which counts them."""
-        alive, counts = self._jobs.dispatcher.is_alive, self._jobs.counts
+        alive, counts = self._jobs.dispatcher.dispatching.is_alive, self._jobs.counts
         return [
-            Component("dispatcher", alive, "" if alive else "it has stopped: restart the server"),
-            Component("ledger", counts, "" if counts else "it has stopped counting commits: restart the server"),
+            Component("dispatcher", alive, "" if alive else "it has failed: the server ends"),
+            Component("ledger", counts, "" if counts else "it has failed, and counts no more commits: the server ends"),
         ]
 
     def _check_models(self) -> list[Component]:

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 import click
 from msgspec.structs import replace
 
-from batchmill.cli.session import EXIT_OK, Session, global_options
+from batchmill.cli.session import EXIT_FAILED, EXIT_OK, Session, global_options
 from batchmill.config import SERVER_MAX, Config
 from batchmill.server import access_log
-from batchmill.serving import REQUESTS_DRAIN_S, ROWS_DRAIN_S
+from batchmill.serving import REQUESTS_DRAIN_S, ROWS_DRAIN_S, Running
 from batchmill.serving import serve as open_server
 
 log = logging.getLogger("batchmill.server")
@@ -103,7 +103,7 @@ def serve(session: Session, host: str | None, port: int | None, grpc_port: int |
 
 
 async def _serve(session: Session, config: Config) -> int:
-    stop, threads = asyncio.Event(), own_threads()
+    stop, threads, code = asyncio.Event(), own_threads(), EXIT_OK
 
     def begin_stop() -> None:
         end_within(REQUESTS_DRAIN_S + ROWS_DRAIN_S + SPARE_S)
@@ -120,7 +120,21 @@ async def _serve(session: Session, config: Config) -> int:
                 session.print(f"batchmill listens on {running.url}")
                 if running.grpc is not None:
                     session.print(f"gRPC on {running.grpc}")
-            await stop.wait()
+            if not await _stops_in_order(stop, running):
+                code = EXIT_FAILED
+                log.critical("this server ends because no job goes on: they resume at the next start")
+                begin_stop()
             log.info("stopping: requests and rows in flight may finish; a second signal stops at once")
-    leave(threads, EXIT_OK)
-    return EXIT_OK
+    leave(threads, code)
+    return code
+
+
+async def _stops_in_order(stop: asyncio.Event, running: Running) -> bool:
+    """Wait until the server is to stop. Returns: False where it has failed."""
+    waiting = [asyncio.ensure_future(each) for each in (stop.wait(), running.wait_failed())]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        return waiting[0].done()
+    finally:
+        for each in waiting:
+            each.cancel()

@@ -14,7 +14,8 @@ from typing import ParamSpec, TypeVar
 from msgspec import Struct
 
 from batchmill import faults
-from batchmill.errors import BatchmillError, DatabaseUnavailable, LedgerBroken
+from batchmill.errors import BatchmillError, DatabaseUnavailable, JobPaused, LedgerBroken
+from batchmill.jobs.ledger.core_task import CoreTask
 from batchmill.jobs.ledger.ledger import Ledger, ShardNote, Verdict
 from batchmill.models import redaction
 from batchmill.types import Commit, Lease
@@ -57,10 +58,9 @@ class CommitLog:
         self._queue: asyncio.Queue[_Any] = asyncio.Queue(QUEUE_MAX)
         self._batch: list[_Any] = []  # taken from the queue and not yet answered
         self._refused: dict[Lease, None] = {}  # with a commit that could not be counted
-        self._broken: LedgerBroken | None = None
+        self._broken: JobPaused | None = None
         self._listeners: list[TransactionCallback] = []
-        self._draining = asyncio.create_task(self._drain())
-        self._draining.add_done_callback(self._stopped)
+        self.draining = CoreTask("the commit log", self._drain(), self._stopped)
 
     @property
     def is_broken(self) -> bool:
@@ -101,7 +101,7 @@ class CommitLog:
         await self._put(_NoteEntry(note, callback))
 
     async def settle(self) -> None:
-        """Wait until everything queued so far is decided. Raises: LedgerBroken if that will never be."""
+        """Wait until everything queued so far is decided. Raises: JobPaused if that will never be."""
         done = asyncio.get_running_loop().create_future()
         await self._put(done)
         await done
@@ -178,10 +178,9 @@ class CommitLog:
         except Exception as error:  # the job whose commit this is must hear of it; the others go on
             entry.callback(_bug("what a commit sets off failed", error))
 
-    def _stopped(self, task: asyncio.Task[None]) -> None:
-        """Fail everyone who waits, or comes later, if the drain task has failed."""
-        why = "it was closed" if task.cancelled() else f"{type(task.exception()).__name__}: {task.exception()}"
-        self._broken = LedgerBroken(f"commits are counted no more: {why}")
+    def _stopped(self, error: JobPaused) -> None:
+        """Fail everyone who waits, or comes later."""
+        self._broken = error
         waiting, self._batch = self._batch, []
         while not self._queue.empty():
             waiting.append(self._queue.get_nowait())
@@ -189,7 +188,7 @@ class CommitLog:
             self._fail(entry, self._broken)
 
     @staticmethod
-    def _fail(entry: _Any, error: LedgerBroken) -> None:
+    def _fail(entry: _Any, error: JobPaused) -> None:
         if isinstance(entry, _Entry):
             asyncio.get_running_loop().call_soon(
                 entry.callback, error
@@ -201,7 +200,7 @@ class CommitLog:
 
     def close(self) -> None:
         """Stop, and close the ledger."""
-        self._draining.cancel()
+        self.draining.cancel()
         self.ledger.close()
 
 

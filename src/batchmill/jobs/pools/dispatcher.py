@@ -12,9 +12,10 @@ import msgspec
 from msgspec import Struct
 
 from batchmill import faults
-from batchmill.errors import BatchmillError, JobPaused, LedgerBroken
+from batchmill.errors import BatchmillError, JobPaused
 from batchmill.jobs.ledger import outcome_map
 from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.core_task import CoreTask
 from batchmill.jobs.ledger.ledger import LeasedShard, ShardNote, Verdict
 from batchmill.jobs.pools import scheduler
 from batchmill.jobs.pools.job_run import JobRun
@@ -122,19 +123,14 @@ class Dispatcher:
         self._work = asyncio.Event()
         self._released = asyncio.Event()
         self._recovering = asyncio.Lock()
-        self._dispatching = asyncio.create_task(self._dispatch())
-        self._dispatching.add_done_callback(self._stopped)
+        self._ended: JobPaused | None = None  # why no more rows are given out
+        self.dispatching = CoreTask("the dispatcher", self._dispatch(), self._stopped)
 
-    def _stopped(self, task: asyncio.Task[None]) -> None:
-        """Pause every job if the dispatcher task has failed, so that none waits forever."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            for run in self._runs.values():
-                run.pause(LedgerBroken(f"the dispatcher failed: {type(error).__name__}: {error}"))
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the dispatcher still gives out rows."""
-        return not self._dispatching.done()
+    def _stopped(self, error: JobPaused) -> None:
+        """Pause every job, so that none waits forever."""
+        self._ended = error
+        for run in self._runs.values():
+            run.pause(error)
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
@@ -153,8 +149,8 @@ class Dispatcher:
     def add(self, run: JobRun) -> None:
         """Give a run's shards to workers."""
         job_id, spec = run.spec.id, run.spec
-        if not self.is_alive:
-            run.pause(LedgerBroken("the dispatcher has ended: no more rows run"))
+        if self._ended is not None:
+            run.pause(self._ended)
             return
         self._runs[job_id] = run
         keys = self._keys[job_id] = [self._pools.key_of(model, spec.code) for model in spec.models]
@@ -573,7 +569,7 @@ class Dispatcher:
 
     async def close(self, *, at_once: bool = False) -> None:
         """End every worker; return when all have ended."""
-        self._dispatching.cancel()
+        self.dispatching.cancel()
         await self._pools.close(at_once=at_once)
         await self.live.close()
         await self.quarantine.close()
