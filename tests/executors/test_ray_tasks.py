@@ -15,7 +15,6 @@ from batchmill.executors.ray.frames import EndTask, RunTask, TaskEnded, TaskRepl
 from batchmill.executors.ray.node_tasks import run_task
 from batchmill.executors.ray.shared_store import SharedStore
 from batchmill.executors.ray.tasks import TASKS_MAX, RayTasks
-from batchmill.object_store.credentials import CREDENTIALS
 from batchmill.store.stored_files import LocalFiles
 from batchmill.types.cluster import TASK_FAILED, TASK_LOST, NodePlace, NodeWork
 from batchmill.types.connectors import Storage
@@ -84,18 +83,17 @@ async def test_what_comes_from_a_node_is_not_trusted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_trusted", [True, False])
-async def test_credentials_go_where_they_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_trusted: bool) -> None:
-    """Of an open cluster the nodes get where the stores are, and nothing to reach them with."""
+async def test_credentials_go_where_they_may(tmp_path: Path, is_trusted: bool) -> None:
+    """Of an open cluster the nodes get where the store is, and nothing to reach it with; profiles of this machine go
+    nowhere.
+    """
     key, place = "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"
-    monkeypatch.setenv(key, "secret")
-    monkeypatch.setenv(place, "http://store")
     cluster = Cluster(is_trusted=is_trusted)
-    storage = Storage("s3://b", {place: "http://store"}, {key: "secret"})
+    storage = Storage("s3://b", {place: "http://store"}, {key: "secret", "AWS_PROFILE": "mine"})
     running = await begun(tasks_of(cluster, tmp_path, storage), cluster)
     order = frames.task_orders.decode(cluster.sent[0].order)
-    assert order.stores[place] == order.node.storage.environ[place] == "http://store"
-    assert (key in order.stores, key in order.node.storage.credentials) == (is_trusted, is_trusted)
-    assert is_trusted or not CREDENTIALS & order.stores.keys()
+    assert order.node.storage.environ == {place: "http://store"}
+    assert order.node.storage.credentials == ({key: "secret"} if is_trusted else {})
     assert "secret" not in repr(order)
     running[0].cancel()
 
@@ -126,7 +124,7 @@ def test_a_task_on_its_node(tmp_path: Path, order: bytes, flaw: str) -> None:
     """Nothing of it stays, whether it works or fails; a failure is told as text alone."""
     cache = tmp_path / "cache"
     storage = frames.NodeStore(Storage(f"file://{tmp_path}/store"), str(cache), 1000, "/data-of-the-owner")
-    sent = frames.TaskOrder(f"{__name__}:echo", order, [], storage, __version__, {})
+    sent = frames.TaskOrder(f"{__name__}:echo", order, [], storage, __version__)
     reply = frames.task_replies.decode(run_task(frames.encode(sent)))
     assert reply.flaw == flaw
     assert flaw or Path(reply.answer.decode()).is_relative_to(cache)

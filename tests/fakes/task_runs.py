@@ -23,7 +23,7 @@ GONE_S = 30.0
 
 def order_of(number: int, target: str, order: str, term: str = "") -> RunTask:
     node = NodeStore(Storage(f"file://{sys.argv[3]}"), sys.argv[2], 2**20, "/data-of-the-owner")
-    packed = TaskOrder(f"node_work:{target}", order.encode(), [], node, __version__, {})
+    packed = TaskOrder(f"node_work:{target}", order.encode(), [], node, __version__)
     return RunTask(number, frames.encode(packed), term)
 
 

@@ -143,7 +143,6 @@ class TaskOrder(Struct, frozen=True):
     files: list[StoredFile]
     node: NodeStore
     version: str  # of the owner's batchmill
-    stores: dict[str, str]  # variables that the stores of callers are reached with
 
     def __repr__(self) -> str:  # without credentials
         return f"TaskOrder({self.target})"

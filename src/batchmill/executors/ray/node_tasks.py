@@ -38,8 +38,7 @@ def _run(order: TaskOrder) -> bytes:
             code="version_differs",
         )
     storage = order.node.storage
-    given = {**order.stores, **storage.environ, **storage.credentials}
-    with environment_with(joined(given, os.environ)):
+    with environment_with(joined({**storage.environ, **storage.credentials}, os.environ)):  # of callers' stores, too
         cache = NodeCache(
             cache_folder(order.node.cache, storage.url), StoreObjects(storage.url), order.node.cache_bytes
         )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from typing import Protocol
 
 import msgspec
@@ -16,7 +15,6 @@ from batchmill.errors import BatchmillError, Unavailable
 from batchmill.executors.ray import frames
 from batchmill.executors.ray.frames import EndTask, RunTask, TaskEnded, TaskOrder
 from batchmill.executors.ray.shared_store import SharedStore
-from batchmill.object_store.credentials import settings_of, variables_of
 from batchmill.types.cluster import TASK_FAILED, TASK_LOST, NodeWork
 
 TASKS_MAX = 64  # that the driver has, half of them for one project: it starts as many as the nodes have room for
@@ -76,13 +74,8 @@ class RayTasks:
 
     def _order(self, work: NodeWork) -> TaskOrder:
         """Raises: StorageFailed."""
-        with_credentials = self._cluster.may_send_secrets
-        stores = variables_of(os.environ)
-        return TaskOrder(
-            work.target, work.order, self._store.files_of_work(work.paths),
-            self._store.on_nodes(with_credentials=with_credentials), __version__,
-            stores if with_credentials else settings_of(stores),
-        )  # fmt: skip
+        node = self._store.on_nodes(with_credentials=self._cluster.may_send_secrets)
+        return TaskOrder(work.target, work.order, self._store.files_of_work(work.paths), node, __version__)
 
     def receive(self, ended: TaskEnded) -> None:
         future = self._running.get(ended.id)
