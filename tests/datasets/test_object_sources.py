@@ -3,6 +3,7 @@
 import gzip
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import pairwise
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,7 +12,7 @@ from dataset_rows import openai_row
 from fakes.faulty_objects import FaultyObjects, faulty_objects
 from fakes.s3_server import bucket_client, s3_environment, s3_server
 
-from batchmill.datasets import sources
+from batchmill.datasets import layout, sources
 from batchmill.datasets.formats import resolve
 from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sources import ObjectSource, SourceFile, describe, unchanged
@@ -198,6 +199,25 @@ def test_reads_grow_and_run_ahead(put, faulty: FaultyObjects):
     assert source.read_at(20_000_000, 20_000_010) == data[20_000_000:20_000_010]
     assert faulty.requests[-1][2]["range"] == f"bytes=20000000-{20_000_000 + sources.SCATTERED_BYTES - 1}"
     source.close()
+
+
+def test_nothing_is_fetched_beyond_the_rows_of_a_shard(put, sealed, home, faulty: FaultyObjects):
+    """Whoever reads on to a row, as a worker does to the end of its shard, fetches each byte to there once."""
+    sealed(put("a/rows.jsonl", TEXT))
+    faulty.requests.clear()
+    rows = open_rows(home)
+    first, until = 100, 1600
+    for start in range(first, until, 300):
+        end = start + 300
+        assert rows.read_lines(start, end, until).split(b"\n")[:-1] == LINES[start:end]
+    rows.close()
+    spans = sorted(
+        tuple(map(int, headers["range"].removeprefix("bytes=").split("-"))) for _, _, headers in faulty.requests
+    )
+    assert len(spans) > 1
+    assert all(span[1] + 1 == following[0] for span, following in pairwise(spans)), "no byte is fetched twice"
+    needed = sum(len(line) + 1 for line in LINES[first:until])
+    assert sum(end + 1 - start for start, end in spans) <= needed + 2 * layout.BLOCK_BYTES
 
 
 def test_a_source_as_a_file(put):

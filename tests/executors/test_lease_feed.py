@@ -121,13 +121,15 @@ class RemoteRows:
     def __init__(self, rows: SealedRows) -> None:
         self._rows = rows
         self.threads: list[int] = []
+        self.untils: list[int | None] = []
         self.error: Exception | None = None
         self.begun, self.may_read = asyncio.Event(), threading.Event()
         self._loop = asyncio.get_running_loop()
 
-    def read_lines(self, first: int, last: int) -> bytes:
+    def read_lines(self, first: int, last: int, until: int | None = None) -> bytes:
+        self.untils.append(until)
         self._wait()
-        return self._rows.read_lines(first, last)
+        return self._rows.read_lines(first, last, until)
 
     def read_many(self, numbers: Sequence[int]) -> list[bytes]:
         self._wait()
@@ -157,6 +159,7 @@ async def test_the_event_loop_never_waits_for_a_store(job: OpenJob, feed: GrantF
     assert [row.number for row in await feed.take(6)] == list(range(6, 10))
     assert len(rows.threads) == 2
     assert threading.get_ident() not in rows.threads
+    assert rows.untils == [10, 10], "the store is not read beyond the grant"
 
 
 async def test_a_store_that_refuses_ends_only_its_job(job: OpenJob, tmp_path: Path) -> None:

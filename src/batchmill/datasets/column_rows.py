@@ -88,8 +88,10 @@ class ColumnRows:
         """Rows first <= n < last as JSON objects. Raises: InputChanged."""
         return self.read_lines(first, last).split(b"\n")[:-1]
 
-    def read_lines(self, first: int, last: int) -> bytes:
-        """Rows first <= n < last as JSON objects, each on a line. Raises: InputChanged."""
+    def read_lines(self, first: int, last: int, until: int | None = None) -> bytes:
+        """Rows first <= n < last as JSON objects, each on a line. A column is fetched as its chunks lie, whatever
+        `until` is. Raises: InputChanged.
+        """
         starts = range(first, last, LINES_AT_ONCE)
         batches = (self.batch(start, min(start + LINES_AT_ONCE, last)) for start in starts)
         return b"".join(map(parquet_rows.lines_of, batches))

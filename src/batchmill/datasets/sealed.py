@@ -66,8 +66,11 @@ class DatasetRows(Protocol):
     def read(self, first: int, last: int) -> list[bytes]:
         """Rows first <= n < last."""
 
-    def read_lines(self, first: int, last: int) -> bytes:
-        """Rows first <= n < last, each on a line of its own that ends with a newline."""
+    def read_lines(self, first: int, last: int, until: int | None = None) -> bytes:
+        """Rows first <= n < last, each on a line of its own that ends with a newline.
+
+        Args: until: the next reads go on to this row and no further. None: nobody knows.
+        """
 
     def read_many(self, numbers: Sequence[int]) -> list[bytes]:
         """Rows in any order."""
@@ -165,16 +168,27 @@ class SealedRows:
             lines += verified.slice(begin, end)
         return lines
 
-    def read_lines(self, first: int, last: int) -> bytes:
-        """Rows first <= n < last, each on a line of its own that ends with a newline. Raises: InputChanged."""
+    def read_lines(self, first: int, last: int, until: int | None = None) -> bytes:
+        """See `DatasetRows`. Raises: InputChanged."""
+        limit = None if until is None or not self.is_remote else self._end_of_block(until - 1)
         return b"".join(
             [
                 verified.lines(begin, end, has_blank_lines=chunk.lines != chunk.rows)
-                for chunk, verified, begin, end in self._ranges(first, last)
+                for chunk, verified, begin, end in self._ranges(first, last, limit)
             ]
         )
 
-    def _ranges(self, first: int, last: int) -> Iterator[tuple[ChunkRecord, VerifiedRows, int, int]]:
+    def _end_of_block(self, row: int) -> int:
+        """The byte after the block that holds a row, counted in all files."""
+        chunk = self.chunk_of(row)
+        rows = ((row - chunk.first_row) // chunk.block_rows + 1) * chunk.block_rows
+        if rows >= chunk.rows:
+            return chunk.end
+        return self._u64(chunk.first_row + rows, chunk.first_row + rows + 1)[0]
+
+    def _ranges(
+        self, first: int, last: int, limit: int | None = None
+    ) -> Iterator[tuple[ChunkRecord, VerifiedRows, int, int]]:
         """Verified rows for first <= n < last, and the range of each that belongs to it."""
         assert 0 <= first <= last <= self.rows, (first, last, self.rows)
         while first < last:
@@ -182,7 +196,7 @@ class SealedRows:
             end = min(last, chunk.first_row + chunk.rows)
             from_block = (first - chunk.first_row) // chunk.block_rows
             to_block = (end - 1 - chunk.first_row) // chunk.block_rows + 1
-            yield chunk, self._verified(chunk, from_block, to_block), first, end
+            yield chunk, self._verified(chunk, from_block, to_block, limit), first, end
             first = end
 
     def read_many(self, numbers: Sequence[int]) -> list[bytes]:
@@ -242,8 +256,10 @@ class SealedRows:
             self._cache_bytes -= len(self._cache.popitem(last=False)[1].data)
         return verified
 
-    def _verified(self, chunk: ChunkRecord, from_block: int, to_block: int) -> VerifiedRows:
-        """The rows of blocks from_block <= b < to_block of a chunk, read and checked."""
+    def _verified(
+        self, chunk: ChunkRecord, from_block: int, to_block: int, limit: int | None = None
+    ) -> VerifiedRows:  # fmt: skip
+        """The rows of blocks from_block <= b < to_block of a chunk, read and checked. `limit`: see `_pread`."""
         first = chunk.first_row + from_block * chunk.block_rows
         rows_left = chunk.rows - from_block * chunk.block_rows
         rows = min((to_block - from_block) * chunk.block_rows, rows_left)
@@ -253,7 +269,7 @@ class SealedRows:
         base = starts[0]
         if not chunk.start <= base <= starts[-1] <= chunk.end:
             raise self._changed(0, first, first + rows)
-        data = self._pread(base, starts[-1], first, first + rows)
+        data = self._pread(base, starts[-1], first, first + rows, limit)
         checksums = self._u32(chunk.first_block + from_block, chunk.first_block + to_block)
         view = memoryview(data)
         edges = [*(start - base for start in starts[: -1 : chunk.block_rows]), len(data)]
@@ -263,13 +279,14 @@ class SealedRows:
                 raise self._changed(base, at, min(at + chunk.block_rows, first + rows))
         return VerifiedRows(first, first + rows, data, starts)
 
-    def _pread(self, start: int, end: int, first: int, last: int) -> bytes:
-        """Bytes start..end, counted in all files; they are in one file."""
+    def _pread(self, start: int, end: int, first: int, last: int, limit: int | None = None) -> bytes:
+        """Bytes start..end, counted in all files; they are in one file. The next reads go on to `limit`, if set."""
         number = bisect_right(self._bases, start) - 1
         file = self._files.get(number)
         if file is None:
             file = self._files[number] = self._open(number, first, last)
-        data = file.read_at(start - self._bases[number], end - self._bases[number])
+        base = self._bases[number]
+        data = file.read_at(start - base, end - base, None if limit is None else limit - base)
         if len(data) != end - start:
             raise self._changed(start, first, last)
         return data

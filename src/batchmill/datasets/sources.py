@@ -47,8 +47,11 @@ class Source(Protocol):
 
     size_bytes: int
 
-    def read_at(self, start: int, end: int) -> bytes:
-        """Bytes start <= n < end; fewer where a file has become shorter."""
+    def read_at(self, start: int, end: int, until: int | None = None) -> bytes:
+        """Bytes start <= n < end; fewer where a file has become shorter.
+
+        Args: until: the next reads go on to this byte and no further. None: nobody knows.
+        """
 
     def read_into(self, buffer: memoryview, start: int) -> int:
         """Fill a buffer with the bytes from `start` on. Returns: their number."""
@@ -65,7 +68,7 @@ class LocalSource:
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self.size_bytes = os.fstat(self._fd).st_size
 
-    def read_at(self, start: int, end: int) -> bytes:
+    def read_at(self, start: int, end: int, until: int | None = None) -> bytes:
         return os.pread(self._fd, end - start, start)
 
     def read_into(self, buffer: memoryview, start: int) -> int:
@@ -102,8 +105,8 @@ class ObjectSource:
         self._lock = Lock()
         self._ahead: ThreadPoolExecutor | None = None
 
-    def read_at(self, start: int, end: int) -> bytes:
-        pieces = list(self._pieces(start, min(end, self.size_bytes)))
+    def read_at(self, start: int, end: int, until: int | None = None) -> bytes:
+        pieces = list(self._pieces(start, min(end, self.size_bytes), until))
         return bytes(pieces[0]) if len(pieces) == 1 else b"".join(pieces)
 
     def read_into(self, buffer: memoryview, start: int) -> int:
@@ -122,10 +125,10 @@ class ObjectSource:
             while self._ordered:  # another thread may wait for one that nobody fetches any more
                 self._ordered.pop().cancel()
 
-    def _pieces(self, start: int, end: int) -> Iterator[memoryview]:
+    def _pieces(self, start: int, end: int, until: int | None = None) -> Iterator[memoryview]:
         while start < end:
             with self._lock:
-                range_, is_new = self._range_at(start, end)
+                range_, is_new = self._range_at(start, end, until)
             if is_new:
                 self._fetch(range_)
             place = f"{self._store.url}/{self._info.key}"
@@ -138,16 +141,18 @@ class ObjectSource:
             yield data[start - range_.start : last - range_.start]
             start = last
 
-    def _range_at(self, start: int, end: int) -> tuple[_Range, bool]:
+    def _range_at(self, start: int, end: int, until: int | None) -> tuple[_Range, bool]:
         """The range that holds byte `start`, and whether the caller must fetch it."""
+        limit = self.size_bytes if until is None else min(max(end, until), self.size_bytes)
         range_ = next((each for each in self._ranges.values() if each.start <= start < each.end), None)
         is_new = range_ is None
         if range_ is None:
             before = next((each for each in self._ranges.values() if each.end == start), None)
-            range_ = self._add(start, self._length(end - start, before), follows=before is not None)
+            length = min(self._length(end - start, before), limit - start)
+            range_ = self._add(start, length, follows=before is not None or limit > end and until is not None)
         self._ranges.move_to_end(range_.start)
-        if range_.follows and self._beyond is None and range_.end < self.size_bytes and range_.end not in self._ranges:
-            following = self._add(range_.end, self._length(0, range_), follows=True)
+        if range_.follows and self._beyond is None and range_.end < limit and range_.end not in self._ranges:
+            following = self._add(range_.end, min(self._length(0, range_), limit - range_.end), follows=True)
             self._ahead = self._ahead or ThreadPoolExecutor(1, thread_name_prefix="ranges")
             self._ordered.add(following.data)
             self._ahead.submit(self._fetch, following)

@@ -483,7 +483,7 @@ class GrantFeed:
                 lambda numbers: self._read_rows(lane, held, numbers),
             )  # fmt: skip
         if isinstance(numbers, range):
-            lines = held.job.rows.read_lines(numbers.start, numbers.stop)
+            lines = held.job.rows.read_lines(numbers.start, numbers.stop, queued.numbers[-1] + 1)
         else:
             lines = b"".join([raw + b"\n" for raw in held.job.rows.read_many(numbers)])
         return RowBlock(lines, queued.positions[first:last], numbers, held.job.form, held)
