@@ -13,6 +13,7 @@ from contract.executor_suite import ROWS, ExecutorSuite
 from msgspec.structs import replace
 from ray_support import Nodes, ray_nodes, ray_python
 
+from batchmill.engines.llm.launch import SMALL_CPU_CORES
 from batchmill.executors.ray.executor import UNSENT_BYTES, RayExecutor
 from batchmill.executors.ray.frames import Beat
 from batchmill.types import Lease, LiveRequest, ModelSpec, Needs, Provision
@@ -28,6 +29,11 @@ def double(n):
         Path(__file__).with_name("reached").write_text("yes")
         time.sleep(600)
     return 2 * n
+"""
+VLLM = """#!/bin/sh
+if [ "$1" = -c ]; then exit 0; fi  # it is asked whether it has vLLM
+echo "$OMP_NUM_THREADS" > {found}
+exit 1
 """
 HOSTILE = Path(__file__).parent.parent / "fakes" / "hostile_actor.py"
 
@@ -71,6 +77,19 @@ class TestRayExecutor(ExecutorSuite):
         failed = await self.expect(worker, Failed)
         assert failed.code == "data_dir_not_shared" and str(tmp_path) in failed.message
         assert await worker.wait() == 1
+
+    async def test_an_engine_has_the_threads_of_its_cores(self, executor, start, tmp_path):
+        """vLLM on a node takes as many cores as its model was given, and without that all, as on this machine."""
+        python, found = tmp_path / "python", tmp_path / "found"
+        python.write_text(VLLM.format(found=found))
+        python.chmod(0o700)
+        cores = len(os.sched_getaffinity(0))
+        for needs, threads in ((Needs(cpus=1), "1"), (Needs(), str(cores) if cores <= SMALL_CPU_CORES else "")):
+            model = ModelSpec("m", "llm", "an/id", python=str(python), needs=needs)
+            worker = await executor.start(replace(start, model=model))
+            await self.expect(worker, Failed)
+            await worker.wait()
+            assert found.read_text() == f"{threads}\n"
 
     async def test_a_worker_leaves_at_a_sigterm(self, executor, start, tmp_path):
         """A worker that gets SIGTERM in the middle of a row ends, and nobody is blamed for it."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
 from llm_support import FakeVllm
+from msgspec.structs import replace
 
 from batchmill.engines.llm.launch import (
     LORA_RANKS,
@@ -113,6 +115,22 @@ def test_a_small_cpu_runs_in_one_process(fake):
     for other in others:
         assert not any(word.startswith("--distributed-executor-backend") for word in other.command)
         assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in other.env
+
+
+def test_a_part_of_a_cpu_has_its_threads(fake):
+    """An engine that was given some cores of a machine takes no more, in one process or in several."""
+    cores = len(os.sched_getaffinity(0))
+    assert (Hardware.detect({}).cores, Hardware.detect({}).is_shared) == (cores, False)
+    given = Hardware.detect({"BATCHMILL_CORES": "1"})
+    assert (given.cores, given.is_shared) == (1, True)
+    assert Hardware.detect({"BATCHMILL_CORES": "9999"}).cores == cores
+    assert launch(fake.model(), machine=replace(SMALL_CPU, is_shared=True)).env["OMP_NUM_THREADS"] == "2"
+    large = Hardware([], 64 * 1024**3, 32, is_shared=True)
+    for flags, threads in (({}, "32"), ({"tensor-parallel-size": 2}, "16")):
+        env = launch(fake.model(engine_args=flags), machine=large).env
+        assert (env["OMP_NUM_THREADS"], env["VLLM_CPU_OMP_THREADS_BIND"]) == (threads, "nobind")
+    chosen = launch(fake.model(), machine=large, env={"OMP_NUM_THREADS": "4"}).env
+    assert chosen["OMP_NUM_THREADS"] == "4" and "VLLM_CPU_OMP_THREADS_BIND" not in chosen
 
 
 def test_a_gpu_gets_no_setting_of_a_cpu(fake):

@@ -266,7 +266,7 @@ def _check_cluster(read: File) -> None:
     read.cluster.check()
     if read.cluster.executor is None:
         for name, entry in read.models.items():
-            if entry.cpus != 1 or entry.resources:
+            if entry.cpus is not None or entry.resources:
                 which = "resources" if entry.resources else "cpus"
                 raise InvalidConfig(
                     f'models.{name}.{which} has no effect on workers of this machine: set cluster.executor = "ray"'

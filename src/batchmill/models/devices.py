@@ -1,4 +1,4 @@
-"""The GPUs of this machine: the visible ones, and the ones that models share."""
+"""The GPUs of this machine: the visible ones, and the ones that models share. The cores of a worker on a cluster."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from batchmill.errors import InvalidConfig
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+CORES = "BATCHMILL_CORES"  # how many cores a worker on a cluster was given; unset if its model does not say
 ASSIGNED = "BATCHMILL_GPUS"  # ids of the GPUs assigned to a worker, separated by commas; unset if GPUs are not assigned
 
 

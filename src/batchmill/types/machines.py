@@ -65,7 +65,7 @@ class ReplicaEntry(Struct, frozen=True, kw_only=True):
     scale_up_requests: int | None = None
     memory: int | str | None = None
     gpus: int = 0
-    cpus: float = 1.0
+    cpus: float | None = None
     resources: dict[str, float] = {}
 
     @property
@@ -87,7 +87,7 @@ class ReplicaEntry(Struct, frozen=True, kw_only=True):
                 raise InvalidConfig(f"{path}.{name} must be {minimum} to {maximum:,}, not {value}")
         if self.memory is not None:
             size_of(self.memory, f"{path}.memory")
-        if not 0 <= self.cpus <= CPUS_MAX:
+        if self.cpus is not None and not 0 <= self.cpus <= CPUS_MAX:
             raise InvalidConfig(f"{path}.cpus must be 0 to {CPUS_MAX:,}, not {self.cpus}")
         for name, amount in self.resources.items():
             if name in RAYS_OWN or not 0 < amount <= RESOURCE_MAX:

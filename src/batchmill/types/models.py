@@ -142,7 +142,7 @@ class Needs(Struct, frozen=True, forbid_unknown_fields=True):
 
     memory_bytes: int = 0
     gpus: int = 0
-    cpus: float = 1.0  # on a cluster
+    cpus: float | None = None  # on a cluster; None: 1 is reserved, and the engine decides on its threads
     resources: dict[str, float] = {}  # custom resources of a cluster's nodes
 
 

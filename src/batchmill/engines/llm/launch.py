@@ -90,6 +90,7 @@ Flag = str | int | float | bool | None
 
 PYTHON_VARIABLE = "BATCHMILL_VLLM_PYTHON"
 REPLICA_VARIABLE = "BATCHMILL_REPLICA"  # 0, 1, ... set for each worker of a model with several
+CORES_VARIABLE = "BATCHMILL_CORES"  # how many cores this engine may take; unset: all of the machine
 GPUS_VARIABLE = "BATCHMILL_GPUS"  # the GPUs assigned to this engine; unset if nobody assigns them
 PLUGIN_PATH = Path(__file__).parent / "vllm_plugin"  # our code that runs inside vLLM
 SCHEDULER = "batchmill_yield.create"
@@ -103,6 +104,8 @@ LORAS_KEPT_CPU = 8
 CPU_KV_GIB_MAX = 4
 CPU_SEQS = 256  # rows in one batch on a CPU; vLLM's default of 128 leaves a small model idle
 SMALL_CPU_CORES = 8  # on this many cores or fewer, the worker runs inside the engine's process
+PARALLEL_FLAGS = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size")
+THREAD_VARIABLES = frozenset({"VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"})
 PROBE_TIMEOUT_S = 60
 _PROBE = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
 
@@ -144,7 +147,8 @@ class Hardware(Struct, frozen=True):
 
     gpus: list[str]  # ids, as in CUDA_VISIBLE_DEVICES
     memory_free_bytes: int
-    cores: int
+    cores: int  # that the engine may take
+    is_shared: bool = False  # others take the rest of the machine
 
     @classmethod
     def detect(cls, env: Mapping[str, str]) -> Hardware:
@@ -160,9 +164,9 @@ class Hardware(Struct, frozen=True):
         free = (
             os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if "SC_AVPHYS_PAGES" in os.sysconf_names else 0
         )
-        return cls(
-            names, free, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        )
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        given = env.get(CORES_VARIABLE)
+        return cls(names, free, cores if given is None else min(int(given), cores), is_shared=given is not None)
 
 
 def plan_launch(model: ModelSpec, python: str, socket: Path, *, env: Mapping[str, str], machine: Hardware) -> Launch:
@@ -208,8 +212,8 @@ def _runs_in_one_process(flags: Mapping[str, Flag], env: Mapping[str, str], mach
     multiprocessing. That changes nothing else for a server, and lets us set the number of threads. A caller's setting
     has precedence.
     """
-    chosen = {"distributed-executor-backend", "tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"}
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS"}
+    chosen = {"distributed-executor-backend", *PARALLEL_FLAGS}
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING", *THREAD_VARIABLES}
     return machine.cores <= SMALL_CPU_CORES and not (chosen & flags.keys() or variables & env.keys())
 
 
@@ -319,6 +323,10 @@ def _environment(flags: Mapping[str, Flag], socket: Path, env: Mapping[str, str]
         chosen.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, min(CPU_KV_GIB_MAX, gib))))
         if _runs_in_one_process(flags, env, machine):
             chosen |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": str(machine.cores)}
+        elif machine.is_shared and not THREAD_VARIABLES & env.keys():
+            # vLLM would bind its threads to all cores of the machine. Each rank gets the same part of those given.
+            chosen |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+            chosen |= {"OMP_NUM_THREADS": str(max(1, machine.cores // _ranks(flags)))}
     elif env.get(GPUS_VARIABLE):
         chosen["CUDA_VISIBLE_DEVICES"] = ",".join(_assigned_gpus(flags, machine.gpus))
     elif REPLICA_VARIABLE in env:
@@ -326,16 +334,17 @@ def _environment(flags: Mapping[str, Flag], socket: Path, env: Mapping[str, str]
     return chosen
 
 
-def _gpus_needed(flags: Mapping[str, Flag]) -> int:
-    each = 1
-    for name in ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size"):
-        each *= _count(flags, name)
-    return each
+def _ranks(flags: Mapping[str, Flag]) -> int:
+    """The processes that compute, each on a GPU of its own where there are GPUs."""
+    ranks = 1
+    for name in PARALLEL_FLAGS:
+        ranks *= _count(flags, name)
+    return ranks
 
 
 def _assigned_gpus(flags: Mapping[str, Flag], gpus: list[str]) -> list[str]:
     """The GPUs assigned to this engine, if they are enough."""
-    needed = _gpus_needed(flags)
+    needed = _ranks(flags)
     if len(gpus) < needed:
         raise ModelFailed(
             f"the engine has the GPUs {', '.join(gpus)} and needs {needed} for its parallel sizes; "
@@ -347,7 +356,7 @@ def _assigned_gpus(flags: Mapping[str, Flag], gpus: list[str]) -> list[str]:
 
 def _replica_gpus(flags: Mapping[str, Flag], replica: str, gpus: list[str]) -> list[str]:
     """The GPUs of this replica."""
-    each = _gpus_needed(flags)
+    each = _ranks(flags)
     first = int(replica) * each
     replica_gpus = gpus[first : first + each]
     if len(replica_gpus) < each:

@@ -20,9 +20,10 @@ from batchmill.executors.ray.channel import ActorChannel
 from batchmill.executors.ray.frames import EXITED, LOST, WorkerOrder, join, orders
 from batchmill.executors.ray.node_channel import NodeChannel
 from batchmill.executors.ray.node_files import NodeFiles
-from batchmill.executors.ray.node_process import lead_session, on_first_sigterm
+from batchmill.executors.ray.node_process import forget_threads, lead_session, on_first_sigterm
 from batchmill.executors.worker import Worker, failed_start, lower_priority, prepare_process
 from batchmill.models import devices
+from batchmill.types import ModelSpec
 from batchmill.wire import messages
 from batchmill.wire.messages import Start
 
@@ -106,7 +107,7 @@ async def _make_worker(order: WorkerOrder, channel: ActorChannel, files: NodeFil
     """Raises: whatever its engine raises."""
     start = messages.to_worker.decode(order.start)
     assert isinstance(start, Start)
-    _enter_node(order, Path(order.log) if files is None else files.home / f"{start.worker}.log")
+    _enter_node(order, start.model, Path(order.log) if files is None else files.home / f"{start.worker}.log")
     prepare_process(start)
     if files is not None:
         assert order.node is not None
@@ -146,7 +147,7 @@ def _check_node(order: WorkerOrder) -> None:
         )
 
 
-def _enter_node(order: WorkerOrder, log_path: Path) -> None:
+def _enter_node(order: WorkerOrder, model: ModelSpec, log_path: Path) -> None:
     """Make this process the worker's own on its node."""
     lead_session()
     log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,6 +156,10 @@ def _enter_node(order: WorkerOrder, log_path: Path) -> None:
             os.dup2(log.fileno(), descriptor)
     for name in TOKENS:
         os.environ.pop(name, None)
+    if not model.traits.runs_user_code:
+        forget_threads()
+    if model.needs.cpus:
+        os.environ[devices.CORES] = str(max(1, int(model.needs.cpus)))
     os.environ.update(order.environment)
     gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
     os.environ[devices.ASSIGNED] = os.environ[devices.VISIBLE] = ",".join(gpus)

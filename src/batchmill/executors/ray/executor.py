@@ -57,6 +57,7 @@ from batchmill.wire import messages
 from batchmill.wire.messages import AnswerLive, Failed, Open, Provide, Ready, Released, Start, ToOwner
 
 RETRY_S, RETRY_MAX_S = 1.0, 30.0  # before the cluster is tried again; doubles with each failure
+CPUS_DEFAULT = 1.0  # that a worker reserves
 CONNECT_S = 90.0  # for a driver to reach the cluster, or to start a local one
 LEAVE_S = 10.0  # for a driver to end once its owner has closed its socket
 INSPECT_S = 30.0
@@ -230,8 +231,9 @@ class RayExecutor:
         model = start.model
         gpus = (model.function.gpus if model.function is not None else 0) or model.needs.gpus
         takes_more = model.traits.takes_gpus and not gpus
+        cpus = CPUS_DEFAULT if model.needs.cpus is None else model.needs.cpus
         placement = Placement(
-            model.needs.cpus, None if takes_more else gpus, gpus_by_flags(model.engine_args) if takes_more else 0,
+            cpus, None if takes_more else gpus, gpus_by_flags(model.engine_args) if takes_more else 0,
             model.needs.memory_bytes, model.needs.resources,
         )  # fmt: skip
         if self._store is None:

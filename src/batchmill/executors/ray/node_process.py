@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from batchmill.children import process_end
 
+THREADS = "OMP_NUM_THREADS"
 EXIT = "raise_sys_exit_with_custom_error_message"  # what Ray's handler of SIGTERM calls
 
 
@@ -45,6 +47,17 @@ def _leave_group() -> None:
             os.setpgid(0, child.pid)
         finally:
             child.kill()
+
+
+def forget_threads() -> None:
+    """Remove the number of threads that Ray has set for this process: it is no choice of anybody's.
+
+    Ray sets it in a process that has begun. So what the process began with is a choice of the node's operator, and
+    stays.
+    """
+    began_with = Path("/proc/self/environ").read_bytes().split(b"\0")
+    if not any(each.startswith(f"{THREADS}=".encode()) for each in began_with):
+        os.environ.pop(THREADS, None)
 
 
 def on_first_sigterm(leave: Callable[[], None]) -> None:
