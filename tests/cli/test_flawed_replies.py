@@ -135,3 +135,25 @@ def test_a_rebuilt_ledger_counts_flaws(run):
     result = CliRunner().invoke(cli, ["ledger", "rebuild", before["id"], "--data-dir", "data"], obj=Session())
     assert result.exit_code == 0, result.output
     assert job_of()["warnings"] == before["warnings"] != {}
+
+
+def test_a_retry_changes_what_failed(run, tmp_path, service):
+    """--set is for the rows of the retry alone, and the job says so."""
+    assert run("--fail-on", "truncated", "--param", "max_tokens=1").exit_code == 3
+    job = job_of()["id"]
+    where = ("--data-dir", "data")
+    again = CliRunner().invoke(cli, ["retry", job, "--set", "max_tokens=2048", *where], obj=Session())
+    assert again.exit_code == 3, again.output
+    assert [body["max_tokens"] for body in service.bodies] == [1, 1, 1, 1, 1, 2048]
+    shown = CliRunner().invoke(cli, ["show", job, *where], obj=Session()).output
+    assert "set       max_tokens=2048 in retries" in shown
+    refused = CliRunner().invoke(cli, ["retry", job, "--set", "base_url=x", *where], obj=Session())
+    assert refused.exit_code == 2 and "a retry cannot change 'base_url'; it can change" in refused.output
+
+
+def test_a_retry_of_openai_rows_changes_them(run, service):
+    """The row's own field gives way."""
+    assert run("--fail-on", "truncated", file="openai.jsonl").exit_code == 3
+    again = ["retry", job_of()["id"], "--set", "temperature=0.5", "--data-dir", "data"]
+    assert CliRunner().invoke(cli, again, obj=Session()).exit_code == 3
+    assert [body.get("temperature") for body in service.bodies] == [None] * 5 + [0.5]

@@ -167,8 +167,10 @@ class AsyncJob:
         """Finished rows are kept and written; the rest become errors."""
         return await self._steer("cancel")
 
-    async def retry(self) -> JobView:
-        """Run the failed rows again."""
+    async def retry(self, *, params: dict[str, Any] | None = None) -> JobView:
+        """Run the failed rows again. `params`: fields of their requests that change, such as max_tokens."""
+        if params is not None:
+            await self._client.call(calls.amend(self.id, Change(retry_params=params)))
         return await self._steer("retry")
 
     async def fail_rows(self) -> JobView:

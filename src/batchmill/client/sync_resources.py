@@ -168,8 +168,10 @@ class Job:
         """Finished rows are kept and written; the rest become errors."""
         return self._steer("cancel")
 
-    def retry(self) -> JobView:
-        """Run the failed rows again."""
+    def retry(self, *, params: dict[str, Any] | None = None) -> JobView:
+        """Run the failed rows again. `params`: fields of their requests that change, such as max_tokens."""
+        if params is not None:
+            self._client.call(calls.amend(self.id, Change(retry_params=params)))
         return self._steer("retry")
 
     def fail_rows(self) -> JobView:

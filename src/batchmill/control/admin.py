@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from batchmill.control import operations as own
@@ -101,7 +102,7 @@ class JobHandlers:
 
     async def amend(self, call: OwnerCall) -> JobView:
         change: Change = call.body
-        return await self._jobs.amend(call.name, Amendment(change.priority, change.deadline, change.budget))
+        return await self._jobs.amend(call.name, Amendment(**msgspec.structs.asdict(change)))
 
     async def explain(self, call: OwnerCall) -> Wait:
         return await self._jobs.explain(call.name)

@@ -480,7 +480,12 @@ class JobService:
         record = await self._record(job_id)
         async with self._active.lock(record["id"]):
             record = await self._record(record["id"])
-            if record["state"] in ENDED or record["cancelling"] is not None:
+            is_over = record["state"] in ENDED or record["cancelling"] is not None
+            if change.retry_params is not None and record["state"] not in ENDED:
+                raise InvalidTransition(f"the job {record['id']} is {record['state']}: only an ended job is retried")
+            if is_over and (
+                change.retry_params is None or msgspec.structs.replace(change, retry_params=None) != Amendment()
+            ):
                 raise InvalidTransition(f"the job {record['id']} is {record['state']}: nothing of it can be changed")
             spec = read_spec(record["spec"])
             runner = self._active.running(spec.id) or self._active.runner(spec)

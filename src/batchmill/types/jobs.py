@@ -159,6 +159,7 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
     budget: float | None = None  # USD
     priority: int = 0  # -100..100; jobs with a higher one run first
     deadline: float | None = None  # seconds since the epoch, UTC; unfinished rows do not run after it
+    retry_params: dict[str, Any] = {}  # fields of requests that rows of a retry have instead of their own
     on_engine_failure: str = "pause"  # pause, fail: the state of a job whose engine cannot be started
 
 
@@ -199,6 +200,7 @@ class JobView(Struct, frozen=True):
     cancelling: float | None = None  # when it was cancelled, or its deadline passed
     finished: float | None = None
     generation: int = 0
+    retry_params: dict[str, Any] = {}  # fields of requests that rows of a retry have instead of their own
     rows: int = 0  # rows of the dataset; 0 while unknown
     rows_ok: int = 0
     rows_failed: int = 0
@@ -273,11 +275,12 @@ class Submitted(Struct, frozen=True):
 
 
 class Amendment(Struct, frozen=True, forbid_unknown_fields=True):
-    """Changes of a job that has not ended. None: unchanged."""
+    """Changes of a job. None: unchanged."""
 
     priority: int | None = None
     deadline: float | None = None
     budget: float | None = None
+    retry_params: dict[str, Any] | None = None  # as in Policy; of an ended job
 
 
 class JobQuery(Struct, frozen=True):

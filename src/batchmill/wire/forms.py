@@ -115,6 +115,7 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
     id_prefix: str = "batch_req_"  # + the row's number: unique, and the same each time the file is written
     together: bool = False  # error lines go into the output file, between the others
     schema: OutputSchema | None = None
+    overrides: dict[str, Any] = {}  # fields of requests, instead of those that rows have
     is_text: ClassVar[bool] = False
 
     @property
@@ -124,7 +125,7 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
     def request(self, row: Row) -> Request:
         line = _line.decode(row.raw)
         row.custom_id = encode(line.custom_id)
-        return Request(line.url, _asking(line.url, bytes(line.body), self.schema, row), line.custom_id)
+        return Request(line.url, _asking(self, line.url, bytes(line.body), row), line.custom_id)
 
     def arguments(self, row: Row) -> dict[str, Any]:
         """Return the fields of `body`, for a function."""
@@ -235,6 +236,7 @@ class TableForm(Struct, frozen=True, tag="table"):
     params: dict[str, Any] = {}  # further fields of each request's body
     is_text: bool = False  # every cell is a string, because the table was CSV
     schema: OutputSchema | None = None
+    overrides: dict[str, Any] = {}  # as in OpenAIForm
 
     errors_apart: ClassVar[bool] = False
 
@@ -263,7 +265,7 @@ class TableForm(Struct, frozen=True, tag="table"):
         except KeyError as missing:
             raise InvalidRow(f"the prompt needs a column {missing} that the row lacks", code="missing_column") from None
         body = join_object({**self._input(text, system), **self.params})
-        return Request(self.url, _asking(self.url, body, self.schema, row))
+        return Request(self.url, _asking(self, self.url, body, row))
 
     def _input(self, text: str, system: str | None) -> dict[str, Any]:
         if self.url == CHAT:
@@ -348,11 +350,13 @@ def added_columns(form: Form, *, has_failed: bool, is_flawed: bool, folds: bool)
     return (*fields, *(name for name, is_there in named.items() if is_there))
 
 
-def _asking(url: str, body: bytes, schema: OutputSchema | None, row: Row) -> bytes:
-    """The body of a request, which asks for the schema, and again for what did not fit."""
-    if schema is None:
+def _asking(form: Form, url: str, body: bytes, row: Row) -> bytes:
+    """The body of a request with what the job adds: changed fields, its schema, and answers that did not fit it."""
+    if form.overrides:
+        body = join_object({**split_object(body), **form.overrides})
+    if form.schema is None:
         return body
-    body = join_object(with_schema(url, split_object(body), schema))
+    body = join_object(with_schema(url, split_object(body), form.schema))
     return asked_again(url, body, row.earlier) if row.earlier else body
 
 

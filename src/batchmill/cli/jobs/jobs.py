@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from batchmill.cli.jobs.displays import Display, display_for, done
-from batchmill.cli.jobs.order_options import deadline_option
+from batchmill.cli.jobs.order_options import deadline_option, request_fields
 from batchmill.cli.jobs.run import PRIORITY, follow, follow_to_end
 from batchmill.cli.jobs.summary import lines, pause_lines, show_problems
 from batchmill.cli.session import (
@@ -28,6 +29,7 @@ from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.object_store.urls import is_object_url
 from batchmill.states import ENDED, JobState
 from batchmill.types import JobQuery, JobView, Submitted
+from batchmill.wire.json_bytes import DEPTH_MAX
 from batchmill.wire.native import Change
 
 if TYPE_CHECKING:
@@ -253,10 +255,16 @@ async def _show(session: Session, job_id: str) -> None:
     session.print(f"  {'created':<10}{moment(view.created)}")
     if view.generation:
         session.print(f"  {'retries':<10}{view.generation}")
+    if view.retry_params:
+        session.print(f"  {'set':<10}{clean(_params(view.retry_params), 2000)} in retries")
     if view.state == JobState.PAUSED:
         for line in pause_lines(view):
             session.print(line)
     show_problems(session, view.problems, view.problems_total)
+
+
+def _params(params: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={json.dumps(value)}" for name, value in params.items())
 
 
 @click.command()
@@ -288,11 +296,25 @@ def resume(session: Session, job_id: str) -> int:
 
 @click.command()
 @job_argument
+@click.option(
+    "--set",
+    "params",
+    metavar="KEY=VALUE",
+    multiple=True,
+    help="Change a field of their requests, such as max_tokens; VALUE is JSON or text.",
+)
 @global_options
 @click.pass_obj
-def retry(session: Session, job_id: str) -> int:
+def retry(session: Session, job_id: str, params: tuple[str, ...]) -> int:
     """Run the failed rows of a job again and rewrite its results."""
-    return session.run(_continue(session, lambda jobs: jobs.steer(job_id, "retry"), "retried"))
+    change = Change(retry_params=request_fields(params, DEPTH_MAX, "--set")) if params else None
+    return session.run(_continue(session, lambda jobs: _retry(jobs, job_id, change), "retried"))
+
+
+async def _retry(jobs: JobsClient, job_id: str, change: Change | None) -> JobView:
+    if change is not None:
+        await jobs.amend(job_id, change)
+    return await jobs.steer(job_id, "retry")
 
 
 @click.command()

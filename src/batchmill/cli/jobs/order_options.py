@@ -57,20 +57,20 @@ def scalar(text: str) -> str | int | float | bool:
     return text
 
 
-def request_fields(texts: Sequence[str], depth_max: int) -> dict[str, Any]:
-    """Parse --param: further fields of every request. A value is JSON, or text if it is not JSON."""
+def request_fields(texts: Sequence[str], depth_max: int, flag: str = "--param") -> dict[str, Any]:
+    """Parse --param, or another flag: further fields of every request. A value is JSON, or text if it is not JSON."""
     fields: dict[str, Any] = {}
-    for name, text in pairs(texts, "--param").items():
+    for name, text in pairs(texts, flag).items():
         if name in PROMPT_FIELDS:
-            raise InvalidInput(f"--param cannot set {name}: use --prompt and --system")
+            raise InvalidInput(f"{flag} cannot set {name}: use --prompt and --system")
         if is_too_deep(text.encode(errors="replace"), depth_max):
-            raise InvalidInput(f"--param {name} is nested deeper than {depth_max} levels")
+            raise InvalidInput(f"{flag} {name} is nested deeper than {depth_max} levels")
         try:
             fields[name] = json.loads(text, parse_constant=_refuse_number, parse_float=_finite)
         except ValueError:
             fields[name] = text
         except _NotFinite as error:
-            raise InvalidInput(f"--param {name} holds {error}, which is not a JSON number") from None
+            raise InvalidInput(f"{flag} {name} holds {error}, which is not a JSON number") from None
     return fields
 
 

@@ -150,7 +150,7 @@ class NativeJobs:
             raise InvalidInput("nothing changes: set priority, deadline or budget", code="nothing_to_change")
         if change.deadline is not None and change.deadline <= self._services.clock.now():
             raise InvalidInput("the deadline is in the past: cancel the job instead", code="invalid_deadline")
-        amendment = Amendment(change.priority, change.deadline, change.budget)
+        amendment = Amendment(**msgspec.structs.asdict(change))
         await self._project_jobs.amend(call.caller, call.path["job_id"], amendment)
         return await self.show(call)
 

@@ -8,6 +8,7 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -45,6 +46,13 @@ from batchmill.wire.output_schema import SCHEMA_ATTEMPTS_MAX, SCHEMA_URLS, VALID
 from batchmill.wire.replies import FLAWS
 
 PRIORITY_MAX = 100
+RETRY_PARAMS = frozenset(  # what says how long or how bold an answer is; all else was checked row by row
+    {
+        *("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"),
+        *("temperature", "top_p", "top_k", "min_p", "seed", "stop"),
+        *("frequency_penalty", "presence_penalty", "repetition_penalty", "reasoning_effort"),
+    }
+)
 CHOICES = {"on_invalid": ("fail", "skip"), "on_engine_failure": ("pause", "fail")}
 
 
@@ -74,10 +82,24 @@ def amended(spec: JobSpec, change: Amendment, now: float) -> Policy:
     fields = {name: value for name in Amendment.__struct_fields__ if (value := getattr(change, name)) is not None}
     if not fields:
         raise InvalidInput("nothing was named that is to change: priority, deadline or budget", code="nothing_to_amend")
+    if change.retry_params is not None:
+        _check_retry_params(spec, change.retry_params)
     policy = replace(spec.policy, **fields)
     # A deadline that has passed meanwhile is left alone: it ends the job by itself.
     check(policy if "deadline" in fields else replace(policy, deadline=None), spec.models, now)
     return policy
+
+
+def _check_retry_params(spec: JobSpec, params: dict[str, Any]) -> None:
+    """Raises: InvalidInput, naming the field."""
+    if all(model.takes_columns for model in spec.models):
+        raise InvalidInput("only requests to language models have fields to change", code="invalid_retry_params")
+    for name in params:
+        if name not in RETRY_PARAMS:
+            raise InvalidInput(
+                f"a retry cannot change {name!r}; it can change {', '.join(sorted(RETRY_PARAMS))}",
+                code="invalid_retry_params",
+            )
 
 
 def check_rows_may_wait(spec: JobSpec, state: str) -> None:

@@ -21,6 +21,7 @@ from batchmill.ports import Clock
 from batchmill.states import PauseReason
 from batchmill.types import Commit, Lease, Shard
 from batchmill.wire import messages
+from batchmill.wire.forms import Form
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.messages import Allow, Grant, Open, Spending
 
@@ -359,10 +360,16 @@ class JobRun:
         spec, files = self.spec, self.files
         inputs = [] if spec.is_small else [path for path in spec.dataset.paths if path.startswith("/")]
         return Open(
-            spec.id, spec.identity, spec.form, dataset=str(files.dataset), segments=files.segment_place,
+            spec.id, spec.identity, self._form, dataset=str(files.dataset), segments=files.segment_place,
             is_small=spec.is_small, adapters=spec.models[model].adapter_set(), project=spec.project,
             stores=variables_of(os.environ) if spec.uses_stores else {}, inputs=inputs, replies=spec.replies,
         )  # fmt: skip
+
+    @property
+    def _form(self) -> Form:
+        """How rows are read; those of a retry with what was changed for it."""
+        params = self.spec.policy.retry_params if self.generation else {}
+        return replace(self.spec.form, overrides=params) if params else self.spec.form
 
     def grant(self, shard: Shard, leased: LeasedShard) -> Grant:
         """The grant message for the open rows of a shard."""
