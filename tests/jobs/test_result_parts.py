@@ -4,6 +4,9 @@ import fcntl
 import hashlib
 import json
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -340,6 +343,37 @@ def test_a_lock_that_is_held(tmp_path):
             folder.put_manifest(b"{}", scratch="s.json", replaced=None)
     folder.put_manifest(b"{}", scratch="s.json", replaced=None)
     assert folder.names(bool) == ["manifest.json"]
+
+
+@contextmanager
+def no_root() -> Iterator[None]:
+    """Root may open every file: then as another user, who is nobody."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize(("mode", "is_free"), [(0o444, True), (0o000, False)])
+def test_a_lock_that_another_user_has_left(mode, is_free):
+    """One that can be read is taken; of a private one the error says that it is to be deleted."""
+    with tempfile.TemporaryDirectory() as name:
+        lock = Path(name, ".manifest.lock")
+        lock.touch()
+        lock.chmod(mode)
+        Path(name).chmod(0o777)
+        with no_root():
+            folder = LocalFolder(f"{name}/", lock_s=0)
+            if is_free:
+                folder.put_manifest(b"{}", scratch="s.json", replaced=None)
+            else:
+                with pytest.raises(StorageFailed, match="lock is another user's: delete it"):
+                    folder.put_manifest(b"{}", scratch="s.json", replaced=None)
+        assert folder.names(bool) == ["manifest.json" if is_free else ".manifest.lock"]
 
 
 def test_a_new_folder_is_durable(tmp_path, monkeypatch):

@@ -239,8 +239,23 @@ class ObjectFolder:
 
 
 def _lock(path: Path) -> int | None:
-    """A descriptor that holds the lock of a file, which is made; None: another process holds it."""
-    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    """A descriptor that holds the lock of a file, which is made; None: another process holds it.
+
+    Raises: StorageFailed where it is left of another user, and private.
+    """
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        fd = os.open(path, os.O_CREAT | os.O_RDWR | flags, 0o666)
+    except PermissionError as error:
+        try:
+            fd = os.open(path, os.O_RDONLY | flags)  # another user's: this is enough for its lock
+        except FileNotFoundError:
+            raise error from None  # of the folder
+        except PermissionError:
+            raise StorageFailed(
+                f"{path} is another user's: delete it if no process of that user writes to the folder, then resume the "
+                "job"
+            ) from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.stat(path), os.fstat(fd)):  # the last holder has not removed it meanwhile
