@@ -125,12 +125,17 @@ class RowIndex(OutcomeIndex):
 
     def totals(self, rows: range) -> RangeTotals:
         """What results of these rows must have."""
-        place, size = self.place[rows.start : rows.stop], self.size[rows.start : rows.stop]
-        located = place < REFUSED
-        copied = located & ((place & FOLLOWS) == 0)
-        failed = int(np.count_nonzero(~located | ((place & IS_ERROR) != 0)))
-        self.arrays.touch(len(rows))
-        return RangeTotals(failed, int(size[copied].sum(dtype=np.uint64)), bool(copied.all()))
+        failed = copied_rows = copied_bytes = 0
+        for first in range(rows.start, rows.stop, WINDOW_ROWS):
+            step = slice(first, min(first + WINDOW_ROWS, rows.stop))
+            place, size = self.place[step], self.size[step]
+            located = place < REFUSED
+            copied = located & ((place & FOLLOWS) == 0)
+            failed += int(np.count_nonzero(~located | ((place & IS_ERROR) != 0)))
+            copied_rows += int(np.count_nonzero(copied))
+            copied_bytes += int(size[copied].sum(dtype=np.uint64))
+            self.arrays.touch(len(place))
+        return RangeTotals(failed, copied_bytes, copied_rows == len(rows))
 
     def _begin(self, refs: list[SegmentRef]) -> None:
         self.place = self.arrays.full(np.uint64, MISSING)
