@@ -103,6 +103,7 @@ def test_the_service_is_told(job):
     assert roles == ["user", "assistant", "user", "assistant", "user"]
     assert second["messages"][1]["content"] == "no JSON" and "it is not JSON" in second["messages"][2]["content"]
     assert '"score" is a required property' in third["messages"][4]["content"]
+    assert len({headers["Idempotency-Key"] for headers in service.headers}) == 3
 
 
 @pytest.mark.parametrize("attempts", [0, 1, 5])

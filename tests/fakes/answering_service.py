@@ -22,6 +22,7 @@ class AnsweringService:
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self.bodies: list[dict[str, Any]] = []  # of all calls
+        self.headers: list[dict[str, str]] = []
 
     async def __aenter__(self) -> AnsweringService:
         app = web.Application(client_max_size=64 * 1024 * 1024)
@@ -38,6 +39,7 @@ class AnsweringService:
     async def _handle(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.bodies.append(body)
+        self.headers.append(dict(request.headers))
         usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
         head = {"id": f"chat-{len(self.bodies)}", "object": "chat.completion", "created": 1, "model": body["model"]}
         return web.json_response({**head, "choices": [self._answer(body)], "usage": usage})

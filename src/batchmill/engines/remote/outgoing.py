@@ -116,7 +116,8 @@ class Composer:
         key = None if self._key_name is None else getattr(row.lease, "key", None)
         if key is None:
             return RemoteRow(row, url, body, None)
-        digest = hashlib.sha256(b"%s:%d" % (key.encode(), row.number)).hexdigest()
+        again = b":%d" % len(row.earlier) if row.earlier else b""  # it is another request
+        digest = hashlib.sha256(b"%s:%d%s" % (key.encode(), row.number, again)).hexdigest()
         return RemoteRow(row, url, body, {self._key_name: digest})
 
     def live(self, request: LiveRequest) -> RemoteLiveCall:
