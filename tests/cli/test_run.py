@@ -96,6 +96,33 @@ def test_usage_errors_exit_with_2(call, args, expected):
     assert expected in result.stderr and "Traceback" not in result.output
 
 
+def test_templates_from_files(app, call, place, view):
+    """@FILE is a template's file without the end of its last line, and @@ a literal @."""
+    (place / "p.txt").write_bytes("\ufeffIs {a}\n positive?\r\n".encode())
+    app.jobs.add(view(state="completed"))
+    result = call(*RUN, "--model", "openai:m", "--prompt", "@p.txt", "--system", "@@all", "--allow-constant-prompt")
+    assert result.exit_code == 0, result.output
+    (order,) = app.jobs.orders
+    assert (order.prompt, order.system, order.constant_prompt) == ("Is {a}\n positive?", "@all", True)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (None, "--prompt @p.txt: No such file or directory; --prompt @FILE reads a template from a file; write @@"),
+        (b"\n", "the file is empty"),
+        (b"caf\xe9 {a}", "not UTF-8 text (byte 3)"),
+        (b"x" * (2**20 + 1), "more than 1,048,576 bytes"),
+    ],
+)
+def test_files_that_are_no_templates(call, place, content, expected):
+    """A file that cannot be a template is refused by name."""
+    if content is not None:
+        (place / "p.txt").write_bytes(content)
+    result = call(*RUN, "--prompt", "@p.txt")
+    assert result.exit_code == 2 and expected in result.stderr
+
+
 @pytest.mark.parametrize(
     ("fields", "code"),
     [

@@ -219,6 +219,21 @@ def test_what_a_table_becomes_must_be_a_request(write, sealed):
     assert caught.value.code == "invalid_field"
 
 
+@pytest.mark.parametrize("name", ["t.jsonl", "t.csv"])
+def test_a_prompt_without_a_column(write, sealed, name):
+    """A prompt that makes the same request of every row is refused once, with the columns there are, or allowed."""
+    path = write(b"id,review\n1,good\n" if name == "t.csv" else [b'{"id":1,"review":"good"}'], name)
+    with pytest.raises(InvalidDataset, match=r"names no column.*there are id, review: write \{review\}") as caught:
+        sealed(path, form=TableForm(prompt="Is the review positive? {{review}}", system="S"), **LLM)
+    assert caught.value.code == "constant_prompt"
+    for form in (
+        TableForm(prompt="Hello", may_be_constant=True),
+        TableForm(prompt="Hello", system="{id}"),
+        TableForm(prompt="{id}"),
+    ):
+        assert sealed(path, form=form, **LLM).rejected == 0
+
+
 def test_a_prompt_does_not_fit_requests(write, sealed):
     """OpenAI rows with a table's form are refused: the prompt would be ignored."""
     with pytest.raises(InvalidDataset, match="does not fit") as caught:

@@ -204,6 +204,7 @@ class WorkOptions(TypedDict, total=False):
     schema: dict[str, Any] | type | str | None  # a JSON Schema, or what `schemas.schema_of` makes one of
     schema_attempts: int  # how often an answer that does not fit is asked for again
     field_prefix: str  # of the columns that the fields of the schema become
+    allow_constant_prompt: bool  # a prompt may name no column: every row makes the same request
     on_invalid: Literal["fail", "skip"]  # with bad rows: run none, or give them error results
     dedupe: bool  # run identical requests once even where their answers may vary
     deadline: MoreThanNothing | None  # seconds since the epoch, UTC

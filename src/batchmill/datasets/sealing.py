@@ -20,7 +20,7 @@ from batchmill.datasets.formats import Detected, classify, detect, names_at_firs
 from batchmill.datasets.orders import RangeEnd, SealOrder, SizeLimits, ValidatedChunk
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sources import describe, open_source, unchanged
-from batchmill.datasets.validation import ADAPTERS_MAX, check_form, column_flaw, missing_column
+from batchmill.datasets.validation import ADAPTERS_MAX, check_form, column_flaw, constant_prompt, missing_column
 from batchmill.errors import BatchmillError, InputChanged, InvalidDataset, InvalidRow, StorageFull
 from batchmill.optional import require
 from batchmill.types import DatasetSpec, Seal, SealedFile
@@ -197,6 +197,8 @@ def _table_flaw(spec: DatasetSpec, form: Form, detected: Detected) -> InvalidRow
 
     Rows of a JSONL table may differ: a column counts as missing in the table only if none of the first rows has it.
     """
+    if isinstance(form, TableForm) and (flaw := constant_prompt(tuple(detected.columns), form)):
+        return flaw
     if detected.format in ("csv", "parquet"):
         return column_flaw(tuple(detected.columns), form)
     if not isinstance(form, TableForm) or set(form.columns()) <= set(detected.columns):

@@ -364,6 +364,19 @@ def column_flaw(names: tuple[str, ...], form: TableForm) -> InvalidRow | None:
     return missing_column(names, form)
 
 
+def constant_prompt(names: tuple[str, ...], form: TableForm) -> InvalidRow | None:
+    """The error for a prompt that makes the same request of every row; None: it does not, or it may."""
+    if form.prompt is None or form.may_be_constant or form.columns():
+        return None
+    named = next((name for name in names if name and name in form.prompt), names[0] if names else "column")
+    return InvalidRow(
+        f"the prompt {quoted(form.prompt)} names no column, so every row would make the same request; there are "
+        f"{', '.join(names[:NAMES_SHOWN]) or 'none'}: write {{{named}}} where a cell belongs, or allow it "
+        "with --allow-constant-prompt (allow_constant_prompt)",
+        code="constant_prompt",
+    )
+
+
 def missing_column(names: tuple[str, ...], form: TableForm) -> InvalidRow | None:
     """The error for the first column that the prompt needs and `names` lacks; None: none is missing."""
     for name in form.columns():

@@ -237,6 +237,7 @@ class TableForm(Struct, frozen=True, tag="table"):
     is_text: bool = False  # every cell is a string, because the table was CSV
     schema: OutputSchema | None = None
     overrides: dict[str, Any] = {}  # as in OpenAIForm
+    may_be_constant: bool = False  # the templates may name no column
 
     errors_apart: ClassVar[bool] = False
 

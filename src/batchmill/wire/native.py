@@ -126,6 +126,7 @@ class Work(Struct, frozen=True, forbid_unknown_fields=True):
     schema: dict[str, Any] | None = None  # a JSON Schema, which answers of language models must fit
     schema_attempts: int = 2  # how often an answer that does not fit is asked for again
     field_prefix: str = ""  # of the columns that the fields of the schema become
+    allow_constant_prompt: bool = False  # a prompt may name no column: every row makes the same request
     on_invalid: Literal["fail", "skip"] = "fail"  # with invalid rows: run none, or give them error results
     dedupe: bool = False  # run identical requests once even if their answers may vary
     deadline: MoreThanNothing | None = None  # seconds since the epoch, UTC: rows without a result by then never run

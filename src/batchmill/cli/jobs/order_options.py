@@ -27,6 +27,7 @@ from batchmill.wire.input_urls import is_hub_url, is_input_url, is_web_url
 from batchmill.wire.json_bytes import is_too_deep
 from batchmill.wire.output_schema import SCHEMA_ATTEMPTS_MAX, one_line, schema_of_fields
 
+TEMPLATE_BYTES_MAX = 1024 * 1024  # of a file with a template
 PROMPT_FIELDS = ("messages", "prompt", "input", "instructions")  # fields of a body that --prompt and --system fill
 
 
@@ -99,8 +100,10 @@ ORDER_OPTIONS = (
     click.option("-o", "--output", metavar="FILE", help="The results file: .jsonl, .csv or .parquet; or a folder."),
     click.option("--format", "format_", type=click.Choice(["openai", "jsonl", "csv", "parquet"]),
                  help="The input format [detected]."),
-    click.option("--prompt", metavar="TEXT", help="The prompt template for rows of a table; {column} inserts a cell."),
-    click.option("--system", metavar="TEXT", help="The template of the system prompt."),
+    click.option("--prompt", metavar="TEXT|@FILE",
+                 help="The prompt template for rows of a table; {column} inserts a cell. @@ is a literal @."),
+    click.option("--system", metavar="TEXT|@FILE", help="The template of the system prompt."),
+    click.option("--allow-constant-prompt", is_flag=True, help="The prompt may name no column."),
     click.option("--url", metavar="PATH", help="The path for prompts [/v1/chat/completions]."),
     click.option("--param", "params", metavar="KEY=VALUE", multiple=True,
                  help="An additional field of each request; VALUE is JSON or text."),
@@ -161,8 +164,9 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
             **msgspec.structs.asdict(config.limits),
         ),
         models=models,
-        prompt=options["prompt"],
-        system=options["system"],
+        prompt=_template("--prompt", options["prompt"], session.cwd),
+        system=_template("--system", options["system"], session.cwd),
+        constant_prompt=options["allow_constant_prompt"],
         url=options["url"],
         params=request_fields(options["params"], config.limits.depth_max),
         schema=output_schema(session.cwd, options),
@@ -206,6 +210,36 @@ def output_schema(cwd: Path, options: dict[str, Any]) -> OutputSchema | None:
             raise InvalidInput(f"the schema {path} cannot be read: {error}") from None
         document = one_line(document, path)
     return OutputSchema(document, 2 if attempts is None else attempts, prefix or "")
+
+
+def _template(flag: str, text: str | None, cwd: Path) -> str | None:
+    """The text of a template: as given, or that of the file in @FILE; @@ begins a text with @.
+
+    Raises: InvalidInput where the file cannot be read, is empty, too long or no UTF-8.
+    """
+    if text is None or not text.startswith("@"):
+        return text
+    if text.startswith("@@"):
+        return text[1:]
+    way_out = f"{flag} @FILE reads a template from a file; write @@ for a text that begins with @"
+    try:
+        with open(cwd / Path(text[1:]).expanduser(), "rb") as file:
+            data = file.read(TEMPLATE_BYTES_MAX + 1)
+    except (OSError, ValueError) as error:
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise InvalidInput(f"{flag} {text}: {cause or error}; {way_out}", code="invalid_template") from None
+    if len(data) > TEMPLATE_BYTES_MAX:
+        raise InvalidInput(
+            f"{flag} {text}: the file has more than {TEMPLATE_BYTES_MAX:,} bytes", code="invalid_template"
+        )
+    if not data.strip():
+        raise InvalidInput(f"{flag} {text}: the file is empty; {way_out}", code="invalid_template")
+    try:
+        return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")  # an editor adds the last line's end
+    except UnicodeDecodeError as error:
+        raise InvalidInput(
+            f"{flag} {text}: the file is not UTF-8 text (byte {error.start})", code="invalid_template"
+        ) from None
 
 
 def _absolute(cwd: Path, output: str) -> str:

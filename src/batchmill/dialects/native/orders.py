@@ -212,6 +212,7 @@ class Orders:
             url=work.url,
             params=work.params,
             schema=_schema_of(work),
+            constant_prompt=work.allow_constant_prompt,
             policy=Policy(
                 on_invalid=work.on_invalid,
                 dedupe=work.dedupe,
