@@ -82,6 +82,7 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.cli.jobs.displays.display_for": "the displays, of which one needs rich",
     "batchmill.cli.main.get_command": "the commands",
     "batchmill.cli.session.app": "batchmill.connection, once a command is called",
+    "batchmill.cli.jobs.pipes.load": "what reads standard input and writes to standard output, for commands with `-`",
     "batchmill.client.pairs.load_transport": "what carries requests to a server, which needs httpx2",
     "batchmill.connection.load_control_client": "the client of another process's control socket, which needs httpx2",
     "batchmill.control.listener.load_server": "what speaks HTTP, which needs uvicorn",

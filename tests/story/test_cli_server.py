@@ -37,10 +37,10 @@ def environment(server: RunningServer, **more: str) -> dict[str, str]:
 def batchmill(server: RunningServer, tmp_path) -> Command:
     """Run a command at the server, in an empty folder."""
 
-    def run(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "batchmill", *map(str, words)]
+    def run(*words: str, piped: str = "", **more: str) -> subprocess.CompletedProcess[str]:
+        line, environ = [sys.executable, "-m", "batchmill", *map(str, words)], environment(server, **more)
         return subprocess.run(
-            line, cwd=tmp_path, env=environment(server, **more), capture_output=True, text=True, timeout=END_S
+            line, cwd=tmp_path, env=environ, input=piped, capture_output=True, text=True, timeout=END_S
         )
 
     return run
@@ -78,6 +78,15 @@ def test_results_come_back_together(batchmill: Command, tmp_path):
     assert [row["custom_id"] for row in found] == ["c0", "c1", "c2"]
     assert found[1]["response"] is None and found[1]["error"]["code"] == "ValueError"
     assert not (tmp_path / "out.errors.jsonl").exists()
+
+
+def test_rows_go_through_a_pipe(batchmill: Command, tmp_path):
+    """Standard input goes to the server, and all rows come back on standard output in their order."""
+    requests(tmp_path / "in.jsonl", "a", "fail", "c")
+    words = ("run", "-", "--model", "upper", "-o", "-", "--output-format", "csv")
+    result = batchmill(*words, piped=(tmp_path / "in.jsonl").read_text())
+    assert result.stdout == "custom_id,output,error\nc0,A,\nc1,,ValueError: told to fail\nc2,C,\n", result.stderr
+    assert result.returncode == 3 and "  failed    1" in result.stderr
 
 
 def test_results_have_the_form_that_one_wants(batchmill: Command, tmp_path):

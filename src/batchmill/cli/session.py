@@ -172,6 +172,7 @@ class Session:
         self.api_key_env: str | None = None
         self.as_json = False
         self.verbose = False
+        self.prints_to_stderr = False  # standard output has results
         self.args: list[str] = []  # the command line
         self.interrupts = Interrupts()
 
@@ -248,7 +249,7 @@ class Session:
             return EXIT_INTERRUPTED
 
     def print(self, text: str = "") -> None:
-        click.echo(text)
+        click.echo(text, err=self.prints_to_stderr)
 
     def say(self, text: str) -> None:
         click.echo(text, err=True)

@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from batchmill import faults
 from batchmill.children.offload import Children
 from batchmill.config import RetentionEntry
+from batchmill.datasets import standard_input
 from batchmill.errors import (
     BatchmillError,
     DatabaseUnavailable,
@@ -250,10 +251,12 @@ class JobService:
             with full_disk_named(files.home):
                 if not spec.is_small:
                     await asyncio.to_thread(files.write_spec, spec)
+                    await asyncio.to_thread(standard_input.keep, self._data_dir, spec.dataset.paths, spec.id)
             faults.point("after_describe")
             await self._ledger.database.write(job_records.enter, spec, once, self._tools.quota_of(spec))
         except BaseException:
             await asyncio.to_thread(files.remove)
+            await asyncio.to_thread(standard_input.release, self._data_dir, spec.id)
             raise
         faults.point("after_create")
         self._active.start(self._active.runner(spec))

@@ -10,6 +10,7 @@ import click
 
 from batchmill.cli.jobs.displays import display_for
 from batchmill.cli.jobs.order_options import build_order, deadline_option, order_options
+from batchmill.cli.jobs.pipes import spooled_input
 from batchmill.cli.jobs.summary import show_problems
 from batchmill.cli.session import EXIT_OK, EXIT_USAGE, Session
 from batchmill.cli.text import clean, count, duration, money, percent, short, size, table
@@ -75,7 +76,8 @@ def _line(name: str, value: str) -> str:
 @click.pass_obj
 def validate(session: Session, **options: Any) -> int:
     """Check every row and list problems as FILE:LINE: code: message. Run nothing."""
-    return session.run(_validate(session, options))
+    with spooled_input(session, session.config(), options):
+        return session.run(_validate(session, options))
 
 
 async def _validate(session: Session, options: dict[str, Any]) -> int:
@@ -92,7 +94,8 @@ async def _validate(session: Session, options: dict[str, Any]) -> int:
 @click.pass_obj
 def plan(session: Session, **options: Any) -> int:
     """Explain the order in which rows would run: groups, duplicates, shared prefixes, shards."""
-    return session.run(_plan(session, options))
+    with spooled_input(session, session.config(), options):
+        return session.run(_plan(session, options))
 
 
 async def _plan(session: Session, options: dict[str, Any]) -> int:
@@ -116,7 +119,8 @@ async def _plan(session: Session, options: dict[str, Any]) -> int:
 @click.pass_obj
 def estimate(session: Session, **options: Any) -> int:
     """Estimate tokens, cost and time from a sample of the rows, before anything is spent."""
-    return session.run(_estimate(session, options))
+    with spooled_input(session, session.config(), options):
+        return session.run(_estimate(session, options))
 
 
 async def _estimate(session: Session, options: dict[str, Any]) -> int:

@@ -24,7 +24,7 @@ from batchmill.wire.json_bytes import split_object
 from batchmill.wire.result_rows import RowShape, is_openai
 
 OUTPUT_FORMATS = ("jsonl", "csv", "parquet")
-ENDED = (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED)  # states with result files
+WITH_RESULTS = (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED)  # states with result files
 
 
 @click.command()
@@ -92,6 +92,13 @@ async def _results(session: Session, job_id: str, wanted: Wanted, *, partial: bo
     if wanted.only_failed and not view.rows_failed:
         session.say(f"no row of the job {view.id} failed: nothing is written")
         return
+    await write_results(session, config, view, wanted, errors=errors)
+
+
+async def write_results(
+    session: Session, config: Config, view: JobView, wanted: Wanted, *, errors: bool = False
+) -> None:
+    """Write the results of a job that has ended. Args: errors: of the error file alone."""
     is_apart = view.errors_output is not None  # then all failed rows are there, and no others
     only_errors = errors or (is_apart and (wanted.only_failed or view.output is None))
     async with session.app.results(config, view, errors=only_errors) as stream:
@@ -177,7 +184,7 @@ def job_files(view: JobView) -> list[str]:
 
 def refuse_early(view: JobView, *, errors: bool = False) -> None:
     """Raises: InvalidTransition before the job has ended, InvalidInput if it has no such file."""
-    if view.state not in ENDED:
+    if view.state not in WITH_RESULTS:
         raise InvalidTransition(
             f"the job {view.id} is {view.state}, {count(done(view))} of {count(view.rows)} rows are done: "
             "--partial prints those"

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from batchmill.cli.jobs.displays import Display, display_for, done
 from batchmill.cli.jobs.order_options import build_order, deadline_option, order_options
+from batchmill.cli.jobs.pipes import is_piped, pipe_results, spooled_input
 from batchmill.cli.jobs.summary import show_end
 from batchmill.cli.session import Session
 from batchmill.cli.text import clean, count
@@ -147,7 +148,7 @@ PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
 @click.option(
     "--output-format",
     type=click.Choice(["jsonl", "csv", "parquet"]),
-    help="The format of parts, if the output is a folder [jsonl].",
+    help="The format of parts, if the output is a folder, or of results on standard output [jsonl].",
 )
 @click.option("--part-rows", type=COUNT, help="Rows of each part, if the output is a folder [1,000,000].")
 @click.option(
@@ -162,22 +163,27 @@ def run(session: Session, **options: Any) -> int:
     """Run every row of a dataset and write the results.
 
     INPUT is a JSONL file of OpenAI batch rows or a table in JSONL, CSV or Parquet; several files, a folder or a glob
-    are one dataset. Running the same command again resumes the job.
+    are one dataset, and - is standard input. Running the same command again resumes the job.
     """
     executor = options.pop("executor")
     if executor is not None and session.server_url is not None:
         raise InvalidInput(f"the server {session.server_url} has workers of its own: leave --executor out")
     config = session.config(executor=executor)
-    return session.run(_run(session, config, options))
+    piped = is_piped(session, options)
+    with spooled_input(session, config, options, stays=True):
+        return session.run(_run(session, config, options, piped=piped))
 
 
-async def _run(session: Session, config: Config, options: dict[str, Any]) -> int:
+async def _run(session: Session, config: Config, options: dict[str, Any], *, piped: bool) -> int:
     async with session.app.open_jobs(config) as jobs:
         order = await build_order(session, config, options)
         if config.cluster.executor is not None:
             await jobs.require_cluster()
         submitted = await jobs.submit(order)
-        return await follow_to_end(session, jobs, submitted)
+        code = await follow_to_end(session, jobs, submitted)
+        if piped:
+            await pipe_results(session, config, jobs, submitted.id, options["output_format"] or "jsonl")
+        return code
 
 
 async def follow_to_end(session: Session, jobs: JobsClient, submitted: Submitted) -> int:

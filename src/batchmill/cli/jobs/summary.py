@@ -23,6 +23,7 @@ PROBLEMS_MAX = 1000
 SAMPLE_CHARS_MAX = 160
 NAME_CHARS_MAX = 80
 WIDTH = 10
+SPOOLED = "standard-input"  # the folder of `datasets.standard_input`, which takes long to import
 
 RESUME = "batchmill resume {id} (or the same command again)"
 # The reason of a pause, and what to do to resume the job.
@@ -195,8 +196,10 @@ def show_problems(session: Session, problems: list[Problem], total: int) -> None
 
 
 def location(problem: Problem) -> str:
-    """FILE:LINE; a file in the working directory is relative to it."""
+    """FILE:LINE, or standard input; a file in the working directory is relative to it."""
     path = problem.path
+    if os.path.basename(os.path.dirname(path)) == SPOOLED:
+        return f"standard input:{problem.line}"
     base = os.path.join(os.getcwd(), "")
     return f"{clean(path.removeprefix(base), 4096) or '-'}:{problem.line}"
 

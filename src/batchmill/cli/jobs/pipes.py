@@ -1,0 +1,82 @@
+"""Standard input as the dataset of a command, and standard output as the place for the results of a job: `-`.
+
+What they need is imported only where it is used: `batchmill run` starts with this module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from batchmill.cli.session import Session
+from batchmill.config import Config
+from batchmill.errors import InvalidInput
+from batchmill.services import data_dirs
+
+if TYPE_CHECKING:
+    from batchmill.cli.clients import JobsClient
+
+STDIN = STDOUT = "-"
+SPOOL, RESULTS = "batchmill.datasets.standard_input", "batchmill.cli.jobs.results"
+
+
+def load(name: str) -> ModuleType:
+    """Import what pipes need, which few commands do."""
+    return import_module(name)
+
+
+@contextlib.contextmanager
+def spooled_input(session: Session, config: Config, options: dict[str, Any], *, stays: bool = False) -> Iterator[None]:
+    """Read standard input to its end, if it is the input of a command, and name the file instead.
+
+    Args: stays: the file belongs to the job of the command; otherwise it is gone at the end.
+    Raises: InvalidInput where it cannot be a dataset.
+    """
+    inputs = list(options["inputs"])
+    if STDIN not in inputs:
+        yield
+        return
+    if inputs != [STDIN]:
+        raise InvalidInput("standard input (-) is a dataset by itself: name no other input beside it")
+    if sys.stdin is None or sys.stdin.isatty():
+        raise InvalidInput("standard input is a terminal: send a dataset into it, or name its files")
+    spooling = load(SPOOL)
+    with contextlib.ExitStack() as stack:
+        if stays and session.server_url is None:
+            data_dirs.prepare_data_dir(config.data_dir)
+            folder = config.data_dir / spooling.FOLDER
+        else:
+            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="batchmill-input-"))
+            folder = Path(temporary, spooling.FOLDER)
+        options["inputs"] = (str(spooling.spool(sys.stdin.buffer, folder, options["format_"])),)
+        yield
+
+
+def is_piped(session: Session, options: dict[str, Any]) -> bool:
+    """Whether the results go to standard output (`-o -`). The order then names no output, and has all rows together.
+
+    Whatever else the command prints goes to standard error. Raises: InvalidInput.
+    """
+    if options["output"] != STDOUT:
+        return False
+    if session.as_json:
+        raise InvalidInput("--json and -o - both write to standard output: leave one of them out")
+    if options["output_format"] == "parquet" and sys.stdout.isatty():
+        raise InvalidInput("Parquet is not for a terminal: name a file with -o, or send it into a pipe")
+    session.prints_to_stderr = True
+    options["output"], options["together"] = None, True
+    return True
+
+
+async def pipe_results(session: Session, config: Config, jobs: JobsClient, job_id: str, output_format: str) -> None:
+    """Write the results of a job that has ended to standard output; of another nothing."""
+    results = load(RESULTS)
+    view = await jobs.show(job_id)
+    if view.state in results.WITH_RESULTS and (view.output or view.errors_output):
+        await results.write_results(session, config, view, results.Wanted(kind=output_format))

@@ -1,0 +1,104 @@
+"""Standard input as a dataset: a file of the data directory, named by its contents, removed with the last job of it.
+
+Beside each file an empty one, FILE.JOB, says that a job reads it. What a killed command leaves is removed by age.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from blake3 import blake3
+
+from batchmill.datasets import layout
+from batchmill.datasets.formats import FORMATS, HEAD_BYTES, MAGIC
+from batchmill.errors import InvalidDataset, to_storage_error
+
+FOLDER = "standard-input"
+STDIN = "-"
+PART = ".part-"
+LEFT_S = 24 * 3600.0  # after this time, what no job reads is removed
+PIECE_BYTES = 1024 * 1024
+DIGEST_CHARS = 32
+_SUFFIXES = {"gzip": ".gz", "zstd": ".zst"}
+
+
+def spool(stream: BinaryIO, folder: Path, row_format: str | None) -> Path:
+    """Write a stream to a file of `folder` whose name says its contents and format. The same bytes are the same file.
+
+    Args: row_format: as --format gives it; None: the first bytes say it.
+    Raises: InvalidDataset (`empty_file`, `unknown_format`); StorageFull.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = folder / f"{PART}{os.getpid()}-{secrets.token_hex(4)}"
+    digest = blake3()
+    try:
+        with part.open("xb") as file:
+            os.fchmod(file.fileno(), 0o600)
+            head = b""
+            while piece := stream.read(PIECE_BYTES):
+                if len(head) < HEAD_BYTES:
+                    head += piece[:HEAD_BYTES]
+                digest.update(piece)
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        path = folder / f"{digest.hexdigest()[:DIGEST_CHARS]}{_suffix(head, row_format)}"
+        if not path.exists():  # one that a job has sealed stays as it is
+            part.rename(path)
+        return path
+    except OSError as error:
+        raise to_storage_error(error) or error from None
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _suffix(head: bytes, row_format: str | None) -> str:
+    """The suffix of a dataset that begins so. Raises: InvalidDataset."""
+    if not head:
+        raise InvalidDataset("standard input is empty: there is nothing to run", code="empty_file")
+    content = next((name for magic, name in MAGIC if head.startswith(magic)), None)
+    packed = _SUFFIXES.get(content or "", "")
+    if row_format is not None:
+        return f".{FORMATS[row_format]}{packed}"
+    if content == "parquet":
+        return ".parquet"
+    start = head.removeprefix(layout.BOM).lstrip()
+    if not packed and start[:1] in (b"{", b"["):
+        return ".jsonl"
+    if not packed and b"," in start.partition(b"\n")[0]:
+        return ".csv"
+    raise InvalidDataset(
+        f"the format of standard input is unknown: name it with --format {'|'.join(FORMATS)}", code="unknown_format"
+    )
+
+
+def keep(data_dir: Path, paths: Sequence[str], job_id: str) -> None:
+    """Say that a job reads these, where they are files of standard input."""
+    folder = data_dir / FOLDER
+    for path in map(Path, paths):
+        if path.parent == folder:
+            Path(f"{path}.{job_id}").touch(mode=0o600)
+
+
+def release(data_dir: Path, job_id: str) -> None:
+    """Say that a job is gone; a file that no other job reads is removed."""
+    for mark in (data_dir / FOLDER).glob(f"*.{job_id}"):
+        mark.unlink(missing_ok=True)
+        path = mark.with_suffix("")
+        if not any(path.parent.glob(f"{path.name}.job_*")):
+            path.unlink(missing_ok=True)
+
+
+def sweep(data_dir: Path) -> None:
+    """Remove what killed commands have left."""
+    before = time.time() - LEFT_S
+    folder = data_dir / FOLDER
+    for path in folder.iterdir() if folder.is_dir() else ():
+        is_read = ".job_" in path.name or any(folder.glob(f"{path.name}.job_*"))
+        if not is_read and path.stat().st_mtime < before:
+            path.unlink(missing_ok=True)
