@@ -12,8 +12,9 @@ from finished_job import quiet
 from batchmill.datasets.sealing import SealOrder, seal
 from batchmill.jobs.intake import estimate as estimating
 from batchmill.jobs.intake.estimate import ByLength, EstimateOrder, RowTokens, estimate, estimate_offloaded, tokens_of
+from batchmill.jobs.intake.lengths import learn
 from batchmill.jobs.ledger.plan import PlanOrder, ShardRows, make
-from batchmill.types import DatasetSpec, Limits, ModelSpec, Policy, Price, Request
+from batchmill.types import DatasetSpec, JobView, Limits, ModelSpec, Policy, Price, Request, Usage
 from batchmill.wire.forms import CHAT, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import Estimate, EstimateRange
@@ -66,6 +67,53 @@ def test_a_small_job_is_counted_whole(tmp_path):
     assert found.cost_input == EstimateRange(*[pytest.approx(1040 * 2 / 1e6)] * 3)
     assert (found.rows, found.run, found.sampled, found.rows_unlimited) == (10, 10, 10, 0.0)
     assert "output tokens are the most that the rows allow; answers are often shorter" in found.notes
+
+
+def finished(job_id: str, output: int, rows: int = 100, **fields) -> JobView:
+    return JobView(**{
+        "id": job_id, "state": "completed", "model": "m", "rows": rows, "rows_ok": rows,
+        "usage": Usage(input_tokens=1, output_tokens=output), **fields,
+    })  # fmt: skip
+
+
+def test_lengths_are_learned_from_jobs():
+    """The newest five completed jobs of a model count, by the rows that were answered; others say nothing."""
+    views = [
+        finished("other", 100, model="n, m"),
+        finished("running", 100, state="running"),
+        finished("retried", 100, generation=1),
+        finished("failing", 100, rows_ok=80, rows_failed=20),
+        finished("silent", 0),
+        finished("folded", 900, rows_folded=10),
+        finished("refused", 450, rows_ok=50, rows_failed=50, rows_rejected=50),
+        finished("few_failed", 1800, rows_ok=90, rows_failed=10),
+    ]
+    (found,) = learn(views, ["m", "n"])
+    assert (found.model, found.jobs, found.rows) == ("m", ["folded", "refused", "few_failed"], 90 + 50 + 90)
+    assert (found.low, found.high, found.is_sure) == (9.0, 20.0, True)
+    (found,) = learn(views[:6], ["m"])
+    assert (found.low, found.mid, found.high, found.is_sure) == (5.0, 10.0, 20.0, False)
+    (found,) = learn([finished(str(n), 100) for n in range(9)], ["m"])
+    assert found.jobs == ["0", "1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(50, (50, 100, 200)), (15, (50, 100, 150)), (None, (50, 100, 200))])
+def test_answers_are_as_long_as_those_of_earlier_jobs(tmp_path, limit, expected):
+    """Output and cost follow the earlier answers, up to the limit of the rows, and a note says from which jobs."""
+    fields = {} if limit is None else {"max_tokens": limit}
+    order = prepared(tmp_path, [chat(n, "x" * 400, **fields) for n in range(10)], [model(price=PRICE)])
+    order = msgspec.structs.replace(order, lengths=learn([finished("job_7", 1000)], ["m"]))
+    found = estimate(order, quiet)
+    assert found.output_tokens == EstimateRange(*expected)
+    costs = [pytest.approx((1040 * 2 + tokens * 10) / 1e6) for tokens in expected]
+    assert found.cost == EstimateRange(*costs) == found.models[0].cost
+    assert (found.models[0].learned_from, found.models[0].learned_rows) == (["job_7"], 100)
+    most = "the rows set no limit" if limit is None else f"the rows allow {limit * 10}"
+    assert (
+        "m: output tokens as in 1 earlier job of 100 rows (the newest: job_7): 10.0 tokens a row; from so few jobs, it "
+        f"may be half or twice as much; other prompts have other lengths; {most}"
+    ) in found.notes
+    assert not any("answers are often shorter" in note or "no upper bound" in note for note in found.notes)
 
 
 def test_a_sample_stands_for_all_rows(tmp_path, monkeypatch):

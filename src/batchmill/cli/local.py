@@ -20,6 +20,7 @@ from batchmill.client.calls import typed_request
 from batchmill.config import Config
 from batchmill.control import operations
 from batchmill.errors import InvalidInput
+from batchmill.jobs.intake.lengths import learn
 from batchmill.jobs.ledger.files import is_folder
 from batchmill.object_store.urls import ObjectInfo, is_object_url, open_store, parse_url
 from batchmill.services import data_dirs
@@ -80,13 +81,14 @@ class LocalApp:
     async def preview_estimate(
         self, order: JobOrder, config: Config, progress: Progress
     ) -> tuple[SealReport, Estimate | None]:
-        """The time is estimated from the newest finished job with the same models on this machine."""
+        """Time and lengths of answers are estimated from the newest jobs with the same models on this machine."""
         async with self.open_jobs(config) as jobs:
             views = await jobs.list()
         names = ", ".join(model.name for model in order.models)
         finished = [view for view in views if view.model == names and view.finished and view.elapsed_s]
         rate = finished[0].rows / finished[0].elapsed_s if finished else None
-        return await load_preview().estimate(order, config.data_dir, progress, rate)
+        lengths = learn(views, [model.name for model in order.models])
+        return await load_preview().estimate(order, config.data_dir, progress, rate, lengths=lengths)
 
     async def partial_results(self, config: Config, job_id: str, out: BinaryIO) -> int:
         async with self.open_jobs(config) as jobs:

@@ -16,6 +16,7 @@ from msgspec import Struct
 from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.errors import Gone, StorageFull, UnknownName
 from batchmill.jobs.intake import preview
+from batchmill.jobs.intake.lengths import AnswerLengths
 from batchmill.jobs.pools.resources import hide_names
 from batchmill.ports import Jobs
 from batchmill.services.directory import ModelDirectory
@@ -228,7 +229,10 @@ class PreviewService:
         async with self._semaphore.slot(order.project):
             return Planned(*await preview.plan(order, self._data_dir, _ignore_progress, self._disk))
 
-    async def estimate(self, order: JobOrder, rows_per_s: float | None) -> Estimated:
-        """Estimate tokens, cost and, at the given rate, time."""
+    async def estimate(self, order: JobOrder, rows_per_s: float | None, lengths: Sequence[AnswerLengths]) -> Estimated:
+        """Estimate tokens, cost and, at the given rate, time. Args: lengths: of the answers of earlier jobs."""
         async with self._semaphore.slot(order.project):
-            return Estimated(*await preview.estimate(order, self._data_dir, _ignore_progress, rows_per_s, self._disk))
+            estimated = await preview.estimate(
+                order, self._data_dir, _ignore_progress, rows_per_s, self._disk, lengths=lengths
+            )
+            return Estimated(*estimated)

@@ -63,10 +63,12 @@ class ModelEstimate(Struct, frozen=True):
     rows: int  # that run
     sampled: int
     input_tokens: EstimateRange | None  # None: the engine does not count tokens
-    output_tokens: EstimateRange | None  # if each row uses its whole limit; see `rows_unlimited`
+    output_tokens: EstimateRange | None  # by `learned_from`, or if each row uses its whole limit
     cost: EstimateRange | None  # USD, of these tokens; None: no price is known
     cost_input: EstimateRange | None  # USD, of the input alone: the minimum, even for short answers
     counted_by: str  # the tokenizer or method that counted the tokens
+    learned_from: list[str] = []  # jobs whose answers say how long these will be; empty: each uses its whole limit
+    learned_rows: int = 0  # that these jobs ran
 
 
 class Estimate(Struct, frozen=True):

@@ -9,17 +9,18 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from batchmill.dialects.native.orders import Orders, Redactor
+from batchmill.jobs.intake.lengths import learn
 from batchmill.jobs.pools.tallies import ModelGauge
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.server.replies import run_until_disconnect
 from batchmill.services.project_jobs import PreviewService
 from batchmill.services.services import Services
 from batchmill.states import JobState
-from batchmill.types import Caller, JobOrder, JobQuery, ModelSpec
+from batchmill.types import JobOrder, JobQuery, JobView, ModelSpec
 from batchmill.wire.native import Estimated, ModelInfo, ModelList, Planned, PoolInfo
 from batchmill.wire.operations import ESTIMATE, LIST_MODELS, PLAN, VALIDATE
 
-RATE_JOBS_MAX = 200  # newest jobs that are searched for one of the same models
+LEARNED_JOBS_MAX = 200  # newest jobs that are searched for those of the same models
 MISSING = 404
 T = TypeVar("T")
 
@@ -52,7 +53,9 @@ class Previews:
     async def estimate(self, call: Call) -> Response:
         async with self._orders.inputs(call.caller, call.body) as inputs:
             order = self._orders.work(call.caller, call.body, inputs)
-            preview = await self._run(call, self._previews.estimate(order, await self._rate(call.caller, order)))
+            views = await self._services.jobs.list(call.caller, JobQuery(limit=LEARNED_JOBS_MAX))
+            lengths = learn(views, [model.name for model in order.models])
+            preview = await self._run(call, self._previews.estimate(order, _rate(views, order), lengths))
         return json_reply(Estimated(self._redactor.report(preview.report), preview.estimate))
 
     @staticmethod
@@ -62,14 +65,6 @@ class Previews:
         if preview is None:
             raise ClientDisconnect
         return preview
-
-    async def _rate(self, caller: Caller, order: JobOrder) -> float | None:
-        """Return the rows a second of the newest completed job of the same models; None if there is none."""
-        names = ", ".join(model.name for model in order.models)
-        for view in await self._services.jobs.list(caller, JobQuery(limit=RATE_JOBS_MAX)):
-            if view.model == names and view.state == JobState.COMPLETED and view.elapsed_s:
-                return view.rows / view.elapsed_s
-        return None
 
     async def models(self, call: Call) -> Response:
         pools: dict[str, ModelGauge] = {}
@@ -86,3 +81,12 @@ class Previews:
             note = self._redactor.text(pool.failure or pool.note)
             pool_info = PoolInfo(pool.workers, pool.ready, pool.in_flight, pool.live, note)
         return ModelInfo(spec.name, spec.engine, adapters, spec.price, pool_info)
+
+
+def _rate(views: Sequence[JobView], order: JobOrder) -> float | None:
+    """Return the rows a second of the newest completed job of the same models; None if there is none."""
+    names = ", ".join(model.name for model in order.models)
+    for view in views:
+        if view.model == names and view.state == JobState.COMPLETED and view.elapsed_s:
+            return view.rows / view.elapsed_s
+    return None

@@ -18,6 +18,7 @@ from batchmill.datasets.inspection import BYTES_A_TOKEN, OUTPUT_TOKENS_DEFAULT
 from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import InvalidRow
+from batchmill.jobs.intake.lengths import AnswerLengths
 from batchmill.jobs.ledger.plan import PlanReader, TargetPlan
 from batchmill.types import ModelSpec, Request, Row, Usage
 from batchmill.wire.forms import EMBEDDINGS, RERANK, SCORE, TableForm
@@ -144,6 +145,7 @@ class EstimateOrder(Struct, frozen=True):
     dataset: str
     plan: str
     rows_per_s: float | None = None
+    lengths: list[AnswerLengths] = []  # of the answers of earlier jobs, by model
 
 
 def estimate_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
@@ -159,7 +161,7 @@ def estimate(order: EstimateOrder, progress: Callable[[float], None]) -> Estimat
     reader = PlanReader(Path(order.plan))
     rows = open_rows(Path(order.dataset))
     try:
-        samples = list(_samples(order.spec, reader, rows, progress))
+        samples = list(_samples(order, reader, rows, progress))
     finally:
         rows.close()
     plan, models = reader.plan, [sample.estimate() for sample in samples]
@@ -187,8 +189,11 @@ def estimate(order: EstimateOrder, progress: Callable[[float], None]) -> Estimat
 class _Sample:
     """Sampled rows of one model, extrapolated to all of its rows."""
 
-    def __init__(self, model: ModelSpec, targets: list[TargetPlan], counter: Counter | None, seed: str) -> None:
-        self.model, self.counter = model, counter
+    def __init__(
+        self, model: ModelSpec, targets: list[TargetPlan], counter: Counter | None, seed: str,
+        lengths: AnswerLengths | None,
+    ) -> None:  # fmt: skip
+        self.model, self.counter, self.lengths = model, counter, lengths
         self.rows = sum(target.rows for target in targets)
         self.input_bytes = sum(target.input_bytes for target in targets)
         self.tokens: list[RowTokens] = []
@@ -216,14 +221,38 @@ class _Sample:
         usages = self._usages() if self.tokens else []
         price = self.model.price
         has_cost = price is not None and usages
+        given = _range([usage.input_tokens for usage in usages]) if usages else None
+        answers = _range([usage.output_tokens for usage in usages]) if usages else None
+        cost = _range([price.cost(usage) for usage in usages]) if has_cost else None
+        lengths = self.lengths if usages else None
+        if lengths is not None:
+            answers = self._learned(lengths)
+            if has_cost:
+                bounds = zip((given.low, given.mid, given.high), (answers.low, answers.mid, answers.high), strict=True)
+                cost = EstimateRange(*(price.cost(Usage(round(i), output_tokens=round(o))) for i, o in bounds))
         return ModelEstimate(
-            model=self.model.name, rows=self.rows, sampled=len(self.tokens),
-            input_tokens=_range([usage.input_tokens for usage in usages]) if usages else None,
-            output_tokens=_range([usage.output_tokens for usage in usages]) if usages else None,
-            cost=_range([price.cost(usage) for usage in usages]) if has_cost else None,
+            model=self.model.name, rows=self.rows, sampled=len(self.tokens), input_tokens=given,
+            output_tokens=answers, cost=cost,
+            learned_from=[] if lengths is None else lengths.jobs, learned_rows=0 if lengths is None else lengths.rows,
             cost_input=_range([price.cost(Usage(usage.input_tokens)) for usage in usages]) if has_cost else None,
             counted_by="" if self.counter is None else self.counter.name,
         )  # fmt: skip
+
+    def _learned(self, lengths: AnswerLengths) -> EstimateRange:
+        """The output tokens of all rows by the answers of earlier jobs; no answer is longer than its row allows."""
+
+        def total(length: float) -> float:
+            rows = [length if row.is_unlimited else min(length, row.output) for row in self.tokens]
+            return sum(rows) / len(rows) * self.rows
+
+        return EstimateRange(*(round(total(length)) for length in (lengths.low, lengths.mid, lengths.high)))
+
+    @property
+    def output_max(self) -> int | None:
+        """The most output tokens that the rows allow; None: some set no limit."""
+        if any(row.is_unlimited for row in self.tokens) or not self.tokens:
+            return None
+        return round(sum(row.output for row in self.tokens) / len(self.tokens) * self.rows)
 
     def _usages(self) -> list[Usage]:
         """The total tokens by each of many resamples; `_range` sorts them."""
@@ -243,22 +272,23 @@ class _Sample:
 
 
 def _samples(
-    spec: JobSpec, reader: PlanReader, rows: DatasetRows, progress: Callable[[float], None]
+    order: EstimateOrder, reader: PlanReader, rows: DatasetRows, progress: Callable[[float], None]
 ) -> Iterator[_Sample]:
     """A sample for each model that has rows."""
+    lengths = {each.model: each for each in order.lengths}
     plan, lo, done = reader.plan, 0, 0
     share = max(1, SAMPLE_ROWS // max(1, len({target.model for target in plan.targets})))
-    for number, model in enumerate(spec.models):
+    for number, model in enumerate(order.spec.models):
         targets = [target for target in plan.targets if target.model == number]
         hi = lo + sum(target.rows for target in targets)
         if hi == lo:
             continue
         counter = None if model.takes_columns else counter_for(model)
-        sample = _Sample(model, targets, counter, f"{plan.sha256}:{number}")
+        sample = _Sample(model, targets, counter, f"{plan.sha256}:{number}", lengths.get(model.name))
         if counter is not None:
             chosen = sorted(random.Random(f"{plan.sha256}:{number}").sample(range(lo, hi), min(share, hi - lo)))
             numbers = [reader.row_numbers(position, position + 1)[0] for position in chosen]
-            sample.read(spec, rows, numbers)
+            sample.read(order.spec, rows, numbers)
         done += hi - lo
         progress(SAMPLE_SHARE * done / plan.leaders)
         lo = hi
@@ -302,12 +332,30 @@ def _notes(found: Estimate, samples: list[_Sample]) -> Iterator[str]:
             yield f"{name} has no price in the configuration: its cost is not known"
         if any(row.has_media for row in sample.tokens):
             yield f"{name}: images, audio and files in the rows are not counted"
-    if found.rows_unlimited:
+        if sample.lengths is not None and sample.tokens:
+            yield _learned_note(sample, sample.lengths)
+    guessed = [sample for sample in samples if sample.counter is not None and sample.lengths is None]
+    if any(row.is_unlimited for sample in guessed for row in sample.tokens):
         yield (
             f"{found.rows_unlimited:.0%} of the rows set no limit on their answer: the output has no upper bound, each "
             f"of them counts with {OUTPUT_TOKENS_DEFAULT} tokens"
         )
-    if found.output_tokens is not None and not found.rows_unlimited:
+    elif guessed and found.output_tokens is not None:
         yield "output tokens are the most that the rows allow; answers are often shorter"
     if found.time_s is None:
         yield "time is not known: these models have not run here before"
+
+
+def _learned_note(sample: _Sample, lengths: AnswerLengths) -> str:
+    """From which jobs the length of answers is known, and how sure that is."""
+    jobs = "1 earlier job" if len(lengths.jobs) == 1 else f"{len(lengths.jobs)} earlier jobs"
+    sure = (
+        f"means of {lengths.low:,.1f} to {lengths.high:,.1f} tokens a row"
+        if lengths.is_sure
+        else f"{lengths.mid:,.1f} tokens a row; from so few jobs, it may be half or twice as much"
+    )
+    most = "the rows set no limit" if sample.output_max is None else f"the rows allow {sample.output_max:,}"
+    return (
+        f"{lengths.model}: output tokens as in {jobs} of {lengths.rows:,} rows (the newest: {lengths.jobs[0]}): "
+        f"{sure}; other prompts have other lengths; {most}"
+    )

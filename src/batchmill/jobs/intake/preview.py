@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ import msgspec
 from batchmill.children.offload import Offload, offload
 from batchmill.jobs.intake import PREPARE, fetching, orders, routing
 from batchmill.jobs.intake.estimate import EstimateOrder
+from batchmill.jobs.intake.lengths import AnswerLengths
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder
 from batchmill.jobs.ledger.plan import explain
 from batchmill.store.disk_room import DiskQuota, preparing
@@ -109,12 +110,17 @@ async def estimate(
     progress: Progress,
     rows_per_s: float | None,
     disk_quota: DiskQuota | None = None,
+    *,
+    lengths: Sequence[AnswerLengths] = (),
 ) -> tuple[SealReport, Estimate | None]:
-    """Estimate tokens, cost and, at the rate given, time. The estimate is None where the dataset was refused."""
+    """Estimate tokens, cost and, at the rate given, time. The estimate is None where the dataset was refused.
+
+    Args: lengths: of the answers of earlier jobs.
+    """
     async with _prepared(order, data_dir, progress, disk_quota) as (spec, home, prepared):
         if prepared.plan is None:
             return prepared.report, None
-        request = EstimateOrder(spec, str(home / "dataset"), str(home / "plan"), rows_per_s)
+        request = EstimateOrder(spec, str(home / "dataset"), str(home / "plan"), rows_per_s, list(lengths))
         answer = await offload(
             "batchmill.jobs.intake.estimate:estimate_offloaded",
             msgspec.json.encode(request),
