@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,23 +46,23 @@ def read_head(file: HubFile, size_bytes: int) -> tuple[bytes, bool]:
     return reply.content[:size_bytes], (int(whole) if whole.isdigit() else len(reply.content)) <= size_bytes
 
 
-def fetch(file: HubFile, target: Path, check_size: Callable[[int], None]) -> int:
-    """Download a file at a commit. It has its name once it is complete and durable. Returns: its size.
+def read_size(file: HubFile) -> int:
+    """The size of a file at a commit; 0 if the hub does not say. Raises: as `list_files`."""
+    with _translated(file):
+        url = hf_hub_url(file.repository, file.path, repo_type=KIND, revision=file.revision)
+        return get_hf_file_metadata(url, timeout=INFO_S).size or 0
 
-    Args: check_size: raises an error for a file of so many bytes.
+
+def fetch(file: HubFile, target: Path, work: Path) -> None:
+    """Download a file at a commit. It has its name once it is complete and durable; without a bound.
+
+    Args: work: the folder in which it is written. The library goes on with what an earlier attempt left there.
     Raises: as `list_files`.
     """
-    if target.exists():
-        return target.stat().st_size
     disable_progress_bars()
-    work = target.with_name(f"{target.name}.hub")  # the library goes on with what an earlier attempt left there
-    place = {"repo_type": KIND, "revision": file.revision}
     with _translated(file):
-        url = hf_hub_url(file.repository, file.path, **place)
-        check_size(get_hf_file_metadata(url, timeout=INFO_S).size or 0)
+        place = {"repo_type": KIND, "revision": file.revision}
         done = Path(hf_hub_download(file.repository, file.path, local_dir=work, **place))
-    size_bytes = done.stat().st_size
-    check_size(size_bytes)
     fd = os.open(done, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -70,7 +70,6 @@ def fetch(file: HubFile, target: Path, check_size: Callable[[int], None]) -> int
         os.close(fd)
     done.replace(target)
     shutil.rmtree(work)
-    return size_bytes
 
 
 @contextmanager

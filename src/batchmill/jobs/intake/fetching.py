@@ -35,7 +35,7 @@ TIME_S, PREVIEW_TIME_S = 24 * 3600.0, 600.0  # a preview of a caller holds one o
 READ_HEAD = "batchmill.models.downloads:read_head"
 PURPOSE = "an input of a web server"
 LIST_HUB = "batchmill.models.hub_datasets:list_files"
-FETCH_FROM_HUB = "batchmill.models.hub_datasets:fetch"
+FETCH_FROM_HUB = "batchmill.jobs.intake.hub_fetching:fetch"  # which needs an event loop
 READ_HUB_HEAD = "batchmill.models.hub_datasets:read_head"
 HUB_PURPOSE = "an input of a model hub (hf://)"
 HUB_VARIABLES = ("HF_*", "HUGGING_FACE_*", *PROXIES)  # that a child does not get otherwise
@@ -155,11 +155,11 @@ def fetch(spec: DatasetSpec, home: Path, bounds: Bounds, progress: Callable[[flo
         def show(share: float, at: int = at) -> None:
             progress((at + share) / len(wanted))
 
+        left_s = deadline - time.monotonic()
         if is_hub_url(url):
             file = parse_hub_url(url)
-            size_bytes, etag = require(FETCH_FROM_HUB, HUB_PURPOSE)(file, target, check_size), file.revision
+            size_bytes, etag = require(FETCH_FROM_HUB, HUB_PURPOSE)(file, target, left_s, check_size), file.revision
         else:
-            left_s = deadline - time.monotonic()
             done = require(FETCH_URL, PURPOSE)(url, target, spec.private_hosts, left_s, check_size, show)
             size_bytes, etag = done.size_bytes, done.etag
         paths[number], named[str(target)] = str(target), SealedFile(url, size_bytes, 0, 0, etag)
