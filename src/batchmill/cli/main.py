@@ -28,6 +28,7 @@ COMMANDS = {
     "jobs": ("batchmill.cli.jobs.jobs:jobs", "List the jobs."),
     "show": ("batchmill.cli.jobs.jobs:show", "Show a job."),
     "results": ("batchmill.cli.jobs.results:results", "Print or write a job's results, with --partial while it runs."),
+    "diff": ("batchmill.cli.jobs.diff:diff", "Show the rows of two jobs whose answers differ."),
     "explain": ("batchmill.cli.jobs.jobs:explain", "Explain why a job waits or is slow."),
     "amend": ("batchmill.cli.jobs.jobs:amend", "Change a job's priority, deadline or budget."),
     "cancel": ("batchmill.cli.jobs.jobs:cancel", "Cancel a job; finished rows are kept."),

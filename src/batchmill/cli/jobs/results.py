@@ -124,6 +124,17 @@ async def _copy(stream: ResultStream, wanted: Wanted, view: JobView) -> None:
             out.write(piece)
 
 
+async def spooled_results(session: Session, config: Config, view: JobView, folder: Path) -> ResultSource:
+    """Copy all results of a job that has ended to a folder: successful and failed rows."""
+    is_apart = view.errors_output is not None
+    async with session.app.results(config, view, errors=is_apart and view.output is None) as stream:
+        source = ResultSource(folder / "source", stream.name)
+        await _spool(stream, source.path)
+    if is_apart and view.output is not None:
+        return await _with_errors(session, config, view, source, folder)
+    return source
+
+
 async def _with_errors(
     session: Session, config: Config, view: JobView, source: ResultSource, folder: Path
 ) -> ResultSource:

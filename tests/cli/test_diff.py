@@ -1,0 +1,76 @@
+"""`batchmill diff`: which answers of two jobs differ."""
+
+import json
+
+import pytest
+
+LINE = '{"id":"batch_req_%s_%d","custom_id":"%s","response":{"status_code":200,"body":"%s"},"error":null}\n'
+FAILED = '{"id":"batch_req_%s_%d","custom_id":"%s","response":null,"error":{"code":"bad","message":"no"}}\n'
+
+
+@pytest.fixture
+def ended(app, view, place):
+    """A job that has ended, with these results and errors."""
+
+    def add(job, text, errors=None):
+        (place / f"{job}.jsonl").write_text(text)
+        fields = {"id": job, "state": "completed", "output": str(place / f"{job}.jsonl")}
+        if errors is not None:
+            (place / f"{job}.errors.jsonl").write_text(errors)
+            fields["errors_output"] = str(place / f"{job}.errors.jsonl")
+        app.jobs.add(view(**fields))
+
+    return add
+
+
+def table(*rows):
+    return "".join(json.dumps({"id": key, "output": output, "error": None}) + "\n" for key, output in rows)
+
+
+def test_answers_of_the_same_input(call, ended):
+    """Rows of one input are matched by their number; the exit status says whether some answers differ."""
+    ended("a", LINE % ("a", 0, "x", "one") + LINE % ("a", 2, "z", "three"), FAILED % ("a", 1, "y"))
+    ended("b", LINE % ("b", 0, "x", "one") + LINE % ("b", 1, "y", "two") + LINE % ("b", 2, "z", "3"))
+    result = call("diff", "a", "b")
+    assert result.exit_code == 1 and "2 of 3 rows differ" in result.stderr
+    assert [line.split() for line in result.stdout.splitlines()] == [
+        ["ROW", "a", "b"], ["y", "error:", "bad:", "no", "two"], ["z", "three", "3"],
+    ]  # fmt: skip
+    lines = [json.loads(line) for line in call("diff", "a", "b", "--json").stdout.splitlines()]
+    assert lines[0] == {
+        "type": "difference", "row": "y",
+        "left": {"output": None, "error": "bad: no"}, "right": {"output": "two", "error": None},
+    }  # fmt: skip
+    same = call("diff", "a", "a")
+    assert same.exit_code == 0 and same.stdout == "" and "0 of 3 rows differ" in same.stderr
+
+
+def test_answers_of_different_inputs(call, ended):
+    """Rows of different inputs are refused, unless a column matches them; rows of one job alone are shown too."""
+    ended("a", table((1, "one"), (2, "two"), (3, "three")))
+    ended("b", table((3, "three"), (2, "2"), (4, "four")))
+    refused = call("diff", "a", "b")
+    assert refused.exit_code == 2 and "row 0" in refused.stderr and "--by COLUMN" in refused.stderr
+    matched = call("diff", "a", "b", "--by", "id")
+    assert matched.exit_code == 1 and "3 of 4 rows differ" in matched.stderr
+    assert [line.split(None, 1)[0] for line in matched.stdout.splitlines()] == ["ROW", "2", "4", "1"]
+    assert matched.stdout.count("(no such row)") == 2
+    assert "it has id" in call("diff", "a", "b", "--by", "nope").stderr
+    ended("c", table((1, "x"), (1, "y")))
+    for jobs in (("a", "c"), ("c", "a")):
+        assert "several rows" in call("diff", *jobs, "--by", "id").stderr
+
+
+def test_numbers_are_compared_as_values(call, ended):
+    """An answer is the same however its JSON is written."""
+    ended("a", '{"id":1,"output":{"a":1.0,"b":[2]},"error":null}\n')
+    ended("b", '{"id":1,"output":{"b": [2], "a": 1},"error":null}\n')
+    assert call("diff", "a", "b").exit_code == 0
+
+
+def test_a_running_job_is_refused(call, ended, app, view):
+    """Both jobs must have ended."""
+    ended("a", table((1, "one")))
+    app.jobs.add(view(id="run"))
+    refused = call("diff", "a", "run")
+    assert refused.exit_code == 2 and "is running" in refused.stderr
