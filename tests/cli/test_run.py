@@ -28,7 +28,7 @@ def test_flags_become_the_order(app, call, place, view):
         *("--copy", "--on-invalid", "skip", "--dedupe", "--budget", "2.5", "--prompt", "Is {a}?", "--system", "S"),
         *("--url", "/v1/completions", "--param", "temperature=0", "--param", 'stop=["x"]', "--param", "user=me"),
         *("--rpm", "60", "--tpm", "100", "--in-flight", "7", "--timeout", "1.5", "--restart", "--overwrite"),
-        *("--api-key-env", "KEY", "--adapter", "up=up"),
+        *("--api-key-env", "KEY", "--adapter", "up=up", "--model-column", "which", "--adapter-column", "lora"),
     )
     assert result.exit_code == 0, result.output
     (order,) = app.jobs.orders
@@ -37,6 +37,7 @@ def test_flags_become_the_order(app, call, place, view):
     assert order.policy == Policy(on_invalid="skip", dedupe=True, budget=2.5)
     assert order.output == str(place / "out/r.csv") and order.restart and order.overwrite
     assert (order.prompt, order.system, order.url) == ("Is {a}?", "S", "/v1/completions")
+    assert (order.model_column, order.adapter_column) == ("which", "lora")
     assert order.params == {"temperature": 0, "stop": ["x"], "user": "me"}
     (model,) = order.models
     assert (model.name, model.engine, model.base_url, model.api_key) == ("t", "http", "http://h/v1", "env:KEY")

@@ -234,6 +234,36 @@ def test_a_prompt_without_a_column(write, sealed, name):
         assert sealed(path, form=form, **LLM).rejected == 0
 
 
+def test_columns_name_models_and_adapters(write, sealed):
+    """A cell names the model or adapter of its row, which are checked as in a request; an empty one is the default."""
+    cells = [
+        ("base", ""), ("", ""), ("", "upper"), ("base", "upper"), ("m", None), ("nope", ""), ("", "upperr"),
+        ("m", "other"), ("chat", ""),
+    ]  # fmt: skip
+    lines = [json.dumps({"q": "a", "model": name, "lora": adapter}).encode() for name, adapter in cells]
+    form = TableForm(prompt="{q}", model_column="model", adapter_column="lora", url="/v1/completions")
+    models = {
+        "targets": {"m": (0, 0), "base": (0, 0), "upper": (0, 1), "other": (1, 2), "chat": (1, 3)},
+        "urls": [frozenset(URLS), frozenset(["/v1/chat/completions"])], "keys": True,
+    }  # fmt: skip
+    report = sealed(write(lines), form=form, **models)
+    assert [(problem.row, problem.code) for problem in report.problems] == [
+        (5, "unknown_model"), (6, "unknown_model"), (7, "invalid_url"), (8, "invalid_url"),
+    ]  # fmt: skip
+    models["urls"] = [frozenset(URLS)] * 2
+    (wrong,) = sealed(write(lines[:5] + lines[7:]), form=form, **models).problems
+    assert (wrong.row, wrong.code) == (5, "wrong_adapter")
+    assert wrong.message == "'other' is no adapter of 'm', which the row names as its model"
+
+
+def test_a_column_of_models_that_is_missing(write, sealed):
+    """It is refused once, and a prompt that names no column stays one."""
+    with pytest.raises(InvalidDataset, match="choice of a model needs a column 'modell'.*did you mean 'model'"):
+        sealed(write([b'{"q":1,"model":"m"}']), form=TableForm(prompt="{q}", model_column="modell"), **LLM)
+    with pytest.raises(InvalidDataset, match="names no column"):
+        sealed(write([b'{"q":1,"model":"m"}']), form=TableForm(prompt="hi", model_column="model"), **LLM)
+
+
 def test_a_prompt_does_not_fit_requests(write, sealed):
     """OpenAI rows with a table's form are refused: the prompt would be ignored."""
     with pytest.raises(InvalidDataset, match="does not fit") as caught:

@@ -216,7 +216,8 @@ def work_of(order: JobOrder) -> dict[str, Any]:
         "models": [model.name for model in order.models], "format": order.dataset.format, "prompt": order.prompt,
         "system": order.system, "url": order.url, "params": order.params, "on_invalid": order.policy.on_invalid,
         "dedupe": order.policy.dedupe, "deadline": order.policy.deadline,
-        "allow_constant_prompt": order.constant_prompt,
+        "allow_constant_prompt": order.constant_prompt, "model_column": order.model_column,
+        "adapter_column": order.adapter_column,
     } | _schema_fields(order.schema)  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from batchmill.datasets.orders import SealOrder
 from batchmill.errors import InvalidRow
 from batchmill.types import Request, Row, RowError
 from batchmill.wire.forms import RowLine, TableForm
-from batchmill.wire.json_bytes import has_odd_numbers
+from batchmill.wire.json_bytes import has_odd_numbers, split_object, text_of
 from batchmill.wire.output_schema import columns_of
 
 ADAPTERS_MAX = 10_000  # that may be fetched for the rows of one dataset
@@ -322,8 +322,25 @@ class TableRules:
         if self._form.prompt is None or not self._order.keys:
             return CheckedLine(model=self._order.default[0], target=self._order.default[1])
         request = self._form.request(Row(0, 0, line, self._form))
-        model, target = self._resolver.resolve(_model_of(request.body))
+        if self._form.model_column is None and self._form.adapter_column is None:
+            model, target = self._resolver.resolve(_model_of(request.body))  # `check_form` has checked the rest
+            return CheckedLine(None, None, request, model, target)
+        try:
+            model, target = self._resolver.route(request.url, Raw(request.body))
+            self._check_adapter(line, model)
+        except InvalidRow as error:
+            return CheckedLine(error=_row_error(error))
         return CheckedLine(None, None, request, model, target)
+
+    def _check_adapter(self, line: bytes, model: int) -> None:
+        """Raises: InvalidRow for an adapter, which is of `model`, in a row that names another model."""
+        cells = {name: text_of(value) for name, value in split_object(line).items()}
+        match self._form.target_names(cells):
+            case [adapter, base] if self._resolver.resolve(base)[0] != model:
+                raise InvalidRow(
+                    f"{quoted(adapter)} is no adapter of {quoted(base)}, which the row names as its model",
+                    code="wrong_adapter",
+                )
 
     def _flaw(self, names: tuple[str, ...]) -> InvalidRow | None:
         if names not in self._shapes:
@@ -366,7 +383,7 @@ def column_flaw(names: tuple[str, ...], form: TableForm) -> InvalidRow | None:
 
 def constant_prompt(names: tuple[str, ...], form: TableForm) -> InvalidRow | None:
     """The error for a prompt that makes the same request of every row; None: it does not, or it may."""
-    if form.prompt is None or form.may_be_constant or form.columns():
+    if form.prompt is None or form.may_be_constant or form.template_columns():
         return None
     named = next((name for name in names if name and name in form.prompt), names[0] if names else "column")
     return InvalidRow(
@@ -382,8 +399,9 @@ def missing_column(names: tuple[str, ...], form: TableForm) -> InvalidRow | None
     for name in form.columns():
         if name not in names:
             shown = ", ".join(names[:NAMES_SHOWN]) or "none"
+            needed_by = "the prompt" if name in form.template_columns() else "the choice of a model"
             return InvalidRow(
-                f"the prompt needs a column {quoted(name)}; there are {shown}{_nearest(name, names)}",
+                f"{needed_by} needs a column {quoted(name)}; there are {shown}{_nearest(name, names)}",
                 code="missing_column",
             )
     return None
@@ -397,7 +415,9 @@ def check_form(order: SealOrder) -> None:
     form = order.form
     if not isinstance(form, TableForm) or form.prompt is None:
         return
-    sample = msgspec.json.encode(dict.fromkeys(form.columns(), "text"))
+    targets = (form.model_column, form.adapter_column)  # what they name is known in the rows alone
+    cells = dict.fromkeys(form.columns(), "text") | dict.fromkeys(filter(None, targets), "")
+    sample = msgspec.json.encode(cells)
     request = form.request(Row(0, 0, sample, form))
     OpenAIRules(order).route(request.url, Raw(request.body))
 

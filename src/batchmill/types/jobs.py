@@ -250,6 +250,8 @@ class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
     url: str | None = None
     params: dict[str, Any] = {}
     schema: OutputSchema | None = None
+    model_column: str | None = None  # of a table: the name of the row's model, and of its adapter
+    adapter_column: str | None = None
     constant_prompt: bool = False  # a prompt may name no column, so that all rows make the same request
     policy: Policy = Policy()
     replies: ReplyRules = ReplyRules()

@@ -238,6 +238,8 @@ class TableForm(Struct, frozen=True, tag="table"):
     schema: OutputSchema | None = None
     overrides: dict[str, Any] = {}  # as in OpenAIForm
     may_be_constant: bool = False  # the templates may name no column
+    model_column: str | None = None  # holds the name of the row's model; an empty cell: the default
+    adapter_column: str | None = None  # holds the name of the row's adapter; an empty cell: none
 
     errors_apart: ClassVar[bool] = False
 
@@ -249,9 +251,19 @@ class TableForm(Struct, frozen=True, tag="table"):
         return (*RESULT_COLUMNS, WARNINGS_COLUMN, *(() if self.schema is None else columns_of(self.schema)))
 
     def columns(self) -> list[str]:
+        """Return the columns that the templates and the choice of a model need."""
+        targets = [name for name in (self.model_column, self.adapter_column) if name is not None]
+        return list(dict.fromkeys([*self.template_columns(), *targets]))
+
+    def template_columns(self) -> list[str]:
         """Return the columns that the templates need."""
         needed = [columns(text) for text in (self.system, self.prompt) if text is not None]
         return list(dict.fromkeys(name for names in needed for name in names))
+
+    def target_names(self, cells: Mapping[str, str]) -> list[str]:
+        """Return the names of the row's adapter and model, as far as its cells have some; the first one is called."""
+        named = (self.adapter_column, self.model_column)
+        return [cells[name] for name in named if name is not None and cells[name]]
 
     def request(self, row: Row) -> Request:
         if self.prompt is None:
@@ -263,9 +275,10 @@ class TableForm(Struct, frozen=True, tag="table"):
         try:
             text = render(self.prompt, cells)
             system = None if self.system is None else render(self.system, cells)
+            names = self.target_names(cells)
         except KeyError as missing:
             raise InvalidRow(f"the prompt needs a column {missing} that the row lacks", code="missing_column") from None
-        body = join_object({**self._input(text, system), **self.params})
+        body = join_object({**self._input(text, system), **self.params, **({"model": names[0]} if names else {})})
         return Request(self.url, _asking(self, self.url, body, row))
 
     def _input(self, text: str, system: str | None) -> dict[str, Any]:

@@ -128,6 +128,8 @@ class Work(Struct, frozen=True, forbid_unknown_fields=True):
     schema: dict[str, Any] | None = None  # a JSON Schema, which answers of language models must fit
     schema_attempts: int = 2  # how often an answer that does not fit is asked for again
     field_prefix: str = ""  # of the columns that the fields of the schema become
+    model_column: str | None = None  # of a table with a prompt: names the row's model; an empty cell: the first
+    adapter_column: str | None = None  # names the row's adapter; an empty cell: none
     allow_constant_prompt: bool = False  # a prompt may name no column: every row makes the same request
     on_invalid: Literal["fail", "skip"] = "fail"  # with invalid rows: run none, or give them error results
     dedupe: bool = False  # run identical requests once even if their answers may vary

@@ -212,6 +212,8 @@ class Orders:
             url=work.url,
             params=work.params,
             schema=_schema_of(work),
+            model_column=work.model_column,
+            adapter_column=work.adapter_column,
             constant_prompt=work.allow_constant_prompt,
             policy=Policy(
                 on_invalid=work.on_invalid,

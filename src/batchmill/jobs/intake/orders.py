@@ -278,6 +278,7 @@ def check_code(spec: JobSpec, now: dict[str, str], way_out: str) -> None:
 
 def _form(order: JobOrder, format_: str, job_id: str) -> Form:
     mapped = {"--prompt": order.prompt, "--system": order.system, "--url": order.url, "--param": order.params or None}
+    mapped |= {"--model-column": order.model_column, "--adapter-column": order.adapter_column}
     mapped["--allow-constant-prompt"] = order.constant_prompt or None
     given = [flag for flag, value in mapped.items() if value is not None]
     if format_ == "openai":
@@ -312,7 +313,7 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
         forms.parse(text or "")
     return TableForm(
         prompt=order.prompt, system=order.system, url=url, params=order.params, schema=order.schema,
-        may_be_constant=order.constant_prompt,
+        may_be_constant=order.constant_prompt, model_column=order.model_column, adapter_column=order.adapter_column,
     )  # fmt: skip
 
 
