@@ -83,6 +83,21 @@ async def test_jobs_are_found_by_state_model_and_time(ledger):
     assert record["id"] == "job_3"
 
 
+def test_a_result_replaces_the_causes_of_errors(ledger):
+    """Causes that a move names replace those that were counted, also where it names none; else they stay."""
+    for state in (JobState.PLANNING, JobState.QUEUED, JobState.RUNNING):
+        ledger.move("job_1", state, errors={} if state is JobState.PLANNING else None)
+    lease = ledger.lease("job_1", 0, SHARD).lease
+    ledger.commit([(commit(lease, 0, [100, 101], failed=1), None)])
+    ledger.move("job_1", JobState.FINALIZING)
+    assert ledger.errors("job_1") == {"boom": (1, "it broke")}
+    ledger.move("job_1", JobState.COMPLETED, errors={}, rows_failed=0)
+    assert ledger.errors("job_1") == {}
+    ledger.create(spec("job_2"))
+    ledger.move("job_2", JobState.PLANNING, errors={"invalid": (2, "no JSON")}, rows_failed=2)
+    assert ledger.errors("job_2") == {"invalid": (2, "no JSON")}
+
+
 def test_refuses_a_lost_lease(ledger):
     """Once the shard was leased again, whatever its earlier holder commits is refused and changes nothing."""
     first = ledger.lease("job_1", 0, SHARD).lease

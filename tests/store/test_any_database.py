@@ -11,7 +11,7 @@ from fakes.databases import open_database
 from batchmill.errors import BatchmillError, LedgerBroken
 from batchmill.store import removals
 from batchmill.store.database import Database
-from batchmill.store.portable import greatest, insert_missing
+from batchmill.store.portable import greatest, insert_missing, put
 from batchmill.store.tables import error_counts, files, used_links
 
 
@@ -85,6 +85,16 @@ async def test_a_row_is_inserted_once(database: Database):
     await database.write(removals.insert, removal)
     await database.write(removals.insert, removal)
     assert await database.read(removals.find, "file") == removal
+
+
+async def test_a_row_is_put_in_the_place_of_another(database: Database):
+    """`put` inserts a row, or sets its values in the row with its key; other rows and columns stay."""
+    values = {"id": "link", "expires": 1.0, "project": "p"}
+    await database.write(put, used_links, values)
+    await database.write(put, used_links, values | {"id": "other"})
+    await database.write(put, used_links, {"id": "link", "expires": 2.0, "project": "q"})
+    found = await database.read(lambda db: db.execute(sa.select(used_links).order_by(used_links.c.id)).mappings().all())
+    assert [(row["id"], row["expires"], row["project"]) for row in found] == [("link", 2.0, "q"), ("other", 1.0, "p")]
 
 
 async def test_the_greatest_of_several_values(database: Database):

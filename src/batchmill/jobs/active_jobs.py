@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from batchmill.errors import DatabaseUnavailable
 from batchmill.jobs.runner import JobRunner
 from batchmill.jobs.runner_tools import RunnerTools
+from batchmill.states import JobState
 from batchmill.wire.job_spec import JobSpec
 
 CLOSE_S = 5.0  # for runners that end at once to store that they paused
@@ -61,9 +62,9 @@ class ActiveJobs:
     def all_running(self) -> list[JobRunner]:
         return [runner for runner in self._runners.values() if not runner.has_stopped]
 
-    def runner(self, spec: JobSpec) -> JobRunner:
-        """Make a runner that is not started."""
-        return JobRunner(spec, self._tools)
+    def runner(self, spec: JobSpec, state: JobState | None = None) -> JobRunner:
+        """Make a runner that is not started. Args: state: as it is stored; None: it is read."""
+        return JobRunner(spec, self._tools, state)
 
     def start(self, runner: JobRunner) -> JobRunner:
         """Run a job from its stored state."""

@@ -30,14 +30,15 @@ from batchmill.wire.job_spec import JobSpec
 class RecordedJob:
     """A job, its files and its stored state."""
 
-    def __init__(self, spec: JobSpec, tools: RunnerTools) -> None:
+    def __init__(self, spec: JobSpec, tools: RunnerTools, state: JobState | None) -> None:
+        """Args: state: as it is stored; None: it is read."""
         self.spec, self.files = spec, tools.scratch.files(spec)
         self._tools, self._clock = tools, tools.clock
         self._stored = JobStorage(tools.stored, self.files)
         self._commit_log, self._ledger = tools.commit_log, tools.commit_log.ledger
         self._offload = partial(tools.offload, project=spec.project, stores=spec.uses_stores)
         self._unspent_s = 0.0  # running time of a small job that is not stored yet
-        self._state: JobState | None = None  # as it was read or written last
+        self._state = state  # as it was read or written last
 
     @property
     def _is_fetched(self) -> bool:

@@ -67,8 +67,8 @@ class _EndsEarly(Exception):
 
 
 class JobRunner(RecordedJob):
-    def __init__(self, spec: JobSpec, tools: RunnerTools) -> None:
-        super().__init__(spec, tools)
+    def __init__(self, spec: JobSpec, tools: RunnerTools, state: JobState | None = None) -> None:
+        super().__init__(spec, tools, state)
         self._dispatcher = tools.dispatcher
         self._adapters = AdapterWork(tools.adapters, self._offload)
         self._routes = RouteFailover(self._ledger.database, tools.clock)
@@ -245,7 +245,7 @@ class JobRunner(RecordedJob):
 
     async def _advance(self) -> None:
         """Run the step of each stored state until the job has ended."""
-        self._state = JobState((await self._record())["state"])
+        self._state = self._state or JobState((await self._record())["state"])
         try:
             while self._state not in ENDED:
                 if self._state is JobState.QUEUED:
@@ -287,7 +287,8 @@ class JobRunner(RecordedJob):
             await self._end(self._early.state, cancelling=self._clock.now())
             return
         finally:  # the child process may have been killed
-            await asyncio.to_thread(self.files.clear_unsealed)
+            if not self.spec.is_small:  # whose files are removed with their folder
+                await asyncio.to_thread(self.files.clear_unsealed)
         if self.spec.models != models:  # its routes or adapters have changed
             await asyncio.to_thread(self.files.write_spec, self.spec)
         report, plan = prepared.report, prepared.plan
@@ -570,14 +571,13 @@ class JobRunner(RecordedJob):
             return True
 
     async def _publish(self, publishing: Publishing, early: EarlyEnd | None = None) -> Manifest:
-        blocks = await self._commit_log.call_reader(self._ledger.committed, self.spec.id)
+        blocks, carried = await self._commit_log.call_reader(self._ledger.results, self.spec.id)
         faults.point("before_publish")
         await self._stored.bring_segments()
         check_left(self._ledger.database.owned_s())
         unrun = None if early is None else early.unrun
-        manifest = await self._interruptible(
-            publishing.finish(await self._segments(), blocks, self._show_progress, unrun=unrun)
-        )
+        segments = replace(self.files.segment_place, blocks=carried)
+        manifest = await self._interruptible(publishing.finish(segments, blocks, self._show_progress, unrun=unrun))
         await self._stored.publish_results(manifest)
         faults.point("after_publish")
         return manifest

@@ -259,7 +259,7 @@ class JobService:
             await asyncio.to_thread(standard_input.release, self._data_dir, spec.id)
             raise
         faults.point("after_create")
-        self._active.start(self._active.runner(spec))
+        self._active.start(self._active.runner(spec, JobState.VALIDATING))
         return Submitted(spec.id, "started")
 
     async def _match(self, order: JobOrder, spec: JobSpec) -> Submitted:

@@ -220,6 +220,14 @@ class Routes:
             f"{path}/": exact[path] for path in optional_slash if "{" not in path and f"{path}/" not in exact
         }
         self._templates = sorted((each for path, each in exact.items() if "{" in path), key=lambda each: each.rank)
+        names = {_first(each.path) for each in self._templates}
+        # Only templates that begin with the segment of a path are tried.
+        self._of_any = [each for each in self._templates if "{" in _first(each.path)]
+        self._by_first = {
+            name: [each for each in self._templates if _first(each.path) == name or each in self._of_any]
+            for name in names
+            if "{" not in name
+        }
 
     def find(self, method: str, path: str, after: MountedOperation | None = None) -> Match:
         """Route a decoded path. HEAD goes to GET unless the path has an operation for HEAD.
@@ -242,7 +250,7 @@ class Routes:
         return Match(route.dialect, route, parameters)
 
     def _match(self, path: str, after: MountedOperation | None) -> tuple[_Template | None, dict[str, str]]:
-        for template in self._templates:
+        for template in self._by_first.get(_first(path), self._of_any):
             if after is not None:
                 after = None if template.path == after.operation.path else after
             elif (match := template.pattern.fullmatch(path)) and template.claims(match.groupdict()):

@@ -240,13 +240,11 @@ class FileService:
         if not JobState(view.state).is_at_rest:
             return None, None
         files_of_job = _ResultFiles.of(view)
-        results = await self._database.read(_find_results, files_of_job.ids)
-        if files_of_job.missing(results):
-            async with self._adopting.setdefault(view.id, asyncio.Lock()):
-                results = await self._database.read(_find_results, files_of_job.ids)
-                for file_id, path in files_of_job.missing(results):
-                    adopted = await self._adopt(view, file_id, Path(path))
-                    results |= {} if adopted is None else {adopted.id: adopted}
+        async with self._adopting.setdefault(view.id, asyncio.Lock()):
+            results = await self._database.read(_find_results, files_of_job.ids)
+            for file_id, path in files_of_job.missing(results):
+                adopted = await self._adopt(view, file_id, Path(path))
+                results |= {} if adopted is None else {adopted.id: adopted}
         return files_of_job.chosen(results)
 
     async def find_results(self, views: Sequence[JobView]) -> dict[str, tuple[Result, Result]]:

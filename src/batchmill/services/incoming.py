@@ -88,6 +88,7 @@ class Incoming:
         self._pieces: list[bytes] = []
         self._held_bytes = 0
         self._writing: asyncio.Future[None] | None = None
+        self._is_settled = False
 
     async def write(self, data: bytes) -> None:
         """Append `data`. Waits while earlier bytes are being written."""
@@ -111,15 +112,18 @@ class Incoming:
 
     async def settle(self, target: Path) -> None:
         """Make the file durable under its final name."""
-        await self._hand_over()
         await self._wait_for_write()
-        await self._disk.run(self._file.settle, target)
+        pieces, self._pieces, self._held_bytes = self._pieces, [], 0
+        await self._disk.run(self._file.settle, pieces, target)
+        self._is_settled = True
 
     async def discard(self) -> None:
         """Remove the file unless it is settled. Safe to call twice, and during a write."""
         if self.writing is not None:
             self.writing.end()
         self._pieces.clear()
+        if self._is_settled:
+            return
         dropping = asyncio.ensure_future(self._disk.run(self._file.drop))
         if self._writing is not None:
             await asyncio.wait({self._writing, dropping})
@@ -175,7 +179,8 @@ class _File:
                 self._start_writeback()
             return self._size - before
 
-    def settle(self, target: Path) -> None:
+    def settle(self, pieces: list[bytes], target: Path) -> None:
+        self.append(pieces)
         with self._lock:
             if not self._is_open():
                 raise StorageFull("the file was dropped before it was complete")

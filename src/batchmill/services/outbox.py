@@ -92,6 +92,7 @@ def announce(
 ) -> list[EndedJob]:
     """Put the events of ended jobs into the outbox and mark the jobs as announced. Returns the newly marked ones."""
     new = []
+    endpoints: dict[tuple[str, str], list[str]] = {}  # of (project, type)
     for ended in ended_jobs:
         is_unchanged = (
             (jobs.c.id == ended.job) & (jobs.c.generation == ended.generation) & (jobs.c.state == ended.state)
@@ -105,7 +106,9 @@ def announce(
             continue  # it was retried meanwhile, or is announced already
         new.append(ended)
         if ended.type is not None:
-            _put(db, ended, now, endpoints_for(db, ended.project, ended.type))
+            if (key := (ended.project, ended.type)) not in endpoints:
+                endpoints[key] = endpoints_for(db, *key)
+            _put(db, ended, now, endpoints[key])
     return new
 
 
@@ -259,10 +262,14 @@ class Outbox:
 
     async def _announce(self) -> None:
         ended_jobs = await self._database.read(unannounced, PAGE)
+        if not ended_jobs:
+            return
         ready: list[EndedJob] = []
+        heard = await self._database.read(self._heard, {(each.project, each.type) for each in ended_jobs})
         for ended in ended_jobs:
             try:
-                await self._adopt(ended)
+                if (ended.project, ended.type) in heard:
+                    await self._files.adopt_results(await self._jobs.show(ended.job))  # before its event is sent
             except StorageFull:
                 break  # its results cannot be downloaded yet
             except BatchmillError as error:  # a request for the job gets the same error
@@ -276,12 +283,9 @@ class Outbox:
         for ended in announced if self._on_ended is not None else ():
             self._on_ended(ended)
 
-    async def _adopt(self, ended: EndedJob) -> None:
-        """Make its result files available before its event is sent."""
-        if ended.type is None:
-            return
-        if await self._database.read(self._webhooks.endpoints_for, ended.project, ended.type):
-            await self._files.adopt_results(await self._jobs.show(ended.job))
+    def _heard(self, db: sa.Connection, ends: set[tuple[str, str | None]]) -> set[tuple[str, str | None]]:
+        """Return those of (project, type of event) that an endpoint listens to."""
+        return {end for end in ends if end[1] is not None and self._webhooks.endpoints_for(db, end[0], end[1])}
 
     # -- due events ---------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,15 @@ def _as_max(element: greatest, compiler: Any, **kw: Any) -> str:
     return f"max({compiler.process(element.clauses, **kw)})"
 
 
+def put(db: sa.Connection, table: sa.Table, values: Mapping[str, Any]) -> None:
+    """Insert a row, or set these values of the one that has its primary key."""
+    dialect = postgresql if db.dialect.name == "postgresql" else sqlite
+    insert = dialect.insert(table).values(**values)
+    keys = [column.name for column in table.primary_key]
+    others = {name: insert.excluded[name] for name in values if name not in keys}
+    db.execute(insert.on_conflict_do_update(index_elements=keys, set_=others))
+
+
 def insert_missing(db: sa.Connection, table: sa.Table, values: Mapping[str, Any]) -> int:
     """Insert a row unless one with a key of it exists. Returns the number of inserted rows."""
     dialect = postgresql if db.dialect.name == "postgresql" else sqlite

@@ -168,6 +168,7 @@ class Verdict(StrEnum):
     STALE = "stale"  # somebody else holds the shard, or the job has ended
 
 
+_STATE = sa.select(jobs.c.state, jobs.c.rows_failed).where(jobs.c.id == sa.bindparam("job"))
 _TIMES = ("started", "finalizing", "cancelling", "finished")
 
 
@@ -220,14 +221,14 @@ class Ledger:
         path = [*via, state]
         assert all(b in NEXT[a] for a, b in pairwise(path)), f"{path} are never followed in this order"
         with self._engine.begin() as db:
-            _check_next(db, job_id, path[0])
+            had_errors = _check_next(db, job_id, path[0])
             times = {name: _after_all(value) for name, value in fields.items() if name in _TIMES}
             db.execute(jobs.update().where(jobs.c.id == job_id).values(state=state, **(fields | times)))
             if isinstance(spec := fields.get("spec"), bytes):
                 ledger_snapshot.note_models(db, read_spec(spec))
             if packed is not None:
                 store_packed(db, job_id, packed)
-            if errors is not None:
+            if errors or (errors is not None and had_errors):
                 _replace_errors(db, job_id, errors)
 
     def spent(self, job_id: str, seconds: float) -> None:
@@ -363,6 +364,10 @@ class Ledger:
                 found.setdefault(stored.segment, []).append((stored.offset, bytes(stored.blocks)))
         return found
 
+    def results(self, job_id: str) -> tuple[list[tuple[int, SegmentRef]], dict[str, list[tuple[int, bytes]]]]:
+        """What `committed` and `blocks` return."""
+        return self.committed(job_id), self.blocks(job_id)
+
     def snapshot(self, job_id: str) -> Snapshot:
         """Everything that the ledger has of a job."""
         with self._reader.connect() as db:
@@ -406,10 +411,12 @@ def _lease_one(db: sa.Connection, seen: Lease, shard: Shard) -> LeasedShard:
     return LeasedShard(lease, 0, 0)
 
 
-def _check_next(db: sa.Connection, job_id: str, state: JobState) -> None:
-    now = db.execute(sa.select(jobs.c.state).where(jobs.c.id == job_id)).scalar_one()
+def _check_next(db: sa.Connection, job_id: str, state: JobState) -> bool:
+    """Whether rows of the job have failed so far. Raises: InvalidTransition if it cannot enter this state."""
+    now, failed = db.execute(_STATE, {"job": job_id}).one()
     if state not in NEXT[JobState(now)]:
         raise InvalidTransition(f"the job {job_id} is {now}: it cannot become {state}")
+    return failed > 0
 
 
 def _replace_errors(db: sa.Connection, job_id: str, errors: dict[str, tuple[int, str]]) -> None:

@@ -15,6 +15,7 @@ import sqlalchemy as sa
 from batchmill.datasets import formats, layout
 from batchmill.errors import InvalidDataset
 from batchmill.jobs.ledger.files import JobFiles, PartFile, sync_folder
+from batchmill.store.portable import put
 from batchmill.store.tables import packed_jobs
 from batchmill.types import DatasetSpec
 
@@ -44,23 +45,24 @@ def is_small(files: JobFiles, rows: int) -> bool:
     copies = (files.dataset / layout.ROWS, *files.dataset.glob(layout.COPIES))
     if rows > ROWS_MAX or any(path.exists() for path in copies):
         return False
-    return sum(path.stat().st_size for path in _packable(files.home)) <= PACKED_BYTES_MAX
+    return sum(os.stat(path).st_size for path in _packable(files.home).values()) <= PACKED_BYTES_MAX
 
 
-def _packable(home: Path) -> list[Path]:
-    return [path for folder in (home / "dataset", *home.glob("plan-*")) for path in folder.glob("*")]
+def _packable(home: Path) -> dict[str, str]:
+    """Path below the folder of a job -> path."""
+    folders = [name for name in os.listdir(home) if name == "dataset" or name.startswith("plan-")]
+    names = [f"{folder}/{name}" for folder in folders for name in os.listdir(home / folder)]
+    return {name: f"{home}/{name}" for name in names}
 
 
 def pack(files: JobFiles) -> bytes:
     """The dataset and the plans of a job as one value."""
-    home = files.home
-    return msgspec.msgpack.encode({str(path.relative_to(home)): path.read_bytes() for path in _packable(home)})
+    return msgspec.msgpack.encode({name: Path(path).read_bytes() for name, path in _packable(files.home).items()})
 
 
 def store(db: sa.Connection, job_id: str, packed: bytes) -> None:
     """Store what `pack` returned, in the place of what there was."""
-    if db.execute(packed_jobs.update().where(packed_jobs.c.job == job_id).values(files=packed)).rowcount == 0:
-        db.execute(packed_jobs.insert().values(job=job_id, files=packed))
+    put(db, packed_jobs, {"job": job_id, "files": packed})
 
 
 def read(db: sa.Connection, job_id: str) -> bytes | None:

@@ -15,6 +15,7 @@ from batchmill.jobs.ledger.files import result_exists
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store import removals
 from batchmill.store.database import Database
+from batchmill.store.portable import put
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.tables import error_counts, job_models, jobs, submissions
 from batchmill.types import JobOrder, JobQuery, Once
@@ -63,6 +64,8 @@ def find(db: sa.Connection, job_id: str) -> sa.RowMapping:
 def find_with_errors(db: sa.Connection, job_id: str) -> tuple[sa.RowMapping, Errors]:
     """A job's record and its errors by cause. Raises: UnknownName."""
     record = find(db, job_id)
+    if not record["rows_failed"]:  # each row that is counted by its error is counted there, too
+        return record, {}
     found = db.execute(_ERRORS_OF_ONE, {"job": record["id"]})
     return record, {code: (rows, sample) for code, rows, sample in found}
 
@@ -254,9 +257,8 @@ def enter(db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None
         refuse_unfinished(db, spec.project, quota)
     snapshot.insert_job(db, spec)
     if once is not None:
-        db.execute(submissions.delete().where(submissions.c.key == once.key))  # it stood for nothing any more
         values = {"key": once.key, "job": spec.id, "fingerprint": once.fingerprint, "created": spec.created}
-        db.execute(submissions.insert().values(**values))
+        put(db, submissions, values | {"answered": None})  # its earlier job, if any, is forgotten
 
 
 def answered(db: sa.Connection, key: str, now: float) -> None:

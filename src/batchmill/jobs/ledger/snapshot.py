@@ -155,13 +155,17 @@ def insert_job(db: sa.Connection, spec: JobSpec) -> None:
             priority=spec.policy.priority, deadline=spec.policy.deadline,
         )
     )  # fmt: skip
-    note_models(db, spec)
+    _insert_models(db, spec)
 
 
 def note_models(db: sa.Connection, spec: JobSpec) -> None:
     """Store the models of a job, for searches; a frontend's job knows them once it is planned."""
-    names = spec.used if spec.origin is not None else [model.name for model in spec.models]
     db.execute(job_models.delete().where(job_models.c.job == spec.id))
+    _insert_models(db, spec)
+
+
+def _insert_models(db: sa.Connection, spec: JobSpec) -> None:
+    names = spec.used if spec.origin is not None else [model.name for model in spec.models]
     if names:
         db.execute(job_models.insert(), [{"job": spec.id, "model": name} for name in dict.fromkeys(names)])
 
@@ -177,6 +181,7 @@ def replace(db: sa.Connection, spec: JobSpec, before: Snapshot, after: Rebuilt) 
             f"the job {spec.id} went on while its ledger was being rebuilt: pause it, and try again"
         )
     if before.state is None:
+        db.execute(job_models.delete().where(job_models.c.job == spec.id))
         insert_job(db, spec)
     _check_may_pause(spec.id, JobState(before.state or JobState.VALIDATING))
     for table in (shards, commits, error_counts):
