@@ -58,6 +58,7 @@ HEAVY = {
     "aiohttp",
     "alembic",
     "botocore",
+    "duckdb",
     "huggingface_hub",
     "numpy",
     "obstore",

@@ -10,7 +10,7 @@ from batchmill.errors import BatchmillError, InvalidConfig
 
 # Package -> the extra that installs it.
 EXTRAS = {
-    "alembic": "upgrade", "botocore": "aws", "fastavro": "cohere", "google": "grpc", "grpc": "grpc",
+    "alembic": "upgrade", "botocore": "aws", "duckdb": "sql", "fastavro": "cohere", "google": "grpc", "grpc": "grpc",
     "huggingface_hub": "hub", "obstore": "objects", "opentelemetry": "otel", "psycopg": "postgres",
     "pyarrow": "parquet",
 }  # fmt: skip

@@ -29,6 +29,7 @@ COMMANDS = {
     "show": ("batchmill.cli.jobs.jobs:show", "Show a job."),
     "results": ("batchmill.cli.jobs.results:results", "Print or write a job's results, with --partial while it runs."),
     "diff": ("batchmill.cli.jobs.diff:diff", "Show the rows of two jobs whose answers differ."),
+    "sql": ("batchmill.cli.jobs.sql:sql", "Query the results and the input of a job with DuckDB."),
     "explain": ("batchmill.cli.jobs.jobs:explain", "Explain why a job waits or is slow."),
     "amend": ("batchmill.cli.jobs.jobs:amend", "Change a job's priority, deadline or budget."),
     "cancel": ("batchmill.cli.jobs.jobs:cancel", "Cancel a job; finished rows are kept."),

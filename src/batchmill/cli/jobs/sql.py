@@ -1,0 +1,171 @@
+"""`batchmill sql`: a query over the results and the input of a job, by DuckDB in this process, never on a server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import msgspec
+from msgspec import Raw
+
+from batchmill.cli.jobs.result_files import (
+    COPY_BYTES,
+    Wanted,
+    check_output,
+    open_output,
+    refuse_compression,
+    wanted_form,
+)
+from batchmill.cli.jobs.results import OUTPUT_FORMATS, job_files, refuse_early, scratch_folder, spooled_results
+from batchmill.cli.session import Session, global_options, job_argument
+from batchmill.config import Config
+from batchmill.datasets import formats
+from batchmill.errors import InvalidInput
+from batchmill.jobs.results.result_rows import CSV, JSONL, PARQUET, ResultSource, ShapedRows, kind_of
+from batchmill.optional import require
+from batchmill.types import DatasetSpec, JobView
+from batchmill.wire.result_rows import FLAT, RowShape
+
+RESULTS, INPUT = "results", "input"  # the names of the tables
+ROWS_AT_ONCE = 1000
+OBJECT_BYTES_MAX = 64 * 1024 * 1024  # the longest line that DuckDB reads
+SETTINGS = {  # the query reads the job's files, which are in one folder, and no others
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+}
+
+_encode = msgspec.json.Encoder(enc_hook=str).encode
+
+
+@click.command()
+@job_argument
+@click.argument("query", metavar="QUERY")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, allow_dash=True), help="Write to this file.")
+@click.option("--output-format", type=click.Choice(OUTPUT_FORMATS), help="The format on standard output [jsonl].")
+@click.option("--overwrite", is_flag=True, help="Replace the file of -o if it exists.")
+@global_options
+@click.pass_obj
+def sql(
+    session: Session, job_id: str, query: str, *, output: str | None, output_format: str | None, overwrite: bool
+) -> int:
+    """Query the tables `results` and `input` of a job that has ended, with DuckDB on this machine.
+
+    For example: batchmill sql ID "select output, count(*) from results group by output"
+    """
+    if session.as_json:
+        raise InvalidInput("a query prints JSON lines anyway: leave --json out")
+    duckdb = require("duckdb", "batchmill sql", InvalidInput)
+    wanted = wanted_form(output, output_format, RowShape(), only_failed=False, is_safe=False, replaces=overwrite)
+    if wanted.output is not None:
+        refuse_compression(wanted.output)
+    return session.run(_query(session, duckdb, job_id, query, wanted))
+
+
+async def _query(session: Session, duckdb: ModuleType, job_id: str, query: str, wanted: Wanted) -> None:
+    config = session.config()
+    async with session.app.open_jobs(config) as jobs:
+        view = await jobs.show(job_id)
+    refuse_early(view)
+    if wanted.output is not None:
+        check_output(wanted.output, job_files(view), replaces=wanted.replaces)
+    with scratch_folder(wanted.output) as folder:
+        connection = duckdb.connect(config={**SETTINGS, "temp_directory": str(folder)})
+        try:
+            _add_results(connection, await spooled_results(session, config, view, folder), folder)
+            inputs = await _add_input(session, config, connection, view, folder)
+            connection.execute("SET allowed_directories = $1", [[str(folder)]])
+            connection.execute("SET allowed_paths = $1", [inputs])
+            connection.execute("SET enable_external_access = false")
+            connection.execute("SET lock_configuration = true")
+            _write(connection, query, wanted, job_files(view), folder)
+        except duckdb.Error as error:
+            raise InvalidInput(f"DuckDB: {error}", code="invalid_query") from None
+        finally:
+            connection.close()
+
+
+def _add_results(connection: Any, source: ResultSource, folder: Path) -> None:
+    if kind_of(source.name)[0] == PARQUET:
+        connection.read_parquet(str(source.path)).create_view(RESULTS)
+        return
+    path = folder / "results.jsonl"
+    shaped = ShapedRows(source, RowShape(), only_failed=False)
+    if shaped.names == list(FLAT):
+        shaped = ShapedRows(source, RowShape([*FLAT, "id", "response"]), only_failed=False)
+    with path.open("wb") as file:
+        for line in shaped:
+            file.write(line + b"\n")
+    _read_lines(connection, [str(path)]).create_view(RESULTS)
+
+
+def _read_lines(connection: Any, paths: list[str]) -> Any:
+    return connection.read_json(paths, format="newline_delimited", maximum_object_size=OBJECT_BYTES_MAX, sample_size=-1)
+
+
+async def _add_input(session: Session, config: Config, connection: Any, view: JobView, folder: Path) -> list[str]:
+    """Add the table of the input. Without a copy of it here, the query has the results alone, which is said.
+
+    Returns: the paths that the query reads, as they are called and as they are.
+    """
+    (folder / "inputs").mkdir()
+    try:
+        found = await session.app.inputs(config, view, folder / "inputs")
+        links = list(_linked(found, folder))
+        kind = formats.classify(DatasetSpec(links))[0].format
+    except InvalidInput as error:
+        session.say(f"there is no table {INPUT}: {error.message}")
+        return []
+    if kind == PARQUET:
+        relation = connection.read_parquet(links)
+    elif kind == CSV:
+        relation = connection.read_csv(links, header=True, all_varchar=True)
+    else:
+        relation = _read_lines(connection, links)
+    relation.create_view(INPUT)
+    return [*links, *map(os.path.realpath, links)]
+
+
+def _linked(paths: list[str], folder: Path) -> Iterator[str]:
+    """Links in the folder that the query may read. DuckDB would take some characters of a path for a pattern."""
+    for number, path in enumerate(paths):
+        if not os.path.isabs(path):
+            raise InvalidInput(f"it is in {path}: query it there", code="no_copy_here")
+        link = folder / f"input-{number:06d}{''.join(Path(path).suffixes[-2:])}"
+        link.symlink_to(path)
+        yield str(link)
+
+
+def _write(connection: Any, query: str, wanted: Wanted, protected: list[str], folder: Path) -> None:
+    kind = wanted.kind or JSONL
+    if kind == JSONL:
+        rows = connection.execute(query)
+        with open_output(wanted, protected) as out:
+            for line in _lines(rows):
+                out.write(line + b"\n")
+        return
+    if (relation := connection.sql(query)) is None:
+        raise InvalidInput("the query has no rows to write: it must be a SELECT", code="invalid_query")
+    table = folder / f"query.{kind}"
+    if kind == CSV:
+        relation.to_csv(str(table), header=True)
+    else:
+        relation.to_parquet(str(table))
+    with open_output(wanted, protected) as out, table.open("rb") as file:
+        while piece := file.read(COPY_BYTES):
+            out.write(piece)
+
+
+def _lines(result: Any) -> Iterator[bytes]:
+    names = [column[0] for column in result.description]
+    is_json = [str(column[1]) == "JSON" for column in result.description]
+    while rows := result.fetchmany(ROWS_AT_ONCE):
+        for row in rows:
+            values = [
+                Raw(value.encode()) if known and value is not None else value
+                for value, known in zip(row, is_json, strict=True)
+            ]
+            yield _encode(dict(zip(names, values, strict=True)))
