@@ -18,6 +18,7 @@ from test_nodes_without_files import BUCKET, Stage, batchmill
 from batchmill.jobs.results.output_folders import PartManifest
 
 DRIVER = Path(__file__).parent.parent / "fakes" / "task_runs.py"
+WAITS = DRIVER.with_name("task_waits.py")
 ROWS, PART_ROWS = 4000, 1000
 SOME_FAILED = 3  # exit code
 APP = """
@@ -84,5 +85,20 @@ def test_tasks_end_with_their_job_and_their_owner(stage: Stage, tmp_path: Path) 
     )  # fmt: skip
     assert done.stdout.splitlines() == [
         "ended True True", "over True False the database", "talked 3",
-        "talked its reply has more than 8388608 bytes", "late the database False",
+        "talked TOO_LONG: it returned more than 8388608 bytes, which were not read", "late the database False",
+    ], done.stderr  # fmt: skip
+
+
+def test_tasks_do_not_wait_for_ever() -> None:
+    """One for which the cluster has no node, or none with room, goes back to its owner. Those that wait look at the
+    nodes together.
+    """
+    done = subprocess.run(
+        [ray_python(), "-P", str(WAITS)], capture_output=True, text=True, env={**os.environ, **ENVIRONMENT},
+        timeout=100, check=False,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "shared {b'done'} 1",
+        "gone False the cluster has had no node with a CPU for tasks for 0 s",
+        "full False no node of the cluster had room for it within 0 s",
     ], done.stderr  # fmt: skip

@@ -7,6 +7,8 @@ tries it out, and a version of Ray in which it has no effect is not used.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from ray._private.ray_constants import OBJECT_METADATA_TYPE_RAW
@@ -18,7 +20,8 @@ from ray.exceptions import RayError
 LOST = frozenset({"NODE_DIED", "LOCAL_RAYLET_DIED", "OWNER_DIED", "ACTOR_UNAVAILABLE", "OBJECT_LOST"})
 NODE_DIED = ActorDiedErrorContext.NODE_DIED
 WHY_CHARS = 1000
-RESULT_BYTES_MAX = 256 * 1024 * 1024  # of one result: more than any that batchmill's own code returns
+RESULT_BYTES_MAX = 256 * 1024 * 1024  # of a result without a limit: more than any that batchmill's own code returns
+_limits: dict[bytes, int] = {}  # id of a result that somebody waits for -> its bytes at most
 
 
 class ActorFailed(RayError):
@@ -34,13 +37,26 @@ class ActorFailed(RayError):
         self.kind, self.is_lost = kind, is_lost or kind in LOST
 
 
+@contextlib.contextmanager
+def limit(ref: Any, size_max: int) -> Iterator[None]:
+    """Refuse the result if it is longer, before anything of it is copied."""
+    _limits[ref.binary()] = size_max
+    try:
+        yield
+    finally:
+        del _limits[ref.binary()]
+
+
 def _deserialize(self: Any, data: Any, metadata: bytes, object_ref: Any, out_of_band_tensors: Any = None) -> object:
     """In the place of Ray's own method of this name."""
     kind = metadata.split(b",")[0] if metadata else b""
     if kind == OBJECT_METADATA_TYPE_RAW:
-        if data is not None and memoryview(data).nbytes > RESULT_BYTES_MAX:
-            return ActorFailed("TOO_LONG", f"an actor returned more than {RESULT_BYTES_MAX} bytes, which were not read")
-        return b"" if data is None else data.to_pybytes()
+        if data is None:
+            return b""
+        most = RESULT_BYTES_MAX if object_ref is None else _limits.get(object_ref.binary(), RESULT_BYTES_MAX)
+        if memoryview(data).nbytes > most:
+            return ActorFailed("TOO_LONG", f"it returned more than {most} bytes, which were not read")
+        return data.to_pybytes()
     try:
         name = ErrorType.Name(int(kind))
     except ValueError:

@@ -7,6 +7,7 @@ A node runs one for every two of its CPUs, at a lower priority than its workers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ from msgspec import Struct
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from batchmill.errors import DatabaseUnavailable
-from batchmill.executors.ray.bytes_only import ActorFailed
+from batchmill.executors.ray.bytes_only import ActorFailed, limit
 from batchmill.executors.ray.frames import RunTask, TaskEnded
 from batchmill.executors.ray.node_tasks import run_task
 from batchmill.owner_clock import check_file
@@ -27,7 +28,8 @@ from batchmill.owner_clock import check_file
 CPUS_EACH = 2  # of a node, for one task
 NICENESS = 10
 LOOK_S = 2.0  # between two looks at the nodes, and at the owner's term
-TASK_S = 3600.0  # for one task: a process that hangs is ended
+NODES_S = 60.0  # without any node that may run tasks: then the owner does the work
+TASK_S = 3600.0  # until a node has room for a task, and for the task: a process that hangs is ended
 REPLY_BYTES_MAX = 8 * 1024 * 1024
 NEVER_LOST = ("NOT_BYTES", "TOO_LONG")  # kinds of `ActorFailed` that another try would meet again
 WHY_CHARS = 2000
@@ -52,8 +54,8 @@ class TaskRuns:
         self._runs: dict[int, asyncio.Task[None]] = {}  # bounded by the owner
         self._on_node: Counter[str] = Counter()
         self._freed = asyncio.Event()
-        self._nodes: dict[str, int] = {}  # id -> how many it may run
-        self._looked = float("-inf")
+        self._look: asyncio.Task[dict[str, int]] | None = None  # the last one, or the one under way
+        self._looked = 0.0  # when it began
 
     def begin(self, order: RunTask) -> None:
         task = self._runs[order.id] = asyncio.create_task(self._serve(order))
@@ -72,10 +74,7 @@ class TaskRuns:
             finally:
                 self._on_node -= Counter([node])
                 self._freed.set()
-            if len(reply) > REPLY_BYTES_MAX:
-                ended = TaskEnded(order.id, why=f"its reply has more than {REPLY_BYTES_MAX} bytes")
-            else:
-                ended = TaskEnded(order.id, reply)
+            ended = TaskEnded(order.id, reply)
         except ActorFailed as error:
             ended = TaskEnded(order.id, why=str(error)[:WHY_CHARS], is_lost=error.kind not in NEVER_LOST)
         except (TimeoutError, DatabaseUnavailable) as error:
@@ -103,25 +102,38 @@ class TaskRuns:
             result.cancel()
 
     async def _find_node(self, term: str) -> str:
-        """The node with the most room, once one has some. Raises: DatabaseUnavailable, whatever Ray raises."""
+        """The node with the most room, once one has some.
+
+        Raises: TimeoutError, DatabaseUnavailable, whatever Ray raises.
+        """
+        began = seen = time.monotonic()
         while True:
-            if time.monotonic() - self._looked >= LOOK_S:
-                self._nodes, self._looked = await asyncio.to_thread(_look), time.monotonic()
+            nodes, now = await self._nodes(), time.monotonic()
             check_file(term)
-            room = {node: most - self._on_node[node] for node, most in self._nodes.items()}
+            room = {node: most - self._on_node[node] for node, most in nodes.items()}
             best = max(room, key=room.__getitem__, default="")
             if best and room[best] > 0:
                 return best
+            seen = now if nodes else seen
+            if now - seen > NODES_S:
+                raise TimeoutError(f"the cluster has had no node with a CPU for tasks for {NODES_S:g} s")
+            if now - began > TASK_S:
+                raise TimeoutError(f"no node of the cluster had room for it within {TASK_S:g} s")
             self._freed.clear()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._freed.wait()
-            except TimeoutError:
-                continue
+
+    async def _nodes(self) -> dict[str, int]:
+        """The nodes that may run tasks, and how many each: tasks that wait share a look. Raises: whatever Ray does."""
+        if self._look is None or (self._look.done() and time.monotonic() - self._looked >= LOOK_S):
+            self._look, self._looked = asyncio.create_task(asyncio.to_thread(_look)), time.monotonic()
+        return await asyncio.shield(self._look)
 
 
 async def _result(ref: Any) -> bytes:
-    return await ref
+    with limit(ref, REPLY_BYTES_MAX):
+        return await ref
 
 
 def _look() -> dict[str, int]:
