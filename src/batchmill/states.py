@@ -55,6 +55,7 @@ class PauseReason(StrEnum):
 
     REQUESTED = "asked"  # a user paused it
     INTERRUPTED = "interrupted"  # Ctrl-C, or the process ended
+    INTERNAL_ERROR = "internal_error"  # a bug ended what gives out rows, or what counts them
     BUDGET = "budget"
     QUOTA = "quota"
     AUTH = "auth"

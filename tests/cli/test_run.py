@@ -141,6 +141,7 @@ def test_files_that_are_no_templates(call, place, content, expected):
         ({"state": "paused", "reason": "engine_failed", "rows_ok": 3}, 4),
         ({"state": "paused", "reason": "engine_failed", "rows_failed": 1, "rows_rejected": 1}, 1),
         ({"state": "paused", "reason": "interrupted"}, 130),
+        ({"state": "paused", "reason": "internal_error", "rows_ok": 1}, 1),
     ],
 )
 def test_exit_codes(app, call, view, fields, code):
@@ -214,6 +215,7 @@ def test_a_pause_says_why_and_how_to_go_on(app, call, view):
         ("storage_full", "", "batchmill: there is no room left on the disk"),
         ("storage_failed", "", "batchmill: the disk, the object store or the limit of open files stopped it"),
         ("disk_quota", "", "to go on: delete files, uploads or adapters; the job then resumes by itself"),
+        ("internal_error", "boom", "batchmill: a bug of batchmill stopped it: boom"),
         ("engine_failed", "boom", "batchmill: the engine failed: boom"),
         ("engine_failed", "boom", "run the same command with the right flag"),
         ("submit_unknown", "", "batchmill remote job_1 lists them"),

@@ -69,6 +69,8 @@ def test_the_unit_fits_the_page(tmp_path: Path):
     assert environ["BATCHMILL_DATA_DIR"] == f"/var/lib/{unit['StateDirectory'][0]}"
     assert environ["HOME"] == f"/var/cache/{unit['CacheDirectory'][0]}"
     assert unit["NoNewPrivileges"] == ["yes"] and unit["ProtectSystem"] == ["strict"] and unit["User"] == ["batchmill"]
+    assert (unit["StartLimitIntervalSec"], unit["StartLimitBurst"]) == (["300"], ["5"])
+    assert "Five failures in five minutes" in PAGE
     assert unit["Restart"] == ["on-failure"] and unit["Type"] == ["exec"] and unit["KillMode"] == ["mixed"]
     shown = PAGE.split("<!-- systemd configuration -->")[1].split("```toml\n")[1].split("```")[0]
     (tmp_path / "batchmill.toml").write_text(shown)

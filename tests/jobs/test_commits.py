@@ -140,7 +140,7 @@ async def test_a_queue_that_broke_says_so(commit_log):
     waiting = [asyncio.create_task(commit_log.commit(commit(lease, 1, 101), None, events.append))]
     waiting += [asyncio.create_task(commit_log.settle()) for _ in range(commits.QUEUE_MAX + 5)]
     ends = await asyncio.gather(*waiting, return_exceptions=True)
-    assert all(isinstance(end, JobPaused) and end.reason is PauseReason.INTERRUPTED for end in ends[1:])
+    assert all(isinstance(end, JobPaused) and end.reason is PauseReason.INTERNAL_ERROR for end in ends[1:])
     await commit_log.commit(commit(lease, 2, 102), None, events.append)
     await asyncio.sleep(0)
     assert [type(each) for each in events] == [JobPaused, JobPaused]

@@ -308,7 +308,7 @@ async def test_a_dispatcher_that_fails_interrupts_every_job(stage, monkeypatch, 
     for run in runs:
         with pytest.raises(JobPaused, match="ValueError: a bug") as paused:
             await run.ended
-        assert paused.value.reason is PauseReason.INTERRUPTED
+        assert (paused.value.reason, paused.value.code) == (PauseReason.INTERNAL_ERROR, "core_task_failed")
     (record,) = [each for each in caplog.records if each.levelname == "CRITICAL"]
     assert str(record.exc_info[1]) == "a bug" and not stage.dispatcher.dispatching.is_alive
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from batchmill.errors import StorageFull
 from batchmill.jobs.intake.orders import has_run
 from batchmill.jobs.ledger import ledger, outcome_map, packed
+from batchmill.jobs.ledger.core_task import FAILURES_MAX
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.storage import JobStorage
 from batchmill.jobs.results.part_writers import Nodes
@@ -77,9 +78,17 @@ class RecordedJob:
 
     async def _pause(self, reason: PauseReason, message: str) -> None:
         """Store PAUSED. A stored early end stays, and the next owner completes it."""
-        is_cancelling = (await self._record())["state"] == JobState.CANCELLING
-        if not (is_cancelling and reason is PauseReason.INTERRUPTED):
-            await self._move(JobState.PAUSED, reason=reason, message=message)
+        record, fields = await self._record(), {}
+        stays = reason is PauseReason.INTERRUPTED
+        if reason is PauseReason.INTERNAL_ERROR:
+            count = record["internal_errors"] + 1
+            fields["internal_errors"], stays = count, count < FAILURES_MAX
+            if not stays:
+                message += f"; such failures while it ran: {count}, so no server resumes it by itself"
+        if not (stays and record["state"] == JobState.CANCELLING):
+            await self._move(JobState.PAUSED, reason=reason, message=message, **fields)
+        elif fields:
+            await self._commit_log.write(self._ledger.note, self.spec.id, **fields)
 
     async def _fail(self, reason: str, message: str, **fields: Any) -> None:
         """Store FAILED: no row of the job ran, and none will."""

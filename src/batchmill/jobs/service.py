@@ -33,6 +33,7 @@ from batchmill.jobs.intake import adapters, orders, routing
 from batchmill.jobs.ledger import ledger
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger.commits import CommitLog
+from batchmill.jobs.ledger.core_task import was_cut_off
 from batchmill.jobs.ledger.files import (
     JobFiles,
     clear_unsealed,
@@ -134,7 +135,7 @@ class JobService:
         """Pause the jobs that an earlier owner left running, and bring those that were CANCELLING to their end.
 
         If the disk is full, nothing can be stored, but jobs can be read. `resume_server_jobs`: resume the jobs that
-        came over HTTP, also those that wait for disk space.
+        came over HTTP, also those that wait for disk space, but none that core tasks keep failing over.
         """
         await self._dispatcher.quarantine.load()
         await self.retention.finish()
@@ -147,7 +148,7 @@ class JobService:
             if state is JobState.CANCELLING:
                 ending.append(self._active.start(self._active.runner(spec)))
             elif state is JobState.PAUSED:
-                to_resume += [spec.id] if spec.origin and record["reason"] == PauseReason.INTERRUPTED else []
+                to_resume += [spec.id] if spec.origin and was_cut_off(record) else []
             elif await self._pause_interrupted(spec.id) or resume_server_jobs:
                 to_resume += [spec.id] if spec.origin else []
         job_ids = await self._read(job_records.ids)

@@ -32,6 +32,7 @@ WAYS_OUT = {
     PauseReason.DISK_QUOTA: "it resumes by itself when space is free",
     PauseReason.INPUT_CHANGED: "restore the input, then resume it",
     PauseReason.DATASET_DAMAGED: "run `batchmill ledger rebuild` for it, then resume it",
+    PauseReason.INTERNAL_ERROR: "its traceback is in the log: report it, then resume the job",
     PauseReason.ENGINE_FAILED: "mend what the engine says, then resume it",
     PauseReason.ROUTE_FAILED: "see to the provider, or give the model another route, then resume it",
 }

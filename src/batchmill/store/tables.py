@@ -66,6 +66,7 @@ jobs = Table(
     Column("cancelling", Float),  # when its cancellation was requested
     Column("announced", Integer, nullable=False, server_default="0"),  # generations whose end was announced, plus 1
     Column("bytes", BigInteger, nullable=False, server_default="0"),  # on the disk, without its results
+    Column("internal_errors", Integer, nullable=False, server_default="0"),  # core tasks that failed while it ran
     Column("compacted", Float),  # when its segments were deleted and only its results remained
     Index("jobs_by_project", "project", "created"),
     Index("jobs_by_bytes", "project", "bytes"),

@@ -24,6 +24,7 @@ log = logging.getLogger("batchmill.server")
 
 THREADS_S = 1.0  # for threads that still run when everything else is closed
 EXIT_STUCK = 1
+ON_RESUMPTION = "The next start resumes jobs that came over HTTP; `batchmill resume` resumes those of commands"
 
 
 def own_threads() -> ThreadPoolExecutor:
@@ -37,9 +38,7 @@ def end_within(seconds: float) -> None:
     """End this process after `seconds` in any case. Durable state is safe, as after a kill."""
 
     def end() -> None:
-        log.error(
-            "the server did not end within %g s: it is killed now, and its jobs resume at the next start", seconds
-        )
+        log.error("the server did not end within %g s: it is killed now. %s", seconds, ON_RESUMPTION)
         _exit(EXIT_STUCK)
 
     timer = threading.Timer(seconds, end)
@@ -90,7 +89,7 @@ def serve(session: Session, host: str | None, port: int | None, grpc_port: int |
     """Serve OpenAI's Files, Batches and live inference, and batchmill's own API, over HTTP.
 
     Models are those of the configuration. SIGTERM or Ctrl-C lets requests and rows in flight finish; a second one
-    stops the server at once. Running jobs resume at the next start.
+    stops the server at once. Running jobs that came over HTTP resume at the next start.
     """
     session.local_only("serve", "it runs a server itself")
     config = session.config()
@@ -122,7 +121,7 @@ async def _serve(session: Session, config: Config) -> int:
                     session.print(f"gRPC on {running.grpc}")
             if not await _stops_in_order(stop, running):
                 code = EXIT_FAILED
-                log.critical("this server ends because no job goes on: they resume at the next start")
+                log.critical("this server ends because no job goes on. %s", ON_RESUMPTION)
                 begin_stop()
             log.info("stopping: requests and rows in flight may finish; a second signal stops at once")
     leave(threads, code)

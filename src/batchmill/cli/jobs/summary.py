@@ -30,6 +30,7 @@ RESUME = "batchmill resume {id} (or the same command again)"
 PAUSES = {
     PauseReason.REQUESTED: ("paused", RESUME),
     PauseReason.INTERRUPTED: ("interrupted", RESUME),
+    PauseReason.INTERNAL_ERROR: ("a bug of batchmill stopped it", f"report the traceback in the log; then {RESUME}"),
     PauseReason.BUDGET: (
         "the budget is spent",
         "run the same command with a larger --budget, or `batchmill amend` and `batchmill resume`",
@@ -79,6 +80,8 @@ def exit_code(view: JobView, *, was_interrupted: bool = False) -> int:
             return EXIT_USAGE  # a job fails only because of its input
     if was_interrupted or view.reason == PauseReason.INTERRUPTED:
         return EXIT_INTERRUPTED
+    if view.reason == PauseReason.INTERNAL_ERROR:
+        return EXIT_FAILED
     if view.reason == PauseReason.ENGINE_FAILED and not view.rows_ok + view.rows_failed - view.rows_rejected:
         return EXIT_FAILED  # it never ran a row
     return EXIT_PAUSED

@@ -198,6 +198,7 @@ def _jobs() -> None:
         sa.Column("cancelling", sa.Float(), nullable=True),
         sa.Column("announced", sa.Integer(), server_default="0", nullable=False),
         sa.Column("bytes", sa.BigInteger(), server_default="0", nullable=False),
+        sa.Column("internal_errors", sa.Integer(), server_default="0", nullable=False),
         sa.Column("compacted", sa.Float(), nullable=True),
         sa.PrimaryKeyConstraint("id"),
     )
