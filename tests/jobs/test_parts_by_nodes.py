@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,23 +17,34 @@ from fakes.s3_server import bucket_client, s3_environment, s3_server
 from finished_job import FinishedJob, quiet, write_requests
 from msgspec.structs import replace
 
-from batchmill.errors import BatchmillError
+from batchmill.errors import BatchmillError, StorageFailed
 from batchmill.executors.ray import frames
 from batchmill.executors.ray.frames import RunTask, TaskEnded
 from batchmill.executors.ray.node_tasks import run_task
 from batchmill.executors.ray.shared_store import SharedStore
 from batchmill.executors.ray.tasks import RayTasks
 from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.results import part_writers
 from batchmill.jobs.results.gathering import gather
 from batchmill.jobs.results.output_folders import Part, PartManifest, decode_manifest
 from batchmill.jobs.results.part_orders import PartOrder, PartsOrder, Written
-from batchmill.jobs.results.part_writers import CHECK, FAILED_MAX, PART, TRIES_MAX, Nodes, can_use_nodes, checked
+from batchmill.jobs.results.part_writers import (
+    CHECK,
+    CODE_CHARS_MAX,
+    FAILED_MAX,
+    PART,
+    TRIES_MAX,
+    Nodes,
+    can_use_nodes,
+    checked,
+)
 from batchmill.jobs.results.parts_run import PartsRun
-from batchmill.jobs.results.results import GatherOrder
+from batchmill.jobs.results.results import CAUSES_MAX, GatherOrder
 from batchmill.store import segment_objects
 from batchmill.store.database import Database
 from batchmill.store.object_files import ObjectFiles
 from batchmill.store.objects import StoreObjects
+from batchmill.store.segments import SAMPLE_CHARS_MAX
 from batchmill.store.sqlite import SqliteBackend
 from batchmill.types import RowError, SegmentPlace
 from batchmill.types.connectors import Storage
@@ -42,6 +55,7 @@ OUTPUT = f"s3://{BUCKET}/out/"
 FAILED = {1, 6}
 CONTENTS = ["a", "b", "a", "c", "b", "a", "d", "e", "c", "f", "g", "h"]
 ROWS, PART_ROWS = len(CONTENTS), 3
+WAIT_S = 20.0
 encode = msgspec.json.encode
 
 
@@ -233,12 +247,12 @@ async def test_nodes_that_cannot_write(stage: Stage) -> None:
     assert FAILED_MAX <= len(stage.node.served) < ROWS and rewritten(stage) == ROWS // PART_ROWS
 
 
-def lying(change: Callable[[Written], Written], number: int = 0) -> Callable[[bytes], bytes]:
-    """What a node says of one part instead of the truth."""
+def lying(change: Callable[[Written], Written], number: int | None = 0) -> Callable[[bytes], bytes]:
+    """What a node says of one part, or of all, instead of the truth."""
 
     def changed(reply: bytes) -> bytes:
         written = msgspec.json.decode(frames.task_replies.decode(reply).answer, type=Written)
-        if written.part.first == number * PART_ROWS:
+        if number is None or written.part.first == number * PART_ROWS:
             written = change(written)
         return frames.encode(frames.TaskReply(encode(written)))
 
@@ -307,12 +321,66 @@ def test_what_cannot_describe_a_part() -> None:
     wrong: list[bytes] = [b"", b"\xff", b"{}", encode({"part": None}), encode(replace(right, errors=None))]
     wrong += [encode(replace(right, failed=number)) for number in (-1, 0, 4)]
     wrong += [encode(replace(right, causes=causes)) for causes in ({}, {"a": (2, "")}, {"a": (2, ""), "b": (-1, "")})]
+    wrong.append(encode(replace(right, causes={"c" * (CODE_CHARS_MAX + 1): (1, "")})))
     for change in ({"name": "x"}, {"first": 0}, {"end": 7}, {"rows": 3}, {"bytes": -1}, {"sha256": "f" * 63 + "g"}):
         wrong.append(encode(replace(right, part=replace(part, **change))))
         wrong.append(encode(replace(right, errors=replace(errors, **change))))
     for answer in wrong:
         with pytest.raises(BatchmillError, match="a node sent what"):
             checked(answer, order)
+    long = replace(right, causes={"code": (1, "x" * 2**20)})
+    assert checked(encode(long), order).causes == {"code": (1, "x" * SAMPLE_CHARS_MAX)}
+
+
+def test_a_node_names_so_many_error_codes() -> None:
+    """They are kept in memory and stored: a node that was taken over fills neither."""
+    gathering = GatherOrder("d", ["p"], SegmentPlace("s"), [], OpenAIForm(), OUTPUT)
+    parts = PartsOrder(gathering, JOB, 0, "0" * 8, "scratch", None, "", kind="csv")
+    for codes in (CAUSES_MAX + 1, CAUSES_MAX + 2):
+        part = Part(f"part-00000-{'a' * 20}-{'0' * 8}.csv", 0, codes, codes, 10, "f" * 64)
+        answer = encode(Written(part, None, codes, {f"code{number}": (1, "") for number in range(codes)}))
+        with nullcontext() if codes == CAUSES_MAX + 1 else pytest.raises(BatchmillError, match="a node sent what"):
+            checked(answer, PartOrder(parts, 0, 0, codes))
+
+
+async def test_an_attempt_that_fails(stage: Stage) -> None:
+    """What it had put into the store for the nodes goes with it, and the failure is the part's own."""
+
+    async def write(target: str, order: bytes, progress: Callable[[float], None], **_: Any) -> bytes:
+        if target == PART:
+            raise StorageFailed("no room for parts")
+        return await offload(target, order, progress)
+
+    stage.run_rest()
+    stage.node.change = lambda _: frames.encode(frames.TaskReply(flaw="the store refuses the credentials"))
+    offload, stage.offload = stage.offload, write
+    with pytest.raises(StorageFailed, match="no room for parts"):
+        await stage.parts()
+    assert not list(stage.objects_of_job.list("jobs/" + JOB + "/parts-"))
+
+
+async def test_parts_are_written_again_side_by_side(stage: Stage) -> None:
+    """A cluster that lies about all parts of a large job does not make its owner write them one after the other."""
+    begun = asyncio.Event()
+    running = 0
+
+    async def write(target: str, order: bytes, progress: Callable[[float], None], **_: Any) -> bytes:
+        nonlocal running
+        if target == PART:
+            running += 1
+            if running == 2:
+                begun.set()
+            async with asyncio.timeout(WAIT_S):
+                await begun.wait()
+        return await offload(target, order, progress)
+
+    stage.run_rest()
+    stage.node.change = lying(lambda written: replace(written, part=replace(written.part, bytes=0)), number=None)
+    offload, stage.offload = stage.offload, write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part_writers.os, "sched_getaffinity", lambda _: {0, 1})
+        await stage.gather()
+    assert rewritten(stage) == ROWS // PART_ROWS
 
 
 def test_what_nodes_cannot_read_or_write(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from batchmill.types import RowError, SegmentRef, Usage
 
 assert sys.byteorder == "little", "segments are written in the machine's own order, which must be little endian"
 
+SAMPLE_CHARS_MAX = 500  # of the message that is kept for an error code
 FILE_MAGIC = b"BMSEG\x00\x00\x01"
 BLOCK_MAGIC = b"BMBK"
 VERSION = 1
@@ -400,7 +401,7 @@ def error_meta(errors: Sequence[RowError], usage: Usage) -> BlockMeta:
     samples: dict[str, str] = {}
     for error in errors:
         counts[error.code] = counts.get(error.code, 0) + 1
-        samples.setdefault(error.code, error.message[:500])
+        samples.setdefault(error.code, error.message[:SAMPLE_CHARS_MAX])
     return BlockMeta(usage, counts, samples)
 
 

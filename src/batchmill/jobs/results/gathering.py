@@ -18,14 +18,13 @@ from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger.files import Digest
 from batchmill.jobs.ledger.plan import Progress
 from batchmill.jobs.results.result_lines import ResultLines
-from batchmill.jobs.results.results import GatherOrder, Learned, Manifest, ResultFile, output_kind
+from batchmill.jobs.results.results import CAUSES_MAX, GatherOrder, Learned, Manifest, ResultFile, output_kind
 from batchmill.jobs.results.row_windows import RowIndex, RowWindows, Window
 from batchmill.optional import require
 from batchmill.ports import SegmentSource
 from batchmill.wire.forms import Form
 
 INDEX_SHARE = 0.3  # of the progress
-CAUSES_MAX = 1000  # distinct error codes
 OTHER = "other"
 
 TABLES = {"csv": "batchmill.jobs.results.result_columns", "parquet": "batchmill.jobs.results.result_parquet"}

@@ -17,7 +17,6 @@ from batchmill.datasets.sealed import load_seal
 from batchmill.errors import LedgerBroken, StorageFailed, Unavailable
 from batchmill.jobs.ledger.plan import PlanReader, Progress
 from batchmill.jobs.results.gathering import (
-    CAUSES_MAX,
     OTHER,
     Index,
     Tally,
@@ -36,7 +35,7 @@ from batchmill.jobs.results.output_folders import (
 )
 from batchmill.jobs.results.part_orders import Indexed, PartOrder, PartsOrder, PublishOrder, Written
 from batchmill.jobs.results.result_lines import LineFile
-from batchmill.jobs.results.results import GatherOrder, Learned, Manifest, ResultFile
+from batchmill.jobs.results.results import CAUSES_MAX, GatherOrder, Learned, Manifest, ResultFile
 from batchmill.jobs.results.row_windows import RowIndex, RowWindows, SavedRowIndex
 from batchmill.optional import require
 

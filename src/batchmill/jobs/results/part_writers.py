@@ -12,9 +12,9 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -26,8 +26,10 @@ from batchmill.errors import BatchmillError
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.results.output_folders import Part, part_name
 from batchmill.jobs.results.part_orders import CheckOrder, PartOrder, PartsOrder, Written
+from batchmill.jobs.results.results import CAUSES_MAX
 from batchmill.object_store.urls import is_object_url
 from batchmill.ports import NodeTasks
+from batchmill.store.segments import SAMPLE_CHARS_MAX
 from batchmill.store.stored_files import StoredFiles
 from batchmill.types.cluster import TASK_FAILED, TASK_LOST, NodeWork
 from batchmill.wire.job_spec import JobSpec
@@ -41,7 +43,10 @@ PARTS_AT_ONCE_MAX = 8  # children, and parts on the local disk; fewer on a machi
 TRIES_MAX = 3  # of a part whose node or process is lost; then it is written here
 FAILED_MAX = 3  # parts that nodes could not write; then all others are written here
 SCRATCH = "parts-"  # what the names of folders of attempts begin with
+CODE_CHARS_MAX = 256  # of an error code that a node names
 _SHA256 = re.compile("[0-9a-f]{64}")
+
+Reply = TypeVar("Reply")
 
 
 class PartWriters(Protocol):
@@ -53,8 +58,11 @@ class PartWriters(Protocol):
     async def write(self, order: PartOrder) -> Written:
         """Write a part. It is in its place then, and nothing names it. Cancelling ends what writes it."""
 
-    async def close(self, orders: Sequence[PartOrder], written: Sequence[Written]) -> list[Written]:
+    async def check(self, orders: list[PartOrder], written: list[Written]) -> list[Written]:
         """Called after the last part. Returns: the parts that the manifest may name."""
+
+    async def close(self) -> None:
+        """Called at the end of every attempt. It raises nothing that would hide why the attempt failed."""
 
 
 class LocalWriters:
@@ -71,8 +79,11 @@ class LocalWriters:
         answer = await self._offload(PART, msgspec.json.encode(order), lambda _: None)
         return msgspec.json.decode(answer, type=Written)
 
-    async def close(self, orders: Sequence[PartOrder], written: Sequence[Written]) -> list[Written]:
-        return list(written)
+    async def check(self, orders: list[PartOrder], written: list[Written]) -> list[Written]:
+        return written
+
+    async def close(self) -> None:
+        return
 
 
 class Nodes(Struct, frozen=True, eq=False):
@@ -159,17 +170,54 @@ class NodeWriters:
             else:
                 return checked(answer, replace(order, parts=parts))
 
-    async def close(self, orders: Sequence[PartOrder], written: Sequence[Written]) -> list[Written]:
+    async def check(self, orders: list[PartOrder], written: list[Written]) -> list[Written]:
         """Write the parts again, here, that are not what the index and the store say."""
         found = list(written)
         check = CheckOrder(self._order, {number: found[number] for number in sorted(self._by_nodes)})
         if check.written:
             answer = await self._offload(CHECK, msgspec.json.encode(check), lambda _: None)
-            for number in msgspec.json.decode(answer, type=list[int]):
+            wrong = msgspec.json.decode(answer, type=list[int])
+            for number in wrong:
                 log.warning("part %d of job %s is not what its node says: it is written again", number, self._spec.id)
-                found[number] = await self._here(orders[number])
-        await self._nodes.stored.remove(Path(self._order.scratch))
+            again = await each(
+                self._here, [orders[number] for number in wrong], self._local.at_once, lambda _: None
+            )  # fmt: skip
+            for number, part in zip(wrong, again, strict=True):
+                found[number] = part
         return found
+
+    async def close(self) -> None:
+        """Remove the index from the store."""
+        try:
+            await self._nodes.stored.remove(Path(self._order.scratch))
+        except BatchmillError as error:
+            log.warning(
+                "the index of the parts of job %s stays in the object store until the job is removed: %s",
+                self._spec.id, error.message,
+            )  # fmt: skip
+
+
+async def each(
+    work: Callable[[PartOrder], Awaitable[Reply]], orders: list[PartOrder], at_once: int,
+    progress: Callable[[float], None],
+) -> list[Reply]:  # fmt: skip
+    """The replies to all orders, in their order; so many are worked on at once. One that fails ends the others."""
+    waiting = iter(enumerate(orders))
+    replies: dict[int, Reply] = {}
+
+    async def serve() -> None:
+        for number, order in waiting:
+            replies[number] = await work(order)
+            progress(len(replies) / len(orders))
+
+    tasks = [asyncio.create_task(serve()) for _ in range(min(at_once, len(orders)))]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return [replies[number] for number in range(len(orders))]
 
 
 def checked(answer: bytes, order: PartOrder) -> Written:
@@ -188,11 +236,14 @@ def checked(answer: bytes, order: PartOrder) -> Written:
         and (written.errors is not None) == (errors_apart and written.failed > 0)
         and sum(count for count, _ in written.causes.values()) == written.failed
         and all(count > 0 for count, _ in written.causes.values())
+        and len(written.causes) <= CAUSES_MAX + 1  # and `OTHER`
+        and all(len(code) <= CODE_CHARS_MAX for code in written.causes)
         and all(_is_file_of(order, *each) for each in files)
     )
     if not is_sound:
         raise BatchmillError(f"a node sent what does not describe part {order.number}", code=TASK_FAILED)
-    return written
+    causes = {code: (count, sample[:SAMPLE_CHARS_MAX]) for code, (count, sample) in written.causes.items()}
+    return replace(written, causes=causes)
 
 
 def _is_file_of(order: PartOrder, part: Part, prefix: str, rows: int) -> bool:

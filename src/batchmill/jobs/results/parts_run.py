@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -13,7 +13,7 @@ from msgspec import Struct
 from batchmill.children.offload import Offload
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.results.part_orders import Indexed, PartOrder, PartsOrder, PublishOrder
-from batchmill.jobs.results.part_writers import LocalWriters, Nodes, NodeWriters, PartWriters, can_use_nodes
+from batchmill.jobs.results.part_writers import LocalWriters, Nodes, NodeWriters, PartWriters, can_use_nodes, each
 from batchmill.jobs.results.results import GatherOrder, Learned, Manifest, merged
 from batchmill.wire.job_spec import JobSpec
 
@@ -59,11 +59,14 @@ class PartsRun:
             learned, done = merged(found), INDEX_SHARE + LEARN_SHARE
         parts = [msgspec.structs.replace(part, learned=learned) for part in parts]
         writers = await self._writers(order, indexed)
-        await writers.open()
-        written = await each(
-            writers.write, parts, writers.at_once, lambda share: progress(done + (1 - done) * share)
-        )  # fmt: skip
-        written = await writers.close(parts, written)
+        try:
+            await writers.open()
+            written = await each(
+                writers.write, parts, writers.at_once, lambda share: progress(done + (1 - done) * share)
+            )  # fmt: skip
+            written = await writers.check(parts, written)
+        finally:
+            await writers.close()
         return await self._call(PUBLISH, PublishOrder(order, indexed, written), Manifest, lambda _: None)
 
     async def _writers(self, order: PartsOrder, indexed: Indexed) -> PartWriters:
@@ -78,26 +81,3 @@ class PartsRun:
 
     async def _call(self, target: str, order: Struct, reply: type[Reply], progress: Callable[[float], None]) -> Reply:
         return msgspec.json.decode(await self._offload(target, msgspec.json.encode(order), progress), type=reply)
-
-
-async def each(
-    work: Callable[[PartOrder], Awaitable[Reply]], orders: list[PartOrder], at_once: int,
-    progress: Callable[[float], None],
-) -> list[Reply]:  # fmt: skip
-    """The replies to all orders, in their order; so many are worked on at once. One that fails ends the others."""
-    waiting = iter(enumerate(orders))
-    replies: dict[int, Reply] = {}
-
-    async def serve() -> None:
-        for number, order in waiting:
-            replies[number] = await work(order)
-            progress(len(replies) / len(orders))
-
-    tasks = [asyncio.create_task(serve()) for _ in range(min(at_once, len(orders)))]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return [replies[number] for number in range(len(orders))]

@@ -23,6 +23,7 @@ from batchmill.wire.forms import Form
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
 COLUMNS_MAX = 10_000  # of a table of results
+CAUSES_MAX = 1000  # distinct error codes that are counted
 COMPRESSED = (".gz", ".zst")
 PART_KINDS = ("jsonl", "csv", "parquet")
 STORED = ("jsonl", "csv", "parquet", "jsonl.gz", "jsonl.zst", "csv.gz", "csv.zst")  # what a job may keep with itself
