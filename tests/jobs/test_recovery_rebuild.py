@@ -11,6 +11,7 @@ from ledgered_job import LedgeredJob
 from batchmill.errors import InvalidTransition, LedgerBroken
 from batchmill.jobs.repair import rebuild
 from batchmill.states import JobState
+from batchmill.store.tables import shards
 
 ROWS = 20
 
@@ -93,6 +94,21 @@ def test_a_sound_ledger_stays_as_it_is(job):
     assert [commit.offset for commit in after.commits] == [commit.offset for commit in before.commits]
     assert all(new.epoch > old.epoch for new, old in zip(after.shards, before.shards, strict=True))
     assert job.ledger.errors("job")["went_wrong"][0] == 2
+
+
+@pytest.mark.parametrize("changes", [{"hi": 5 + (1 << 62)}, {"hi": 5 ^ 4}, {"lo": 1 << 62}])
+def test_a_damaged_shard_record_costs_no_memory(job, changes):
+    """A flipped bit in the bounds of a shard is found by an audit, and a rebuild mends it."""
+    run_all(job)
+    before = job.ledger.snapshot("job")
+    with job.ledger.database.writer.begin() as db:
+        db.execute(shards.update().where(shards.c.shard == 0).values(**changes))
+    assert "generation 0, shard 0: positions" in "\n".join(job.verify().broken)
+    rebuilt = job.rebuild()
+    assert (rebuilt.adopted, rebuilt.reopened, rebuilt.damaged) == (0, 0, [])
+    after = job.ledger.snapshot("job").shards
+    assert [(each.lo, each.hi, each.bitmap) for each in after] == [(s.lo, s.hi, s.bitmap) for s in before.shards]
+    assert job.verify().broken == []
 
 
 def test_what_counted_is_preferred_to_what_did_not(job):

@@ -46,11 +46,12 @@ class ShardRecord(Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def read(cls, *columns: Any) -> ShardRecord:
-        """From the ledger, which stores every bit."""
+        """From the ledger, which stores every bit. Its columns may be damaged: only a bitmap of its length is full."""
         *others, bitmap = columns
-        record = cls(*others, b"")
-        is_full = int.from_bytes(bitmap, "little") == record.bits
-        return record if is_full else msgspec.structs.replace(record, bitmap=bitmap or b"\0")
+        record = cls(*others, bitmap or b"\0")
+        rows = record.hi - record.lo
+        is_full = rows > 0 and len(bitmap) == -(-rows // 8) and record.bits == (1 << rows) - 1
+        return msgspec.structs.replace(record, bitmap=b"") if is_full else record
 
     @staticmethod
     def packed(bits: int, shard: Shard) -> bytes:
