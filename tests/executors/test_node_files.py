@@ -15,7 +15,7 @@ import pytest
 from batchmill.errors import ModelFailed, StorageFailed
 from batchmill.executors.ray import frames, node_files
 from batchmill.executors.ray.frames import Left, LeftSegment, NodeOrder
-from batchmill.executors.ray.node_cache import WORK, NodeCache, cache_folder, collect
+from batchmill.executors.ray.node_cache import LOCK, NEW, WORK, NodeCache, cache_folder, collect
 from batchmill.executors.ray.node_channel import NodeChannel
 from batchmill.executors.ray.node_files import LIVE, NodeFiles
 from batchmill.executors.ray.shared_store import keep_left
@@ -196,6 +196,22 @@ async def test_adapters_of_live_requests(
         assert isinstance(answer, AnswerLive)
         assert (Path(answer.request.adapter_place) / "text").read_text() == "abc"[number]
     assert [files.has(LIVE, [each]) for each in adapters] == [True, False, True]
+
+
+def test_what_a_killed_task_left(store: str, tmp_path: Path) -> None:
+    """The next task removes it, and nothing of a task that runs or of one that makes its folder."""
+    cache = cache_of(store, tmp_path)
+    killed, fd = cache.enter_task()
+    (killed / "part").write_text("rows")
+    os.close(fd)  # as the kernel does
+    running, _ = cache.enter_task()
+    made = running.with_name(NEW + "begun")
+    made.mkdir()
+    (made / LOCK).touch()
+    worker, worker_fd = cache.enter("w1")
+    os.close(worker_fd)  # its owner has an hour to collect what it left
+    cache.enter_task()
+    assert not killed.exists() and running.exists() and made.exists() and worker.exists()
 
 
 def test_what_a_dead_worker_left(files: NodeFiles, store: str, tmp_path: Path) -> None:

@@ -80,6 +80,11 @@ async def test_what_comes_from_a_node_is_not_trusted(tmp_path: Path) -> None:
         with pytest.raises(BatchmillError) as raised:
             await running
         assert raised.value.code == TASK_FAILED
+    (running,) = await begun(tasks, cluster)
+    tasks.receive(TaskEnded(cluster.sent.pop().id, why="RuntimeError: \x1b[2J\n2026-01-01 another line of the log"))
+    with pytest.raises(Unavailable) as raised:
+        await running
+    assert raised.value.message.isprintable()
 
 
 @pytest.mark.parametrize("is_trusted", [True, False])
@@ -128,6 +133,6 @@ def test_a_task_on_its_node(tmp_path: Path, order: bytes, flaw: str) -> None:
     reply = frames.task_replies.decode(run_task(frames.encode(sent)))
     assert reply.flaw == flaw
     assert flaw or Path(reply.answer.decode()).is_relative_to(cache)
-    assert not list(cache.glob("*/workers/*"))
+    assert not list(cache.glob("*/workers/*")) and not list(cache.glob("*/tasks/*"))
     other = msgspec.structs.replace(sent, version="0.0.0")
     assert "install the same version on every node" in frames.task_replies.decode(run_task(frames.encode(other))).flaw

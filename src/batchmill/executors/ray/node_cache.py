@@ -14,6 +14,7 @@ import random
 import shutil
 import stat
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
@@ -30,6 +31,7 @@ LOG_BYTES_MAX = 64 * 1024
 RETRY_S = 0.05  # at most, until a lock that others have is tried again
 SUSPECT_BYTES_MAX = 64  # a position
 SEGMENTS, LOCK = "segments", "lock"  # in the folder of a worker
+NEW = "new-"  # what the name of a task's folder begins with until it is locked
 
 
 class NodeCache:
@@ -43,7 +45,7 @@ class NodeCache:
 
     def __init__(self, folder: Path, objects: Objects, cache_bytes: int) -> None:
         self._folder, self._objects, self._cache_bytes = folder, objects, cache_bytes
-        for name in ("locks", "copies", "workers"):
+        for name in ("locks", "copies", "workers", "tasks"):
             (folder / name).mkdir(mode=0o700, exist_ok=True)
 
     def hold(self, file: StoredFile) -> tuple[Path, int]:
@@ -113,20 +115,39 @@ class NodeCache:
         """Make the folder of a worker. Returns it, and a descriptor: it is the worker's until that is closed."""
         self._sweep()
         home = home_of(self._folder, worker)
-        home.mkdir(mode=0o700, exist_ok=True)
-        fd = os.open(home / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        return home, _made(home)
+
+    def enter_task(self) -> tuple[Path, int]:
+        """As `enter`, for a task. Nobody collects what it leaves: the next one on the node removes it."""
+        self._sweep()
+        home = self._folder / "tasks" / uuid.uuid4().hex
+        made = home.with_name(NEW + home.name)
+        fd = _made(made)
+        made.rename(home)
         return home, fd
 
     def _sweep(self) -> None:
-        """Remove what workers left that died long ago, with their node's Ray or with their owner."""
-        for home in (self._folder / "workers").iterdir():
+        """Remove what tasks left, and workers that died long ago, with their node's Ray or with their owner."""
+        for home in (*(self._folder / "workers").iterdir(), *(self._folder / "tasks").iterdir()):
             with contextlib.suppress(OSError):
-                if time.time() - max(each.stat().st_mtime for each in (home, *home.iterdir())) < LEFT_S:
+                is_task = home.parent.name == "tasks" and not home.name.startswith(NEW)
+                if not is_task and _age_s(home) < LEFT_S:
                     continue
                 with _locked(home / LOCK) as is_mine:
                     if is_mine:
                         shutil.rmtree(home, ignore_errors=True)
+
+
+def _made(home: Path) -> int:
+    """Make a folder. Returns: what holds its lock."""
+    home.mkdir(mode=0o700, exist_ok=True)
+    fd = os.open(home / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd
+
+
+def _age_s(home: Path) -> float:
+    return time.time() - max(each.stat().st_mtime for each in (home, *home.iterdir()))
 
 
 def _lock_alone(fd: int) -> bool:
@@ -221,4 +242,4 @@ def _work(copy: Path) -> Path:
     return copy.with_name(copy.name + WORK)
 
 
-__all__ = ["LOCK", "SEGMENTS", "NodeCache", "cache_folder", "collect", "home_of"]
+__all__ = ["LOCK", "NEW", "SEGMENTS", "NodeCache", "cache_folder", "collect", "home_of"]

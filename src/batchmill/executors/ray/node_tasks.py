@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import uuid
 
 from batchmill import __version__
 from batchmill.errors import BatchmillError
@@ -42,7 +41,7 @@ def _run(order: TaskOrder) -> bytes:
         cache = NodeCache(
             cache_folder(order.node.cache, storage.url), StoreObjects(storage.url), order.node.cache_bytes
         )  # fmt: skip
-        home, fd = cache.enter(f"task-{uuid.uuid4().hex}")
+        home, fd = cache.enter_task()
         held = [fd]
         try:
             moved = {}

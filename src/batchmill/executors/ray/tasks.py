@@ -51,7 +51,8 @@ class RayTasks:
                 raise Unavailable("the Ray cluster does not reply", code="cluster_unavailable") from None
             ended = await self._run(self._order(work), work.term)
         if ended.why:
-            raise Unavailable(f"a task on a node ended: {ended.why}", code=TASK_LOST if ended.is_lost else TASK_FAILED)
+            code = TASK_LOST if ended.is_lost else TASK_FAILED
+            raise Unavailable(f"a task on a node ended: {ended.why!r}", code=code)
         try:
             reply = frames.task_replies.decode(ended.reply)
         except msgspec.MsgspecError as error:
