@@ -164,3 +164,27 @@ async def test_a_note_waits_for_what_was_put_before_it(job):
     assert job.ledger.lease("job", 0, job.shard(0)).notes == {"a": b"1"}
     commit_log.close()
     await asyncio.sleep(0)
+
+
+async def test_a_note_nobody_can_store_stays_its_own_trouble(job):
+    """A note that makes the ledger fail in any way hears of it, and so does a callback that fails; the others go on."""
+    commit_log, result, heard = CommitLog(job.ledger), Told(), []
+    lease = job.ledger.lease("job", 0, job.shard(0)).lease
+    bad = note(lease, "bad", ["no bytes"])  # type: ignore[arg-type]
+
+    def hears_badly(answer: object) -> None:
+        heard.append(answer)
+        if len(heard) == 1:
+            raise ValueError("deaf")
+
+    await commit_log.note(note(lease, "a", b"1"), result.callback("a"))
+    await commit_log.note(bad, result.callback("bad"))
+    await commit_log.note(note(lease, "deaf", b"2"), hears_badly)
+    await commit_log.note(note(lease, "b", b"3"), result.callback("b"))
+    await commit_log.settle()
+    (a, failed, b), (stored, broken) = result, heard
+    assert (a, b, stored) == (("a", True), ("b", True), True)
+    assert isinstance(failed[1], LedgerBroken) and isinstance(broken, LedgerBroken) and "deaf" in broken.message
+    assert job.ledger.lease("job", 0, job.shard(0)).notes == {"a": b"1", "deaf": b"2", "b": b"3"}
+    commit_log.close()
+    await asyncio.sleep(0)

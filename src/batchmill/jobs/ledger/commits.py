@@ -97,7 +97,10 @@ class CommitLog:
         await self._put(_Entry(commit, cost, callback))
 
     async def note(self, note: ShardNote, callback: NoteCallback) -> None:
-        """Queue a note, once there is room; `told` is called on the event loop with whether it is stored."""
+        """Queue a note, once there is room; `callback` is called on the event loop with whether it is stored.
+
+        If `callback` raises, it is called again with LedgerBroken.
+        """
         await self._put(_NoteEntry(note, callback))
 
     async def settle(self) -> None:
@@ -153,19 +156,39 @@ class CommitLog:
             self._resolve(entry, verdict)
 
     async def _keep(self, entries: Sequence[_NoteEntry]) -> None:
-        """Write notes in one transaction, except those of a lease whose outcomes could not be counted."""
-        wanted = [entry for entry in entries if entry.note.lease not in self._refused]
-        kept: dict[int, bool | BatchmillError] = {}
-        if wanted:
-            try:
-                answers = await self.write(self.ledger.keep_notes, [entry.note for entry in wanted])
-                faults.point("after_note")
-                kept = {id(entry): is_kept for entry, is_kept in zip(wanted, answers, strict=True)}
-            except BatchmillError as error:
-                kept = {id(entry): error for entry in wanted}
+        """Write notes in one transaction, except those of a lease whose outcomes could not be counted.
+
+        If that fails, one by one, so that an error stays with its shard.
+        """
+        wanted = []
         for entry in entries:
-            self._batch.remove(entry)
-            entry.callback(kept.get(id(entry), False))
+            if entry.note.lease in self._refused:
+                self._resolve_note(entry, False)
+            else:
+                wanted.append(entry)
+        if not wanted:
+            return
+        try:
+            answers = await self.write(self.ledger.keep_notes, [entry.note for entry in wanted])
+        except Exception as error:  # a bug over one note must not end the line for all jobs
+            if len(wanted) > 1 and not isinstance(error, DatabaseUnavailable):
+                for entry in wanted:
+                    await self._keep([entry])
+                return
+            if not isinstance(error, BatchmillError):
+                error = _bug("a note could not be stored", error)
+            answers = [error] * len(wanted)
+        else:
+            faults.point("after_note")
+        for entry, answer in zip(wanted, answers, strict=True):
+            self._resolve_note(entry, answer)
+
+    def _resolve_note(self, entry: _NoteEntry, answer: bool | BatchmillError) -> None:
+        self._batch.remove(entry)
+        try:
+            entry.callback(answer)
+        except Exception as error:  # as of a commit
+            entry.callback(_bug("what a note sets off failed", error))
 
     def _resolve(self, entry: _Entry, verdict: Verdict | BatchmillError) -> None:
         self._batch.remove(entry)
