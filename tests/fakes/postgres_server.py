@@ -10,12 +10,12 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import psycopg
+from fakes.own_folders import make_folder
 
 USER = "batchmill"
 START_S = 60.0
@@ -50,11 +50,21 @@ class PostgresServer:
     def __init__(self, *settings: str) -> None:
         """Args: settings: of postgresql.conf, like "fsync=off"."""
         self._programs, self._user = find_programs(), user()
-        self.folder = Path(tempfile.mkdtemp(prefix="batchmill-postgres-"))
-        if self._user is not None:
-            os.chown(self.folder, pwd.getpwnam(self._user).pw_uid, -1)
         self._settings = settings or FAST
         self._process: subprocess.Popen[bytes] | None = None
+        self.folder = make_folder("batchmill-postgres")
+        atexit.register(self.close)
+        try:
+            self._create()
+            self.start()
+        except BaseException:  # a test that was interrupted: the next one makes another server
+            self.close()
+            raise
+
+    def _create(self) -> None:
+        """Create its files, and choose its port."""
+        if self._user is not None:
+            os.chown(self.folder, pwd.getpwnam(self._user).pw_uid, -1)
         initdb = [
             self._programs / "initdb", "-D", self.folder / "data", "-U", USER, "-A", "trust", "-E", "UTF8",
             "--locale=C", "--no-sync",
@@ -64,8 +74,6 @@ class PostgresServer:
         with contextlib.closing(socket.socket()) as sock:
             sock.bind(("127.0.0.1", 0))
             self.port = sock.getsockname()[1]
-        atexit.register(self.close)
-        self.start()
 
     def start(self) -> None:
         """Start it, and return once it answers."""

@@ -15,16 +15,18 @@ import inspect
 import os
 import pickle
 import select
+import shutil
 import socket
 import stat
 import struct
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any
+
+from fakes.own_folders import make_folder
 
 import batchmill
 
@@ -39,6 +41,7 @@ MAIN = Path(batchmill.__file__).with_name("__main__.py")
 SCRIPT = Path(sysconfig.get_path("scripts")) / "batchmill"
 REAL_POPEN = subprocess.Popen
 STATUS = struct.Struct("!i")
+STOP_S = 10.0
 
 # Starts fast with -S -E: forwards its arguments and descriptors, and the signals that a shell sends. Its command ends
 # with it, so that a test that kills a shell's process group leaves nothing behind.
@@ -79,7 +82,7 @@ class Preloaded:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder = ""
+        self._folder = Path()
         self._environ: dict[str, str] = {}
 
     @property
@@ -87,20 +90,29 @@ class Preloaded:
         """The server's socket, once it listens."""
         with self._lock:
             if self._process is None:
-                self._folder = tempfile.mkdtemp(prefix="batchmill-tests-")
+                self._folder = make_folder("batchmill-tests")
                 self._environ = dict(os.environ)
-                process = REAL_POPEN(
-                    [sys.executable, str(SERVER), self._address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-                )
-                assert process.stdout is not None
                 try:
-                    assert process.stdout.readline() == b"ready\n", "the preloaded process did not start"
+                    process = self._start()
+                    atexit.register(self._stop, os.getpid())
                 except BaseException:  # a test that was interrupted: the next one starts another server
-                    process.kill()
+                    shutil.rmtree(self._folder)
                     raise
                 self._process = process
-                atexit.register(self._stop, os.getpid())
         return self._address
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        process = REAL_POPEN(
+            [sys.executable, str(SERVER), self._address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n", "the preloaded process did not start"
+        except BaseException:
+            process.kill()
+            process.communicate()  # it makes no socket any more
+            raise
+        return process
 
     @property
     def _address(self) -> str:
@@ -143,10 +155,12 @@ class Preloaded:
             return
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._process.wait(10)
-        self._process.stdout.close()
-        Path(self._address).unlink(missing_ok=True)
-        os.rmdir(self._folder)
+        try:
+            self._process.wait(STOP_S)
+        finally:
+            self._process.kill()
+            self._process.stdout.close()
+            shutil.rmtree(self._folder)
 
 
 def _read_at_start(environ: dict[str, str]) -> dict[str, str]:
