@@ -376,6 +376,38 @@ def test_a_lock_that_another_user_has_left(mode, is_free):
         assert folder.names(bool) == ["manifest.json" if is_free else ".manifest.lock"]
 
 
+def test_a_lock_that_cannot_be_removed():
+    """In a folder where users remove only their own files, another user's lock is taken, stays, and is free again."""
+    with tempfile.TemporaryDirectory() as name:
+        lock = Path(name, ".manifest.lock")
+        lock.touch()
+        lock.chmod(0o444)
+        Path(name).chmod(0o1777)
+        with no_root():
+            folder = LocalFolder(f"{name}/", lock_s=0)
+            folder.put_manifest(b"{}", scratch="s.json", replaced=None)
+            folder.put_manifest(b"[]", scratch="s.json", replaced=folder.read_manifest().info)
+        assert folder.read_manifest().data == b"[]"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "readable pipe", "link", "folder"])
+def test_a_lock_that_is_no_file(kind):
+    """A pipe, a link or a folder of that name is named, with the way out; nobody waits for its other end."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        lock = Path(name, ".manifest.lock")
+        if "pipe" in kind:
+            os.mkfifo(lock)
+            lock.chmod(0o444 if kind == "readable pipe" else 0o666)
+        elif kind == "link":
+            lock.symlink_to("elsewhere")
+        else:
+            lock.mkdir()
+        with no_root(), pytest.raises(StorageFailed, match="lock is no regular file: delete it"):
+            LocalFolder(f"{name}/", lock_s=0).put_manifest(b"{}", scratch="s.json", replaced=None)
+        assert os.listdir(name) == [".manifest.lock"]
+
+
 def test_a_new_folder_is_durable(tmp_path, monkeypatch):
     """The name of the folder is synced in its parent before a part is in it."""
     synced: list[str] = []

@@ -10,10 +10,12 @@ them can publish no more.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 MANIFEST_BYTES_MAX = 64 * 1024 * 1024  # about 150,000 parts
 READS_MAX = 5  # of a manifest that is replaced while it is read
 LOCK_NAME = ".manifest.lock"  # exists while a manifest of a local folder is replaced
+NO_FILE = frozenset({errno.ELOOP, errno.EISDIR, errno.ENXIO})  # of what is opened: a link, a folder, a socket
 LOCK_S, LOCK_PAUSE_S = 60.0, 0.05  # how long another process may hold it; between two tries
 _NAME = re.compile(
     r"(?:part|errors|manifest)-(?:[0-9]{5,}-)?([0-9a-f]{20})-[0-9a-f]{8}\.(?:jsonl?|csv|parquet)(?:\.part)?"
@@ -188,8 +191,11 @@ class LocalFolder:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
-            os.close(fd)
+            try:
+                with suppress(PermissionError):  # another user's, in a folder where each user removes only their own
+                    path.unlink(missing_ok=True)
+            finally:
+                os.close(fd)
 
     def names(self, is_wanted: Callable[[str], bool]) -> list[str]:
         if not self._home.exists():
@@ -241,21 +247,9 @@ class ObjectFolder:
 def _lock(path: Path) -> int | None:
     """A descriptor that holds the lock of a file, which is made; None: another process holds it.
 
-    Raises: StorageFailed where it is left of another user, and private.
+    Raises: StorageFailed where it is left of another user, and private, or no file.
     """
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        fd = os.open(path, os.O_CREAT | os.O_RDWR | flags, 0o666)
-    except PermissionError as error:
-        try:
-            fd = os.open(path, os.O_RDONLY | flags)  # another user's: this is enough for its lock
-        except FileNotFoundError:
-            raise error from None  # of the folder
-        except PermissionError:
-            raise StorageFailed(
-                f"{path} is another user's: delete it if no process of that user writes to the folder, then resume the "
-                "job"
-            ) from None
+    fd = _open_lock(path)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.stat(path), os.fstat(fd)):  # the last holder has not removed it meanwhile
@@ -264,6 +258,39 @@ def _lock(path: Path) -> int | None:
         pass
     os.close(fd)
     return None
+
+
+def _open_lock(path: Path) -> int:
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # to open a pipe would wait for its other end
+    try:
+        fd = _open_any(path, flags)
+    except OSError as error:
+        if error.errno not in NO_FILE:
+            raise
+        raise _no_file(path) from None
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise _no_file(path)
+
+
+def _open_any(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, os.O_CREAT | os.O_RDWR | flags, 0o666)
+    except PermissionError as error:
+        try:
+            return os.open(path, os.O_RDONLY | flags)  # another user's: this is enough for its lock
+        except FileNotFoundError:
+            raise error from None  # of the folder
+        except PermissionError:
+            raise StorageFailed(
+                f"{path} is another user's: delete it if no process of that user writes to the folder, then resume the "
+                "job"
+            ) from None
+
+
+def _no_file(path: Path) -> StorageFailed:
+    return StorageFailed(f"{path} is no regular file: delete it, then resume the job")
 
 
 def open_folder(output: str, term: str = "") -> OutputFolder:
