@@ -91,7 +91,7 @@ def test_tasks_end_with_their_job_and_their_owner(stage: Stage, tmp_path: Path) 
 
 def test_tasks_do_not_wait_for_ever() -> None:
     """One for which the cluster has no node, or none with room, goes back to its owner. Those that wait look at the
-    nodes together.
+    nodes together, and a look that failed is no answer for the next.
     """
     done = subprocess.run(
         [ray_python(), "-P", str(WAITS)], capture_output=True, text=True, env={**os.environ, **ENVIRONMENT},
@@ -99,6 +99,7 @@ def test_tasks_do_not_wait_for_ever() -> None:
     )  # fmt: skip
     assert done.stdout.splitlines() == [
         "shared {b'done'} 1",
+        "failed True ConnectionError: the head does not reply b'done'",
         "gone False the cluster has had no node with a CPU for tasks for 0 s",
         "full False no node of the cluster had room for it within 0 s",
     ], done.stderr  # fmt: skip

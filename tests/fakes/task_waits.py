@@ -30,6 +30,25 @@ async def ends(nodes: dict[str, int], count: int = 1) -> tuple[list[TaskEnded], 
         return [await told.get() for _ in range(count)], looks
 
 
+async def after_a_failed_look() -> list[TaskEnded]:
+    """The ends of two tasks, one after the other."""
+    results = iter([ConnectionError("the head does not reply"), {"node": 1}])
+
+    def look() -> dict[str, int]:
+        if isinstance(result := next(results), Exception):
+            raise result
+        return result
+
+    task_runs._look = look
+    told: asyncio.Queue[TaskEnded] = asyncio.Queue()
+    runs, ended = task_runs.TaskRuns(told.put_nowait), []
+    for number in range(2):
+        runs.begin(RunTask(number, b"", ""))
+        async with asyncio.timeout(LIMIT_S):
+            ended.append(await told.get())
+    return ended
+
+
 async def replies(*_: object) -> bytes:
     return b"done"
 
@@ -39,6 +58,8 @@ async def main() -> None:
     task_runs.LOOK_S = 3600.0
     done, looks = await ends({"node": TASKS}, TASKS)
     print("shared", {each.reply for each in done}, looks)
+    failed, again = await after_a_failed_look()
+    print("failed", failed.is_lost, failed.why, again.reply)
     task_runs.LOOK_S, task_runs.NODES_S = 0.01, 0.0
     ((gone,), _) = await ends({})
     print("gone", gone.is_lost, gone.why)

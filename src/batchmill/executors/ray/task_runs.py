@@ -126,7 +126,9 @@ class TaskRuns:
 
     async def _nodes(self) -> dict[str, int]:
         """The nodes that may run tasks, and how many each: tasks that wait share a look. Raises: whatever Ray does."""
-        if self._look is None or (self._look.done() and time.monotonic() - self._looked >= LOOK_S):
+        look = self._look
+        is_old = look is not None and look.done() and time.monotonic() - self._looked >= LOOK_S
+        if look is None or is_old or (look.done() and look.exception() is not None):
             self._look, self._looked = asyncio.create_task(asyncio.to_thread(_look)), time.monotonic()
         return await asyncio.shield(self._look)
 
