@@ -124,6 +124,9 @@ def test_a_part_of_a_cpu_has_its_threads(fake):
     given = Hardware.detect({"BATCHMILL_CORES": "1"})
     assert (given.cores, given.is_shared) == (1, True)
     assert Hardware.detect({"BATCHMILL_CORES": "9999"}).cores == cores
+    for text in ("", "two", "0", "-1", "1.5", "9" * 5000):
+        with pytest.raises(ModelFailed, match=f"BATCHMILL_CORES is '{text[:40]}': unset it"):
+            Hardware.detect({"BATCHMILL_CORES": text})
     assert launch(fake.model(), machine=replace(SMALL_CPU, is_shared=True)).env["OMP_NUM_THREADS"] == "2"
     large = Hardware([], 64 * 1024**3, 32, is_shared=True)
     for flags, threads in (({}, "32"), ({"tensor-parallel-size": 2}, "16")):

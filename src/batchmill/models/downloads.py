@@ -153,7 +153,8 @@ class Downloads:
                     await self._pause(delay * random.uniform(0.5, 1.0))
         except TimeoutError:
             raise StorageFailed(
-                f"{shown(url)} was not downloaded in time (after {time_s:,.0f} s); resume the job to go on with it",
+                f"{shown(url)} was not downloaded in time ({time_s:,.0f} s were left for it); resume the job to go on "
+                "with it",
                 code="download_failed",
             ) from None
         finally:

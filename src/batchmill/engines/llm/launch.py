@@ -91,6 +91,7 @@ Flag = str | int | float | bool | None
 PYTHON_VARIABLE = "BATCHMILL_VLLM_PYTHON"
 REPLICA_VARIABLE = "BATCHMILL_REPLICA"  # 0, 1, ... set for each worker of a model with several
 CORES_VARIABLE = "BATCHMILL_CORES"  # how many cores this engine may take; unset: all of the machine
+CORES_DIGITS_MAX = 9
 GPUS_VARIABLE = "BATCHMILL_GPUS"  # the GPUs assigned to this engine; unset if nobody assigns them
 PLUGIN_PATH = Path(__file__).parent / "vllm_plugin"  # our code that runs inside vLLM
 SCHEDULER = "batchmill_yield.create"
@@ -152,6 +153,7 @@ class Hardware(Struct, frozen=True):
 
     @classmethod
     def detect(cls, env: Mapping[str, str]) -> Hardware:
+        """Raises: ModelFailed where the environment gives no number of cores."""
         numbers = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal())
         visible = env.get("CUDA_VISIBLE_DEVICES")
         names = [str(number) for number in numbers]
@@ -166,7 +168,13 @@ class Hardware(Struct, frozen=True):
         )
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         given = env.get(CORES_VARIABLE)
-        return cls(names, free, cores if given is None else min(int(given), cores), is_shared=given is not None)
+        return cls(names, free, cores if given is None else min(_cores(given), cores), is_shared=given is not None)
+
+
+def _cores(text: str) -> int:
+    if not text.isdecimal() or len(text) > CORES_DIGITS_MAX or int(text) == 0:
+        raise ModelFailed(f"{CORES_VARIABLE} is {text[:40]!r}: unset it, or set it to a number of cores from 1")
+    return int(text)
 
 
 def plan_launch(model: ModelSpec, python: str, socket: Path, *, env: Mapping[str, str], machine: Hardware) -> Launch:

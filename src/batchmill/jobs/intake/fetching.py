@@ -155,7 +155,7 @@ def fetch(spec: DatasetSpec, home: Path, bounds: Bounds, progress: Callable[[flo
         def show(share: float, at: int = at) -> None:
             progress((at + share) / len(wanted))
 
-        left_s = deadline - time.monotonic()
+        left_s = max(0.0, deadline - time.monotonic())
         if is_hub_url(url):
             file = parse_hub_url(url)
             size_bytes, etag = require(FETCH_FROM_HUB, HUB_PURPOSE)(file, target, left_s, check_size), file.revision

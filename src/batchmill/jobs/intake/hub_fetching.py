@@ -54,7 +54,7 @@ async def _fetch(file: HubFile, target: Path, time_s: float, check_size: CheckSi
             finally:
                 await child.end()
     except TimeoutError:
-        raise _failed(file, f"was not downloaded in time (after {time_s:,.0f} s)") from None
+        raise _failed(file, f"was not downloaded in time ({time_s:,.0f} s were left for it)") from None
     size_bytes = target.stat().st_size
     check_size(size_bytes)
     return size_bytes
