@@ -149,6 +149,9 @@ def test_a_retry_changes_what_failed(run, tmp_path, service):
     assert "set       max_tokens=2048 in retries" in shown
     refused = CliRunner().invoke(cli, ["retry", job, "--set", "base_url=x", *where], obj=Session())
     assert refused.exit_code == 2 and "a retry cannot change 'base_url'; it can change" in refused.output
+    for value in ("seed=999999999999999999999999999999", "max_tokens=-5", "max_tokens={}", "stop=[[[[]]]]", "top_p=2"):
+        refused = CliRunner().invoke(cli, ["retry", job, "--set", value, *where], obj=Session())
+        assert refused.exit_code == 2 and "a retry cannot do that" in refused.output, refused.output
 
 
 def test_a_retry_of_openai_rows_changes_them(run, service):

@@ -122,6 +122,12 @@ def test_a_truncated_answer_is_not_asked_for_again(job, tmp_path):
     assert "raise max_tokens" in cut["error"] and "the model refused" in no["error"]
 
 
+def test_fail_on_goes_first(job):
+    """The error says what the reply was, where the job fails on that."""
+    result, _ = job({"cut": [choice('{"label":"go', "length")]}, "--fields", FIELDS, "--fail-on", "truncated")
+    assert result.exit_code == 3 and view()["errors"] == {"reply_truncated": 1}
+
+
 @pytest.mark.parametrize("output", ["out.csv", "out.parquet"])
 def test_tables_have_a_column_for_each_field(job, tmp_path, output):
     """CSV and Parquet hold them, typed in Parquet."""
@@ -252,6 +258,6 @@ def test_a_budget_pays_every_answer(job, tmp_path):
     flags = ("--fields", FIELDS, "--param", "max_tokens=5", "--model", "priced", "--budget")
     result, service = job({"never": ["{}"]}, *flags, "2.5")
     assert result.exit_code == 4 and "budget" in result.output and not service.bodies, result.output
-    result, service = job({"never": ["{}"]}, *flags, "20", output="second.jsonl")
+    result, service = job({"never": ["{}"]}, *flags, "40", output="second.jsonl")
     assert result.exit_code == 3 and len(service.bodies) == 3, result.output
     assert view()["cost"] == pytest.approx(3 * (10 * 1000 + 5 * 100000) / 1e6)

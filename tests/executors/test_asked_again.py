@@ -14,14 +14,14 @@ from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sealing import seal
 from batchmill.executors.feed import GrantFeed
-from batchmill.executors.leases import Held, OpenJob
+from batchmill.executors.leases import Allowance, Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, empty_rows
 from batchmill.executors.reply_checks import ReplyChecks
 from batchmill.store.segment_files import SegmentFile
 from batchmill.store.segments import SegmentHead
-from batchmill.types import DatasetSpec, Lease, Outcome, OutputSchema, Row, Usage
+from batchmill.types import DatasetSpec, Lease, Outcome, OutputSchema, Price, Row, Usage
 from batchmill.wire.forms import CHAT, OpenAIForm
-from batchmill.wire.messages import Grant
+from batchmill.wire.messages import Grant, Spending
 
 SCHEMA = OutputSchema('{"type":"integer"}', attempts=1)
 
@@ -159,3 +159,55 @@ async def test_errors_and_whole_leases_are_final(stage: Stage) -> None:
     (row,) = await stage.feed.take(1)
     stage.answer(row, "no")
     assert stage.recorded.outcomes[-1].error is not None
+
+
+async def test_an_isolated_row_that_stays_undone_lets_others_begin(stage: Stage) -> None:
+    """Its job is dropped while it is answered: rows of other jobs do not wait for it for ever."""
+    stage.held.isolated = True
+    (row,) = await stage.feed.take(5)
+    stage.held.end("pause")
+    stage.feed.drop("job_1")
+    stage.answer(row, "no")
+    other = Grant(Lease("job_2", 0, 0, 1), 0, 0, 3)
+    stage.feed.grant(
+        replace(stage.held, lease=other.lease, job=replace(stage.held.job, id="job_2"), isolated=False), other
+    )
+    assert len(await asyncio.wait_for(stage.feed.take(3), 10)) == 3
+
+
+async def test_a_project_that_is_held_back_waits(stage: Stage) -> None:
+    """Its rows are not asked for again before others may run."""
+    stage.held.job.project = "p"
+    (row,) = await stage.feed.take(1)
+    stage.answer(row, "no")
+    stage.feed.hold_back(frozenset({"p"}))
+    assert not (await stage.feed.take(1))[0].earlier
+    stage.feed.hold_back(frozenset())
+    assert (await stage.feed.take(1))[0].earlier
+
+
+async def test_a_lost_lease_frees_its_reservation(stage: Stage) -> None:
+    """But for what its answers have cost."""
+    reports: list[Spending] = []
+    price = Price(1.0, 1.0)
+    stage.held.job.allowance = Allowance("job_1", price, has_requests=True, send=reports.append, attempts=1)
+    stage.held.job.allowance.add(100.0, is_lean=False)
+    first, second = await stage.feed.take(2)
+    stage.answer(first, "no")
+    stage.held.stale = True
+    stage.answer(second, "no")
+    stage.feed.drop_lease(stage.held)
+    assert stage.held.job.allowance.free == pytest.approx(100.0 - price.cost(Usage(3, 0, 2)))
+
+
+@pytest.mark.parametrize(("output", "tokens"), [(0.0, 60_000), (2.0, 100)])
+async def test_all_answers_are_reserved(stage: Stage, output: float, tokens: int) -> None:
+    """Also where output costs nothing: earlier answers are input of the next request."""
+    price = Price(1.0, output)
+    allowance = Allowance("job_1", price, has_requests=True, send=lambda _: None, attempts=2)
+    allowance.add(1000.0, is_lean=False)
+    body = {"messages": [{"role": "user", "content": "x" * 400}], "max_tokens": tokens}
+    line = json.dumps({"custom_id": "r", "url": CHAT, "body": body})
+    assert allowance.reserve([Row(0, 0, line.encode(), stage.held.job.form)]) == 1
+    requests = [400 + number * (tokens + 2_000) for number in range(3)]
+    assert 1000.0 - allowance.free >= sum(price.cost(Usage(each, 0, tokens)) for each in requests)

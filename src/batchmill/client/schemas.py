@@ -24,11 +24,14 @@ def schema_of(source: Any) -> dict[str, Any]:
         return schema_of_fields(source)
     make: Any = getattr(source, "model_json_schema", None)  # of pydantic
     if isinstance(source, type) and make is not None:
-        return _inlined(make())
+        try:
+            return _closed(_inlined(make()))
+        except Exception as error:  # of the user's model
+            raise InvalidInput(f"{source!r} has no JSON Schema: {error}", code="invalid_schema") from None
     is_struct = isinstance(source, type) and issubclass(source, msgspec.Struct)
     if is_struct or dataclasses.is_dataclass(source) or hasattr(source, "__total__"):
         try:
-            return _inlined(msgspec.json.schema(source))
+            return _closed(_inlined(msgspec.json.schema(source)))
         except TypeError as error:
             raise InvalidInput(f"{source!r} has no JSON Schema: {error}", code="invalid_schema") from None
     raise InvalidInput(
@@ -54,3 +57,15 @@ def _names(document: Any, reference: str) -> bool:
     if isinstance(document, dict):
         return document.get("$ref") == reference or any(_names(each, reference) for each in document.values())
     return isinstance(document, list) and any(_names(each, reference) for each in document)
+
+
+def _closed(document: Any) -> Any:
+    """The same schema, whose objects have no other fields: then a service can hold its model to them."""
+    if isinstance(document, list):
+        return [_closed(each) for each in document]
+    if not isinstance(document, dict):
+        return document
+    closed = {name: _closed(value) for name, value in document.items()}
+    if closed.get("type") == "object" and isinstance(closed.get("properties"), dict):
+        closed.setdefault("additionalProperties", False)
+    return closed

@@ -29,18 +29,25 @@ class RowsAskedAgain:
         held: Held = rows[0].lease
         self._leases.setdefault(id(held), (held, set()))[1].update(row.position for row in rows)
 
-    def take(self, n: int) -> list[Row]:
-        """Up to `n` rows of one lease."""
-        rows: list[Row] = []
-        while self._waiting and len(rows) < n and (not rows or self._waiting[0].lease is rows[0].lease):
-            rows.append(self._waiting.popleft())
+    def has_any(self, held_back: frozenset[str]) -> bool:
+        """Whether a row waits whose project is not held back."""
+        return any(row.lease.project not in held_back for row in self._waiting)
+
+    def take(self, n: int, held_back: frozenset[str]) -> list[Row]:
+        """Up to `n` rows of one lease, of projects that are not held back."""
+        first = next((row for row in self._waiting if row.lease.project not in held_back), None)
+        if first is None:
+            return []
+        rows = [row for row in self._waiting if row.lease is first.lease][:n]
+        for row in rows:
+            self._waiting.remove(row)
         return rows
 
     def add(self, row: Row) -> bool:
         """Let a row wait. False: its lease has ended, and the row stays undone."""
         held: Held = row.lease
         if held.stale or held.is_left or held.ending or held.job.revoked:
-            held.undone -= 1
+            _leave_undone(row)
             self.settle(row)
             return False
         self._waiting.append(row)
@@ -55,14 +62,24 @@ class RowsAskedAgain:
             self._leases.pop(id(held), None)
         return not self._leases
 
-    def forget(self, held: Held) -> None:
-        """Rows of a lease that wait stay undone, and no other of it comes."""
-        for row in [row for row in self._waiting if row.lease is held]:
+    def forget(self, held: Held) -> list[Row]:
+        """Rows of a lease that wait stay undone, and no other of it comes. Returns: those rows."""
+        forgotten = [row for row in self._waiting if row.lease is held]
+        for row in forgotten:
             self._waiting.remove(row)
-            held.undone -= 1
+            _leave_undone(row)
         self._leases.pop(id(held), None)
+        return forgotten
 
-    def forget_job(self, job_id: str) -> None:
+    def forget_job(self, job_id: str) -> list[Row]:
         """`forget` for all leases of a job."""
-        for held in [held for held, _ in self._leases.values() if held.job.id == job_id]:
-            self.forget(held)
+        leases = [held for held, _ in self._leases.values() if held.job.id == job_id]
+        return [row for held in leases for row in self.forget(held)]
+
+
+def _leave_undone(row: Row) -> None:
+    """The row has no outcome here. What its answers have cost is spent all the same."""
+    held: Held = row.lease
+    held.undone -= 1
+    if held.job.allowance is not None:
+        held.job.allowance.release(row)

@@ -244,11 +244,11 @@ class GrantFeed:
         if lane is not None:
             for queued in list(lane.queue):
                 self._discard(lane, queued)
-        self._again.forget_job(job_id)
+        self._release_isolated(self._again.forget_job(job_id))
 
     def drop_lease(self, held: Held) -> None:
         """Forget the rows of one lease that no engine has taken yet."""
-        self._again.forget(held)
+        self._release_isolated(self._again.forget(held))
         lane = self._lanes.get(held.job.id)
         if lane is not None:
             for queued in [queued for queued in lane.queue if queued.held is held]:
@@ -280,13 +280,15 @@ class GrantFeed:
                 return rows
             if self._is_over():
                 return []
-        rows = self._again.take(n)
+        rows = self._again.take(n, self._held_back)
+        if (lane := self._lanes.get(rows[0].lease.job.id)) is not None:
+            self._turns.charge(lane, len(rows))
         if self._again:
             self._wake()
         return rows
 
     def _may_ask_again(self) -> bool:
-        return bool(self._again) and self._may_begin()
+        return bool(self._again) and self._may_begin() and self._again.has_any(self._held_back)
 
     def _is_over(self) -> bool:
         """Whether no row will come any more."""
@@ -294,8 +296,15 @@ class GrantFeed:
 
     def ask_again(self, row: Row) -> None:
         """Give a row that was taken once more, before others. If its lease has ended it stays undone."""
-        self._again.add(row)
+        if not self._again.add(row):
+            self._release_isolated([row])
         self._wake()
+
+    def _release_isolated(self, undone: list[Row]) -> None:
+        """An isolated row gets no outcome here: others may begin."""
+        if self._isolated is not None and any((row.number, row.lease) == self._isolated for row in undone):
+            self._isolated = None
+            self._wake()
 
     def settle_checked(self, row: Row) -> None:
         """A row of a job with a schema is not asked for again."""

@@ -26,6 +26,7 @@ from batchmill.wire.output_schema import WORDS_MAX
 OUTPUT_GUESS = 4096  # output tokens of a row without a limit, until one such row has finished
 # The guess is then learned from this many recent rows; below KNOWN rows it is twice the longest output.
 KNOWN, MEMORY = 8, 256
+BYTES_OF_CHARACTER = 4  # at most; each may be a token
 ROUNDING_USD = 1e-9  # sums of fractions are not exact
 SHARE = 0.9  # of these rows that write no more than the guess
 UNREADABLE = (InvalidRow, msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
@@ -133,6 +134,11 @@ class Allowance:
             self.report(gives_back=True)
         return 0 < self._needs <= self.free
 
+    def release(self, row: Row) -> None:
+        """Free the reservation of a row that stays undone, but for what its answers so far have cost."""
+        most = self._reserved.pop(row.position, None)
+        self.free += (0.0 if most is None else most.usd) - sum(self._price.cost(each.usage) for each in row.earlier)
+
     def add(self, usd: float, *, is_lean: bool) -> None:
         """Add money from the owner."""
         self.free += usd
@@ -182,17 +188,16 @@ class Allowance:
             tokens = 0 if request.url.endswith(_WRITES_NOTHING) else bounds.tokens(request.url)
         except UNREADABLE:  # a service may accept what cannot be read here
             tokens = None
-        output = self._usual if tokens is None else self._price.output / 1e6 * tokens
-        most = base + output + self._asked_again(base, output)
+        output = self._usual if tokens is None else self._output * tokens
+        most = base + output + self._asked_again(base, output, tokens)
         return _Reserved(max(0.0, most), base) if tokens is None else _Reserved(most)
 
-    def _asked_again(self, base: float, output: float) -> float:
+    def _asked_again(self, base: float, output: float, tokens: int | None) -> float:
         """The maximum cost of asking again: each request has the earlier answers, and what was wrong with them."""
-        most = 0.0
-        for number in range(1, self._attempts + 1):
-            answers = self._input * WORDS_MAX + output * (self._input / self._output if self._output else 1.0)
-            most += base + output + number * answers
-        return most
+        if tokens is None:
+            tokens = math.ceil(self._usual / self._output) if self._output else OUTPUT_GUESS
+        said = self._input * (tokens + BYTES_OF_CHARACTER * WORDS_MAX)
+        return sum(base + output + number * said for number in range(1, self._attempts + 1))
 
     def _learn(self, output_usd: float) -> None:
         self._output_costs.append(output_usd)

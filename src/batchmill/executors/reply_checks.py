@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from batchmill.executors.feed import GrantFeed
 from batchmill.executors.recorder import Recorder
+from batchmill.models import redaction
 from batchmill.optional import require
 from batchmill.types import EarlierAnswer, Outcome, OutputSchema, Row, RowError, Usage
 from batchmill.wire.output_schema import VALIDATION, read_json
@@ -85,7 +86,7 @@ class ReplyChecks:
         else:
             if not problems:
                 body = outcome.body if answer.is_whole else with_text(outcome.body, answer.text)
-                line = answer.text.encode()
+                line = msgspec.json.encode(answer.value) if redaction.known() else answer.text.encode()
                 if b"\n" in line or b"\r" in line:
                     line = msgspec.json.format(line, indent=-1)
                 return replace(outcome, body=body, answer=line, usage=total)
@@ -94,6 +95,9 @@ class ReplyChecks:
             again = EarlierAnswer(text, problems, usage or Usage())
             self._feed.ask_again(replace(row, earlier=(*row.earlier, again)))
             return None
+        refused = next((flaw for flaw in flaws if flaw in row.lease.job.replies.fail_on), None)
+        if refused is not None:
+            return replace(outcome, error=error_of(refused), usage=total)
         message = "; ".join([*final, *problems])[:MESSAGE_CHARS_MAX]
         asked = f" (asked {len(row.earlier) + 1} times)" if row.earlier else ""
         return replace(outcome, error=RowError(MISMATCH, message + asked), usage=total)

@@ -300,6 +300,7 @@ class Worker:
         if message.job in self._jobs:
             job = self._jobs[message.job]
             job.revoked, job.ending, job.allowance = False, "", None
+            job.form, job.replies = message.form, message.replies
             return
         head, roll = SegmentHead(message.job, message.identity, self._name), self._rolls.get(message.job, 0)
         open_file = partial(self._open_segment, Path(message.segments.folder), head)

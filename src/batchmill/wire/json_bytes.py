@@ -62,10 +62,11 @@ class _Oddity(Exception):
 
 
 def _refuse_repeated(pairs: list[tuple[str, Any]]) -> None:
-    if len(dict(pairs)) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _Oddity(f"the name {twice[:SHOWN_CHARS]!r} is used twice in one object")
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise _Oddity(f"the name {name[:SHOWN_CHARS]!r} is used twice in one object")
+        seen.add(name)
 
 
 def _integer(text: str) -> int:

@@ -90,10 +90,10 @@ def one_line(document: str, name: str) -> str:
 
 @lru_cache(maxsize=64)
 def names_of(schema: OutputSchema) -> tuple[str, ...]:
-    """The fields of the schema's object, in order; they become columns. None: its values are no objects."""
+    """The fields of the schema's object, in order; they become columns. Empty: its values need not be objects."""
     document = decode(schema.document)
     properties = document.get("properties")
-    is_object = document.get("type", "object") == "object" and isinstance(properties, dict)
+    is_object = document.get("type") == "object" and "$ref" not in document and isinstance(properties, dict)
     return tuple(properties) if is_object else ()
 
 
@@ -115,6 +115,8 @@ def with_schema(url: str, body: Mapping[str, Any], schema: OutputSchema) -> dict
         raise InvalidRow(f"a schema is for {' and '.join(SCHEMA_URLS)}, not for {url}", code="schema_not_supported")
     if encode(body.get("n")) not in (b"null", b"1"):
         raise InvalidRow("a row with a schema has one answer: leave `n` out", code="schema_not_supported")
+    if encode(body.get("tools")) not in (b"null", b"[]"):
+        raise InvalidRow("the row has tools, and a call of one is no answer to a schema", code="schema_conflict")
     if url == CHAT:
         if "response_format" in body:
             raise InvalidRow("the row has a response_format of its own: leave one of both out", code="schema_conflict")
@@ -138,18 +140,36 @@ def _text_format_of(document: str) -> Raw:
     return Raw(encode({"type": "json_schema", "name": NAME, "schema": Raw(document), "strict": strict}))
 
 
+# Keywords of a schema that OpenAI's strict mode knows, by what they hold.
+_PLAIN = frozenset(
+    {
+        *("type", "required", "enum", "const", "description", "title", "$ref", "format", "pattern"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems"),
+    }
+)
+_NAMED = ("properties", "$defs", "definitions")  # name -> schema
+
+
 def is_strict(schema: Any) -> bool:
-    """Whether each object of a schema names all of its fields and requires them, as OpenAI's strict mode asks."""
-    if isinstance(schema, list):
-        return all(map(is_strict, schema))
+    """Whether OpenAI's strict mode takes a schema: objects name all of their fields and require them."""
     if not isinstance(schema, dict):
-        return True
-    properties = schema.get("properties")
-    if isinstance(properties, dict) or schema.get("type") == "object":
-        named = properties if isinstance(properties, dict) else {}
-        if schema.get("additionalProperties") is not False or set(schema.get("required", ())) != set(named):
+        return False
+    if not schema.keys() <= {*_PLAIN, *_NAMED, "items", "anyOf", "additionalProperties"}:
+        return False
+    properties = schema.get("properties", {})
+    if "properties" in schema or "object" in str(schema.get("type")):
+        required = schema.get("required", [])
+        is_closed = schema.get("additionalProperties") is False and isinstance(required, list)
+        if not is_closed or not isinstance(properties, dict) or set(map(str, required)) != set(properties):
             return False
-    return all(is_strict(value) for key, value in schema.items() if key not in ("enum", "const", "default", "examples"))
+    parts = [each for name in _NAMED for each in _values(schema.get(name, {}))]
+    parts += [schema["items"]] if "items" in schema else []
+    choices = schema.get("anyOf", [])
+    return isinstance(choices, list) and all(map(is_strict, [*parts, *choices]))
+
+
+def _values(named: Any) -> list[Any]:
+    return list(named.values()) if isinstance(named, dict) else [named]
 
 
 def words_of(answer: EarlierAnswer) -> str:
@@ -170,8 +190,8 @@ def asked_again(url: str, body: bytes, earlier: Sequence[EarlierAnswer]) -> byte
     if url == CHAT:
         messages = decode(members["messages"], type=list[Raw])
         return join_object({**members, "messages": [*messages, *said]})
-    before = decode(members["input"])
-    turns = [{"role": "user", "content": before}] if isinstance(before, str) else before
+    before = decode(members["input"], type=str | list[Raw])
+    turns: list[Any] = [{"role": "user", "content": before}] if isinstance(before, str) else before
     return join_object({**members, "input": [*turns, *said]})
 
 

@@ -7,6 +7,7 @@ Sources: OpenAI's API reference (`finish_reason`, `refusal`, `incomplete_details
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -117,19 +118,30 @@ def _text(reply: _Reply) -> str:
 
 
 def with_text(body: bytes, text: str) -> bytes:
-    """The same reply with another text."""
+    """The same reply with another text; as it is, where its text lies in a place that is not known."""
     reply = msgspec.json.decode(body)
-    if "choices" in reply:
-        reply["choices"][0]["message"]["content"] = text
-    else:
-        items = reply["content"] if "stop_reason" in reply else reply["output"]
-        parts = [
-            part for item in items for part in (item.get("content") if item["type"] == "message" else [item]) or []
-        ]
-        texts = [part for part in parts if part["type"] in TEXTS]
-        for part, new in zip(texts, [text, *[""] * len(texts)], strict=False):
-            part["text"] = new
+    match reply:
+        case {"choices": [{"message": {"content": str()} as message}, *_]}:
+            message["content"] = text
+        case {"output": list(items)}:
+            _set_text([part for item in items for part in _parts_in(item)], text)
+        case {"content": list(parts)}:
+            _set_text(parts, text)
+        case _:
+            return body
     return msgspec.json.encode(reply)
+
+
+def _parts_in(item: Any) -> list[Any]:
+    content = item.get("content") if isinstance(item, dict) else None
+    return content if isinstance(content, list) else []
+
+
+def _set_text(parts: list[Any], text: str) -> None:
+    """Put a text into the first part of text, and nothing into the others."""
+    for part in parts:
+        if isinstance(part, dict) and part.get("type") in TEXTS and isinstance(part.get("text"), str):
+            part["text"], text = text, ""
 
 
 def _found(reply: _Reply) -> Iterator[str]:

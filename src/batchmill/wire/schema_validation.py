@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from itertools import islice
 from typing import Any
+from urllib.parse import unquote
 
 import jsonschema_rs
 from jsonschema_rs.canonical import Satisfiability
@@ -17,10 +17,13 @@ from batchmill.wire.json_bytes import DEPTH_MAX, decode, is_too_deep
 SCHEMA_BYTES_MAX = 256 * 1024
 PROBLEMS_MAX = 5  # that are named of one value
 PROBLEM_CHARS_MAX = 300
-PATTERN_BYTES_MAX = 10 * 1024 * 1024  # of a compiled pattern
-# Whether a value fits is remembered for each part of it, what is wrong is not: a schema with more nodes than this, when
-# each $ref is replaced by what it means, may take a time that doubles with each level of the value.
-EXPLAINED_NODES_MAX = 10_000
+# A hundred short patterns can take gigabytes when they are compiled.
+PATTERNS_MAX, PATTERN_BYTES_MAX = 64, 256 * 1024  # of each, compiled
+# Checking a value takes time for each node of the schema and of the value, where each $ref counts as all that it means:
+# a chain of definitions that each refer to the next one twice doubles with each link.
+NODES_MAX = 10_000
+_DEFINITIONS = ("$defs", "definitions")
+_ELSEWHERE = ("$dynamicRef", "$recursiveRef", "$anchor", "$dynamicAnchor", "$id")
 INVALID, MISFIT = "invalid_schema", "it does not fit the schema"
 
 
@@ -29,12 +32,14 @@ class SchemaValidator:
 
     def __init__(self, document: Any) -> None:
         """Raises: InvalidInput (`invalid_schema`), which says what is wrong with the schema."""
+        shape = _Shape(document)
         patterns = jsonschema_rs.RegexOptions(size_limit=PATTERN_BYTES_MAX)  # they take linear time
         try:
             self._validator = jsonschema_rs.validator_for(document, offline=True, pattern_options=patterns)
         except (jsonschema_rs.ValidationError, jsonschema_rs.ReferencingError, ValueError) as error:
             raise InvalidInput(f"the schema cannot be used: {_reason(error)}", code=INVALID) from None
-        self._is_explained = _is_small(document)
+        # Whether a value fits a schema that refers to itself is remembered for each part; what is wrong with it is not.
+        self._is_explained = not shape.is_recursive
 
     def problems(self, value: Any) -> list[str]:
         """What does not fit, at most PROBLEMS_MAX sentences; empty: the value fits."""
@@ -73,44 +78,71 @@ def admits_nothing(schema: OutputSchema) -> bool:
     return found.satisfiability() is Satisfiability.NO
 
 
-def _is_small(document: Any) -> bool:
-    """Whether few nodes are left when each $ref is replaced by what it means."""
-    left = EXPLAINED_NODES_MAX
-    for _ in _nodes(document, document):
-        left -= 1
-        if not left:
-            return False
-    return True
+class _Shape:
+    """What a schema costs. Raises: InvalidInput beyond what a shared process can bear."""
 
+    def __init__(self, document: Any) -> None:
+        self._root, self._known, self._path = document, dict[str, int](), list[str]()
+        self.patterns, self.is_recursive = 0, False
+        try:
+            nodes = self._count(document)
+        except RecursionError:
+            nodes = NODES_MAX + 1
+        if nodes > NODES_MAX:
+            raise InvalidInput(
+                f"the schema has more than {NODES_MAX:,} nodes, when each $ref counts as all that it means",
+                code=INVALID,
+            )
+        if self.patterns > PATTERNS_MAX:
+            raise InvalidInput(f"the schema has {self.patterns} patterns; at most {PATTERNS_MAX}", code=INVALID)
 
-def _nodes(root: Any, document: Any) -> Iterator[None]:
-    """One None for each node. Endless if the schema refers to itself, or cannot be followed."""
-    waiting = [document]
-    while waiting:
-        node = waiting.pop()
-        yield
+    def _count(self, node: Any) -> int:
         if isinstance(node, list):
-            waiting += node
-        elif isinstance(node, dict):
-            if any(name in node for name in ("$dynamicRef", "$recursiveRef", "$anchor", "$id")) and node is not root:
-                waiting.append(node)
-                continue
-            waiting += [value for name, value in node.items() if name not in ("$defs", "definitions")]
-            if isinstance(pointer := node.get("$ref"), str):
-                waiting.append(_resolved(root, pointer, node))
+            return 1 + sum(map(self._count, node))
+        if not isinstance(node, dict):
+            return 1
+        for name in _ELSEWHERE:
+            if isinstance(node.get(name), str) and node is not self._root:
+                raise InvalidInput(f"the schema has a {name}: refer to parts as #/$defs/NAME", code=INVALID)
+        self.patterns += isinstance(node.get("pattern"), str)
+        self.patterns += len(named) if isinstance(named := node.get("patternProperties"), dict) else 0
+        total = 1
+        for name, value in node.items():
+            if node is self._root and name in _DEFINITIONS and isinstance(value, dict):
+                for key, meant in value.items():  # they cost nothing before somebody refers to them
+                    self._meant(f"#/{name}/{key.replace('~', '~0').replace('/', '~1')}", meant)
+            else:
+                total += self._count(value)
+        if isinstance(reference := node.get("$ref"), str):
+            if reference.startswith("#/"):
+                total += self._meant(reference, self._resolved(reference))
+            else:
+                self.is_recursive = True  # the whole schema; the validator refuses what lies elsewhere
+        return min(total, 10 * NODES_MAX)
 
+    def _meant(self, reference: str, node: Any) -> int:
+        """The nodes of what a reference means; of one that is being counted, one."""
+        if reference in self._path:
+            self.is_recursive = True
+            return 1
+        if reference not in self._known:
+            self._path.append(reference)
+            self._known[reference] = self._count(node)
+            self._path.pop()
+        return self._known[reference]
 
-def _resolved(root: Any, pointer: str, otherwise: Any) -> Any:
-    """What a pointer names within the schema; `otherwise` if it is none."""
-    if not pointer.startswith("#"):
-        return otherwise
-    found = root
-    for part in pointer[1:].split("/")[1:]:
-        name = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or name not in found:
-            return otherwise
-        found = found[name]
-    return found
+    def _resolved(self, reference: str) -> Any:
+        """What a reference names; None where the validator will say that it is nothing."""
+        found = self._root
+        for part in reference.split("/")[1:]:
+            name = unquote(part).replace("~1", "/").replace("~0", "~")
+            if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
+                found = found[int(name)]
+            elif isinstance(found, dict) and name in found:
+                found = found[name]
+            else:
+                return None
+        return found
 
 
 def _problem(path: list[str | int], message: str) -> str:

@@ -315,7 +315,11 @@ def _format_of(filename: str) -> str | None:
 
 def _schema_of(work: Work) -> OutputSchema | None:
     if work.schema is not None:
-        return OutputSchema(msgspec.json.encode(work.schema).decode(), work.schema_attempts, work.field_prefix)
+        try:
+            document = msgspec.json.encode(work.schema).decode()
+        except (OverflowError, RecursionError) as error:
+            raise InvalidInput(f"the schema cannot be stored: {error}", code="invalid_schema") from None
+        return OutputSchema(document, work.schema_attempts, work.field_prefix)
     if work.field_prefix:
         raise InvalidInput("field_prefix has no effect without a schema", code="needless_schema")
     return None

@@ -195,8 +195,9 @@ def to_messages(body: Mapping[str, Any], *, max_tokens: int = MAX_TOKENS) -> dic
     Raises: InvalidRow, code `unsupported_parameter`, naming what cannot be asked for; `invalid_row` for a wrong shape.
     """
     params: dict[str, Any] = {"max_tokens": max_tokens}
-    if (body.get("tools") or body.get("tool_choice")) and _response_format(body.get("response_format")):
-        raise refuse("`response_format` with a schema beside `tools`", "a schema is asked for as a tool")
+    others = [name for name in ("tools", "tool_choice", "thinking") if body.get(name)]
+    if others and _response_format(body.get("response_format")):
+        raise refuse(f"`response_format` with a schema beside `{others[0]}`", "a schema is a tool that must be called")
     for name, value in body.items():
         if value is None or name in ("messages", "max_tokens", "max_completion_tokens", "parallel_tool_calls"):
             continue

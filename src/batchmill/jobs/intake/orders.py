@@ -8,10 +8,11 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import sqlalchemy as sa
+from msgspec import Meta
 from msgspec.structs import replace
 
 from batchmill.datasets import sealing, sources
@@ -46,13 +47,32 @@ from batchmill.wire.output_schema import SCHEMA_ATTEMPTS_MAX, SCHEMA_URLS, VALID
 from batchmill.wire.replies import FLAWS
 
 PRIORITY_MAX = 100
-RETRY_PARAMS = frozenset(  # what says how long or how bold an answer is; all else was checked row by row
-    {
-        *("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"),
-        *("temperature", "top_p", "top_k", "min_p", "seed", "stop"),
-        *("frequency_penalty", "presence_penalty", "repetition_penalty", "reasoning_effort"),
-    }
-)
+PREFIX_CHARS_MAX = 100
+TokenLimit = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+StopText = Annotated[str, Meta(min_length=1, max_length=1000)]
+
+
+class RetryParams(msgspec.Struct, forbid_unknown_fields=True):
+    """What a retry may change: how long or how bold an answer is. All else of a request was checked row by row."""
+
+    max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
+    max_output_tokens: TokenLimit | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=20)] | None = None
+
+
 CHOICES = {"on_invalid": ("fail", "skip"), "on_engine_failure": ("pause", "fail")}
 
 
@@ -95,11 +115,15 @@ def _check_retry_params(spec: JobSpec, params: dict[str, Any]) -> None:
     if all(model.takes_columns for model in spec.models):
         raise InvalidInput("only requests to language models have fields to change", code="invalid_retry_params")
     for name in params:
-        if name not in RETRY_PARAMS:
+        if name not in RetryParams.__struct_fields__:
             raise InvalidInput(
-                f"a retry cannot change {name!r}; it can change {', '.join(sorted(RETRY_PARAMS))}",
+                f"a retry cannot change {name!r}; it can change {', '.join(RetryParams.__struct_fields__)}",
                 code="invalid_retry_params",
             )
+    try:
+        msgspec.convert(params, RetryParams)
+    except msgspec.ValidationError as error:
+        raise InvalidInput(f"a retry cannot do that: {error}", code="invalid_retry_params") from None
 
 
 def check_rows_may_wait(spec: JobSpec, state: str) -> None:
@@ -191,6 +215,11 @@ def _check_replies(order: JobOrder) -> None:
 def _check_schema(order: JobOrder, schema: OutputSchema) -> None:
     """Raises: InvalidInput."""
     require(f"{VALIDATION}:check_schema", "a schema")(schema)
+    if len(schema.prefix) > PREFIX_CHARS_MAX or not schema.prefix.isprintable():
+        raise InvalidInput(
+            f"a prefix of columns has at most {PREFIX_CHARS_MAX} characters, all of them printable",
+            code="invalid_field_prefix",
+        )
     if not 0 <= schema.attempts <= SCHEMA_ATTEMPTS_MAX:
         raise InvalidInput(
             f"an answer is asked for again 0 to {SCHEMA_ATTEMPTS_MAX} times, not {schema.attempts}",
