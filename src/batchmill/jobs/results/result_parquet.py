@@ -36,7 +36,7 @@ from batchmill.jobs.results.result_columns import (
     in_batches,
 )
 from batchmill.jobs.results.results import Learned, ResultFile
-from batchmill.wire.forms import ERROR, FOLDED_FROM, OUTPUT
+from batchmill.wire.forms import ERROR, FOLDED_FROM
 
 _types = pa.types
 _UNITS = {"s": 1, "ms": 1000, "us": 1000**2, "ns": 1000**3}
@@ -305,7 +305,8 @@ class ParquetFile:
         kinds = self._kinds
         for members in decoded_members(lines):
             if self._source.fixed:
-                kinds.note(OUTPUT, members[OUTPUT])
+                for name in self._source.added:
+                    kinds.note(name, members.get(name))
                 continue
             self._names.note(members)
             for name, value in members.items():
@@ -352,10 +353,11 @@ class ParquetFile:
             return _Column(name, pa.string(), Build(lambda values: pa.array(values, pa.string())))
         if name == FOLDED_FROM:
             return _Column(name, pa.int64(), Build(lambda values: pa.array(values, pa.int64())))
-        if name != OUTPUT and self._input_schema is not None:
+        is_added = name in self._source.added
+        if self._input_schema is not None and not is_added:
             kind = self._input_schema.field(name).type
             return _Column(name, type_of(kind), builder(kind))
-        kind = ColumnKind.TEXT if name != OUTPUT and self._source.fixed else self._kinds.kind(name)
+        kind = ColumnKind.TEXT if self._source.fixed and not is_added else self._kinds.kind(name)
         arrow = ARROW_TYPES[kind]
         return _Column(name, arrow, Build(lambda values: pa.array(values, arrow)), as_text=kind is ColumnKind.JSON)
 
