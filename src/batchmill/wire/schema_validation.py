@@ -18,7 +18,7 @@ SCHEMA_BYTES_MAX = 256 * 1024
 PROBLEMS_MAX = 5  # that are named of one value
 PROBLEM_CHARS_MAX = 300
 # A hundred short patterns can take gigabytes when they are compiled.
-PATTERNS_MAX, PATTERN_BYTES_MAX = 64, 256 * 1024  # of each, compiled
+PATTERNS_MAX, PATTERN_BYTES_MAX = 64, 1024 * 1024  # of each, compiled
 # Checking a value takes time for each node of the schema and of the value, where each $ref counts as all that it means:
 # a chain of definitions that each refer to the next one twice doubles with each link.
 NODES_MAX = 10_000
