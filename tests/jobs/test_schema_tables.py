@@ -11,6 +11,7 @@ from test_part_tables import gather_parts, manifest_of
 from test_results_tables import read_csv
 
 from batchmill.jobs.results.gathering import gather
+from batchmill.jobs.results.result_columns import ColumnKind, field_kinds
 from batchmill.store.segments import BlockMeta, BlockRows, frame
 from batchmill.types import Outcome, OutputSchema, Row, RowError
 from batchmill.wire.forms import TableForm
@@ -116,3 +117,56 @@ def test_folded_rows_have_the_fields_too(tmp_path, kind):
     table = pq.read_table(tmp_path / "out.parquet")
     assert table["score"].to_pylist() == [0.5, 0.5] and table["warnings"].to_pylist() == ["asked_again"] * 2
     assert table["folded_from"].to_pylist() == [None, 0] and table.schema.field("folded_from").type == pa.int64()
+
+
+NULLABLE = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "kind", "written"),
+    [
+        ({"type": "number"}, ["1", "2"], pa.float64(), [1.0, 2.0]),
+        ({"type": ["number", "null"]}, ["null", "null"], pa.float64(), [None, None]),
+        ({"type": "integer"}, ["1.0", "2"], pa.int64(), [1, 2]),
+        (NULLABLE, ["null", "9007199254740993"], pa.int64(), [None, 2**53 + 1]),
+        ({"type": "boolean"}, ["null", "null"], pa.bool_(), [None, None]),
+        ({"enum": ["a", "b", None]}, ["null", '"b"'], pa.string(), [None, "b"]),
+        ({"const": 7}, ["7", "7"], pa.int64(), [7, 7]),
+        ({"$ref": "#/$defs/a~1b"}, ["null", "null"], pa.float64(), [None, None]),
+        ({"type": "array", "items": {"type": "string"}}, ['["a"]', "[]"], pa.list_(pa.string()), [["a"], []]),
+        ({"type": "array", "items": {"type": "boolean"}}, ["[true]", "[]"], pa.list_(pa.bool_()), [[True], []]),
+        ({"type": "array", "items": {"type": "integer"}}, ["[1.0,2]", "[]"], pa.list_(pa.int64()), [[1, 2], []]),
+        ({"type": "array", "items": {"type": "number"}}, ["[1]", "[2]"], pa.list_(pa.float64()), [[1.0], [2.0]]),
+        ({"type": "array", "items": NULLABLE}, ["[1]", "[2]"], pa.string(), ["[1]", "[2]"]),
+        ({"type": "array"}, ["[1]", "[2]"], pa.string(), ["[1]", "[2]"]),
+        ({"type": "object"}, ['{"a":1}', "{}"], pa.string(), ['{"a":1}', "{}"]),
+        ({}, ["1", '"a"'], pa.string(), ["1", '"a"']),
+        ({"type": ["integer", "string"]}, ["1", "2"], pa.string(), ["1", "2"]),
+        ({"$ref": "#"}, ["{}", "null"], pa.string(), ["{}", None]),
+        # These do not fit the type of the schema.
+        ({"type": "integer"}, ["1", "9223372036854775808"], pa.string(), ["1", "9223372036854775808"]),
+        ({"type": "number"}, ["0.5", "9007199254740993"], pa.string(), ["0.5", "9007199254740993"]),
+        ({"type": "array", "items": {"type": "string"}}, ['["a"]', "[1]"], pa.string(), ['["a"]', "[1]"]),
+    ],
+)
+async def test_types_are_those_of_the_schema(tmp_path, field, values, kind, written):
+    """In every part, whatever the answers of its rows are; a column whose values do not fit is as others are."""
+    schema = {"type": "object", "properties": {"x": field}, "$defs": {"a/b": {"type": "number"}}}
+    job = schema_job(tmp_path, "csv", schema, TEXTS[:2])
+    answers(job, [f'{{"x":{value}}}' for value in values])
+    gather(job.order(tmp_path / "out.parquet"), quiet)
+    await gather_parts(job, tmp_path / "parts", "parquet", 1)
+    paths = [tmp_path / "parts" / part.name for part in manifest_of(tmp_path / "parts").parts]
+    for table in (pq.read_table(tmp_path / "out.parquet"), pa.concat_tables(map(pq.read_table, paths))):
+        assert (table.schema.field("x").type, table["x"].to_pylist()) == (kind, written)
+
+
+def test_references_in_a_circle_have_no_type():
+    """A schema may lead nowhere: such a field is JSON text."""
+    circle = {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}, "c": {"anyOf": [{"$ref": "#/$defs/c"}]}}
+    circle["d"] = {"type": "array", "items": {"$ref": "#/$defs/d"}}
+    fields = {"x": {"$ref": "#/$defs/a"}, "y": {"$ref": "#/$defs/c"}, "z": {"$ref": "#/nowhere"}}
+    fields["list"] = {"$ref": "#/$defs/d"}
+    document = {"type": "object", "properties": fields, "$defs": circle}
+    kinds = field_kinds(OutputSchema(json.dumps(document), prefix="p_"))
+    assert kinds == dict.fromkeys(("p_x", "p_y", "p_z", "p_list"), ColumnKind.JSON)

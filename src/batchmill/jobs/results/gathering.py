@@ -22,6 +22,7 @@ from batchmill.jobs.results.results import CAUSES_MAX, GatherOrder, Learned, Man
 from batchmill.jobs.results.row_windows import RowIndex, RowWindows, Window
 from batchmill.optional import require
 from batchmill.ports import SegmentSource
+from batchmill.types import OutputSchema
 from batchmill.wire.forms import Form
 
 INDEX_SHARE = 0.3  # of the progress
@@ -57,6 +58,7 @@ class TableSource(Struct, frozen=True):
     columns: list[str]  # of the input, in order
     fixed: bool  # no row has others
     added: Sequence[str] = ()  # behind all others
+    schema: OutputSchema | None = None  # whose fields are some of these
     is_safe: bool = False  # no cell of CSV begins a formula
 
 
@@ -88,10 +90,11 @@ def create_table(kind: str, output: Path, source: TableSource, digest: Digest | 
     return importlib.import_module(TABLES[kind]).create(output, source, digest)
 
 
-def source_of(dataset: Path, windows: Windows) -> TableSource:
+def source_of(dataset: Path, form: Form, windows: Windows) -> TableSource:
     """What a table of the rows of these windows is made from."""
     seal = load_seal(dataset)
-    return TableSource(dataset, seal.columns, fixed=seal.format in ("csv", "parquet"), added=windows.added)
+    is_fixed = seal.format in ("csv", "parquet")
+    return TableSource(dataset, seal.columns, is_fixed, added=windows.added, schema=form.schema)
 
 
 def gather_offloaded(order: bytes, progress: Progress) -> bytes:
@@ -212,7 +215,7 @@ def _write_lines(order: GatherOrder, windows: Windows, tally: Tally) -> tuple[Re
 
 
 def _write_table(order: GatherOrder, windows: Windows, tally: Tally) -> tuple[ResultFile, None]:
-    source = source_of(Path(order.dataset), windows)
+    source = source_of(Path(order.dataset), order.form, windows)
     table = create_table(output_kind(Path(order.output))[0], Path(order.output), source)
     try:
         if table.must_learn:

@@ -97,11 +97,11 @@ def learn_offloaded(order: bytes, progress: Progress) -> bytes:
         if not isinstance(windows, RowWindows):
             output_column = require("batchmill.jobs.results.column_windows:OutputColumn", "results as Parquet")
             return msgspec.json.encode(Learned(output=output_column(index, windows.reader).learned()))
-        dataset = Path(request.parts.gather.dataset)
+        gather = request.parts.gather
         scratch = (
             Path(request.parts.scratch) / f"learned-{request.number}.{request.parts.kind}"
         )  # nothing is written to it
-        table = create_table(request.parts.kind, scratch, source_of(dataset, windows))
+        table = create_table(request.parts.kind, scratch, source_of(Path(gather.dataset), gather.form, windows))
         try:
             for window in windows:
                 table.learn(window.lines)
@@ -198,7 +198,7 @@ def _write_table(order: PartOrder, home: Path, index: Index, windows: Windows, t
         )  # fmt: skip
         tally.finish()
         return [(file, digest.hexdigest())]
-    table = create_table(parts.kind, path, source_of(Path(parts.gather.dataset), windows), digest)
+    table = create_table(parts.kind, path, source_of(Path(parts.gather.dataset), parts.gather.form, windows), digest)
     try:
         table.know(order.learned)
         for window in windows:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
@@ -19,7 +19,9 @@ from batchmill.jobs.ledger.files import Digest
 from batchmill.jobs.results.gathering import TableSource
 from batchmill.jobs.results.result_lines import LineFile
 from batchmill.jobs.results.results import COLUMNS_MAX, Learned, ResultFile, too_many_columns
+from batchmill.types import OutputSchema
 from batchmill.wire.json_bytes import decode, split_object, text_of
+from batchmill.wire.output_schema import names_of
 
 BATCH_BYTES = 4 * 1024 * 1024  # of lines that are Python objects at once
 _EXACT = 2**53  # integers up to here are floats without loss
@@ -58,6 +60,8 @@ class ColumnKind(StrEnum):
     TEXT = "text"
     INTS = "list of ints"
     VECTOR = "vector"  # list of numbers, not all of them ints
+    TEXTS = "list of texts"  # this and the next: only of fields whose schema says so
+    BOOLS = "list of bools"
     JSON = "json"
     # Not kinds of a column, but of a value on its way to one.
     LARGE = "large int"  # no float has it exactly
@@ -66,13 +70,20 @@ class ColumnKind(StrEnum):
 
 
 class ColumnKinds:
-    """Learns the kind of each column from its values; they need not come all at once."""
+    """Learns the kind of each column from its values; they need not come all at once.
 
-    def __init__(self) -> None:
+    Args: declared: of columns whose kind is known. It stands unless a value does not fit it.
+    """
+
+    def __init__(self, declared: Mapping[str, ColumnKind] | None = None) -> None:
         self._seen: dict[str, set[type | ColumnKind]] = {}
+        self._declared = declared or {}
+        self._ints = {name for name, kind in self._declared.items() if kind in (ColumnKind.INT, ColumnKind.INTS)}
 
     def note(self, name: str, value: Any) -> None:
         """Add a decoded value. A value that is not one of JSON's own types, such as Raw, counts as JSON text."""
+        if name in self._ints:
+            value = _whole(value)
         kind: type | ColumnKind = type(value)
         if kind not in _KIND_OF:
             kind = _kind_of_value(value)
@@ -91,8 +102,11 @@ class ColumnKinds:
             self._seen.setdefault(name, set()).update(map(ColumnKind, kinds))
 
     def kind(self, name: str) -> ColumnKind:
-        """The one kind that holds every value seen."""
+        """The one kind that holds every value seen: the declared one, if it does."""
         seen = {_KIND_OF.get(kind, kind) for kind in self._seen.get(name, ())} - {ColumnKind.NULL}
+        declared = self._declared.get(name)
+        if declared is ColumnKind.JSON or (declared is not None and seen <= _DECLARED_HOLDS[declared]):
+            return declared
         for kinds, one in _HELD_BY:
             if seen <= kinds:
                 return one
@@ -108,6 +122,11 @@ _HELD_BY: tuple[tuple[set[ColumnKind], ColumnKind], ...] = (
     ({ColumnKind.INTS, ColumnKind.LARGE_INTS, ColumnKind.EMPTY}, ColumnKind.INTS),
     ({ColumnKind.INTS, ColumnKind.VECTOR, ColumnKind.EMPTY}, ColumnKind.VECTOR),
 )
+_DECLARED_HOLDS: dict[ColumnKind, set[ColumnKind]] = {
+    **{one: kinds for kinds, one in _HELD_BY},
+    ColumnKind.TEXTS: {ColumnKind.TEXTS, ColumnKind.EMPTY},
+    ColumnKind.BOOLS: {ColumnKind.BOOLS, ColumnKind.EMPTY},
+}
 _KIND_OF: dict[Any, ColumnKind] = {
     str: ColumnKind.TEXT,
     bool: ColumnKind.BOOL,
@@ -132,8 +151,8 @@ def _kind_of_list(value: list[Any]) -> ColumnKind:
     types = set(map(type, value))
     if not types:
         return ColumnKind.EMPTY
-    if types == {float}:
-        return ColumnKind.VECTOR
+    if len(types) == 1 and (kind := _LIST_KINDS.get(next(iter(types)))) is not None:
+        return kind
     if not types <= {int, float}:
         return ColumnKind.JSON
     ints = [item for item in value if type(item) is int]
@@ -141,6 +160,91 @@ def _kind_of_list(value: list[Any]) -> ColumnKind:
         return ColumnKind.INTS if float not in types else ColumnKind.VECTOR
     is_held = float not in types and min(ints) >= -_INT64 and max(ints) < _INT64
     return ColumnKind.LARGE_INTS if is_held else ColumnKind.JSON
+
+
+_LIST_KINDS: dict[type, ColumnKind] = {float: ColumnKind.VECTOR, str: ColumnKind.TEXTS, bool: ColumnKind.BOOLS}
+
+
+def _whole(value: Any) -> Any:
+    """1.0 as 1, also in a list: JSON Schema takes it for an integer."""
+    match value:
+        case float() if value.is_integer() and abs(value) <= _EXACT:
+            return int(value)
+        case list():
+            return list(map(_whole, value))
+        case _:
+            return value
+
+
+def field_kinds(schema: OutputSchema | None) -> dict[str, ColumnKind]:
+    """The kind of each column that holds a field of the schema."""
+    if schema is None:
+        return {}
+    document = decode(schema.document)
+    return {f"{schema.prefix}{name}": _field_kind(document["properties"][name], document) for name in names_of(schema)}
+
+
+REFERENCES_MAX = 20  # one after another, on the way from a field to its type
+_FIELD_KINDS = {
+    "string": ColumnKind.TEXT, "integer": ColumnKind.INT, "number": ColumnKind.FLOAT, "boolean": ColumnKind.BOOL,
+}  # fmt: skip
+_ITEM_KINDS = {
+    ColumnKind.TEXT: ColumnKind.TEXTS, ColumnKind.INT: ColumnKind.INTS, ColumnKind.FLOAT: ColumnKind.VECTOR,
+    ColumnKind.BOOL: ColumnKind.BOOLS,
+}  # fmt: skip
+_TYPE_NAMES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+
+
+def _field_kind(field: Any, document: dict[str, Any]) -> ColumnKind:
+    """The kind of a field that has one type, or is null. JSON: it has several, or one that is none of a column."""
+    field = _without_null(field, document)
+    names = _type_names(field) - {"null"}
+    if names == {"array"} and "prefixItems" not in field:
+        return _ITEM_KINDS.get(_one_kind(_type_names(_resolved(field.get("items"), document))), ColumnKind.JSON)
+    return _one_kind(names)
+
+
+def _one_kind(names: set[str]) -> ColumnKind:
+    if names == {"integer", "number"}:
+        return ColumnKind.FLOAT
+    return _FIELD_KINDS.get(next(iter(names)), ColumnKind.JSON) if len(names) == 1 else ColumnKind.JSON
+
+
+def _without_null(field: Any, document: dict[str, Any]) -> dict[str, Any]:
+    """The field's schema behind references, and behind the choice between it and null; empty: there are others."""
+    for _ in range(REFERENCES_MAX):
+        field = _resolved(field, document)
+        choices = field.get("anyOf", field.get("oneOf"))
+        if choices is None:
+            return field
+        others = [each for each in choices if not (isinstance(each, dict) and each.get("type") == "null")]
+        if len(others) != 1:
+            return {}
+        field = others[0]
+    return {}
+
+
+def _resolved(schema: Any, document: dict[str, Any]) -> dict[str, Any]:
+    """The schema that a reference inside the document leads to; empty: it leads to none."""
+    for _ in range(REFERENCES_MAX):
+        if not isinstance(schema, dict):
+            return {}
+        if "$ref" not in schema:
+            return schema
+        head, *steps = schema["$ref"].split("/")
+        schema = document if head == "#" else None
+        for step in steps:
+            schema = schema.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(schema, dict) else None
+    return {}
+
+
+def _type_names(field: dict[str, Any]) -> set[str]:
+    """The types of JSON that the values of a field may have, as far as its schema says so."""
+    given = field.get("type")
+    if given is None:
+        values = field["enum"] if "enum" in field else [field["const"]] if "const" in field else []
+        return {_TYPE_NAMES.get(type(value), "object") for value in values}
+    return {given} if isinstance(given, str) else set(given)
 
 
 def decoded_members(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:

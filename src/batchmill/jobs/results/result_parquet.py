@@ -1,4 +1,5 @@
-"""Results as Parquet: the columns with the types they had in the input, `output` with the type its values have.
+"""Results as Parquet: columns with the types they had in the input, fields with those of their schema, and `output`
+with the type its values have.
 
 Row groups are written as they fill, so memory does not grow with the rows; the file is opened again and counted before
 it is published.
@@ -33,6 +34,7 @@ from batchmill.jobs.results.result_columns import (
     ColumnKinds,
     ColumnNames,
     decoded_members,
+    field_kinds,
     in_batches,
 )
 from batchmill.jobs.results.results import Learned, ResultFile
@@ -224,6 +226,8 @@ ARROW_TYPES = {
     ColumnKind.TEXT: pa.string(),
     ColumnKind.INTS: pa.list_(pa.int64()),
     ColumnKind.VECTOR: pa.list_(pa.float64()),
+    ColumnKind.TEXTS: pa.list_(pa.string()),
+    ColumnKind.BOOLS: pa.list_(pa.bool_()),
     ColumnKind.JSON: pa.string(),
 }
 
@@ -295,7 +299,7 @@ class ParquetFile:
         self.must_learn = True
         self._output, self._source = output, source
         self._input_schema = columns_schema(source.dataset)
-        self._names, self._kinds = ColumnNames(source), ColumnKinds()
+        self._names, self._kinds = ColumnNames(source), ColumnKinds(field_kinds(source.schema))
         self._part = PartFile(output, digest=digest)
         self._writer: pq.ParquetWriter | None = None
         self._batches: list[pa.RecordBatch] = []
