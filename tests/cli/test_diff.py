@@ -12,9 +12,9 @@ FAILED = '{"id":"batch_req_%s_%d","custom_id":"%s","response":null,"error":{"cod
 def ended(app, view, place):
     """A job that has ended, with these results and errors."""
 
-    def add(job, text, errors=None):
+    def add(job, text, errors=None, **more):
         (place / f"{job}.jsonl").write_text(text)
-        fields = {"id": job, "state": "completed", "output": str(place / f"{job}.jsonl")}
+        fields = {"id": job, "state": "completed", "output": str(place / f"{job}.jsonl"), **more}
         if errors is not None:
             (place / f"{job}.errors.jsonl").write_text(errors)
             fields["errors_output"] = str(place / f"{job}.errors.jsonl")
@@ -74,3 +74,43 @@ def test_a_running_job_is_refused(call, ended, app, view):
     app.jobs.add(view(id="run"))
     refused = call("diff", "a", "run")
     assert refused.exit_code == 2 and "is running" in refused.stderr
+
+
+ADDED = ["label", "score", "output", "error", "warnings", "folded_from"]
+
+
+def fields(*rows):
+    """Lines of a job with a schema: (id, label, more members)."""
+    return "".join(json.dumps({"id": key, "label": label, "error": None, **more}) + "\n" for key, label, more in rows)
+
+
+def test_fields_are_compared_and_warnings_are_not(call, ended):
+    """The fields of a schema are answers, wherever rows are matched; a flaw of a reply is no difference."""
+    ended("a", fields((1, "x", {"score": 1.0}), (2, "y", {"score": 2})), added_columns=ADDED)
+    ended("b", fields((1, "x", {"score": 1, "warnings": "asked_again"}), (2, "z", {"score": 2})), added_columns=ADDED)
+    for by in ((), ("--by", "id")):
+        found = call("diff", "a", "b", *by)
+        assert found.exit_code == 1 and "1 of 2 rows differ" in found.stderr, found.stderr
+        assert '{"label":"y","score":2}' in found.stdout and '{"label":"z","score":2}' in found.stdout
+        (line,) = [json.loads(line) for line in call("diff", "a", "b", *by, "--json").stdout.splitlines()]
+        assert line["left"] == {"label": "y", "score": 2, "error": None} and line["right"]["label"] == "z"
+    unknown = call("diff", "a", "b", "--by", "nope")
+    assert "it has id" in unknown.stderr and "label" not in unknown.stderr
+
+
+def test_a_job_with_a_schema_and_one_without(call, ended):
+    """They have the same input, and other answers; a failed row shows its error."""
+    ended("a", fields((1, "x", {}), (2, None, {"error": "bad: no", "output": "said"})), added_columns=ADDED)
+    ended("b", table((1, "x"), (2, "y")), added_columns=ADDED[2:])
+    found = call("diff", "a", "b")
+    assert found.exit_code == 1 and "2 of 2 rows differ" in found.stderr, found.stderr
+    assert '{"label":"x"}' in found.stdout and "error: bad: no" in found.stdout
+
+
+def test_an_input_column_may_be_called_as_what_others_add(call, ended):
+    """A function's input may have a column `warnings`: it is compared as input."""
+    own = ["output", "error", "folded_from"]
+    for job, warnings in (("a", "one"), ("b", "two")):
+        ended(job, json.dumps({"warnings": warnings, "output": 1, "error": None}) + "\n", added_columns=own)
+    refused = call("diff", "a", "b")
+    assert refused.exit_code == 2 and "row 0" in refused.stderr

@@ -237,3 +237,24 @@ def test_a_file_that_exists_is_replaced_only_when_told(call, ended, place):
     assert "x.csv exists" in call("results", "job_1", "-o", "x.csv").stderr and (place / "x.csv").read_text() == "mine"
     assert call("results", "job_1", "-o", "x.csv", "--overwrite").exit_code == 0
     assert (place / "x.csv").read_text() == CSV
+
+
+ADDED = ["label", "response", "output", "error", "warnings", "folded_from"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_columns_that_results_add(app, call, ended, place, kind):
+    """The fields of a schema and the warnings are no input: they are left out by name, and keep their place."""
+    more = {"label": "x", "response": "{}", "error": None}
+    rows = [{"a": "1", **more, "warnings": "truncated"}, {"a": "2", **more, "warnings": None}]
+    ended("r.jsonl", "".join(json.dumps(row) + "\n" for row in rows), added_columns=ADDED)
+    if kind == "parquet":
+        assert call("results", "job_1", "-o", "r.parquet").exit_code == 0
+        assert pq.read_table(place / "r.parquet").to_pylist() == rows
+        assert pq.read_schema(place / "r.parquet").names == list(rows[0])
+        app.jobs.add(replace(app.jobs.views["job_1"][-1], output=str(place / "r.parquet")))
+    joined = call("results", "job_1", "--join", "--columns", "label")
+    assert [json.loads(line) for line in joined.stdout.splitlines()] == [{"a": n, "label": "x"} for n in "12"]
+    assert call("results", "job_1", "--join", "--columns", "label", "-o", "j.parquet").exit_code == 0
+    assert pq.read_schema(place / "j.parquet").names == ["a", "label"]
+    assert call("results", "job_1", "--failed").stdout == ""

@@ -128,6 +128,25 @@ def test_fail_on_goes_first(job):
     assert result.exit_code == 3 and view()["errors"] == {"reply_truncated": 1}
 
 
+def test_a_job_says_which_columns_it_adds(job, tmp_path):
+    """So that `results` and `diff` tell them from those of the input."""
+    answers = {"fits": ANSWERS["fits"], "second": ANSWERS["second"]}
+    for output in ("one.jsonl", "two.parquet"):
+        result, _ = job(answers, "--fields", FIELDS, output=output)
+        assert result.exit_code == 0, result.output
+    assert view()["added_columns"] == ["label", "score", "output", "error", "warnings", "folded_from"]
+    listed = CliRunner().invoke(cli, ["jobs", "--json", "--data-dir", "data"], obj=Session()).output.splitlines()
+    ids = [json.loads(line)["job"]["id"] for line in listed]
+    for one in ids:
+        command = ["results", one, "--join", "--columns", "score", "--data-dir", "data"]
+        found = CliRunner().invoke(cli, command, obj=Session())
+        assert [json.loads(line) for line in found.stdout.splitlines()] == [
+            {"text": text, "score": 0.5} for text in answers
+        ]
+    same = CliRunner().invoke(cli, ["diff", *ids, "--data-dir", "data"], obj=Session())
+    assert same.exit_code == 0, same.output
+
+
 @pytest.mark.parametrize("output", ["out.csv", "out.parquet"])
 def test_tables_have_a_column_for_each_field(job, tmp_path, output):
     """CSV and Parquet hold them, typed in Parquet."""

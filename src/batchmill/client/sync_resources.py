@@ -25,7 +25,7 @@ from batchmill.wire.native import (
     VersionInfo,
 )
 from batchmill.wire.native_models import LIMIT_DEFAULT, LogPage, LogQuery
-from batchmill.wire.result_rows import RowPicker, RowShape, number_in
+from batchmill.wire.result_rows import RowPicker, RowShape, added_by, number_in
 
 if TYPE_CHECKING:
     from batchmill.client.sync import Client
@@ -103,8 +103,9 @@ class Job:
 
         Raises: InvalidInput (`unknown_column`) for a column that no row has: of a table, after the last one.
         """
-        picker = RowPicker(RowShape(None if columns is None else list(columns), join=join), only_failed=failed)
         view = self.refresh()
+        shape = RowShape(None if columns is None else list(columns), join, added_by(view))
+        picker = RowPicker(shape, only_failed=failed)
         next_number, request = 0, None
         with closing(self._lines(view, failed, partial)) as lines, closing(self._requests(view)) as requests:
             for line in lines:

@@ -19,6 +19,7 @@ from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.jobs.runner import JobRunner
 from batchmill.states import JobState, PauseReason
 from batchmill.types import EngineState, EngineStats, JobView, ModelSpec, Problem, Usage, Wait
+from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
 
 NAMES_MAX = 100  # of the models and adapters that rows go to, as they are shown
@@ -83,6 +84,7 @@ def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobVie
         input=spec.dataset.paths,
         output=record["output"],
         errors_output=record["errors_output"],
+        added_columns=list(spec.form.reserved) if isinstance(spec.form, TableForm) else [],
         model=_names(spec.used if spec.origin is not None else [model.name for model in spec.models]),
         routing=routing.sentences(spec),
         created=record["created"],

@@ -192,6 +192,7 @@ class JobView(Struct, frozen=True):
     input: list[str] = []
     output: str | None = None
     errors_output: str | None = None  # the error file, once there is one
+    added_columns: list[str] = []  # of a table: those that its results may have besides the input's, in their order
     model: str = ""
     routing: list[str] = []  # why models with several routes use the routes that they use, now and before
     created: float = 0.0

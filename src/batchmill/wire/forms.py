@@ -245,10 +245,11 @@ class TableForm(Struct, frozen=True, tag="table"):
 
     @property
     def reserved(self) -> tuple[str, ...]:
-        """The columns that results add to those of the table."""
+        """The columns that results may add to those of the table, in their order."""
         if self.prompt is None:
             return RESULT_COLUMNS
-        return (*RESULT_COLUMNS, WARNINGS_COLUMN, *(() if self.schema is None else columns_of(self.schema)))
+        fields = () if self.schema is None else columns_of(self.schema)
+        return (*fields, OUTPUT, ERROR, WARNINGS_COLUMN, FOLDED_FROM)
 
     def columns(self) -> list[str]:
         """Return the columns that the templates and the choice of a model need."""

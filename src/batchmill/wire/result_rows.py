@@ -11,10 +11,11 @@ import msgspec
 from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidInput
-from batchmill.wire.forms import ERROR, FOLDED_FROM, OUTPUT, RESULT_COLUMNS, OpenAIForm
+from batchmill.types import JobView
+from batchmill.wire.forms import ERROR, FOLDED_FROM, OUTPUT, RESULT_COLUMNS, WARNINGS_COLUMN, OpenAIForm
 from batchmill.wire.json_bytes import encode, join_object, split_object
 
-OWN = RESULT_COLUMNS  # the columns that batchmill adds to a table
+OWN = RESULT_COLUMNS  # the columns that every job with a table adds to it
 REQUEST = ("method", "url", "body")  # the members of a request that stand beside its reply
 FLAT = ("custom_id", OUTPUT, ERROR)  # an OpenAI result line as a row, if no columns are named
 MORE = ("id", "response", FOLDED_FROM)  # what may be named besides
@@ -22,6 +23,7 @@ COLUMNS_SHOWN = 40  # in a message
 
 Row = dict[str, Raw]
 _NULL = Raw(b"null")
+_OPENAI = {"id", "custom_id", "response", ERROR, FOLDED_FROM}
 _FORM = OpenAIForm()
 
 
@@ -43,16 +45,26 @@ _status = msgspec.json.Decoder(_Reply)
 _text = msgspec.json.Decoder(str | None)
 
 
+def added_by(view: JobView) -> tuple[str, ...]:
+    """The columns of a job's results that are not those of its input, in their order."""
+    return tuple(view.added_columns) or OWN
+
+
+def answer_columns(view: JobView) -> tuple[str, ...]:
+    """Those of them that hold the answers, and why there is none."""
+    return tuple(name for name in added_by(view) if name not in (WARNINGS_COLUMN, FOLDED_FROM))
+
+
 def is_openai(members: Row) -> bool:
     """Whether these are the members of an OpenAI result line, not of a row of a table."""
-    return "response" in members and OUTPUT not in members
+    return "response" in members and "custom_id" in members and members.keys() <= _OPENAI
 
 
 def has_failed(members: Row) -> bool:
     """Whether a row of a table, or an OpenAI result line, is an error."""
     if bytes(members.get(ERROR, _NULL)) != b"null":
         return True
-    reply = members.get("response", _NULL) if OUTPUT not in members else _NULL
+    reply = members["response"] if is_openai(members) else _NULL
     return bytes(reply)[:1] == b"{" and _status.decode(reply).status_code >= 400
 
 
@@ -154,7 +166,7 @@ class RowPicker:
         self._known.update(dict.fromkeys(members))
         if self._shape.columns is None:
             return _decoded(members)
-        inputs = [each for each in members if each not in OWN] if self._shape.join else []
+        inputs = [each for each in members if each not in self._shape.added] if self._shape.join else []
         return _decoded(projected(members, list(dict.fromkeys([*inputs, *self._shape.columns]))))
 
     def finish(self) -> None:
@@ -173,10 +185,22 @@ class RowShape(Struct, frozen=True):
     Args:
         columns: in this order; None: those of the row, and of a flat OpenAI row `FLAT`.
         join: the columns of the input as well, before those named.
+        added: as `added_by` the job: all others of a table are the input's.
     """
 
     columns: list[str] | None = None
     join: bool = False
+    added: tuple[str, ...] = OWN
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether rows are wanted as they are."""
+        return self.columns is None and not self.join
+
+    def ordered(self, known: Iterable[str]) -> list[str]:
+        """These columns of a table: the input's, then those that results add."""
+        names = list(known)
+        return [*(each for each in names if each not in self.added), *(each for each in self.added if each in names)]
 
     def names(self, known: Sequence[str], *, openai: bool) -> list[str]:
         """The columns of the output, of rows with these. Raises: InvalidInput for one that no row has."""
@@ -185,7 +209,7 @@ class RowShape(Struct, frozen=True):
         for name in self.columns or ():
             if name not in known:
                 raise unknown_column(name, known, needs_join=openai and name in REQUEST)
-        given = REQUEST if openai else tuple(each for each in known if each not in OWN)
+        given = REQUEST if openai else tuple(each for each in known if each not in self.added)
         if self.columns is None and not openai:
             return list(known)
         if self.columns is None:

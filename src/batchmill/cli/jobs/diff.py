@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.jobs.results.result_rows import ResultSource
 from batchmill.types import JobView
-from batchmill.wire.json_bytes import decode, encode, split_object, text_of
-from batchmill.wire.result_rows import ERROR, OUTPUT, OWN, Row, flat, is_openai
+from batchmill.wire.json_bytes import decode, encode, join_object, split_object, text_of
+from batchmill.wire.result_rows import ERROR, OUTPUT, Row, added_by, answer_columns, flat, is_openai
 
 EXIT_DIFFERENT = 1  # as of diff(1)
 KEY_CHARS, CELL_CHARS = 16, 30  # of a line that is shown
@@ -30,7 +30,7 @@ _NULL = msgspec.Raw(b"null")
 
 
 class Pair(Struct, frozen=True):
-    """A row of both jobs; None where one has no such row."""
+    """The answers of both jobs to a row: the columns that hold them; None where one has no such row."""
 
     key: str
     left: Row | None
@@ -40,7 +40,8 @@ class Pair(Struct, frozen=True):
     def differs(self) -> bool:
         if self.left is None or self.right is None:
             return True
-        return any(_is_other(self.left.get(name, _NULL), self.right.get(name, _NULL)) for name in (OUTPUT, ERROR))
+        names = {*self.left, *self.right}
+        return any(_is_other(self.left.get(name, _NULL), self.right.get(name, _NULL)) for name in names)
 
 
 def _is_other(left: msgspec.Raw, right: msgspec.Raw) -> bool:
@@ -69,15 +70,15 @@ async def _diff(session: Session, left: str, right: str, by: str | None) -> int:
     config = session.config()
     with scratch_folder(None) as folder:
         sources: list[ResultSource] = []
-        names: list[str] = []
+        views: list[JobView] = []
         for number, job_id in enumerate((left, right)):
             (home := folder / str(number)).mkdir()
             view = await _ended(session, config, job_id)
-            names.append(view.id)
+            views.append(view)
             sources.append(await spooled_results(session, config, view, home))
-        rows = (_rows(sources[0]), _rows(sources[1]))
-        pairs = _in_step(*rows) if by is None else _matched(*rows, by, folder / "left")
-        return _show(session, pairs, names)
+        rows = [_rows(source) for source in sources]
+        pairs = _in_step(rows, views) if by is None else _matched(rows, views, by, folder / "left")
+        return _show(session, pairs, [view.id for view in views])
 
 
 async def _ended(session: Session, config: Config, job_id: str) -> JobView:
@@ -93,58 +94,69 @@ def _rows(source: ResultSource) -> Iterator[Row]:
         yield flat(line, members) if is_openai(members) else members
 
 
-def _in_step(left: Iterator[Row], right: Iterator[Row]) -> Iterator[Pair]:
+def _answer_of(row: Row, view: JobView) -> Row:
+    return {name: row[name] for name in answer_columns(view) if name in row}
+
+
+def _in_step(rows: Sequence[Iterator[Row]], views: Sequence[JobView]) -> Iterator[Pair]:
     """Pairs of rows with the same number. Raises: InvalidInput where their inputs are not the same."""
-    for number, (one, other) in enumerate(zip_longest(left, right)):
-        if one is None or other is None or _input_of(one) != _input_of(other):
+    left, right = views
+    for number, (one, other) in enumerate(zip_longest(*rows)):
+        if one is None or other is None or _input_of(one, left) != _input_of(other, right):
             raise InvalidInput(
                 f"row {number} of the two jobs is not the same input: match rows of different inputs with --by COLUMN",
                 code="input_differs",
             )
-        yield Pair(text_of(one[CUSTOM_ID]) if CUSTOM_ID in one else str(number), one, other)
+        key = text_of(one[CUSTOM_ID]) if CUSTOM_ID in one else str(number)
+        yield Pair(key, _answer_of(one, left), _answer_of(other, right))
 
 
-def _input_of(row: Row) -> dict[str, Any]:
+def _input_of(row: Row, view: JobView) -> dict[str, Any]:
     """What a result shows of its input."""
-    if "response" in row:
+    if not view.added_columns and "response" in row:
         return {CUSTOM_ID: bytes(row.get(CUSTOM_ID, _NULL))}
-    return {name: bytes(value) for name, value in row.items() if name not in OWN}
+    added = added_by(view)
+    return {name: bytes(value) for name, value in row.items() if name not in added}
 
 
-def _matched(left: Iterator[Row], right: Iterator[Row], by: str, path: Path) -> Iterator[Pair]:
+def _matched(rows: Sequence[Iterator[Row]], views: Sequence[JobView], by: str, path: Path) -> Iterator[Pair]:
     """Pairs of rows with the same value of a column. Of each left row the memory holds a digest and an offset.
 
     Args: path: a new file for the left rows.
     """
+    left, right = views
     places: dict[bytes, int] = {}
     with path.open("w+b") as file:
-        for row in left:
-            digest = _digest(row, by)
+        for row in rows[0]:
+            digest = _digest(row, by, left)
             if digest in places:
                 raise _repeated(row, by)
             places[digest] = file.tell()
-            file.write(encode({name: row[name] for name in (by, OUTPUT, ERROR) if name in row}) + b"\n")
+            file.write(encode([row[by], _answer_of(row, left)]) + b"\n")
         taken: set[bytes] = set()
-        for row in right:
-            digest = _digest(row, by)
+        for row in rows[1]:
+            digest = _digest(row, by, right)
             if digest in taken:
                 raise _repeated(row, by)
             taken.add(digest)
             place = places.pop(digest, None)
-            yield Pair(text_of(row[by]), None if place is None else _read(file, place), row)
+            found = None if place is None else _read(file, place)[1]
+            yield Pair(text_of(row[by]), found, _answer_of(row, right))
         for place in places.values():
-            row = _read(file, place)
-            yield Pair(text_of(row[by]), row, None)
+            key, answer = _read(file, place)
+            yield Pair(text_of(key), answer, None)
 
 
-def _read(file: Any, place: int) -> Row:
+def _read(file: Any, place: int) -> tuple[msgspec.Raw, Row]:
+    """What a left row is matched by, and its answer."""
     file.seek(place)
-    return split_object(file.readline())
+    key, answer = decode(file.readline(), type=list[msgspec.Raw])
+    return key, split_object(bytes(answer))
 
 
-def _digest(row: Row, by: str) -> bytes:
+def _digest(row: Row, by: str, view: JobView) -> bytes:
     if by not in row:
-        known = [name for name in row if name not in (OUTPUT, ERROR)]
+        known = [name for name in row if name not in added_by(view)]
         raise InvalidInput(
             f"a row has no column {by!r} to match it by; it has {', '.join(known)}", code="unknown_column"
         )
@@ -184,8 +196,11 @@ def _cell(row: Row | None) -> str:
     if row is None:
         return "(no such row)"
     error = text_of(row.get(ERROR, _NULL))
-    return f"error: {error}" if error else text_of(row.get(OUTPUT, _NULL))
+    if error:
+        return f"error: {error}"
+    fields = {name: value for name, value in row.items() if name not in (OUTPUT, ERROR)}
+    return join_object(fields).decode() if fields else text_of(row.get(OUTPUT, _NULL))
 
 
 def _answer(row: Row | None) -> dict[str, Any] | None:
-    return None if row is None else {name: decode(row.get(name, _NULL)) for name in (OUTPUT, ERROR)}
+    return None if row is None else {name: decode(value) for name, value in row.items()}

@@ -51,12 +51,12 @@ class Wanted(Struct, frozen=True):
     @property
     def is_table(self) -> bool:
         """Whether each row must be a row of a table."""
-        return self.kind in (CSV, PARQUET) or self.shape != RowShape()
+        return self.kind in (CSV, PARQUET) or not self.shape.is_whole
 
     def must_convert(self, name: str) -> bool:
         """Whether results in a file of this name are written otherwise than as they are."""
         is_other = bool(self.kind) and kind_of(name) != (self.kind, kind_of(self.output or "")[1])
-        return is_other or self.only_failed or self.is_safe or self.shape != RowShape()
+        return is_other or self.only_failed or self.is_safe or not self.shape.is_whole
 
 
 def wanted_form(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+from msgspec.structs import replace
 
 from batchmill.cli.jobs.displays import done
 from batchmill.cli.jobs.order_options import output_files
@@ -21,7 +22,7 @@ from batchmill.jobs.results.result_rows import JSONL_NAME, ResultSource, lines_o
 from batchmill.states import JobState
 from batchmill.types import JobView
 from batchmill.wire.json_bytes import split_object
-from batchmill.wire.result_rows import RowShape, is_openai
+from batchmill.wire.result_rows import RowShape, added_by, is_openai
 
 OUTPUT_FORMATS = ("jsonl", "csv", "parquet")
 WITH_RESULTS = (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED)  # states with result files
@@ -151,6 +152,7 @@ async def _spool(stream: ResultStream, path: Path) -> None:
 
 async def _write(session: Session, config: Config, view: JobView, source: ResultSource, wanted: Wanted) -> int:
     folder = source.path.parent
+    wanted = replace(wanted, shape=replace(wanted.shape, added=added_by(view)))
     if wanted.shape.join and _is_openai(source):
         (folder / "inputs").mkdir()
         inputs = await session.app.inputs(config, view, folder / "inputs")

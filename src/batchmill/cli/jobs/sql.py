@@ -28,7 +28,7 @@ from batchmill.errors import InvalidInput
 from batchmill.jobs.results.result_rows import CSV, JSONL, PARQUET, ResultSource, ShapedRows, kind_of
 from batchmill.optional import require
 from batchmill.types import DatasetSpec, JobView
-from batchmill.wire.result_rows import FLAT, RowShape
+from batchmill.wire.result_rows import FLAT, RowShape, added_by
 
 RESULTS, INPUT = "results", "input"  # the names of the tables
 ROWS_AT_ONCE = 1000
@@ -75,7 +75,7 @@ async def _query(session: Session, duckdb: ModuleType, job_id: str, query: str, 
     with scratch_folder(wanted.output) as folder:
         connection = duckdb.connect(config={**SETTINGS, "temp_directory": str(folder)})
         try:
-            _add_results(connection, await spooled_results(session, config, view, folder), folder)
+            _add_results(connection, await spooled_results(session, config, view, folder), folder, added_by(view))
             inputs = await _add_input(session, config, connection, view, folder)
             connection.execute("SET allowed_directories = $1", [[str(folder)]])
             connection.execute("SET allowed_paths = $1", [inputs])
@@ -88,12 +88,12 @@ async def _query(session: Session, duckdb: ModuleType, job_id: str, query: str, 
             connection.close()
 
 
-def _add_results(connection: Any, source: ResultSource, folder: Path) -> None:
+def _add_results(connection: Any, source: ResultSource, folder: Path, added: tuple[str, ...]) -> None:
     if kind_of(source.name)[0] == PARQUET:
         connection.read_parquet(str(source.path)).create_view(RESULTS)
         return
     path = folder / "results.jsonl"
-    shaped = ShapedRows(source, RowShape(), only_failed=False)
+    shaped = ShapedRows(source, RowShape(added=added), only_failed=False)
     if shaped.names == list(FLAT):
         shaped = ShapedRows(source, RowShape([*FLAT, "id", "response"]), only_failed=False)
     with path.open("wb") as file:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from batchmill.wire.result_rows import ERROR, OWN, RowShape
+from batchmill.wire.result_rows import ERROR, RowShape
 
 BATCH_ROWS = 8192
 GROUP_BYTES = 64 * 1024 * 1024  # of Arrow memory in a row group, about
@@ -18,8 +18,7 @@ def copy_selected(source: Path, target: Path, shape: RowShape, *, only_failed: b
     rows = 0
     with pq.ParquetFile(source) as file:
         schema = file.schema_arrow.remove_metadata()
-        inputs = [name for name in schema.names if name not in OWN]
-        names = shape.names([*inputs, *(name for name in OWN if name in schema.names)], openai=False)
+        names = shape.names(shape.ordered(schema.names), openai=False)
         wanted = pa.schema([schema.field(name) for name in names])
         read = list(dict.fromkeys([*names, *([ERROR] if only_failed else [])]))
         waiting: list[pa.RecordBatch] = []

@@ -94,9 +94,9 @@ class ShapedRows:
                 known.update(dict.fromkeys(members))
                 if len(known) > COLUMNS_MAX:
                     raise too_many_columns(COLUMNS_MAX)
-        inputs = [each for each in known if each not in OWN]
-        known_names = [*inputs, *(each for each in OWN if each in known)]
-        self.names = shape.names(known_names, openai=self._is_openai) if self.rows else list(shape.columns or ())
+        self.names = (
+            shape.names(shape.ordered(known), openai=self._is_openai) if self.rows else list(shape.columns or ())
+        )
 
     def __iter__(self) -> Iterator[bytes]:
         lines = self._source.lines(only_failed=self._only_failed)
