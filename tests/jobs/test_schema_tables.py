@@ -143,6 +143,11 @@ NULLABLE = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
         ({}, ["1", '"a"'], pa.string(), ["1", '"a"']),
         ({"type": ["integer", "string"]}, ["1", "2"], pa.string(), ["1", "2"]),
         ({"$ref": "#"}, ["{}", "null"], pa.string(), ["{}", None]),
+        ({"anyOf": [{"const": "a"}, {"type": "string"}]}, ['"a"', '"b"'], pa.string(), ["a", "b"]),
+        ({"anyOf": [{"type": "integer"}, {"type": "number"}]}, ["1", "2"], pa.float64(), [1.0, 2.0]),
+        ({"anyOf": [{"type": "integer"}, {"minLength": 1}]}, ["1", '"b"'], pa.string(), ["1", '"b"']),
+        ({"allOf": [{"$ref": "#/$defs/a~1b"}]}, ["1", "2"], pa.float64(), [1.0, 2.0]),
+        ({"type": "string", "oneOf": [{"minLength": 3}, {"maxLength": 2}]}, ['"a"', "null"], pa.string(), ["a", None]),
         # These do not fit the type of the schema.
         ({"type": "integer"}, ["1", "9223372036854775808"], pa.string(), ["1", "9223372036854775808"]),
         ({"type": "number"}, ["0.5", "9007199254740993"], pa.string(), ["0.5", "9007199254740993"]),

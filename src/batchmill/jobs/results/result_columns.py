@@ -211,15 +211,16 @@ def _one_kind(names: set[str]) -> ColumnKind:
 
 
 def _without_null(field: Any, document: dict[str, Any]) -> dict[str, Any]:
-    """The field's schema behind references, and behind the choice between it and null; empty: there are others."""
+    """The field's schema behind references, and behind a choice with null; of other choices, the types."""
     for _ in range(REFERENCES_MAX):
         field = _resolved(field, document)
-        choices = field.get("anyOf", field.get("oneOf"))
-        if choices is None:
+        choices = field.get("anyOf", field.get("oneOf", field.get("allOf")))
+        if choices is None or "type" in field:
             return field
         others = [each for each in choices if not (isinstance(each, dict) and each.get("type") == "null")]
         if len(others) != 1:
-            return {}
+            types = [_type_names(_resolved(each, document)) for each in others]
+            return {"type": sorted(set().union(*types))} if all(types) else {}
         field = others[0]
     return {}
 
