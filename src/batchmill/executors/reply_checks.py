@@ -108,7 +108,7 @@ class ReplyChecks:
 
 @lru_cache(maxsize=64)
 def _validator_of(schema: OutputSchema) -> SchemaValidator:
-    return require(f"{VALIDATION}:SchemaValidator", "a schema")(msgspec.json.decode(schema.document))
+    return require(f"{VALIDATION}:validator_of", "a schema")(schema)
 
 
 def _judged(outcome: Outcome, flaws: Sequence[str]) -> Outcome:

@@ -109,7 +109,7 @@ class _Shape:
         total = 1
         for name, value in node.items():
             if node is self._root and name in _DEFINITIONS and isinstance(value, dict):
-                for key, meant in value.items():  # they cost nothing before somebody refers to them
+                for key, meant in value.items():  # they cost nothing until a $ref names them
                     self._meant(f"#/{name}/{key.replace('~', '~0').replace('/', '~1')}", meant)
             else:
                 total += self._count(value)
