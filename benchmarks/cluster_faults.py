@@ -27,7 +27,7 @@ import httpx2
 from fault_campaign import DATABASE, ROWS, TIMEOUT_S, Campaign, Injection, Outcome, RayCluster, Server, Undo
 from transaction_pooler import TransactionPooler
 
-from batchmill.services.databases import EXIT_REPLACED
+from batchmill.services.data_dirs.databases import EXIT_REPLACED
 
 HOSTILE_ACTOR = harness.ROOT / "tests" / "fakes" / "hostile_actor.py"
 AWAY_S = 30.0

@@ -26,8 +26,8 @@ import harness
 import rows
 from local_endpoint import Call, Endpoint, running_endpoint
 
-from batchmill.store import segments
-from batchmill.store.segment_files import SegmentFolder
+from batchmill.store.segments import format as segments
+from batchmill.store.segments.files import SegmentFolder
 
 ROW_BYTES = 600
 RECORD_S = 1.0  # a reply this old is on disk

@@ -24,8 +24,8 @@ from batchmill.jobs.intake import retry_plan
 from batchmill.jobs.ledger import audit, plan
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.snapshot import CommitRecord, Counters, ShardRecord, Snapshot
-from batchmill.store.segment_files import SegmentFile
-from batchmill.store.segments import BlockMeta, SegmentHead, error_meta, frame_lines
+from batchmill.store.segments.files import SegmentFile
+from batchmill.store.segments.format import BlockMeta, SegmentHead, error_meta, frame_lines
 from batchmill.types import DatasetSpec, ModelSpec, Policy, RowError, SegmentRef, Shard
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec

@@ -43,8 +43,8 @@ from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, ShardRows, make  #
 from batchmill.jobs.pools.dispatcher import Dispatcher  # noqa: E402
 from batchmill.jobs.pools.job_run import JobRun  # noqa: E402
 from batchmill.states import JobState  # noqa: E402
-from batchmill.store.database import Database  # noqa: E402
-from batchmill.store.positions import pack_positions  # noqa: E402
+from batchmill.store.sql.database import Database  # noqa: E402
+from batchmill.store.sql.positions import pack_positions  # noqa: E402
 from batchmill.types import (  # noqa: E402
     Commit,
     DatasetSpec,
@@ -205,7 +205,7 @@ class Executor:
 def open_database(folder: Path, url: str) -> Database:
     if not url:
         return Database(folder / "batchmill.db")
-    from batchmill.store.postgres import PostgresBackend
+    from batchmill.store.sql.postgres import PostgresBackend
 
     backend = PostgresBackend(sa.make_url(url))
     backend.claim("the benchmark", "", "")

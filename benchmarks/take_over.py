@@ -19,7 +19,7 @@ from contextlib import ExitStack
 import harness
 from fault_campaign import TIMEOUT_S, Campaign, Outcome, Server
 
-from batchmill.services.databases import EXIT_REPLACED
+from batchmill.services.data_dirs.databases import EXIT_REPLACED
 
 ROWS, BEFORE = 2000, 50
 TAKEN = "this server has taken the database over"

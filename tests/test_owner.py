@@ -17,7 +17,7 @@ from batchmill.config import Config, load
 from batchmill.connection import connect
 from batchmill.control.operations import PING
 from batchmill.owner import open_owner, open_store
-from batchmill.services.data_dirs import SOCKET, prepare_data_dir, try_lock
+from batchmill.services.data_dirs.data_dirs import SOCKET, prepare_data_dir, try_lock
 from batchmill.serving import serve
 from batchmill.types import ModelSpec
 

@@ -1,7 +1,7 @@
-"""Write the first revision of the database's schema from `store/tables.py`.
+"""Write the first revision of the database's schema from `store/sql/tables.py`.
 
 No version is released yet, so a change of the tables changes this revision. After a release, add a revision instead:
-a module of `store/revisions/` with the next number, and `VERSION` in `store/schema.py`.
+a module of `store/sql/revisions/` with the next number, and `VERSION` in `store/sql/schema.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from alembic.autogenerate import produce_migrations, render_python_code
 from alembic.migration import MigrationContext
 from alembic.operations import ops
 
-from batchmill.store import schema
-from batchmill.store.tables import metadata
+from batchmill.store.sql import schema
+from batchmill.store.sql.tables import metadata
 
 # How Alembic writes the type of a column with text.
 TEXT = re.compile(r"sa\.(String\(length=(\d+)\)|Text\(\))\.with_variant\(sa\.Text\(collation='C'\), 'postgresql'\)")

@@ -24,7 +24,7 @@ from batchmill.control.app import OWNER_STOPPING, ControlApp, Pieces
 from batchmill.errors import InvalidTransition, Unavailable
 from batchmill.imports import import_large
 from batchmill.prepared import prepare
-from batchmill.services.data_dirs import SOCKET, TAKEOVER_S, owner_pid, prepare_data_dir, try_lock
+from batchmill.services.data_dirs.data_dirs import SOCKET, TAKEOVER_S, owner_pid, prepare_data_dir, try_lock
 from batchmill.types import ModelSpec
 from batchmill.wire.operations import EVENTS
 

@@ -40,13 +40,13 @@ from batchmill.object_store.credentials import settings_of
 from batchmill.optional import require
 from batchmill.ports import Clock, ClusterExecutor, Executor
 from batchmill.prepared import PreparedProcesses
-from batchmill.services import salvage as salvaging
 from batchmill.services.adapters.service import AdapterService
-from batchmill.services.backups import Backups, keep_backups
-from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.data_dirs import SOCKET, prepare_data_dir, try_lock
-from batchmill.services.databases import open_database
-from batchmill.services.directory import ModelDirectory
+from batchmill.services.data_dirs import salvage as salvaging
+from batchmill.services.data_dirs.backups import Backups, keep_backups
+from batchmill.services.data_dirs.data_dirs import SOCKET, prepare_data_dir, try_lock
+from batchmill.services.data_dirs.databases import open_database
+from batchmill.services.directory.configured import ConfiguredModels
+from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.functions.deploying import Trials, VersionBuilder
 from batchmill.services.functions.versions import ModelVersions, Warm
 from batchmill.services.keys import KeyService
@@ -55,8 +55,8 @@ from batchmill.services.llms.service import LlmService
 from batchmill.services.remote.remote_services import RemoteServices, make_remote
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import OwnerProvisions, Vault
-from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskQuota
+from batchmill.store.sql.database import Database
 from batchmill.store.stored_files import LocalFiles, StoredFiles
 from batchmill.types import SalvageReport
 from batchmill.types.connectors import Storage

@@ -28,10 +28,11 @@ from batchmill.server.http import HttpRoot
 from batchmill.server.metrics import Observers
 from batchmill.server.standby import Standby
 from batchmill.server.system_routes import Health, SystemRoutes
-from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.data_dirs import owner_pid, prepare_data_dir, take_lock_of_stopped, try_lock
-from batchmill.services.databases import end_replaced, open_backend, process_name
-from batchmill.services.files import FileService
+from batchmill.services.data_dirs.data_dirs import owner_pid, prepare_data_dir, take_lock_of_stopped, try_lock
+from batchmill.services.data_dirs.databases import end_replaced, open_backend, process_name
+from batchmill.services.directory.configured import ConfiguredModels
+from batchmill.services.files.files import FileService
+from batchmill.services.files.uploads import UploadService
 from batchmill.services.functions.calls import FunctionCalls
 from batchmill.services.functions.late_replies import LateReplies
 from batchmill.services.links import LinkService
@@ -42,10 +43,9 @@ from batchmill.services.remote.job_tasks import JobTasks
 from batchmill.services.remote.tasks import RemoteTasks
 from batchmill.services.repeats import RepeatedOrders
 from batchmill.services.services import Services
-from batchmill.services.uploads import UploadService
-from batchmill.services.webhooks import WebhookService
-from batchmill.store.database import Database
-from batchmill.store.owner_row import check_data_dir
+from batchmill.services.webhooks.endpoints import WebhookService
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.owner_row import check_data_dir
 
 T = TypeVar("T")
 

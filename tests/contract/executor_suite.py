@@ -14,8 +14,8 @@ import pytest
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealing import seal
 from batchmill.ports import Executor, WorkerHandle
-from batchmill.store.segment_files import SegmentFolder
-from batchmill.store.segments import read_ref
+from batchmill.store.segments.files import SegmentFolder
+from batchmill.store.segments.format import read_ref
 from batchmill.types import DatasetSpec, Lease, LiveRequest, ModelSpec, SegmentPlace
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.messages import (

@@ -7,8 +7,8 @@ from contextlib import closing
 import pytest
 
 from batchmill.ports import SegmentSink, SegmentSource
-from batchmill.store import segments
-from batchmill.store.segments import BlockMeta, BlockRows
+from batchmill.store.segments import format as segments
+from batchmill.store.segments.format import BlockMeta, BlockRows
 from batchmill.types import SegmentRef, Usage
 
 

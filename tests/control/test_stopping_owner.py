@@ -20,7 +20,7 @@ from batchmill.control.app import LAST_EVENT, OWNER_STOPPING, ControlApp
 from batchmill.control.client import ControlClient
 from batchmill.control.listener import ControlListener
 from batchmill.errors import Conflict, InvalidConfig, InvalidTransition, Unavailable
-from batchmill.services.data_dirs import SOCKET, prepare_data_dir, try_lock
+from batchmill.services.data_dirs.data_dirs import SOCKET, prepare_data_dir, try_lock
 from batchmill.types import JobView
 from batchmill.wire import operations as table
 

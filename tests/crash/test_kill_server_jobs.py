@@ -20,7 +20,7 @@ from pathlib import Path
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger.ledger import Ledger
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.jobs.service import JobService
 from fakes.job_service import job_service
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Once

@@ -17,8 +17,8 @@ from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import Allowance, Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, empty_rows
 from batchmill.executors.reply_checks import ReplyChecks
-from batchmill.store.segment_files import SegmentFile
-from batchmill.store.segments import SegmentHead
+from batchmill.store.segments.files import SegmentFile
+from batchmill.store.segments.format import SegmentHead
 from batchmill.types import DatasetSpec, Lease, Outcome, OutputSchema, Price, Row, Usage
 from batchmill.wire.forms import CHAT, OpenAIForm
 from batchmill.wire.messages import Grant, Spending

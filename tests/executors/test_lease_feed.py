@@ -20,8 +20,8 @@ from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import Allowance, Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, empty_rows
 from batchmill.ports import Columns, LeaseFeed
-from batchmill.store.segment_files import SegmentFile
-from batchmill.store.segments import SegmentHead
+from batchmill.store.segments.files import SegmentFile
+from batchmill.store.segments.format import SegmentHead
 from batchmill.types import ColumnBlock, DatasetSpec, Lease, Price, Row
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.messages import Grant, Spending, pack_u32

@@ -16,9 +16,9 @@ from batchmill.executors.leases import Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.models import redaction
 from batchmill.ports import SegmentSink
-from batchmill.store.positions import unpack_positions
-from batchmill.store.segment_files import SegmentFile, SegmentFolder
-from batchmill.store.segments import SegmentHead, read_payload, read_ref
+from batchmill.store.segments.files import SegmentFile, SegmentFolder
+from batchmill.store.segments.format import SegmentHead, read_payload, read_ref
+from batchmill.store.sql.positions import unpack_positions
 from batchmill.types import Commit, DatasetSpec, Lease, Outcome, ResultBlock, Row, RowBlock, RowError, Usage
 from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.messages import Grant, pack_u32

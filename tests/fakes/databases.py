@@ -14,9 +14,9 @@ import sqlalchemy as sa
 from fakes.postgres_server import PostgresServer
 
 from batchmill.jobs.ledger.ledger import Ledger
-from batchmill.store.database import Database
-from batchmill.store.postgres import PostgresBackend
-from batchmill.store.tables import metadata, schema
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.postgres import PostgresBackend
+from batchmill.store.sql.tables import metadata, schema
 
 SQLITE, POSTGRESQL = "sqlite", "postgresql"
 

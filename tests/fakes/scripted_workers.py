@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from batchmill.store.positions import pack_positions
+from batchmill.store.sql.positions import pack_positions
 from batchmill.types import Commit, SegmentRef, Usage
 from batchmill.wire.messages import Grant, Ready, Record, Start
 

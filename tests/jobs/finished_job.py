@@ -10,8 +10,8 @@ from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealing import SealOrder, seal
 from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, ShardRows, make, plan_again
 from batchmill.jobs.results.results import GatherOrder
-from batchmill.store.segment_files import SegmentFile
-from batchmill.store.segments import BlockMeta, BlockRows, SegmentHead, error_meta, frame
+from batchmill.store.segments.files import SegmentFile
+from batchmill.store.segments.format import BlockMeta, BlockRows, SegmentHead, error_meta, frame
 from batchmill.types import DatasetSpec, Outcome, Row, RowError, SegmentPlace, SegmentRef, Usage
 from batchmill.wire.forms import OpenAIForm, TableForm
 

@@ -14,9 +14,9 @@ from batchmill.jobs.ledger.plan import PlanOrder, PlanReader, ShardRows, make
 from batchmill.jobs.ledger.snapshot import Rebuilt
 from batchmill.jobs.repair import rebuild
 from batchmill.states import JobState
-from batchmill.store.positions import pack_positions
-from batchmill.store.segment_files import SegmentFile
-from batchmill.store.segments import BlockMeta, BlockRows, SegmentHead, error_meta, frame
+from batchmill.store.segments.files import SegmentFile
+from batchmill.store.segments.format import BlockMeta, BlockRows, SegmentHead, error_meta, frame
+from batchmill.store.sql.positions import pack_positions
 from batchmill.types import Commit, DatasetSpec, LedgerReport, ModelSpec, Policy, RowError, SegmentRef, Shard, Usage
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec

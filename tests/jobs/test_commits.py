@@ -15,7 +15,7 @@ from batchmill.jobs.ledger import commits, ledger
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.ledger import Verdict
 from batchmill.states import JobState, PauseReason
-from batchmill.store.positions import pack_positions
+from batchmill.store.sql.positions import pack_positions
 from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec

@@ -16,8 +16,8 @@ from batchmill.jobs.pools import dispatcher as dispatching
 from batchmill.jobs.pools import pool as pools
 from batchmill.jobs.pools.job_run import JobRun
 from batchmill.states import JobState, PauseReason
-from batchmill.store.segment_files import SegmentFile
-from batchmill.store.segments import BlockMeta, BlockRows, SegmentHead, frame
+from batchmill.store.segments.files import SegmentFile
+from batchmill.store.segments.format import BlockMeta, BlockRows, SegmentHead, frame
 from batchmill.types import ModelSpec
 from batchmill.wire.messages import (
     Ack,

@@ -17,8 +17,8 @@ from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger.counting import mask_of
 from batchmill.jobs.ledger.ledger import Ledger, Verdict, undone
 from batchmill.states import JobState
-from batchmill.store import tables
-from batchmill.store.positions import pack_positions
+from batchmill.store.sql import tables
+from batchmill.store.sql.positions import pack_positions
 from batchmill.types import Commit, DatasetSpec, JobQuery, Lease, ModelSpec, Policy, SegmentRef, Shard, Usage
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec

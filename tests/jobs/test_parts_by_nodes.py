@@ -40,12 +40,12 @@ from batchmill.jobs.results.part_writers import (
 )
 from batchmill.jobs.results.parts_run import PartsRun
 from batchmill.jobs.results.results import CAUSES_MAX, GatherOrder
-from batchmill.store import segment_objects
-from batchmill.store.database import Database
 from batchmill.store.object_files import ObjectFiles
 from batchmill.store.objects import StoreObjects
-from batchmill.store.segments import SAMPLE_CHARS_MAX
-from batchmill.store.sqlite import SqliteBackend
+from batchmill.store.segments import objects as segment_objects
+from batchmill.store.segments.format import SAMPLE_CHARS_MAX
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.sqlite import SqliteBackend
 from batchmill.types import RowError, SegmentPlace
 from batchmill.types.connectors import Storage
 from batchmill.wire.forms import OpenAIForm, TableForm

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from batchmill.jobs.ledger import audit
 from batchmill.jobs.ledger.audit import AuditOrder, verify
 from batchmill.jobs.ledger.snapshot import Snapshot
-from batchmill.store.segments import BlockMeta, BlockRows, frame
+from batchmill.store.segments.format import BlockMeta, BlockRows, frame
 from batchmill.types import Usage
 
 ROWS = 20

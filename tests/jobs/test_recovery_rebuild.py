@@ -11,7 +11,7 @@ from ledgered_job import LedgeredJob
 from batchmill.errors import InvalidTransition, LedgerBroken
 from batchmill.jobs.repair import rebuild
 from batchmill.states import JobState
-from batchmill.store.tables import shards
+from batchmill.store.sql.tables import shards
 
 ROWS = 20
 

@@ -9,8 +9,8 @@ import pytest
 
 from batchmill.errors import InvalidTransition, LedgerBroken
 from batchmill.jobs.service import JobService
-from batchmill.store.segment_files import SegmentFolder
-from batchmill.store.segments import scan
+from batchmill.store.segments.files import SegmentFolder
+from batchmill.store.segments.format import scan
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
 
 ROWS = 60

@@ -15,7 +15,7 @@ from batchmill.jobs.results import row_windows
 from batchmill.jobs.results.gathering import gather, gather_offloaded, partial, partial_offloaded
 from batchmill.jobs.results.results import GatherOrder, Manifest
 from batchmill.jobs.results.streaming_results import StreamingGather
-from batchmill.store.segment_files import SegmentFolder
+from batchmill.store.segments.files import SegmentFolder
 from batchmill.types import RowError
 from batchmill.wire.forms import OpenAIForm, TableForm
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from batchmill.errors import InputChanged, LedgerBroken
 from batchmill.jobs.results import appended_columns, column_windows
 from batchmill.jobs.results.gathering import gather, partial
-from batchmill.store.segments import BlockMeta, frame_columns
+from batchmill.store.segments.format import BlockMeta, frame_columns
 from batchmill.types import RowError
 from batchmill.wire.forms import TableForm
 

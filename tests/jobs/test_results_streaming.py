@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.results.streaming_results import StreamingGather
-from batchmill.store.segment_files import SegmentFolder
+from batchmill.store.segments.files import SegmentFolder
 from batchmill.types import SegmentRef
 from batchmill.wire.forms import OpenAIForm, TableForm
 

@@ -25,7 +25,7 @@ from batchmill.errors import InvalidInput, StorageFull
 from batchmill.jobs.ledger import files
 from batchmill.jobs.results import result_columns, result_parquet
 from batchmill.jobs.results.gathering import TableSource, create_table, gather
-from batchmill.store.segments import BlockMeta, BlockRows, frame
+from batchmill.store.segments.format import BlockMeta, BlockRows, frame
 from batchmill.types import Outcome, Row
 from batchmill.wire.forms import TableForm
 from batchmill.wire.json_bytes import DEPTH_MAX

@@ -15,7 +15,7 @@ from batchmill.jobs.intake import orders
 from batchmill.jobs.results.gathering import gather
 from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.states import JobState
-from batchmill.store.segment_files import SegmentFolder
+from batchmill.store.segments.files import SegmentFolder
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy, RowError
 from batchmill.wire.forms import OpenAIForm
 

@@ -24,10 +24,10 @@ from batchmill.faults import RETENTION_POINTS
 from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.retention import BY_AGE
-from batchmill.services import salvage
-from batchmill.services.backups import Backups
+from batchmill.services.data_dirs import salvage
+from batchmill.services.data_dirs.backups import Backups
 from batchmill.states import JobState
-from batchmill.store.tables import commits, files, jobs, shards
+from batchmill.store.sql.tables import commits, files, jobs, shards
 from batchmill.types import DatasetSpec
 
 JOB = "job_" + "2" * 20

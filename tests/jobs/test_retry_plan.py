@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from batchmill.jobs.intake.retry_plan import Opened, RetryOrder, plan_failed
 from batchmill.jobs.ledger.plan import PlanReader
-from batchmill.store.segment_blocks import open_segments
+from batchmill.store.segments.blocks import open_segments
 
 ROWS = 20
 

@@ -22,11 +22,11 @@ from batchmill.faults import BACKUP_POINTS, SALVAGE_POINTS
 from batchmill.jobs.ledger.audit import AuditOrder, verify
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.ledger import Ledger
-from batchmill.services import backups, salvage
-from batchmill.services.backups import Backups
-from batchmill.store.damaged_database import is_sound
-from batchmill.store.database import Database
-from batchmill.store.tables import files, keys
+from batchmill.services.data_dirs import backups, salvage
+from batchmill.services.data_dirs.backups import Backups
+from batchmill.store.sql.damaged_database import is_sound
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import files, keys
 
 JOB = "job_" + "1" * 20
 ROWS, SHARD, KEYS = 400, 100, 300
@@ -197,7 +197,7 @@ def test_the_way_out_is_named(data_dir):
 SALVAGE = """
 import sys
 from pathlib import Path
-from batchmill.services import salvage
+from batchmill.services.data_dirs import salvage
 salvage.salvage(Path(sys.argv[1]), lambda _: None)
 """
 
@@ -284,7 +284,7 @@ def test_a_backup_that_the_disk_has_no_room_for(data_dir, monkeypatch):
 def test_a_backup_that_is_killed(data_dir):
     """What a killed backup left is removed, and the backups before it stay."""
     program = SALVAGE.split("salvage.salvage")[0] + (
-        "from batchmill.services.backups import Backups\nfrom batchmill.config import BackupsEntry\n"
+        "from batchmill.services.data_dirs.backups import Backups\nfrom batchmill.config import BackupsEntry\n"
         "from batchmill.engines.clock import SystemClock\n"
         "Backups(Path(sys.argv[1]), SystemClock(), BackupsEntry(interval_s=1e-9, keep=1))._sweep()\n"
     )

@@ -12,7 +12,7 @@ from test_results_tables import read_csv
 
 from batchmill.jobs.results.gathering import gather
 from batchmill.jobs.results.result_columns import ColumnKind, field_kinds
-from batchmill.store.segments import BlockMeta, BlockRows, frame
+from batchmill.store.segments.format import BlockMeta, BlockRows, frame
 from batchmill.types import Outcome, OutputSchema, Row, RowError
 from batchmill.wire.forms import TableForm
 from batchmill.wire.output_schema import schema_of_fields

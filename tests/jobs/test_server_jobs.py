@@ -24,7 +24,7 @@ from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger.files import read_spec
 from batchmill.jobs.service import JobService
 from batchmill.states import JobState
-from batchmill.store.tables import packed_jobs
+from batchmill.store.sql.tables import packed_jobs
 from batchmill.types import (
     Amendment,
     DatasetSpec,

@@ -12,7 +12,7 @@ from batchmill.errors import InvalidTransition, LedgerBroken, UnknownName
 from batchmill.jobs.ledger import ledger
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.ledger import NOTES_MAX, ShardNote
-from batchmill.store.positions import pack_positions
+from batchmill.store.sql.positions import pack_positions
 from batchmill.types import Commit, Lease, RemoteJob, SegmentRef, Usage
 
 

@@ -18,10 +18,10 @@ from batchmill.server.admission_control import Admission
 from batchmill.server.auth import Gate, Hosts
 from batchmill.server.connection import Listener, bind, url_of
 from batchmill.server.http import HttpRoot
-from batchmill.services.files import FileService
+from batchmill.services.files.files import FileService
+from batchmill.services.files.uploads import UploadService
 from batchmill.services.keys import KeyService
-from batchmill.services.uploads import UploadService
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 
 
 class FileDialect:

@@ -9,7 +9,7 @@ from services.file_room import FileRoom
 from starlette.requests import Request
 
 from batchmill.server.replies import NOTHING, ContentRange, FileReply, disposition, parse_range
-from batchmill.services.files import READ_BYTES
+from batchmill.services.files.files import READ_BYTES
 
 
 class Client:

@@ -17,10 +17,10 @@ from batchmill.jobs.pools.tallies import ModelGauge
 from batchmill.server.access_log import RequestRecord
 from batchmill.server.metrics import MODEL_GAUGES, MODEL_RATIOS, Metrics, models
 from batchmill.services.live_calls import LiveCall
-from batchmill.services.outbox import Outbox
-from batchmill.services.webhooks import EVENT_TYPES, EndedJob
+from batchmill.services.webhooks.endpoints import EVENT_TYPES, EndedJob
+from batchmill.services.webhooks.outbox import Outbox
 from batchmill.states import JobState, PauseReason
-from batchmill.store import tables
+from batchmill.store.sql import tables
 from batchmill.types import AdapterStats, Commit, Lease, SegmentRef, Usage
 
 DOCS = Path(__file__).parents[2] / "docs" / "webhooks-and-metrics.md"

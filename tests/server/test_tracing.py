@@ -20,7 +20,7 @@ from batchmill.server.metrics import load_tracing
 from batchmill.server.tracing import NANOS, Tracing
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.trace_context import traceparent
-from batchmill.services.webhooks import EndedJob
+from batchmill.services.webhooks.endpoints import EndedJob
 from batchmill.types import Usage
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

@@ -11,11 +11,11 @@ from fakes.lora_files import write_base
 
 from batchmill.config import KEY_FILE, Config, DeploymentsEntry, ModelEntry, ProjectEntry
 from batchmill.services.adapters.service import AdapterService
-from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.directory import ModelDirectory
+from batchmill.services.directory.configured import ConfiguredModels
+from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import Vault
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.types import Caller, Scope
 
 US, THEM, SMALL = Caller("default", Scope.ADMIN), Caller("other", Scope.ADMIN), Caller("small", Scope.ADMIN)

@@ -10,11 +10,11 @@ from fakes.held_clock import HeldClock
 
 from batchmill.config import ServerEntry
 from batchmill.jobs.ledger import snapshot
-from batchmill.services.file_records import FileRecord
-from batchmill.services.files import FileService
-from batchmill.services.uploads import NewUpload, UploadService
+from batchmill.services.files.files import FileService
+from batchmill.services.files.records import FileRecord
+from batchmill.services.files.uploads import NewUpload, UploadService
 from batchmill.states import JobState
-from batchmill.store.tables import jobs
+from batchmill.store.sql.tables import jobs
 from batchmill.types import DatasetSpec, JobView, ModelSpec, Policy
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec

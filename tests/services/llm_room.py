@@ -10,12 +10,12 @@ from fakes.held_clock import HeldClock
 
 from batchmill.config import KEY_FILE, load
 from batchmill.jobs.pools.quarantine import Quarantine
-from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.directory import ModelDirectory
+from batchmill.services.directory.configured import ConfiguredModels
+from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.llms.service import LlmService
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import Vault
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.types import Caller, EngineEvent, EngineState, EngineView, LiveHead, Scope
 
 CONFIG = """

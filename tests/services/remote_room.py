@@ -9,12 +9,12 @@ from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 
 from batchmill.config import KEY_FILE, Config, MlCommonsEntry, ServerEntry
-from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.directory import ModelDirectory
+from batchmill.services.directory.configured import ConfiguredModels
+from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.remote.remote_services import RemoteServices, make_remote
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import Vault
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.types import Caller, Scope
 
 KEY = "sk-canary-0123456789abcdef"

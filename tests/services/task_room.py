@@ -9,8 +9,8 @@ from fakes.databases import open_database
 from fakes.held_clock import HeldClock
 
 from batchmill.config import Config, MlCommonsEntry, ServerEntry
-from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.directory import ModelDirectory
+from batchmill.services.directory.configured import ConfiguredModels
+from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.remote.job_tasks import JobTasks
 from batchmill.services.remote.remote_services import make_remote
 from batchmill.services.remote.tasks import RemoteTasks

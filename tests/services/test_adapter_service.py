@@ -17,7 +17,7 @@ from batchmill.models.adapters.fetching import Fetched, FetchReport
 from batchmill.services.adapters import records
 from batchmill.services.adapters.records import check_name, read_reference
 from batchmill.services.adapters.service import REMOVED_S
-from batchmill.store.tables import jobs
+from batchmill.store.sql.tables import jobs
 from batchmill.types import DatasetSpec, ModelSpec, Policy
 from batchmill.wire import adapter_bundles
 from batchmill.wire.forms import OpenAIForm

@@ -9,8 +9,8 @@ import pytest
 from fakes.databases import open_database
 
 from batchmill.services.clock_steps import ClockSteps
-from batchmill.store.database import Database
-from batchmill.store.tables import outbox
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import outbox
 
 NOON = 1_700_000_000.0
 

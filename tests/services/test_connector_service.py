@@ -16,7 +16,7 @@ from batchmill.models.addresses import Private
 from batchmill.services.remote import connector_records, connectors
 from batchmill.services.remote.changes import new_id
 from batchmill.services.remote.connectors import Endpoints
-from batchmill.store.tables import jobs
+from batchmill.store.sql.tables import jobs
 from batchmill.types import DatasetSpec, ModelSpec, Policy
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec

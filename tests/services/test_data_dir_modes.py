@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from batchmill.errors import InvalidConfig, JobPaused
-from batchmill.services import data_dirs
-from batchmill.services.data_dirs import make_private, prepare_data_dir
-from batchmill.store.database import Database
+from batchmill.services.data_dirs import data_dirs
+from batchmill.services.data_dirs.data_dirs import make_private, prepare_data_dir
+from batchmill.store.sql.database import Database
 
 
 def mode(path: Path) -> int:

@@ -17,7 +17,7 @@ from batchmill.errors import Conflict, InvalidInput, Refused, TooLarge, UnknownN
 from batchmill.services import named_datasets
 from batchmill.services import named_datasets as datasets
 from batchmill.services import named_datasets as records
-from batchmill.services.files import FileService
+from batchmill.services.files.files import FileService
 from batchmill.services.links import LinkService
 from batchmill.services.named_datasets import DatasetRecord, DatasetService, DatasetState, Details
 from batchmill.services.secrets.box import SecretBox

@@ -7,10 +7,10 @@ from msgspec.structs import replace
 
 from batchmill.config import load
 from batchmill.errors import InvalidConfig, UnknownName
-from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.directory import ModelDirectory
+from batchmill.services.directory.configured import ConfiguredModels
+from batchmill.services.directory.directory import ModelDirectory
+from batchmill.services.directory.rows import ModelKind, ModelRow
 from batchmill.services.functions.function import Function
-from batchmill.services.model_rows import ModelKind, ModelRow
 from batchmill.types import Caller, FunctionSpec, ModelSpec, Scope
 from batchmill.wire.bundles import Backend, ModelVersion, Route
 

@@ -11,10 +11,10 @@ from msgspec import Struct
 
 from batchmill.config import Config, DeploymentsEntry, ModelEntry, ProjectEntry
 from batchmill.errors import Conflict, UnknownName
-from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.directory import ModelDirectory
+from batchmill.services.directory.configured import ConfiguredModels
+from batchmill.services.directory.directory import ModelDirectory
+from batchmill.services.directory.rows import Key, ModelKind, ModelRow
 from batchmill.services.functions.function import Function
-from batchmill.services.model_rows import Key, ModelKind, ModelRow
 from batchmill.types import Caller, FunctionSpec, ModelSpec, Scope
 from batchmill.wire.bundles import Backend, ModelVersion, Route
 

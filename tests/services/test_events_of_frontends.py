@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.services.webhooks import EVENT_TYPES, EndedJob, event_of
+from batchmill.services.webhooks.endpoints import EVENT_TYPES, EndedJob, event_of
 
 
 def test_types_stand_once():

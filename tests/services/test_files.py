@@ -17,9 +17,9 @@ from file_room import FileRoom
 from batchmill.errors import Conflict, InvalidInput, StorageFull, TooLarge, UnknownName
 from batchmill.faults import FILE_POINTS
 from batchmill.jobs.ledger import records as job_records
-from batchmill.services import files
-from batchmill.services.files import FILENAME_CHARS_MAX, READ_BYTES, WRITE_THREADS
-from batchmill.services.incoming import HELD_BYTES_MAX, PIECE_BYTES, PIECE_BYTES_MIN, piece_bytes
+from batchmill.services.files import files
+from batchmill.services.files.files import FILENAME_CHARS_MAX, READ_BYTES, WRITE_THREADS
+from batchmill.services.files.incoming import HELD_BYTES_MAX, PIECE_BYTES, PIECE_BYTES_MIN, piece_bytes
 from batchmill.states import ENDED, JobState
 
 

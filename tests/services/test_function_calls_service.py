@@ -14,12 +14,12 @@ from batchmill.config import Config
 from batchmill.errors import InvalidRow, ModelFailed, Unavailable, UnknownName
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.pools.dispatcher import Dispatcher
-from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.directory import ModelDirectory
+from batchmill.services.directory.configured import ConfiguredModels
+from batchmill.services.directory.directory import ModelDirectory
+from batchmill.services.directory.rows import ModelKind, ModelRow
 from batchmill.services.functions import calls as function_calls
 from batchmill.services.functions.calls import FunctionCalls
 from batchmill.services.functions.function import Function
-from batchmill.services.model_rows import ModelKind, ModelRow
 from batchmill.types import Caller, CallStats, FunctionSpec, LiveHead, ModelSpec, Scope
 from batchmill.wire.bundles import Backend, ModelVersion, Route
 from batchmill.wire.error_statuses import Raised

@@ -16,12 +16,12 @@ from fakes.packages import add_wheel, use_as_index
 from batchmill.config import Config, ModelEntry
 from batchmill.errors import Conflict, Forbidden, InvalidInput, ModelFailed, UnknownName
 from batchmill.jobs.ledger import snapshot
-from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.directory import ModelDirectory
+from batchmill.services.directory.configured import ConfiguredModels
+from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.functions.deploying import VersionBuilder
 from batchmill.services.functions.records import version_info
 from batchmill.services.functions.versions import ModelVersions
-from batchmill.store.tables import jobs
+from batchmill.store.sql.tables import jobs
 from batchmill.types import Caller, DatasetSpec, Interface, Policy, Scope, Tensor
 from batchmill.types.isolation import FunctionsEntry
 from batchmill.wire import bundles

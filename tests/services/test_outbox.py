@@ -13,8 +13,8 @@ from standardwebhooks import Webhook
 from webhook_support import FILE_SECRET, EndedJobs
 
 from batchmill.config import WebhookEntry
-from batchmill.services.outbox import DELAYS_S, SENDING_EACH_MAX, SENDING_PROJECT_MAX, SPREAD, delay_s
-from batchmill.services.webhooks import EndedJob
+from batchmill.services.webhooks.endpoints import EndedJob
+from batchmill.services.webhooks.outbox import DELAYS_S, SENDING_EACH_MAX, SENDING_PROJECT_MAX, SPREAD, delay_s
 from batchmill.states import JobState
 
 

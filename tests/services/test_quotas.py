@@ -23,9 +23,10 @@ from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.models.addresses import read_private
 from batchmill.services.adapters import records as adapter_records
 from batchmill.services.adapters.records import AdapterRecord
-from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.directory import ModelDirectory
-from batchmill.services.files import FileService
+from batchmill.services.directory.configured import ConfiguredModels
+from batchmill.services.directory.directory import ModelDirectory
+from batchmill.services.files.files import FileService
+from batchmill.services.files.uploads import NewUpload, UploadService
 from batchmill.services.functions.calls import VersionTarget
 from batchmill.services.functions.deploying import VersionBuilder
 from batchmill.services.functions.late_replies import LateCallOptions, LateReplies
@@ -41,10 +42,9 @@ from batchmill.services.remote.tasks import RemoteTasks
 from batchmill.services.repeats import RepeatedOrders
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import Vault
-from batchmill.services.uploads import NewUpload, UploadService
 from batchmill.services.usage import usage
-from batchmill.services.webhook_sender import WebhookSender
-from batchmill.services.webhooks import WebhookService
+from batchmill.services.webhooks.endpoints import WebhookService
+from batchmill.services.webhooks.sender import WebhookSender
 from batchmill.types import (
     Caller,
     DatasetSpec,

@@ -9,7 +9,7 @@ import pytest
 from file_room import JOB, FileRoom
 
 from batchmill.errors import Gone, UnknownName
-from batchmill.services.files import result_id
+from batchmill.services.files.files import result_id
 from batchmill.states import JobState
 
 

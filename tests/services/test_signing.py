@@ -9,7 +9,7 @@ from standardwebhooks import Webhook, WebhookVerificationError
 
 from batchmill.errors import InvalidInput
 from batchmill.models.secrets import Secret
-from batchmill.services.webhook_sender import check_secret, hint_of, new_secret, signed_headers
+from batchmill.services.webhooks.sender import check_secret, hint_of, new_secret, signed_headers
 
 BODY = json.dumps({"id": "evt_1", "type": "batch.completed", "data": {"id": "batch_ü"}}).encode()
 

@@ -10,7 +10,7 @@ import pytest
 from file_room import FileRoom
 
 from batchmill.errors import BatchmillError, InvalidInput, InvalidTransition, TooLarge, UnknownName
-from batchmill.services.uploads import KEPT_S, LIFETIME_S, PART_BYTES_MAX, PARTS_MAX, REPEATS_MAX
+from batchmill.services.files.uploads import KEPT_S, LIFETIME_S, PART_BYTES_MAX, PARTS_MAX, REPEATS_MAX
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from batchmill.errors import Conflict, InvalidConfig, InvalidInput, ModelFailed,
 from batchmill.services.secrets import vault as vaults
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import PAGE, OwnerProvisions, Vault, references
-from batchmill.services.webhooks import WebhookService
-from batchmill.store.tables import connectors, secrets
+from batchmill.services.webhooks.endpoints import WebhookService
+from batchmill.store.sql.tables import connectors, secrets
 from batchmill.types import FunctionSpec, ModelSpec
 from batchmill.types.connectors import Action, Connector
 

@@ -11,9 +11,9 @@ from webhook_support import ALL, FILE_SECRET, EndedJobs
 
 from batchmill.config import KEY_FILE, WebhookEntry
 from batchmill.errors import InvalidConfig, InvalidInput, UnknownName
-from batchmill.services import outbox as outbox_records
 from batchmill.services.secrets.box import SecretBox
-from batchmill.services.webhooks import KEPT_S, NAME_CHARS_MAX, WebhookService
+from batchmill.services.webhooks import outbox as outbox_records
+from batchmill.services.webhooks.endpoints import KEPT_S, NAME_CHARS_MAX, WebhookService
 
 URL = "https://example.com/hook"
 

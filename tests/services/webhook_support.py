@@ -15,10 +15,10 @@ from fakes.job_service import job_service
 from fakes.scripted_workers import ScriptedExecutor
 
 from batchmill.config import Config, ServerEntry, WebhookEntry
-from batchmill.services.files import FileService
-from batchmill.services.outbox import Outbox
+from batchmill.services.files.files import FileService
 from batchmill.services.secrets.box import SecretBox
-from batchmill.services.webhooks import WebhookService
+from batchmill.services.webhooks.endpoints import WebhookService
+from batchmill.services.webhooks.outbox import Outbox
 from batchmill.states import JobState
 from batchmill.types import DatasetSpec, ModelSpec, Policy
 from batchmill.wire.forms import OpenAIForm

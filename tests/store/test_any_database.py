@@ -10,9 +10,9 @@ from fakes.databases import open_database
 
 from batchmill.errors import BatchmillError, LedgerBroken
 from batchmill.store import removals
-from batchmill.store.database import Database
-from batchmill.store.portable import greatest, insert_missing, put
-from batchmill.store.tables import error_counts, files, used_links
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.portable import greatest, insert_missing, put
+from batchmill.store.sql.tables import error_counts, files, used_links
 
 
 @pytest.fixture

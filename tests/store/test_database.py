@@ -14,9 +14,9 @@ import sqlalchemy as sa
 from fakes.databases import open_database
 
 from batchmill.errors import InvalidConfig, LedgerBroken, StorageFailed
-from batchmill.store import schema as schema_version
-from batchmill.store.database import Database
-from batchmill.store.tables import schema
+from batchmill.store.sql import schema as schema_version
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import schema
 
 
 @pytest.fixture

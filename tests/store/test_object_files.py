@@ -15,10 +15,10 @@ import pytest
 
 from batchmill.errors import DatabaseUnavailable, StorageFailed
 from batchmill.store import catalog, folder_objects
-from batchmill.store.database import Database
 from batchmill.store.object_files import MARKS, WORK, ObjectFiles, _remove_copy
 from batchmill.store.objects import StoreObjects
-from batchmill.store.sqlite import SqliteBackend
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.sqlite import SqliteBackend
 from batchmill.store.stored_files import using
 
 CACHE_BYTES = 1024 * 1024

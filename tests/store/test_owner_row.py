@@ -12,10 +12,10 @@ from fakes.databases import POSTGRESQL, databases, server
 
 from batchmill import owner_clock
 from batchmill.errors import DatabaseOwned, DatabaseUnavailable, InvalidConfig, OwnerReplaced
-from batchmill.store import owner_row
-from batchmill.store.portable import insert_missing
-from batchmill.store.postgres import PostgresBackend
-from batchmill.store.tables import used_links
+from batchmill.store.sql import owner_row
+from batchmill.store.sql.portable import insert_missing
+from batchmill.store.sql.postgres import PostgresBackend
+from batchmill.store.sql.tables import used_links
 
 LINK = {"id": "link", "expires": 1.0, "project": "p"}
 

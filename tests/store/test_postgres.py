@@ -13,12 +13,12 @@ from fakes.databases import POSTGRESQL, databases, server
 from fakes.postgres_server import PostgresServer
 
 from batchmill.errors import DatabaseOwned, DatabaseUnavailable, InvalidConfig, InvalidTransition
-from batchmill.store import owner_row, pooler, schema
-from batchmill.store.database import Database
-from batchmill.store.diagnosis import diagnose
-from batchmill.store.portable import insert_missing
-from batchmill.store.postgres import PostgresBackend, read_url
-from batchmill.store.tables import used_links
+from batchmill.store.sql import owner_row, pooler, schema
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.diagnosis import diagnose
+from batchmill.store.sql.portable import insert_missing
+from batchmill.store.sql.postgres import PostgresBackend, read_url
+from batchmill.store.sql.tables import used_links
 
 LINK = {"id": "link", "expires": 1.0, "project": "p"}
 END_OTHERS = """\

@@ -12,10 +12,10 @@ from alembic.operations import Operations
 from fakes.databases import POSTGRESQL, databases
 
 from batchmill.errors import InvalidConfig
-from batchmill.store import schema
-from batchmill.store.revisions import version_4
-from batchmill.store.tables import metadata
-from batchmill.store.upgrading import REVISIONS, upgrade
+from batchmill.store.sql import schema
+from batchmill.store.sql.revisions import version_4
+from batchmill.store.sql.tables import metadata
+from batchmill.store.sql.upgrading import REVISIONS, upgrade
 
 NEXT = """\
 import sqlalchemy as sa

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from batchmill.store import segments
-from batchmill.store.segment_files import SegmentFile, SegmentFolder
-from batchmill.store.segments import Block, BlockMeta, BlockRows, Damage, SegmentHead, salvage
+from batchmill.store.segments import format as segments
+from batchmill.store.segments.files import SegmentFile, SegmentFolder
+from batchmill.store.segments.format import Block, BlockMeta, BlockRows, Damage, SegmentHead, salvage
 
 
 def write(folder, parts: list[list[int]]) -> tuple[SegmentFile, list]:

@@ -9,10 +9,11 @@ import pytest
 from contract.segment_suite import SegmentSuite, block, rows_at
 
 from batchmill.ports import SegmentSink, SegmentSource
-from batchmill.store import segment_blocks, segments
-from batchmill.store.segment_blocks import CarriedSegment, open_segments
-from batchmill.store.segment_files import SegmentFile
-from batchmill.store.segments import SegmentHead
+from batchmill.store.segments import blocks as segment_blocks
+from batchmill.store.segments import format as segments
+from batchmill.store.segments.blocks import CarriedSegment, open_segments
+from batchmill.store.segments.files import SegmentFile
+from batchmill.store.segments.format import SegmentHead
 from batchmill.types import SegmentPlace, SegmentRef
 
 

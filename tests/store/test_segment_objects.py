@@ -10,11 +10,12 @@ from contract.segment_suite import SegmentSuite, block, rows_at
 
 from batchmill.errors import StorageFailed
 from batchmill.ports import SegmentSink, SegmentSource
-from batchmill.store import segment_files, segment_objects
 from batchmill.store.objects import StoreObjects
-from batchmill.store.segment_files import SegmentFolder
-from batchmill.store.segment_objects import ObjectSegment, ObjectSource
-from batchmill.store.segments import SegmentHead
+from batchmill.store.segments import files as segment_files
+from batchmill.store.segments import objects as segment_objects
+from batchmill.store.segments.files import SegmentFolder
+from batchmill.store.segments.format import SegmentHead
+from batchmill.store.segments.objects import ObjectSegment, ObjectSource
 from batchmill.types import SegmentRef
 
 JOB = "job_1"

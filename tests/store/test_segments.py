@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchmill.errors import LedgerBroken
-from batchmill.store import segment_files, segments
-from batchmill.store.positions import pack_parts, pack_positions, unpack_positions
-from batchmill.store.segment_files import SegmentFile, SegmentFolder
-from batchmill.store.segments import BlockMeta, BlockRows, SegmentHead
+from batchmill.store.segments import files as segment_files
+from batchmill.store.segments import format as segments
+from batchmill.store.segments.files import SegmentFile, SegmentFolder
+from batchmill.store.segments.format import BlockMeta, BlockRows, SegmentHead
+from batchmill.store.sql.positions import pack_parts, pack_positions, unpack_positions
 from batchmill.types import SegmentRef, Usage
 
 HEAD = SegmentHead("job_1", "abc", "w1")

@@ -10,8 +10,8 @@ import sqlalchemy as sa
 from fakes.databases import POSTGRESQL, SQLITE, databases
 
 from batchmill.errors import DatabaseUnavailable, InvalidTransition, LedgerBroken
-from batchmill.store.tables import schema
-from batchmill.store.transactions import SHARED_MAX
+from batchmill.store.sql.tables import schema
+from batchmill.store.sql.transactions import SHARED_MAX
 
 
 def _add(db, version):

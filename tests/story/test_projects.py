@@ -16,7 +16,7 @@ from fakes.running_server import running_server
 
 from batchmill.engines.clock import SystemClock
 from batchmill.jobs.pools.quarantine import Quarantine
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.types.models import Suspect
 from batchmill.wire import bundles
 from batchmill.wire.bundles import BUNDLE_MEDIA, DeployOrder

@@ -26,7 +26,7 @@ from story.openai_story import TIMEOUT_S, ended, result_lines, row, submit, text
 from story.running_server import RunningServer
 from story.test_take_over import STEADY, free_url
 
-from batchmill.services.databases import EXIT_REPLACED
+from batchmill.services.data_dirs.databases import EXIT_REPLACED
 
 ROWS, BUCKET = 500, "replaced"
 FAR_ROWS = 6

@@ -19,7 +19,7 @@ from openai import OpenAI
 from story.openai_story import ended, result_lines, row, submit, texts, until, write_project
 from story.running_server import RunningServer
 
-from batchmill.services.databases import EXIT_REPLACED
+from batchmill.services.data_dirs.databases import EXIT_REPLACED
 
 ROWS = 500
 STEADY = """

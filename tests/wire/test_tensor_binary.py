@@ -13,7 +13,7 @@ from tensor_requests_kit import LENIENT, NUMPY, SEED, STRICT, UNTYPED, asked, co
 from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.types import Interface, Tensor
 from batchmill.wire.calls import FunctionResults, ParsedCalls
-from batchmill.wire.tensor_binary import join_texts, split_texts
+from batchmill.wire.tensors.binary import join_texts, split_texts
 
 IDENTITY = Interface([Tensor("x", "FP32", [-1, 1024], is_array=True)])
 

@@ -23,8 +23,8 @@ from batchmill.errors import InvalidInput
 from batchmill.jobs.intake.lengths import learn
 from batchmill.jobs.ledger.files import is_folder
 from batchmill.object_store.urls import ObjectInfo, is_object_url, open_store, parse_url
-from batchmill.services import data_dirs
-from batchmill.services.configured_models import ConfiguredModels
+from batchmill.services.data_dirs import data_dirs
+from batchmill.services.directory.configured import ConfiguredModels
 from batchmill.services.functions.sent_archives import sent_archive
 from batchmill.types import JobOrder, JobView, ModelSpec, SalvageReport
 from batchmill.wire.input_urls import is_input_url

@@ -15,7 +15,7 @@ from batchmill.client.messages import HttpReply, HttpRequest, OwnerGone
 from batchmill.control import operations as own
 from batchmill.control.app import LAST_EVENT, Pieces
 from batchmill.errors import InvalidConfig
-from batchmill.services.data_dirs import owner_pid
+from batchmill.services.data_dirs.data_dirs import owner_pid
 from batchmill.wire.error_statuses import Raised
 from batchmill.wire.operations import EVENTS
 

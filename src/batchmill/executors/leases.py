@@ -17,7 +17,7 @@ from batchmill.errors import InvalidRow, JobPaused
 from batchmill.owner_clock import check_left
 from batchmill.ports import SegmentSink
 from batchmill.states import PauseReason
-from batchmill.store.segments import BlockRows
+from batchmill.store.segments.format import BlockRows
 from batchmill.types import AdapterSet, Lease, Outcome, Price, ReplyRules, Row, RowError, SegmentRef, Usage
 from batchmill.wire.forms import Form
 from batchmill.wire.messages import Note, Noted, Renewed, Spending

@@ -16,8 +16,8 @@ from batchmill.errors import JobPaused
 from batchmill.executors.leases import Held, Unsent
 from batchmill.models import redaction
 from batchmill.ports import SegmentSink
-from batchmill.store.positions import pack_parts
-from batchmill.store.segments import BlockMeta, BlockRows, error_meta, frame, frame_columns, frame_lines
+from batchmill.store.segments.format import BlockMeta, BlockRows, error_meta, frame, frame_columns, frame_lines
+from batchmill.store.sql.positions import pack_parts
 from batchmill.types import ColumnResultBlock, Commit, Outcome, ResultBlock, RowError, Usage
 
 BLOCK_ROWS = 1024

@@ -38,9 +38,9 @@ from batchmill.optional import require
 from batchmill.owner_clock import now_s
 from batchmill.ports import CrashReportingEngine, Engine, Prepared, PreparingEngine, RetryingEngine, SegmentSink
 from batchmill.states import PauseReason
-from batchmill.store.segment_blocks import CarriedSegments
-from batchmill.store.segment_files import SegmentFile
-from batchmill.store.segments import SegmentHead
+from batchmill.store.segments.blocks import CarriedSegments
+from batchmill.store.segments.files import SegmentFile
+from batchmill.store.segments.format import SegmentHead
 from batchmill.types import Commit, Outcome, Row, RowError
 from batchmill.types.connectors import Storage
 from batchmill.types.engine_traits import traits_of
@@ -75,7 +75,7 @@ from batchmill.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from batchmill.store.segment_objects import ObjectSegments
+    from batchmill.store.segments.objects import ObjectSegments
 
 COMMIT_PACE_S = 1.0  # of a worker that puts objects: a commit is an object, which costs money
 KEPT_BYTES = 32 * 1024 * 1024  # of freed memory
@@ -491,7 +491,7 @@ def _open_objects(storage: Storage | None, term: OwnerTerm) -> ObjectSegments | 
     worker_environment.lend(storage.environ)
     if not has_credentials(os.environ):
         worker_environment.lend(storage.credentials)
-    return require("batchmill.store.segment_objects:ObjectSegments", "[storage] objects")(storage.url, term.check)
+    return require("batchmill.store.segments.objects:ObjectSegments", "[storage] objects")(storage.url, term.check)
 
 
 def _failure(error: BaseException, who: str) -> BatchmillError:

@@ -13,7 +13,7 @@ from batchmill.jobs.ledger.files import read_spec
 from batchmill.jobs.pools.job_run import JobRun
 from batchmill.ports import Clock
 from batchmill.states import PauseReason
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.types import ModelSpec
 from batchmill.wire.job_spec import JobSpec
 

@@ -22,8 +22,8 @@ from batchmill.jobs.ledger.files import read_spec
 from batchmill.object_store.urls import is_object_url
 from batchmill.ports import Clock
 from batchmill.states import PauseReason
-from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskQuota, DiskReserve
+from batchmill.store.sql.database import Database
 from batchmill.wire.job_spec import JobSpec
 
 log = logging.getLogger("batchmill.jobs")

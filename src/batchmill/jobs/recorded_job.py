@@ -22,7 +22,7 @@ from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.owner_clock import check_left
 from batchmill.states import NEXT, JobState, PauseReason
-from batchmill.store.tables import jobs
+from batchmill.store.sql.tables import jobs
 from batchmill.types import RemoteJob, SegmentPlace
 from batchmill.wire.input_urls import is_fetched
 from batchmill.wire.job_spec import JobSpec

@@ -22,8 +22,8 @@ from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, coll
 from batchmill.jobs.ledger.plan import PLAN, PlanReader, Progress, iter_rejected, plan_again, shard_rows
 from batchmill.jobs.ledger.row_states import STEP_ROWS, RowStates
 from batchmill.jobs.ledger.snapshot import CommitRecord, Counters, Rebuilt, ShardRecord
-from batchmill.store.segment_blocks import open_segments
-from batchmill.store.segments import (
+from batchmill.store.segments.blocks import open_segments
+from batchmill.store.segments.format import (
     Block,
     Damage,
     gaps_of,

@@ -32,11 +32,10 @@ from batchmill.jobs.results.results import STORED, errors_path, stored_name
 from batchmill.ports import Clock
 from batchmill.states import ENDED, JobState
 from batchmill.store import removals
-from batchmill.store.database import Database
 from batchmill.store.removals import Removal
-from batchmill.store.segments import sync_folder
-from batchmill.store.stored_files import LocalFiles, StoredFiles, using
-from batchmill.store.tables import (
+from batchmill.store.segments.format import sync_folder
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import (
     commits,
     error_counts,
     job_models,
@@ -47,8 +46,9 @@ from batchmill.store.tables import (
     shards,
     submissions,
 )
-from batchmill.store.tables import files as file_table
-from batchmill.store.tables import removals as removal_table
+from batchmill.store.sql.tables import files as file_table
+from batchmill.store.sql.tables import removals as removal_table
+from batchmill.store.stored_files import LocalFiles, StoredFiles, using
 
 PARTS = "/parts"  # behind a job's id: what is pending is what it needs no more
 BY_AGE = "the server, because retention.jobs_s had passed,"

@@ -29,12 +29,12 @@ from batchmill.ports import Clock, Jobs
 from batchmill.server.access_log import RequestRecord
 from batchmill.server.http import HttpRoot
 from batchmill.services.live_calls import LiveCall
-from batchmill.services.outbox import Outbox
 from batchmill.services.services import Services
-from batchmill.services.webhooks import EndedJob
+from batchmill.services.webhooks.endpoints import EndedJob
+from batchmill.services.webhooks.outbox import Outbox
 from batchmill.states import ENDED, JobState
-from batchmill.store.database import Database
-from batchmill.store.tables import jobs, notes, shards
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import jobs, notes, shards
 from batchmill.types import AdapterStats, BatchTimes, CallStats
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from starlette.types import Receive, Scope, Send
 from batchmill.children.bounds import MIB, ResourceLimits
 from batchmill.errors import BatchmillError, RateLimited, to_storage_error
 from batchmill.server.operations import Call, Dialect, json_reply
-from batchmill.services.files import READ_BYTES, OpenFile
+from batchmill.services.files.files import READ_BYTES, OpenFile
 from batchmill.wire.error_statuses import STATUSES, status_of
 
 log = logging.getLogger("batchmill.server")

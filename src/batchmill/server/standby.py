@@ -15,7 +15,7 @@ from batchmill.errors import BatchmillError
 from batchmill.ports import Clock
 from batchmill.server.auth import token_of
 from batchmill.services.keys import KeyService
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 
 RETRY_AFTER_S = 5
 HEAD_BYTES_MAX = 64 * 1024

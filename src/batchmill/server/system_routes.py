@@ -22,8 +22,8 @@ from batchmill.ports import Clock
 from batchmill.server.auth import Gate
 from batchmill.server.metrics import CONTENT_TYPE
 from batchmill.server.operations import Call, Content, Operation, json_reply
-from batchmill.store.database import Database
-from batchmill.store.tables import schema
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import schema
 from batchmill.types import Caller, Scope
 
 FRESH_S = 1.0  # a health report is reused for this long: a check costs a commit, and the route needs no key

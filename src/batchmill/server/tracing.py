@@ -21,7 +21,7 @@ from batchmill.server.access_log import RequestRecord
 from batchmill.server.metrics import Application
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.trace_context import traceparent
-from batchmill.services.webhooks import EndedJob
+from batchmill.services.webhooks.endpoints import EndedJob
 
 NANOS = 1_000_000_000
 UNTRACED = frozenset({"/health", "/ready", "/metrics"})  # monitoring polls them every few seconds

@@ -7,7 +7,7 @@ import logging
 import sqlalchemy as sa
 
 from batchmill.ports import Clock
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 
 log = logging.getLogger("batchmill.server")
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from batchmill.config import Config
 from batchmill.errors import BatchmillError
 from batchmill.optional import require
-from batchmill.services.data_dirs import prepare_data_dir
-from batchmill.services.databases import read_address
+from batchmill.services.data_dirs.data_dirs import prepare_data_dir
+from batchmill.services.data_dirs.databases import read_address
 from batchmill.types.cluster import Check
 
 
@@ -31,7 +31,7 @@ def check_database(config: Config) -> Iterator[Check]:
         yield Check("database", True, "SQLite in the data directory")
         return
     try:
-        diagnosis = require("batchmill.store.diagnosis", "a PostgreSQL database")
+        diagnosis = require("batchmill.store.sql.diagnosis", "a PostgreSQL database")
         for name, ok, note in diagnosis.diagnose(read_address(config.database)):
             yield Check(name, ok, note)
     except BatchmillError as error:

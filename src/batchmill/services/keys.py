@@ -20,9 +20,9 @@ from msgspec import Struct
 from batchmill.config import PROJECT_NAME, SERVER_MAX
 from batchmill.errors import Forbidden, InvalidInput, Unauthenticated, UnknownName
 from batchmill.ports import Clock
-from batchmill.store.database import Database
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.tables import keys
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import keys
 from batchmill.types import Caller, ProjectQuotas, Scope
 from batchmill.wire.native import KeyInfo
 

@@ -17,10 +17,10 @@ from msgspec import Struct
 from batchmill.errors import InvalidConfig, Refused
 from batchmill.ports import Clock
 from batchmill.services.secrets.box import SecretBox
-from batchmill.store.database import Database
-from batchmill.store.portable import insert_missing
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.tables import used_links
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.portable import insert_missing
+from batchmill.store.sql.tables import used_links
 from batchmill.types import ProjectQuotas
 
 SIGNATURE_CHARS_MAX = 1024

@@ -16,8 +16,8 @@ from batchmill.datasets import bodies
 from batchmill.errors import BatchmillError, InvalidRow, LedgerBroken, UnknownName
 from batchmill.models.paths import answers
 from batchmill.ports import Clock, Live
-from batchmill.services.directory import ModelDirectory
-from batchmill.services.model_rows import ModelKind, ServedModel
+from batchmill.services.directory.directory import ModelDirectory
+from batchmill.services.directory.rows import ModelKind, ServedModel
 from batchmill.store.stored_files import LocalFiles, StoredFiles
 from batchmill.types import Caller, LiveHead, LiveRequest, ModelSpec, Usage
 from batchmill.wire.calls import ARGUMENTS, form_of_body

@@ -32,15 +32,15 @@ from batchmill.datasets.sealing import seal_with_retry
 from batchmill.errors import BatchmillError, Conflict, InvalidInput, InvalidTransition, Refused, UnknownName
 from batchmill.jobs.intake import preview
 from batchmill.ports import Clock
-from batchmill.services.file_records import FileRecord
-from batchmill.services.files import FileService, checked_filename
-from batchmill.services.incoming import run_to_completion
+from batchmill.services.files.files import FileService, checked_filename
+from batchmill.services.files.incoming import run_to_completion
+from batchmill.services.files.records import FileRecord
 from batchmill.services.links import LinkService
-from batchmill.store.database import Database
 from batchmill.store.disk_room import preparing
 from batchmill.store.quotas import refuse_beyond
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import datasets
 from batchmill.store.stored_files import using
-from batchmill.store.tables import datasets
 from batchmill.types import DatasetSpec, Problem
 
 OPENAI, CSV, PARQUET = "openai", "csv", "parquet"  # formats of the bytes

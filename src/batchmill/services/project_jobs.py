@@ -19,8 +19,8 @@ from batchmill.jobs.intake import preview
 from batchmill.jobs.intake.lengths import AnswerLengths
 from batchmill.jobs.pools.resources import hide_names
 from batchmill.ports import Jobs
-from batchmill.services.directory import ModelDirectory
-from batchmill.services.files import FileService, Result
+from batchmill.services.directory.directory import ModelDirectory
+from batchmill.services.files.files import FileService, Result
 from batchmill.services.trace_context import traceparent
 from batchmill.states import JobState
 from batchmill.store.disk_room import DiskQuota

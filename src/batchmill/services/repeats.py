@@ -17,7 +17,7 @@ from batchmill.errors import InvalidInput
 from batchmill.jobs.ledger import records
 from batchmill.ports import Clock
 from batchmill.services.remote import task_records
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.types import Caller, Once
 
 KEY_CHARS_MAX = 255

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from batchmill.jobs.pools.tallies import ModelGauge
     from batchmill.ports import Clock
     from batchmill.services.adapters.service import AdapterService
-    from batchmill.services.directory import ModelDirectory
-    from batchmill.services.files import FileService
+    from batchmill.services.directory.directory import ModelDirectory
+    from batchmill.services.files.files import FileService
+    from batchmill.services.files.uploads import UploadService
     from batchmill.services.functions.calls import FunctionCalls
     from batchmill.services.functions.late_replies import LateReplies
     from batchmill.services.functions.versions import ModelVersions
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from batchmill.services.remote.tasks import RemoteTasks
     from batchmill.services.repeats import RepeatedOrders
     from batchmill.services.secrets.vault import Vault
-    from batchmill.services.uploads import UploadService
-    from batchmill.services.webhooks import WebhookService
+    from batchmill.services.webhooks.endpoints import WebhookService
 
 
 class Services(Struct, frozen=True):

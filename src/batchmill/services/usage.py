@@ -5,11 +5,11 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 from batchmill.services.adapters import records as adapter_records
+from batchmill.services.files.uploads import PENDING
 from batchmill.services.functions import records as functions
-from batchmill.services.uploads import PENDING
 from batchmill.states import ENDED, JobState
 from batchmill.store.disk_room import DiskQuota
-from batchmill.store.tables import (
+from batchmill.store.sql.tables import (
     adapters,
     connectors,
     datasets,

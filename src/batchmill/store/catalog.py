@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 from msgspec import Struct
 
-from batchmill.store.tables import stored_files, unnamed_objects
+from batchmill.store.sql.tables import stored_files, unnamed_objects
 
 PAGE = 500  # of paths or objects in one statement
 

@@ -16,9 +16,9 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import OverQuota
-from batchmill.store.database import Database
 from batchmill.store.quotas import over_quota
-from batchmill.store.tables import adapters, files, jobs, upload_parts
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import adapters, files, jobs, upload_parts
 from batchmill.types import ProjectQuotas
 from batchmill.types.machines import size_text
 

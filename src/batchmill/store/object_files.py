@@ -24,11 +24,12 @@ from msgspec import Struct
 from batchmill import faults, owner_clock
 from batchmill.errors import BatchmillError, StorageFailed
 from batchmill.ports import Objects
-from batchmill.store import catalog, folder_objects, segment_objects
+from batchmill.store import catalog, folder_objects
 from batchmill.store.catalog import Stored
-from batchmill.store.database import Database
 from batchmill.store.objects import StoreObjects
-from batchmill.store.segments import sync_folder
+from batchmill.store.segments import objects as segment_objects
+from batchmill.store.segments.format import sync_folder
+from batchmill.store.sql.database import Database
 from batchmill.wire.messages import StoredFile
 
 MARKS, MARK, WORK = "stored", ".mark", ".fetching"  # folders in the data directory, and the ending of a mark

@@ -10,8 +10,8 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import Gone
-from batchmill.store.portable import insert_missing
-from batchmill.store.tables import jobs, removals
+from batchmill.store.sql.portable import insert_missing
+from batchmill.store.sql.tables import jobs, removals
 
 REMEMBERED_S = 90 * 86_400.0  # how long removals are remembered after their job was deleted
 ELSEWHERE = "somebody outside of batchmill"

@@ -124,8 +124,8 @@ ARGUMENTS, ROWS, TENSORS, INFERLESS_TENSORS = "arguments", "rows", "tensors", "i
 FORMS = {
     ARGUMENTS: "batchmill.wire.modelbit_rows:ArgumentsForm",
     ROWS: "batchmill.wire.modelbit_rows:RowsForm",
-    TENSORS: "batchmill.wire.tensors:TensorsForm",
-    INFERLESS_TENSORS: "batchmill.wire.tensors:InferlessTensorsForm",
+    TENSORS: "batchmill.wire.tensors.forms:TensorsForm",
+    INFERLESS_TENSORS: "batchmill.wire.tensors.forms:InferlessTensorsForm",
 }
 
 ADDRESSES = frozenset(["model", "stream"])

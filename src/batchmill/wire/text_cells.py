@@ -10,7 +10,7 @@ from typing import Any
 
 from batchmill.errors import InvalidRow
 from batchmill.types import Tensor
-from batchmill.wire.datatypes import BOOL, DATATYPES, FLOAT, INT, TEXT, Datatype
+from batchmill.wire.tensors.datatypes import BOOL, DATATYPES, FLOAT, INT, TEXT, Datatype
 
 SHOWN_CHARS = 60  # of a wrong cell, in a message
 INT_CHARS_MAX = 20  # of an integer: no datatype has more digits

@@ -15,8 +15,8 @@ from fakes.webhook_receiver import WebhookReceiver
 from batchmill.errors import OverQuota, Unavailable
 from batchmill.services.functions import late_replies
 from batchmill.services.functions.late_replies import RUNNING_MAX, RUNNING_PROJECT_MAX, LateCall, LateCallOptions
-from batchmill.store.database import Database
-from batchmill.store.tables import late_calls
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import late_calls
 
 
 @pytest.fixture

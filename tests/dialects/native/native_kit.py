@@ -9,13 +9,13 @@ from typing import Any
 from fakes.held_clock import HeldClock
 
 from batchmill.config import Config, ModelEntry, ProjectEntry
-from batchmill.services.configured_models import ConfiguredModels
-from batchmill.services.directory import ModelDirectory
-from batchmill.services.files import FileService
+from batchmill.services.directory.configured import ConfiguredModels
+from batchmill.services.directory.directory import ModelDirectory
+from batchmill.services.files.files import FileService
 from batchmill.services.keys import KeyService
 from batchmill.services.project_jobs import ProjectJobs
 from batchmill.services.services import Services
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 
 CODE = "def f(text):\n    return text\n"
 

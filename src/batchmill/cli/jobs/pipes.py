@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from batchmill.cli.session import Session
 from batchmill.config import Config
 from batchmill.errors import InvalidInput
-from batchmill.services import data_dirs
+from batchmill.services.data_dirs import data_dirs
 
 if TYPE_CHECKING:
     from batchmill.cli.clients import JobsClient

@@ -34,8 +34,8 @@ from batchmill.server.bodies import parse_json, parse_object
 from batchmill.server.json_inspection import VALUES_MAX, inspect
 from batchmill.server.operations import Call, Operation
 from batchmill.server.replies import run_until_disconnect, whole_answer
-from batchmill.services.file_records import FileRecord
-from batchmill.services.model_rows import ServedModel
+from batchmill.services.directory.rows import ServedModel
+from batchmill.services.files.records import FileRecord
 from batchmill.services.remote import model_fields
 from batchmill.services.remote.models import AUTO, BATCH, ONLINE
 from batchmill.services.remote.stored import RemoteModel

@@ -9,7 +9,7 @@ from starlette.responses import Response
 from batchmill.dialects.native.orders import file_info
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.server.replies import FileReply
-from batchmill.services.files import BATCH
+from batchmill.services.files.files import BATCH
 from batchmill.services.services import Services
 from batchmill.wire.native import FilePage, ListFiles, StoreFile
 from batchmill.wire.operations import (

@@ -17,8 +17,8 @@ from batchmill.errors import BatchmillError, Conflict, InvalidInput, InvalidTran
 from batchmill.object_store.urls import is_object_url
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.server.replies import FileReply, PieceReply
-from batchmill.services.file_records import FileRecord
-from batchmill.services.files import Removal, Result
+from batchmill.services.files.files import Removal, Result
+from batchmill.services.files.records import FileRecord
 from batchmill.services.repeats import once_for, retry_count_of
 from batchmill.services.services import Services
 from batchmill.states import JobState

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from batchmill.errors import InvalidInput
 from batchmill.object_store.urls import SHOWN_CHARS, is_object_url
 from batchmill.services.caller_objects import CallerObjects, shown_to_callers
-from batchmill.services.file_records import FileRecord
+from batchmill.services.files.records import FileRecord
 from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.project_jobs import NO_RESULTS, ResultIds
 from batchmill.services.services import Services

@@ -21,7 +21,7 @@ from batchmill.errors import BatchmillError, Conflict, InvalidTransition, Unknow
 from batchmill.server.bodies import InvalidField
 from batchmill.server.delivery import take_order
 from batchmill.server.operations import Call, Operation, json_reply
-from batchmill.services.file_records import FileRecord
+from batchmill.services.files.records import FileRecord
 from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.project_jobs import NO_RESULTS, ResultIds
 from batchmill.services.repeats import once_for, retry_count_of

@@ -20,7 +20,7 @@ from batchmill.errors import BatchmillError, UnknownName
 from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.server.replies import EVENTS, PieceReply, rewritten, run_until_disconnect, whole_answer
-from batchmill.services.model_rows import ServedModel
+from batchmill.services.directory.rows import ServedModel
 from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.services import Services
 from batchmill.types import Caller, LiveHead, Scope

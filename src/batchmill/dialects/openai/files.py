@@ -12,10 +12,17 @@ from batchmill.server.bodies import SHOWN_CHARS, InvalidField
 from batchmill.server.multipart import FORM_BYTES, MISSING, read_form
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.server.replies import FileReply
-from batchmill.services.file_records import FileRecord
-from batchmill.services.files import FILENAME_CHARS_MAX, FileService
+from batchmill.services.files.files import FILENAME_CHARS_MAX, FileService
+from batchmill.services.files.records import FileRecord
+from batchmill.services.files.uploads import (
+    MIME_CHARS_MAX,
+    PART_BYTES_MAX,
+    PARTS_MAX,
+    NewUpload,
+    UploadRecord,
+    UploadService,
+)
 from batchmill.services.services import Services
-from batchmill.services.uploads import MIME_CHARS_MAX, PART_BYTES_MAX, PARTS_MAX, NewUpload, UploadRecord, UploadService
 from batchmill.types import Scope
 
 Purpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from batchmill.models.secrets import Secret
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.services.services import Services
-from batchmill.services.webhooks import EVENT_TYPES, NAME_CHARS_MAX, WebhookRecord
+from batchmill.services.webhooks.endpoints import EVENT_TYPES, NAME_CHARS_MAX, WebhookRecord
 from batchmill.types import Scope
 
 PATH = "/v1/webhook_endpoints"

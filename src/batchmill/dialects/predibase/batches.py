@@ -18,7 +18,7 @@ from batchmill.dialects.predibase.server_config import ServerConfig, of_server_c
 from batchmill.errors import BatchmillError, InvalidDataset, InvalidTransition, UnknownName
 from batchmill.server.delivery import take_order
 from batchmill.server.operations import Call, Operation, json_reply
-from batchmill.services.file_records import FileRecord
+from batchmill.services.files.records import FileRecord
 from batchmill.services.named_datasets import OPENAI, DatasetRecord, DatasetState
 from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.project_jobs import NO_RESULTS, ResultIds

@@ -16,7 +16,7 @@ from batchmill.errors import InvalidInput
 from batchmill.server.auth import base_of
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.server.replies import FileReply
-from batchmill.services.files import FILENAME_CHARS_MAX
+from batchmill.services.files.files import FILENAME_CHARS_MAX
 from batchmill.services.links import SIGNATURE_CHARS_MAX
 from batchmill.services.named_datasets import CONNECTION, DatasetRecord, DatasetState, extension_of
 from batchmill.services.services import Services

@@ -37,9 +37,9 @@ from batchmill.server.json_inspection import HANDED_ON_VALUES_MAX
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.replies import EVENTS, PieceReply, rewritten, run_until_disconnect, whole_answer
 from batchmill.services.adapters.records import READY
+from batchmill.services.directory.rows import ServedModel
 from batchmill.services.live_calls import request_of
 from batchmill.services.llms.records import LlmDeployment
-from batchmill.services.model_rows import ServedModel
 from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.services import Services
 from batchmill.types import Caller, ModelSpec, Scope

@@ -18,7 +18,7 @@ from batchmill.errors import StorageFailed
 from batchmill.executors.ray import frames
 from batchmill.executors.ray.frames import CollectOrder, LeftSegment, NodeOrder, NodeStore
 from batchmill.object_store.credentials import on_nodes
-from batchmill.store.segment_files import SegmentFolder
+from batchmill.store.segments.files import SegmentFolder
 from batchmill.store.stored_files import StoredFiles
 from batchmill.types import ModelSpec
 from batchmill.types.connectors import Storage

@@ -16,8 +16,8 @@ from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, rows_in
 from batchmill.jobs.ledger.row_states import IN_MEMORY_ROWS, RowStates
 from batchmill.ports import SegmentSource
-from batchmill.store.segment_blocks import open_segments
-from batchmill.store.segments import read_ref
+from batchmill.store.segments.blocks import open_segments
+from batchmill.store.segments.format import read_ref
 from batchmill.types import SegmentPlace, SegmentRef
 from batchmill.wire.job_spec import JobSpec
 

@@ -26,8 +26,8 @@ from batchmill.jobs.ledger.plan import PLAN, Progress
 from batchmill.jobs.ledger.row_states import IN_MEMORY_ROWS, RowStates
 from batchmill.jobs.ledger.snapshot import CommitRecord, ShardRecord, Snapshot
 from batchmill.states import JobState
-from batchmill.store.segment_blocks import open_segments
-from batchmill.store.segments import Block, read_head, read_ref, sync_folder, where
+from batchmill.store.segments.blocks import open_segments
+from batchmill.store.segments.format import Block, read_head, read_ref, sync_folder, where
 from batchmill.types import LedgerReport, SegmentPlace, SegmentRef, Usage
 from batchmill.wire.job_spec import JobSpec
 

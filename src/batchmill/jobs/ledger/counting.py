@@ -16,9 +16,9 @@ from msgspec import Struct, field
 
 from batchmill.errors import LedgerBroken
 from batchmill.states import ENDED
-from batchmill.store.positions import unpack_positions
-from batchmill.store.segment_blocks import CARRIED
-from batchmill.store.tables import commits, jobs, outcome_blocks, shards
+from batchmill.store.segments.blocks import CARRIED
+from batchmill.store.sql.positions import unpack_positions
+from batchmill.store.sql.tables import commits, jobs, outcome_blocks, shards
 from batchmill.types import Commit
 
 ShardKey = tuple[str, int, int]  # job, generation, shard

@@ -16,7 +16,7 @@ import msgspec
 from batchmill.datasets import layout, sealing
 from batchmill.errors import StorageFailed, StorageFull
 from batchmill.object_store.urls import is_object_url, open_store, parse_url
-from batchmill.store.segments import sync_folder
+from batchmill.store.segments.format import sync_folder
 from batchmill.types import SegmentPlace
 from batchmill.wire.job_spec import JobSpec
 

@@ -23,10 +23,10 @@ from batchmill.jobs.ledger.files import read_spec
 from batchmill.jobs.ledger.packed import store as store_packed
 from batchmill.jobs.ledger.snapshot import Rebuilt, Snapshot
 from batchmill.states import ENDED, NEXT, JobState
-from batchmill.store.database import Database
-from batchmill.store.portable import greatest
-from batchmill.store.segments import Span, merged
-from batchmill.store.tables import commits, error_counts, jobs, notes, outcome_blocks, shards
+from batchmill.store.segments.format import Span, merged
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.portable import greatest
+from batchmill.store.sql.tables import commits, error_counts, jobs, notes, outcome_blocks, shards
 from batchmill.types import Commit, Lease, RemoteJob, SegmentRef, Shard
 from batchmill.wire.job_spec import JobSpec
 

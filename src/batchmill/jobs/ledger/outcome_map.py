@@ -17,9 +17,9 @@ from batchmill.jobs.ledger.ledger import LeasedShard, Ledger, Verdict
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.row_states import STEP_ROWS, RowStates
 from batchmill.ports import SegmentSource
-from batchmill.store.positions import pack_positions
-from batchmill.store.segment_blocks import open_segments
-from batchmill.store.segments import Block, gaps_of, read_block, read_head, read_payload, salvage
+from batchmill.store.segments.blocks import open_segments
+from batchmill.store.segments.format import Block, gaps_of, read_block, read_head, read_payload, salvage
+from batchmill.store.sql.positions import pack_positions
 from batchmill.types import Commit, SegmentRef, Shard
 from batchmill.wire.job_spec import JobSpec
 

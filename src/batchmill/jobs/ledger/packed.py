@@ -15,8 +15,8 @@ import sqlalchemy as sa
 from batchmill.datasets import formats, layout
 from batchmill.errors import InvalidDataset
 from batchmill.jobs.ledger.files import JobFiles, PartFile, sync_folder
-from batchmill.store.portable import put
-from batchmill.store.tables import packed_jobs
+from batchmill.store.sql.portable import put
+from batchmill.store.sql.tables import packed_jobs
 from batchmill.types import DatasetSpec
 
 INPUT_BYTES_MAX = 1024 * 1024  # of the files of a small job: checked in a thread of the owner within some milliseconds

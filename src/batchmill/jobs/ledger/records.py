@@ -14,10 +14,10 @@ from batchmill.jobs.ledger import snapshot
 from batchmill.jobs.ledger.files import result_exists
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store import removals
-from batchmill.store.database import Database
-from batchmill.store.portable import put
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.tables import error_counts, job_models, jobs, submissions
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.portable import put
+from batchmill.store.sql.tables import error_counts, job_models, jobs, submissions
 from batchmill.types import JobOrder, JobQuery, Once
 from batchmill.wire.job_spec import JobSpec
 

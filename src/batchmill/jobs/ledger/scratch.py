@@ -21,7 +21,7 @@ from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.jobs.ledger import packed
 from batchmill.jobs.ledger.files import JobFiles, full_disk_named
 from batchmill.jobs.ledger.packed import FOLDER_MODE
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.wire.job_spec import JobSpec
 
 THREADS = 2  # that seal and plan small jobs; half of them for one project

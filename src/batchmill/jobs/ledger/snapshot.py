@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from batchmill.errors import InvalidTransition
 from batchmill.states import NEXT, JobState, PauseReason
-from batchmill.store.tables import commits, error_counts, job_models, jobs, shards
+from batchmill.store.sql.tables import commits, error_counts, job_models, jobs, shards
 from batchmill.types import Shard, Usage
 from batchmill.wire.job_spec import JobSpec
 

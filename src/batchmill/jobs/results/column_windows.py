@@ -21,7 +21,7 @@ from batchmill.jobs.results.result_columns import ColumnKind, ColumnKinds
 from batchmill.jobs.results.result_parquet import ARROW_TYPES
 from batchmill.jobs.results.results import GatherOrder
 from batchmill.jobs.results.row_windows import OutcomeIndex, Window
-from batchmill.store.segments import Block, read_payload, where
+from batchmill.store.segments.format import Block, read_payload, where
 from batchmill.types import RowError, SegmentRef
 from batchmill.wire.forms import ERROR
 from batchmill.wire.json_bytes import append_members, decode, encode, split_object

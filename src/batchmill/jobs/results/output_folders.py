@@ -31,7 +31,7 @@ from batchmill.errors import Conflict, InputChanged, InvalidInput, StorageFailed
 from batchmill.jobs.ledger.files import MANIFEST_NAME, PartFile, full_disk_named, remove_files
 from batchmill.object_store.urls import ObjectInfo, is_object_url, open_store, parse_url
 from batchmill.owner_clock import check_file
-from batchmill.store.segments import sync_folder
+from batchmill.store.segments.format import sync_folder
 
 if TYPE_CHECKING:
     from batchmill.object_store.store import ObjectStore

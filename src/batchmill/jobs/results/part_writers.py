@@ -29,7 +29,7 @@ from batchmill.jobs.results.part_orders import CheckOrder, PartOrder, PartsOrder
 from batchmill.jobs.results.results import CAUSES_MAX
 from batchmill.object_store.urls import is_object_url
 from batchmill.ports import NodeTasks
-from batchmill.store.segments import SAMPLE_CHARS_MAX
+from batchmill.store.segments.format import SAMPLE_CHARS_MAX
 from batchmill.store.stored_files import StoredFiles
 from batchmill.types.cluster import TASK_FAILED, TASK_LOST, NodeWork
 from batchmill.wire.job_spec import JobSpec

@@ -22,7 +22,7 @@ from batchmill.jobs.results.parts_run import PartsRun
 from batchmill.jobs.results.results import GatherOrder, Manifest, can_stream, output_kind, stored_name
 from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.object_store.urls import is_object_url
-from batchmill.store.segment_blocks import open_segments
+from batchmill.store.segments.blocks import open_segments
 from batchmill.types import Commit, RowError, SegmentPlace, SegmentRef
 from batchmill.wire.job_spec import JobSpec
 

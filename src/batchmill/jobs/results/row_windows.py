@@ -18,8 +18,8 @@ from batchmill.jobs.ledger.files import full_disk_named
 from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanReader, Progress, RefusedRows, Rejected, iter_rejected
 from batchmill.jobs.results.results import GatherOrder
 from batchmill.jobs.results.row_arrays import RowArrays
-from batchmill.store.segment_blocks import open_segments
-from batchmill.store.segments import Block, read_exactly, read_payload, read_ref, where
+from batchmill.store.segments.blocks import open_segments
+from batchmill.store.segments.format import Block, read_exactly, read_payload, read_ref, where
 from batchmill.types import Outcome, Row, RowError, SegmentRef
 from batchmill.wire.forms import Form, added_columns
 

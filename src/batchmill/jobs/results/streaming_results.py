@@ -15,7 +15,7 @@ from batchmill.errors import LedgerBroken
 from batchmill.jobs.results.result_lines import ResultLines
 from batchmill.jobs.results.results import Manifest
 from batchmill.ports import SegmentSource
-from batchmill.store.segments import Block, read_payload, read_ref, where
+from batchmill.store.segments.format import Block, read_payload, read_ref, where
 from batchmill.types import SegmentRef
 from batchmill.wire.forms import Form
 

@@ -16,7 +16,7 @@ from batchmill.errors import InvalidInput
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger.files import read_spec
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.tables import adapters
+from batchmill.store.sql.tables import adapters
 from batchmill.wire.native_models import AdapterInfo
 
 NAME_CHARS_MAX = 190

@@ -43,13 +43,13 @@ from batchmill.models.worker_environment import FETCHERS
 from batchmill.ports import Clock
 from batchmill.services.adapters import records
 from batchmill.services.adapters.records import FAILED, FETCHING, READY, REMOVED, SHOWN_CHARS, AdapterRecord, check_name
-from batchmill.services.directory import ModelDirectory
-from batchmill.services.incoming import FULL
-from batchmill.services.model_rows import ModelKind, ModelRow
+from batchmill.services.directory.directory import ModelDirectory
+from batchmill.services.directory.rows import ModelKind, ModelRow
+from batchmill.services.files.incoming import FULL
 from batchmill.services.remote.changes import new_id
 from batchmill.services.secrets.vault import Vault
-from batchmill.store.database import Database
 from batchmill.store.disk_room import DiskQuota
+from batchmill.store.sql.database import Database
 from batchmill.store.stored_files import LocalFiles, StoredFiles, using
 from batchmill.types import Caller, ModelSpec, Scope
 from batchmill.wire import adapter_bundles

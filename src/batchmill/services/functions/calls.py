@@ -22,7 +22,7 @@ from batchmill.jobs.pools.live import LivePath
 from batchmill.models.call_log import FILE, OLDER, Entry, generation_of
 from batchmill.models.redaction import mask_known
 from batchmill.ports import Clock
-from batchmill.services.directory import ModelDirectory
+from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.functions.function import VersionTarget
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.trace_context import request_id

@@ -21,12 +21,12 @@ from msgspec import Struct
 from batchmill.errors import BatchmillError, ModelFailed, TooLarge, Unavailable
 from batchmill.ports import Clock
 from batchmill.services.clock_steps import ClockSteps
-from batchmill.services.outbox import DELAYS_S, GONE, delay_s
-from batchmill.services.webhook_sender import DeliveryResult as DeliveryResult
-from batchmill.services.webhook_sender import WebhookSender
-from batchmill.store.database import Database
+from batchmill.services.webhooks.outbox import DELAYS_S, GONE, delay_s
+from batchmill.services.webhooks.sender import DeliveryResult as DeliveryResult
+from batchmill.services.webhooks.sender import WebhookSender
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.tables import late_calls
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import late_calls
 from batchmill.types import Caller, ProjectQuotas, Scope
 from batchmill.wire.messages import FunctionReply
 

@@ -13,7 +13,7 @@ from batchmill.services.functions.examples import curl_examples
 from batchmill.services.functions.names import MAIN
 from batchmill.states import ENDED
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.tables import jobs, model_routes, model_versions
+from batchmill.store.sql.tables import jobs, model_routes, model_versions
 from batchmill.types import ModelSpec
 from batchmill.wire.bundles import Backend, Deployed, ModelVersion, Route
 from batchmill.wire.job_spec import JobSpec

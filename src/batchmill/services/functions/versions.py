@@ -17,7 +17,8 @@ from msgspec.structs import replace
 
 from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, UnknownName
 from batchmill.ports import Clock
-from batchmill.services.directory import ModelDirectory
+from batchmill.services.directory.directory import ModelDirectory
+from batchmill.services.directory.rows import ModelKind, ModelRow
 from batchmill.services.functions import calls as call_logs
 from batchmill.services.functions import records
 from batchmill.services.functions.deploying import VersionBuilder
@@ -32,8 +33,7 @@ from batchmill.services.functions.names import (
     read_reference,
 )
 from batchmill.services.functions.records import BUILDING, FAILED, READY, REMOVED
-from batchmill.services.model_rows import ModelKind, ModelRow
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.types import Caller, ModelSpec, ProjectQuotas
 from batchmill.wire.bundles import Backend, Deployed, DeployOrder, ModelVersion, Route
 from batchmill.wire.native_models import LogPage, LogQuery

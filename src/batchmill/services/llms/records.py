@@ -11,7 +11,7 @@ from msgspec import Struct
 from batchmill.errors import Conflict, InvalidInput
 from batchmill.states import ENDED
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.tables import jobs, llm_deployments, secrets
+from batchmill.store.sql.tables import jobs, llm_deployments, secrets
 from batchmill.types import LlmSettings, ModelSpec
 from batchmill.wire.job_spec import JobSpec
 

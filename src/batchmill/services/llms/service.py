@@ -18,16 +18,16 @@ from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, 
 from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.jobs.pools.resources import hide_names
 from batchmill.ports import Clock
-from batchmill.services.directory import ModelDirectory
+from batchmill.services.directory.directory import ModelDirectory
+from batchmill.services.directory.rows import Key, ModelKind, ModelRow
 from batchmill.services.functions.names import RESERVED_NAMES
 from batchmill.services.llms import records
 from batchmill.services.llms.controller import Calls, EngineController, Engines
 from batchmill.services.llms.records import LlmDeployment, Stored
 from batchmill.services.llms.settings import HubTokens, is_reference, is_same_engine, model_of, read, tokens_of
-from batchmill.services.model_rows import Key, ModelKind, ModelRow
 from batchmill.services.remote.changes import Changes, new_id
 from batchmill.services.secrets.vault import Vault
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.types import Caller, EngineState, EngineView, LlmSettings, ModelSpec, Scaling
 from batchmill.types.engine_traits import LLM
 from batchmill.types.models import Suspect, visible_event

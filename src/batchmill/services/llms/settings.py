@@ -15,7 +15,7 @@ from batchmill.services.llms import records
 from batchmill.services.llms.arguments import checked
 from batchmill.services.llms.records import LlmDeployment
 from batchmill.services.secrets.vault import Vault
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.types import LlmSettings, ModelSpec, Scaling
 from batchmill.types.machines import RANGES
 

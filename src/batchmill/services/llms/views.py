@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import UNSET
 from msgspec.structs import asdict, replace
 
-from batchmill.services.configured_models import MEDIA_FLAG
+from batchmill.services.directory.configured import MEDIA_FLAG
 from batchmill.services.llms.records import LlmDeployment
 from batchmill.services.llms.service import LlmService
 from batchmill.types import Caller, EngineView, LlmSettings, Needs, Scaling

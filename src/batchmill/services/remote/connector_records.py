@@ -11,7 +11,7 @@ from batchmill.errors import Conflict, InvalidInput
 from batchmill.services.remote.stored import DEPLOYED, ConnectorRecord
 from batchmill.states import ENDED
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.tables import connectors, jobs, remote_models
+from batchmill.store.sql.tables import connectors, jobs, remote_models
 from batchmill.types import Connector, ModelSpec
 from batchmill.wire.job_spec import JobSpec
 

@@ -24,7 +24,7 @@ from batchmill.services.remote import connector_records as records
 from batchmill.services.remote.changes import Changes, new_id
 from batchmill.services.remote.stored import ConnectorRecord
 from batchmill.services.secrets.vault import Vault
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.types import Caller, Connector, ProjectQuotas
 from batchmill.wire.json_templates import split
 

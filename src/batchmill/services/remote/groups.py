@@ -15,7 +15,7 @@ from batchmill.ports import Clock
 from batchmill.services.remote import model_records as records
 from batchmill.services.remote.changes import Changes, new_id
 from batchmill.services.remote.model_records import ModelGroup
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.types import Caller, ProjectQuotas
 
 __all__ = ["ModelGroup", "ModelGroups"]

@@ -30,7 +30,7 @@ from batchmill.services.remote.task_records import (
 )
 from batchmill.services.repeats import RepeatedOrders
 from batchmill.states import JobState
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.types import Caller, JobOrder, JobQuery, JobView, Once, ProjectQuotas, RemoteJob, Scope
 
 # State -> the setting with its regular expression, in the order of matching.

@@ -13,7 +13,7 @@ from batchmill.errors import Conflict, InvalidInput
 from batchmill.services.remote.connector_records import used_by_jobs
 from batchmill.services.remote.stored import ModelDetails, RemoteModel
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.tables import model_groups, remote_models
+from batchmill.store.sql.tables import model_groups, remote_models
 from batchmill.types import Connector, Quotas
 
 MODELS_MAX = 10_000  # of one server, which holds them all in memory; the same for groups

@@ -16,8 +16,8 @@ from batchmill.errors import BatchmillError, Conflict, Forbidden, InvalidInput, 
 from batchmill.models.connectors.urls import own_url
 from batchmill.models.providers import PROVIDERS
 from batchmill.ports import Clock
-from batchmill.services.directory import ModelDirectory
-from batchmill.services.model_rows import ModelKind, ModelRow
+from batchmill.services.directory.directory import ModelDirectory
+from batchmill.services.directory.rows import ModelKind, ModelRow
 from batchmill.services.remote import model_records as records
 from batchmill.services.remote.changes import new_id
 from batchmill.services.remote.connectors import ConnectorService
@@ -33,7 +33,7 @@ from batchmill.services.remote.model_fields import (
 from batchmill.services.remote.model_records import ModelGroup
 from batchmill.services.remote.stored import DEPLOYED, REGISTERED, UNDEPLOYED, ModelDetails, RemoteModel
 from batchmill.services.remote.task_records import refuse_running
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.types import Caller, Connector, Limits, ModelSpec, Scope
 from batchmill.types.connectors import BATCH_PREDICT, PREDICT
 from batchmill.types.engine_traits import CONNECTOR, PROVIDER_BATCH, ROUTES

@@ -11,7 +11,7 @@ from batchmill.errors import BatchmillError, Conflict
 from batchmill.models.addresses import read_private
 from batchmill.models.connectors.urls import remote_parameters
 from batchmill.ports import Clock
-from batchmill.services.directory import ModelDirectory
+from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.remote import task_records as records
 from batchmill.services.remote.calls import RemoteCalls
 from batchmill.services.remote.connectors import ConnectorService, Endpoints
@@ -20,7 +20,7 @@ from batchmill.services.remote.models import RemoteModels
 from batchmill.services.remote.stored import RemoteModel
 from batchmill.services.remote.task_records import CANCELLED, UNREACHABLE, TaskRecord
 from batchmill.services.secrets.vault import Vault
-from batchmill.store.database import Database
+from batchmill.store.sql.database import Database
 from batchmill.types.connectors import CANCEL_BATCH_PREDICT
 
 FORCED = "the model was deleted by force; the provider accepted the request to cancel the batch"

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from batchmill.errors import Conflict, RateLimited, UnknownName
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.tables import remote_models, remote_tasks
+from batchmill.store.sql.tables import remote_models, remote_tasks
 
 BATCH_PREDICTION, REGISTER_MODEL, DEPLOY_MODEL = "BATCH_PREDICTION", "REGISTER_MODEL", "DEPLOY_MODEL"
 CREATED, RUNNING, CANCELLING = "CREATED", "RUNNING", "CANCELLING"

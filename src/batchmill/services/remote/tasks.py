@@ -34,8 +34,8 @@ from batchmill.services.remote.task_records import (
     UNREACHABLE,
     TaskRecord,
 )
-from batchmill.store.database import Database
-from batchmill.store.tables import remote_tasks
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import remote_tasks
 from batchmill.types import Caller, Connector, JobOrder, Once, Scope
 from batchmill.types.connectors import BATCH_PREDICT, BATCH_PREDICT_STATUS, CANCEL_BATCH_PREDICT
 from batchmill.wire.json_bytes import encode

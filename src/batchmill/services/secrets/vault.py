@@ -22,12 +22,12 @@ from batchmill.models.addresses import read_private
 from batchmill.models.providers import default_key
 from batchmill.models.secrets import SHOWN_CHARS, check_name, find_secret_flaw, missing
 from batchmill.ports import Clock
-from batchmill.services import webhooks
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.shown import Rotated, SecretInfo
-from batchmill.store.database import Database
+from batchmill.services.webhooks import endpoints as webhooks
 from batchmill.store.quotas import refuse_beyond
-from batchmill.store.tables import secrets, webhook_endpoints
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import secrets, webhook_endpoints
 from batchmill.types import Isolation, ModelSpec, ProjectQuotas, Provision
 from batchmill.types.connectors import Storage
 

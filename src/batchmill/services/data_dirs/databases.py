@@ -1,0 +1,101 @@
+"""Opens the database that the configuration names, as its owner."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from batchmill.config import Config, DatabaseEntry
+from batchmill.errors import DatabaseOwned, ModelFailed
+from batchmill.models.secrets import resolve
+from batchmill.optional import require
+from batchmill.store.names import DATABASE
+from batchmill.store.sql.database import Database
+
+log = logging.getLogger("batchmill.owner")
+
+POLL_S = 0.6  # longer than the time between two heartbeats
+EXIT_REPLACED = 75  # EX_TEMPFAIL: a supervisor starts it again, as a standby
+
+
+def open_backend(entry: DatabaseEntry) -> Any:
+    """Connect to PostgreSQL; this process does not own the database yet.
+
+    Raises: InvalidConfig, DatabaseUnavailable.
+    """
+    return require("batchmill.store.sql.postgres", "a PostgreSQL database").PostgresBackend(read_address(entry))
+
+
+def read_address(entry: DatabaseEntry) -> Any:
+    """The address of the PostgreSQL database, with its password. Raises: InvalidConfig, ModelFailed."""
+    postgres = require("batchmill.store.sql.postgres", "a PostgreSQL database")
+    password = None
+    if entry.password is not None:
+        try:
+            password = resolve(entry.password, key="password").reveal()
+        except ModelFailed as error:
+            raise type(error)(f"database.password: {error.message}", code=error.code) from None
+    assert entry.url is not None, "a configured database"
+    return postgres.read_url(entry.url, password)
+
+
+def process_name() -> str:
+    """The name of this process in messages of other ones."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def claim(backend: Any, address: str, data_dir: str, *, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Become the owner, also of a database whose owner was killed: its silence is waited for.
+
+    Args: address: the URL of this server; empty: it serves nothing.
+
+    Raises: DatabaseOwned while another process renews its ownership; InvalidConfig for another `data_dir` than the one
+        whose files the database names.
+    """
+    seen = None
+    while True:
+        try:
+            lease = backend.claim(process_name(), address, data_dir)
+        except DatabaseOwned as error:
+            if seen not in (None, error.heartbeat):
+                raise
+            seen = error.heartbeat
+            sleep(POLL_S)
+        else:
+            lease.on_lost(end_replaced)
+            return
+
+
+def end_replaced() -> None:
+    """End this process, whose database has another owner: at once, so that it writes nothing to shared files.
+
+    Its workers end with it.
+    """
+    log.error(
+        "another process has become the owner of the database, because this one did not renew its ownership in time: "
+        "this process ends; its jobs go on there"
+    )
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(EXIT_REPLACED)
+
+
+def open_database(config: Config, address: str = "") -> Database:
+    """Open the database as its owner.
+
+    Raises: InvalidConfig; DatabaseUnavailable; DatabaseOwned.
+    """
+    if config.database.url is None:
+        return Database(config.data_dir / DATABASE)
+    backend = open_backend(config.database)
+    try:
+        claim(backend, address, str(config.data_dir))
+    except BaseException:
+        backend.close()
+        raise
+    return Database(backend)

@@ -1,0 +1,507 @@
+"""Files of projects: uploads, and the results of jobs. Bytes are in DATA_DIR/files/ID, records in the database.
+
+The order is guaranteed: bytes durable -> record durable -> file visible. After a crash, a sweep removes bytes without a
+record. Knows no dialect. A file of another project gets the same error as a file that does not exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+from weakref import WeakValueDictionary
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Struct
+
+from batchmill import faults
+from batchmill.config import ServerEntry
+from batchmill.errors import Conflict, Gone, InvalidInput, UnknownName
+from batchmill.jobs.ledger import records as job_records
+from batchmill.jobs.ledger.files import RESULTS
+from batchmill.ports import Clock
+from batchmill.services.files import records as file_records
+from batchmill.services.files.incoming import (
+    FREE_BYTES_MIN,
+    Disk,
+    Incoming,
+    names_in,
+    piece_bytes,
+    remove_others,
+    run_to_completion,
+    unlink_all,
+)
+from batchmill.services.files.records import FileQuery, FileRecord, unknown
+from batchmill.states import JobState
+from batchmill.store import removals
+from batchmill.store.disk_room import DiskQuota, Writing
+from batchmill.store.quotas import refuse_beyond
+from batchmill.store.removals import ELSEWHERE, Removal
+from batchmill.store.segments.format import sync_folder
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import files
+from batchmill.store.stored_files import LocalFiles, StoredFiles, using
+from batchmill.types import JobView, ProjectQuotas
+from batchmill.wire.native import FILENAME_CHARS_MAX
+
+BATCH = "batch"  # the purpose of input files of jobs
+
+
+__all__ = ["BATCH", "FileService", "FileWriter", "OpenFile", "Removal", "Result"]
+
+WRITE_THREADS, READ_THREADS = 4, 4
+READ_BYTES = 1024 * 1024  # per read
+PAGE_MAX = 10_000
+SWEEP_MAX = 500  # files per query
+ARRIVING = ".incoming"
+EXPIRY = "the server, because it had expired,"  # who deleted a file, in messages
+Result = FileRecord | Removal | None
+FOUND_AT_ONCE = 1000  # files of one statement
+Within = Callable[[sa.Connection, FileRecord], None]
+OUTPUT = "batch_output"  # the purpose of result files
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+class _ResultFiles(Struct, frozen=True):
+    """The ids that the result files of an ended job have or will have, and the paths that they are adopted from."""
+
+    output: tuple[str, str | None]
+    errors: tuple[str, str | None]
+
+    @classmethod
+    def of(cls, view: JobView) -> Self:
+        has_error_file = view.errors_output is not None  # else the output holds failed rows too
+        output = view.output if view.rows_ok or not has_error_file else None
+        ids = [result_id(view.id, view.generation, which) for which in ("output", "errors")]
+        return cls((ids[0], output), (ids[1], view.errors_output))
+
+    @property
+    def ids(self) -> list[str]:
+        return [self.output[0], self.errors[0]]
+
+    def missing(self, found: Mapping[str, Result]) -> list[tuple[str, str]]:
+        """(id, path) of the files that have no record."""
+        return [(id_, path) for id_, path in (self.output, self.errors) if path is not None and id_ not in found]
+
+    def chosen(self, found: Mapping[str, Result]) -> tuple[Result, Result]:
+        return found.get(self.output[0]), found.get(self.errors[0])
+
+
+class FileService:
+    """Raises, everywhere: UnknownName (`unknown_file`) for a file that this project does not have (any more), and Gone
+    for a deleted result."""
+
+    def __init__(
+        self, database: Database, data_dir: Path, clock: Clock, limits: ServerEntry,
+        quotas: ProjectQuotas = ProjectQuotas(), disk_quota: DiskQuota | None = None,
+        stored: StoredFiles = LocalFiles(),
+    ) -> None:  # fmt: skip
+        self.stored = stored
+        self.disk_quota = disk_quota or DiskQuota(database, data_dir, quotas)
+        self._database, self._clock, self.limits, self.quotas = database, clock, limits, quotas
+        self._jobs_home, self._results_home = data_dir / "jobs", data_dir / RESULTS
+        self.home = data_dir / "files"
+        self.free_bytes_min = FREE_BYTES_MIN
+        self.disk, self._reading = Disk("files-write", WRITE_THREADS), Disk("files-read", READ_THREADS)
+        self._arriving: set[str] = set()  # ids whose bytes may be on disk before their record
+        self._holds: Counter[str] = Counter()
+        self._deleting: set[str] = set()
+        self._sweeping = asyncio.Lock()
+        self._adopting: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by job
+        self._swept_orphans = False
+        (self.home / ARRIVING).mkdir(parents=True, exist_ok=True, mode=0o700)
+        sync_folder(data_dir)
+
+    # -- write ------------------------------------------------------------------------------------------------------
+
+    async def writer(self, project: str, *, is_joined: bool = False) -> FileWriter:
+        """Return a writer for a new file of a project. The file is visible once it is committed.
+
+        Args: is_joined: the file is joined from parts that already count against the quota.
+
+        Raises: OverQuota if the project has no disk space left.
+        """
+        return FileWriter(self, project, None if is_joined else await self.disk_quota.begin(project))
+
+    def begin_incoming(self, file_id: str, bytes_max: int, writing: Writing | None) -> Incoming:
+        """Begin an incoming file that has no record yet. Call `end_incoming` when it is stored or dropped."""
+        self._arriving.add(file_id)
+        return Incoming(
+            self.disk,
+            self.home / ARRIVING / file_id,
+            bytes_max=bytes_max,
+            free_bytes_min=self.free_bytes_min,
+            piece_bytes=piece_bytes(len(self._arriving)),
+            writing=writing,
+        )
+
+    def end_incoming(self, file_id: str) -> None:
+        self._arriving.discard(file_id)
+
+    async def store(self, record: FileRecord, incoming: Incoming, within: Within | None = None) -> None:
+        """Store the bytes, then the record. `within` runs in the record's transaction and may refuse it."""
+        path = self.path(record)
+        await incoming.settle(path)
+        faults.point("after_settle")
+        try:
+            await self.stored.publish(path)
+            await self._database.write(_insert, record, within, self.quotas.of(record.project).files)
+        except BaseException:
+            await self.disk.run(path.unlink)
+            await self.stored.remove(path)
+            raise
+
+    def record(self, file_id: str, project: str, *, purpose: str, filename: str, expires_s: float | None) -> FileRecord:
+        """Return the record of a new file. Raises: InvalidInput for an invalid name."""
+        if expires_s is None and purpose == BATCH:
+            expires_s = self.limits.file_expires_s
+        now = self._clock.now()
+        expires = None if expires_s is None else now + expires_s
+        return FileRecord(file_id, project, purpose, checked_filename(filename), 0, None, now, expires, None)
+
+    # -- read -------------------------------------------------------------------------------------------------------
+
+    async def get(self, project: str, file_id: str) -> FileRecord:
+        record = await self._database.read(file_records.find, file_id)
+        now = self._clock.now()
+        if record is None:
+            removal = await self._database.read(removals.find, file_id)
+            raise (removal.error() if removal is not None and removal.project == project else unknown(file_id))
+        if record.project != project:
+            raise unknown(file_id)
+        if record.expires is not None and record.expires <= now:
+            raise (unknown(file_id) if record.job is None else _removal(record, EXPIRY, record.expires).error())
+        return record
+
+    @contextlib.asynccontextmanager
+    async def hold(self, project: str, file_id: str) -> AsyncIterator[FileRecord]:
+        """`get` a file that cannot be deleted until the job that reads it is stored."""
+        self._holds[file_id] += 1
+        try:
+            if file_id in self._deleting:
+                raise unknown(file_id)
+            try:
+                record = await self.get(project, file_id)
+            except Gone:
+                raise unknown(file_id) from None  # for a reader it is like any other unknown file
+            async with using(self.stored, self.path(record)):
+                yield record
+        finally:
+            self._holds[file_id] -= 1
+            if not self._holds[file_id]:
+                del self._holds[file_id]
+
+    def path(self, record: FileRecord) -> Path:
+        """Return the path of its bytes. They never change, and stay until the record is deleted."""
+        return self.home / record.id
+
+    async def open(self, record: FileRecord) -> OpenFile:
+        """Open its bytes. They can be read even if the file is deleted meanwhile."""
+        path = self.path(record)
+        try:
+            async with using(self.stored, path):
+                fd = await self._reading.run(os.open, path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            raise unknown(record.id) from None  # deleted after its record was read
+        return OpenFile(self._reading, fd, record)
+
+    async def list(
+        self,
+        project: str,
+        *,
+        purpose: str | None = None,
+        after: str | None = None,
+        limit: int = PAGE_MAX,
+        newest_first: bool = True,
+    ) -> tuple[list[FileRecord], bool]:
+        """Return a page of files, and whether there are more. Raises: UnknownName for an unknown `after`."""
+        query = FileQuery(project, self._clock.now(), min(limit, PAGE_MAX), purpose, after, newest_first)
+        records = await self._database.read(file_records.page, query)
+        return records[: query.limit], len(records) > query.limit
+
+    # -- results ----------------------------------------------------------------------------------------------------
+
+    async def adopt_results(self, view: JobView) -> tuple[Result, Result]:
+        """Return the output and error file of an ended job as files of its project. Creates their records if needed.
+
+        None: no such file. A Removal: it was deleted. Only files in the job's folder are adopted: an output path that
+        the caller named belongs to the caller. Idempotent.
+        """
+        if not JobState(view.state).is_at_rest:
+            return None, None
+        files_of_job = _ResultFiles.of(view)
+        async with self._adopting.setdefault(view.id, asyncio.Lock()):
+            results = await self._database.read(_find_results, files_of_job.ids)
+            for file_id, path in files_of_job.missing(results):
+                adopted = await self._adopt(view, file_id, Path(path))
+                results |= {} if adopted is None else {adopted.id: adopted}
+        return files_of_job.chosen(results)
+
+    async def find_results(self, views: Sequence[JobView]) -> dict[str, tuple[Result, Result]]:
+        """As `adopt_results` for many jobs at once: job -> its files, of those that have nothing to be adopted."""
+        wanted = {view.id: _ResultFiles.of(view) for view in views if JobState(view.state).is_at_rest}
+        ids = [file_id for files_of_job in wanted.values() for file_id in files_of_job.ids]
+        results: dict[str, Result] = {}
+        for first in range(0, len(ids), FOUND_AT_ONCE):
+            results |= await self._database.read(_find_results, ids[first : first + FOUND_AT_ONCE])
+        return {job: its.chosen(results) for job, its in wanted.items() if not its.missing(results)}
+
+    async def _adopt(self, view: JobView, file_id: str, path: Path) -> Result:
+        is_small = path.parent == self._results_home and path.name.startswith(f"{view.id}.")
+        if path.parent != self._jobs_home / view.id and not is_small:
+            return None
+        self._arriving.add(file_id)
+        try:
+            target = self.home / file_id
+            async with using(self.stored, path):
+                size_bytes = await self.disk.run(link, path, target)
+                await self.stored.link(path, target)
+            job = await self._database.read(file_records.results_of, view.id)
+            if job is None or job.generation != view.generation or job.state != view.state:
+                await self.disk.run(target.unlink, missing_ok=True)  # a retry began: the next call adopts its results
+                await self.stored.remove(target)
+                return None
+            if size_bytes is None:
+                removal = Removal(file_id, view.project, view.id, ELSEWHERE, self._clock.now())
+                await self._database.write(removals.insert, removal)
+                return removal
+            suffixes = Path(path.name.removeprefix(f"{view.id}.")).suffixes  # those of "results.jsonl.gz"
+            record = result_record(view, file_id, suffixes, size_bytes)
+            await self._database.write(file_records.insert_missing, [record])
+            return record
+        finally:
+            self._arriving.discard(file_id)
+
+    # -- delete -----------------------------------------------------------------------------------------------------
+
+    async def delete(self, project: str, file_id: str, by: str) -> None:
+        """Delete a file, and for a result the job's own copy too. For results, who deleted them is stored.
+
+        Raises: Conflict (`file_in_use`) while a job that has not ended reads the file.
+        """
+        record = await self.get(project, file_id)
+        await run_to_completion(self._remove(record, project, by))
+
+    async def _remove(self, record: FileRecord, readers: str | None, by: str) -> None:
+        """Args: `readers`: the project whose jobs may read the file; None: no job reads it."""
+        if record.id in self._deleting:
+            raise unknown(record.id)
+        if self._holds[record.id]:
+            raise Conflict(f"{record.id} is in use by a job that is being created", code="file_in_use")
+        self._deleting.add(record.id)
+        try:
+            path = str(self.path(record))
+            if readers is not None and await self._database.read(job_records.in_use, [path], readers):
+                raise Conflict(
+                    f"{record.id} is in use by a job that has not ended: cancel the job, or wait until it ends",
+                    code="file_in_use",
+                )
+            if record.job is not None:
+                await self._remove_copies(record)
+            await self._database.write(_forget, record, by, self._clock.now())
+            faults.point("after_forget")
+            await self.disk.run(self.path(record).unlink, missing_ok=True)
+            await self.stored.remove(self.path(record))
+        finally:
+            self._deleting.discard(record.id)
+
+    async def _remove_copies(self, record: FileRecord) -> None:
+        """Remove the job's own copies first: otherwise `adopt_results` would create the deleted record again."""
+        assert record.job is not None
+        results = await self._database.read(file_records.results_of, record.job)
+        if results is not None and JobState(results.state).is_at_rest:
+            home = self._jobs_home / record.job
+            copies = [path for path in map(Path, results.paths) if path.parent == home]
+            await self.disk.run(unlink_same, self.path(record), copies)
+            linked = await self.stored.same(self.path(record), copies)
+            await self.disk.run(unlink_all, linked)
+            await self.stored.remove(*linked)
+
+    async def sweep(self) -> int:
+        """Remove expired files and what a crash left. Returns the number of removed files. Skips files in use."""
+        async with self._sweeping:
+            await self.disk.run(remove_others, self.home / ARRIVING, lambda: self._arriving)
+            if not self._swept_orphans:
+                await self._sweep_orphans()
+                self._swept_orphans = True
+            await self._database.write(removals.forget_old, self._clock.now())
+            return await self._sweep_expired()
+
+    async def _sweep_expired(self) -> int:
+        """Remove expired files. No new job can start to read one, so one query for readers per page is enough."""
+        removed_count, after = 0, ""
+        while records := await self._database.read(file_records.find_expired, self._clock.now(), after, SWEEP_MAX):
+            after = records[-1].id
+            held_ids = set(self._holds)  # a job that is being created is stored a moment later
+            paths_in_use = await self._database.read(job_records.in_use, [str(self.path(record)) for record in records])
+            for record in records:
+                if record.id in held_ids or str(self.path(record)) in paths_in_use:
+                    continue
+                with contextlib.suppress(Conflict, UnknownName):  # held, or deleted just now
+                    await self._remove(record, None, EXPIRY)
+                    removed_count += 1
+        return removed_count
+
+    async def _sweep_orphans(self) -> None:
+        names = await self.disk.run(names_in, self.home)
+        names = sorted({*names, *await self.stored.names_in(self.home)})
+        names = [name for name in names if name not in self._arriving]  # listed before the records are read
+        for first in range(0, len(names), SWEEP_MAX):
+            page_names = names[first : first + SWEEP_MAX]
+            recorded = await self._database.read(file_records.find_ids, page_names)
+            orphans = [self.home / name for name in page_names if name not in recorded]
+            await self.disk.run(unlink_all, orphans)
+            await self.stored.remove(*orphans)
+
+    def close(self) -> None:
+        """Stop reading and writing. Running calls end by themselves."""
+        self.disk.close()
+        self._reading.close()
+
+
+class FileWriter:
+    """A new file: `write` its bytes in order, then `commit`. Always call `discard`."""
+
+    def __init__(self, files: FileService, project: str, writing: Writing | None) -> None:
+        self.id = new_id("file-")
+        self._files, self._project, self._writing = files, project, writing
+        self._incoming = files.begin_incoming(self.id, files.limits.file_bytes_max, writing)
+        self._storing: asyncio.Task[None] | None = None
+
+    async def write(self, data: bytes) -> None:
+        """Raises: TooLarge (`file_too_large`), OverQuota, StorageFull."""
+        await self._incoming.write(data)
+
+    async def append_files(self, paths: Sequence[Path], size_bytes: int, *, with_md5: bool) -> str | None:
+        """Append whole files of `size_bytes` in total. Returns the md5 of the bytes, if `with_md5`."""
+        return await self._incoming.append_files(paths, size_bytes, with_md5=with_md5)
+
+    async def commit(
+        self, *, purpose: str, filename: str, expires_s: float | None = None, within: Within | None = None
+    ) -> FileRecord:
+        """Store the file. It is durable when this returns. `expires_s` counts from now.
+
+        Raises: InvalidInput for an invalid name, TooLarge, StorageFull; and what `within` raises.
+        """
+        record = self._files.record(self.id, self._project, purpose=purpose, filename=filename, expires_s=expires_s)
+        record = msgspec.structs.replace(record, bytes=self._incoming.size_bytes)
+        self._storing = asyncio.create_task(self._files.store(record, self._incoming, within))
+        await asyncio.shield(self._storing)  # a cancelled caller must not leave a record without bytes
+        if self._writing is not None:
+            self._writing.end(is_kept=True)
+        self._files.end_incoming(self.id)
+        return record
+
+    async def discard(self) -> None:
+        """Remove the bytes unless they were committed. Safe to call twice."""
+        await self._incoming.discard()
+        if self._storing is not None:
+            await asyncio.wait({self._storing})
+            self._storing.exception()  # the caller of `commit` got it, or was cancelled
+        self._files.end_incoming(self.id)
+
+
+class OpenFile:
+    """An open file whose bytes a thread reads. Close it."""
+
+    def __init__(self, disk: Disk, fd: int, record: FileRecord) -> None:
+        self.record, self.size_bytes = record, record.bytes
+        self._disk, self._fd = disk, fd
+
+    async def read(self, offset: int, n: int) -> bytes:
+        """Return up to `n` bytes from `offset`, at most READ_BYTES. Empty at the end of the file."""
+        return await self._disk.run(os.pread, self._fd, min(n, READ_BYTES), offset)
+
+    async def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            await run_to_completion(self._disk.run(os.close, fd))
+
+
+def checked_filename(name: str) -> str:
+    """Return the name. Raises: InvalidInput if it is empty, too long or not printable."""
+    if not name or len(name) > FILENAME_CHARS_MAX:
+        raise InvalidInput(
+            f"a file's name has 1 to {FILENAME_CHARS_MAX} characters, not {len(name):,}", code="invalid_filename"
+        )
+    if bad := [char for char in name if ord(char) < 32 or ord(char) == 127 or "\ud800" <= char <= "\udfff"]:
+        raise InvalidInput(
+            f"a file's name must not contain control characters, such as {bad[0]!r}", code="invalid_filename"
+        )
+    return name
+
+
+def _insert(db: sa.Connection, record: FileRecord, within: Within | None, quota: int) -> None:
+    """Insert a record. Results of jobs do not count against the quota of uploads."""
+    refuse_beyond(
+        db, files, quota, quota="files", project=record.project, way_out="delete some",
+        where=files.c.job.is_(None),
+    )  # fmt: skip
+    file_records.insert(db, record)
+    if within is not None:
+        within(db, record)
+
+
+def _find_results(db: sa.Connection, ids: Sequence[str]) -> dict[str, FileRecord | Removal]:
+    return {**removals.find_all(db, ids), **file_records.find_all(db, ids)}
+
+
+def _forget(db: sa.Connection, record: FileRecord, by: str, now: float) -> None:
+    """Delete a record. For a result, store who deleted it."""
+    file_records.delete(db, record.id)
+    if record.job is not None:
+        removals.insert(db, _removal(record, by, now))
+
+
+def _removal(record: FileRecord, by: str, at: float) -> Removal:
+    assert record.job is not None, "only removals of results are stored"
+    return Removal(record.id, record.project, record.job, by, at)
+
+
+def result_id(job_id: str, generation: int, which: str) -> str:
+    """Return the id of a job's result file. It follows from the job, so every caller computes the same one."""
+    return f"file-{hashlib.sha256(f'{job_id}:{generation}:{which}'.encode()).hexdigest()[:24]}"
+
+
+def result_record(view: JobView, file_id: str, suffixes: Sequence[str], size_bytes: int) -> FileRecord:
+    which = "output" if file_id == result_id(view.id, view.generation, "output") else "errors"
+    suffix = "".join(each for each in suffixes if each != ".errors")
+    created = view.finished or view.created
+    expires_s = (view.origin or {}).get("output_expires_s")
+    return FileRecord(
+        id=file_id, project=view.project, purpose=OUTPUT, filename=f"{view.id}_{which}{suffix}", bytes=size_bytes,
+        sha256=None, created=created, expires=None if expires_s is None else created + expires_s, job=view.id,
+    )  # fmt: skip
+
+
+def link(source: Path, target: Path) -> int | None:
+    """Hard-link a file that never changes. Returns its size, or None if it does not exist (any more)."""
+    with contextlib.suppress(FileNotFoundError):
+        target.unlink()  # left by an interrupted call: it may be of an older generation
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    sync_folder(target.parent)
+    return target.stat().st_size
+
+
+def unlink_same(path: Path, others: Sequence[Path]) -> None:
+    """Remove those of `others` that are hard links to the file at `path`."""
+    with contextlib.suppress(FileNotFoundError):
+        info = path.stat()
+        for other in others:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(info, other.stat()):
+                    other.unlink()
+                    sync_folder(other.parent)

@@ -1,0 +1,125 @@
+"""A database: opened once, written by one thread, read by others. The reader never waits for the writer.
+
+A file (`sqlite.py`) or a PostgreSQL database (`postgres.py`); everything else sees only `Database`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+import sqlalchemy as sa
+
+from batchmill.errors import BatchmillError, LedgerBroken
+from batchmill.store.sql import tables as connector_tables
+from batchmill.store.sql import tables as dataset_tables
+from batchmill.store.sql import tables as llm_tables
+from batchmill.store.sql import tables as service_tables
+from batchmill.store.sql.sqlite import SqliteBackend
+from batchmill.store.sql.transactions import JoiningTransactions, SharedTransactions, Transactions
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+__all__ = ["Backend", "Database", "connector_tables", "dataset_tables", "llm_tables", "service_tables"]
+
+
+class Backend(Protocol):
+    """What a kind of database does in its own way."""
+
+    reader_threads: int
+
+    @property
+    def writer(self) -> Transactions: ...
+
+    @property
+    def reader(self) -> sa.Engine: ...
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Call a function whose transactions may be repeated, until it succeeds or its failure is final."""
+        ...
+
+    def translate(self, error: sa.exc.SQLAlchemyError) -> BatchmillError:
+        """The error for people."""
+        ...
+
+    def owned_s(self) -> float | None:
+        """How long this process may begin work without renewing its ownership; None: until it ends."""
+        ...
+
+    def term_path(self) -> str:
+        """The file in which child processes read the end of `owned_s`, see `owner_clock`; empty: there is no end."""
+        ...
+
+    def stop_waiting(self) -> None:
+        """Fail what waits for another attempt."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Database:
+    """An open database."""
+
+    def __init__(self, at: Path | Backend) -> None:
+        """Args: at: an SQLite file, or an opened back end.
+
+        Raises: InvalidConfig for a file of another version, or one that cannot be opened.
+        """
+        self._backend: Backend = SqliteBackend(at) if isinstance(at, Path) else at
+        self.writer, self.reader = JoiningTransactions(self._backend.writer), self._backend.reader
+        self.owned_s, self.term_path = self._backend.owned_s, self._backend.term_path
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="database-write")
+        self._reading = ThreadPoolExecutor(self._backend.reader_threads, thread_name_prefix="database-read")
+        self._writes = SharedTransactions(self.writer.share, self._translated, self._writing)
+        self._reads = SharedTransactions(self.reader.begin, self._translated, self._reading, only_read=True)
+        self._closed = False
+
+    async def write(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function(db, ...)` in a transaction, which it may share with others that wait, and may be called again.
+
+        Raises: StorageFull when the disk is full, LedgerBroken.
+        """
+        self._refuse_closed()
+        return await self._writes.call(lambda db: function(db, *args, **kwargs))
+
+    async def read(self, function: Callable[Concatenate[sa.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `function(db, ...)` on the last committed state. It must not write."""
+        self._refuse_closed()
+        return await self._reads.call(lambda db: function(db, *args, **kwargs))
+
+    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function that opens its own transactions on `writer`, in the writer thread.
+
+        Where its connection is lost, the function is called again: each of its transactions can be repeated.
+        """
+        return await self._run(self._writing, lambda: function(*args, **kwargs))
+
+    async def call_reader(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a reading function on `reader`, in a reader thread."""
+        return await self._run(self._reading, lambda: function(*args, **kwargs))
+
+    async def _run(self, thread: ThreadPoolExecutor, call: Callable[[], T]) -> T:
+        self._refuse_closed()
+        return await asyncio.get_running_loop().run_in_executor(thread, self._translated, call)
+
+    def _translated(self, call: Callable[[], T]) -> T:
+        try:
+            return self._backend.run(call)
+        except sa.exc.SQLAlchemyError as error:
+            raise self._backend.translate(error) from error
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise LedgerBroken("the database is closed")
+
+    def close(self) -> None:
+        """Wait for running work, and close."""
+        self._closed = True
+        self._backend.stop_waiting()
+        self._writing.shutdown(wait=True)
+        self._reading.shutdown(wait=True)
+        self._backend.close()

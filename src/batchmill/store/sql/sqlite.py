@@ -1,0 +1,138 @@
+"""The back end of a database in a file: SQLite with a write-ahead log, which shows the reader the last commit."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+
+from batchmill.errors import BatchmillError, InvalidConfig, LedgerBroken, StorageFailed, StorageFull, to_storage_error
+from batchmill.store.sql import schema
+
+T = TypeVar("T")
+
+DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
+# Errors of the disk or file system, which do not indicate a damaged database.
+_OF_THE_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+
+
+PROBE_BYTES = 64 * 1024
+
+
+class SqliteBackend:
+    """An open database file. The lock of the data directory makes this process its only writer.
+
+    Raises: InvalidConfig for a database of another version, or one that cannot be opened.
+    """
+
+    reader_threads = 1
+
+    def __init__(self, path: Path) -> None:
+        # SQLite gives its other files the mode of this file, so only this user can ever read them.
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            failure = InvalidConfig(f"the database {path} cannot be opened: {error.strerror}")
+            raise to_storage_error(error) or failure from None
+        self._folder = path.parent
+        self.writer = _open(path, "BEGIN IMMEDIATE")
+        try:
+            with self.writer.begin() as db:
+                schema.prepare(db)
+        except sa.exc.DatabaseError as error:
+            self.writer.dispose()
+            raise _open_error(path, error) from error
+        except InvalidConfig as error:
+            self.writer.dispose()
+            raise InvalidConfig(f"the database {path} {error.message}") from None
+        self.reader = _open(path, "BEGIN", "PRAGMA query_only=ON")
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Call a function in this thread. What fails once would fail again."""
+        return call()
+
+    def owned_s(self) -> None:
+        """The lock of the data directory ends with this process."""
+
+    def term_path(self) -> str:
+        """As `owned_s`."""
+        return ""
+
+    def stop_waiting(self) -> None:
+        """Nothing waits."""
+
+    def close(self) -> None:
+        self.reader.dispose()
+        self.writer.dispose()
+
+    def translate(self, error: sa.exc.SQLAlchemyError) -> BatchmillError:
+        """The error for people."""
+        text = str(getattr(error, "orig", None) or error)
+        if _code(error) == sqlite3.SQLITE_FULL or (_code(error) == sqlite3.SQLITE_IOERR and _is_full(self._folder)):
+            return StorageFull(f"the ledger cannot be written: {text}; make room and resume the job")
+        if _code(error) in DAMAGED:
+            return LedgerBroken(
+                f"the database is damaged: {text}; stop what uses it and run `batchmill ledger salvage`",
+                code="database_damaged",
+            )
+        return LedgerBroken(f"the database failed: {text}", code="database_failed")
+
+
+def _open(path: Path, begin: str, pragma: str = "") -> sa.Engine:
+    engine = sa.create_engine(f"sqlite:///{path}", connect_args={"check_same_thread": False, "timeout": 5.0})
+
+    def configure(connection: sqlite3.Connection, _: Any) -> None:
+        connection.isolation_level = None  # `begin` below starts transactions
+        connection.executescript(
+            "PRAGMA journal_mode=WAL; PRAGMA synchronous=FULL; PRAGMA busy_timeout=5000; PRAGMA foreign_keys=ON;"
+            "PRAGMA trusted_schema=OFF; PRAGMA cell_size_check=ON; PRAGMA mmap_size=0;"
+        )
+        if pragma:
+            connection.execute(pragma)
+
+    sa.event.listen(engine, "connect", configure)
+    sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql(begin))
+    sa.event.listen(engine, "commit", _refuse_ended)
+    return engine
+
+
+def _refuse_ended(db: sa.Connection) -> None:
+    """Some errors, such as a full disk, end SQLite's transaction. If a caller ignores one, its COMMIT does nothing."""
+    if not db.connection.driver_connection.in_transaction:  # type: ignore[union-attr]  # it is open
+        raise LedgerBroken("a failed statement ended the transaction: it is not committed", code="database_failed")
+
+
+def _open_error(path: Path, error: sa.exc.DatabaseError) -> BatchmillError:
+    """Why a database cannot be opened, and what to do."""
+    code, message = _code(error), f"the database {path} cannot be opened: {error.orig}"
+    if code in _OF_THE_DISK:
+        return (StorageFull if code == sqlite3.SQLITE_FULL else StorageFailed)(message)
+    if code in DAMAGED:
+        return InvalidConfig(
+            f"the database {path} is damaged: {error.orig}; run `batchmill ledger salvage`, which creates a new one "
+            "from what can be read, from backups and from the jobs' files",
+            code="database_damaged",
+        )
+    return InvalidConfig(message)
+
+
+def _is_full(folder: Path) -> bool:
+    """Whether a write fails for want of room. SQLite says so of a full disk, and not of a quota or a limit of files."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            left = PROBE_BYTES
+            while left:
+                left -= file.write(bytes(left))
+    except OSError as error:
+        return isinstance(to_storage_error(error), StorageFull)
+    return False
+
+
+def _code(error: sa.exc.SQLAlchemyError) -> int:
+    """SQLite's primary error code; 0 if there is none."""
+    return getattr(getattr(error, "orig", None), "sqlite_errorcode", 0) & 0xFF
