@@ -301,6 +301,10 @@ class RetryingEngine(Protocol):
     def fail_rows(self, job_id: str) -> None:
         """Stop retrying failed rows of this job, until one of its rows is answered."""
 
+    def give_back(self, job_id: str) -> list[Row]:
+        """Return the rows of this job that wait, and of which no call is in flight. They get no outcome."""
+        ...
+
     def forget(self, job_id: str) -> None:
         """Drop the state of this job: no more rows of it come, unless it is started again."""
 

@@ -17,7 +17,7 @@ def label(number):
     if number == 7: raise ValueError("seven")
     return number * 2
 def gated(number):
-    if number >= 1000 and not gate.exists(): time.sleep(0.05)
+    if number >= 5 and not gate.exists(): time.sleep(0.05)
     return number
 """
 

@@ -14,7 +14,7 @@ from batchmill.engines.remote.outgoing import Composer, RemoteRow
 from batchmill.engines.remote.pacing import LiveQueue, Pacer
 from batchmill.engines.retry import BACKOFF_MAX_S, RETRIES_SPARE, Fault, FaultKind, Reply, Retries
 from batchmill.errors import AuthRefused
-from batchmill.types import Limits, ModelSpec, Outcome, RowError
+from batchmill.types import Limits, ModelSpec, Outcome, RowError, Usage
 
 REFUSED = Fault(FaultKind.AUTH, RowError("invalid_api_key", "who are you"), Reply(401))
 FAILED = Fault(FaultKind.TRANSIENT, RowError("server_error", "oops"), Reply(500))
@@ -28,6 +28,13 @@ def dispatch(send: Send, clock: HeldClock, in_flight: int = 64, retries: Retries
 
 def answered(call: RemoteRow) -> Outcome:
     return Reply(200, b"{}").ok(call.row)
+
+
+class StoppedClock(HeldClock):
+    """No sleep ends."""
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.Event().wait()
 
 
 class CountingSink(ListSink):
@@ -93,6 +100,33 @@ async def test_pause_does_not_wait_for_ever() -> None:
         async with asyncio.timeout(PATIENCE_S):
             await dispatch(send, clock).run(feed, sink)
     assert (sink.outcomes, clock.slept) == ([], [DRAIN_S])
+
+
+async def test_rows_that_wait_are_given_back() -> None:
+    """A job that pauses gets the rows back that wait for their retry; not those in flight, nor one whose reply cost."""
+    clock, in_flight, answer = StoppedClock(), asyncio.Event(), asyncio.Event()
+    garbled = Fault(FaultKind.GARBLED, RowError("garbled", "?"), Reply(200, usage=Usage(1, 1)))
+
+    async def send(call: RemoteRow) -> Outcome | Fault:
+        if call.row.number == 3:
+            in_flight.set()
+            await answer.wait()
+            return answered(call)
+        return garbled if call.row.number == 2 else FAILED
+
+    sink, running = ListSink(), dispatch(send, clock)
+    feed = OpenFeed(sink, [chat_row(n, "a") for n in range(4)])
+    run = asyncio.create_task(running.run(feed, sink))
+    await in_flight.wait()
+    assert running.give_back("another job") == []
+    assert sorted(row.number for row in running.give_back("")) == [0, 1]
+    assert running.give_back("") == []
+    answer.set()
+    await sink.wait_for(1)
+    assert sink.numbers() == [3]
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
 
 
 async def test_bug_in_a_call_ends_the_run() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import moto.s3.models as moto_s3
 from botocore.config import Config
 from botocore.session import Session
+from moto.core import DEFAULT_ACCOUNT_ID
 from moto.server import ThreadedMotoServer
 
 KEY = "testing"
@@ -30,6 +32,13 @@ def s3_environment(url: str) -> dict[str, str]:
     }  # fmt: skip
 
 
+def put_many(bucket: str, keys: Iterable[str]) -> None:
+    """Objects of a server of this process, without a request for each."""
+    backend = moto_s3.s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+    for key in keys:
+        backend.put_object(bucket, key, b"x")
+
+
 @contextmanager
 def bucket_client(url: str, bucket: str) -> Iterator[Any]:
     """botocore's own client, and a bucket that is empty before and gone after."""
@@ -40,7 +49,6 @@ def bucket_client(url: str, bucket: str) -> Iterator[Any]:
     client.create_bucket(Bucket=bucket)
     yield client
     while found := client.list_objects_v2(Bucket=bucket).get("Contents", ()):
-        for each in found:
-            client.delete_object(Bucket=bucket, Key=each["Key"])
+        client.delete_objects(Bucket=bucket, Delete={"Objects": [{"Key": each["Key"]} for each in found]})
     client.delete_bucket(Bucket=bucket)
     client.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from contract.object_store_suite import LARGE, ObjectStoreSuite
 from fakes.faulty_objects import FaultyObjects, faulty_objects
-from fakes.s3_server import bucket_client, s3_environment, s3_server
+from fakes.s3_server import bucket_client, put_many, s3_environment, s3_server
 
 from batchmill.errors import AuthRefused, Conflict, DatabaseUnavailable, InvalidConfig, InvalidInput, Unavailable
 from batchmill.object_store.store import ObjectStore
@@ -200,9 +200,8 @@ def test_a_server_that_refuses_to_remove_many(impatient: ObjectStore, faulty: Fa
 
 def test_what_a_list_looks_at(s3: str, faulty: FaultyObjects):
     """A list begins at its prefix, ends behind it, and what it looks at has a limit."""
-    with bucket_client(s3, "listed") as client:
-        for key in [*(f"a{number:04}" for number in range(1001)), *(f"b{number:04}" for number in range(1001)), "c"]:
-            client.put_object(Bucket="listed", Key=key, Body=b"x")
+    with bucket_client(s3, "listed"):
+        put_many("listed", [*(f"{first}{number:04}" for first in "ab" for number in range(1001)), "c"])
         store = ObjectStore(parse_url("s3://listed"))
         assert len(list(store.list("c"))) == 1
         assert len(list(store.list("b0999"))) == 1

@@ -381,6 +381,9 @@ class Worker:
     def _release_revoked(self) -> None:
         """Report to the owner every revoked job that has no row in flight."""
         for job in [job for job in self._jobs.values() if job.revoked]:
+            if isinstance(self._engine, RetryingEngine):  # a pause does not wait for rows that wait for their service
+                for row in self._engine.give_back(job.id):
+                    self._feed.ask_again(row)
             leases = [held for held in self._held.values() if held.job is job]
             if any(held.undone > 0 and not held.stale and not held.is_left for held in leases):
                 continue

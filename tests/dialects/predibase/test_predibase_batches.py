@@ -12,6 +12,8 @@ from dialects.predibase.llm_server import open_llms
 from dialects.predibase.predibase_kit import EMPTY, MISSING_ID, Predibase, lines, row
 from fakes.lora_files import write_lora
 
+from batchmill.jobs.pools import dispatcher as dispatching
+
 MORE = """
 [projects.poor]
 models = []
@@ -30,6 +32,12 @@ async def opened(tmp_path_factory):
 @pytest.fixture(scope="module")
 def predibase(opened):
     return Predibase(opened[1])
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Rows that hang get no time to end when their job is cancelled."""
+    monkeypatch.setattr(dispatching, "RELEASE_S", 0.01)
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -112,7 +120,7 @@ async def test_an_order_whose_reply_was_lost(predibase):
     assert len({each.json()["uuid"] for each in reply}) == 1
 
 
-async def test_a_job_that_is_cancelled(predibase):
+async def test_a_job_that_is_cancelled(predibase, impatient):
     """Asked twice it is one cancellation; what had been answered can be downloaded, each row in its place."""
     await predibase.upload(lines(asked(1, "a"), asked(2, "hangs")), "stopped")
     job = (await predibase.create("stopped", baseModel="tiny")).json()["uuid"]
@@ -193,7 +201,7 @@ async def test_datasets_that_cannot_be_run(predibase):
         refused(await predibase.http.request(method, f"/v2/batch-inference/{MISSING_ID}{place}"), 404, MISSING_ID)
 
 
-async def test_a_dataset_that_a_job_reads_stays(predibase):
+async def test_a_dataset_that_a_job_reads_stays(predibase, impatient):
     """It is deleted once the job has ended."""
     reply = await predibase.upload(lines(asked(1, "hangs")), "read")
     job = (await predibase.create("read", baseModel="tiny")).json()["uuid"]

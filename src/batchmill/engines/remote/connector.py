@@ -39,7 +39,7 @@ from batchmill.models import secrets
 from batchmill.models.addresses import EVERYWHERE
 from batchmill.models.connectors.urls import find_action
 from batchmill.ports import Clock, Feed, Sink
-from batchmill.types import ClientConfig, Connector, EngineStats, Limits, LiveHead, LiveRequest, ModelSpec
+from batchmill.types import ClientConfig, Connector, EngineStats, Limits, LiveHead, LiveRequest, ModelSpec, Row
 from batchmill.types.connectors import PREDICT
 from batchmill.wire.json_bytes import encode
 
@@ -360,6 +360,10 @@ class ConnectorEngine:
         """See `ports.RetryingEngine`."""
         if self._dispatch is not None:
             self._dispatch.fail_rows(job_id)
+
+    def give_back(self, job_id: str) -> list[Row]:
+        """See `ports.RetryingEngine`."""
+        return [] if self._dispatch is None else self._dispatch.give_back(job_id)
 
     def forget(self, job_id: str) -> None:
         """See `ports.RetryingEngine`."""

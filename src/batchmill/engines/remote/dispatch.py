@@ -232,6 +232,16 @@ class Dispatch:
         self._dismiss_outage()
         self._pump()
 
+    def give_back(self, job_id: str) -> list[Row]:
+        """See `ports.RetryingEngine`. A row with a discarded reply goes on: its outcome tells what that cost."""
+        rows: list[Row] = []
+        for calls in (self._outage_rows, self._queue, self._waiting):
+            for call in [call for call in calls if call.wasted is None and _job_of(call.row) == job_id]:
+                calls.remove(call)
+                self._let_go(call.row)
+                rows.append(call.row)
+        return rows
+
     def forget(self, job_id: str) -> None:
         """Drop the state of a job that has ended or paused."""
         self._given_up.discard(job_id)
@@ -398,13 +408,16 @@ class Dispatch:
         self._finish(outcome)
 
     def _finish(self, outcome: Outcome) -> None:
+        self._done.append(outcome)
+        self._has_done.set()
+        self._let_go(outcome.row)
+
+    def _let_go(self, row: Row) -> None:
         self._held -= 1
-        job_id = _job_of(outcome.row)
+        job_id = _job_of(row)
         self._held_of[job_id] -= 1
         if not self._held_of[job_id]:
             del self._held_of[job_id]
-        self._done.append(outcome)
-        self._has_done.set()
         if self._feed_ended:
             self._end_if_done()
         elif self._room() * 8 > self._pacer.window.limit:

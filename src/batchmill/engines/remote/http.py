@@ -34,7 +34,7 @@ from batchmill.models import secrets
 from batchmill.models import secrets as provisions
 from batchmill.models.providers import default_key
 from batchmill.ports import Clock, Feed, Sink
-from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec, Outcome, RowError
+from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec, Outcome, Row, RowError
 
 if TYPE_CHECKING:
     import aiohttp
@@ -220,6 +220,10 @@ class HttpEngine:
         """See `ports.RetryingEngine`."""
         if self._dispatch is not None:
             self._dispatch.fail_rows(job_id)
+
+    def give_back(self, job_id: str) -> list[Row]:
+        """See `ports.RetryingEngine`."""
+        return [] if self._dispatch is None else self._dispatch.give_back(job_id)
 
     def forget(self, job_id: str) -> None:
         """See `ports.RetryingEngine`."""
