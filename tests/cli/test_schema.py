@@ -239,7 +239,7 @@ def test_bad_fields(job, fields, message):
 
 
 def test_kill_9_between_an_answer_and_the_next(tmp_path):
-    """The row runs again from its first call: one result, and the spend of what was recorded."""
+    """The row runs again from its first call: one result, and every answer that was read is in the spend."""
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("fits", "second")))
     asked, may_answer = threading.Event(), threading.Event()
 
@@ -267,6 +267,17 @@ def test_kill_9_between_an_answer_and_the_next(tmp_path):
     assert [(row["text"], row["label"], row.get("warnings")) for row in rows] == [
         ("fits", "good", None), ("second", "good", "asked_again"),
     ]  # fmt: skip
+    found = json.loads(batchmill(tmp_path, "jobs", "--json").splitlines()[0])["job"]
+    assert found["usage"]["output_tokens"] == 4 * 5, "one answer of the first row, three of the second"
+    batchmill(tmp_path, "ledger", "verify", found["id"])
+    batchmill(tmp_path, "ledger", "rebuild", found["id"])
+    assert json.loads(batchmill(tmp_path, "jobs", "--json").splitlines()[0])["job"]["usage"] == found["usage"]
+
+
+def batchmill(folder, *arguments):
+    result = CliRunner().invoke(cli, [*arguments, "--data-dir", str(folder / "data")], obj=Session())
+    assert result.exit_code == 0, result.output
+    return result.output
 
 
 def test_a_budget_pays_every_answer(job, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,11 @@ from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sealing import seal
 from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import Allowance, Held, OpenJob
-from batchmill.executors.recorder import NO_USAGE, empty_rows
+from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.executors.reply_checks import ReplyChecks
-from batchmill.store.segments.files import SegmentFile
-from batchmill.store.segments.format import SegmentHead
-from batchmill.types import DatasetSpec, Lease, Outcome, OutputSchema, Price, Row, Usage
+from batchmill.store.segments.files import SegmentFile, SegmentFolder
+from batchmill.store.segments.format import SegmentHead, read_outcomes, read_ref
+from batchmill.types import Commit, DatasetSpec, Lease, Outcome, OutputSchema, Price, Row, Usage
 from batchmill.wire.forms import CHAT, OpenAIForm
 from batchmill.wire.messages import Grant, Spending
 
@@ -32,6 +33,10 @@ class Recorded:
     def __init__(self) -> None:
         self.outcomes: list[Outcome] = []
         self.put_block = self.outcomes.append
+        self.usage = NO_USAGE  # of other answers
+
+    def put_usage(self, held: Held, usage: Usage) -> None:
+        self.usage += usage
 
     def put(self, outcomes: list[Outcome]) -> None:
         self.outcomes += outcomes
@@ -93,7 +98,8 @@ async def test_a_row_is_asked_for_again_before_others(stage: Stage) -> None:
     ok, failed = stage.recorded.outcomes
     assert (ok.row.number, ok.error, ok.answer) == (1, None, b"2")
     assert failed.error is not None and failed.error.code == "schema_mismatch"
-    assert failed.usage == Usage(6, 0, 4) and failed.body is not None and b"two" in failed.body
+    assert (stage.recorded.usage, failed.usage) == (Usage(3, 0, 2), Usage(3, 0, 2))
+    assert failed.body is not None and b"two" in failed.body
 
 
 async def test_a_waiting_engine_gets_it(stage: Stage) -> None:
@@ -211,3 +217,26 @@ async def test_all_answers_are_reserved(stage: Stage, output: float, tokens: int
     assert allowance.reserve([Row(0, 0, line.encode(), stage.held.job.form)]) == 1
     requests = [400 + number * (tokens + 2_000) for number in range(3)]
     assert 1000.0 - allowance.free >= sum(price.cost(Usage(each, 0, tokens)) for each in requests)
+
+
+async def test_an_answer_is_counted_before_its_row_is_asked_for_again(stage: Stage, tmp_path: Path) -> None:
+    """In the kernel at once, and with the next commit, which may hold no row."""
+    commits: list[Commit] = []
+    recorder = Recorder(
+        commit=commits.append, settled=lambda _: None, spent=lambda *_: None, broken=lambda _: None,
+        refused=lambda *_: None,
+    )  # fmt: skip
+    stage.checks = ReplyChecks(stage.feed, recorder, asks_again=True)
+    (row,) = await stage.feed.take(1)
+    stage.answer(row, "no")
+    await recorder.sync()
+    (again,) = await stage.feed.take(1)
+    stage.answer(again, "1")
+    await recorder.settle(stage.held)
+    assert [(each.usage, each.rows_ok, each.seq) for each in commits] == [
+        (Usage(3, 0, 2), 0, 0),
+        (Usage(3, 0, 2), 1, 1),
+    ]
+    assert commits[0].done == b""
+    with closing(SegmentFolder(tmp_path / "segments")) as folder:
+        assert [len(list(read(folder, commits[0].ref))) for read in (read_ref, read_outcomes)] == [1, 0]

@@ -126,6 +126,7 @@ class Allowance:
         for outcome in outcomes:
             self._done += 1
             cost = 0.0 if outcome.usage is None else self._price.cost(outcome.usage)
+            cost += self._cost_of_earlier(outcome.row)
             most = self._reserved.pop(outcome.row.position, None)
             self.free += (0.0 if most is None else most.usd) - cost
             if most is not None and most.base is not None and outcome.error is None and outcome.usage is not None:
@@ -137,7 +138,10 @@ class Allowance:
     def release(self, row: Row) -> None:
         """Free the reservation of a row that stays undone, but for what its answers so far have cost."""
         most = self._reserved.pop(row.position, None)
-        self.free += (0.0 if most is None else most.usd) - sum(self._price.cost(each.usage) for each in row.earlier)
+        self.free += (0.0 if most is None else most.usd) - self._cost_of_earlier(row)
+
+    def _cost_of_earlier(self, row: Row) -> float:
+        return sum(self._price.cost(each.usage) for each in row.earlier)
 
     def add(self, usd: float, *, is_lean: bool) -> None:
         """Add money from the owner."""

@@ -161,6 +161,12 @@ class Recorder:
         if self._buffered and self._flush_timer is None:
             self._flush_timer = self._loop.call_later(KERNEL_S, self._flush_on_time)
 
+    def put_usage(self, held: Held, usage: Usage) -> None:
+        """Count what an answer has cost that is no result, before its row is asked for again."""
+        if not held.is_left:
+            held.ok_usage += usage
+            self._write(held)
+
     def put_block(self, block: ResultBlock | ColumnResultBlock) -> None:
         """See `ports.BlockSink`."""
         held: Held = block.lease
@@ -242,7 +248,7 @@ class Recorder:
             held.ok, held.failed, held.failures = empty_rows(), empty_rows(), []
             return
         try:
-            if held.ok.rows:
+            if held.ok.rows or held.ok_usage != NO_USAGE:
                 self._append(held, held.ok, ok=True, meta=BlockMeta(held.ok_usage, warnings=held.ok_warnings))
                 held.ok, held.ok_usage, held.ok_warnings = empty_rows(), NO_USAGE, {}
             if held.failed.rows:

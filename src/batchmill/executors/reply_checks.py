@@ -72,12 +72,10 @@ class ReplyChecks:
         return _judged(outcome, flaws) if flaws and outcome.error is None else outcome
 
     def _fit(self, outcome: Outcome, schema: OutputSchema, text: str, flaws: Sequence[str]) -> Outcome | None:
-        """The outcome with its answer, or an error; None: the row is asked for again. Every answer costs tokens."""
-        row, usage = outcome.row, outcome.usage
-        earlier = [each.usage for each in row.earlier]
-        total = sum(earlier, usage or Usage()) if earlier else usage
+        """The outcome with its answer, or an error; None: its answer is counted, and the row asked for again."""
+        row = outcome.row
         if outcome.error is not None or outcome.body is None:
-            return replace(outcome, usage=total)
+            return outcome
         try:
             answer = read_json(text)
             problems = _validator_of(schema).problems(answer.value)
@@ -89,18 +87,19 @@ class ReplyChecks:
                 line = msgspec.json.encode(answer.value) if redaction.known() else answer.text.encode()
                 if b"\n" in line or b"\r" in line:
                     line = msgspec.json.format(line, indent=-1)
-                return replace(outcome, body=body, answer=line, usage=total)
+                return replace(outcome, body=body, answer=line)
         final = [FLAWS[flaw] for flaw in flaws if flaw in FINAL]
         if not final and self._may_ask_again(row, schema, text):
-            again = EarlierAnswer(text, problems, usage or Usage())
+            again = EarlierAnswer(text, problems, outcome.usage or Usage())
+            self._recorder.put_usage(row.lease, again.usage)
             self._feed.ask_again(replace(row, earlier=(*row.earlier, again)))
             return None
         refused = next((flaw for flaw in flaws if flaw in row.lease.job.replies.fail_on), None)
         if refused is not None:
-            return replace(outcome, error=error_of(refused), usage=total)
+            return replace(outcome, error=error_of(refused))
         message = "; ".join([*final, *problems])[:MESSAGE_CHARS_MAX]
         asked = f" (asked {len(row.earlier) + 1} times)" if row.earlier else ""
-        return replace(outcome, error=RowError(MISMATCH, message + asked), usage=total)
+        return replace(outcome, error=RowError(MISMATCH, message + asked))
 
     def _may_ask_again(self, row: Row, schema: OutputSchema, text: str) -> bool:
         return self._asks_again and len(row.earlier) < schema.attempts and len(text) <= REPEATED_CHARS_MAX

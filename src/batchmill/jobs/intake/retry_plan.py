@@ -17,7 +17,7 @@ from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, rows_in
 from batchmill.jobs.ledger.row_states import IN_MEMORY_ROWS, RowStates
 from batchmill.ports import SegmentSource
 from batchmill.store.segments.blocks import open_segments
-from batchmill.store.segments.format import read_ref
+from batchmill.store.segments.format import read_outcomes
 from batchmill.types import SegmentPlace, SegmentRef
 from batchmill.wire.job_spec import JobSpec
 
@@ -76,7 +76,7 @@ def plan_failed(order: RetryOrder, segments: SegmentSource) -> Opened:
     settled = Counter(refused.code for refused in plan.iter_rejected(files.dataset))
     with closing(RowStates(files.home, first.plan.rows, in_memory_rows=order.in_memory_rows)) as states:
         for _, ref in order.committed:  # the oldest generation first: the newest outcome of a row counts
-            for block in read_ref(segments, ref):
+            for block in read_outcomes(segments, ref):
                 states.put(block.rows(), bytes((OK if block.ok else FAILED,)) * block.n)
         done = states.count(OK)
         rows = first.leaders - done

@@ -30,6 +30,8 @@ _DIGITS = bytes.maketrans(bytes((OPEN, OK, FAILED)), b"011")
 
 def block_fault(block: Block, shard: Shard, plan: PlanReader) -> str | None:
     """Why a block does not belong to this shard as planned; None if it does."""
+    if not block.n:
+        return None
     positions = block.positions()
     lo, hi = min(positions), max(positions) + 1
     if lo < shard.lo or hi > shard.hi:
@@ -49,10 +51,10 @@ def line_fault(block: Block, payload: bytes) -> str | None:
     if block.is_columnar:  # its checksum has been verified, and its worker checked it before it was written
         return None
     lines = payload.count(b"\n")
-    if lines != block.n or payload[-1] != NEWLINE:
+    if lines != block.n or not payload.endswith(b"\n" if block.n else b""):
         return f"{lines} lines for {block.n} rows"
     lengths = block.line_lengths()
-    if lengths is None:
+    if not lengths:
         return None
     ends = list(accumulate(lengths))
     if ends[-1] != len(payload) or any(payload[end - 1] != NEWLINE for end in ends):

@@ -19,7 +19,7 @@ from batchmill.jobs.ledger.plan import FOLLOWERS, ORDER, PlanReader, Progress, R
 from batchmill.jobs.results.results import GatherOrder
 from batchmill.jobs.results.row_arrays import RowArrays
 from batchmill.store.segments.blocks import open_segments
-from batchmill.store.segments.format import Block, read_exactly, read_payload, read_ref, where
+from batchmill.store.segments.format import Block, read_exactly, read_outcomes, read_payload, where
 from batchmill.types import Outcome, Row, RowError, SegmentRef
 from batchmill.wire.forms import Form, added_columns
 
@@ -53,7 +53,7 @@ class OutcomeIndex:
             self.arrays.fill(seen, False)
             counted = 0
             for _, ref in commits:
-                for block in read_ref(self.segments, ref):
+                for block in read_outcomes(self.segments, ref):
                     rows = self._rows_of(block, generation, planned)
                     self._add(block, rows)
                     seen[rows] = True

@@ -15,7 +15,7 @@ from batchmill.errors import LedgerBroken
 from batchmill.jobs.results.result_lines import ResultLines
 from batchmill.jobs.results.results import Manifest
 from batchmill.ports import SegmentSource
-from batchmill.store.segments.format import Block, read_payload, read_ref, where
+from batchmill.store.segments.format import Block, read_outcomes, read_payload, where
 from batchmill.types import SegmentRef
 from batchmill.wire.forms import Form
 
@@ -51,7 +51,7 @@ class StreamingGather:
             if self._discarded:
                 return
             for ref in refs:
-                for block in read_ref(self._segments, ref):
+                for block in read_outcomes(self._segments, ref):
                     self._take(block)
             self._advance()
 

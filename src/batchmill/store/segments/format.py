@@ -1,8 +1,8 @@
 """Segments: append-only sequences of outcomes, in checksummed blocks that describe themselves.
 
 A segment belongs to one job and one worker. It is read through a `ports.SegmentSource`: a file is one, see
-`segment_files`. A block holds finished output lines of one shard, all ok or all errors; or
-the results of rows that succeeded as columns.
+`files.py`. A block holds finished output lines of one shard, all ok or all errors; or the results of rows that
+succeeded as columns; or no rows: then it says what answers have cost that are no row's result.
 Nothing here decides which blocks count: that is the ledger's.
 """
 
@@ -124,7 +124,7 @@ _meta_decoder = msgspec.json.Decoder(BlockMeta)
 
 
 def frame(part: BlockRows, *, generation: int, shard: int, epoch: int, ok: bool, meta: BlockMeta) -> bytes:
-    """Encode a block. Rows may be in any order; each line ends with its newline."""
+    """Encode a block. Rows may be in any order; each line ends with its newline. Without rows it only counts `meta`."""
     lengths = array("I", map(len, part.lines))
     return frame_lines(
         b"".join(part.lines), lengths, part.positions, part.rows,
@@ -170,8 +170,9 @@ def _frame(
     lease: tuple[int, int, int], flags: int, meta: BlockMeta,
 ) -> bytes:  # fmt: skip
     """A block of a lease: generation, shard, epoch."""
-    first, row, n = positions[0], rows[0], len(rows)
+    n = len(rows)
     assert len(positions) == n, "every row has its position"
+    first, row = (positions[0], rows[0]) if n else (0, 0)
     table = b""
     if _runs_on(positions) and _runs_on(rows):
         flags |= IS_CONTIGUOUS
@@ -191,6 +192,8 @@ def _runs_on(numbers: Sequence[int]) -> bool:
     """Whether each number is one more than the one before."""
     if isinstance(numbers, range):
         return numbers.step == 1
+    if not numbers:
+        return True
     first = numbers[0]
     return numbers[-1] == first + len(numbers) - 1 and list(numbers) == list(range(first, first + len(numbers)))
 
@@ -273,6 +276,11 @@ def read_ref(source: SegmentSource, ref: SegmentRef) -> list[Block]:
             code="segment_corrupt",
         )
     return blocks
+
+
+def read_outcomes(source: SegmentSource, ref: SegmentRef) -> list[Block]:
+    """As `read_ref`, without the blocks that hold no row."""
+    return [block for block in read_ref(source, ref) if block.n]
 
 
 def read_payload(source: SegmentSource, block: Block) -> bytes:
