@@ -179,6 +179,28 @@ def test_an_openai_row_has_the_json_alone(job, tmp_path):
     assert failed["response"]["body"]["choices"][0]["message"]["content"] == "{}"
 
 
+def test_messages_answer_with_a_tool(job, tmp_path):
+    """Rows of Anthropic's API get a tool that must be called; what does not fit is asked for again."""
+    (tmp_path / "batchmill.toml").write_text(
+        '[models.claude]\nengine = "openai"\nsource = "m"\npaths = ["/v1/messages"]\n'
+    )
+    request = {"method": "POST", "url": "/v1/messages"}
+    lines = [
+        {"custom_id": text, **request, "body": {"max_tokens": 9, "messages": [{"role": "user", "content": text}]}}
+        for text in ("fits", "second", "never")
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ("--model", "claude", "--fields", FIELDS)
+    result, service = job(ANSWERS, *flags, file="rows.jsonl")
+    assert result.exit_code == 3 and len(service.bodies) == 6, result.output
+    assert all(body["tool_choice"]["name"] == body["tools"][0]["name"] for body in service.bodies)
+    answered = [line["response"]["body"]["content"][0]["input"] for line in read(tmp_path / "out.jsonl")]
+    assert answered == [json.loads(GOOD)] * 2
+    (failed,) = read(tmp_path / "out.errors.jsonl")
+    assert failed["error"]["code"] == "schema_mismatch"
+    assert view()["usage"]["output_tokens"] == 6 * 5
+
+
 def test_a_file_holds_any_schema(job, tmp_path):
     """A schema whose values are no objects becomes `output`."""
     (tmp_path / "s.json").write_text('{\n  "type": "array", "items": {"type": "integer"}\n}')
@@ -268,7 +290,8 @@ def test_kill_9_between_an_answer_and_the_next(tmp_path):
         ("fits", "good", None), ("second", "good", "asked_again"),
     ]  # fmt: skip
     found = json.loads(batchmill(tmp_path, "jobs", "--json").splitlines()[0])["job"]
-    assert found["usage"]["output_tokens"] == 4 * 5, "one answer of the first row, three of the second"
+    read_answers = 3 if len(service.bodies) == 3 else 4  # the worker lived to read the third call, or the row ran again
+    assert found["usage"]["output_tokens"] == 5 * read_answers
     batchmill(tmp_path, "ledger", "verify", found["id"])
     batchmill(tmp_path, "ledger", "rebuild", found["id"])
     assert json.loads(batchmill(tmp_path, "jobs", "--json").splitlines()[0])["job"]["usage"] == found["usage"]

@@ -7,7 +7,18 @@ import pytest
 
 from batchmill.errors import InvalidInput, InvalidRow
 from batchmill.types import EarlierAnswer, OutputSchema, Usage
-from batchmill.wire.output_schema import CHAT, RESPONSES, asked_again, is_strict, names_of, read_json, with_schema
+from batchmill.wire.json_bytes import encode
+from batchmill.wire.output_schema import (
+    ANSWER_TOOL,
+    CHAT,
+    MESSAGES,
+    RESPONSES,
+    asked_again,
+    is_strict,
+    names_of,
+    read_json,
+    with_schema,
+)
 from batchmill.wire.replies import text_and_flaws_of, with_text
 from batchmill.wire.schema_validation import MISFIT, SchemaValidator, check_schema
 
@@ -141,3 +152,31 @@ def test_many_repeated_names_are_found_at_once():
     members = ",".join(f'"{at}":1' for at in range(200_000))
     with pytest.raises(ValueError, match="used twice"):
         read_json("{" + members + ',"199999":2}')
+
+
+LABEL = OutputSchema('{"type":"object","properties":{"label":{"type":"string"}},"required":["label"]}')
+
+
+def test_messages_are_asked_with_a_tool():
+    """A tool that must be called, whose input is the answer; the next question has the answers so far."""
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9, "thinking": {"type": "disabled"}}
+    sent = encode(with_schema(MESSAGES, body, LABEL))
+    asked = json.loads(sent)
+    assert asked["tool_choice"] == {"type": "tool", "name": ANSWER_TOOL}
+    assert asked["tools"][0]["input_schema"] == json.loads(LABEL.document)
+    again = json.loads(asked_again(MESSAGES, sent, [EarlierAnswer("{}", ["no label"], Usage())]))
+    assert [message["role"] for message in again["messages"]] == ["user", "assistant", "user"]
+    answered = {"type": "tool_use", "id": "t", "name": ANSWER_TOOL, "input": {"label": "good"}}
+    reply = {"stop_reason": "tool_use", "content": [{"type": "text", "text": "Well:"}, answered]}
+    assert text_and_flaws_of(json.dumps(reply).encode()) == ('{"label": "good"}', ())
+
+
+@pytest.mark.parametrize(
+    "body", [{"tools": [{"name": "t"}]}, {"tool_choice": {"type": "auto"}}, {"thinking": {"type": "enabled"}}]
+)
+def test_a_message_that_cannot_have_a_schema(body):
+    """It is refused with the reason, as is a schema of something that is no object."""
+    with pytest.raises(InvalidRow, match="own|tools|thinking"):
+        with_schema(MESSAGES, body, LABEL)
+    with pytest.raises(InvalidRow, match="object"):
+        with_schema(MESSAGES, {}, OutputSchema('{"type":"integer"}'))

@@ -1,6 +1,7 @@
 """The JSON Schema that the replies of a job's rows must fit: how a request asks for it, and how a reply holds it.
 
-Sources: OpenAI's API reference for `response_format` and the `text.format` of /v1/responses, which vLLM takes too.
+Sources: OpenAI's API reference for `response_format` and the `text.format` of /v1/responses, which vLLM takes too;
+Anthropic's for a tool that has to be called.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from batchmill.wire.json_bytes import DEPTH_MAX, decode, encode, is_too_deep, jo
 
 VALIDATION = "batchmill.wire.schema_validation"  # a heavy module, imported only for jobs with a schema
 NAME = "answer"  # of the schema, in requests
-CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
-SCHEMA_URLS = (CHAT, RESPONSES)
+ANSWER_TOOL = "batchmill_answer"  # of /v1/messages: its input is the answer
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+SCHEMA_URLS = (CHAT, RESPONSES, MESSAGES)
 SCHEMA_ATTEMPTS_MAX = 10
 FENCE = re.compile(r"```[A-Za-z]*[ \t]*\r?\n(.*?)```", re.DOTALL)
 LISTED_MAX = 2_000  # characters of problems that a model is told
@@ -121,11 +123,35 @@ def with_schema(url: str, body: Mapping[str, Any], schema: OutputSchema) -> dict
         if "response_format" in body:
             raise InvalidRow("the row has a response_format of its own: leave one of both out", code="schema_conflict")
         return {**body, "response_format": _format_of(schema.document)}
+    if url == MESSAGES:
+        return _with_tool(body, schema)
     text = body.get("text")
     members: dict[str, Any] = {} if text is None else split_object(encode(text))
     if "format" in members:
         raise InvalidRow("the row has a text.format of its own: leave one of both out", code="schema_conflict")
     return {**body, "text": {**members, "format": _text_format_of(schema.document)}}
+
+
+def _with_tool(body: Mapping[str, Any], schema: OutputSchema) -> dict[str, Any]:
+    """Anthropic's models answer with the input of a tool, which is an object."""
+    for name in ("tool_choice", "output_config"):
+        if encode(body.get(name)) != b"null":
+            raise InvalidRow(f"the row has a {name} of its own: leave one of both out", code="schema_conflict")
+    if decode(encode(body.get("thinking")), type=dict | None) not in (None, {"type": "disabled"}):
+        raise InvalidRow("the row has `thinking`, and no tool can be forced beside it", code="schema_conflict")
+    if decode(schema.document).get("type") != "object":
+        raise InvalidRow(f"a schema for {MESSAGES} is one of an object: type object", code="schema_not_supported")
+    return {**body, "tools": _tools_of(schema.document), "tool_choice": {"type": "tool", "name": ANSWER_TOOL}}
+
+
+def answer_tool(schema: Any) -> dict[str, Any]:
+    """The tool whose input is the answer."""
+    return {"name": ANSWER_TOOL, "description": "Give the answer.", "input_schema": schema}
+
+
+@lru_cache(maxsize=64)
+def _tools_of(document: str) -> Raw:
+    return Raw(encode([answer_tool(Raw(document))]))
 
 
 @lru_cache(maxsize=64)
@@ -187,7 +213,7 @@ def asked_again(url: str, body: bytes, earlier: Sequence[EarlierAnswer]) -> byte
     for each in earlier:
         said += [{"role": "assistant", "content": each.text}, {"role": "user", "content": words_of(each)}]
     members = split_object(body)
-    if url == CHAT:
+    if url in (CHAT, MESSAGES):
         messages = decode(members["messages"], type=list[Raw])
         return join_object({**members, "messages": [*messages, *said]})
     before = decode(members["input"], type=str | list[Raw])

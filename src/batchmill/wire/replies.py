@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.types import RowError
+from batchmill.wire.output_schema import ANSWER_TOOL
 
 TRUNCATED, FILTERED, REFUSED = "truncated", "filtered", "refused"
 EMPTY, REPEATING = "empty", "repeating"
@@ -60,6 +61,8 @@ class _Part(Struct, gc=False):
     text: str | None = None
     refusal: str | None = None
     content: list[_Part] | None = None
+    name: str | None = None  # of the tool that is called
+    input: msgspec.Raw = msgspec.Raw(b"")
 
 
 class _Incomplete(Struct, gc=False):
@@ -114,6 +117,9 @@ def _text(reply: _Reply) -> str:
         content = "" if message is None else message.content or ""
         return content if isinstance(content, str) else ""
     parts = reply.content if reply.stop_reason is not None else list(_flat(reply.output or []))
+    for part in parts or []:
+        if part.type == "tool_use" and part.name == ANSWER_TOOL:
+            return bytes(part.input).decode(errors="replace")
     return "".join(part.text or "" for part in parts or [] if part.type in TEXTS)
 
 

@@ -14,6 +14,7 @@ from batchmill.engines.provider_batch.chat_fields import asks_for_nothing, first
 from batchmill.errors import InvalidRow
 from batchmill.types import Usage
 from batchmill.wire.forms import counted
+from batchmill.wire.output_schema import ANSWER_TOOL, answer_tool
 
 _IMAGES = ("image/jpeg", "image/png", "image/gif", "image/webp")
 _PDF = "application/pdf"
@@ -175,7 +176,6 @@ _QUIET: dict[str, tuple[Any, ...]] = {
     "function_call": (),
     "prompt_cache_key": (),
 }
-ANSWER_TOOL = "batchmill_answer"  # whose input is the answer to a request with a schema
 _AS_THEY_ARE = ("temperature", "top_p", "top_k", "thinking")
 
 _FINISHES = {
@@ -316,8 +316,7 @@ def _response_format(value: Any) -> dict[str, Any]:
         case None | {"type": "text"}:
             return {}
         case {"type": "json_schema", "json_schema": {"schema": {"type": "object"} as schema}}:
-            tool = {"name": ANSWER_TOOL, "description": "Give the answer.", "input_schema": schema}
-            return {"tools": [tool], "tool_choice": {"type": "tool", "name": ANSWER_TOOL}}
+            return {"tools": [answer_tool(schema)], "tool_choice": {"type": "tool", "name": ANSWER_TOOL}}
         case {"type": "json_schema"}:
             raise refuse("the schema of `response_format`", "Anthropic's models take one of an object: type object")
     raise refuse(f"`response_format` {msgspec.json.encode(value).decode()[:100]}", _WAY_OUT)
