@@ -30,6 +30,7 @@ from batchmill.types import (
     Provision,
     RemoteJob,
     ResultBlock,
+    RetryChange,
     Row,
     RowBlock,
     SegmentRef,
@@ -342,8 +343,13 @@ class Jobs(Protocol):
         any other job are complete.
         """
 
-    async def retry(self, job_id: str) -> JobView:
-        """Open another generation over the failed rows that may be retried."""
+    async def retry(
+        self, job_id: str, change: RetryChange = RetryChange(), model: ModelSpec | None = None
+    ) -> JobView:  # fmt: skip
+        """Open another generation over the failed rows that may be retried.
+
+        Args: model: what `change.model` names. Raises: InvalidInput for a change that cannot be made.
+        """
 
     async def fail_rows(self, job_id: str) -> JobView:
         """Turn the job's failed rows that wait for a retry into errors now; a paused job is resumed.

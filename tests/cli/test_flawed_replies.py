@@ -146,7 +146,7 @@ def test_a_retry_changes_what_failed(run, tmp_path, service):
     assert again.exit_code == 3, again.output
     assert [body["max_tokens"] for body in service.bodies] == [1, 1, 1, 1, 1, 2048]
     shown = CliRunner().invoke(cli, ["show", job, *where], obj=Session()).output
-    assert "set       max_tokens=2048 in retries" in shown
+    assert "retry 1   max_tokens=2048" in shown
     refused = CliRunner().invoke(cli, ["retry", job, "--set", "base_url=x", *where], obj=Session())
     assert refused.exit_code == 2 and "a retry cannot change 'base_url'; it can change" in refused.output
     for value in ("seed=999999999999999999999999999999", "max_tokens=-5", "max_tokens={}", "stop=[[[[]]]]", "top_p=2"):

@@ -21,7 +21,7 @@ from batchmill.errors import (
     Unavailable,
     UnknownName,
 )
-from batchmill.types import JobView
+from batchmill.types import JobView, RetryChange
 from batchmill.wire.native import Accepted, ErrorDetail, ErrorReply, FileInfo, FilePage, Work
 
 FILE = FileInfo("file-1", "in.jsonl", "batch", 3, 1.0)
@@ -94,13 +94,13 @@ async def test_patience_ends():
 async def test_what_may_have_been_done_is_not_asked_for_twice(lost):
     """A retry of rows whose reply was lost is not sent again: it might open another generation."""
     with pytest.raises(BatchmillError):
-        await Scripted(lost).call(calls.steer("job_1", "retry"))
+        await Scripted(lost).call(calls.retry("job_1", RetryChange()))
 
 
 @pytest.mark.parametrize("early", [UNSENT, refused(429, "rate_limit_exceeded", retryable=True)])
 async def test_what_was_not_done_is_asked_for_again(early):
     """A request that never arrived, or was refused for coming too often, is sent again whatever it is."""
-    view = await Scripted(early, answer(VIEW)).call(calls.steer("job_1", "retry"))
+    view = await Scripted(early, answer(VIEW)).call(calls.retry("job_1", RetryChange()))
     assert view == VIEW
 
 

@@ -17,7 +17,17 @@ from batchmill.client.streams import Views
 from batchmill.connection import OwnerConnection
 from batchmill.control import operations
 from batchmill.control.app import ControlApp
-from batchmill.types import JobOrder, JobQuery, JobView, LedgerReport, ModelSpec, RemoteJob, Submitted, Wait
+from batchmill.types import (
+    JobOrder,
+    JobQuery,
+    JobView,
+    LedgerReport,
+    ModelSpec,
+    RemoteJob,
+    RetryChange,
+    Submitted,
+    Wait,
+)
 from batchmill.wire.native import PAGE_MAX, Change
 
 if TYPE_CHECKING:
@@ -102,6 +112,10 @@ class JobsClient(ABC):
     async def steer(self, job_id: str, verb: calls.Steering) -> JobView:
         return self.shown(await self._client.call(calls.steer(await self.full_id(job_id), verb)))
 
+    async def retry(self, job_id: str, change: RetryChange, model: ModelSpec | None) -> JobView:
+        """Run the failed rows again. Args: model: what `change` names, where the caller resolves names."""
+        return self.shown(await self._client.call(calls.retry(await self.full_id(job_id), change)))
+
     async def amend(self, job_id: str, change: Change) -> JobView:
         return self.shown(await self._client.call(calls.amend(await self.full_id(job_id), change)))
 
@@ -135,6 +149,11 @@ class OwnerJobs(JobsClient):
         if self._expect is not None:
             self._expect(order.models)
         return await self._client.call(calls.typed_request(operations.RUN, body=order))
+
+    async def retry(self, job_id: str, change: RetryChange, model: ModelSpec | None) -> JobView:
+        return await self._client.call(
+            calls.typed_request(operations.RETRY, job_id, body=operations.LocalRetry(change, model))
+        )
 
     async def require_cluster(self) -> None:
         """Raises: InvalidInput. It also opens the owner before an order, so that no process is started ahead."""

@@ -12,7 +12,7 @@ from batchmill.client import calls
 from batchmill.client.inputs import alias_of, is_past, part_of, refuse_unreadable
 from batchmill.client.pairs import run_in_thread
 from batchmill.client.streams import FileContent, JsonLines, Lines, Views
-from batchmill.types import JobView, LedgerReport, RemoteJob, Wait
+from batchmill.types import JobView, LedgerReport, RemoteJob, RetryChange, Wait
 from batchmill.wire.native import (
     AliasInfo,
     BackendInfo,
@@ -168,11 +168,19 @@ class AsyncJob:
         """Finished rows are kept and written; the rest become errors."""
         return await self._steer("cancel")
 
-    async def retry(self, *, params: dict[str, Any] | None = None) -> JobView:
-        """Run the failed rows again. `params`: fields of their requests that change, such as max_tokens."""
-        if params is not None:
-            await self._client.call(calls.amend(self.id, Change(retry_params=params)))
-        return await self._steer("retry")
+    async def retry(
+        self, *, params: dict[str, Any] | None = None, model: str | None = None, adapter: str | None = None
+    ) -> JobView:
+        """Run the failed rows again.
+
+        Args:
+            params: fields of their requests that change, such as max_tokens.
+            model: another language model, which answers them; its price and its limits count.
+            adapter: the same for an adapter, of `model` or of the job's model.
+        """
+        change = RetryChange(params or {}, model, adapter)
+        self.view = await self._client.call(calls.retry(self.id, change))
+        return self.view
 
     async def fail_rows(self) -> JobView:
         """Rows that failed and wait for their service become errors now; a paused job is resumed."""

@@ -10,7 +10,7 @@ from msgspec import Struct
 from msgspec.structs import asdict, replace
 
 from batchmill.client.messages import HttpRequest, TypedRequest
-from batchmill.types import JobView, LedgerReport, RemoteJob, Wait
+from batchmill.types import JobView, LedgerReport, RemoteJob, RetryChange, Wait
 from batchmill.wire import operations as table
 from batchmill.wire.bundles import BUNDLE_MEDIA
 from batchmill.wire.native import (
@@ -46,7 +46,7 @@ from batchmill.wire.native_models import LogPage, LogQuery
 from batchmill.wire.operations import Endpoint
 
 T = TypeVar("T")
-Steering = Literal["pause", "resume", "cancel", "retry", "fail_rows"]
+Steering = Literal["pause", "resume", "cancel", "fail_rows"]
 
 
 def typed_request(
@@ -98,6 +98,10 @@ def jobs(
 
 def steer(job_id: str, verb: Steering) -> TypedRequest[JobView]:
     return typed_request(table.STEERING[verb], job_id)
+
+
+def retry(job_id: str, change: RetryChange) -> TypedRequest[JobView]:
+    return typed_request(table.RETRY_JOB, job_id, body=change)
 
 
 def remove(job_id: str) -> TypedRequest[JobView]:

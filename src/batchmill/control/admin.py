@@ -16,6 +16,7 @@ from batchmill.control.operations import (
     ConnectorList,
     DeleteConnector,
     LocalFile,
+    LocalRetry,
     NewRemoteModel,
     SecretList,
     SecretValue,
@@ -65,6 +66,7 @@ class JobHandlers:
         jobs = self._jobs
         return (
             (own.RUN, self.run),
+            (own.RETRY, self.retry),
             (own.PARTIAL, self.partial),
             (own.REBUILD, self.rebuild),
             (table.LIST_JOBS, self.list),
@@ -81,6 +83,10 @@ class JobHandlers:
 
     async def run(self, call: OwnerCall) -> Submitted:
         return await self._jobs.submit(call.body)
+
+    async def retry(self, call: OwnerCall) -> JobView:
+        body: LocalRetry = call.body
+        return await self._jobs.retry(call.name, body.change, body.model)
 
     async def partial(self, call: OwnerCall) -> LocalFile:
         return LocalFile(await self._jobs.partial(call.name))

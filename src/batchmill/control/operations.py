@@ -12,11 +12,11 @@ from msgspec import Struct
 
 from batchmill.services.remote.stored import ConnectorRecord, RemoteModel
 from batchmill.services.secrets.shown import Rotated, SecretInfo
-from batchmill.types import JobOrder, LedgerReport, ModelSpec, Scope, Submitted
+from batchmill.types import JobOrder, JobView, LedgerReport, ModelSpec, RetryChange, Scope, Submitted
 from batchmill.types.cluster import ClusterView
 from batchmill.wire.native import DeployReply, ModelList, Name
 from batchmill.wire.native_models import AdapterInfo, NewAdapter
-from batchmill.wire.operations import NOTHING, Endpoint
+from batchmill.wire.operations import NOTHING, SHOW_JOB, Endpoint
 
 PREFIX = "/control/v1"
 PROJECT = "batchmill-project"  # the header with the project for which the machine's user acts
@@ -84,10 +84,21 @@ class ResolvedModel(Struct, frozen=True):
     model: ModelSpec | None = None
 
 
+class LocalRetry(Struct, frozen=True):
+    """A retry, and the model that it names, as the machine's user describes it."""
+
+    change: RetryChange
+    model: ModelSpec | None = None
+
+
 PING = Endpoint("ping", "GET", f"{PREFIX}/ping", "Check that the owner answers", _USER, NOTHING, status=204)
 RUN = Endpoint(
     "run", "POST", _JOBS, "Start, resume or join a job of local files", _USER, Submitted, body=JobOrder,
     is_idempotent=True,
+)  # fmt: skip
+RETRY = Endpoint(
+    "retry", "POST", f"{_JOBS}/{{job_id}}/retry", "Run the rows again that failed", _USER, JobView, body=LocalRetry,
+    shown_by=SHOW_JOB,
 )  # fmt: skip
 PARTIAL = Endpoint(
     "partial",

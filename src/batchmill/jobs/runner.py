@@ -36,11 +36,11 @@ from batchmill.errors import (
 from batchmill.jobs import early_end
 from batchmill.jobs.early_end import EarlyEnd, early_end_of
 from batchmill.jobs.failover import RouteFailover, with_code
-from batchmill.jobs.intake import PREPARE, adapters, routing
+from batchmill.jobs.intake import PREPARE, adapters, retries, routing
 from batchmill.jobs.intake.adapters import AdapterWork
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed, prepare
 from batchmill.jobs.intake.preview import seal_and_plan
-from batchmill.jobs.intake.retry_plan import plan_retry
+from batchmill.jobs.intake.retry_plan import RetryOrder, plan_retry
 from batchmill.jobs.ledger import ledger, packed
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.records import columns_of
@@ -53,7 +53,7 @@ from batchmill.models import redaction
 from batchmill.owner_clock import check_left
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store.disk_room import bytes_in
-from batchmill.types import ModelSpec, Policy
+from batchmill.types import ModelSpec, Policy, RetryChange
 from batchmill.wire.job_spec import JobSpec
 
 T = TypeVar("T")
@@ -186,20 +186,19 @@ class JobRunner(RecordedJob):
             state, reason = (JobState.QUEUED if self._is_planned(record) else JobState.VALIDATING), None
         await self._move(state, reason=reason, message="", **columns_of(self.spec))
 
-    async def retry(self) -> None:
-        """Queue an ended job again, with a new generation for the rows that failed.
-
-        Raises: InvalidTransition if there is no such row.
-        """
+    async def retry(self, change: RetryChange, model: ModelSpec | None) -> None:
+        """Queue the failed rows of an ended job again, as `change` says. Raises: InvalidTransition, InvalidInput."""
         job_id, record = self.spec.id, await self._begin_again()
         await self._stored.bring(self.spec, record)
         if not self._is_planned(record):
             raise InvalidTransition(f"the job {job_id} ended before its rows were planned: submit it again")
-        self.spec = await self._adapters.check_again(self.spec)
         generation = record["generation"] + 1
+        spec, target = retries.prepared(self.spec, change, model, generation, self._clock.now())
+        self.spec = await self._adapters.check_again(spec, target.used)
         blocks = await self._commit_log.call_reader(self._ledger.committed, job_id)
         async with self._tools.scratch.use(self.spec):
-            opened = await plan_retry(self.spec, self.files, await self._segments(), blocks, generation, self._offload)
+            order = RetryOrder.of(self.spec, self.files, await self._segments(), blocks, generation, target.number)
+            opened = await plan_retry(order, self._offload)
             await self._tools.scratch.store(self.spec)
             if not self.spec.is_small:
                 await self._stored.publish(self.files.plan(generation))

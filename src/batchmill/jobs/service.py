@@ -29,7 +29,7 @@ from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.audits import Audits
 from batchmill.jobs.early_end import EarlyEnd
 from batchmill.jobs.failover import with_code
-from batchmill.jobs.intake import adapters, orders, routing
+from batchmill.jobs.intake import adapters, orders, retries, routing
 from batchmill.jobs.ledger import ledger
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger.commits import CommitLog
@@ -61,8 +61,10 @@ from batchmill.types import (
     JobQuery,
     JobView,
     LedgerReport,
+    ModelSpec,
     Once,
     RemoteJob,
+    RetryChange,
     Submitted,
     Wait,
 )
@@ -303,6 +305,7 @@ class JobService:
         """Continue an existing job: it is finished, running, or must be resumed."""
         job_id, earlier = record["id"], read_spec(record["spec"])
         kept = adapters.keep_adapters(routing.keep_routes(orders.new_id_form(spec, job_id), earlier), earlier)
+        kept = retries.keep_retries(kept, earlier)
         spec = await asyncio.to_thread(with_code, kept)
         if record["state"] == JobState.COMPLETED:
             orders.check_code(earlier, spec.code, "run it again with --overwrite")
@@ -461,7 +464,9 @@ class JobService:
                 runner.skips_remote = record["cancelling"] is not None  # the first could not collect results
                 return self._active.start(runner)
 
-    async def retry(self, job_id: str) -> JobView:
+    async def retry(
+        self, job_id: str, change: RetryChange = RetryChange(), model: ModelSpec | None = None
+    ) -> JobView:  # fmt: skip
         record = await self._record(job_id)
         async with self._active.lock_job(record):
             runner = await self._active.wait_settled(record["id"])
@@ -475,7 +480,7 @@ class JobService:
             await self._refuse_shared_output(spec, record)
             # A retry uses the current code, which may have been fixed.
             runner = self._active.runner(msgspec.structs.replace(spec, code=await self._code_now(spec)))
-            await runner.retry()
+            await runner.retry(change, model)
             self._active.start(runner)
         self._deadlines.changed()
         return await self.show(record["id"])
@@ -484,12 +489,7 @@ class JobService:
         record = await self._record(job_id)
         async with self._active.lock(record["id"]):
             record = await self._record(record["id"])
-            is_over = record["state"] in ENDED or record["cancelling"] is not None
-            if change.retry_params is not None and record["state"] not in ENDED:
-                raise InvalidTransition(f"the job {record['id']} is {record['state']}: only an ended job is retried")
-            if is_over and (
-                change.retry_params is None or msgspec.structs.replace(change, retry_params=None) != Amendment()
-            ):
+            if record["state"] in ENDED or record["cancelling"] is not None:
                 raise InvalidTransition(f"the job {record['id']} is {record['state']}: nothing of it can be changed")
             spec = read_spec(record["spec"])
             runner = self._active.running(spec.id) or self._active.runner(spec)

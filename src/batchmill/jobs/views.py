@@ -93,7 +93,7 @@ def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobVie
         cancelling=record["cancelling"],
         finished=record["finished"],
         generation=record["generation"],
-        retry_params=spec.policy.retry_params,
+        retries=spec.retries,
         rows=record["rows"],
         rows_ok=record["rows_ok"],
         rows_failed=record["rows_failed"],

@@ -32,6 +32,7 @@ from batchmill.types import (
     JobView,
     LedgerReport,
     RemoteJob,
+    RetryChange,
     Submitted,
     Wait,
 )
@@ -112,9 +113,12 @@ class ProjectJobs:
         await self._find_own(caller, job_id)
         return (await self._with_results(await self._jobs.cancel(job_id)))[0]
 
-    async def retry(self, caller: Caller, job_id: str) -> JobView:
+    async def retry(self, caller: Caller, job_id: str, change: RetryChange = RetryChange()) -> JobView:
+        """As `ports.Jobs.retry`. Raises: UnknownName for a model or adapter that the caller may not use."""
         await self._find_own(caller, job_id)
-        return await self._jobs.retry(job_id)
+        named = change.model or change.adapter
+        model = None if named is None else self.directory.for_job(caller, named)
+        return await self._jobs.retry(job_id, change, model)
 
     async def fail_rows(self, caller: Caller, job_id: str) -> JobView:
         await self._find_own(caller, job_id)

@@ -159,7 +159,6 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
     budget: float | None = None  # USD
     priority: int = 0  # -100..100; jobs with a higher one run first
     deadline: float | None = None  # seconds since the epoch, UTC; unfinished rows do not run after it
-    retry_params: dict[str, Any] = {}  # fields of requests that rows of a retry have instead of their own
     on_engine_failure: str = "pause"  # pause, fail: the state of a job whose engine cannot be started
 
 
@@ -175,6 +174,20 @@ class OutputSchema(Struct, frozen=True, forbid_unknown_fields=True):
     document: str  # the schema as JSON
     attempts: int = 2  # how often an answer that does not fit is asked for again
     prefix: str = ""  # of the columns that its fields become
+
+
+class RetryChange(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a retry changes for the rows that it runs. Omitted: as the job has it."""
+
+    params: dict[str, Any] = {}  # fields of requests, such as max_tokens, instead of those that rows have
+    model: str | None = None  # a language model that answers the rows instead
+    adapter: str | None = None  # the same for an adapter, of that model or of the job's
+
+
+class Retried(RetryChange, frozen=True):
+    """A retry that changed something."""
+
+    generation: int = 0  # of the job's plan: 1 is the first retry
 
 
 class JobView(Struct, frozen=True):
@@ -201,7 +214,7 @@ class JobView(Struct, frozen=True):
     cancelling: float | None = None  # when it was cancelled, or its deadline passed
     finished: float | None = None
     generation: int = 0
-    retry_params: dict[str, Any] = {}  # fields of requests that rows of a retry have instead of their own
+    retries: list[Retried] = []  # those that changed something, the oldest first
     rows: int = 0  # rows of the dataset; 0 while unknown
     rows_ok: int = 0
     rows_failed: int = 0
@@ -284,7 +297,6 @@ class Amendment(Struct, frozen=True, forbid_unknown_fields=True):
     priority: int | None = None
     deadline: float | None = None
     budget: float | None = None
-    retry_params: dict[str, Any] | None = None  # as in Policy; of an ended job
 
 
 class JobQuery(Struct, frozen=True):

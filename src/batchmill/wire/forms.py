@@ -63,6 +63,7 @@ CLASSIFY = "/classify"
 ERROR_STATUS_MIN = 400
 OUTPUT, ERROR, FOLDED_FROM = RESULT_COLUMNS = ("output", "error", "folded_from")
 WARNINGS_COLUMN = "warnings"  # of rows whose reply has a flaw
+ANSWERED_BY = "answered_by"  # of rows that a retry gave to another model or adapter
 NULL = Raw(b"null")
 TOKENS_MAX = 2**40  # of one row: a larger count of a reply is wrong, and its sums would not fit the ledger
 
@@ -238,6 +239,7 @@ class TableForm(Struct, frozen=True, tag="table"):
     schema: OutputSchema | None = None
     overrides: dict[str, Any] = {}  # as in OpenAIForm
     may_be_constant: bool = False  # the templates may name no column
+    names_models: bool = False  # a retry named another model: its results say so
     model_column: str | None = None  # holds the name of the row's model; an empty cell: the default
     adapter_column: str | None = None  # holds the name of the row's adapter; an empty cell: none
 
@@ -249,7 +251,7 @@ class TableForm(Struct, frozen=True, tag="table"):
         if self.prompt is None:
             return RESULT_COLUMNS
         fields = () if self.schema is None else columns_of(self.schema)
-        return (*fields, OUTPUT, ERROR, WARNINGS_COLUMN, FOLDED_FROM)
+        return (*fields, OUTPUT, ERROR, WARNINGS_COLUMN, ANSWERED_BY, FOLDED_FROM)
 
     def columns(self) -> list[str]:
         """Return the columns that the templates and the choice of a model need."""
@@ -305,6 +307,8 @@ class TableForm(Struct, frozen=True, tag="table"):
         members = b'%b"error":%b' % (self._results_of(outcome), text)
         if outcome.warnings:
             members += b',"%b":%b' % (WARNINGS_COLUMN.encode(), encode(",".join(outcome.warnings)))
+        if self.names_models and (called := self.overrides.get("model")) is not None:
+            members += b',"%b":%b' % (ANSWERED_BY.encode(), encode(called))
         raw = outcome.row.raw if error is None else _object_or_empty(outcome.row.raw)
         return append_members(raw, members) + b"\n"
 
@@ -345,7 +349,7 @@ class TableForm(Struct, frozen=True, tag="table"):
         """Render the line of a row that shares its leader's outcome: its own columns and `folded_from`."""
         members = split_object(line)
         schema = () if self.schema is None else columns_of(self.schema)
-        names = [name for name in (*schema, "output", "error", WARNINGS_COLUMN) if name in members]
+        names = [name for name in (*schema, "output", "error", WARNINGS_COLUMN, ANSWERED_BY) if name in members]
         if self.prompt is None:
             names = ["output", "error"]
         shared = b"".join(b"%b:%b," % (encode(name), bytes(members[name])) for name in names)
@@ -361,7 +365,11 @@ def added_columns(form: Form, *, has_failed: bool, is_flawed: bool, folds: bool)
     Args: has_failed: of some rows; is_flawed: so are some replies; folds: some rows share another's outcome.
     """
     fields = () if form.schema is None or isinstance(form, OpenAIForm) else columns_of(form.schema)
-    named = {OUTPUT: has_failed or not fields, ERROR: True, WARNINGS_COLUMN: is_flawed, FOLDED_FROM: folds}
+    is_named = isinstance(form, TableForm) and form.names_models
+    named = {
+        OUTPUT: has_failed or not fields, ERROR: True, WARNINGS_COLUMN: is_flawed, ANSWERED_BY: is_named,
+        FOLDED_FROM: folds,
+    }  # fmt: skip
     return (*fields, *(name for name, is_there in named.items() if is_there))
 
 

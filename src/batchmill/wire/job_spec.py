@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from batchmill.object_store.urls import is_object_url
-from batchmill.types import DatasetSpec, ModelSpec, Policy, ReplyRules
+from batchmill.types import DatasetSpec, ModelSpec, Policy, ReplyRules, Retried
 from batchmill.wire.forms import Form
 
 
@@ -35,7 +35,16 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     used: list[str] = []  # names of the models and adapters of its rows; set when a frontend's job is planned
     is_small: bool = False  # its dataset, plans and outcomes lie in the database: see jobs/ledger/packed.py
     replies: ReplyRules = ReplyRules()
+    retries: list[Retried] = []  # those that changed something, the oldest first
     routing: dict[str, list[str]] = {}  # model name -> why its route was chosen; only of models with several routes
+
+    def retried_fields(self, generation: int) -> dict[str, Any]:
+        """The fields that requests of a retry have instead of their own."""
+        last = self.retries[-1] if self.retries else None
+        if last is None or last.generation != generation:
+            return {}
+        called = last.adapter or last.model
+        return last.params if called is None else {**last.params, "model": called}
 
     @property
     def uses_stores(self) -> bool:

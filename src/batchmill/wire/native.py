@@ -154,12 +154,11 @@ class NewJob(Work, frozen=True, forbid_unknown_fields=True):
 
 
 class Change(Struct, frozen=True, forbid_unknown_fields=True):
-    """A change of a job that has not ended, or of how an ended one is retried. What is omitted or null stays."""
+    """A change of a job that has not ended. What is omitted or null stays."""
 
     priority: Priority | None = None
     deadline: MoreThanNothing | None = None  # seconds since the epoch, UTC
     budget: MoreThanNothing | None = None  # USD
-    retry_params: dict[str, Any] | None = None  # fields of requests, such as max_tokens, that rows of a retry get
 
 
 class Accepted(Struct, frozen=True):

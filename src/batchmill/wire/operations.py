@@ -13,7 +13,7 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Struct
 
-from batchmill.types import JobView, LedgerReport, RemoteJob, Scope, Wait
+from batchmill.types import JobView, LedgerReport, RemoteJob, RetryChange, Scope, Wait
 from batchmill.wire.adapter_bundles import ADAPTER_MEDIA
 from batchmill.wire.bundles import BUNDLE_MEDIA
 from batchmill.wire.native import (
@@ -164,8 +164,9 @@ CANCEL_JOB = Endpoint(
     shown_by=SHOW_JOB,
 )  # fmt: skip
 RETRY_JOB = Endpoint(
-    "retryJob", "POST", f"{_JOB}/retry", "Run the rows again that failed", _SUBMIT, JobView, shown_by=SHOW_JOB
-)
+    "retryJob", "POST", f"{_JOB}/retry", "Run the rows again that failed", _SUBMIT, JobView, body=RetryChange,
+    body_is_optional=True, shown_by=SHOW_JOB,
+)  # fmt: skip
 FAIL_ROWS = Endpoint(
     "failRows", "POST", f"{_JOB}/fail_rows", "Stop retrying rows that failed", _SUBMIT, JobView, shown_by=SHOW_JOB
 )
@@ -180,7 +181,7 @@ JOB_RESULTS = Endpoint(
 JOB_ERRORS = Endpoint(
     "jobErrors", "GET", f"{_JOB}/errors", "The rows that failed", _READ, bytes, media=(Content(JSON_LINES, TEXT),)
 )
-STEERING = {"pause": PAUSE_JOB, "resume": RESUME_JOB, "cancel": CANCEL_JOB, "retry": RETRY_JOB, "fail_rows": FAIL_ROWS}
+STEERING = {"pause": PAUSE_JOB, "resume": RESUME_JOB, "cancel": CANCEL_JOB, "fail_rows": FAIL_ROWS}
 
 # -- previews, which run nothing --------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidInput
 from batchmill.types import JobView
-from batchmill.wire.forms import ERROR, FOLDED_FROM, OUTPUT, RESULT_COLUMNS, WARNINGS_COLUMN, OpenAIForm
+from batchmill.wire.forms import ANSWERED_BY, ERROR, FOLDED_FROM, OUTPUT, RESULT_COLUMNS, WARNINGS_COLUMN, OpenAIForm
 from batchmill.wire.json_bytes import encode, join_object, split_object
 
 OWN = RESULT_COLUMNS  # the columns that every job with a table adds to it
@@ -52,7 +52,7 @@ def added_by(view: JobView) -> tuple[str, ...]:
 
 def answer_columns(view: JobView) -> tuple[str, ...]:
     """Those of them that hold the answers, and why there is none."""
-    return tuple(name for name in added_by(view) if name not in (WARNINGS_COLUMN, FOLDED_FROM))
+    return tuple(name for name in added_by(view) if name not in (WARNINGS_COLUMN, ANSWERED_BY, FOLDED_FROM))
 
 
 def is_openai(members: Row) -> bool:

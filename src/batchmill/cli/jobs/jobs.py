@@ -6,12 +6,12 @@ import asyncio
 import json
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from batchmill.cli.jobs.displays import Display, display_for, done
-from batchmill.cli.jobs.order_options import deadline_option, request_fields
+from batchmill.cli.jobs.order_options import deadline_option, model_of, request_fields
 from batchmill.cli.jobs.run import PRIORITY, follow, follow_to_end
 from batchmill.cli.jobs.summary import lines, pause_lines, show_problems
 from batchmill.cli.session import (
@@ -28,7 +28,7 @@ from batchmill.cli.values import LONG_TIME, POSITIVE, Past
 from batchmill.errors import BatchmillError, InvalidInput
 from batchmill.object_store.urls import is_object_url
 from batchmill.states import ENDED, JobState
-from batchmill.types import JobQuery, JobView, Submitted
+from batchmill.types import JobQuery, JobView, Retried, RetryChange, Submitted
 from batchmill.wire.json_bytes import DEPTH_MAX
 from batchmill.wire.native import Change
 
@@ -255,16 +255,18 @@ async def _show(session: Session, job_id: str) -> None:
     session.print(f"  {'created':<10}{moment(view.created)}")
     if view.generation:
         session.print(f"  {'retries':<10}{view.generation}")
-    if view.retry_params:
-        session.print(f"  {'set':<10}{clean(_params(view.retry_params), 2000)} in retries")
+    for retried in view.retries:
+        session.print(f"  {'retry ' + str(retried.generation):<10}{clean(_changes(retried), 2000)}")
     if view.state == JobState.PAUSED:
         for line in pause_lines(view):
             session.print(line)
     show_problems(session, view.problems, view.problems_total)
 
 
-def _params(params: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={json.dumps(value)}" for name, value in params.items())
+def _changes(retried: Retried) -> str:
+    named = {"model": retried.model, "adapter": retried.adapter}
+    changes = [f"{kind} {name}" for kind, name in named.items() if name is not None]
+    return ", ".join([*changes, *(f"{name}={json.dumps(value)}" for name, value in retried.params.items())])
 
 
 @click.command()
@@ -303,18 +305,20 @@ def resume(session: Session, job_id: str) -> int:
     multiple=True,
     help="Change a field of their requests, such as max_tokens; VALUE is JSON or text.",
 )
+@click.option("--model", metavar="NAME", help="Another language model, which answers them.")
+@click.option("--adapter", metavar="NAME", help="An adapter, of that model or of the job's, which answers them.")
 @global_options
 @click.pass_obj
-def retry(session: Session, job_id: str, params: tuple[str, ...]) -> int:
+def retry(session: Session, job_id: str, params: tuple[str, ...], model: str | None, adapter: str | None) -> int:
     """Run the failed rows of a job again and rewrite its results."""
-    change = Change(retry_params=request_fields(params, DEPTH_MAX, "--set")) if params else None
-    return session.run(_continue(session, lambda jobs: _retry(jobs, job_id, change), "retried"))
+    change = RetryChange(request_fields(params, DEPTH_MAX, "--set"), model, adapter)
+    return session.run(_continue(session, lambda jobs: _retry(session, jobs, job_id, change), "retried"))
 
 
-async def _retry(jobs: JobsClient, job_id: str, change: Change | None) -> JobView:
-    if change is not None:
-        await jobs.amend(job_id, change)
-    return await jobs.steer(job_id, "retry")
+async def _retry(session: Session, jobs: JobsClient, job_id: str, change: RetryChange) -> JobView:
+    is_named = change.model is not None and session.server_url is None
+    model = await model_of(session, session.config(), change.model) if is_named else None
+    return await jobs.retry(job_id, change, model)
 
 
 @click.command()

@@ -307,6 +307,11 @@ async def _model(session: Session, config: Config, name: str, flags: ModelFlags)
     return await session.app.adapted(config, resolve(name, config, cwd=session.cwd, flags=flags))
 
 
+async def model_of(session: Session, config: Config, name: str) -> ModelSpec:
+    """A model of the configuration, a deployed one, or one that its name describes. Raises: InvalidInput."""
+    return await _model(session, config, name, ModelFlags())
+
+
 # Flags that describe a model or this machine: a server has its own models and its own disk.
 LOCAL_FLAGS = {
     "adapters": "--adapter", "base_url": "--base-url", "engine_args": "--engine-arg", "python": "--python",

@@ -36,6 +36,7 @@ from batchmill.wire.operations import (
     LIST_REMOTE_JOBS,
     OCTETS,
     REMOVE_JOB,
+    RETRY_JOB,
     SETTLE_REMOTE_JOB,
     SHOW_JOB,
     STEERING,
@@ -64,6 +65,7 @@ class NativeJobs:
             Operation.of(SETTLE_REMOTE_JOB, self.settle_remote, errors=(MISSING, CONFLICT)),
             Operation.of(VERIFY_JOB, self.verify, errors=(MISSING, CONFLICT)),
             Operation.of(REMOVE_JOB, self.remove, errors=(MISSING, CONFLICT, GONE)),
+            Operation.of(RETRY_JOB, self.retry, errors=(MISSING, CONFLICT)),
             *(self._steering(endpoint, getattr(self._project_jobs, verb)) for verb, endpoint in STEERING.items()),
         )  # fmt: skip
 
@@ -143,6 +145,10 @@ class NativeJobs:
 
     async def remove(self, call: Call) -> Response:
         return json_reply(self._redactor.job(await self._project_jobs.remove(call.caller, call.path["job_id"])))
+
+    async def retry(self, call: Call) -> Response:
+        await self._project_jobs.retry(call.caller, call.path["job_id"], call.body)
+        return await self.show(call)
 
     async def amend(self, call: Call) -> Response:
         change: Change = call.body

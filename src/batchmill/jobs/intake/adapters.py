@@ -89,13 +89,13 @@ def drop_unused(spec: JobSpec, used: ByModel) -> JobSpec:
     They stay if the engine starts with its adapters: jobs with the same adapters share it.
     """
     models = [
-        _without_others(model, used.get(number, ())) if model.traits.loads_adapters and model.adapter_rank else model
+        without_others(model, used.get(number, ())) if model.traits.loads_adapters and model.adapter_rank else model
         for number, model in enumerate(spec.models)
     ]
     return replace(spec, models=models)
 
 
-def _without_others(model: ModelSpec, used: Sequence[str]) -> ModelSpec:
+def without_others(model: ModelSpec, used: Sequence[str]) -> ModelSpec:
     used_names, own_names = frozenset(used), model.adapter_names
     allowed = model.allowed
     if allowed is not None:
@@ -197,9 +197,10 @@ class AdapterWork:
         result = await self._offload(CHECK, msgspec.json.encode(order), lambda _: None)
         return _with_bad(spec, msgspec.json.decode(result, type=dict[int, dict[str, str]]))
 
-    async def check_again(self, spec: JobSpec) -> JobSpec:
-        """As `check`, for adapters that failed before: they may work now."""
+    async def check_again(self, spec: JobSpec, called: ByModel) -> JobSpec:
+        """As `check`, for adapters that failed before, which may work now, and for those that a retry calls."""
         used = {number: list(model.bad_adapters) for number, model in enumerate(spec.models) if model.bad_adapters}
+        used |= {number: list(dict.fromkeys([*used.get(number, ()), *names])) for number, names in called.items()}
         models = [replace(model, bad_adapters={}) if model.bad_adapters else model for model in spec.models]
         return await self.check(replace(spec, models=models), used) if used else spec
 

@@ -8,11 +8,9 @@ import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
 
 import msgspec
 import sqlalchemy as sa
-from msgspec import Meta
 from msgspec.structs import replace
 
 from batchmill.datasets import sealing, sources
@@ -31,6 +29,7 @@ from batchmill.types import Amendment, JobOrder, ModelSpec, OutputSchema, Policy
 from batchmill.types.engine_traits import ENGINES, Source
 from batchmill.wire import forms
 from batchmill.wire.forms import (
+    ANSWERED_BY,
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
@@ -48,30 +47,6 @@ from batchmill.wire.replies import FLAWS
 
 PRIORITY_MAX = 100
 PREFIX_CHARS_MAX = 100
-TokenLimit = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-StopText = Annotated[str, Meta(min_length=1, max_length=1000)]
-
-
-class RetryParams(msgspec.Struct, forbid_unknown_fields=True):
-    """What a retry may change: how long or how bold an answer is. All else of a request was checked row by row."""
-
-    max_tokens: TokenLimit | None = None
-    max_completion_tokens: TokenLimit | None = None
-    max_output_tokens: TokenLimit | None = None
-    min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    seed: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    reasoning_effort: Annotated[str, Meta(max_length=20)] | None = None
-
 
 CHOICES = {"on_invalid": ("fail", "skip"), "on_engine_failure": ("pause", "fail")}
 
@@ -102,28 +77,10 @@ def amended(spec: JobSpec, change: Amendment, now: float) -> Policy:
     fields = {name: value for name in Amendment.__struct_fields__ if (value := getattr(change, name)) is not None}
     if not fields:
         raise InvalidInput("nothing was named that is to change: priority, deadline or budget", code="nothing_to_amend")
-    if change.retry_params is not None:
-        _check_retry_params(spec, change.retry_params)
     policy = replace(spec.policy, **fields)
     # A deadline that has passed meanwhile is left alone: it ends the job by itself.
     check(policy if "deadline" in fields else replace(policy, deadline=None), spec.models, now)
     return policy
-
-
-def _check_retry_params(spec: JobSpec, params: dict[str, Any]) -> None:
-    """Raises: InvalidInput, naming the field."""
-    if all(model.takes_columns for model in spec.models):
-        raise InvalidInput("only requests to language models have fields to change", code="invalid_retry_params")
-    for name in params:
-        if name not in RetryParams.__struct_fields__:
-            raise InvalidInput(
-                f"a retry cannot change {name!r}; it can change {', '.join(RetryParams.__struct_fields__)}",
-                code="invalid_retry_params",
-            )
-    try:
-        msgspec.convert(params, RetryParams)
-    except msgspec.ValidationError as error:
-        raise InvalidInput(f"a retry cannot do that: {error}", code="invalid_retry_params") from None
 
 
 def check_rows_may_wait(spec: JobSpec, state: str) -> None:
@@ -233,7 +190,7 @@ def _check_schema(order: JobOrder, schema: OutputSchema) -> None:
     for name in sorted({"response_format", "n"} & order.params.keys()):
         raise InvalidInput(f"--param cannot set {name} beside a schema: leave one of both out", code="schema_conflict")
     for name in columns_of(schema):
-        if name in (*RESULT_COLUMNS, WARNINGS_COLUMN):
+        if name in (*RESULT_COLUMNS, WARNINGS_COLUMN, ANSWERED_BY):
             raise InvalidInput(
                 f"the field {name!r} has the name of a column of the results: give the fields a prefix",
                 code="column_conflict",

@@ -31,7 +31,16 @@ class RetryOrder(Struct, frozen=True):
     segments: SegmentPlace
     committed: list[tuple[int, SegmentRef]]  # the oldest generation first
     generation: int  # that is to be opened
+    model: int | None = None  # number of the model that the rows go to; None: each to its own
     in_memory_rows: int = IN_MEMORY_ROWS
+
+    @classmethod
+    def of(
+        cls, spec: JobSpec, files: JobFiles, segments: SegmentPlace, blocks: list[tuple[int, SegmentRef]],
+        generation: int, model: int | None,
+    ) -> RetryOrder:  # fmt: skip
+        scratch = None if files.scratch is None else str(files.scratch)
+        return cls(spec, str(files.data_dir), scratch, segments, blocks, generation, model)
 
 
 class Opened(Struct, frozen=True):
@@ -42,23 +51,14 @@ class Opened(Struct, frozen=True):
     settled: dict[str, int]  # error code -> rows that validation refused: they cannot be run again
 
 
-async def plan_retry(
-    spec: JobSpec,
-    files: JobFiles,
-    segments: SegmentPlace,
-    blocks: list[tuple[int, SegmentRef]],
-    generation: int,
-    offload: Callable[..., Awaitable[bytes]],
-) -> Opened:
+async def plan_retry(order: RetryOrder, offload: Callable[..., Awaitable[bytes]]) -> Opened:
     """Plan a retry in a child process. Raises: InvalidTransition where there is no row to run."""
-    scratch = None if files.scratch is None else str(files.scratch)
-    order = RetryOrder(spec, str(files.data_dir), scratch, segments, blocks, generation)
     answer = await offload(
         "batchmill.jobs.intake.retry_plan:plan_retry_offloaded", msgspec.json.encode(order), lambda _: None
     )
     opened = msgspec.json.decode(answer, type=Opened)
     if opened.rows == 0:
-        raise InvalidTransition(f"the job {spec.id} has no failed rows that could be run again")
+        raise InvalidTransition(f"the job {order.spec.id} has no failed rows that could be run again")
     return opened
 
 
@@ -84,5 +84,5 @@ def plan_failed(order: RetryOrder, segments: SegmentSource) -> Opened:
             home = files.plan(order.generation)
             home.mkdir(parents=True, exist_ok=True)
             sizes = [plan.shard_rows(model, rows) for model in order.spec.models]
-            plan.plan_again(first, lambda numbers: rows_in(states, numbers, OPEN, FAILED), sizes, home)
+            plan.plan_again(first, lambda numbers: rows_in(states, numbers, OPEN, FAILED), sizes, home, order.model)
     return Opened(rows, done, dict(settled))

@@ -263,6 +263,8 @@ class Ledger:
                     finalizing=None, cancelling=None, reason=None, message="", **fields,
                 )
             )  # fmt: skip
+            if isinstance(spec := fields.get("spec"), bytes):
+                ledger_snapshot.note_models(db, read_spec(spec))
             db.execute(error_counts.delete().where(error_counts.c.job == job_id))
             _count_errors(db, job_id, settled, {})
 

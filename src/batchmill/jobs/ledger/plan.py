@@ -224,17 +224,22 @@ def _write_gaps(parts: PlanParts, step: int, progress: Progress) -> None:
         progress(end / parts.rows)
 
 
-def plan_again(earlier: PlanReader, choose: Choose, shard_rows: Sequence[ShardRows], home: Path) -> Plan:
+def plan_again(
+    earlier: PlanReader, choose: Choose, shard_rows: Sequence[ShardRows], home: Path, model: int | None = None
+) -> Plan:
     """Plan some rows of an earlier plan again, in the same order and without followers.
 
-    Args: choose: those of some row numbers, at most `STEP_ROWS`, that are planned.
+    Args:
+        choose: those of some row numbers, at most `STEP_ROWS`, that are planned.
+        model: number of the model that all of them go to; None: each goes where it went.
     """
     kept: dict[int, int] = {}  # model -> rows
     with SummedFile(home / ORDER) as positions, SummedFile(home / FOLLOWERS) as followers:
         for span in earlier.plan.spans:
             for lo in range(span.lo, span.hi, STEP_ROWS):
                 numbers = array("I", choose(earlier.row_numbers(lo, min(lo + STEP_ROWS, span.hi))))
-                kept[span.model] = kept.get(span.model, 0) + len(numbers)
+                number = span.model if model is None else model
+                kept[number] = kept.get(number, 0) + len(numbers)
                 positions.write(numbers.tobytes())
         files = {ORDER: positions.publish_summed(), FOLLOWERS: followers.publish_summed()}
     targets = [TargetPlan(model=model, adapter=None, rows=rows) for model, rows in kept.items()]

@@ -368,8 +368,8 @@ class JobRun:
     @property
     def _form(self) -> Form:
         """How rows are read; those of a retry with what was changed for it."""
-        params = self.spec.policy.retry_params if self.generation else {}
-        return replace(self.spec.form, overrides=params) if params else self.spec.form
+        changed = self.spec.retried_fields(self.generation)
+        return replace(self.spec.form, overrides=changed) if changed else self.spec.form
 
     def grant(self, shard: Shard, leased: LeasedShard) -> Grant:
         """The grant message for the open rows of a shard."""
