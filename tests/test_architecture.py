@@ -60,6 +60,7 @@ HEAVY = {
     "botocore",
     "duckdb",
     "huggingface_hub",
+    "jinja2",
     "numpy",
     "obstore",
     "psycopg",

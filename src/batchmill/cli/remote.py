@@ -214,7 +214,8 @@ def work_of(order: JobOrder) -> dict[str, Any]:
     """The fields of the server's API for the work of an order."""
     return {
         "models": [model.name for model in order.models], "format": order.dataset.format, "prompt": order.prompt,
-        "system": order.system, "url": order.url, "params": order.params, "on_invalid": order.policy.on_invalid,
+        "system": order.system, "template": None if order.template is None else order.template.text,
+        "url": order.url, "params": order.params, "on_invalid": order.policy.on_invalid,
         "dedupe": order.policy.dedupe, "deadline": order.policy.deadline,
         "allow_constant_prompt": order.constant_prompt, "model_column": order.model_column,
         "adapter_column": order.adapter_column,

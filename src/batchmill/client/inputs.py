@@ -199,6 +199,7 @@ class WorkOptions(TypedDict, total=False):
     format: Format | None  # None: seen from the file's name and first row
     prompt: str | None  # of each row of a table, with {column} in it
     system: str | None
+    template: str | None  # in the place of `prompt`: a template of Jinja2
     url: str | None  # the path that prompts go to
     params: dict[str, Any]  # further fields of each request that a prompt makes
     schema: dict[str, Any] | type | str | None  # a JSON Schema, or what `schemas.schema_of` makes one of

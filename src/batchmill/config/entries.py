@@ -75,6 +75,7 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | projects.NAME.models         | the models it may use; none: all                                          |
 | projects.NAME.functions      | the deployed functions it may use; none: all, or as `models` says         |
 | projects.NAME.objects        | folders of object stores that its jobs may use; none: no objects          |
+| projects.NAME.templates      | whether all its keys may send templates of Jinja2; those that deploy may  |
 | projects.NAME.quotas         | its own, in the place of those in `quotas`                                |
 | quotas                       | the fields of types.Quotas: what each project may have                    |
 | functions.isolate            | "bubblewrap": deployed functions see nothing of the machine but the       |
@@ -186,6 +187,7 @@ class ProjectEntry(Struct, frozen=True):
     models: list[str] | None = None
     functions: list[str] | None = None
     objects: list[str] = []  # URLs of folders: "s3://bucket/team-a/"
+    templates: bool = False
     quotas: dict[str, int | str] = {}
 
 

@@ -13,7 +13,7 @@ from heapq import merge
 from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import msgspec
 from msgspec import Struct
@@ -54,6 +54,12 @@ class Material(Struct, frozen=True):
 
 
 Progress = Callable[[float], None]
+
+
+class Renderer(Protocol):
+    """Adds prompts to the rows of a source: see `templates.renderer`."""
+
+    def render(self, pieces: Iterator[Converted], *, are_whole_lines: bool) -> Iterator[Converted]: ...
 
 
 def read_in_place(paths: list[str]) -> Material:
@@ -118,8 +124,12 @@ def convert(
     home: Path,
     progress: Progress,
     size_limits: SizeLimits,
+    renderer: Renderer | None = None,
 ) -> Material:
-    """Write `rows.jsonl`. Raises: InvalidDataset when a source as a whole cannot be read."""
+    """Write `rows.jsonl`, with what `renderer` adds to rows.
+
+    Raises: InvalidDataset when a source as a whole cannot be read.
+    """
     total = sum(describe(source.path).size_bytes for source in sources) or 1
     done = 0
 
@@ -136,7 +146,10 @@ def convert(
         spans = []
         for source in sources:
             start = rows_file.tell()
-            for piece in _pieces(source, spec, columns, home, advance):
+            pieces = _pieces(source, spec, columns, home, advance)
+            if renderer is not None:
+                pieces = renderer.render(pieces, are_whole_lines=source.format != "jsonl")
+            for piece in pieces:
                 writer.add(source, piece)
             writer.end_line()
             spans.append((source.path, start, rows_file.tell()))

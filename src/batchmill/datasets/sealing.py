@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 
 import msgspec
 from blake3 import blake3
 
 from batchmill.datasets import layout, readers
-from batchmill.datasets.conversion import Material, Tables, convert, copy_sources, read_in_place
+from batchmill.datasets.conversion import Material, Renderer, Tables, convert, copy_sources, read_in_place
 from batchmill.datasets.fan_out import VALIDATOR_DIED, ValidatorPool, validators
 from batchmill.datasets.formats import Detected, classify, detect, names_at_first
 from batchmill.datasets.orders import RangeEnd, SealOrder, SizeLimits, ValidatedChunk
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sources import describe, open_source, unchanged
+from batchmill.datasets.templates.messages import JSON_BYTES_MAX
 from batchmill.datasets.validation import ADAPTERS_MAX, check_form, column_flaw, constant_prompt, missing_column
 from batchmill.errors import BatchmillError, InputChanged, InvalidDataset, InvalidRow, StorageFull
 from batchmill.optional import require
@@ -68,6 +69,10 @@ def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Se
     clear(home)
     steps = _ProgressSteps(progress)
     size_limits = SizeLimits(order, home, sum(source.size_bytes for source in sources), steps.repeat)
+    if isinstance(order.form, TableForm) and order.form.template is not None:
+        with _checked_renderer(order, order.form, detected) as renderer:
+            material, progress = _converted(order, detected, home, steps.progress, size_limits, renderer)
+        return _seal_material(_with_longer_lines(order), detected, home, material, progress, size_limits, sources)
     if order.may_be_columnar and detected.format == "parquet" and not order.dataset.copy:
         report = _seal_columns(order, home, steps.progress, size_limits, sources)
         if report is not None:
@@ -114,6 +119,13 @@ def _seal_lines(
     sources: list[SealedFile],
 ) -> SealReport:  # fmt: skip
     material, progress = _material(order, detected, home, progress, size_limits)
+    return _seal_material(order, detected, home, material, progress, size_limits, sources)
+
+
+def _seal_material(
+    order: SealOrder, detected: Detected, home: Path, material: Material, progress: Callable[[float], None],
+    size_limits: SizeLimits, sources: list[SealedFile],
+) -> SealReport:  # fmt: skip
     with Tables(home, order, material, size_limits) as tables:
         digests, adapters = _check_rows(order, material, tables, progress)
         if tables.rows == 0:
@@ -172,9 +184,9 @@ def _with_form(order: SealOrder, detected: Detected) -> SealOrder:
             "order: a prompt needs the columns of a table",
             code="form_mismatch",
         )
-    if isinstance(form, TableForm) and form.prompt is None and order.default is None:
+    if isinstance(form, TableForm) and not form.makes_requests and order.default is None:
         raise InvalidDataset("the rows are a table, which names no model: name one", code="missing_model")
-    if isinstance(form, TableForm) and form.prompt is None and order.urls[order.default[0]] is not None:
+    if isinstance(form, TableForm) and not form.makes_requests and order.urls[order.default[0]] is not None:
         raise InvalidDataset(
             "the rows are a table, and the model needs requests: set how its columns become one with --prompt "
             '"… {column} …"',
@@ -226,7 +238,43 @@ def _material(
 
     if plain:
         return copy_sources(paths, home, converting), reading
-    return convert(sources, spec, detected.columns, home, converting, size_limits), reading
+    return _converted(order, detected, home, progress, size_limits)
+
+
+def _converted(
+    order: SealOrder, detected: Detected, home: Path, progress: Callable[[float], None], size_limits: SizeLimits,
+    renderer: Renderer | None = None,
+) -> tuple[Material, Callable[[float], None]]:  # fmt: skip
+    """Convert every source to `rows.jsonl`. Returns: as `_material`."""
+    spec = order.dataset
+
+    def converting(share: float) -> None:
+        progress(share * COPY_SHARE)
+
+    material = convert(classify(spec), spec, detected.columns, home, converting, size_limits, renderer)
+    return material, lambda share: progress(COPY_SHARE + share * (1 - COPY_SHARE))
+
+
+def _checked_renderer(order: SealOrder, form: TableForm, detected: Detected) -> AbstractContextManager[Renderer]:
+    """What renders the template of the form. Raises: InvalidDataset if it does not fit the columns."""
+    assert form.template is not None
+    renderer = readers.load("templates").TemplateRenderer(
+        form.template, may_be_constant=form.may_be_constant or bool(form.template_columns()),
+        line_bytes_max=order.dataset.line_bytes_max, processes=order.processes,
+    )  # fmt: skip
+    columns = list(names_at_first(order.dataset)) if detected.format == "jsonl" else detected.columns
+    try:
+        renderer.check(columns)
+    except BaseException:
+        renderer.close()
+        raise
+    return renderer
+
+
+def _with_longer_lines(order: SealOrder) -> SealOrder:
+    """The order for rows with prompts: those of the input that are too long were marked while they were rendered."""
+    most = order.dataset.line_bytes_max + JSON_BYTES_MAX
+    return msgspec.structs.replace(order, dataset=msgspec.structs.replace(order.dataset, line_bytes_max=most))
 
 
 def _check_rows(

@@ -19,6 +19,7 @@ from batchmill.types import Request, Row, RowError
 from batchmill.wire.forms import RowLine, TableForm
 from batchmill.wire.json_bytes import has_odd_numbers, split_object, text_of
 from batchmill.wire.output_schema import columns_of
+from batchmill.wire.rendered_rows import PROMPT, fault_of
 
 ADAPTERS_MAX = 10_000  # that may be fetched for the rows of one dataset
 ID_CHARS_MAX = 190  # with its version it becomes the name of an adapter
@@ -313,13 +314,16 @@ class TableRules:
 
     def check(self, line: bytes) -> CheckedLine:
         try:
-            names = tuple(_members(line))
+            members = _members(line)
         except DECODE_ERRORS as error:
             return CheckedLine(error=_row_error(_not_object(line, error)))
+        if self._form.template is not None and (fault := _without_prompt(members)) is not None:
+            return CheckedLine(error=fault)
+        names = tuple(members)
         flaw = self._flaw(names)
         if flaw is not None:
             return CheckedLine(error=_row_error(flaw))
-        if self._form.prompt is None or not self._order.keys:
+        if not self._form.makes_requests or not self._order.keys:
             return CheckedLine(model=self._order.default[0], target=self._order.default[1])
         request = self._form.request(Row(0, 0, line, self._form))
         if self._form.model_column is None and self._form.adapter_column is None:
@@ -413,13 +417,23 @@ def check_form(order: SealOrder) -> None:
     Raises: InvalidRow with the code that every row would have.
     """
     form = order.form
-    if not isinstance(form, TableForm) or form.prompt is None:
+    if not isinstance(form, TableForm) or not form.makes_requests:
         return
     targets = (form.model_column, form.adapter_column)  # what they name is known in the rows alone
     cells = dict.fromkeys(form.columns(), "text") | dict.fromkeys(filter(None, targets), "")
+    cells |= {} if form.template is None else {PROMPT: "text"}
     sample = msgspec.json.encode(cells)
     request = form.request(Row(0, 0, sample, form))
     OpenAIRules(order).route(request.url, Raw(request.body))
+
+
+def _without_prompt(members: dict[str, Raw]) -> RowError | None:
+    """Take what rendering has added out of a row. Returns: why there is no prompt; None: there is one."""
+    if (fault := fault_of(members)) is not None:
+        return fault
+    if members.pop(PROMPT, None) is None:
+        return RowError("invalid_json", "the values of the row cannot be read: a number of it is too large")
+    return None
 
 
 def _model_of(body: bytes | Raw) -> str | None:

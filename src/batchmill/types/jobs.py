@@ -168,6 +168,13 @@ class ReplyRules(Struct, frozen=True, forbid_unknown_fields=True):
     fail_on: list[str] = []  # names of wire.replies.FLAWS: such replies are errors of their rows
 
 
+class PromptTemplate(Struct, frozen=True, forbid_unknown_fields=True):
+    """A Jinja2 template that makes a prompt of each row of a table."""
+
+    text: str
+    name: str = "the template"  # in messages: its file
+
+
 class OutputSchema(Struct, frozen=True, forbid_unknown_fields=True):
     """The JSON Schema that the answers of a language model must fit."""
 
@@ -259,8 +266,9 @@ class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
 
     dataset: DatasetSpec
     models: list[ModelSpec]
-    prompt: str | None = None  # the following four as in wire.forms.TableForm
+    prompt: str | None = None  # the following five as in wire.forms.TableForm
     system: str | None = None
+    template: PromptTemplate | None = None  # in the place of `prompt`
     url: str | None = None
     params: dict[str, Any] = {}
     schema: OutputSchema | None = None

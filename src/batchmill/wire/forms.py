@@ -15,9 +15,10 @@ import msgspec
 from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidInput, InvalidRow
-from batchmill.types import Outcome, OutputSchema, Request, Row, RowError, Usage
+from batchmill.types import Outcome, OutputSchema, PromptTemplate, Request, Row, RowError, Usage
 from batchmill.wire.json_bytes import append_members, decode, encode, join_object, split_object, text_of
 from batchmill.wire.output_schema import asked_again, columns_of, heads_of, with_schema
+from batchmill.wire.rendered_rows import PROMPT, without_additions
 
 Parts = tuple[tuple[str, str | None], ...]  # (literal text, column that follows it or None)
 
@@ -228,10 +229,12 @@ def _head(id_prefix: str) -> bytes:
 class TableForm(Struct, frozen=True, tag="table"):
     """Reads columns; writes the same columns with `output` and `error`.
 
-    With a `prompt` each row becomes one call of `url`; without one the columns are a function's arguments by name.
+    With a `prompt` or a `template` each row becomes one call of `url`; without, the columns are a function's arguments
+    by name. What a template makes of a row is in the row: sealing has rendered it (`wire/rendered_rows.py`).
     """
 
     prompt: str | None = None
+    template: PromptTemplate | None = None
     system: str | None = None
     url: str = CHAT
     params: dict[str, Any] = {}  # further fields of each request's body
@@ -246,15 +249,20 @@ class TableForm(Struct, frozen=True, tag="table"):
     errors_apart: ClassVar[bool] = False
 
     @property
+    def makes_requests(self) -> bool:
+        """Whether rows become requests to a language model."""
+        return self.prompt is not None or self.template is not None
+
+    @property
     def reserved(self) -> tuple[str, ...]:
         """The columns that results may add to those of the table, in their order."""
-        if self.prompt is None:
+        if not self.makes_requests:
             return RESULT_COLUMNS
         fields = () if self.schema is None else columns_of(self.schema)
         return (*fields, OUTPUT, ERROR, WARNINGS_COLUMN, ANSWERED_BY, FOLDED_FROM)
 
     def columns(self) -> list[str]:
-        """Return the columns that the templates and the choice of a model need."""
+        """Return the columns that prompts and the choice of a model need; a row may lack those of a `template`."""
         targets = [name for name in (self.model_column, self.adapter_column) if name is not None]
         return list(dict.fromkeys([*self.template_columns(), *targets]))
 
@@ -269,14 +277,14 @@ class TableForm(Struct, frozen=True, tag="table"):
         return [cells[name] for name in named if name is not None and cells[name]]
 
     def request(self, row: Row) -> Request:
-        if self.prompt is None:
+        if not self.makes_requests:
             raise InvalidRow(
                 'a table row is not a request: make its columns one with --prompt "… {column} …"',
                 code="missing_prompt",
             )
         cells = {name: text_of(value) for name, value in split_object(row.raw).items()}
         try:
-            text = render(self.prompt, cells)
+            text = cells[PROMPT] if self.prompt is None else render(self.prompt, cells)
             system = None if self.system is None else render(self.system, cells)
             names = self.target_names(cells)
         except KeyError as missing:
@@ -294,7 +302,11 @@ class TableForm(Struct, frozen=True, tag="table"):
 
     def arguments(self, row: Row) -> dict[str, Any]:
         """Return every column; the function engine passes those that the function has as parameters."""
-        return _columns.decode(row.raw)
+        return _columns.decode(self._own(row.raw))
+
+    def _own(self, raw: bytes) -> bytes:
+        """The columns of the input alone."""
+        return raw if self.template is None else without_additions(raw)
 
     def write_all(self, outcomes: Sequence[Outcome]) -> list[bytes]:
         """`write` for many outcomes."""
@@ -310,12 +322,13 @@ class TableForm(Struct, frozen=True, tag="table"):
         if self.names_models and (called := self.overrides.get("model")) is not None:
             members += b',"%b":%b' % (ANSWERED_BY.encode(), encode(called))
         raw = outcome.row.raw if error is None else _object_or_empty(outcome.row.raw)
+        raw = self._own(raw)
         return append_members(raw, members) + b"\n"
 
     def _results_of(self, outcome: Outcome) -> bytes:
         """The members before `error`: `output`, or the fields of the schema; a reply that was refused is shown."""
         body = outcome.body if outcome.error is None or outcome.status < ERROR_STATUS_MIN else None
-        output = b"null" if body is None else body if self.prompt is None else self._output(body)
+        output = b"null" if body is None else self._output(body) if self.makes_requests else body
         if self.schema is None or not (heads := heads_of(self.schema)):
             return b'"output":%b,' % (output if outcome.answer is None else outcome.answer)
         fields = {} if outcome.answer is None else split_object(outcome.answer)
@@ -350,10 +363,10 @@ class TableForm(Struct, frozen=True, tag="table"):
         members = split_object(line)
         schema = () if self.schema is None else columns_of(self.schema)
         names = [name for name in (*schema, "output", "error", WARNINGS_COLUMN, ANSWERED_BY) if name in members]
-        if self.prompt is None:
+        if not self.makes_requests:
             names = ["output", "error"]
         shared = b"".join(b"%b:%b," % (encode(name), bytes(members[name])) for name in names)
-        return append_members(row.raw, b'%b"folded_from":%d' % (shared, leader.number)) + b"\n"
+        return append_members(self._own(row.raw), b'%b"folded_from":%d' % (shared, leader.number)) + b"\n"
 
 
 Form = OpenAIForm | TableForm

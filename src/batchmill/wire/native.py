@@ -123,6 +123,7 @@ class Work(Struct, frozen=True, forbid_unknown_fields=True):
     format: Format | None = None  # None: detected from the name and the first row
     prompt: str | None = None  # a template for each row of a table, with {column}
     system: str | None = None
+    template: str | None = None  # in the place of `prompt`: a template of Jinja2, for keys that may send one
     url: str | None = None  # the path that prompts go to
     params: dict[str, Any] = {}  # further fields of each request that a prompt makes
     schema: dict[str, Any] | None = None  # a JSON Schema, which answers of language models must fit

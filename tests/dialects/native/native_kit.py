@@ -27,7 +27,7 @@ class Kit:
         service = ModelEntry(engine="openai", source="s", base_url="http://127.0.0.1:9/v1", adapters={"legal": "legal"})
         self.config = Config(
             data_dir=folder, base=folder, models={"f": function, "far": service},
-            projects={"small": ProjectEntry(models=["legal"])},
+            projects={"small": ProjectEntry(models=["legal"]), "open": ProjectEntry(templates=True)},
         )  # fmt: skip
         self.clock = HeldClock()
         self.database = Database(folder / "batchmill.db")

@@ -5,9 +5,9 @@ from dialects.native.native_kit import Kit
 from msgspec.structs import replace
 
 from batchmill.dialects.native.orders import Orders, Redactor
-from batchmill.errors import Conflict, InvalidInput, UnknownName
+from batchmill.errors import Conflict, Forbidden, InvalidInput, UnknownName
 from batchmill.services.project_jobs import ResultIds
-from batchmill.types import Caller, JobView, LedgerReport, Once, OutputSchema, Problem, Scope, Wait
+from batchmill.types import Caller, JobView, LedgerReport, Once, OutputSchema, Problem, PromptTemplate, Scope, Wait
 from batchmill.wire.native import NewJob, Work
 
 CALLER = Caller("default", Scope.SUBMIT, "k1")
@@ -48,6 +48,22 @@ async def test_an_order_says_all_that_was_asked(kit):
     assert made.origin == {
         "frontend": "native", "input_file_ids": [file_id], "files": {file_id: "rows.csv"}, "key": "k1",
     }  # fmt: skip
+
+
+async def test_only_keys_that_may_send_a_template(kit):
+    """Those that deploy code, and those of a project that the operator allows; others are told what to do."""
+    job = NewJob([await kit.stored("rows.csv")], ["far"], template="{{ a }}")
+    with pytest.raises(Forbidden, match="projects.default.templates") as refused:
+        await order(kit, job)
+    assert refused.value.code == "template_not_allowed"
+    with pytest.raises(Forbidden):
+        await order(kit, job, replace(CALLER, scope=Scope.ADMIN))
+    assert (await order(kit, job, replace(CALLER, scope=Scope.DEPLOY))).template == PromptTemplate("{{ a }}")
+    theirs = replace(job, files=[await kit.stored("rows.csv", "open")])
+    assert (await order(kit, theirs, Caller("open", Scope.SUBMIT, "k2"))).template is not None
+    async with Orders(kit.services).inputs(CALLER, work := Work(job.files, ["far"], template="{{ a }}")) as inputs:
+        with pytest.raises(Forbidden):  # of a preview
+            Orders(kit.services).work(CALLER, work, inputs)
 
 
 async def test_rows_may_name_any_model_where_none_is_named(kit):

@@ -22,7 +22,7 @@ from batchmill.jobs.ledger.files import is_folder
 from batchmill.jobs.results.results import errors_of
 from batchmill.models.registry import KINDS, ModelFlags, checked_budget, resolve
 from batchmill.object_store.urls import is_object_url
-from batchmill.types import DatasetSpec, JobOrder, ModelSpec, OutputSchema, Policy, ReplyRules
+from batchmill.types import DatasetSpec, JobOrder, ModelSpec, OutputSchema, Policy, PromptTemplate, ReplyRules
 from batchmill.wire.input_urls import is_hub_url, is_input_url, is_web_url
 from batchmill.wire.json_bytes import is_too_deep
 from batchmill.wire.output_schema import SCHEMA_ATTEMPTS_MAX, one_line, schema_of_fields
@@ -103,6 +103,8 @@ ORDER_OPTIONS = (
                  help="The input format [detected]."),
     click.option("--prompt", metavar="TEXT|@FILE",
                  help="The prompt template for rows of a table; {column} inserts a cell. @@ is a literal @."),
+    click.option("--template", metavar="FILE",
+                 help="A template of Jinja2 for the prompt, in the place of --prompt; {{ column }} inserts a cell."),
     click.option("--system", metavar="TEXT|@FILE", help="The template of the system prompt."),
     click.option("--model-column", metavar="NAME", help="The column that names the model of each row of a table."),
     click.option("--adapter-column", metavar="NAME", help="The column that names the adapter of each row."),
@@ -169,6 +171,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
         models=models,
         prompt=_template("--prompt", options["prompt"], session.cwd),
         system=_template("--system", options["system"], session.cwd),
+        template=_template_file(options["template"], session.cwd),
         model_column=options["model_column"],
         adapter_column=options["adapter_column"],
         constant_prompt=options["allow_constant_prompt"],
@@ -227,23 +230,33 @@ def _template(flag: str, text: str | None, cwd: Path) -> str | None:
     if text.startswith("@@"):
         return text[1:]
     way_out = f"{flag} @FILE reads a template from a file; write @@ for a text that begins with @"
+    return _file_text(f"{flag} {text}", cwd / Path(text[1:]).expanduser(), f"; {way_out}")
+
+
+def _template_file(path: str | None, cwd: Path) -> PromptTemplate | None:
+    """The template of --template. Raises: InvalidInput, as `_template`."""
+    if path is None:
+        return None
+    return PromptTemplate(_file_text(f"--template {path}", cwd / Path(path).expanduser()), name=path)
+
+
+def _file_text(what: str, path: Path, way_out: str = "") -> str:
+    """The text of a file, without the end of its last line. Raises: InvalidInput, which begins with `what`."""
     try:
-        with open(cwd / Path(text[1:]).expanduser(), "rb") as file:
+        with open(path, "rb") as file:
             data = file.read(TEMPLATE_BYTES_MAX + 1)
     except (OSError, ValueError) as error:
         cause = error.strerror if isinstance(error, OSError) else error
-        raise InvalidInput(f"{flag} {text}: {cause or error}; {way_out}", code="invalid_template") from None
+        raise InvalidInput(f"{what}: {cause or error}{way_out}", code="invalid_template") from None
     if len(data) > TEMPLATE_BYTES_MAX:
-        raise InvalidInput(
-            f"{flag} {text}: the file has more than {TEMPLATE_BYTES_MAX:,} bytes", code="invalid_template"
-        )
+        raise InvalidInput(f"{what}: the file has more than {TEMPLATE_BYTES_MAX:,} bytes", code="invalid_template")
     if not data.strip():
-        raise InvalidInput(f"{flag} {text}: the file is empty; {way_out}", code="invalid_template")
+        raise InvalidInput(f"{what}: the file is empty{way_out}", code="invalid_template")
     try:
         return data.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")  # an editor adds the last line's end
     except UnicodeDecodeError as error:
         raise InvalidInput(
-            f"{flag} {text}: the file is not UTF-8 text (byte {error.start})", code="invalid_template"
+            f"{what}: the file is not UTF-8 text (byte {error.start})", code="invalid_template"
         ) from None
 
 

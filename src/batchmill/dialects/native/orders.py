@@ -10,7 +10,8 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from batchmill.errors import InvalidInput
+from batchmill.config import ProjectEntry
+from batchmill.errors import Forbidden, InvalidInput
 from batchmill.object_store.urls import SHOWN_CHARS, is_object_url
 from batchmill.services.caller_objects import CallerObjects, shown_to_callers
 from batchmill.services.files.records import FileRecord
@@ -27,8 +28,10 @@ from batchmill.types import (
     Once,
     OutputSchema,
     Policy,
+    PromptTemplate,
     RemoteJob,
     ReplyRules,
+    Scope,
     Wait,
 )
 from batchmill.wire.bundles import ModelVersion
@@ -193,7 +196,10 @@ class Orders:
         """Return an order without the settings that only a job has."""
         config = self._services.config
         models = self._models(caller, work)
-        if not work.models and (work.prompt is not None or self._format(work, inputs) in ("csv", "parquet")):
+        self._check_template(caller, work)
+        if not work.models and (
+            work.prompt is not None or work.template is not None or self._format(work, inputs) in ("csv", "parquet")
+        ):
             raise InvalidInput(
                 "the rows of a table name no model: set `models` to one of "
                 f"{', '.join(model.name for model in models) or 'none, because this key may use no model'}",
@@ -209,6 +215,7 @@ class Orders:
             models=models,
             prompt=work.prompt,
             system=work.system,
+            template=None if work.template is None else PromptTemplate(work.template),
             url=work.url,
             params=work.params,
             schema=_schema_of(work),
@@ -282,6 +289,16 @@ class Orders:
                 raise InvalidInput(f"the model {name!r} is named twice", code="duplicate_model")
             chosen.append(spec)
         return directory.each_once(caller, chosen) if chosen else directory.specs(caller)
+
+    def _check_template(self, caller: Caller, work: Work) -> None:
+        """Raises: Forbidden: a template is code, though it runs in a sandbox."""
+        project = self._services.config.projects.get(caller.project, ProjectEntry())
+        if work.template is not None and not (caller.may(Scope.DEPLOY) or project.templates):
+            raise Forbidden(
+                "this key may send no template: use `prompt`, a key with the scope deploy, or ask the operator to set "
+                f"projects.{caller.project}.templates",
+                code="template_not_allowed",
+            )
 
     @staticmethod
     def _format(work: Work, inputs: Inputs) -> str | None:

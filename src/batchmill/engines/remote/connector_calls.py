@@ -408,7 +408,7 @@ def _who(row: Row) -> str:
 def _members(row: Row) -> dict[str, Any]:
     """The members of a row's body, its columns, or the members of the request that its form builds."""
     form = row.form
-    if isinstance(form, OpenAIForm) or form.prompt is None:
+    if isinstance(form, OpenAIForm) or not form.makes_requests:
         members = form.arguments(row)
     else:
         members = msgspec.json.decode(form.request(row).body)

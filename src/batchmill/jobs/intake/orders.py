@@ -25,7 +25,16 @@ from batchmill.object_store.urls import is_object_url
 from batchmill.optional import require
 from batchmill.states import JobState
 from batchmill.store.stored_files import StoredFiles
-from batchmill.types import Amendment, JobOrder, ModelSpec, OutputSchema, Policy, ReplyRules, Seal
+from batchmill.types import (
+    Amendment,
+    JobOrder,
+    ModelSpec,
+    OutputSchema,
+    Policy,
+    PromptTemplate,
+    ReplyRules,
+    Seal,
+)
 from batchmill.types.engine_traits import ENGINES, Source
 from batchmill.wire import forms
 from batchmill.wire.forms import (
@@ -47,6 +56,7 @@ from batchmill.wire.replies import FLAWS
 
 PRIORITY_MAX = 100
 PREFIX_CHARS_MAX = 100
+TEMPLATE_BYTES_MAX = 256 * 1024
 
 CHOICES = {"on_invalid": ("fail", "skip"), "on_engine_failure": ("pause", "fail")}
 
@@ -151,8 +161,14 @@ def describe(order: JobOrder, now: float) -> JobSpec:
         project=order.project,
         labels=order.labels,
         origin=order.origin,
-        is_small=order.origin is not None and order.output is None and may_be_small(order.dataset),
+        is_small=_may_be_small(order),
     )
+
+
+def _may_be_small(order: JobOrder) -> bool:
+    """Whether the job may lie in the database. Rows with prompts of a template lie in a file."""
+    is_at_server = order.origin is not None and order.output is None
+    return is_at_server and order.template is None and may_be_small(order.dataset)
 
 
 def _check_replies(order: JobOrder) -> None:
@@ -184,7 +200,7 @@ def _check_schema(order: JobOrder, schema: OutputSchema) -> None:
         )
     if all(model.takes_columns for model in order.models):
         raise InvalidInput("a schema is for the answers of language models", code="needless_schema")
-    url = (order.url or CHAT) if order.prompt is not None else CHAT
+    url = order.url or CHAT
     if url not in SCHEMA_URLS:
         raise InvalidInput(f"a schema is for {' and '.join(SCHEMA_URLS)}, not for {url}", code="schema_not_supported")
     for name in sorted({"response_format", "n"} & order.params.keys()):
@@ -263,7 +279,13 @@ def check_code(spec: JobSpec, now: dict[str, str], way_out: str) -> None:
 
 
 def _form(order: JobOrder, format_: str, job_id: str) -> Form:
-    mapped = {"--prompt": order.prompt, "--system": order.system, "--url": order.url, "--param": order.params or None}
+    mapped = {
+        "--prompt": order.prompt,
+        "--template": order.template,
+        "--system": order.system,
+        "--url": order.url,
+        "--param": order.params or None,
+    }
     mapped |= {"--model-column": order.model_column, "--adapter-column": order.adapter_column}
     mapped["--allow-constant-prompt"] = order.constant_prompt or None
     given = [flag for flag, value in mapped.items() if value is not None]
@@ -276,31 +298,51 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
             )
         return OpenAIForm(id_prefix=_id_prefix(job_id), together=order.together, schema=order.schema)
     calls = [model.name for model in order.models if not model.takes_columns]
-    if order.prompt is None:
+    if order.prompt is None and order.template is None:
         if given:
-            raise InvalidInput(f"{given[0]} has no effect without --prompt", code="missing_prompt")
+            raise InvalidInput(f"{given[0]} has no effect without --prompt or --template", code="missing_prompt")
         if calls:
             raise InvalidInput(
                 f"{order.dataset.paths[0]} is a table: say how a row becomes a request to {calls[0]!r} with --prompt "
-                '"… {column} …"',
+                '"… {column} …" or --template FILE',
                 code="missing_prompt",
             )
         return TableForm(is_text=format_ == "csv")
     if not calls:
         raise InvalidInput(
-            "--prompt is for language models: a function takes the columns by name", code="needless_prompt"
+            f"{given[0]} is for language models: a function takes the columns by name", code="needless_prompt"
         )
+    if order.template is not None:
+        _check_template(order, order.template)
     url = order.url or CHAT
     if url not in PROMPT_URLS:
-        raise InvalidInput(f"--prompt cannot fill {url!r}: use one of {', '.join(PROMPT_URLS)}", code="invalid_url")
+        raise InvalidInput(f"{given[0]} cannot fill {url!r}: use one of {', '.join(PROMPT_URLS)}", code="invalid_url")
     if order.system is not None and url not in (CHAT, RESPONSES):
-        raise InvalidInput(f"{url} knows no system prompt: put the text into --prompt", code="invalid_url")
+        raise InvalidInput(f"{url} knows no system prompt: put the text into {given[0]}", code="invalid_url")
     for text in (order.prompt, order.system):
         forms.parse(text or "")
     return TableForm(
-        prompt=order.prompt, system=order.system, url=url, params=order.params, schema=order.schema,
+        prompt=order.prompt, template=order.template, system=order.system, url=url, params=order.params,
+        schema=order.schema,
         may_be_constant=order.constant_prompt, model_column=order.model_column, adapter_column=order.adapter_column,
     )  # fmt: skip
+
+
+def _check_template(order: JobOrder, template: PromptTemplate) -> None:
+    """Raises: InvalidInput. Whether it is one, and which columns it names, is checked where it can be stopped."""
+    if order.prompt is not None:
+        raise InvalidInput("--prompt and --template both make the prompt: leave one of them out", code="two_prompts")
+    if not template.text.strip():
+        raise InvalidInput(f"{template.name} is empty: write the prompt of a row into it", code="invalid_template")
+    if len(template.text.encode()) > TEMPLATE_BYTES_MAX:
+        raise InvalidInput(
+            f"{template.name} has more than {TEMPLATE_BYTES_MAX:,} bytes: make it shorter", code="invalid_template"
+        )
+    if names := [model.name for model in order.models if model.takes_columns]:
+        raise InvalidInput(
+            f"{names[0]} is a function, which takes the columns by name: leave it out of a job with a template",
+            code="needless_prompt",
+        )
 
 
 def _id_prefix(job_id: str) -> str:
@@ -314,6 +356,8 @@ def identity(order: JobOrder, form: Form) -> str:
         shown_form = replace(form, id_prefix=OpenAIForm().id_prefix)
         if shown_form == OpenAIForm():
             shown_form = msgspec.Raw(APART)
+    elif form.template is not None:  # wherever its file lies
+        shown_form = replace(form, template=PromptTemplate(form.template.text))
     what = {
         "form": shown_form,
         "format": order.dataset.format,

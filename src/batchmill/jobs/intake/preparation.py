@@ -28,6 +28,7 @@ from batchmill.wire.features import features_of
 from batchmill.wire.forms import URLS, TableForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import SealReport
+from batchmill.wire.rendered_rows import TEMPLATE_FAULTS
 
 TARGETS_MAX = 2**16 - 2  # models and adapters of one job: a row's has a number of 16 bits
 SEALING_SHARE = 0.85  # of the progress that is shown
@@ -72,7 +73,7 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     planned = None
     choices: dict[int, Choice] = {}
     causes: dict[str, tuple[int, str]] = {}
-    may_run = report.rejected == 0 or spec.policy.on_invalid == "skip"
+    may_run = report.rejected == 0 or spec.policy.on_invalid == "skip" or _has_only_faults(request, report)
     if may_run and report.adapters and not request.is_preview:
         return msgspec.json.encode(Prepared(report, None, wanted=_by_model(sealing, report.adapters)))
     if may_run:
@@ -209,7 +210,15 @@ def may_be_columnar(spec: JobSpec) -> bool:
 
 
 def _has_prompt(spec: JobSpec) -> bool:
-    return isinstance(spec.form, TableForm) and spec.form.prompt is not None
+    return isinstance(spec.form, TableForm) and spec.form.makes_requests
+
+
+def _has_only_faults(request: PrepareOrder, report: SealReport) -> bool:
+    """Whether all that is wrong is what the template did to single rows: they are errors, and the others run."""
+    form = request.spec.form
+    if not isinstance(form, TableForm) or form.template is None or report.rejected == report.seal.rows:
+        return False
+    return all(refused.code in TEMPLATE_FAULTS for refused in plan.iter_rejected(Path(request.dataset)))
 
 
 def calls_language_models(models: list[ModelSpec]) -> bool:
