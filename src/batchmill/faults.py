@@ -28,6 +28,12 @@ PART_POINTS = (  # results in a folder of parts
     "before_manifest",  # all parts are in their places, there is no manifest
     "after_manifest",  # the manifest is there, parts that do not count remain
 )
+REUSE_POINTS = (  # results of an earlier job are taken over
+    "in_reuse_index",  # the columns of its index are written, their head is not
+    "after_reuse_index",  # the index is written, nothing is taken over
+    "in_reuse_segment",  # a block of results is in the kernel, the job's other rows are not looked up
+    "after_reuse",  # all of them are on disk, the ledger says validating
+)
 OBJECT_POINTS = (  # what is kept in an object store
     "before_put",  # outcomes are on the worker's disk, their object is not put
     "after_put",  # their object is put, no commit was sent

@@ -25,13 +25,13 @@ from batchmill.errors import InvalidConfig
 from batchmill.executors.local import LocalExecutor
 from batchmill.imports import import_large
 from batchmill.jobs.intake import preview
+from batchmill.jobs.job_space import JobSpace
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.files import PARTIAL
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.pools.dispatcher import Dispatcher, Sharing
 from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.jobs.pools.resources import Resources
-from batchmill.jobs.runner_tools import JobSpace
 from batchmill.jobs.service import JobService
 from batchmill.models import devices, redaction
 from batchmill.models.isolation import isolation_of_config
@@ -311,7 +311,7 @@ async def open_owner(
             directory.check()
         tasks = executor.tasks if isinstance(executor, ClusterExecutor) else None
         jobs = JobService(
-            JobSpace(config.data_dir, store.disk_quota, store.stored, is_clustered, tasks),
+            JobSpace(config.data_dir, store.disk_quota, store.stored, is_clustered, tasks, config.projects),
             commit_log, dispatcher, clock,
             adapters=models.adapters, retention=config.retention, children=prepared and prepared.children,
         )  # fmt: skip

@@ -324,6 +324,12 @@ class Jobs(Protocol):
         Raises: Conflict for a key that another order has used.
         """
 
+    async def count_reused(self, spec: Any, dataset: str, plan: str) -> int:
+        """How many rows of a sealed and planned dataset would take over results of earlier jobs.
+
+        Args: spec: a wire.job_spec.JobSpec. dataset, plan: their folders.
+        """
+
     async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
         """Jobs, the newest first; without their `problems`. Raises UnknownName for an `after` that is not a job."""
 

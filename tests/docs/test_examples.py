@@ -29,6 +29,7 @@ TASK_PAGES = [
     "docs/run-a-batch.md",
     "docs/results.md",
     "docs/structured-output.md",
+    "docs/reuse.md",
     "docs/use-a-function.md",
     "docs/functions.md",
     "docs/use-a-language-model.md",

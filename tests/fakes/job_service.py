@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from batchmill.config import RetentionEntry
+from batchmill.config.entries import ProjectEntry
 from batchmill.jobs.intake.adapters import NoAdapters
+from batchmill.jobs.job_space import JobSpace
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.pools.dispatcher import Dispatcher, Sharing
 from batchmill.jobs.pools.quarantine import Quarantine
 from batchmill.jobs.pools.resources import Resources
-from batchmill.jobs.runner_tools import JobSpace
 from batchmill.jobs.service import JobService
 from batchmill.ports import Adapters, Clock, Executor
 from batchmill.store.disk_room import DiskQuota
@@ -22,6 +24,7 @@ def job_service(
     data_dir: Path, ledger: Ledger, executor: Executor, clock: Clock, *, idle_timeout_s: float = 0.0,
     machine: Resources | None = None, adapters: Adapters = NoAdapters(), quotas: ProjectQuotas = ProjectQuotas(),
     retention: RetentionEntry = RetentionEntry(), is_shared: bool = False,
+    projects: Mapping[str, ProjectEntry] = {},
 ) -> JobService:  # fmt: skip
     """Close it: it closes the ledger too."""
     commit_log = CommitLog(ledger)
@@ -30,5 +33,5 @@ def job_service(
         quarantine=Quarantine(clock, ledger.database),
         sharing=Sharing(machine=machine),
     )  # fmt: skip
-    space = JobSpace(data_dir, DiskQuota(ledger.database, data_dir, quotas), is_shared=is_shared)
+    space = JobSpace(data_dir, DiskQuota(ledger.database, data_dir, quotas), is_shared=is_shared, projects=projects)
     return JobService(space, commit_log, dispatcher, clock, adapters=adapters, retention=retention)

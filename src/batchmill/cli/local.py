@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,7 @@ from batchmill.config import Config
 from batchmill.control import operations
 from batchmill.errors import InvalidInput
 from batchmill.jobs.intake.lengths import learn
+from batchmill.jobs.intake.reuse_orders import NONE, settled
 from batchmill.jobs.ledger.files import is_folder
 from batchmill.object_store.urls import ObjectInfo, is_object_url, open_store, parse_url
 from batchmill.services.data_dirs import data_dirs
@@ -28,12 +29,14 @@ from batchmill.services.directory.configured import ConfiguredModels
 from batchmill.services.functions.sent_archives import sent_archive
 from batchmill.types import JobOrder, JobView, ModelSpec, SalvageReport
 from batchmill.wire.input_urls import is_input_url
+from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import DeployReply, Estimate, Explanation, ModelInfo, ModelList, SealReport
 
 if TYPE_CHECKING:
     from batchmill.object_store.store import ObjectStore
 
 PIECE_BYTES = 1024 * 1024
+CountReused = Callable[[JobSpec, str, str], Awaitable[int]]
 PREVIEW = "batchmill.jobs.intake.preview"  # it needs SQLAlchemy
 
 
@@ -76,7 +79,27 @@ class LocalApp:
         self, order: JobOrder, config: Config, progress: Progress
     ) -> tuple[SealReport, Explanation | None]:
         data_dirs.prepare_data_dir(config.data_dir)
-        return await load_preview().plan(order, config.data_dir, progress)
+        async with self._counting(order, config) as (order, count):
+            return await load_preview().plan(order, config.data_dir, progress, count_reused=count)
+
+    @contextlib.asynccontextmanager
+    async def _counting(self, order: JobOrder, config: Config) -> AsyncIterator[tuple[JobOrder, CountReused]]:
+        """The order as its project has it, and what counts its rows that would take over results.
+
+        An owner that opens removes previews of its process: so it is opened first, if it is needed.
+        """
+
+        async def count(spec: JobSpec, dataset: str, plan: str) -> int:
+            async with self.open(config) as client:
+                planned = operations.PlannedRows(spec, dataset, plan)
+                return (await client.call(typed_request(operations.COUNT_REUSED, body=planned))).rows
+
+        order = settled(order, config.projects)
+        async with contextlib.AsyncExitStack() as stack:
+            if order.policy.reuse != NONE:
+                client = await stack.enter_async_context(self.open(config))
+                await client.call(typed_request(operations.PING))
+            yield order, count
 
     async def preview_estimate(
         self, order: JobOrder, config: Config, progress: Progress
@@ -88,7 +111,10 @@ class LocalApp:
         finished = [view for view in views if view.model == names and view.finished and view.elapsed_s]
         rate = finished[0].rows / finished[0].elapsed_s if finished else None
         lengths = learn(views, [model.name for model in order.models])
-        return await load_preview().estimate(order, config.data_dir, progress, rate, lengths=lengths)
+        async with self._counting(order, config) as (order, count):
+            return await load_preview().estimate(
+                order, config.data_dir, progress, rate, lengths=lengths, count_reused=count
+            )
 
     async def partial_results(self, config: Config, job_id: str, out: BinaryIO) -> int:
         async with self.open_jobs(config) as jobs:

@@ -216,7 +216,8 @@ def work_of(order: JobOrder) -> dict[str, Any]:
         "models": [model.name for model in order.models], "format": order.dataset.format, "prompt": order.prompt,
         "system": order.system, "template": None if order.template is None else order.template.text,
         "url": order.url, "params": order.params, "on_invalid": order.policy.on_invalid,
-        "dedupe": order.policy.dedupe, "deadline": order.policy.deadline,
+        "dedupe": order.policy.dedupe, "reuse": None if order.policy.reuse is None else order.policy.reuse != "none",
+        "deadline": order.policy.deadline,
         "allow_constant_prompt": order.constant_prompt, "model_column": order.model_column,
         "adapter_column": order.adapter_column,
     } | _schema_fields(order.schema)  # fmt: skip
@@ -237,7 +238,7 @@ def job_of(order: JobOrder) -> dict[str, Any]:
         "fail_on": order.replies.fail_on,
     }  # fmt: skip
     if order.output is not None and is_object_url(order.output):
-        fields |= {"output": order.output, "part_rows": order.part_rows, "overwrite": order.overwrite}
+        fields |= {"output": order.output, "part_rows": order.part_rows, "overwrite": order.overwrite or order.update}
         if is_folder(order.output):
             fields["output_format"] = order.output_format
     elif order.output is not None:
@@ -265,7 +266,7 @@ def _check_output(order: JobOrder) -> None:
         )
     output = Path(order.output)
     for path in (output,) if order.together else (output, errors_path(output)):
-        if path.exists() and not order.overwrite:
+        if path.exists() and not (order.overwrite or order.update):
             raise InvalidInput(
                 f"{path} exists and is not this job's: choose another output, or overwrite it with --overwrite",
                 code="output_exists",

@@ -210,6 +210,7 @@ class WorkOptions(TypedDict, total=False):
     allow_constant_prompt: bool  # a prompt may name no column: every row makes the same request
     on_invalid: Literal["fail", "skip"]  # with bad rows: run none, or give them error results
     dedupe: bool  # run identical requests once even where their answers may vary
+    reuse: bool | None  # take over results of earlier jobs with the same requests; None: as the project says
     deadline: MoreThanNothing | None  # seconds since the epoch, UTC
 
 
@@ -245,6 +246,7 @@ class DeployOptions(TypedDict, total=False):
     batch_window_s: float | None  # the longest wait for a batch to fill; 0: none; None: 10 ms
     frame_columns: list[str]
     is_idempotent: bool
+    is_deterministic: bool  # equal rows have equal results: projects may reuse them
     received_shapes: bool
     examples: list[Any]  # arguments by name (an object) or by position (a list): each is called before it counts
     is_shared: bool | None  # other projects may call it

@@ -36,6 +36,7 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | models.NAME.price            | USD per million tokens: `input`, `cached` (as `input` if absent), `output` |
 |                              | or one number for all of them                                             |
 | models.NAME.limits           | the fields of types.Limits                                                |
+| models.NAME.deterministic    | equal requests have equal results, so they may be taken over              |
 | models.NAME.cpus             | cores of a cluster that one copy takes                                    |
 | models.NAME.resources        | custom resources of a cluster's nodes that one copy takes                 |
 | cluster.executor             | "ray": workers are Ray actors; none: processes of this machine            |
@@ -76,6 +77,8 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | projects.NAME.functions      | the deployed functions it may use; none: all, or as `models` says         |
 | projects.NAME.objects        | folders of object stores that its jobs may use; none: no objects          |
 | projects.NAME.templates      | whether all its keys may send templates of Jinja2; those that deploy may  |
+| projects.NAME.reuse          | rows with deterministic requests take over results of earlier jobs        |
+| projects.NAME.reuse_age_s    | of jobs that ended at most so long ago                                    |
 | projects.NAME.quotas         | its own, in the place of those in `quotas`                                |
 | quotas                       | the fields of types.Quotas: what each project may have                    |
 | functions.isolate            | "bubblewrap": deployed functions see nothing of the machine but the       |
@@ -155,6 +158,7 @@ class ModelEntry(ReplicaEntry, frozen=True):
     secrets: dict[str, str] = {}
     price: Price | float | None = None
     limits: Limits = Limits()
+    deterministic: bool = False  # equal requests have equal results
 
 
 class ServerEntry(Struct, frozen=True):
@@ -188,6 +192,8 @@ class ProjectEntry(Struct, frozen=True):
     functions: list[str] | None = None
     objects: list[str] = []  # URLs of folders: "s3://bucket/team-a/"
     templates: bool = False
+    reuse: bool = False  # deterministic rows take over results of earlier jobs
+    reuse_age_s: float = 30 * 86_400.0  # at most so old
     quotas: dict[str, int | str] = {}
 
 

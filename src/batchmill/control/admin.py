@@ -18,6 +18,8 @@ from batchmill.control.operations import (
     LocalFile,
     LocalRetry,
     NewRemoteModel,
+    PlannedRows,
+    RowCount,
     SecretList,
     SecretValue,
     ShowCluster,
@@ -69,6 +71,7 @@ class JobHandlers:
             (own.RETRY, self.retry),
             (own.PARTIAL, self.partial),
             (own.REBUILD, self.rebuild),
+            (own.COUNT_REUSED, self.count_reused),
             (table.LIST_JOBS, self.list),
             (table.SHOW_JOB, self.show),
             (table.AMEND_JOB, self.amend),
@@ -93,6 +96,10 @@ class JobHandlers:
 
     async def rebuild(self, call: OwnerCall) -> LedgerReport:
         return await self._jobs.rebuild(call.name)
+
+    async def count_reused(self, call: OwnerCall) -> RowCount:
+        planned: PlannedRows = call.body
+        return RowCount(await self._jobs.count_reused(planned.spec, planned.dataset, planned.plan))
 
     async def list(self, call: OwnerCall) -> JobPage:
         query: ListJobs = call.query

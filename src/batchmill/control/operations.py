@@ -14,6 +14,7 @@ from batchmill.services.remote.stored import ConnectorRecord, RemoteModel
 from batchmill.services.secrets.shown import Rotated, SecretInfo
 from batchmill.types import JobOrder, JobView, LedgerReport, ModelSpec, RetryChange, Scope, Submitted
 from batchmill.types.cluster import ClusterView
+from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import DeployReply, ModelList, Name
 from batchmill.wire.native_models import AdapterInfo, NewAdapter
 from batchmill.wire.operations import NOTHING, SHOW_JOB, Endpoint
@@ -29,6 +30,18 @@ class LocalFile(Struct, frozen=True):
     """A file on this machine."""
 
     path: str
+
+
+class PlannedRows(Struct, frozen=True):
+    """Rows that were sealed and planned, and are not run."""
+
+    spec: JobSpec
+    dataset: str  # folders
+    plan: str
+
+
+class RowCount(Struct, frozen=True):
+    rows: int
 
 
 class SecretValue(Struct, frozen=True):
@@ -112,6 +125,11 @@ PARTIAL = Endpoint(
 REBUILD = Endpoint(
     "rebuild", "POST", f"{_JOBS}/{{job_id}}/rebuild", "Rebuild the ledger", _USER, LedgerReport, is_idempotent=True
 )
+
+COUNT_REUSED = Endpoint(
+    "countReused", "POST", f"{_JOBS}/reused", "Count planned rows whose results earlier jobs have", _USER, RowCount,
+    body=PlannedRows, is_idempotent=True, is_long=True,
+)  # fmt: skip
 
 SHOW_CLUSTER = Endpoint(
     "showCluster", "GET", f"{PREFIX}/cluster", "Show the cluster and what runs there", _USER, ClusterView,

@@ -243,6 +243,7 @@ class Tables:
         self._checksums = self._create(layout.CHECKSUMS)
         self._rejected = self._create(layout.REJECTED)
         self._keys = [self._create(name) for name in layout.KEYS] if order.keys else []
+        self._requests = self._create(layout.REQUESTS) if order.requests else None
         self.has_ids = isinstance(order.form, OpenAIForm)
         self._hashes = self._create(layout.HASHES) if self.has_ids else None
         self.rows = 0
@@ -278,6 +279,8 @@ class Tables:
                 self._hashes.write(chunk.ids)
             for file, column in zip(self._keys, chunk.keys, strict=False):
                 file.write(column)
+            if self._requests is not None:
+                self._requests.write(chunk.requests)
             self._end = chunk.end
         self._rejected.writelines(lines)
         for refused in chunk.refused[: self._problems_max - len(self._problems)]:
@@ -290,7 +293,7 @@ class Tables:
 
     def _check_limits(self, chunk: ValidatedChunk, rejected_bytes: int) -> None:
         """Count a chunk before it is written. Raises: InvalidDataset, OverQuota, StorageFull."""
-        columns = [chunk.offsets, chunk.checksums, chunk.ids, *(chunk.keys if self._keys else ())]
+        columns = [chunk.offsets, chunk.checksums, chunk.ids, chunk.requests, *(chunk.keys if self._keys else ())]
         if self.rows + chunk.rows > self._size_limits.rows_max:
             self._size_limits.refuse_rows()
         self._size_limits.add(layout.CHUNK.size + sum(map(len, columns)) + rejected_bytes)

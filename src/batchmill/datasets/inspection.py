@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import zlib
 from array import array
 from collections.abc import Iterator
 from itertools import accumulate, islice, pairwise
-from typing import Any
 
 import msgspec
 from blake3 import blake3
@@ -17,6 +15,7 @@ from msgspec import Raw, Struct
 from batchmill.checksums import checksum
 from batchmill.datasets.layout import BLOCK_BYTES, BOM, CHUNK_BYTES, RANGE_BYTES
 from batchmill.datasets.orders import ByteRange, Fold, RangeEnd, RefusedRow, SealOrder, SourcePart, ValidatedChunk
+from batchmill.datasets.request_digests import FOLD_BYTES, NO_DIGEST, NO_FOLD, canonical_of, digest_of, fold_of
 from batchmill.datasets.sources import Source, describe, open_source
 from batchmill.datasets.validation import CheckedLine, id_of, rules_for
 from batchmill.errors import InputChanged, InvalidDataset
@@ -29,8 +28,6 @@ LEVEL_BITS = 10
 BYTES_A_TOKEN = 4
 OUTPUT_TOKENS_DEFAULT = 256  # of a row without a limit
 COST_MAX = 2**32 - 1
-FOLD_BYTES = 16
-NO_FOLD = bytes(FOLD_BYTES)
 
 _DETERMINISTIC_URLS = frozenset((EMBEDDINGS, RERANK, SCORE))
 _EMPTY = Raw(b"")
@@ -40,6 +37,7 @@ class PlanKeys(Struct, gc=False):
     prefix: int = 0
     cost: int = 0
     fold: bytes = NO_FOLD
+    request: bytes = NO_DIGEST
 
 
 class _Head(Struct, gc=False):
@@ -78,12 +76,10 @@ class _Head(Struct, gc=False):
 
 
 _head = msgspec.json.Decoder(_Head).decode
-# Floats and huge integers keep their digits: 1.0 and 1.00 may differ, 2**70 and 2**70 + 1 must differ.
-_exact = msgspec.json.Decoder(float_hook=lambda digits: Raw(digits.encode())).decode
 
 
-def of_request(request: Request, target: int, fold: Fold) -> PlanKeys:
-    """The keys of a request to a language model; its body has been checked."""
+def of_request(request: Request, target: int, fold: Fold, *, requests: bool = False) -> PlanKeys:
+    """The keys of a request to a language model; its body has been checked. Args: requests: with its digest."""
     try:
         head = _head(request.body)
     except msgspec.ValidationError:  # an unchecked field has the name, but not the type, of one of _Head
@@ -91,16 +87,26 @@ def of_request(request: Request, target: int, fold: Fold) -> PlanKeys:
     text = head.text() or request.body
     cost = len(text) // BYTES_A_TOKEN + head.output_tokens(request.url)
     keys = PlanKeys(prefix_of(text), min(cost, COST_MAX))
-    if fold != "none" and not head.stream and (fold == "all" or head.is_deterministic(request.url)):
-        keys.fold = fold_of(request.url, request.body, target, without="model")
+    is_deterministic = head.is_deterministic(request.url)
+    folds = fold != "none" and not head.stream and (fold == "all" or is_deterministic)
+    may_be_reused = requests and not head.stream and not head.conversation
+    if folds or may_be_reused:
+        canonical = canonical_of(request.body, without="model")
+        keys.fold = fold_of(request.url, canonical, target) if folds else NO_FOLD
+        if may_be_reused:
+            keys.request = digest_of(request.url, canonical, is_deterministic=is_deterministic)
     return keys
 
 
-def of_arguments(url: str, data: bytes, target: int, fold: Fold) -> PlanKeys:
+def of_arguments(url: str, data: bytes, target: int, fold: Fold, *, requests: bool = False) -> PlanKeys:
     """The keys of a row whose fields are a function's arguments. The function may be impure: only `all` folds it."""
-    return PlanKeys(
-        0, min(len(data) // BYTES_A_TOKEN, COST_MAX), fold_of(url, data, target) if fold == "all" else NO_FOLD
-    )
+    keys = PlanKeys(0, min(len(data) // BYTES_A_TOKEN, COST_MAX))
+    if fold == "all" or requests:
+        canonical = canonical_of(data)
+        keys.fold = fold_of(url, canonical, target) if fold == "all" else NO_FOLD
+        if requests:
+            keys.request = digest_of(url, canonical, is_deterministic=False)
+    return keys
 
 
 def prefix_of(text: bytes) -> int:
@@ -111,21 +117,6 @@ def prefix_of(text: bytes) -> int:
         key = key << LEVEL_BITS | (crc * 0x9E3779B1 & 0xFFFFFFFF) >> (32 - LEVEL_BITS)
         start = level
     return key
-
-
-def fold_of(url: str, body: bytes, target: int, without: str | None = None) -> bytes:
-    """128 bits that are equal for equal requests: a hash of the resolved model and every field, in a fixed order.
-
-    `without` names the field that the target replaces.
-    """
-    try:
-        members: dict[str, Any] = _exact(body)
-    except msgspec.ValidationError:  # a number with too many digits to read: such a row equals no other
-        return NO_FOLD
-    members.pop(without, None)
-    canonical = msgspec.json.encode(members, order="deterministic")
-    head = b"%s\0%d\0" % (url.encode(), target)
-    return hashlib.blake2b(head + canonical, digest_size=FOLD_BYTES).digest()
 
 
 GROUP_LINES = 16  # lines whose brackets are counted at once
@@ -296,6 +287,7 @@ class Inspector:
             ids=findings.ids.tobytes(),
             keys=findings.keys.pack() if findings.keys is not None else (b"", b"", b"", b""),
             refused=findings.refused,
+            requests=bytes(findings.keys.requests) if findings.keys is not None else b"",
         )
 
     def _check_lines(self, lines: list[bytes], starts: array[int], harmless: bool) -> Findings:
@@ -350,6 +342,7 @@ class KeyColumns:
 
     def __init__(self) -> None:
         self._targets, self._prefixes, self._costs, self._folds = array("H"), array("Q"), array("I"), bytearray()
+        self.requests = bytearray()  # digests, if the order asks for them
 
     @classmethod
     def of_functions(cls, targets: list[int], sizes: list[int]) -> KeyColumns:
@@ -370,15 +363,17 @@ class KeyColumns:
         self._prefixes.append(keys.prefix)
         self._costs.append(keys.cost)
         self._folds += keys.fold
+        if order.requests:
+            self.requests += keys.request
 
     @staticmethod
     def _keys(checked: CheckedLine, line: bytes, order: SealOrder) -> PlanKeys:
-        request = checked.request
+        request, fold = checked.request, order.fold
         if request is None:
-            return of_arguments("", line, checked.target, order.fold)
+            return of_arguments("", line, checked.target, fold, requests=order.requests)
         if order.urls[checked.model] is None:
-            return of_arguments(request.url, request.body, checked.target, order.fold)
-        return of_request(request, checked.target, order.fold)
+            return of_arguments(request.url, request.body, checked.target, fold, requests=order.requests)
+        return of_request(request, checked.target, fold, requests=order.requests)
 
     def pack(self) -> tuple[bytes, bytes, bytes, bytes]:
         return self._targets.tobytes(), self._prefixes.tobytes(), self._costs.tobytes(), bytes(self._folds)

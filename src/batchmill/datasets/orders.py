@@ -46,6 +46,7 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     no_space_message: str = ""  # the message of the error when `bytes_left` is not enough
     keys: bool = False  # write the columns that the plan is made from
     fold: Fold = "none"  # which rows may share a result
+    requests: bool = False  # write the digest of each request: results of other jobs are looked for. Needs `keys`
     columns_max: int | None = None  # different columns of a table whose rows may differ; None: no limit
     problems_max: int = 1000
     processes: int = 2
@@ -95,6 +96,7 @@ class ValidatedChunk(Struct, frozen=True, array_like=True):
     ids: bytes  # i64 a row: hash of the custom_id; empty for tables
     keys: tuple[bytes, bytes, bytes, bytes]  # target u16, prefix u64, cost u32, fold 2 x u64; empty without keys
     refused: list[RefusedRow]
+    requests: bytes = b""  # digest of each request, if the order asks for them
 
 
 class RangeEnd(Struct, frozen=True, array_like=True):

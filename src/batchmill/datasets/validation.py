@@ -186,7 +186,7 @@ class OpenAIRules:
         is_known = not order.any_model
         self._envelope_only = is_known and order.urls == [None] and not order.keys and order.default is not None
         # With several models, the rows of functions name theirs. Rows that may be folded are checked one by one.
-        self._some_functions = is_known and None in order.urls and order.fold != "all"
+        self._some_functions = is_known and None in order.urls and order.fold != "all" and not order.requests
 
     def bulk(self, lines: list[bytes]) -> Bulk | None:
         if not (self._envelope_only or self._some_functions):

@@ -24,6 +24,13 @@ WAYS_OUT = "resume it to try again, or cancel it again to end it without their r
 REQUESTED = frozenset({PauseReason.INTERRUPTED, PauseReason.REQUESTED})  # the caller knows why the job paused
 
 
+ENDS_EARLY = frozenset({JobState.VALIDATING, JobState.QUEUED})  # where an early end interrupts what a job waits for
+
+
+class EndsEarly(Exception):
+    """The job must end before its rows run."""
+
+
 class EarlyEnd(Struct, frozen=True):
     """The final state of a job that ends early, and the error of the rows that never ran."""
 

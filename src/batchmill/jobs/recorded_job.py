@@ -136,6 +136,10 @@ class RecordedJob:
         await self._commit_log.call(
             outcome_map.adopt, self._ledger, self.spec, generation, plan, self.files, counted=counted
         )
+        for commit, cost in counted:
+            if commit.rows_reused:
+                model = self.spec.models[plan.shards()[commit.lease.shard].model].name
+                self._tools.dispatcher.tallies.count(self.spec.project, model, commit, cost)
         return sum(cost or 0.0 for _, cost in counted)
 
     async def _offload_owned(self, target: str, order: bytes, progress: Callable[[float], None], **kw: Any) -> bytes:

@@ -87,6 +87,7 @@ class _Rebuild:
         self._epochs: dict[Key, int] = defaultdict(int)  # the highest that a lease or a block of the shard had
         self._usage = Usage()
         self._warnings: Counter[str] = Counter()
+        self._reused = 0  # rows
         self._failed: list[_Orphan] = []  # the blocks of errors that count
         self._damaged = BreachList()
         for shard in order.before.shards:
@@ -185,6 +186,7 @@ class _Rebuild:
         outcomes.take(block)
         self._usage += block.meta.usage
         self._warnings.update(block.meta.warnings)
+        self._reused += block.meta.reused
         if not block.ok:
             self._failed.append(_orphan(block))
         return True
@@ -231,7 +233,7 @@ class _Rebuild:
             generation=self._reach_open_rows(maps, states),
             counters=Counters(
                 rows=plan.rows, rows_ok=states.count(OK), rows_failed=states.count(FAILED) + plan.rejected,
-                rows_folded=plan.followers, rows_rejected=plan.rejected, usage=self._usage,
+                rows_folded=plan.followers, rows_reused=self._reused, rows_rejected=plan.rejected, usage=self._usage,
                 warnings=dict(self._warnings),
                 cost=sum(costs) if costs else None,
             ),

@@ -34,11 +34,11 @@ from batchmill.errors import (
     to_storage_error,
 )
 from batchmill.jobs import early_end
-from batchmill.jobs.early_end import EarlyEnd, early_end_of
+from batchmill.jobs.early_end import ENDS_EARLY, EarlyEnd, EndsEarly, early_end_of
 from batchmill.jobs.failover import RouteFailover, with_code
 from batchmill.jobs.intake import PREPARE, adapters, retries, routing
 from batchmill.jobs.intake.adapters import AdapterWork
-from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed, prepare
+from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed, prepare, reuses
 from batchmill.jobs.intake.preview import seal_and_plan
 from batchmill.jobs.intake.retry_plan import RetryOrder, plan_retry
 from batchmill.jobs.ledger import ledger, packed
@@ -57,13 +57,6 @@ from batchmill.types import ModelSpec, Policy, RetryChange
 from batchmill.wire.job_spec import JobSpec
 
 T = TypeVar("T")
-
-
-ENDS_EARLY = frozenset({JobState.VALIDATING, JobState.QUEUED})  # where an early end interrupts what a job waits for
-
-
-class _EndsEarly(Exception):
-    """The job must end before its rows run."""
 
 
 class JobRunner(RecordedJob):
@@ -269,7 +262,7 @@ class JobRunner(RecordedJob):
         self._raise_if_stopped()
         try:
             await self._interruptible(self._turn.take())
-        except _EndsEarly:
+        except EndsEarly:
             await self._write_cancelling()
 
     async def _validating(self) -> None:
@@ -280,7 +273,11 @@ class JobRunner(RecordedJob):
         models = self.spec.models
         try:
             prepared = await self._prepared()
-        except _EndsEarly:
+            if prepared.plan is not None:
+                await self._interruptible(
+                    self._tools.earlier_jobs.take_over(self.spec, self.files, self._show_progress)
+                )
+        except EndsEarly:
             assert self._early is not None, "an early end was requested"
             await asyncio.to_thread(self.files.clear_refused)
             await self._end(self._early.state, cancelling=self._clock.now())
@@ -405,11 +402,11 @@ class JobRunner(RecordedJob):
 
     def _reserve(self) -> None:
         """Start the workers while the rows are read."""
-        if len(self.spec.models) == 1 and not self.spec.models[0].needs_route:
+        if len(self.spec.models) == 1 and not self.spec.models[0].needs_route and not reuses(self.spec):
             self._dispatcher.reserve(self.spec.id, self.spec.models, self.spec.code)
 
     async def _prepared(self) -> Prepared:
-        """Seal, plan, and fetch the adapters that rows name. Raises: OverQuota, JobPaused, _EndsEarly."""
+        """Seal, plan, and fetch the adapters that rows name. Raises: OverQuota, JobPaused, EndsEarly."""
         while True:
             await self._routes.measure(self.spec.models)
             folders = str(self.files.dataset), str(self.files.plan(0))
@@ -456,7 +453,7 @@ class JobRunner(RecordedJob):
             self._reserve()
 
     async def _interruptible(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for long work. Raises: the error that pauses the job meanwhile; _EndsEarly before its rows run."""
+        """Wait for long work. Raises: the error that pauses the job meanwhile; EndsEarly before its rows run."""
         ends_early = self._state in ENDS_EARLY
         child = self._child = asyncio.create_task(work)
         if ends_early and (self.stop_reason is not None or self._early is not None):
@@ -466,7 +463,7 @@ class JobRunner(RecordedJob):
         except asyncio.CancelledError:
             self._raise_if_stopped()
             if ends_early and self._early is not None:
-                raise _EndsEarly from None
+                raise EndsEarly from None
             raise
         finally:
             self._child = None

@@ -7,24 +7,15 @@ from pathlib import Path
 from msgspec import Struct
 
 from batchmill.children.offload import Offload
+from batchmill.jobs.intake.reuse_jobs import EarlierJobs
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.scratch import Scratch
 from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.turns import Turns
 from batchmill.ports import Adapters, Clock, NodeTasks
 from batchmill.store.disk_room import DiskQuota, DiskReserve
-from batchmill.store.stored_files import LocalFiles, StoredFiles
+from batchmill.store.stored_files import StoredFiles
 from batchmill.wire.job_spec import JobSpec
-
-
-class JobSpace(Struct, frozen=True, eq=False):
-    """Where jobs keep their files."""
-
-    data_dir: Path
-    disk_quota: DiskQuota  # counts the bytes of projects
-    stored: StoredFiles = LocalFiles()  # where the files are durable
-    is_shared: bool = False  # workers on other machines read them
-    tasks: NodeTasks | None = None  # pieces of work on these machines; None: they read no object store
 
 
 class RunnerTools(Struct, frozen=True):
@@ -43,6 +34,7 @@ class RunnerTools(Struct, frozen=True):
     turns: Turns
     is_shared: bool  # see JobSpace
     tasks: NodeTasks | None
+    earlier_jobs: EarlierJobs
 
     def disk_quota_of(self, spec: JobSpec) -> DiskQuota | None:
         """The disk quota that counts the bytes of a server's job; None for a command's job."""

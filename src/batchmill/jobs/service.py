@@ -30,6 +30,9 @@ from batchmill.jobs.audits import Audits
 from batchmill.jobs.early_end import EarlyEnd
 from batchmill.jobs.failover import with_code
 from batchmill.jobs.intake import adapters, orders, retries, routing
+from batchmill.jobs.intake.reuse_jobs import EarlierJobs
+from batchmill.jobs.intake.reuse_orders import settled
+from batchmill.jobs.job_space import JobSpace
 from batchmill.jobs.ledger import ledger
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger.commits import CommitLog
@@ -50,7 +53,7 @@ from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.results import publishing
 from batchmill.jobs.retention import Retention, refuse_compacted
 from batchmill.jobs.runner import JobRunner
-from batchmill.jobs.runner_tools import JobSpace, RunnerTools
+from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.turns import Turns
 from batchmill.ports import Adapters, Clock, Live
 from batchmill.states import ENDED, JobState, PauseReason
@@ -102,9 +105,11 @@ class JobService:
         self._disk_reserve = DiskReserve(data_dir / "disk_reserve")
         self._children = children or Children()
         self._scratch = Scratch(data_dir, database)
+        earlier = EarlierJobs(space, commit_log.ledger, clock, self._children.offload)
+        self.count_reused = earlier.count
         self._tools = RunnerTools(
             data_dir, self._commit_log, self._dispatcher, clock, self._disk_reserve, self._children.offload,
-            adapters, disk_quota, stored, self._scratch, Turns(), space.is_shared, space.tasks,
+            adapters, disk_quota, stored, self._scratch, Turns(), space.is_shared, space.tasks, earlier,
         )  # fmt: skip
         self._active, self._audits = ActiveJobs(self._tools), Audits(self._tools)
         self._submitting: set[asyncio.Task[Submitted]] = set()
@@ -206,7 +211,7 @@ class JobService:
 
     async def submit(self, order: JobOrder) -> Submitted:
         """As `ports.Jobs.submit`. A submission that has begun is completed, even if its caller is cancelled."""
-        task = asyncio.create_task(self._submit(order))
+        task = asyncio.create_task(self._submit(settled(order, self._space.projects)))
         self._submitting.add(task)
         task.add_done_callback(self._submitted)
         return await asyncio.shield(task)
@@ -278,9 +283,9 @@ class JobService:
                 code="input_changed",
             )
         if spec.output is not None:
-            may_replace = known is not None or order.overwrite
-            spec = await asyncio.to_thread(orders.checked_output, spec, may_replace=may_replace)
             records = await self._read(job_records.naming_outputs)
+            may_replace = await asyncio.to_thread(orders.may_replace, order, spec, known, records, is_same=is_same)
+            spec = await asyncio.to_thread(orders.checked_output, spec, may_replace=may_replace)
             others = [record for record in records if known is None or record["id"] != known["id"]]
             await asyncio.to_thread(orders.refuse_shared_output, spec, others)
         if unfinished:

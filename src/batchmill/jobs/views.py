@@ -98,6 +98,7 @@ def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobVie
         rows_ok=record["rows_ok"],
         rows_failed=record["rows_failed"],
         rows_folded=record["rows_folded"],
+        rows_reused=record["rows_reused"],
         rows_rejected=record["rows_rejected"],
         usage=Usage(record["input_tokens"], record["cached_tokens"], record["output_tokens"]),
         cost=record["cost"],

@@ -101,6 +101,7 @@ def resolve(name: str, config: Config, *, cwd: Path, flags: ModelFlags = ModelFl
         secrets=entry.secrets,
         price=Price.of(entry.price),
         limits=entry.limits,
+        is_deterministic=entry.deterministic,
         connector=connector,
         provider=kind.provider,
         routes=_routes(name, entry, config, cwd),

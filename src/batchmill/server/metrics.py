@@ -333,6 +333,8 @@ class Metrics:
         yield counter_family(
             "reply_warnings", "Results whose reply has a flaw.", [project, model, "kind"], tallies.warnings
         )
+        help_text = "Rows that took over the result of an earlier job."
+        yield counter_family("rows_reused", help_text, [project, model], tallies.reused)
         yield counter_family(
             "live_tokens", "Tokens of live requests; kind input includes cached.", [project, model, "kind"],
             self._live_tokens,

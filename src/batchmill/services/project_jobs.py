@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
 from batchmill.children.fair_semaphore import FairSemaphore
+from batchmill.config.entries import ProjectEntry
 from batchmill.errors import Gone, StorageFull, UnknownName
 from batchmill.jobs.intake import preview
 from batchmill.jobs.intake.lengths import AnswerLengths
+from batchmill.jobs.intake.reuse_orders import settled
 from batchmill.jobs.pools.resources import hide_names
 from batchmill.ports import Jobs
 from batchmill.services.directory.directory import ModelDirectory
@@ -60,6 +62,7 @@ class ProjectJobs:
 
     def __init__(self, jobs: Jobs, files: FileService, directory: ModelDirectory) -> None:
         self._jobs, self._files, self.directory = jobs, files, directory
+        self.count_reused = jobs.count_reused
         self._results: OrderedDict[tuple[str, int, str], ResultIds] = OrderedDict()
 
     async def submit(self, caller: Caller, order: JobOrder) -> Submitted:
@@ -219,8 +222,10 @@ def _ignore_progress(share: float) -> None:
 class PreviewService:
     """Raises, everywhere: InvalidInput if the order cannot run as it is; Unavailable if too many previews wait."""
 
-    def __init__(self, data_dir: Path, disk: DiskQuota) -> None:
-        self._data_dir, self._disk = data_dir, disk
+    def __init__(
+        self, data_dir: Path, disk: DiskQuota, jobs: ProjectJobs, projects: Mapping[str, ProjectEntry]
+    ) -> None:
+        self._data_dir, self._disk, self._jobs, self._projects = data_dir, disk, jobs, projects
         self._semaphore = FairSemaphore(PREVIEWS_AT_ONCE, waiting_max=WAITING_MAX, what="datasets to look at")
 
     async def validate(self, order: JobOrder) -> SealReport:
@@ -231,12 +236,15 @@ class PreviewService:
     async def plan(self, order: JobOrder) -> Planned:
         """Return the order in which the rows would run."""
         async with self._semaphore.slot(order.project):
-            return Planned(*await preview.plan(order, self._data_dir, _ignore_progress, self._disk))
+            order = settled(order, self._projects)
+            count = self._jobs.count_reused
+            return Planned(*await preview.plan(order, self._data_dir, _ignore_progress, self._disk, count_reused=count))
 
     async def estimate(self, order: JobOrder, rows_per_s: float | None, lengths: Sequence[AnswerLengths]) -> Estimated:
         """Estimate tokens, cost and, at the given rate, time. Args: lengths: of the answers of earlier jobs."""
         async with self._semaphore.slot(order.project):
             estimated = await preview.estimate(
-                order, self._data_dir, _ignore_progress, rows_per_s, self._disk, lengths=lengths
-            )
+                settled(order, self._projects), self._data_dir, _ignore_progress, rows_per_s, self._disk,
+                lengths=lengths, count_reused=self._jobs.count_reused,
+            )  # fmt: skip
             return Estimated(*estimated)

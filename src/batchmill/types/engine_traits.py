@@ -81,7 +81,7 @@ ENGINES: dict[str, EngineTraits] = {
     CONNECTOR: EngineTraits(
         class_path="batchmill.engines.remote.connector:ConnectorEngine",
         configured_as="connector",
-        settings=frozenset({"price", "engine_args"}),
+        settings=frozenset({"price", "engine_args", "deterministic"}),
         limits=_SERVICE_LIMITS,
         source=Source.CONNECTOR,
         takes_columns=True,
@@ -90,7 +90,7 @@ ENGINES: dict[str, EngineTraits] = {
     FUNCTION: EngineTraits(
         class_path="batchmill.engines.function.engine:LocalFunctionEngine",
         configured_as="function",
-        settings=_REPLICAS | {"workers", "price"},
+        settings=_REPLICAS | {"workers", "price", "deterministic"},
         limits=frozenset({"in_flight_max", "attempt_timeout_s", "memory_bytes"}),
         refusals={"python": "a function runs in batchmill's environment; `batchmill deploy` gives it its own"},
         source=Source.CODE,

@@ -113,6 +113,7 @@ class Commit(Struct, frozen=True):
     samples: dict[str, str] = {}  # error code -> one message
     warnings: dict[str, int] = {}  # of replies that count as results: name in wire.replies.WARNINGS -> replies
     blocks: bytes = b""  # those of `ref`, if it is durable only with the commit
+    rows_reused: int = 0  # of rows_ok: their results are those of an earlier job
 
 
 class LedgerReport(Struct, frozen=True):
@@ -160,6 +161,7 @@ class Policy(Struct, frozen=True, forbid_unknown_fields=True):
     priority: int = 0  # -100..100; jobs with a higher one run first
     deadline: float | None = None  # seconds since the epoch, UTC; unfinished rows do not run after it
     on_engine_failure: str = "pause"  # pause, fail: the state of a job whose engine cannot be started
+    reuse: str | None = None  # rows that may take over earlier results: none, deterministic, all; None: as its project
 
 
 class ReplyRules(Struct, frozen=True, forbid_unknown_fields=True):
@@ -226,6 +228,7 @@ class JobView(Struct, frozen=True):
     rows_ok: int = 0
     rows_failed: int = 0
     rows_folded: int = 0  # of rows_ok and rows_failed: rows that share another row's outcome
+    rows_reused: int = 0  # of rows_ok: rows that took over the result of an earlier job, those of folded rows once
     rows_rejected: int = 0  # of rows_failed: refused by validation
     usage: Usage = Usage()
     cost: float | None = None  # USD; None: the price is unknown
@@ -290,6 +293,7 @@ class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
     once: Once | None = None
     restart: bool = False  # start over even if an unfinished job exists
     overwrite: bool = False  # run again even if the job is finished
+    update: bool = False  # where its output is out of date, write it anew
 
 
 class Submitted(Struct, frozen=True):

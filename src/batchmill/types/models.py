@@ -245,6 +245,7 @@ class ModelSpec(Struct, frozen=True, forbid_unknown_fields=True):
     alias: str | None = None  # another name of this model
     provider: str | None = None  # of a batch API: a name of models.providers.PROVIDERS
     routes: list[ModelSpec] = []  # to the same model: all routes, or the others once one is chosen
+    is_deterministic: bool = False  # equal requests have equal results: they may be those of an earlier job
 
     @property
     def traits(self) -> EngineTraits:

@@ -47,6 +47,7 @@ class DeployOrder(Struct, frozen=True, forbid_unknown_fields=True):
     batch_window_s: float | None = None
     frame_columns: list[str] = []
     is_idempotent: bool = False
+    is_deterministic: bool = False  # equal rows have equal results: projects may reuse them
     received_shapes: bool = False
     examples: list[
         Any

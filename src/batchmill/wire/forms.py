@@ -62,7 +62,7 @@ URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES, RERANK, SCORE)
 MODERATIONS, MESSAGES = "/v1/moderations", "/v1/messages"  # only OpenAI and only Anthropic have these
 CLASSIFY = "/classify"
 ERROR_STATUS_MIN = 400
-OUTPUT, ERROR, FOLDED_FROM = RESULT_COLUMNS = ("output", "error", "folded_from")
+OUTPUT, ERROR, FOLDED_FROM, REUSED_FROM = RESULT_COLUMNS = ("output", "error", "folded_from", "reused_from")
 WARNINGS_COLUMN = "warnings"  # of rows whose reply has a flaw
 ANSWERED_BY = "answered_by"  # of rows that a retry gave to another model or adapter
 NULL = Raw(b"null")
@@ -99,6 +99,22 @@ class _Failed(Struct):
     error: RowError | None = None
 
 
+class _Reused(Struct, gc=False):
+    """The parts of a result's reply that another row takes over."""
+
+    status_code: int
+    request_id: Raw
+    body: Raw
+
+
+class _ReusedLine(Struct, gc=False):
+    response: _Reused
+
+
+class _Usage(Struct, gc=False):
+    usage: Raw = Raw(b"")
+
+
 class _TableError(Struct):
     error: str
 
@@ -109,6 +125,8 @@ _id = msgspec.json.Decoder(_Id)
 _columns = msgspec.json.Decoder(dict[str, Any])
 _failed = msgspec.json.Decoder(_Failed)
 _table_error = msgspec.json.Decoder(_TableError)
+_reused_line = msgspec.json.Decoder(_ReusedLine)
+_usage = msgspec.json.Decoder(_Usage)
 
 
 class OpenAIForm(Struct, frozen=True, tag="openai"):
@@ -173,7 +191,18 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
                 response["body"] = Raw(join_object({**split_object(bytes(response["body"])), "usage": usage}))
             members["response"] = response
         members["folded_from"] = Raw(self._custom_id(leader.raw))
+        members.pop(REUSED_FROM, None)
         return encode(members) + b"\n"
+
+    def take_over(self, line: bytes, row: Row, source: bytes) -> bytes:
+        """Render the line of a row that takes over the result of another job: its own ids, usage 0, `reused_from`.
+
+        Args: line: that result. source: JOB/ROW, as JSON.
+        """
+        reply = _reused_line.decode(line).response
+        body = without_usage(bytes(reply.body))
+        values = (row.number, self._custom_id(row.raw), reply.status_code, reply.request_id, body, source)
+        return _taken_line(self.id_prefix) % values
 
     def cause(self, line: bytes) -> RowError:
         """Read why a row failed from the line that `write` or `follow` made."""
@@ -214,6 +243,13 @@ def _refused_line(id_prefix: str) -> bytes:
 def _answered_line(id_prefix: str) -> bytes:
     """Template of a line: number, custom_id, status, the reply's id as JSON, body."""
     return _head(id_prefix) + b'"response":{"status_code":%d,"request_id":%b,"body":%b},"error":null}\n'
+
+
+@lru_cache(maxsize=64)
+def _taken_line(id_prefix: str) -> bytes:
+    """Template of a line that was taken over: number, custom_id, status, the reply's id as JSON, body, source."""
+    reply = b'"response":{"status_code":%d,"request_id":%b,"body":%b},"error":null,"reused_from":%b}\n'
+    return _head(id_prefix) + reply
 
 
 @lru_cache(maxsize=64)
@@ -259,7 +295,7 @@ class TableForm(Struct, frozen=True, tag="table"):
         if not self.makes_requests:
             return RESULT_COLUMNS
         fields = () if self.schema is None else columns_of(self.schema)
-        return (*fields, OUTPUT, ERROR, WARNINGS_COLUMN, ANSWERED_BY, FOLDED_FROM)
+        return (*fields, OUTPUT, ERROR, WARNINGS_COLUMN, ANSWERED_BY, FOLDED_FROM, REUSED_FROM)
 
     def columns(self) -> list[str]:
         """Return the columns that prompts and the choice of a model need; a row may lack those of a `template`."""
@@ -368,20 +404,31 @@ class TableForm(Struct, frozen=True, tag="table"):
         shared = b"".join(b"%b:%b," % (encode(name), bytes(members[name])) for name in names)
         return append_members(self._own(row.raw), b'%b"folded_from":%d' % (shared, leader.number)) + b"\n"
 
+    def take_over(self, line: bytes, row: Row, source: bytes) -> bytes:
+        """As `OpenAIForm.take_over`: the row's own columns with the result."""
+        members = split_object(line)
+        fields = () if self.schema is None else columns_of(self.schema)
+        names = [name for name in (*fields, OUTPUT, ERROR) if name in members]
+        taken = b"".join([b"%b:%b," % (encode(name), members[name]) for name in names])
+        return append_members(self._own(row.raw), b'%b"reused_from":%b' % (taken, source)) + b"\n"
+
 
 Form = OpenAIForm | TableForm
 
 
-def added_columns(form: Form, *, has_failed: bool, is_flawed: bool, folds: bool) -> tuple[str, ...]:
+def added_columns(
+    form: Form, *, has_failed: bool, is_flawed: bool, folds: bool, reuses: bool = False
+) -> tuple[str, ...]:
     """The columns that results of a table have besides those of the input, in order.
 
-    Args: has_failed: of some rows; is_flawed: so are some replies; folds: some rows share another's outcome.
+    Args: has_failed: of some rows; is_flawed: so are some replies; folds: some rows share another's outcome; reuses:
+    some took over that of another job.
     """
     fields = () if form.schema is None or isinstance(form, OpenAIForm) else columns_of(form.schema)
     is_named = isinstance(form, TableForm) and form.names_models
     named = {
         OUTPUT: has_failed or not fields, ERROR: True, WARNINGS_COLUMN: is_flawed, ANSWERED_BY: is_named,
-        FOLDED_FROM: folds,
+        FOLDED_FROM: folds, REUSED_FROM: reuses,
     }  # fmt: skip
     return (*fields, *(name for name, is_there in named.items() if is_there))
 
@@ -432,6 +479,25 @@ def _zeroed(usage: Any) -> Any:
     if isinstance(usage, dict):
         return {name: _zeroed(value) for name, value in usage.items()}
     return 0 if isinstance(usage, int | float) else usage
+
+
+@lru_cache(maxsize=4096)
+def _zeroed_usage(usage: bytes) -> bytes:
+    return encode(_zeroed(decode(usage)))
+
+
+def without_usage(body: bytes) -> bytes:
+    """The body of a reply that costs nothing: its usage is 0."""
+    try:
+        usage = bytes(_usage.decode(body).usage)
+    except msgspec.ValidationError:  # a reply that is no object
+        return body
+    if usage[:1] != b"{":
+        return body
+    zeroed = _zeroed_usage(usage)
+    if body.count(usage) == 1:
+        return body.replace(usage, zeroed)
+    return join_object({**split_object(body), "usage": Raw(zeroed)})
 
 
 class _Embedding(Struct):

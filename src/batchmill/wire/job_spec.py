@@ -10,6 +10,8 @@ from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec, ModelSpec, Policy, ReplyRules, Retried
 from batchmill.wire.forms import Form
 
+OUTDATED = "output_outdated"  # the code of the error for finished results of other rows, another prompt or model
+
 
 class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     """The description of a job. It is written to `job.json` before any row runs."""

@@ -46,6 +46,7 @@ class Explanation(Struct, frozen=True):
     shared_prefix: float | None
     groups: list[PlanGroup]
     notes: list[str] = []  # why the routes of models with several routes were chosen
+    reused: int = 0  # of `run`: rows that would take over the result of an earlier job, and call no model
 
 
 class EstimateRange(Struct, frozen=True):
@@ -134,6 +135,7 @@ class Work(Struct, frozen=True, forbid_unknown_fields=True):
     allow_constant_prompt: bool = False  # a prompt may name no column: every row makes the same request
     on_invalid: Literal["fail", "skip"] = "fail"  # with invalid rows: run none, or give them error results
     dedupe: bool = False  # run identical requests once even if their answers may vary
+    reuse: bool | None = None  # take over results of earlier jobs with the same requests; null: as the project says
     deadline: MoreThanNothing | None = None  # seconds since the epoch, UTC: rows without a result by then never run
 
 
@@ -291,6 +293,7 @@ class VersionInfo(Struct, frozen=True):
     timeout_s: float | None = None
     memory_bytes: int | None = None
     is_idempotent: bool = False
+    is_deterministic: bool = False  # equal rows have equal results: projects may reuse them
     packages: list[str] = []  # of its environment, from the lock: "numpy==2.1.0"
     project: str = ""  # the owner; empty: another project, which shares it; `source` and `error` are then empty too
     key: str | None = None  # the id of the key that deployed it; None: the user of the machine

@@ -12,18 +12,27 @@ from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidInput
 from batchmill.types import JobView
-from batchmill.wire.forms import ANSWERED_BY, ERROR, FOLDED_FROM, OUTPUT, RESULT_COLUMNS, WARNINGS_COLUMN, OpenAIForm
+from batchmill.wire.forms import (
+    ANSWERED_BY,
+    ERROR,
+    FOLDED_FROM,
+    OUTPUT,
+    RESULT_COLUMNS,
+    REUSED_FROM,
+    WARNINGS_COLUMN,
+    OpenAIForm,
+)
 from batchmill.wire.json_bytes import encode, join_object, split_object
 
 OWN = RESULT_COLUMNS  # the columns that every job with a table adds to it
 REQUEST = ("method", "url", "body")  # the members of a request that stand beside its reply
 FLAT = ("custom_id", OUTPUT, ERROR)  # an OpenAI result line as a row, if no columns are named
-MORE = ("id", "response", FOLDED_FROM)  # what may be named besides
+MORE = ("id", "response", FOLDED_FROM, REUSED_FROM)  # what may be named besides
 COLUMNS_SHOWN = 40  # in a message
 
 Row = dict[str, Raw]
 _NULL = Raw(b"null")
-_OPENAI = {"id", "custom_id", "response", ERROR, FOLDED_FROM}
+_OPENAI = {"id", "custom_id", "response", ERROR, FOLDED_FROM, REUSED_FROM}
 _FORM = OpenAIForm()
 
 
@@ -52,7 +61,8 @@ def added_by(view: JobView) -> tuple[str, ...]:
 
 def answer_columns(view: JobView) -> tuple[str, ...]:
     """Those of them that hold the answers, and why there is none."""
-    return tuple(name for name in added_by(view) if name not in (WARNINGS_COLUMN, ANSWERED_BY, FOLDED_FROM))
+    not_answers = (WARNINGS_COLUMN, ANSWERED_BY, FOLDED_FROM, REUSED_FROM)
+    return tuple(name for name in added_by(view) if name not in not_answers)
 
 
 def is_openai(members: Row) -> bool:

@@ -121,6 +121,8 @@ ORDER_OPTIONS = (
     click.option("--on-invalid", type=click.Choice(["fail", "skip"]), default="fail", show_default=True,
                  help="With invalid rows: run nothing, or record errors for them."),
     click.option("--dedupe", is_flag=True, help="Run identical requests once, even if their results may vary."),
+    click.option("--reuse/--no-reuse", default=None,
+                 help="Take over results of earlier jobs with the same requests and models [as the project says]."),
     click.option("--copy", is_flag=True, help="Keep a copy of the input with the job."),
     click.option("--adapter", "adapters", metavar="NAME=PATH", multiple=True, help="A LoRA adapter for rows."),
     click.option("--base-url", metavar="URL", help="The address of an OpenAI-compatible service."),
@@ -140,6 +142,31 @@ def order_options(command: C) -> C:
     for option in reversed(ORDER_OPTIONS):
         command = option(command)
     return command
+
+
+def reuse_of(flag: bool | None, *, is_update: bool) -> str | None:
+    """Which rows may take over earlier results, as `Policy.reuse` says it. Raises: InvalidInput."""
+    if is_update and flag is False:
+        raise InvalidInput("--update takes results over: leave out --no-reuse, or run all rows with --overwrite")
+    return "all" if flag or is_update else None if flag is None else "none"
+
+
+def _update(options: dict[str, Any], output: str | None) -> bool:
+    """Raises: InvalidInput for --update without anything to update."""
+    if not options.get("update", False):
+        return False
+    if output is None:
+        raise InvalidInput("--update writes finished results anew: name them with -o FILE")
+    if options.get("overwrite"):
+        raise InvalidInput("--update takes over what --overwrite runs again: leave one of both out")
+    return True
+
+
+def order_for_update(order: JobOrder) -> JobOrder:
+    """The order as --update changes it."""
+    return msgspec.structs.replace(
+        order, update=True, policy=msgspec.structs.replace(order.policy, reuse=order.policy.reuse or "all")
+    )
 
 
 def _inputs(patterns: list[str], leave_out: list[str], *, is_local: bool) -> list[str]:
@@ -181,6 +208,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
         policy=Policy(
             on_invalid=options["on_invalid"],
             dedupe=options["dedupe"],
+            reuse=reuse_of(options["reuse"], is_update=options.get("update", False)),
             budget=checked_budget(options.get("budget"), models) if is_local else options.get("budget"),
             priority=options.get("priority", 0),
             deadline=options.get("deadline"),
@@ -193,6 +221,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
         labels=pairs(options.get("labels", ()), "--label"),
         restart=options.get("restart", False),
         overwrite=options.get("overwrite", False),
+        update=_update(options, output),
     )
     _refuse_non_utf8_order(order)
     return order

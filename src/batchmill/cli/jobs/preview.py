@@ -160,6 +160,9 @@ def plan_lines(plan: Explanation) -> list[str]:
     lines = [f"{count(plan.rows, 'row')}: {count(plan.run)} run"]
     lines[0] += f", {count(plan.folded)} folded into identical ones" if plan.folded else ""
     lines[0] += f", {count(plan.rejected)} refused" if plan.rejected else ""
+    if plan.reused:
+        calls = count(plan.run - plan.reused)
+        lines.append(f"{count(plan.reused)} of them take over results of earlier jobs: {calls} call a model")
     lines.append("order: the file's own" if plan.in_file_order else "order: by model, adapter, shared prefix and cost")
     if plan.shared_prefix is not None:
         lines.append(

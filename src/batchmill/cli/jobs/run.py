@@ -12,16 +12,18 @@ import click
 from msgspec import Struct
 
 from batchmill.cli.jobs.displays import Display, display_for, done
-from batchmill.cli.jobs.order_options import build_order, deadline_option, order_options
+from batchmill.cli.jobs.order_options import build_order, deadline_option, order_for_update, order_options
 from batchmill.cli.jobs.pipes import is_piped, pipe_results, spooled_input
+from batchmill.cli.jobs.preview import progress_of
 from batchmill.cli.jobs.summary import show_end
 from batchmill.cli.session import Session
 from batchmill.cli.text import clean, count
 from batchmill.cli.values import COUNT, POSITIVE, NameList
 from batchmill.config import Config
 from batchmill.errors import InvalidInput, InvalidTransition
-from batchmill.types import JobView, Submitted
+from batchmill.types import JobOrder, JobView, Submitted
 from batchmill.types.cluster import EXECUTORS
+from batchmill.wire.job_spec import OUTDATED
 from batchmill.wire.native import PRIORITY_MAX
 from batchmill.wire.replies import FLAWS
 
@@ -157,6 +159,7 @@ PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
     metavar="KINDS",
     help="Replies that are errors of their rows: " + ", ".join(FLAWS) + ".",
 )
+@click.option("--update", is_flag=True, help="Write finished results anew: run what is new, take over the rest.")
 @click.option("--overwrite", is_flag=True, help="Run a finished job again and overwrite its results.")
 @click.pass_obj
 def run(session: Session, **options: Any) -> int:
@@ -179,11 +182,29 @@ async def _run(session: Session, config: Config, options: dict[str, Any], *, pip
         order = await build_order(session, config, options)
         if config.cluster.executor is not None:
             await jobs.require_cluster()
-        submitted = await jobs.submit(order)
+        try:
+            submitted = await jobs.submit(order)
+        except InvalidInput as error:
+            if error.code == OUTDATED:
+                await _show_update(session, config, order)
+            raise
         code = await follow_to_end(session, jobs, submitted)
         if piped:
             await pipe_results(session, config, jobs, submitted.id, options["output_format"] or "jsonl")
         return code
+
+
+async def _show_update(session: Session, config: Config, order: JobOrder) -> None:
+    """Say what --update would do."""
+    with progress_of(session, "planning") as progress:
+        _, plan = await session.app.preview_plan(order_for_update(order), config, progress)
+    if plan is None:
+        return
+    if session.as_json:
+        session.emit("plan", plan=plan)
+        return
+    rows = f"{count(plan.run - plan.reused, 'row')} to run, {count(plan.reused)} to take over"
+    session.say(f"with --update: {rows}" + (f", {count(plan.folded)} folded" if plan.folded else ""))
 
 
 async def follow_to_end(session: Session, jobs: JobsClient, submitted: Submitted) -> int:

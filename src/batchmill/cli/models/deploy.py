@@ -41,6 +41,8 @@ OPTIONS = (
                  help="The longest that an idle worker waits for a batch to fill: 5ms, 0 [10ms]."),
     click.option("--dataframe", metavar="COLUMNS|FILE", help="Columns of the data frame, or an example of it."),
     click.option("--idempotent", "is_idempotent", is_flag=True, help="Calls may be repeated after their worker died."),
+    click.option("--deterministic", "is_deterministic", is_flag=True,
+                 help="Equal rows have equal results: projects may reuse them."),
     click.option("--shared/--private", "is_shared", default=None,
                  help="Whether other projects may call it [unchanged; new: yes without a key, no with one]."),
     click.option("--received-shapes", is_flag=True, help="Pass tensors of one element as single values."),

@@ -225,6 +225,7 @@ class Orders:
             policy=Policy(
                 on_invalid=work.on_invalid,
                 dedupe=work.dedupe,
+                reuse=reuse_of(work.reuse),
                 deadline=self._check_deadline(work.deadline),
                 on_engine_failure="fail",
             ),
@@ -239,6 +240,7 @@ class Orders:
         policy = Policy(
             on_invalid=job.on_invalid,
             dedupe=job.dedupe,
+            reuse=base.policy.reuse,
             budget=job.budget,
             priority=job.priority,
             deadline=self._deadline(job),
@@ -328,6 +330,11 @@ def _format_of(filename: str) -> str | None:
     if suffixes and suffixes[-1] in CODECS:
         suffixes.pop()
     return FORMATS.get(suffixes[-1]) if suffixes else None
+
+
+def reuse_of(wanted: bool | None) -> str | None:
+    """Which rows may take over earlier results, as `Policy.reuse` says it."""
+    return None if wanted is None else "all" if wanted else "none"
 
 
 def _schema_of(work: Work) -> OutputSchema | None:

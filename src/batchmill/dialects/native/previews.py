@@ -28,7 +28,8 @@ T = TypeVar("T")
 class Previews:
     def __init__(self, services: Services, redactor: Redactor, orders: Orders) -> None:
         self._services, self._redactor, self._orders = services, redactor, orders
-        self._previews = PreviewService(services.config.data_dir, services.files.disk_quota)
+        config = services.config
+        self._previews = PreviewService(config.data_dir, services.files.disk_quota, services.jobs, config.projects)
 
     def operations(self) -> Sequence[Operation]:
         return (

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from batchmill.datasets import sealing, sources
 from batchmill.errors import InvalidInput, InvalidTransition, ModelFailed
 from batchmill.jobs.intake import fetching
+from batchmill.jobs.intake.reuse_orders import ALL, DETERMINISTIC, NONE, UNREADABLE
 from batchmill.jobs.ledger.files import JobFiles, is_folder, read_spec, result_exists
 from batchmill.jobs.ledger.packed import may_be_small
 from batchmill.jobs.results.output_folders import read_manifest
@@ -50,7 +51,7 @@ from batchmill.wire.forms import (
     TableForm,
 )
 from batchmill.wire.input_urls import is_fetched, is_input_url
-from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.job_spec import OUTDATED, JobSpec
 from batchmill.wire.output_schema import SCHEMA_ATTEMPTS_MAX, SCHEMA_URLS, VALIDATION, columns_of
 from batchmill.wire.replies import FLAWS
 
@@ -58,16 +59,17 @@ PRIORITY_MAX = 100
 PREFIX_CHARS_MAX = 100
 TEMPLATE_BYTES_MAX = 256 * 1024
 
-CHOICES = {"on_invalid": ("fail", "skip"), "on_engine_failure": ("pause", "fail")}
+CHOICES = {
+    "on_invalid": ("fail", "skip"), "on_engine_failure": ("pause", "fail"), "reuse": (NONE, DETERMINISTIC, ALL, None),
+}  # fmt: skip
 
 
 def check(policy: Policy, models: list[ModelSpec], now: float) -> None:
     """Raises: InvalidInput, naming the value."""
     for name, allowed in CHOICES.items():
         if getattr(policy, name) not in allowed:
-            raise InvalidInput(
-                f"{name} is {getattr(policy, name)!r}; it can be {' or '.join(allowed)}", code="invalid_policy"
-            )
+            known = " or ".join(filter(None, allowed))
+            raise InvalidInput(f"{name} is {getattr(policy, name)!r}; it can be {known}", code="invalid_policy")
     if not -PRIORITY_MAX <= policy.priority <= PRIORITY_MAX:
         raise InvalidInput(
             f"the priority must be {-PRIORITY_MAX} to {PRIORITY_MAX}, not {policy.priority}", code="invalid_priority"
@@ -114,7 +116,6 @@ def without_past_deadline(spec: JobSpec, now: float) -> JobSpec:
     return replace(spec, policy=replace(spec.policy, deadline=None))
 
 
-UNREADABLE = "unreadable"  # in the place of the digest of a file that is gone
 APART = b'{"type":"openai","id_prefix":"batch_req_"}'  # a job's form in its identity, since before there was another
 PROMPT_URLS = (CHAT, COMPLETIONS, EMBEDDINGS, RESPONSES)
 
@@ -166,9 +167,10 @@ def describe(order: JobOrder, now: float) -> JobSpec:
 
 
 def _may_be_small(order: JobOrder) -> bool:
-    """Whether the job may lie in the database. Rows with prompts of a template lie in a file."""
+    """Whether the job may lie in the database. Rows with prompts of a template, and results of others, lie in files."""
     is_at_server = order.origin is not None and order.output is None
-    return is_at_server and order.template is None and may_be_small(order.dataset)
+    is_whole = order.template is None and order.policy.reuse in (NONE, None)
+    return is_at_server and is_whole and may_be_small(order.dataset)
 
 
 def _check_replies(order: JobOrder) -> None:
@@ -444,6 +446,29 @@ def refuse_shared_output(spec: JobSpec, records: Sequence[sa.RowMapping], finish
                 f"the job {other.id} has written {shared[0]} since: run the command again with another output",
                 code="output_taken",
             )
+
+
+def may_replace(
+    order: JobOrder, spec: JobSpec, known: sa.RowMapping | None, records: Sequence[sa.RowMapping], *, is_same: bool
+) -> bool:
+    """Whether the job may write over what its output holds.
+
+    Args: known: the job that an identical order created; `is_same`: over the same input. records: jobs with outputs.
+    Raises: InvalidInput for the results of a finished job that computed something else, unless the order says so.
+    """
+    if order.overwrite or order.update:
+        return True
+    if known is not None and (is_same or order.restart or known["state"] != JobState.COMPLETED):
+        return True
+    others = (each for each in records if each["state"] == JobState.COMPLETED and each["output"] == spec.output)
+    finished = known or next(others, None)
+    if finished is not None and spec.output is not None and result_exists(spec.output):
+        raise InvalidInput(
+            f"{spec.output} has the results of the job {finished['id']}, whose rows, prompt or model were others: "
+            "--update runs what is new and takes over the rest, --overwrite runs all",
+            code=OUTDATED,
+        )
+    return known is not None
 
 
 def checked_output(spec: JobSpec, *, may_replace: bool) -> JobSpec:

@@ -17,6 +17,7 @@ from batchmill.datasets.validation import HubPatterns
 from batchmill.errors import InvalidInput, OverQuota
 from batchmill.jobs.intake import fetching, routing
 from batchmill.jobs.intake.fetching import FETCH_SHARE, PREVIEW_TIME_S, TIME_S, Bounds, Fetched
+from batchmill.jobs.intake.reuse_orders import NONE, targets, write_keys
 from batchmill.jobs.intake.routing import Choice
 from batchmill.jobs.ledger import plan
 from batchmill.jobs.ledger.plan import Plan, PlanOrder
@@ -78,6 +79,8 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
         return msgspec.json.encode(Prepared(report, None, wanted=_by_model(sealing, report.adapters)))
     if may_run:
         seal = report.seal
+        if reuses(spec):
+            write_keys(spec, Path(request.dataset))
         wanted = plan_order(spec, seal.rows, is_columnar=seal.is_columnar)
 
         def cut(targets: list[plan.TargetPlan]) -> list[plan.ShardRows]:
@@ -177,6 +180,7 @@ def seal_order(spec: JobSpec) -> SealOrder:
             for model, known in zip(spec.models, paths, strict=True)
         ],
         keys=needs_keys(spec),
+        requests=reuses(spec),
         columns_max=None if output_kind(Path(output))[0] == "jsonl" else COLUMNS_MAX,
         may_be_columnar=may_be_columnar(spec),
         fold="all" if spec.policy.dedupe else "deterministic" if calls_language_models(spec.models) else "none",
@@ -194,14 +198,14 @@ def plan_order(spec: JobSpec, rows: int, *, is_columnar: bool = False) -> PlanOr
     )
 
 
-def targets(models: list[ModelSpec]) -> list[tuple[int, str | None]]:
-    """Every (model number, adapter) that rows can go to: the index is the target's number."""
-    return [(number, adapter) for number, model in enumerate(models) for adapter in (None, *model.adapters)]
-
-
 def needs_keys(spec: JobSpec) -> bool:
     """Whether rows are ordered or folded: functions keep the file's order."""
-    return spec.policy.dedupe or len(spec.models) > 1 or calls_language_models(spec.models)
+    return spec.policy.dedupe or reuses(spec) or len(spec.models) > 1 or calls_language_models(spec.models)
+
+
+def reuses(spec: JobSpec) -> bool:
+    """Whether rows may take over results of earlier jobs."""
+    return spec.policy.reuse not in (NONE, None)
 
 
 def may_be_columnar(spec: JobSpec) -> bool:

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from batchmill.children.offload import Offload, offload
 from batchmill.jobs.intake import PREPARE, fetching, orders, routing
 from batchmill.jobs.intake.estimate import EstimateOrder
 from batchmill.jobs.intake.lengths import AnswerLengths
-from batchmill.jobs.intake.preparation import Prepared, PrepareOrder
+from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, reuses
 from batchmill.jobs.ledger.plan import explain
 from batchmill.store.disk_room import DiskQuota, preparing
 from batchmill.types import JobOrder
@@ -26,6 +26,7 @@ from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import Estimate, Explanation, SealReport
 
 Progress = Callable[[float], None]
+CountReused = Callable[[JobSpec, str, str], Awaitable[int]]  # `ports.Jobs.count_reused`
 PREVIEWS = "preview-"  # folders of the data directory
 
 
@@ -93,15 +94,17 @@ async def validate(
 
 
 async def plan(
-    order: JobOrder, data_dir: Path, progress: Progress, disk_quota: DiskQuota | None = None
-) -> tuple[SealReport, Explanation | None]:
+    order: JobOrder, data_dir: Path, progress: Progress, disk_quota: DiskQuota | None = None, *,
+    count_reused: CountReused,
+) -> tuple[SealReport, Explanation | None]:  # fmt: skip
     """Explain in which order the rows would run. The explanation is None where the dataset was refused."""
     async with _prepared(order, data_dir, progress, disk_quota) as (spec, home, prepared):
         if prepared.plan is None:
             return prepared.report, None
         explained = explain(prepared.plan, [model.name for model in spec.models])
         notes = [*_unfetched(prepared.report), *routing.sentences(spec)]
-        return prepared.report, msgspec.structs.replace(explained, notes=notes)
+        reused = await _reused(spec, home, count_reused)
+        return prepared.report, msgspec.structs.replace(explained, notes=notes, reused=reused)
 
 
 async def estimate(
@@ -112,6 +115,7 @@ async def estimate(
     disk_quota: DiskQuota | None = None,
     *,
     lengths: Sequence[AnswerLengths] = (),
+    count_reused: CountReused,
 ) -> tuple[SealReport, Estimate | None]:
     """Estimate tokens, cost and, at the rate given, time. The estimate is None where the dataset was refused.
 
@@ -129,7 +133,14 @@ async def estimate(
         )
         found = msgspec.json.decode(answer, type=Estimate)
         notes = [*_unfetched(prepared.report), *routing.sentences(spec), *found.notes]
+        if reused := await _reused(spec, home, count_reused):
+            notes.append(f"{reused:,} of the rows that run take over results of earlier jobs, which costs nothing")
         return prepared.report, msgspec.structs.replace(found, notes=notes)
+
+
+async def _reused(spec: JobSpec, home: Path, count: CountReused) -> int:
+    """How many of the planned rows would take over the result of an earlier job."""
+    return await count(spec, str(home / "dataset"), str(home / "plan")) if reuses(spec) else 0
 
 
 def _unfetched(report: SealReport) -> list[str]:

@@ -172,6 +172,7 @@ class _Audit:
         self._shards = {(shard.generation, shard.shard): shard for shard in order.before.shards}
         self._rows_done = 0
         self._usage = Usage()
+        self._reused = 0  # rows
 
     def check_dataset(self) -> None:
         """The index of the dataset is what was written, and so are rows that were copied or converted."""
@@ -255,6 +256,7 @@ class _Audit:
                 continue
             for block in blocks:
                 self._usage += block.meta.usage
+                self._reused += block.meta.reused
                 fault = self._block_fault(block, commit)
                 if fault is not None:
                     self._found.add(f"{place}: {where(self._segments, block)}: {fault}")
@@ -316,6 +318,8 @@ class _Audit:
                 f"the job counts {sums.rows_folded} rows folded and {sums.rows_rejected} refused, the plan has "
                 f"{plan.followers} and {plan.rejected}"
             )
+        if sums.rows_reused != self._reused:
+            self._found.add(f"the job counts {sums.rows_reused} rows as reused, its blocks {self._reused}")
         if sums.usage != self._usage:
             self._found.add(f"the job counts {_tokens(sums.usage)} tokens, its blocks {_tokens(self._usage)}")
 

@@ -23,7 +23,7 @@ from batchmill.types import Commit
 
 ShardKey = tuple[str, int, int]  # job, generation, shard
 
-_SUMS = ("rows_ok", "rows_failed", "input_tokens", "cached_tokens", "output_tokens", "bytes")
+_SUMS = ("rows_ok", "rows_failed", "rows_reused", "input_tokens", "cached_tokens", "output_tokens", "bytes")
 _STATES = sa.select(jobs.c.state, jobs.c.warnings, jobs.c.generation.label("job_generation"), shards).join(
     jobs, shards.c.job == jobs.c.id
 )
@@ -129,8 +129,8 @@ class CommitBatch:
     def _sum(self, commit: Commit, cost: float | None) -> None:
         job, usage = self.jobs[commit.lease.job], commit.usage
         values = (
-            commit.rows_ok, commit.rows_failed, usage.input_tokens, usage.cached_tokens, usage.output_tokens,
-            commit.ref.length,
+            commit.rows_ok, commit.rows_failed, commit.rows_reused, usage.input_tokens, usage.cached_tokens,
+            usage.output_tokens, commit.ref.length,
         )  # fmt: skip
         for name, value in zip(_SUMS, values, strict=True):
             job.sums[name] += value

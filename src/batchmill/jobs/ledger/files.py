@@ -194,6 +194,11 @@ class JobFiles:
         return self.data_dir / "jobs" / self._job_id / "segments"
 
     @property
+    def reuse(self) -> Path:
+        """The index of the results by their requests, once somebody has looked for them."""
+        return self.data_dir / "jobs" / self._job_id / "reuse"
+
+    @property
     def segment_place(self) -> SegmentPlace:
         return SegmentPlace(str(self.segments))
 

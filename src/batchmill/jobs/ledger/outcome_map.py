@@ -266,4 +266,5 @@ def _commit_of(block: Block, done: bytes, leased: LeasedShard, seq: int) -> Comm
         lease=leased.lease, seq=seq, ref=SegmentRef(block.segment, block.offset, block.length), done=done,
         rows_ok=block.n if block.ok else 0, rows_failed=0 if block.ok else block.n, usage=block.meta.usage,
         errors=block.meta.errors, samples=block.meta.samples, warnings=block.meta.warnings,
+        rows_reused=block.meta.reused,
     )  # fmt: skip

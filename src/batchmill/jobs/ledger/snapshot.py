@@ -91,6 +91,7 @@ class Counters(Struct, frozen=True):
     rows_ok: int = 0
     rows_failed: int = 0
     rows_folded: int = 0
+    rows_reused: int = 0
     rows_rejected: int = 0
     usage: Usage = Usage()
     cost: float | None = None
@@ -135,7 +136,7 @@ def read(db: sa.Connection, job_id: str) -> Snapshot:
         generation=job["generation"],
         counters=Counters(
             rows=job["rows"], rows_ok=job["rows_ok"], rows_failed=job["rows_failed"], rows_folded=job["rows_folded"],
-            rows_rejected=job["rows_rejected"], cost=job["cost"],
+            rows_reused=job["rows_reused"], rows_rejected=job["rows_rejected"], cost=job["cost"],
             warnings=msgspec.json.decode(job["warnings"] or b"{}"),
             usage=Usage(job["input_tokens"], job["cached_tokens"], job["output_tokens"]),
         ),
@@ -197,7 +198,8 @@ def replace(db: sa.Connection, spec: JobSpec, before: Snapshot, after: Rebuilt) 
         .values(
             state=JobState.PAUSED, reason=PauseReason.INTERRUPTED, message=REBUILT, finalizing=None, cancelling=None,
             generation=after.generation, rows=sums.rows, rows_ok=sums.rows_ok, rows_failed=sums.rows_failed,
-            rows_folded=sums.rows_folded, rows_rejected=sums.rows_rejected, cost=sums.cost,
+            rows_folded=sums.rows_folded, rows_reused=sums.rows_reused, rows_rejected=sums.rows_rejected,
+            cost=sums.cost,
             input_tokens=sums.usage.input_tokens, cached_tokens=sums.usage.cached_tokens,
             output_tokens=sums.usage.output_tokens,
             warnings=msgspec.json.encode(sums.warnings) if sums.warnings else None,

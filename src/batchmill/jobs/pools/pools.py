@@ -417,7 +417,9 @@ def _shared_spec(model: ModelSpec) -> ModelSpec:
 
     It has no adapters either if the engine gets them with each job.
     """
-    model = msgspec.structs.replace(model, allowed=None, routes=[], adapter_patterns=[], scaling=None)
+    model = msgspec.structs.replace(
+        model, allowed=None, routes=[], adapter_patterns=[], scaling=None, is_deterministic=False
+    )
     if model.traits.loads_adapters and model.adapter_rank:
         return msgspec.structs.replace(model, adapters={}, adapter_names={}, bad_adapters={})
     return model

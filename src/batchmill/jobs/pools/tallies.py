@@ -107,6 +107,7 @@ class Tallies:
         self.tokens: Counter[tuple[str, str, str]] = Counter()  # (project, model, "input", "cached" or "output")
         self.errors: Counter[tuple[str, str, str]] = Counter()  # (project, model, code)
         self.warnings: Counter[tuple[str, str, str]] = Counter()  # (project, model, name in wire.replies.WARNINGS)
+        self.reused: Counter[tuple[str, str]] = Counter()  # (project, model): rows with a result of an earlier job
         self.spending: dict[tuple[str, str], float] = defaultdict(float)  # USD by (project, model)
         self.live: Counter[tuple[str, int]] = Counter()  # (model, status of the reply; 0: no reply)
         self.adapters = AdapterSums()
@@ -118,6 +119,8 @@ class Tallies:
             self.spending[project, model] += cost
         self.rows[project, model, "ok"] += commit.rows_ok
         self.rows[project, model, "failed"] += commit.rows_failed
+        if commit.rows_reused:
+            self.reused[project, model] += commit.rows_reused
         usage = commit.usage
         self.tokens[project, model, "input"] += usage.input_tokens
         self.tokens[project, model, "cached"] += usage.cached_tokens

@@ -162,7 +162,7 @@ def split_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _csv_lines(lines: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield CSV rows as JSON. Cells are text; an empty cell in `output`, `error` or `folded_from` is null."""
+    """Yield CSV rows as JSON. Cells are text; an empty cell in one that batchmill added is null."""
     limit = csv.field_size_limit(CELL_BYTES_MAX)
     try:
         records = csv.reader((f"{line.decode()}\n" for line in lines), strict=True)

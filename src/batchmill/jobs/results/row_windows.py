@@ -113,6 +113,7 @@ class RowIndex(OutcomeIndex):
 
     has_failed = False  # some row has an error
     is_flawed = False  # some result's reply has a flaw
+    reuses = False  # some row took over the result of another job
 
     def segment_at(self, places: np.ndarray) -> np.ndarray:
         """The number of the segment that holds each place; see `bases` and `names`."""
@@ -160,6 +161,7 @@ class RowIndex(OutcomeIndex):
         places = (ends - sizes + start).astype(np.uint64)
         self.place[rows] = places if block.ok else places | IS_ERROR
         self.has_failed, self.is_flawed = self.has_failed or not block.ok, self.is_flawed or bool(block.meta.warnings)
+        self.reuses = self.reuses or bool(block.meta.reused)
         self.size[rows] = sizes
 
     def _finish(self, order: GatherOrder) -> None:
@@ -186,7 +188,7 @@ class RowIndex(OutcomeIndex):
 
     def save(self, folder: Path) -> None:
         """Keep the index for `SavedRowIndex` of other processes. Raises: StorageFull."""
-        about = _Saved(self.names, self.bases.tolist(), self.has_failed, self.is_flawed)
+        about = _Saved(self.names, self.bases.tolist(), self.has_failed, self.is_flawed, self.reuses)
         with full_disk_named(folder / SAVED):
             (folder / SAVED).write_bytes(msgspec.json.encode(about))
             for name, array in ((PLACES, self.place), (SIZES, self.size)):
@@ -220,6 +222,7 @@ class _Saved(Struct, frozen=True):
     bases: list[int]
     has_failed: bool
     is_flawed: bool
+    reuses: bool
 
 
 class SavedRowIndex(RowIndex):
@@ -232,7 +235,7 @@ class SavedRowIndex(RowIndex):
         self.arrays = RowArrays(folder, self.rows, piece_rows=order.piece_rows)
         saved = msgspec.json.decode((folder / SAVED).read_bytes(), type=_Saved)
         self.names, self.bases = saved.names, np.array(saved.bases, np.uint64)
-        self.has_failed, self.is_flawed = saved.has_failed, saved.is_flawed
+        self.has_failed, self.is_flawed, self.reuses = saved.has_failed, saved.is_flawed, saved.reuses
         self.place = self.arrays.opened(folder / PLACES, np.uint64)
         self.size = self.arrays.opened(folder / SIZES)
         self._open_followers()
@@ -285,8 +288,9 @@ class RowWindows:
         self._index, self._partial = index, partial
         self._sealed: DatasetRows | None = None  # opened when a row of it is needed: most jobs need none
         self.added = added_columns(
-            self._form, has_failed=index.has_failed, is_flawed=index.is_flawed, folds=len(index.followers) > 0
-        )
+            self._form, has_failed=index.has_failed, is_flawed=index.is_flawed, folds=len(index.followers) > 0,
+            reuses=index.reuses,
+        )  # fmt: skip
 
     def __iter__(self) -> Iterator[Window]:
         first = self._rows.start

@@ -283,7 +283,7 @@ def spec_of(order: DeployOrder, version: ModelVersion, *, folder: Path, digest: 
     )
     return ModelSpec(
         name=order.name, engine=FUNCTION_PROCESS, source=order.target, python=python, workers=order.workers,
-        limits=limits, function=function,
+        limits=limits, function=function, is_deterministic=order.is_deterministic,
     )  # fmt: skip
 
 

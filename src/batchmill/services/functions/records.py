@@ -133,7 +133,8 @@ def version_info(version: ModelVersion) -> VersionInfo:
         info,
         interface=function.interface, digest=function.digest, workers=spec.workers, gpus=function.gpus,
         batch_size=function.batch_size, batch_window_s=function.batch_window_s, timeout_s=limits.attempt_timeout_s,
-        memory_bytes=limits.memory_bytes, is_idempotent=function.is_idempotent, packages=function.packages,
+        memory_bytes=limits.memory_bytes, is_idempotent=function.is_idempotent, is_deterministic=spec.is_deterministic,
+        packages=function.packages,
     )  # fmt: skip
 
 

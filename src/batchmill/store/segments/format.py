@@ -59,6 +59,7 @@ class BlockMeta(Struct, frozen=True, omit_defaults=True):
     errors: dict[str, int] = {}
     samples: dict[str, str] = {}  # error code -> one message
     warnings: dict[str, int] = {}  # of replies that are results: name in wire.replies.WARNINGS -> replies
+    reused: int = 0  # rows whose results are those of an earlier job: all of the block, or none
     hidden: list[int] = []  # of columns: where the payload had BLOCK_MAGIC; its first byte is 0 there
 
 

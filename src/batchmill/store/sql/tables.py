@@ -48,6 +48,7 @@ jobs = Table(
     Column("rows_ok", BigInteger, nullable=False, default=0),
     Column("rows_failed", BigInteger, nullable=False, default=0),
     Column("rows_folded", BigInteger, nullable=False, default=0),
+    Column("rows_reused", BigInteger, nullable=False, default=0),
     Column("rows_rejected", BigInteger, nullable=False, default=0),
     Column("input_tokens", BigInteger, nullable=False, default=0),
     Column("cached_tokens", BigInteger, nullable=False, default=0),

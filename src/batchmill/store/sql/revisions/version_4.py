@@ -180,6 +180,7 @@ def _jobs() -> None:
         sa.Column("rows_ok", sa.BigInteger(), nullable=False),
         sa.Column("rows_failed", sa.BigInteger(), nullable=False),
         sa.Column("rows_folded", sa.BigInteger(), nullable=False),
+        sa.Column("rows_reused", sa.BigInteger(), nullable=False),
         sa.Column("rows_rejected", sa.BigInteger(), nullable=False),
         sa.Column("input_tokens", sa.BigInteger(), nullable=False),
         sa.Column("cached_tokens", sa.BigInteger(), nullable=False),

@@ -1,0 +1,344 @@
+"""The index of a job's results by their requests: sorted digests beside the segments, and where each result lies.
+
+An index is derived: it is written once somebody looks for results of its job, and anew where its bytes are not what was
+written. It holds no result. Sorting is done in pieces on disk, so memory does not grow with the rows.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
+
+from batchmill import faults
+from batchmill.checksums import checksum
+from batchmill.datasets import layout
+from batchmill.datasets.external_sort import ExternalSort
+from batchmill.datasets.fan_out import validators
+from batchmill.datasets.orders import SourcePart, ValidatedChunk
+from batchmill.datasets.request_digests import DIGEST_BYTES
+from batchmill.datasets.sealed import load_seal
+from batchmill.errors import InputChanged, LedgerBroken
+from batchmill.jobs.intake.preparation import seal_order
+from batchmill.jobs.intake.reuse_orders import INDEX, TARGET_KEYS, EarlierJob, TargetKeys, sum_of, target_keys
+from batchmill.jobs.ledger.files import JobFiles, PartFile
+from batchmill.store.segments.blocks import open_segments
+from batchmill.store.segments.format import Block, read_outcomes, read_payload
+from batchmill.types import Seal
+from batchmill.wire.forms import OpenAIForm, TableForm
+from batchmill.wire.replies import FLAWS, flaws_of
+
+LOCK = "lock"
+WORDS = DIGEST_BYTES // 8
+PLACE_WORDS = 3  # offset; file << 32 | length; row << 32 | checksum
+LOW = np.uint64(2**32 - 1)
+HALF = np.uint64(32)
+SORTED_ROWS = 1024 * 1024  # in memory
+
+Sorts = dict[str, ExternalSort]
+
+
+class Section(Struct, frozen=True):
+    """The results of one target: `NUMBER.first`, `NUMBER.rest` and `NUMBER.place`, ascending by digest."""
+
+    key: str  # see reuse_orders.target_keys
+    number: int
+    rows: int
+    sums: list[int]  # checksums of the three files
+
+
+class IndexHead(Struct, frozen=True):
+    """`index.json`, written last. `sections` may be empty: nothing of the job can be taken over."""
+
+    job: str
+    generation: int  # that the job had ended with
+    files: list[str]  # names of its segments
+    sections: list[Section]
+
+
+class Requests(Struct, frozen=True):
+    """The digest and the target of each row of a dataset."""
+
+    digests: np.ndarray  # [rows, 4] u64
+    targets: np.ndarray  # [rows] u16
+    keys: list[str]  # of the targets
+
+
+COLUMNS = ("first", "rest", "place")
+KINDS = (np.uint64, np.uint16)  # of a digest's words, and of a target
+
+
+def folder_of(job: EarlierJob) -> Path:
+    return JobFiles(Path(job.data_dir), job.spec.id).reuse
+
+
+def read_head(home: Path, job_id: str, generation: int) -> IndexHead | None:
+    """The head of a job's index; None if there is none, or not of this generation."""
+    try:
+        head = msgspec.json.decode((home / INDEX).read_bytes(), type=IndexHead)
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return head if (head.job, head.generation) == (job_id, generation) else None
+
+
+class JobIndex:
+    """The sound index of one job, opened for lookups. Close it."""
+
+    def __init__(self, job: EarlierJob, keys: Sequence[str]) -> None:
+        """Args: keys: of the targets that are looked for.
+
+        Raises: FileNotFoundError if the job was removed meanwhile; LedgerBroken, InputChanged, DatasetDamaged.
+        """
+        self.job, self._home = job, folder_of(job)
+        self._open = ExitStack()
+        self._maps: dict[int, mmap.mmap] = {}
+        if not self._home.parent.is_dir():
+            raise FileNotFoundError(f"the job {job.spec.id} is gone")
+        self._home.mkdir(mode=0o700, exist_ok=True)
+        with _locked(self._home):
+            head = read_head(self._home, job.spec.id, job.generation)
+            if head is None or not _is_sound(self._home, head, keys):
+                head = build(job)
+        self._head = head
+        self._sections = {section.key: self._columns(section) for section in head.sections if section.key in keys}
+
+    def _columns(self, section: Section) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        first, rest, place = (
+            np.memmap(self._home / f"{section.number}.{name}", np.uint64, "r") for name in COLUMNS
+        )  # fmt: skip
+        return first, rest.reshape(-1, WORDS - 1), place.reshape(-1, PLACE_WORDS)
+
+    def find(self, key: str, digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Which of some digests [n, 4] have a result, and the places [found, 3] of these results."""
+        if key not in self._sections or not len(digests):
+            return np.empty(0, np.int64), np.empty((0, PLACE_WORDS), np.uint64)
+        first, rest, place = self._sections[key]
+        order = np.argsort(digests[:, 0])  # so that the index is read from its beginning to its end
+        wanted = digests[order]
+        at = np.searchsorted(first, wanted[:, 0])
+        is_inside = at < len(first)
+        at, wanted, order = at[is_inside], wanted[is_inside], order[is_inside]
+        is_same = first[at] == wanted[:, 0]
+        at, wanted, order = at[is_same], wanted[is_same], order[is_same]
+        is_whole = np.all(rest[at] == wanted[:, 1:], axis=1)
+        for number in np.flatnonzero(~is_whole).tolist():  # another digest begins with the same 64 bits
+            place_at = _search(first, rest, int(at[number]), wanted[number])
+            if place_at is not None:
+                at[number], is_whole[number] = place_at, True
+        return order[is_whole], np.asarray(place[at[is_whole]])
+
+    def line(self, place: Sequence[int]) -> bytes | None:
+        """The result at a place; None if it is not there any more as it was."""
+        offset, where, about = place
+        length = where & 0xFFFFFFFF
+        line = self._segment(where >> 32)[offset : offset + length]
+        return line if len(line) == length and checksum(line) == about & 0xFFFFFFFF else None
+
+    def _segment(self, number: int) -> mmap.mmap:
+        if number not in self._maps:
+            path = Path(self.job.segments.folder) / self._head.files[number]
+            with open(path, "rb") as file:
+                self._maps[number] = self._open.enter_context(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
+        return self._maps[number]
+
+    def close(self) -> None:
+        self._sections = {}
+        self._maps = {}
+        self._open.close()
+
+
+def _search(first: np.ndarray, rest: np.ndarray, at: int, wanted: np.ndarray) -> int | None:
+    """Where a digest is, from the first that begins like it on."""
+    while at < len(first) and first[at] == wanted[0]:
+        if np.array_equal(rest[at], wanted[1:]):
+            return at
+        at += 1
+    return None
+
+
+@contextmanager
+def _locked(home: Path) -> Iterator[None]:
+    """One process at a time writes an index; the kernel releases the lock of one that dies."""
+    fd = os.open(home / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_sound(home: Path, head: IndexHead, keys: Sequence[str]) -> bool:
+    """Whether every byte of these sections is what was written."""
+    for section in head.sections:
+        if section.key not in keys:
+            continue
+        for name, expected in zip(COLUMNS, section.sums, strict=True):
+            path = home / f"{section.number}.{name}"
+            if not path.exists() or sum_of(path) != expected:
+                return False
+    return True
+
+
+def build(job: EarlierJob) -> IndexHead:
+    """Write the index of a job from its results and its dataset."""
+    home, files = folder_of(job), JobFiles(Path(job.data_dir), job.spec.id)
+    (home / INDEX).unlink(missing_ok=True)  # first: a kill leaves columns without a head, which nobody reads
+    if not job.committed:  # the owner saw an index
+        raise LedgerBroken(f"the index of the job {job.spec.id} is damaged, and is written anew the next time")
+    names: list[str] = []
+    with ExitStack() as open_:
+        requests = _requests_of(job, files, open_)
+        sorts: Sorts = {}
+        segments = open_.enter_context(closing(open_segments(job.segments)))
+        for ref in job.committed:
+            for block in read_outcomes(segments, ref):
+                if block.segment not in names:
+                    names.append(block.segment)
+                if block.ok and not block.generation and not block.meta.reused and not block.is_columnar:
+                    payload = read_payload(segments, block)
+                    _add(sorts, open_, home, requests, _records(job, block, payload, names.index(block.segment)))
+        sections = [_write(home, number, key, sort) for number, (key, sort) in enumerate(sorts.items())]
+    faults.point("in_reuse_index")
+    head = IndexHead(job.spec.id, job.generation, names, sections)
+    with PartFile(home / INDEX, 0o600) as file:
+        file.write(msgspec.json.encode(head))
+        file.publish()
+    faults.point("after_reuse_index")
+    return head
+
+
+def _records(job: EarlierJob, block: Block, payload: bytes, file: int) -> np.ndarray:
+    """The places [n, 3] of the results in a block, but for those with a flaw."""
+    lengths = block.line_lengths()
+    lines = payload.splitlines(keepends=True) if lengths is None else _cut(payload, lengths)
+    if len(lines) != block.n:
+        raise LedgerBroken(f"a block of {block.n} rows of the job {job.spec.id} has {len(lines)} lines")
+    sizes = np.fromiter(map(len, lines), np.uint64, block.n)
+    sums = np.fromiter(map(checksum, lines), np.uint64, block.n)
+    rows = np.asarray(block.rows(), np.uint64)
+    offsets = np.cumsum(sizes) - sizes + np.uint64(block.payload_offset)
+    places = np.stack((offsets, np.uint64(file) << HALF | sizes, rows << HALF | sums), axis=1)
+    if block.meta.warnings:
+        has_flaw = np.fromiter(map(_is_flawed, lines), bool, block.n)
+        places = places[~has_flaw]
+    return places
+
+
+class _Response(Struct, frozen=True, gc=False):
+    body: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class _Line(Struct, gc=False):
+    """What of a result says whether its reply has a flaw: a column of a table, or the reply itself."""
+
+    warnings: str = ""
+    response: _Response = _Response()
+
+
+_line = msgspec.json.Decoder(_Line)
+
+
+def _is_flawed(line: bytes) -> bool:
+    found = _line.decode(line)
+    return not FLAWS.keys().isdisjoint(found.warnings.split(",")) or bool(flaws_of(bytes(found.response.body)))
+
+
+def _cut(payload: bytes, lengths: Sequence[int]) -> list[bytes]:
+    ends = np.cumsum(np.asarray(lengths, np.int64)).tolist()
+    return [payload[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _add(sorts: Sorts, open_: ExitStack, home: Path, requests: Requests, places: np.ndarray) -> None:
+    """Add the results of a block to the sorted records of their targets."""
+    rows = (places[:, 2] >> HALF).astype(np.int64)
+    digests, targets = requests.digests[rows], requests.targets[rows]
+    has_digest = digests.any(axis=1)
+    for target in np.unique(targets[has_digest]).tolist():
+        key = requests.keys[target]
+        if not key:
+            continue
+        if key not in sorts:
+            sorts[key] = open_.enter_context(
+                ExternalSort(home, WORDS + PLACE_WORDS, len(requests.digests), piece_rows=SORTED_ROWS)
+            )
+        mine = has_digest & (targets == target)
+        sorts[key].add(*digests[mine].T, *places[mine].T)
+
+
+def _write(home: Path, number: int, key: str, sort: ExternalSort) -> Section:
+    """Write the columns of one target. Of equal requests one result is enough."""
+    rows = 0
+    last: np.ndarray | None = None
+    with ExitStack() as open_:
+        files = [open_.enter_context(PartFile(home / f"{number}.{name}", 0o600)) for name in COLUMNS]
+        for records in sort.blocks():
+            is_new = np.ones(len(records), bool)
+            is_new[1:] = np.any(records[1:, :WORDS] != records[:-1, :WORDS], axis=1)
+            is_new[0] = last is None or not np.array_equal(last, records[0, :WORDS])
+            last = records[-1, :WORDS].copy()
+            kept = records[is_new]
+            rows += len(kept)
+            for file, (lo, hi) in zip(files, ((0, 1), (1, WORDS), (WORDS, WORDS + PLACE_WORDS)), strict=True):
+                file.write(np.ascontiguousarray(kept[:, lo:hi]).tobytes())
+        for file in files:
+            file.publish()
+    return Section(key, number, rows, [sum_of(home / f"{number}.{name}") for name in COLUMNS])
+
+
+def _requests_of(job: EarlierJob, files: JobFiles, open_: ExitStack) -> Requests:
+    """The digests that were written when the dataset was sealed, or new ones."""
+    found = read_requests(files.dataset)
+    if found is not None:
+        return found
+    seal = load_seal(files.dataset)
+    if seal.is_columnar or job.generation or job.spec.routing:  # rows ran with other models than the job has now
+        return Requests(np.zeros((seal.rows, WORDS), np.uint64), np.zeros(seal.rows, np.uint16), [""])
+    return _digested(job, files.dataset, seal, open_)
+
+
+def read_requests(dataset: Path) -> Requests | None:
+    """The digests of a dataset; None if it has none, or they are not what was written."""
+    try:
+        keys = msgspec.json.decode((dataset / TARGET_KEYS).read_bytes(), type=TargetKeys)
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    paths = dataset / layout.REQUESTS, dataset / layout.TARGET
+    try:
+        if [sum_of(path) for path in paths] != [keys.requests, keys.targets]:
+            return None
+        digests, targets = (np.memmap(path, kind, "r") for path, kind in zip(paths, KINDS, strict=True))
+    except FileNotFoundError:
+        return None
+    return Requests(digests.reshape(-1, WORDS), targets, keys.keys)
+
+
+def _digested(job: EarlierJob, dataset: Path, seal: Seal, open_: ExitStack) -> Requests:
+    """Read and check the rows again for their digests. Raises: InputChanged if they are not those that were sealed."""
+    form = OpenAIForm() if seal.format == "openai" else TableForm()
+    order = seal_order(job.spec)
+    order = replace(order, form=order.form or form, files=seal.files, requests=True, keys=True, fold="none")
+    parts = [SourcePart(number, file.path, file.path, 0, 0, file.size_bytes) for number, file in enumerate(seal.files)]
+    columns = [open_.enter_context(tempfile.TemporaryFile(dir=folder_of(job))) for _ in KINDS]  # noqa: SIM115
+    sums, rows = [], 0
+    with validators(order, sum(part.end for part in parts)) as validator:
+        for _, chunk in validator.check(parts):
+            if isinstance(chunk, ValidatedChunk):
+                sums.append(chunk.checksums)
+                rows += chunk.rows
+                for file, column in zip(columns, (chunk.requests, chunk.keys[0]), strict=True):
+                    file.write(column)
+    if rows != seal.rows or b"".join(sums) != (dataset / layout.CHECKSUMS).read_bytes():
+        raise InputChanged(f"the input of the job {job.spec.id} changed since it was sealed")
+    for file in columns:
+        file.flush()
+    digests, targets = (np.memmap(file, kind, "r") for file, kind in zip(columns, KINDS, strict=True))
+    return Requests(digests.reshape(-1, WORDS), targets, target_keys(job.spec))

@@ -1,0 +1,205 @@
+"""Looks the rows of a planned job up among results of earlier jobs, and writes those that are found as a segment.
+
+It runs in a child process. The blocks that it writes are in no commit: the owner adopts them as it adopts those of a
+worker that died, so a kill at any point leaves either an outcome of a row or an open row. Rows are handled in windows.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from batchmill import faults
+from batchmill.datasets.readers import open_rows
+from batchmill.datasets.request_digests import DETERMINISTIC_BIT
+from batchmill.datasets.sealed import DatasetRows
+from batchmill.errors import BatchmillError, DatasetDamaged
+from batchmill.jobs.intake.reuse_index import JobIndex, Requests, read_requests
+from batchmill.jobs.intake.reuse_orders import (
+    ALL,
+    EarlierJob,
+    LookupOrder,
+    Reused,
+    is_deterministic,
+    target_keys,
+    targets,
+)
+from batchmill.jobs.ledger.plan import ORDER, PlanReader
+from batchmill.jobs.results.row_arrays import RowArrays
+from batchmill.store.segments.files import SegmentFile
+from batchmill.store.segments.format import BlockMeta, BlockRows, SegmentHead, frame
+from batchmill.types import Row
+from batchmill.wire.job_spec import JobSpec
+
+WINDOW_ROWS = 1024 * 1024  # looked up at once
+READ_ROWS = 4096  # read at once
+DENSE = 4  # of rows that are close together, those between are read too
+BLOCK_ROWS, BLOCK_BYTES = 1024, 1024 * 1024  # of one block, about
+HELD_BYTES_MAX = 64 * 1024 * 1024  # of lines that wait for their block
+WORKER = "reuse"  # in the name of the segment
+IS_LAST_BIT = np.uint64(DETERMINISTIC_BIT << 56)  # of a digest's last word
+NO_POSITION = 2**32 - 1
+
+
+def look_up_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
+    """Offloaded: LookupOrder in, Reused out, both as JSON."""
+    request = msgspec.json.decode(order, type=LookupOrder)
+    with ExitStack() as open_:
+        lookup = _Lookup(request, open_)
+        for window in lookup.windows():
+            lookup.take(window)
+            progress(window.stop / lookup.rows)
+        lookup.finish()
+    return msgspec.json.encode(Reused(lookup.found, lookup.skipped))
+
+
+class _Lookup:
+    def __init__(self, order: LookupOrder, open_: ExitStack) -> None:
+        self._order, self._open = order, open_
+        self._dataset = Path(order.dataset)
+        self._plan = PlanReader(Path(order.plan))
+        requests = read_requests(self._dataset)
+        if requests is None:
+            raise DatasetDamaged(f"the digests of the requests in {order.dataset} are not what was written")
+        self._requests: Requests = requests
+        self.rows, self.found = self._plan.plan.rows, 0
+        self.skipped: list[str] = []
+        self._keys = target_keys(order.spec)
+        self._may_vary = [_takes_all(order.spec, number) for number, _ in targets(order.spec.models)]
+        self._positions = self._positions_of_rows()
+        self._indexes = list(self._opened(order.earlier))
+        self._writer = _Writer(order.spec, self._plan, Path(order.segments)) if order.segments else None
+
+    def windows(self) -> Iterator[range]:
+        for start in range(0, self.rows, WINDOW_ROWS):
+            yield range(start, min(start + WINDOW_ROWS, self.rows))
+
+    def _positions_of_rows(self) -> np.ndarray:
+        """The position of each row that runs; NO_POSITION of others."""
+        arrays = RowArrays(Path(self._order.plan), self.rows)
+        positions = arrays.full(np.uint32, NO_POSITION)
+        if not self._plan.plan.permuted:
+            positions[: self._plan.leaders] = np.arange(self._plan.leaders, dtype=np.uint32)
+            return positions
+        planned = np.memmap(self._plan.home / ORDER, np.uint32, "r") if self._plan.leaders else []
+        for start in range(0, self._plan.leaders, WINDOW_ROWS):
+            some = planned[start : start + WINDOW_ROWS]
+            positions[some] = np.arange(start, start + len(some), dtype=np.uint32)
+            arrays.touch(len(some))
+        return positions
+
+    def _opened(self, earlier: Sequence[EarlierJob]) -> Iterator[JobIndex]:
+        """The indexes of earlier jobs. One that cannot be read is left out: its rows run again."""
+        for job in earlier:
+            try:
+                index = JobIndex(job, self._keys)
+            except (BatchmillError, FileNotFoundError) as error:
+                self.skipped.append(f"{job.spec.id}: {error}")
+            else:
+                yield self._open.enter_context(closing(index))
+
+    def take(self, window: range) -> None:
+        """Look up the rows of a window, and write what is found."""
+        digests, where = self._requests.digests[window.start : window.stop], np.full(len(window), -1, np.int32)
+        places = np.zeros((len(window), 3), np.uint64)
+        positions = self._positions[window.start : window.stop]
+        target = self._requests.targets[window.start : window.stop]
+        for number in np.unique(target).tolist():
+            wanted = np.flatnonzero((target == number) & (positions != NO_POSITION) & digests.any(axis=1))
+            if not self._may_vary[number]:
+                wanted = wanted[(digests[wanted, -1] & IS_LAST_BIT) != 0]
+            for at, index in enumerate(self._indexes):
+                if not len(wanted):
+                    break
+                found, found_places = index.find(self._keys[number], digests[wanted])
+                where[wanted[found]], places[wanted[found]] = at, found_places
+                wanted = np.delete(wanted, found)
+        found = np.flatnonzero(where >= 0)
+        if self._writer is None:
+            self.found += len(found)
+        else:
+            self._write(self._writer, window.start, found, where, places)
+
+    def _write(self, writer: _Writer, start: int, found: np.ndarray, where: np.ndarray, places: np.ndarray) -> None:
+        """Args: found: indexes in the window, which begins at row `start`, of rows whose results are at `places`."""
+        form = self._order.spec.form
+        with closing(open_rows(self._dataset)) as rows:
+            for first in range(0, len(found), READ_ROWS):
+                some = found[first : first + READ_ROWS]
+                raws = _read(rows, (some + start).tolist())
+                about = zip(some.tolist(), where[some].tolist(), places[some].tolist(), raws, strict=True)
+                for at, number, place, raw in about:
+                    index = self._indexes[number]
+                    result = index.line(place)
+                    if result is None:
+                        continue  # it is damaged, or was removed: the row runs
+                    position, row = int(self._positions[start + at]), start + at
+                    source = b'"%b/%d"' % (index.job.spec.id.encode(), place[2] >> 32)
+                    line = form.take_over(result, Row(position, row, raw, form), source)
+                    writer.add(position, row, line)
+                    self.found += 1
+
+    def finish(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _read(rows: DatasetRows, numbers: Sequence[int]) -> list[bytes]:
+    """Rows by number, ascending."""
+    first, last = numbers[0], numbers[-1] + 1
+    if last - first > DENSE * len(numbers):
+        return rows.read_many(numbers)
+    lines = rows.read(first, last)
+    return [lines[number - first] for number in numbers]
+
+
+def _takes_all(spec: JobSpec, model: int) -> bool:
+    """Whether results of a model are taken over even if another call might return another one."""
+    return spec.policy.reuse == ALL or is_deterministic(spec.models[model])
+
+
+class _Writer:
+    """Writes results into blocks of their shards."""
+
+    def __init__(self, spec: JobSpec, plan: PlanReader, folder: Path) -> None:
+        self._shards = plan.shards()
+        self._bounds = np.fromiter((shard.lo for shard in self._shards), np.uint64, len(self._shards))
+        for path in folder.glob(f"{WORKER}-*.seg"):  # of an attempt that was killed: nothing of it was adopted
+            path.unlink()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._file = SegmentFile(folder, SegmentHead(spec.id, spec.identity, WORKER))
+        self._held: defaultdict[int, BlockRows] = defaultdict(lambda: BlockRows([], [], []))
+        self._bytes: defaultdict[int, int] = defaultdict(int)
+
+    def add(self, position: int, row: int, line: bytes) -> None:
+        shard = int(np.searchsorted(self._bounds, position, side="right")) - 1
+        held = self._held[shard]
+        held.positions.append(position)
+        held.rows.append(row)
+        held.lines.append(line)
+        self._bytes[shard] += len(line)
+        if len(held.rows) >= BLOCK_ROWS or self._bytes[shard] >= BLOCK_BYTES:
+            self._flush(shard)
+        elif len(self._held) * BLOCK_BYTES > HELD_BYTES_MAX and sum(self._bytes.values()) > HELD_BYTES_MAX:
+            self._flush_all()
+
+    def _flush(self, shard: int) -> None:
+        held = self._held.pop(shard)
+        del self._bytes[shard]
+        meta = BlockMeta(reused=len(held.rows))
+        self._file.append(frame(held, generation=0, shard=shard, epoch=0, ok=True, meta=meta))
+        faults.point("in_reuse_segment")
+
+    def _flush_all(self) -> None:
+        for shard in list(self._held):
+            self._flush(shard)
+
+    def close(self) -> None:
+        """Write the rest and make everything durable."""
+        self._flush_all()
+        self._file.close()

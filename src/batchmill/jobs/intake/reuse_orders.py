@@ -1,0 +1,136 @@
+"""Reuse: which model a row's result comes from, and the messages to the child process that looks results up.
+
+A row takes over the result of an earlier row if the digests of both requests are equal (`datasets.request_digests`) and
+both went to the same target: the model as it was resolved, with its adapter and the form of the result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from batchmill.checksums import checksum_of
+from batchmill.config.entries import ProjectEntry
+from batchmill.datasets.layout import PIECE_BYTES, REQUESTS, TARGET
+from batchmill.jobs.ledger.files import PartFile
+from batchmill.types import JobOrder, ModelSpec, SegmentPlace, SegmentRef
+from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.job_spec import JobSpec
+
+LOOK_UP = "batchmill.jobs.intake.reuse_lookup:look_up_offloaded"
+NONE, DETERMINISTIC, ALL = "none", "deterministic", "all"
+INDEX = "index.json"  # of the results of a job
+TARGET_KEYS = "requests.json"  # beside the digests of a dataset; written last
+
+
+class EarlierJob(Struct, frozen=True):
+    """An ended job whose results may be taken over."""
+
+    spec: JobSpec
+    data_dir: str
+    generation: int
+    segments: SegmentPlace
+    committed: list[SegmentRef] = []  # of its first generation; empty if an index is there
+
+
+class LookupOrder(Struct, frozen=True):
+    """The sealed and planned rows of a job, and where to look for their results, the newest job first."""
+
+    spec: JobSpec
+    dataset: str
+    plan: str
+    earlier: list[EarlierJob]
+    segments: str = ""  # the folder that results are written to; empty: they are only counted
+
+
+class Reused(Struct, frozen=True):
+    """The result of a lookup."""
+
+    rows: int  # that run or not: of those with equal requests, one
+    skipped: list[str] = []  # jobs that could not be read, and why
+
+
+class TargetKeys(Struct, frozen=True):
+    """`requests.json`: the key of each target of a dataset, and the checksums of the columns that go with them."""
+
+    keys: list[str]
+    requests: int
+    targets: int
+
+
+def settled(order: JobOrder, projects: Mapping[str, ProjectEntry]) -> JobOrder:
+    """The order with what its project says about reuse, unless it says that itself."""
+    if order.policy.reuse is not None:
+        return order
+    reuse = DETERMINISTIC if projects.get(order.project, ProjectEntry()).reuse else NONE
+    return replace(order, policy=replace(order.policy, reuse=reuse))
+
+
+def targets(models: list[ModelSpec]) -> list[tuple[int, str | None]]:
+    """Every (model number, adapter) that rows can go to: the index is the target's number."""
+    return [(number, adapter) for number, model in enumerate(models) for adapter in (None, *model.adapters)]
+
+
+def target_keys(spec: JobSpec) -> list[str]:
+    """What a result depends on besides its request, for each target; empty for one whose code cannot be read."""
+    form = _form_of(spec)
+    return [_target_key(spec, spec.models[number], adapter, form) for number, adapter in targets(spec.models)]
+
+
+def _form_of(spec: JobSpec) -> list[Any]:
+    form, schema = spec.form, spec.form.schema
+    document = None if schema is None else msgspec.json.decode(schema.document)
+    if isinstance(form, OpenAIForm):
+        return ["openai", document]
+    is_function = not form.makes_requests
+    return ["table", document, None if schema is None else schema.prefix, is_function, is_function and form.is_text]
+
+
+def _target_key(spec: JobSpec, model: ModelSpec, adapter: str | None, form: list[Any]) -> str:
+    identity = _identity(spec, model)
+    if identity is None:
+        return ""
+    place = None if adapter is None else model.adapters[adapter]
+    return hashlib.sha256(msgspec.json.encode([form, identity, adapter, place], order="deterministic")).hexdigest()
+
+
+def _identity(spec: JobSpec, model: ModelSpec) -> list[Any] | None:
+    """A model apart from its name, price and limits. A model with several routes is all of them."""
+    routes = [_identity(spec, route) for route in model.routes] if model.needs_route else []
+    code = spec.code.get(model.name)
+    if None in routes or code == UNREADABLE:
+        return None
+    function = None if model.function is None else [model.function.version, model.function.digest]
+    return [
+        model.engine, model.source, model.base_url, model.engine_args, function, code, model.connector, model.provider,
+        sorted(map(msgspec.json.encode, routes)),
+    ]  # fmt: skip
+
+
+UNREADABLE = "unreadable"  # in the place of the digest of a file that is gone
+
+
+def is_deterministic(model: ModelSpec) -> bool:
+    """Whether a model is declared to return equal results for equal requests, whatever they say."""
+    routes = model.routes if model.needs_route else []
+    return model.is_deterministic or bool(routes) and all(map(is_deterministic, routes))
+
+
+def write_keys(spec: JobSpec, dataset: Path) -> None:
+    """Write the keys of a sealed dataset with digests: later its job's models may be others."""
+    sums = [sum_of(dataset / name) for name in (REQUESTS, TARGET)]
+    with PartFile(dataset / TARGET_KEYS, 0o600) as file:
+        file.write(msgspec.json.encode(TargetKeys(target_keys(spec), *sums)))
+        file.publish()
+
+
+def sum_of(path: Path) -> int:
+    """The checksum of a file."""
+    with open(path, "rb") as file:
+        return checksum_of(iter(lambda: file.read(PIECE_BYTES), b""))
