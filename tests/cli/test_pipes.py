@@ -10,14 +10,20 @@ import time
 
 import pytest
 
+from batchmill.cli.jobs.result_stream import PIECE_BYTES, ResultTail
 from batchmill.datasets import standard_input
 from batchmill.errors import InvalidDataset
 
 MAIN = ("-c", "from batchmill.cli.main import main; main()")
 FUNCTION = """
+import pathlib, time
+gate = pathlib.Path(__file__).parent / "gate"
 def up(text):
     if text == "bad": raise ValueError("no")
     return text.upper()
+def slow(n):
+    if n >= 5 and not gate.exists(): time.sleep(0.05)
+    return n
 """
 LINES = '{"text":"a"}\n{"text":"bad"}\n{"text":"c"}\n'
 RESULTS = [("a", "A", None), ("bad", None, "ValueError: no"), ("c", "C", None)]
@@ -60,6 +66,70 @@ def test_rows_go_through_a_pipe(batchmill, tmp_path):
         assert all(os.path.exists(path) for path in job["input"])
         assert batchmill("jobs", "rm", job["id"]).returncode == 0
     assert spooled(tmp_path) == []
+
+
+@pytest.fixture
+def streaming(tmp_path):
+    """`streaming()` begins a job of 3,000 rows that takes minutes, until there is a file `gate`."""
+    (tmp_path / "app.py").write_text(FUNCTION)
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"n":{n}}}\n' for n in range(3000)))
+    environ = {**os.environ, "BATCHMILL_DATA_DIR": str(tmp_path / "data")}
+    started = []
+
+    def begin():
+        words = ("run", "in.jsonl", "--model", "function:app.py:slow", "-o", "-")
+        with (tmp_path / "log").open("a") as log:
+            pipes = {"stdout": subprocess.PIPE, "stderr": log}
+            started.append(subprocess.Popen([sys.executable, *MAIN, *words], cwd=tmp_path, env=environ, **pipes))
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_rows_come_while_the_job_runs(streaming, tmp_path):
+    """Rows are there before the job has ended, in the order of the input, each once and whole."""
+    process = streaming()
+    first = process.stdout.readline()
+    assert process.poll() is None and json.loads(first) == {"n": 0, "output": 0, "error": None}
+    (tmp_path / "gate").touch()
+    assert [json.loads(line)["output"] for line in [first, *process.stdout]] == list(range(3000))
+    assert process.wait(timeout=100) == 0
+
+
+def test_a_reader_that_leaves_pauses_the_job(streaming, batchmill, tmp_path):
+    """As `| head` does: the exit code is that of a closed pipe, nothing is a traceback, and the command goes on."""
+    process = streaming()
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=100) == 141, (tmp_path / "log").read_text()
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    job = json.loads(batchmill("jobs", "--json").stdout)["job"]
+    assert job["state"] == "paused" and job["rows_ok"] < 3000
+    (tmp_path / "gate").touch()
+    again = streaming()
+    assert [json.loads(line)["output"] for line in again.stdout] == list(range(3000)) and again.wait(timeout=100) == 0
+
+
+async def test_a_tail_copies_whole_lines_of_what_is_written_anew(tmp_path):
+    """It waits for the rest of a line, goes on in a file that another begins, and in the one with the final name."""
+    copied, path = [], tmp_path / "results.jsonl"
+    part, tail = path.with_name("results.jsonl.part"), ResultTail(path, copied.append)
+    assert not await tail.copy()
+    part.write_bytes(b"1\n2\n3")
+    assert await tail.copy() and not await tail.copy()
+    assert (copied, tail.written) == ([b"1\n2\n"], 4)
+    part.unlink()
+    part.write_bytes(b"1\n")
+    assert not await tail.copy()
+    long = b"4" * 3 * PIECE_BYTES
+    part.write_bytes(b"1\n2\n3\n" + long + b"\n")
+    part.rename(path)
+    assert await tail.copy()
+    assert b"".join(copied) == path.read_bytes() and tail.written == path.stat().st_size
 
 
 def test_what_is_no_dataset_is_refused(batchmill, tmp_path):

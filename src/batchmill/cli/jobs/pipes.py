@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from batchmill.cli.session import Session
 from batchmill.config import Config
-from batchmill.errors import InvalidInput
+from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.services.data_dirs import data_dirs
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 STDIN = STDOUT = "-"
 SPOOL, RESULTS = "batchmill.datasets.standard_input", "batchmill.cli.jobs.results"
+STREAM, FILES = "batchmill.cli.jobs.result_stream", "batchmill.jobs.ledger.files"
+RESULT_NAME = "results.jsonl"  # of JSON lines that stay with their job
 
 
 def load(name: str) -> ModuleType:
@@ -74,9 +76,35 @@ def is_piped(session: Session, options: dict[str, Any]) -> bool:
     return True
 
 
-async def pipe_results(session: Session, config: Config, jobs: JobsClient, job_id: str, output_format: str) -> None:
-    """Write the results of a job that has ended to standard output; of another nothing."""
+@contextlib.asynccontextmanager
+async def piped_results(
+    session: Session, config: Config, jobs: JobsClient, job_id: str, output_format: str
+) -> AsyncIterator[None]:
+    """Write the results of a job to standard output: rows as they come while the context lasts, the others at its end.
+
+    Rows come early as JSON lines of a job on this machine, in the order of the input, and not into a terminal, which
+    shows the progress meanwhile. Raises: BrokenPipeError where nobody reads them; the job is paused then.
+    """
+    written = 0
+    if output_format == "jsonl" and session.server_url is None and not sys.stdout.isatty():
+        streams = load(STREAM)
+        write = streams.writer_to_stdout()
+    else:
+        write = None
+    if write is None:
+        yield
+    else:
+        path = load(FILES).JobFiles(config.data_dir, job_id).output(RESULT_NAME)
+        tail = streams.ResultTail(path, write)
+        async with streams.followed(tail, lambda: _pause(jobs, job_id)):
+            yield
+        written = tail.written
     results = load(RESULTS)
     view = await jobs.show(job_id)
     if view.state in results.WITH_RESULTS and (view.output or view.errors_output):
-        await results.write_results(session, config, view, results.Wanted(kind=output_format))
+        await results.write_results(session, config, view, results.Wanted(kind=output_format, skipped_bytes=written))
+
+
+async def _pause(jobs: JobsClient, job_id: str) -> None:
+    with contextlib.suppress(InvalidTransition):  # it has ended
+        await jobs.steer(job_id, "pause")

@@ -47,6 +47,7 @@ class Wanted(Struct, frozen=True):
     only_failed: bool = False
     is_safe: bool = False  # no cell of CSV begins a formula
     replaces: bool = False  # an existing file
+    skipped_bytes: int = 0  # of the results as they are: standard output has them already
 
     @property
     def is_table(self) -> bool:

@@ -121,8 +121,10 @@ async def _copy(stream: ResultStream, wanted: Wanted, view: JobView) -> None:
         click.echo(stream.name)
         return
     with open_output(wanted, job_files(view)) as out:
+        skipped = wanted.skipped_bytes
         async for piece in stream.pieces:
-            out.write(piece)
+            out.write(piece[skipped:])
+            skipped = max(0, skipped - len(piece))
 
 
 async def spooled_results(session: Session, config: Config, view: JobView, folder: Path) -> ResultSource:

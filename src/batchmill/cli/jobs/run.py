@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from batchmill.cli.jobs.displays import Display, display_for, done
 from batchmill.cli.jobs.order_options import build_order, deadline_option, order_for_update, order_options
-from batchmill.cli.jobs.pipes import is_piped, pipe_results, spooled_input
+from batchmill.cli.jobs.pipes import is_piped, piped_results, spooled_input
 from batchmill.cli.jobs.preview import progress_of
 from batchmill.cli.jobs.summary import show_end
 from batchmill.cli.session import Session
@@ -188,10 +188,10 @@ async def _run(session: Session, config: Config, options: dict[str, Any], *, pip
             if error.code == OUTDATED:
                 await _show_update(session, config, order)
             raise
-        code = await follow_to_end(session, jobs, submitted)
-        if piped:
-            await pipe_results(session, config, jobs, submitted.id, options["output_format"] or "jsonl")
-        return code
+        if not piped:
+            return await follow_to_end(session, jobs, submitted)
+        async with piped_results(session, config, jobs, submitted.id, options["output_format"] or "jsonl"):
+            return await follow_to_end(session, jobs, submitted)
 
 
 async def _show_update(session: Session, config: Config, order: JobOrder) -> None:

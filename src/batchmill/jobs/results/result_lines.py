@@ -37,6 +37,10 @@ class LineFile:
         self.rows += rows
         self._file.write(data if self._compressor is None else self._compressor.compress(data))
 
+    def flush(self) -> None:
+        """Hand everything written so far to the kernel."""
+        self._file.flush()
+
     def publish(self) -> ResultFile:
         if self._compressor is not None:
             self._file.write(self._compressor.flush())
@@ -73,6 +77,11 @@ class ResultLines:
             skip = set(failed)
             lines = [line for index, line in enumerate(lines) if index not in skip]
         self._lines.write(b"".join(lines), len(lines))
+
+    def flush(self) -> None:
+        """Hand everything written so far to the kernel."""
+        for file in filter(None, (self._lines, self._errors)):
+            file.flush()
 
     def publish(self) -> tuple[ResultFile, ResultFile | None]:
         """(output, error file or None). The output comes last: who sees it sees everything."""

@@ -54,6 +54,7 @@ class StreamingGather:
                 for block in read_outcomes(self._segments, ref):
                     self._take(block)
             self._advance()
+            self._lines.flush()  # who reads the results while the job runs sees them now
 
     def finish(self) -> Manifest:
         """Publish. Raises: LedgerBroken unless exactly the rows 0..N-1 were written."""
