@@ -12,7 +12,7 @@ from fakes.databases import open_ledger
 from fakes.job_service import job_service
 from msgspec.structs import replace
 
-from batchmill.config.entries import ProjectEntry
+from batchmill.config.entries import ProjectEntry, RetentionEntry
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger.files import JobFiles
@@ -138,18 +138,19 @@ async def test_other_code_reuses_nothing(folder, service):
     assert len(calls(folder)) == 10 and again.rows_reused == 0
 
 
-async def test_taken_results_are_not_taken_from(folder, service):
-    """Results are those of the job that ran them: after its removal none is taken over, and copies stay as they are."""
+async def test_removed_jobs_are_not_taken_from(folder, service):
+    """A job that took results over has its own copies, which may be taken in turn; of removed jobs nothing is."""
     first = await run(service, functions(folder, range(10)))
     second = await run(service, functions(folder, range(10), name="second.jsonl"))
     assert second.rows_reused == 10 and lines(second)[3]["reused_from"] == f"{first.id}/3"
-    third = await run(service, functions(folder, range(10), name="third.jsonl"))
-    assert lines(third)[3]["reused_from"] == f"{first.id}/3"
     await service.remove(first.id)
     calls(folder)
+    third = await run(service, functions(folder, range(10), name="third.jsonl"))
+    assert lines(third)[3]["reused_from"] == f"{second.id}/3" and calls(folder) == []
+    for view in (second, third):
+        await service.remove(view.id)
     fourth = await run(service, functions(folder, range(10), name="fourth.jsonl"))
     assert fourth.rows_reused == 0 and len(calls(folder)) == 10
-    assert [line["output"] for line in lines(second)] == [2 * n for n in range(10)]
 
 
 async def test_projects_do_not_share(folder, service, chat):
@@ -263,7 +264,7 @@ def planned(folder: Path, view: JobView) -> tuple:
 async def test_a_damaged_result_is_not_taken(folder, service):
     """A result whose bytes have changed since it was indexed runs again."""
     first = await run(service, functions(folder, range(100)))
-    await run(service, functions(folder, range(100), name="b.jsonl"))
+    await service.remove((await run(service, functions(folder, range(100), name="b.jsonl"))).id)
     (segment,) = JobFiles(folder / "data", first.id).segments.glob("*.seg")
     data = segment.read_bytes()
     assert data.count(b'"output":84') == 1
@@ -274,7 +275,7 @@ async def test_a_damaged_result_is_not_taken(folder, service):
 
 
 async def test_results_grow_old(folder):
-    """Results of a job that ended longer ago than the project allows are not taken."""
+    """Results that were made longer ago than the project allows are not taken, nor are younger copies of them."""
     (folder / "data").mkdir()
     ledger = open_ledger(folder / "data" / "batchmill.db")
     executor = LocalExecutor(folder / "data" / "workers")
@@ -282,11 +283,34 @@ async def test_results_grow_old(folder):
     service = job_service(folder / "data", ledger, executor, SystemClock(), projects=projects)
     try:
         first = await run(service, functions(folder, range(10)))
-        for since, reused in ((900, 10), (1100, 0)):
-            await ledger.database.write(_set_finished, first.id, SystemClock().now() - since)
-            order = functions(folder, range(10), name=f"{since}.jsonl")
-            assert (await run(service, order)).rows_reused == reused
-            await service.remove((await service.list())[0].id)
+        await ledger.database.write(_set_finished, first.id, SystemClock().now() - 900)
+        assert (await run(service, functions(folder, range(10), name="b.jsonl"))).rows_reused == 10
+        projects["default"] = ProjectEntry(reuse_age_s=800)
+        assert (await run(service, functions(folder, range(10), name="c.jsonl"))).rows_reused == 0
+    finally:
+        await service.close(at_once=True)
+
+
+async def test_published_results_are_taken_once_segments_are_gone(folder):
+    """Retention removes segments and indexes what was published; a line that has changed since is not taken."""
+    (folder / "data").mkdir()
+    ledger = open_ledger(folder / "data" / "batchmill.db")
+    executor = LocalExecutor(folder / "data" / "workers")
+    retention = RetentionEntry(intermediate_s=0.0, retry_s=0.0)
+    service = job_service(folder / "data", ledger, executor, SystemClock(), retention=retention)
+    try:
+        first = await run(service, functions(folder, range(20)))  # row 13 fails
+        taking = await run(service, functions(folder, range(5), name="b.jsonl"))
+        await service.remove(taking.id)
+        await service.retention.sweep()
+        assert not JobFiles(folder / "data", first.id).segments.exists()
+        output = Path(first.output)
+        output.write_text(output.read_text().replace('"output":14', '"output":15'))
+        calls(folder)
+        view = await run(service, functions(folder, [19, *range(10)], name="c.jsonl"))
+        assert view.rows_reused == 10 and calls(folder) == [7]
+        assert [line["output"] for line in lines(view)] == [38, *(2 * n for n in range(10))]
+        assert lines(view)[0]["reused_from"] == f"{first.id}/19"
     finally:
         await service.close(at_once=True)
 

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ BY_AGE = "the server, because retention.jobs_s had passed,"
 SWEPT_MAX = 100  # jobs that one sweep takes in hand
 log = logging.getLogger("batchmill.owner")
 
+Keep = Callable[[sa.RowMapping], Awaitable[bool]]
 LEAVING = ".leaving-"  # before the name of a folder that is being removed
 
 
@@ -63,10 +64,11 @@ class Retention:
 
     def __init__(
         self, data_dir: Path, database: Database, active: ActiveJobs, clock: Clock, entry: RetentionEntry,
-        stored: StoredFiles = LocalFiles(),
+        stored: StoredFiles = LocalFiles(), keep: Keep | None = None,
     ) -> None:  # fmt: skip
+        """Args: keep: called before the segments of a job are removed; returns whether they may be."""
         self._data_dir, self._database, self._active, self._clock = data_dir, database, active, clock
-        self.entry, self._stored = entry, stored
+        self.entry, self._stored, self._keep = entry, stored, keep
 
     async def finish(self) -> None:
         """Finish removals that were recorded and not completed."""
@@ -121,6 +123,8 @@ class Retention:
                 return  # a retry was faster
             record = await self._database.read(records.find, job_id)
             if record["state"] not in ENDED or record["compacted"] is not None:
+                return
+            if self._keep is not None and not await self._keep(record):
                 return
             files = JobFiles(self._data_dir, job_id)
             if files.home.is_dir():

@@ -113,7 +113,7 @@ class JobService:
         )  # fmt: skip
         self._active, self._audits = ActiveJobs(self._tools), Audits(self._tools)
         self._submitting: set[asyncio.Task[Submitted]] = set()
-        self.retention = Retention(data_dir, database, self._active, clock, retention, stored)
+        self.retention = Retention(data_dir, database, self._active, clock, retention, stored, earlier.keep)
         self._deadlines = JobDeadlines(clock, self._upcoming, self._expire)
         self._stalled = StalledJobs(data_dir, database, self._active, disk_quota)
         self._maintenance = Maintenance(clock, self._disk_reserve, self._stalled.poll, self._resume_or_note, self._tidy)

@@ -79,7 +79,7 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
         return msgspec.json.encode(Prepared(report, None, wanted=_by_model(sealing, report.adapters)))
     if may_run:
         seal = report.seal
-        if reuses(spec):
+        if stores_requests(spec):
             write_keys(spec, Path(request.dataset))
         wanted = plan_order(spec, seal.rows, is_columnar=seal.is_columnar)
 
@@ -180,7 +180,7 @@ def seal_order(spec: JobSpec) -> SealOrder:
             for model, known in zip(spec.models, paths, strict=True)
         ],
         keys=needs_keys(spec),
-        requests=reuses(spec),
+        requests=stores_requests(spec),
         columns_max=None if output_kind(Path(output))[0] == "jsonl" else COLUMNS_MAX,
         may_be_columnar=may_be_columnar(spec),
         fold="all" if spec.policy.dedupe else "deterministic" if calls_language_models(spec.models) else "none",
@@ -206,6 +206,12 @@ def needs_keys(spec: JobSpec) -> bool:
 def reuses(spec: JobSpec) -> bool:
     """Whether rows may take over results of earlier jobs."""
     return spec.policy.reuse not in (NONE, None)
+
+
+def stores_requests(spec: JobSpec) -> bool:
+    """Whether the digests of requests are kept: for this job, or for later ones that want what models answered."""
+    has_calls_alone = not any(model.takes_columns for model in spec.models)
+    return reuses(spec) or (has_calls_alone and not spec.is_small)
 
 
 def may_be_columnar(spec: JobSpec) -> bool:

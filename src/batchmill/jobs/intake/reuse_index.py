@@ -1,4 +1,5 @@
-"""The index of a job's results by their requests: sorted digests beside the segments, and where each result lies.
+"""The index of a job's results by their requests: sorted digests, and where each result lies: in a segment, or in the
+published results once retention removes the segments.
 
 An index is derived: it is written once somebody looks for results of its job, and anew where its bytes are not what was
 written. It holds no result. Sorting is done in pieces on disk, so memory does not grow with the rows.
@@ -25,26 +26,28 @@ from batchmill.datasets import layout
 from batchmill.datasets.external_sort import ExternalSort
 from batchmill.datasets.fan_out import validators
 from batchmill.datasets.orders import SourcePart, ValidatedChunk
-from batchmill.datasets.request_digests import DIGEST_BYTES
+from batchmill.datasets.request_digests import DIGEST_BYTES, canonical_of, digest_of
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import InputChanged, LedgerBroken
 from batchmill.jobs.intake.preparation import seal_order
-from batchmill.jobs.intake.reuse_orders import INDEX, TARGET_KEYS, EarlierJob, TargetKeys, sum_of, target_keys
+from batchmill.jobs.intake.reuse_orders import INDEX, EarlierJob, read_keys, sum_of, target_keys
 from batchmill.jobs.ledger.files import JobFiles, PartFile
+from batchmill.jobs.results.row_arrays import RowArrays
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import Block, read_outcomes, read_payload
 from batchmill.types import Seal
 from batchmill.wire.forms import OpenAIForm, TableForm
+from batchmill.wire.json_bytes import join_object, split_object
 from batchmill.wire.replies import FLAWS, flaws_of
+from batchmill.wire.result_rows import number_in
 
 LOCK = "lock"
 WORDS = DIGEST_BYTES // 8
-PLACE_WORDS = 3  # offset; file << 32 | length; row << 32 | checksum
+PLACE_WORDS = 4  # offset; file << 32 | length; row << 32 | checksum; when it was made, in seconds since the epoch
 LOW = np.uint64(2**32 - 1)
 HALF = np.uint64(32)
 SORTED_ROWS = 1024 * 1024  # in memory
-
-Sorts = dict[str, ExternalSort]
+READ_BYTES = 4 * 1024 * 1024  # of published results, at once
 
 
 class Section(Struct, frozen=True):
@@ -63,14 +66,6 @@ class IndexHead(Struct, frozen=True):
     generation: int  # that the job had ended with
     files: list[str]  # names of its segments
     sections: list[Section]
-
-
-class Requests(Struct, frozen=True):
-    """The digest and the target of each row of a dataset."""
-
-    digests: np.ndarray  # [rows, 4] u64
-    targets: np.ndarray  # [rows] u16
-    keys: list[str]  # of the targets
 
 
 COLUMNS = ("first", "rest", "place")
@@ -103,8 +98,7 @@ class JobIndex:
         self._maps: dict[int, mmap.mmap] = {}
         if not self._home.parent.is_dir():
             raise FileNotFoundError(f"the job {job.spec.id} is gone")
-        self._home.mkdir(mode=0o700, exist_ok=True)
-        with _locked(self._home):
+        with locked(self._home):
             head = read_head(self._home, job.spec.id, job.generation)
             if head is None or not _is_sound(self._home, head, keys):
                 head = build(job)
@@ -118,7 +112,7 @@ class JobIndex:
         return first, rest.reshape(-1, WORDS - 1), place.reshape(-1, PLACE_WORDS)
 
     def find(self, key: str, digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of some digests [n, 4] have a result, and the places [found, 3] of these results."""
+        """Which of some digests [n, 4] have a result, and the places [found, 4] of these results."""
         if key not in self._sections or not len(digests):
             return np.empty(0, np.int64), np.empty((0, PLACE_WORDS), np.uint64)
         first, rest, place = self._sections[key]
@@ -138,7 +132,7 @@ class JobIndex:
 
     def line(self, place: Sequence[int]) -> bytes | None:
         """The result at a place; None if it is not there any more as it was."""
-        offset, where, about = place
+        offset, where, about, _ = place
         length = where & 0xFFFFFFFF
         line = self._segment(where >> 32)[offset : offset + length]
         return line if len(line) == length and checksum(line) == about & 0xFFFFFFFF else None
@@ -166,8 +160,9 @@ def _search(first: np.ndarray, rest: np.ndarray, at: int, wanted: np.ndarray) ->
 
 
 @contextmanager
-def _locked(home: Path) -> Iterator[None]:
+def locked(home: Path) -> Iterator[None]:
     """One process at a time writes an index; the kernel releases the lock of one that dies."""
+    home.mkdir(mode=0o700, exist_ok=True)
     fd = os.open(home / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -192,21 +187,24 @@ def build(job: EarlierJob) -> IndexHead:
     """Write the index of a job from its results and its dataset."""
     home, files = folder_of(job), JobFiles(Path(job.data_dir), job.spec.id)
     (home / INDEX).unlink(missing_ok=True)  # first: a kill leaves columns without a head, which nobody reads
-    if not job.committed:  # the owner saw an index
-        raise LedgerBroken(f"the index of the job {job.spec.id} is damaged, and is written anew the next time")
-    names: list[str] = []
+    if not job.committed:  # the owner saw an index, or the segments are gone
+        raise LedgerBroken(f"the index of the job {job.spec.id} is damaged")
     with ExitStack() as open_:
         requests = _requests_of(job, files, open_)
-        sorts: Sorts = {}
-        segments = open_.enter_context(closing(open_segments(job.segments)))
-        for ref in job.committed:
-            for block in read_outcomes(segments, ref):
-                if block.segment not in names:
-                    names.append(block.segment)
-                if block.ok and not block.generation and not block.meta.reused and not block.is_columnar:
-                    payload = read_payload(segments, block)
-                    _add(sorts, open_, home, requests, _records(job, block, payload, names.index(block.segment)))
-        sections = [_write(home, number, key, sort) for number, (key, sort) in enumerate(sorts.items())]
+        sorts = _Sorts(home, load_seal(files.dataset).rows, open_)
+        if job.results:
+            names = [job.results]
+            published = _Published(job, sorts.rows, home)
+            for block, lines in _blocks(job, []):
+                published.note(block, lines)
+            for lines, places in published.places():
+                sorts.add(*requests.of(lines, places), places)
+        else:
+            names = []
+            for block, lines in _blocks(job, names):
+                places = _places(job, block, lines, names.index(block.segment))
+                sorts.add(*requests.of(lines, places), places)
+        sections = sorts.write()
     faults.point("in_reuse_index")
     head = IndexHead(job.spec.id, job.generation, names, sections)
     with PartFile(home / INDEX, 0o600) as file:
@@ -216,21 +214,67 @@ def build(job: EarlierJob) -> IndexHead:
     return head
 
 
-def _records(job: EarlierJob, block: Block, payload: bytes, file: int) -> np.ndarray:
-    """The places [n, 3] of the results in a block, but for those with a flaw."""
-    lengths = block.line_lengths()
-    lines = payload.splitlines(keepends=True) if lengths is None else _cut(payload, lengths)
-    if len(lines) != block.n:
-        raise LedgerBroken(f"a block of {block.n} rows of the job {job.spec.id} has {len(lines)} lines")
+def _blocks(job: EarlierJob, names: list[str]) -> Iterator[tuple[Block, list[bytes]]]:
+    """The blocks of results that may be taken over, with their lines. Args: names: gets the names of their segments."""
+    with closing(open_segments(job.segments)) as segments:
+        for ref in job.committed:
+            for block in read_outcomes(segments, ref):
+                if not block.ok or block.generation or block.is_columnar:
+                    continue
+                if block.segment not in names:
+                    names.append(block.segment)
+                payload, lengths = read_payload(segments, block), block.line_lengths()
+                lines = payload.splitlines(keepends=True) if lengths is None else _cut(payload, lengths)
+                if len(lines) != block.n:
+                    raise LedgerBroken(f"a block of {block.n} rows of the job {job.spec.id} has {len(lines)} lines")
+                yield block, lines
+
+
+def _places(job: EarlierJob, block: Block, lines: Sequence[bytes], file: int) -> np.ndarray:
+    """The place [n, 4] of each result of a block; zeros for one whose reply has a flaw."""
     sizes = np.fromiter(map(len, lines), np.uint64, block.n)
-    sums = np.fromiter(map(checksum, lines), np.uint64, block.n)
-    rows = np.asarray(block.rows(), np.uint64)
     offsets = np.cumsum(sizes) - sizes + np.uint64(block.payload_offset)
-    places = np.stack((offsets, np.uint64(file) << HALF | sizes, rows << HALF | sums), axis=1)
+    places = np.empty((block.n, PLACE_WORDS), np.uint64)
+    places[:, 0], places[:, 1] = offsets, np.uint64(file) << HALF | sizes
+    places[:, 2] = np.asarray(block.rows(), np.uint64) << HALF | np.fromiter(map(checksum, lines), np.uint64, block.n)
+    places[:, 3] = block.meta.reused_at or int(job.finished)
     if block.meta.warnings:
-        has_flaw = np.fromiter(map(_is_flawed, lines), bool, block.n)
-        places = places[~has_flaw]
+        places[np.fromiter(map(_is_flawed, lines), bool, block.n)] = 0
     return places
+
+
+class _Published:
+    """The results of a job in its published file. A line counts only if a segment has it, too."""
+
+    def __init__(self, job: EarlierJob, rows: int, home: Path) -> None:
+        self._job = job
+        arrays = RowArrays(home, rows)
+        self._sums, self._times = arrays.full(np.uint32, 0), arrays.full(np.uint32, 0)
+
+    def note(self, block: Block, lines: Sequence[bytes]) -> None:
+        """Note results of a segment."""
+        places = _places(self._job, block, lines, 0)
+        places = places[places[:, 3] != 0]
+        rows = (places[:, 2] >> HALF).astype(np.int64)
+        self._sums[rows], self._times[rows] = (places[:, 2] & LOW).astype(np.uint32), places[:, 3].astype(np.uint32)
+
+    def places(self) -> Iterator[tuple[list[bytes], np.ndarray]]:
+        """Lines of the file, and the place [n, 4] of each."""
+        is_openai = isinstance(self._job.spec.form, OpenAIForm)
+        offset = number = 0
+        with open(self._job.results, "rb") as file:
+            while lines := file.readlines(READ_BYTES):
+                kept, places = [], []
+                for line in lines:
+                    row = number_in(line) if is_openai else number
+                    number += 1
+                    total = checksum(line)
+                    if row < len(self._sums) and self._times[row] and self._sums[row] == total:
+                        kept.append(line)
+                        places.append((offset, len(line), row << 32 | total, int(self._times[row])))
+                    offset += len(line)
+                if kept:
+                    yield kept, np.array(places, np.uint64)
 
 
 class _Response(Struct, frozen=True, gc=False):
@@ -257,21 +301,29 @@ def _cut(payload: bytes, lengths: Sequence[int]) -> list[bytes]:
     return [payload[start:end] for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _add(sorts: Sorts, open_: ExitStack, home: Path, requests: Requests, places: np.ndarray) -> None:
-    """Add the results of a block to the sorted records of their targets."""
-    rows = (places[:, 2] >> HALF).astype(np.int64)
-    digests, targets = requests.digests[rows], requests.targets[rows]
-    has_digest = digests.any(axis=1)
-    for target in np.unique(targets[has_digest]).tolist():
-        key = requests.keys[target]
-        if not key:
-            continue
-        if key not in sorts:
-            sorts[key] = open_.enter_context(
-                ExternalSort(home, WORDS + PLACE_WORDS, len(requests.digests), piece_rows=SORTED_ROWS)
-            )
-        mine = has_digest & (targets == target)
-        sorts[key].add(*digests[mine].T, *places[mine].T)
+class _Sorts:
+    """The results of each target, sorted by their requests."""
+
+    def __init__(self, home: Path, rows: int, open_: ExitStack) -> None:
+        self.rows = rows
+        self._home, self._open = home, open_
+        self._sorts: dict[str, ExternalSort] = {}
+
+    def add(self, digests: np.ndarray, targets: np.ndarray, keys: Sequence[str], places: np.ndarray) -> None:
+        """Args: digests [n, 4], targets [n], places [n, 4]: of n results."""
+        may_be_taken = digests.any(axis=1) & (places[:, 3] != 0)
+        for target in np.unique(targets[may_be_taken]).tolist():
+            key = keys[target]
+            if not key:
+                continue
+            if key not in self._sorts:
+                sort = ExternalSort(self._home, WORDS + PLACE_WORDS, self.rows, piece_rows=SORTED_ROWS)
+                self._sorts[key] = self._open.enter_context(sort)
+            mine = may_be_taken & (targets == target)
+            self._sorts[key].add(*digests[mine].T, *places[mine].T)
+
+    def write(self) -> list[Section]:
+        return [_write(self._home, number, key, sort) for number, (key, sort) in enumerate(self._sorts.items())]
 
 
 def _write(home: Path, number: int, key: str, sort: ExternalSort) -> Section:
@@ -294,22 +346,65 @@ def _write(home: Path, number: int, key: str, sort: ExternalSort) -> Section:
     return Section(key, number, rows, [sum_of(home / f"{number}.{name}") for name in COLUMNS])
 
 
-def _requests_of(job: EarlierJob, files: JobFiles, open_: ExitStack) -> Requests:
+Found = tuple[np.ndarray, np.ndarray, list[str]]  # digests [n, 4], targets [n], and the keys of the targets
+
+
+class StoredRequests(Struct, frozen=True):
+    """The digest and the target of each row of a dataset."""
+
+    digests: np.ndarray  # [rows, 4] u64
+    targets: np.ndarray  # [rows] u16
+    keys: list[str]  # of the targets
+    deterministic: list[bool] = []  # of the targets
+
+    def of(self, lines: Sequence[bytes], places: np.ndarray) -> Found:
+        """Those of results."""
+        rows = (places[:, 2] >> HALF).astype(np.int64)
+        return self.digests[rows], self.targets[rows], self.keys
+
+
+class LineRequests:
+    """The same from results of a function, which hold the columns of their rows: the input may have changed since."""
+
+    def __init__(self, job: EarlierJob) -> None:
+        self._added = frozenset(job.spec.form.reserved)
+        self._keys = target_keys(job.spec)
+
+    def of(self, lines: Sequence[bytes], places: np.ndarray) -> Found:
+        """Those of results."""
+        data = b"".join(map(self._digest, lines))
+        digests = np.frombuffer(data, np.uint64).reshape(-1, WORDS)
+        return digests, np.zeros(len(lines), np.uint16), self._keys
+
+    def _digest(self, line: bytes) -> bytes:
+        members = {name: value for name, value in split_object(line).items() if name not in self._added}
+        return digest_of("", canonical_of(join_object(members)), is_deterministic=False)
+
+
+class NoRequests:
+    """The same of a job of which nothing can be taken over."""
+
+    def of(self, lines: Sequence[bytes], places: np.ndarray) -> Found:
+        return np.zeros((len(lines), WORDS), np.uint64), np.zeros(len(lines), np.uint16), [""]
+
+
+def _requests_of(job: EarlierJob, files: JobFiles, open_: ExitStack) -> StoredRequests | LineRequests | NoRequests:
     """The digests that were written when the dataset was sealed, or new ones."""
     found = read_requests(files.dataset)
     if found is not None:
         return found
-    seal = load_seal(files.dataset)
+    seal, form = load_seal(files.dataset), job.spec.form
     if seal.is_columnar or job.generation or job.spec.routing:  # rows ran with other models than the job has now
-        return Requests(np.zeros((seal.rows, WORDS), np.uint64), np.zeros(seal.rows, np.uint16), [""])
+        return NoRequests()
+    if isinstance(form, TableForm) and not form.makes_requests and len(job.spec.models) == 1:
+        return LineRequests(job)
     return _digested(job, files.dataset, seal, open_)
 
 
-def read_requests(dataset: Path) -> Requests | None:
+def read_requests(dataset: Path) -> StoredRequests | None:
     """The digests of a dataset; None if it has none, or they are not what was written."""
-    try:
-        keys = msgspec.json.decode((dataset / TARGET_KEYS).read_bytes(), type=TargetKeys)
-    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+    keys = read_keys(dataset)
+    if keys is None:
         return None
     paths = dataset / layout.REQUESTS, dataset / layout.TARGET
     try:
@@ -318,10 +413,10 @@ def read_requests(dataset: Path) -> Requests | None:
         digests, targets = (np.memmap(path, kind, "r") for path, kind in zip(paths, KINDS, strict=True))
     except FileNotFoundError:
         return None
-    return Requests(digests.reshape(-1, WORDS), targets, keys.keys)
+    return StoredRequests(digests.reshape(-1, WORDS), targets, keys.keys, keys.deterministic)
 
 
-def _digested(job: EarlierJob, dataset: Path, seal: Seal, open_: ExitStack) -> Requests:
+def _digested(job: EarlierJob, dataset: Path, seal: Seal, open_: ExitStack) -> StoredRequests:
     """Read and check the rows again for their digests. Raises: InputChanged if they are not those that were sealed."""
     form = OpenAIForm() if seal.format == "openai" else TableForm()
     order = seal_order(job.spec)
@@ -341,4 +436,4 @@ def _digested(job: EarlierJob, dataset: Path, seal: Seal, open_: ExitStack) -> R
     for file in columns:
         file.flush()
     digests, targets = (np.memmap(file, kind, "r") for file, kind in zip(columns, KINDS, strict=True))
-    return Requests(digests.reshape(-1, WORDS), targets, target_keys(job.spec))
+    return StoredRequests(digests.reshape(-1, WORDS), targets, target_keys(job.spec))

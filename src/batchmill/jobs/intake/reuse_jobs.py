@@ -19,23 +19,26 @@ from batchmill import faults
 from batchmill.children.offload import Offload
 from batchmill.config.entries import ProjectEntry
 from batchmill.errors import BatchmillError
-from batchmill.jobs.intake.preparation import reuses
+from batchmill.jobs.intake.preparation import reuses, stores_requests
 from batchmill.jobs.intake.reuse_orders import (
     INDEX,
+    INDEX_PUBLISHED,
     LOOK_UP,
-    TARGET_KEYS,
     EarlierJob,
     LookupOrder,
     Reused,
+    read_keys,
     target_keys,
 )
 from batchmill.jobs.ledger.files import JobFiles, read_spec
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.ledger.storage import JobStorage
+from batchmill.object_store.urls import is_object_url
 from batchmill.ports import Clock
 from batchmill.states import ENDED
 from batchmill.store.sql.tables import jobs
-from batchmill.store.stored_files import StoredFiles
+from batchmill.store.stored_files import StoredFiles, using
+from batchmill.types import SegmentRef
 from batchmill.wire.job_spec import JobSpec
 
 JOBS_MAX = 1000  # of a project, that are looked at
@@ -57,16 +60,17 @@ class EarlierJobs:
 
     async def count(self, spec: JobSpec, dataset: str, plan: str) -> int:
         """How many of the rows of a sealed and planned dataset would take over a result."""
-        async with self._use(spec) as earlier:
-            return (await self._look_up(LookupOrder(spec, dataset, plan, earlier), lambda _: None)).rows
+        async with self._use(spec, Path(dataset)) as earlier:
+            order = LookupOrder(spec, dataset, plan, earlier, self._since(spec))
+            return (await self._look_up(order, lambda _: None)).rows
 
     async def take_over(self, spec: JobSpec, files: JobFiles, progress: Callable[[float], None]) -> None:
         """Write the results that rows of a planned job take over to a segment of it."""
         if not reuses(spec):
             return
-        async with self._use(spec) as earlier:
-            folders = str(files.dataset), str(files.plan(0))
-            await self._look_up(LookupOrder(spec, *folders, earlier, str(files.segments)), progress)
+        async with self._use(spec, files.dataset) as earlier:
+            places = str(files.dataset), str(files.plan(0)), earlier, self._since(spec), str(files.segments)
+            await self._look_up(LookupOrder(spec, *places), progress)
         faults.point("after_reuse")
 
     async def _look_up(self, order: LookupOrder, progress: Callable[[float], None]) -> Reused:
@@ -78,50 +82,106 @@ class EarlierJobs:
             log.warning("nothing is taken over of the job %s", reason)
         return reused
 
+    def _since(self, spec: JobSpec) -> float:
+        return self._clock.now() - self._projects.get(spec.project, ProjectEntry()).reuse_age_s
+
     @asynccontextmanager
-    async def _use(self, spec: JobSpec) -> AsyncIterator[list[EarlierJob]]:
+    async def _use(self, spec: JobSpec, dataset: Path) -> AsyncIterator[list[EarlierJob]]:
         """The earlier jobs of one, the newest first. Their files stay in the data directory meanwhile."""
-        since = self._clock.now() - self._projects.get(spec.project, ProjectEntry()).reuse_age_s
-        records = await self._ledger.database.read(_ended, spec, since)
+        records = await self._ledger.database.read(_ended, spec, self._since(spec))
+        keys = await asyncio.to_thread(read_keys, dataset)
+        wanted = frozenset() if keys is None else frozenset(keys.keys) - {""}
         async with AsyncExitStack() as stack:
-            yield await self._chosen(spec, records, stack)
+            chosen = []
+            for record in records:
+                earlier = await self._chosen(record, wanted, stack)
+                chosen += [] if earlier is None else [earlier]
+            yield chosen
 
-    async def _chosen(self, spec: JobSpec, records: Sequence[sa.RowMapping], stack: AsyncExitStack) -> list[EarlierJob]:
-        keys = set(target_keys(spec)) - {""}
-        chosen = []
-        for record in await asyncio.to_thread(lambda: [each for each in records if self._may_have(each, keys)]):
-            files = JobFiles(self._data_dir, record["id"])
-            if self._stored.is_elsewhere:
-                storage = JobStorage(self._stored, files)
-                stack.callback(storage.release)
-                try:
-                    await storage.bring(read_spec(record["spec"]), record)
-                except BatchmillError:
-                    continue  # it was removed meanwhile
-            chosen.append(await self._earlier(record, files))
-        return chosen
-
-    def _may_have(self, record: sa.RowMapping, keys: set[str]) -> bool:
-        """Whether rows of an ended job may have gone to one of these targets."""
-        earlier = read_spec(record["spec"])
-        if earlier.is_small:
-            return False
-        if record["generation"] or earlier.routing:  # its models may have changed since
-            return self._stored.is_elsewhere or (JobFiles(self._data_dir, earlier.id).dataset / TARGET_KEYS).exists()
-        return not keys.isdisjoint(target_keys(earlier))
-
-    async def _earlier(self, record: sa.RowMapping, files: JobFiles) -> EarlierJob:
+    async def _chosen(self, record: sa.RowMapping, wanted: frozenset[str], stack: AsyncExitStack) -> EarlierJob | None:
+        """An ended job, if rows of it may have gone to one of the targets that are wanted."""
         spec = read_spec(record["spec"])
+        files = JobFiles(self._data_dir, spec.id)
+        if spec.is_small or not await asyncio.to_thread(self._may_have, record, files, wanted):
+            return None
+        is_whole = record["compacted"] is None
+        if self._stored.is_elsewhere and not await self._brought(record, files, stack, is_whole=is_whole):
+            return None
         committed = []
         if not (files.reuse / INDEX).exists():
-            committed = [ref for generation, ref in self._ledger.committed(spec.id) if generation == 0]
-        return EarlierJob(spec, str(self._data_dir), record["generation"], files.segment_place, committed)
+            if not is_whole:
+                return None
+            committed = await self._committed(spec.id)
+        generation, finished = record["generation"], record["finished"]
+        return EarlierJob(spec, str(self._data_dir), generation, finished, files.segment_place, committed)
+
+    async def _committed(self, job_id: str) -> list[SegmentRef]:
+        committed = await asyncio.to_thread(self._ledger.committed, job_id)
+        return [ref for generation, ref in committed if generation == 0]
+
+    def _may_have(self, record: sa.RowMapping, files: JobFiles, wanted: frozenset[str]) -> bool:
+        earlier, keys = read_spec(record["spec"]), read_keys(files.dataset)
+        if keys is not None:
+            return not wanted.isdisjoint(keys.keys)
+        if record["generation"] or earlier.routing or record["compacted"] is not None:
+            return self._stored.is_elsewhere or (files.reuse / INDEX).exists()  # its models may have changed since
+        return not wanted.isdisjoint(target_keys(earlier))
+
+    async def _brought(self, record: sa.RowMapping, files: JobFiles, stack: AsyncExitStack, *, is_whole: bool) -> bool:
+        """Bring the files of a job from the object store. False if it was removed meanwhile."""
+        storage = JobStorage(self._stored, files)
+        stack.callback(storage.release)
+        try:
+            if is_whole:
+                await storage.bring(read_spec(record["spec"]), record)
+            else:
+                await stack.enter_async_context(using(self._stored, files.reuse, Path(record["output"])))
+        except BatchmillError as error:
+            log.warning("nothing is taken over of the job %s: %s", record["id"], error)
+            return False
+        return True
+
+    async def keep(self, record: sa.RowMapping) -> bool:
+        """Called before the segments of an ended job are removed: its published results are indexed in their place.
+
+        Returns: whether the segments may be removed. Those that are the only place where results can be found, of a job
+        that ran with reuse, stay as long as results may be taken over.
+        """
+        spec, output = read_spec(record["spec"]), record["output"]
+        files = JobFiles(self._data_dir, record["id"])
+        is_wanted = stores_requests(spec) or (files.reuse / INDEX).exists()
+        if not is_wanted or spec.is_small or not record["rows_ok"] or record["finished"] < self._since(spec):
+            return True
+        async with AsyncExitStack() as stack:
+            if self._stored.is_elsewhere and not await self._brought(record, files, stack, is_whole=True):
+                return True
+            if not _has_lines(output):
+                return not reuses(spec)
+            committed = await self._committed(spec.id)
+            generation, finished = record["generation"], record["finished"]
+            earlier = EarlierJob(
+                spec, str(self._data_dir), generation, finished, files.segment_place, committed, output
+            )
+            order = msgspec.json.encode(earlier)
+            try:
+                await self._offload(INDEX_PUBLISHED, order, lambda _: None, project=spec.project)
+            except BatchmillError as error:
+                log.warning("the results of the job %s are not indexed: %s", spec.id, error)
+                return True
+            await self._stored.publish(files.reuse)
+        return True
+
+
+def _has_lines(output: str | None) -> bool:
+    """Whether published results are lines of a file on this machine."""
+    return output is not None and output.endswith(".jsonl") and not is_object_url(output) and Path(output).is_file()
 
 
 def _ended(db: sa.Connection, spec: JobSpec, since: float) -> Sequence[sa.RowMapping]:
-    """Jobs of the same project that have results and segments, the newest first."""
-    query = sa.select(jobs.c.id, jobs.c.spec, jobs.c.generation, jobs.c.rows).where(
+    """Jobs of the same project that have results, the newest first."""
+    names = ("id", "spec", "generation", "rows", "finished", "compacted", "output")
+    query = sa.select(*(jobs.c[name] for name in names)).where(
         jobs.c.project == spec.project, jobs.c.id != spec.id, jobs.c.state.in_(ENDED), jobs.c.finished >= since,
-        jobs.c.rows_ok > 0, jobs.c.compacted.is_(None),
+        jobs.c.rows_ok > 0,
     )  # fmt: skip
     return db.execute(query.order_by(jobs.c.finished.desc()).limit(JOBS_MAX)).mappings().all()

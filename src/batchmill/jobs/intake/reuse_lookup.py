@@ -6,6 +6,7 @@ worker that died, so a kill at any point leaves either an outcome of a row or an
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -19,16 +20,16 @@ from batchmill.datasets.readers import open_rows
 from batchmill.datasets.request_digests import DETERMINISTIC_BIT
 from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import BatchmillError, DatasetDamaged
-from batchmill.jobs.intake.reuse_index import JobIndex, Requests, read_requests
-from batchmill.jobs.intake.reuse_orders import (
-    ALL,
-    EarlierJob,
-    LookupOrder,
-    Reused,
-    is_deterministic,
-    target_keys,
-    targets,
+from batchmill.jobs.intake.reuse_index import (
+    PLACE_WORDS,
+    JobIndex,
+    StoredRequests,
+    build,
+    folder_of,
+    locked,
+    read_requests,
 )
+from batchmill.jobs.intake.reuse_orders import ALL, EarlierJob, LookupOrder, Reused
 from batchmill.jobs.ledger.plan import ORDER, PlanReader
 from batchmill.jobs.results.row_arrays import RowArrays
 from batchmill.store.segments.files import SegmentFile
@@ -40,7 +41,8 @@ WINDOW_ROWS = 1024 * 1024  # looked up at once
 READ_ROWS = 4096  # read at once
 DENSE = 4  # of rows that are close together, those between are read too
 BLOCK_ROWS, BLOCK_BYTES = 1024, 1024 * 1024  # of one block, about
-HELD_BYTES_MAX = 64 * 1024 * 1024  # of lines that wait for their block
+HELD_MAX = 256  # blocks that wait for further rows
+Key = tuple[int, int]  # of a block: its shard, and when its results were made
 WORKER = "reuse"  # in the name of the segment
 IS_LAST_BIT = np.uint64(DETERMINISTIC_BIT << 56)  # of a digest's last word
 NO_POSITION = 2**32 - 1
@@ -58,6 +60,14 @@ def look_up_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
     return msgspec.json.encode(Reused(lookup.found, lookup.skipped))
 
 
+def index_published_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
+    """Offloaded: index the published results of an EarlierJob, whose segments will be removed."""
+    job = msgspec.json.decode(order, type=EarlierJob)
+    with locked(folder_of(job)):
+        build(job)
+    return b""
+
+
 class _Lookup:
     def __init__(self, order: LookupOrder, open_: ExitStack) -> None:
         self._order, self._open = order, open_
@@ -66,11 +76,12 @@ class _Lookup:
         requests = read_requests(self._dataset)
         if requests is None:
             raise DatasetDamaged(f"the digests of the requests in {order.dataset} are not what was written")
-        self._requests: Requests = requests
+        self._requests: StoredRequests = requests
         self.rows, self.found = self._plan.plan.rows, 0
         self.skipped: list[str] = []
-        self._keys = target_keys(order.spec)
-        self._may_vary = [_takes_all(order.spec, number) for number, _ in targets(order.spec.models)]
+        self._keys = requests.keys
+        takes_all = order.spec.policy.reuse == ALL
+        self._takes_all = [takes_all or is_deterministic for is_deterministic in requests.deterministic]
         self._positions = self._positions_of_rows()
         self._indexes = list(self._opened(order.earlier))
         self._writer = _Writer(order.spec, self._plan, Path(order.segments)) if order.segments else None
@@ -106,17 +117,19 @@ class _Lookup:
     def take(self, window: range) -> None:
         """Look up the rows of a window, and write what is found."""
         digests, where = self._requests.digests[window.start : window.stop], np.full(len(window), -1, np.int32)
-        places = np.zeros((len(window), 3), np.uint64)
+        places = np.zeros((len(window), PLACE_WORDS), np.uint64)
         positions = self._positions[window.start : window.stop]
         target = self._requests.targets[window.start : window.stop]
         for number in np.unique(target).tolist():
             wanted = np.flatnonzero((target == number) & (positions != NO_POSITION) & digests.any(axis=1))
-            if not self._may_vary[number]:
+            if not self._takes_all[number]:
                 wanted = wanted[(digests[wanted, -1] & IS_LAST_BIT) != 0]
             for at, index in enumerate(self._indexes):
                 if not len(wanted):
                     break
                 found, found_places = index.find(self._keys[number], digests[wanted])
+                is_new = found_places[:, -1] >= np.uint64(max(0, self._order.since))
+                found, found_places = found[is_new], found_places[is_new]
                 where[wanted[found]], places[wanted[found]] = at, found_places
                 wanted = np.delete(wanted, found)
         found = np.flatnonzero(where >= 0)
@@ -141,7 +154,7 @@ class _Lookup:
                     position, row = int(self._positions[start + at]), start + at
                     source = b'"%b/%d"' % (index.job.spec.id.encode(), place[2] >> 32)
                     line = form.take_over(result, Row(position, row, raw, form), source)
-                    writer.add(position, row, line)
+                    writer.add(position, row, line, place[3])
                     self.found += 1
 
     def finish(self) -> None:
@@ -158,46 +171,42 @@ def _read(rows: DatasetRows, numbers: Sequence[int]) -> list[bytes]:
     return [lines[number - first] for number in numbers]
 
 
-def _takes_all(spec: JobSpec, model: int) -> bool:
-    """Whether results of a model are taken over even if another call might return another one."""
-    return spec.policy.reuse == ALL or is_deterministic(spec.models[model])
-
-
 class _Writer:
     """Writes results into blocks of their shards."""
 
     def __init__(self, spec: JobSpec, plan: PlanReader, folder: Path) -> None:
         self._shards = plan.shards()
-        self._bounds = np.fromiter((shard.lo for shard in self._shards), np.uint64, len(self._shards))
+        self._bounds = [shard.lo for shard in self._shards]
         for path in folder.glob(f"{WORKER}-*.seg"):  # of an attempt that was killed: nothing of it was adopted
             path.unlink()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._file = SegmentFile(folder, SegmentHead(spec.id, spec.identity, WORKER))
-        self._held: defaultdict[int, BlockRows] = defaultdict(lambda: BlockRows([], [], []))
-        self._bytes: defaultdict[int, int] = defaultdict(int)
+        self._held: defaultdict[Key, BlockRows] = defaultdict(lambda: BlockRows([], [], []))
+        self._bytes: defaultdict[Key, int] = defaultdict(int)
 
-    def add(self, position: int, row: int, line: bytes) -> None:
-        shard = int(np.searchsorted(self._bounds, position, side="right")) - 1
-        held = self._held[shard]
+    def add(self, position: int, row: int, line: bytes, made: int) -> None:
+        """Args: made: when, in seconds since the epoch."""
+        key = bisect_right(self._bounds, position) - 1, made
+        held = self._held[key]
         held.positions.append(position)
         held.rows.append(row)
         held.lines.append(line)
-        self._bytes[shard] += len(line)
-        if len(held.rows) >= BLOCK_ROWS or self._bytes[shard] >= BLOCK_BYTES:
-            self._flush(shard)
-        elif len(self._held) * BLOCK_BYTES > HELD_BYTES_MAX and sum(self._bytes.values()) > HELD_BYTES_MAX:
+        self._bytes[key] += len(line)
+        if len(held.rows) >= BLOCK_ROWS or self._bytes[key] >= BLOCK_BYTES:
+            self._flush(key)
+        elif len(self._held) > HELD_MAX:
             self._flush_all()
 
-    def _flush(self, shard: int) -> None:
-        held = self._held.pop(shard)
-        del self._bytes[shard]
-        meta = BlockMeta(reused=len(held.rows))
+    def _flush(self, key: Key) -> None:
+        (shard, made), held = key, self._held.pop(key)
+        del self._bytes[key]
+        meta = BlockMeta(reused=len(held.rows), reused_at=made)
         self._file.append(frame(held, generation=0, shard=shard, epoch=0, ok=True, meta=meta))
         faults.point("in_reuse_segment")
 
     def _flush_all(self) -> None:
-        for shard in list(self._held):
-            self._flush(shard)
+        for key in list(self._held):
+            self._flush(key)
 
     def close(self) -> None:
         """Write the rest and make everything durable."""

@@ -23,6 +23,7 @@ from batchmill.types import JobOrder, ModelSpec, SegmentPlace, SegmentRef
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
 
+INDEX_PUBLISHED = "batchmill.jobs.intake.reuse_lookup:index_published_offloaded"
 LOOK_UP = "batchmill.jobs.intake.reuse_lookup:look_up_offloaded"
 NONE, DETERMINISTIC, ALL = "none", "deterministic", "all"
 INDEX = "index.json"  # of the results of a job
@@ -35,8 +36,10 @@ class EarlierJob(Struct, frozen=True):
     spec: JobSpec
     data_dir: str
     generation: int
+    finished: float  # seconds since the epoch
     segments: SegmentPlace
     committed: list[SegmentRef] = []  # of its first generation; empty if an index is there
+    results: str = ""  # the file with its published lines, if it is to be indexed instead of the segments
 
 
 class LookupOrder(Struct, frozen=True):
@@ -46,6 +49,7 @@ class LookupOrder(Struct, frozen=True):
     dataset: str
     plan: str
     earlier: list[EarlierJob]
+    since: float  # no result that was made before is taken, in seconds since the epoch
     segments: str = ""  # the folder that results are written to; empty: they are only counted
 
 
@@ -60,6 +64,7 @@ class TargetKeys(Struct, frozen=True):
     """`requests.json`: the key of each target of a dataset, and the checksums of the columns that go with them."""
 
     keys: list[str]
+    deterministic: list[bool]  # of each target: see `is_deterministic`
     requests: int
     targets: int
 
@@ -126,8 +131,17 @@ def write_keys(spec: JobSpec, dataset: Path) -> None:
     """Write the keys of a sealed dataset with digests: later its job's models may be others."""
     sums = [sum_of(dataset / name) for name in (REQUESTS, TARGET)]
     with PartFile(dataset / TARGET_KEYS, 0o600) as file:
-        file.write(msgspec.json.encode(TargetKeys(target_keys(spec), *sums)))
+        deterministic = [is_deterministic(spec.models[number]) for number, _ in targets(spec.models)]
+        file.write(msgspec.json.encode(TargetKeys(target_keys(spec), deterministic, *sums)))
         file.publish()
+
+
+def read_keys(dataset: Path) -> TargetKeys | None:
+    """What `write_keys` wrote; None if nothing can be read."""
+    try:
+        return msgspec.json.decode((dataset / TARGET_KEYS).read_bytes(), type=TargetKeys)
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 def sum_of(path: Path) -> int:

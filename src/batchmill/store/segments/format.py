@@ -60,6 +60,7 @@ class BlockMeta(Struct, frozen=True, omit_defaults=True):
     samples: dict[str, str] = {}  # error code -> one message
     warnings: dict[str, int] = {}  # of replies that are results: name in wire.replies.WARNINGS -> replies
     reused: int = 0  # rows whose results are those of an earlier job: all of the block, or none
+    reused_at: int = 0  # when these results were made, in seconds since the epoch
     hidden: list[int] = []  # of columns: where the payload had BLOCK_MAGIC; its first byte is 0 there
 
 
