@@ -26,11 +26,11 @@ ROWS = {
     5: ("jobs",),
     6: ("services", "server"),
     7: ("dialects", "console", "control"),
-    8: ("owner", "prepared", "connection", "serving", "cli", "__main__"),
+    8: ("owner", "prepared", "connection", "serving", "cli", "inprocess", "__main__"),
 }
 ROW_OF = {name: row for row, names in ROWS.items() for name in names}
 CLIENT_ROW_MAX = 2  # the SDK reads the shared words and wire forms, nothing else
-CLIENT_USERS = {"cli", "connection", "control"}  # commands ask an owner, and a server, with the SDK
+CLIENT_USERS = {"cli", "connection", "control", "inprocess"}  # commands ask an owner, and a server, with the SDK
 
 # Besides the rows: package -> what it never imports.
 NEVER = {
@@ -61,6 +61,10 @@ HEAVY = {
     "duckdb",
     "huggingface_hub",
     "jinja2",
+    "cloudpickle",
+    "narwhals",
+    "pandas",
+    "polars",
     "numpy",
     "obstore",
     "psycopg",

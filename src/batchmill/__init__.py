@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchmill.client.asynchronous import AsyncClient as AsyncClient
+    from batchmill.client.sync import Client as Client
+    from batchmill.function_runtime.marks import batched as batched
+    from batchmill.function_runtime.marks import tensor as tensor
+    from batchmill.inprocess.job import Job as Job
+    from batchmill.inprocess.running import arun as arun
+    from batchmill.inprocess.running import run as run
 
 __version__ = "0.1.0"
 
@@ -11,7 +20,10 @@ __version__ = "0.1.0"
 _MODULES = {
     "AsyncClient": "batchmill.client.asynchronous",
     "Client": "batchmill.client.sync",
+    "Job": "batchmill.inprocess.job",
+    "arun": "batchmill.inprocess.running",
     "batched": "batchmill.function_runtime.marks",
+    "run": "batchmill.inprocess.running",
     "tensor": "batchmill.function_runtime.marks",
 }
 

@@ -11,8 +11,8 @@ from batchmill.errors import BatchmillError, InvalidConfig
 # Package -> the extra that installs it.
 EXTRAS = {
     "alembic": "upgrade", "botocore": "aws", "duckdb": "sql", "fastavro": "cohere", "google": "grpc", "grpc": "grpc",
-    "huggingface_hub": "hub", "jinja2": "templates", "obstore": "objects", "opentelemetry": "otel",
-    "psycopg": "postgres", "pyarrow": "parquet",
+    "cloudpickle": "cloudpickle", "huggingface_hub": "hub", "jinja2": "templates", "obstore": "objects",
+    "opentelemetry": "otel", "pandas": "pandas", "polars": "polars", "psycopg": "postgres", "pyarrow": "parquet",
 }  # fmt: skip
 SHARED = ("google", "opentelemetry")  # names that several distributions share: parts of them may be missing
 

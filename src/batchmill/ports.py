@@ -369,8 +369,11 @@ class Jobs(Protocol):
     async def explain(self, job_id: str) -> Wait:
         """Explain why a job waits, or is not faster, and which routes it uses or used."""
 
-    async def partial(self, job_id: str) -> str:
-        """Write the rows with an outcome so far, in row order, to a file. Return its path; the caller removes it."""
+    async def partial(self, job_id: str, *, is_numbered: bool = False) -> str:
+        """Write the rows with an outcome so far, in row order, to a file. Return its path; the caller removes it.
+
+        Args: is_numbered: each line begins with the number of its row and a tab.
+        """
 
     async def remote(self, job_id: str) -> list[RemoteJob]:
         """List the provider jobs with rows of this job, also of retries, in the order in which they were created."""

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from batchmill.cli.jobs.result_stream import PIECE_BYTES, ResultTail
-from batchmill.datasets import standard_input
+from batchmill.datasets import spooled_inputs
 from batchmill.errors import InvalidDataset
 
 MAIN = ("-c", "from batchmill.cli.main import main; main()")
@@ -43,7 +43,7 @@ def batchmill(tmp_path):
 
 
 def spooled(tmp_path):
-    return sorted((tmp_path / "data" / standard_input.FOLDER).glob("[!.]*"))
+    return sorted((tmp_path / "data" / spooled_inputs.FOLDER).glob("[!.]*"))
 
 
 def test_rows_go_through_a_pipe(batchmill, tmp_path):
@@ -159,30 +159,30 @@ def test_the_first_bytes_say_the_format(tmp_path):
         (LINES.encode(), "openai", ".jsonl"),
         (packed, "jsonl", ".jsonl.gz"),
     ):
-        path = standard_input.spool(io.BytesIO(data), tmp_path, given)
-        assert path.name[standard_input.DIGEST_CHARS :] == suffix
+        path = spooled_inputs.spool(io.BytesIO(data), tmp_path, given)
+        assert path.name[spooled_inputs.DIGEST_CHARS :] == suffix
         assert path.read_bytes() == data and path.stat().st_mode & 0o777 == 0o600
         before = path.stat()
-        assert standard_input.spool(io.BytesIO(data), tmp_path, given) == path and path.stat() == before
+        assert spooled_inputs.spool(io.BytesIO(data), tmp_path, given) == path and path.stat() == before
     with pytest.raises(InvalidDataset, match="--format"):
-        standard_input.spool(io.BytesIO(packed), tmp_path, None)
+        spooled_inputs.spool(io.BytesIO(packed), tmp_path, None)
 
 
 def test_what_a_killed_command_left_goes_by_age(tmp_path):
     """A sweep removes old files that no job reads, and no others."""
-    folder = tmp_path / standard_input.FOLDER
-    old = standard_input.spool(io.BytesIO(b"{}"), folder, None)
-    read = standard_input.spool(io.BytesIO(b'{"a":1}'), folder, None)
-    new = standard_input.spool(io.BytesIO(b'{"a":2}'), folder, None)
-    part = folder / f"{standard_input.PART}1"
+    folder = tmp_path / spooled_inputs.FOLDER
+    old = spooled_inputs.spool(io.BytesIO(b"{}"), folder, None)
+    read = spooled_inputs.spool(io.BytesIO(b'{"a":1}'), folder, None)
+    new = spooled_inputs.spool(io.BytesIO(b'{"a":2}'), folder, None)
+    part = folder / f"{spooled_inputs.PART}1"
     part.touch()
-    standard_input.keep(tmp_path, [str(read), "/elsewhere/x.jsonl"], "job_1")
-    long_ago = time.time() - 2 * standard_input.LEFT_S
+    spooled_inputs.keep(tmp_path, [str(read), "/elsewhere/x.jsonl"], "job_1")
+    long_ago = time.time() - 2 * spooled_inputs.LEFT_S
     for path in (old, read, part):
         os.utime(path, (long_ago, long_ago))
-    standard_input.sweep(tmp_path)
+    spooled_inputs.sweep(tmp_path)
     assert not old.exists() and not part.exists() and read.exists() and new.exists()
-    standard_input.release(tmp_path, "job_2")
+    spooled_inputs.release(tmp_path, "job_2")
     assert read.exists()
-    standard_input.release(tmp_path, "job_1")
+    spooled_inputs.release(tmp_path, "job_1")
     assert sorted(folder.iterdir()) == [new]

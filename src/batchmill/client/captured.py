@@ -312,7 +312,7 @@ class _Capture:
     def _take_file(self, module: ModuleType) -> None:
         """A module of the user's own goes along; one that is installed is for the requirements to name."""
         file = getattr(module, "__file__", None)
-        if file is None or not file.endswith(".py") or module.__name__ == "__main__" or _is_installed(Path(file)):
+        if file is None or not file.endswith(".py") or module.__name__ == "__main__" or is_installed(Path(file)):
             return
         found = collect(f"{file}:{'_'}", Path.cwd())
         self._files |= {place: content for place, content in found.files.items() if place != FILE}
@@ -381,7 +381,7 @@ def _is_constant(value: Any) -> bool:
     return type(value) in _PLAIN
 
 
-def _is_installed(path: Path) -> bool:
+def is_installed(path: Path) -> bool:
     places = [*site.getsitepackages(), site.getusersitepackages(), *sysconfig.get_paths().values()]
     return "site-packages" in path.parts or any(path.is_relative_to(place) for place in places)
 

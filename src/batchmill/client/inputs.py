@@ -191,11 +191,9 @@ def part_of(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 AnyPath = str | os.PathLike[str]
 
 
-class WorkOptions(TypedDict, total=False):
-    """What to compute for each row: the fields of `wire.native.Work`."""
+class RowOptions(TypedDict, total=False):
+    """What to compute for each row, apart from the models."""
 
-    model: Name  # short for `models` with one name
-    models: list[Name]  # the first is for rows that name none; empty: all
     format: Format | None  # None: seen from the file's name and first row
     prompt: str | None  # of each row of a table, with {column} in it
     system: str | None
@@ -214,8 +212,15 @@ class WorkOptions(TypedDict, total=False):
     deadline: MoreThanNothing | None  # seconds since the epoch, UTC
 
 
-class JobOptions(WorkOptions, total=False):
-    """How a job runs: the fields of `wire.native.NewJob`."""
+class WorkOptions(RowOptions, total=False):
+    """What to compute for each row: the fields of `wire.native.Work`."""
+
+    model: Name  # short for `models` with one name
+    models: list[Name]  # the first is for rows that name none; empty: all
+
+
+class HowOptions(TypedDict, total=False):
+    """How a job runs, apart from what it computes."""
 
     budget: MoreThanNothing | None  # USD; the job pauses when so much is spent
     priority: Priority  # jobs of a higher one go first
@@ -227,6 +232,10 @@ class JobOptions(WorkOptions, total=False):
     part_rows: int | None  # of each part, if `output` is a folder
     overwrite: bool  # results that another job wrote to `output` may be replaced
     together: bool  # failed OpenAI rows are among the others, in the order of the input
+
+
+class JobOptions(WorkOptions, HowOptions, total=False):
+    """The keywords of a job: the fields of `wire.native.NewJob`."""
 
 
 class DeployOptions(TypedDict, total=False):

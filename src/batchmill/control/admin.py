@@ -18,6 +18,7 @@ from batchmill.control.operations import (
     LocalFile,
     LocalRetry,
     NewRemoteModel,
+    Partial,
     PlannedRows,
     RowCount,
     SecretList,
@@ -92,7 +93,8 @@ class JobHandlers:
         return await self._jobs.retry(call.name, body.change, body.model)
 
     async def partial(self, call: OwnerCall) -> LocalFile:
-        return LocalFile(await self._jobs.partial(call.name))
+        query: Partial = call.query
+        return LocalFile(await self._jobs.partial(call.name, is_numbered=query.is_numbered))
 
     async def rebuild(self, call: OwnerCall) -> LedgerReport:
         return await self._jobs.rebuild(call.name)

@@ -91,6 +91,12 @@ class ShowCluster(Struct, frozen=True):
     brief: bool = False  # without asking the cluster
 
 
+class Partial(Struct, frozen=True):
+    """How partial results are written."""
+
+    is_numbered: bool = False
+
+
 class ResolvedModel(Struct, frozen=True):
     """A model in the form that jobs use; null: no model has this name."""
 
@@ -120,6 +126,7 @@ PARTIAL = Endpoint(
     "Write the finished rows to a new file",
     _USER,
     LocalFile,
+    query=Partial,
     is_idempotent=True,
 )
 REBUILD = Endpoint(

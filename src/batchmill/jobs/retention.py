@@ -21,7 +21,7 @@ import sqlalchemy as sa
 
 from batchmill import faults
 from batchmill.config import RetentionEntry
-from batchmill.datasets import standard_input
+from batchmill.datasets import spooled_inputs
 from batchmill.datasets.layout import SEAL
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition
 from batchmill.jobs.active_jobs import ActiveJobs
@@ -91,7 +91,7 @@ class Retention:
     async def sweep(self) -> None:
         """Remove jobs that are old enough, and unneeded files of others. An error in one job does not stop it."""
         now, entry = self._clock.now(), self.entry
-        await asyncio.to_thread(standard_input.sweep, self._data_dir)
+        await asyncio.to_thread(spooled_inputs.sweep, self._data_dir)
         if entry.jobs_s is not None:
             for job_id in await self._database.read(_ended_before, now - entry.jobs_s):
                 with _logged(job_id):
@@ -143,7 +143,7 @@ class Retention:
             files = [*small_results(self._data_dir, removal.job), *copies]
             await asyncio.to_thread(self._clear_job, removal.job, files)
             await self._stored.remove(self._data_dir / "jobs" / removal.job, *files)
-            await asyncio.to_thread(standard_input.release, self._data_dir, removal.job)
+            await asyncio.to_thread(spooled_inputs.release, self._data_dir, removal.job)
         faults.point("after_clear")
         await self._database.write(_cleared, removal)
 

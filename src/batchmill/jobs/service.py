@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from batchmill import faults
 from batchmill.children.offload import Children
 from batchmill.config import RetentionEntry
-from batchmill.datasets import standard_input
+from batchmill.datasets import spooled_inputs
 from batchmill.errors import (
     BatchmillError,
     DatabaseUnavailable,
@@ -259,12 +259,12 @@ class JobService:
             with full_disk_named(files.home):
                 if not spec.is_small:
                     await asyncio.to_thread(files.write_spec, spec)
-                    await asyncio.to_thread(standard_input.keep, self._data_dir, spec.dataset.paths, spec.id)
+                    await asyncio.to_thread(spooled_inputs.keep, self._data_dir, spec.dataset.paths, spec.id)
             faults.point("after_describe")
             await self._ledger.database.write(job_records.enter, spec, once, self._tools.quota_of(spec))
         except BaseException:
             await asyncio.to_thread(files.remove)
-            await asyncio.to_thread(standard_input.release, self._data_dir, spec.id)
+            await asyncio.to_thread(spooled_inputs.release, self._data_dir, spec.id)
             raise
         faults.point("after_create")
         self._active.start(self._active.runner(spec, JobState.VALIDATING))
@@ -379,14 +379,14 @@ class JobService:
             return views.wait_without_runner(view, is_stranded=view.id in self._stalled.stranded)
         return views.wait_with_runner(view, runner, self._dispatcher, self._clock.monotonic())
 
-    async def partial(self, job_id: str) -> str:
+    async def partial(self, job_id: str, *, is_numbered: bool = False) -> str:
         record = await self._record(job_id)
         refuse_compacted(record, "--partial")
         spec = read_spec(record["spec"])
         committed = await self._commit_log.call_reader(self._ledger.committed, spec.id)
         async with self._audits.use(record, is_running=self._is_running(spec.id)) as files:  # which brings all of it
             place = await self._audits.segments(spec)
-            return await publishing.write_partial(spec, files, place, committed, self._children.offload)
+            return await publishing.write_partial(spec, files, place, committed, self._children.offload, is_numbered)
 
     # -- changes ------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 import msgspec
 
-from batchmill.cli.session import Session, global_options, refuse_non_utf8
+from batchmill.cli.session import App, Session, global_options, refuse_non_utf8
 from batchmill.cli.values import COUNT, POSITIVE, Moment
 from batchmill.config import Config
 from batchmill.datasets import formats
@@ -169,7 +169,7 @@ def order_for_update(order: JobOrder) -> JobOrder:
     )
 
 
-def _inputs(patterns: list[str], leave_out: list[str], *, is_local: bool) -> list[str]:
+def input_files(patterns: list[str], leave_out: list[str], *, is_local: bool) -> list[str]:
     """The files of an order. A server reads URLs itself: this machine needs no credentials of a store."""
     urls = [] if is_local else [each for each in patterns if is_input_url(each)]
     hub = [each for each in patterns if each not in urls and is_hub_url(each)]
@@ -186,10 +186,12 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
     models = await _models(session, config, options) if is_local else named_models(session, options)
     output = options["output"]
     if output is not None:
-        output = _absolute(session.cwd, output)
+        output = absolute_output(session.cwd, output)
     order = JobOrder(
         dataset=DatasetSpec(
-            paths=_inputs(list(options["inputs"]), [] if output is None else output_files(output), is_local=is_local),
+            paths=input_files(
+                list(options["inputs"]), [] if output is None else output_files(output), is_local=is_local
+            ),
             format=options["format_"],
             copy=options["copy"],
             private_hosts=config.server.private_hosts if any(map(is_web_url, options["inputs"])) else [],
@@ -289,7 +291,7 @@ def _file_text(what: str, path: Path, way_out: str = "") -> str:
         ) from None
 
 
-def _absolute(cwd: Path, output: str) -> str:
+def absolute_output(cwd: Path, output: str) -> str:
     """The output as a job stores it: a folder's ends with a slash."""
     if is_object_url(output):
         return output
@@ -332,26 +334,27 @@ async def _models(session: Session, config: Config, options: dict[str, Any]) -> 
     names = options["models"]
     if len(names) > 1 and flags != ModelFlags():
         raise InvalidInput("flags describe one model: with several --model, describe each in the configuration")
-    models = [await _model(session, config, name, flags) for name in names]
+    models = [await described_model(session.app, config, session.cwd, name, flags) for name in names]
     for at, model in enumerate(models):
         if model.name in [other.name for other in models[:at]]:
             raise InvalidInput(f"two models are called {model.name!r}: name them in the configuration")
     return models
 
 
-async def _model(session: Session, config: Config, name: str, flags: ModelFlags) -> ModelSpec:
+async def described_model(app: App, config: Config, cwd: Path, name: str, flags: ModelFlags) -> ModelSpec:
+    """As `model_of`, with settings from the command line. Raises: InvalidInput."""
     if name not in config.models and ":" not in name:
-        deployed = await session.app.deployed(config, name)
+        deployed = await app.deployed(config, name)
         if deployed is not None:
             if flags != ModelFlags():
                 raise InvalidInput(f"{name} is deployed with its own settings: `batchmill deploy` changes them")
             return deployed
-    return await session.app.adapted(config, resolve(name, config, cwd=session.cwd, flags=flags))
+    return await app.adapted(config, resolve(name, config, cwd=cwd, flags=flags))
 
 
 async def model_of(session: Session, config: Config, name: str) -> ModelSpec:
     """A model of the configuration, a deployed one, or one that its name describes. Raises: InvalidInput."""
-    return await _model(session, config, name, ModelFlags())
+    return await described_model(session.app, config, session.cwd, name, ModelFlags())
 
 
 # Flags that describe a model or this machine: a server has its own models and its own disk.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from batchmill.cli.clients import JobsClient
 
 STDIN = STDOUT = "-"
-SPOOL, RESULTS = "batchmill.datasets.standard_input", "batchmill.cli.jobs.results"
+SPOOL, RESULTS = "batchmill.datasets.spooled_inputs", "batchmill.cli.jobs.results"
 STREAM, FILES = "batchmill.cli.jobs.result_stream", "batchmill.jobs.ledger.files"
 RESULT_NAME = "results.jsonl"  # of JSON lines that stay with their job
 

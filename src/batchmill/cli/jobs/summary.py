@@ -23,7 +23,7 @@ PROBLEMS_MAX = 1000
 SAMPLE_CHARS_MAX = 160
 NAME_CHARS_MAX = 80
 WIDTH = 10
-SPOOLED = "standard-input"  # the folder of `datasets.standard_input`, which takes long to import
+SPOOLED = "spooled-inputs"  # the folder of `datasets.spooled_inputs`, which takes long to import
 
 RESUME = "batchmill resume {id} (or the same command again)"
 # The reason of a pause, and what to do to resume the job.

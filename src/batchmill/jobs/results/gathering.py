@@ -151,8 +151,10 @@ def partial(order: GatherOrder, out: BinaryIO, errors: BinaryIO | None = None) -
         for window in windows:
             rows += len(window.lines)
             failed = set(window.failed)
-            for number, line in enumerate(window.lines):
-                (errors if errors is not None and number in failed else out).write(line)
+            for at, (number, line) in enumerate(zip(window.numbers, window.lines, strict=True)):
+                if order.is_numbered:
+                    line = b"%d\t%s" % (number, line)
+                (errors if errors is not None and at in failed else out).write(line)
     finally:
         windows.close()
         index.segments.close()

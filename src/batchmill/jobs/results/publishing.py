@@ -155,15 +155,16 @@ def output_of(spec: JobSpec, files: JobFiles) -> Path:
 
 
 async def write_partial(
-    spec: JobSpec, files: JobFiles, segments: SegmentPlace, committed: Committed, offload: Offload
+    spec: JobSpec, files: JobFiles, segments: SegmentPlace, committed: Committed, offload: Offload, is_numbered: bool
 ) -> str:
-    """Gather the rows counted so far into a new file; return its path."""
+    """Gather the rows counted so far into a new file; return its path. Args: as `ports.Jobs.partial`."""
     path = files.partial(f"{uuid.uuid4().hex}.jsonl")
     path.parent.mkdir(mode=0o700, exist_ok=True)
     if not any(files.home.glob("plan-*/plan.json")):  # no row has run
         await asyncio.to_thread(path.touch, 0o600)
         return str(path)
-    order = msgspec.json.encode(gather_order(spec, files, segments, committed, path))
+    gathering = msgspec.structs.replace(gather_order(spec, files, segments, committed, path), is_numbered=is_numbered)
+    order = msgspec.json.encode(gathering)
     try:
         await offload(GATHER_PARTIAL, order, lambda _: None, project=spec.project, stores=spec.uses_stores)
     except BaseException:

@@ -38,6 +38,7 @@ class GatherOrder(Struct, frozen=True):
     committed: list[tuple[int, SegmentRef]]  # generation and range of every commit, the oldest generation first
     form: Form
     output: str
+    is_numbered: bool = False  # of partial results: each line begins with the number of its row and a tab
     unrun: RowError | None = None  # what rows that never ran get; None: every row must have its outcome
     piece_rows: int = PIECE_ROWS  # of a job with more, what is known of each row is in files, not in memory
     moved: dict[str, str] = {}  # files of the dataset, or folders of them, that lie elsewhere here

@@ -1,14 +1,16 @@
-"""Standard input as a dataset: a file of the data directory, named by its contents, removed with the last job of it.
+"""Datasets that are no file of their user: standard input, and data of a Python program. Each becomes a file of the
+data directory, named by its contents and removed with the last job of it.
 
 Beside each file an empty one, FILE.JOB, says that a job reads it. What a killed command leaves is removed by age.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -18,8 +20,7 @@ from batchmill.datasets import layout
 from batchmill.datasets.formats import FORMATS, HEAD_BYTES, MAGIC
 from batchmill.errors import InvalidDataset, to_storage_error
 
-FOLDER = "standard-input"
-STDIN = "-"
+FOLDER = "spooled-inputs"
 PART = ".part-"
 LEFT_S = 24 * 3600.0  # after this time, what no job reads is removed
 PIECE_BYTES = 1024 * 1024
@@ -33,28 +34,60 @@ def spool(stream: BinaryIO, folder: Path, row_format: str | None) -> Path:
     Args: row_format: as --format gives it; None: the first bytes say it.
     Raises: InvalidDataset (`empty_file`, `unknown_format`); StorageFull.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    part = folder / f"{PART}{os.getpid()}-{secrets.token_hex(4)}"
-    digest = blake3()
-    try:
-        with part.open("xb") as file:
-            os.fchmod(file.fileno(), 0o600)
-            head = b""
+    with part_in(folder) as part:
+        digest, head = blake3(), b""
+        with part.open("r+b") as file:
             while piece := stream.read(PIECE_BYTES):
                 if len(head) < HEAD_BYTES:
                     head += piece[:HEAD_BYTES]
                 digest.update(piece)
                 file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        path = folder / f"{digest.hexdigest()[:DIGEST_CHARS]}{_suffix(head, row_format)}"
-        if not path.exists():  # one that a job has sealed stays as it is
-            part.rename(path)
-        return path
+        return _named(part, digest.hexdigest(), _suffix(head, row_format))
+
+
+def adopt(part: Path, suffix: str) -> Path:
+    """Name a file of `part_in` by its contents and return its path. The same bytes are the same file.
+
+    Raises: StorageFull.
+    """
+    digest = blake3()
+    with storage_errors():
+        with part.open("rb") as file:
+            while piece := file.read(PIECE_BYTES):
+                digest.update(piece)
+        return _named(part, digest.hexdigest(), suffix)
+
+
+@contextlib.contextmanager
+def part_in(folder: Path) -> Iterator[Path]:
+    """An empty file in `folder`, which is gone at the end if it did not get a name. Raises: StorageFull."""
+    with storage_errors():
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part = folder / f"{PART}{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            part.touch(mode=0o600, exist_ok=False)
+            yield part
+        finally:
+            part.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def storage_errors() -> Iterator[None]:
+    """Raise what the file system refuses as our error."""
+    try:
+        yield
     except OSError as error:
         raise to_storage_error(error) or error from None
-    finally:
-        part.unlink(missing_ok=True)
+
+
+def _named(part: Path, digest: str, suffix: str) -> Path:
+    path = part.with_name(f"{digest[:DIGEST_CHARS]}{suffix}")
+    if path.exists():  # one that a job has sealed stays as it is
+        return path
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    part.rename(path)
+    return path
 
 
 def _suffix(head: bytes, row_format: str | None) -> str:
@@ -78,7 +111,7 @@ def _suffix(head: bytes, row_format: str | None) -> str:
 
 
 def keep(data_dir: Path, paths: Sequence[str], job_id: str) -> None:
-    """Say that a job reads these, where they are files of standard input."""
+    """Say that a job reads these, where they are spooled."""
     folder = data_dir / FOLDER
     for path in map(Path, paths):
         if path.parent == folder:

@@ -1,0 +1,133 @@
+"""Results as frames: of Arrow, pandas or polars, in the shape of the frame that the rows came from.
+
+The libraries are imported where a frame of theirs is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+
+from batchmill.errors import InvalidInput
+from batchmill.optional import require
+from batchmill.wire.forms import ERROR
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+    import pyarrow
+
+PANDAS, POLARS = "pandas", "polars"
+PURPOSE = "results as a frame"
+
+
+class FrameShape(Struct, frozen=True, eq=False):
+    """What a frame was like before its rows ran: results get its types, and of pandas its labels and its index."""
+
+    library: str = ""  # the top package of its class
+    schema: Any = None  # a pyarrow.Schema; None: it is not known
+    dtypes: list[Any] = []  # of the columns, of pandas and polars
+    labels: list[Any] = []  # of the columns, of pandas
+    index: Any = None  # of pandas
+
+
+def read_results(path: str | os.PathLike[str]) -> pyarrow.Table:
+    """A file of results as a table. Raises: InvalidInput where it cannot be read."""
+    arrow, parquet = _arrow(), require("pyarrow.parquet", PURPOSE, InvalidInput)
+    try:
+        with parquet.ParquetFile(path, memory_map=True) as file:
+            return file.read()
+    except (arrow.ArrowException, OSError) as error:
+        raise InvalidInput(f"the results in {os.fspath(path)} cannot be read: {error}", code="no_file") from None
+
+
+def with_types(table: pyarrow.Table, shape: FrameShape) -> pyarrow.Table:
+    """The table with the types that the columns of the input had, where they can have them again."""
+    if shape.schema is None:
+        return table
+    columns, fields = [], []
+    for field, column in zip(table.schema, table.columns, strict=True):
+        at = shape.schema.get_field_index(field.name)
+        if at >= 0 and shape.schema.field(at).type != field.type:
+            column = _cast(column, shape.schema.field(at).type)
+        columns.append(column)
+        fields.append(field.with_type(column.type))
+    return _arrow().table(columns, schema=_arrow().schema(fields))
+
+
+def _cast(column: pyarrow.ChunkedArray, wanted: pyarrow.DataType) -> pyarrow.ChunkedArray:
+    """A column as another type; of a type that Arrow cannot make of it, as it was stored."""
+    try:
+        return column.cast(wanted)
+    except _arrow().ArrowException:
+        return column
+
+
+def failed_rows(table: pyarrow.Table) -> tuple[pyarrow.Table, list[int]]:
+    """The rows that failed, and their numbers."""
+    compute = require("pyarrow.compute", PURPOSE, InvalidInput)
+    if ERROR not in table.column_names:
+        return table.slice(0, 0), []
+    numbers = compute.indices_nonzero(compute.is_valid(table.column(ERROR)))
+    return table.take(numbers), numbers.to_pylist()
+
+
+def to_pandas(table: pyarrow.Table, shape: FrameShape, rows: Sequence[int] | None = None) -> pandas.DataFrame:
+    """The table as a frame of pandas. Args: rows: the numbers of its rows; None: all."""
+    pandas = require("pandas", "results as a frame of pandas", InvalidInput)
+    schema = shape.schema
+    known = [] if schema is None else schema.names
+    inputs = [name for name in table.column_names if name in known]
+    added = [name for name in table.column_names if name not in inputs]
+    answers = _answers(pandas, table.select(added))
+    if not inputs:
+        return answers
+    own = table.select(inputs)
+    if schema is not None and shape.library == PANDAS:
+        own = own.replace_schema_metadata({b"pandas": schema.metadata[b"pandas"]})
+    frame = pandas.concat([own.to_pandas(), answers], axis=1)
+    if shape.library == PANDAS:
+        for name, dtype in zip(known, shape.dtypes, strict=True):
+            if name in inputs and frame[name].dtype != dtype:
+                frame[name] = _as_dtype(frame[name], dtype)
+        labels = dict(zip(known, shape.labels, strict=True))
+        frame.columns = [labels.get(name, name) for name in frame.columns]
+        frame.index = shape.index if rows is None else shape.index[list(rows)]
+    return frame
+
+
+def _as_dtype(column: Any, dtype: Any) -> Any:
+    """A column of pandas with the type that it had; with that of Arrow, where its values cannot have it again."""
+    try:
+        return column.astype(dtype)
+    except (TypeError, ValueError):
+        return column
+
+
+def _answers(pandas: Any, table: pyarrow.Table) -> pandas.DataFrame:
+    """Columns of answers. Whole numbers and booleans stay what they are where rows failed: a missing one is NA."""
+    arrow = _arrow()
+    nullable = {arrow.int64(): pandas.Int64Dtype(), arrow.bool_(): pandas.BooleanDtype()}
+    frames = []
+    for name in table.column_names:
+        has_nulls = table.column(name).null_count > 0
+        frames.append(table.select([name]).to_pandas(types_mapper=nullable.get if has_nulls else None))
+    return pandas.concat(frames, axis=1) if frames else pandas.DataFrame(index=range(table.num_rows))
+
+
+def to_polars(table: pyarrow.Table, shape: FrameShape) -> polars.DataFrame:
+    """The table as a frame of polars."""
+    polars = require("polars", "results as a frame of polars", InvalidInput)
+    frame = polars.from_arrow(table)
+    if shape.library != POLARS or shape.schema is None:
+        return frame
+    types = dict(zip(shape.schema.names, shape.dtypes, strict=True))
+    changed = {name: types[name] for name, dtype in frame.schema.items() if types.get(name, dtype) != dtype}
+    return frame.cast(changed) if changed else frame
+
+
+def _arrow() -> Any:
+    return require("pyarrow", PURPOSE, InvalidInput)

@@ -1,0 +1,376 @@
+"""A job in process: it runs in the background thread; the program waits for it, iterates over it, and gets frames."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+from batchmill.cli.clients import OwnerJobs
+from batchmill.client.frame_shapes import (
+    PANDAS,
+    POLARS,
+    FrameShape,
+    failed_rows,
+    to_pandas,
+    to_polars,
+    with_types,
+)
+from batchmill.client.progress import Progress, as_html, figures, progress_of
+from batchmill.config import Config
+from batchmill.errors import InvalidDataset, InvalidTransition, JobPaused
+from batchmill.inprocess.background import Background, background, keep_collecting
+from batchmill.inprocess.orders import Keywords, make_order
+from batchmill.inprocess.results import read_table, refuse_unfinished, row_of, spooled
+from batchmill.states import JobState, PauseReason
+from batchmill.types import JobView, RetryChange, Submitted
+
+if TYPE_CHECKING:
+    import pandas
+    import polars
+    import pyarrow
+
+T = TypeVar("T")
+
+VIEW_S = 0.2  # between two looks at a job while something waits for it
+GATHER_SHARE = 4  # finished rows are gathered in at most a fifth of the time
+ROWS_AT_ONCE = 1000
+PROBLEMS_SHOWN = 5
+
+
+class Job:
+    """A job of this process. Get one from `batchmill.run`.
+
+    Concurrency: any thread may use it; `await job` and `async for row in job` run in any event loop.
+    """
+
+    def __init__(
+        self, config: Config, cwd: Path, paths: Sequence[str], keywords: Keywords, shape: FrameShape | None
+    ) -> None:
+        self._config, self._cwd, self._paths, self._keywords = config, cwd, list(paths), keywords
+        self._shape = shape
+        self._background: Background = background()
+        self._submitted: Future[Submitted] = Future()
+        self._view = JobView(id="", state=JobState.VALIDATING)
+        self._table: pyarrow.Table | None = None
+        self._changed = threading.Event()
+        self._running: Future[None] = self._background.start(self._run())
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Submit the job and follow it until it is paused or has ended."""
+        try:
+            async with self._background.use(self._config) as (app, jobs):
+                if self._config.cluster.executor is not None:
+                    await jobs.require_cluster()
+                order = await make_order(
+                    app, self._config, self._cwd, self._paths, self._keywords, is_spooled=self._shape is not None
+                )
+                submitted = await jobs.submit(order)
+                keep_collecting()
+                self._view = await jobs.show(submitted.id)
+                self._submitted.set_result(submitted)
+                await self._follow(jobs)
+        except BaseException as error:
+            if not self._submitted.done():
+                self._submitted.set_exception(error)
+            raise
+        finally:
+            self._changed.set()
+
+    async def _follow(self, jobs: OwnerJobs) -> None:
+        async for view in jobs.watch(self.id, VIEW_S):
+            self._view = view
+            self._changed.set()
+
+    def accepted(self) -> None:
+        """Wait until the job is one. Raises: InvalidInput for an order that cannot run."""
+        try:
+            self._submitted.result()
+        except BaseException:
+            self._running.cancel()
+            raise
+
+    async def accepted_async(self) -> None:
+        """As `accepted`, in an event loop."""
+        try:
+            await asyncio.wrap_future(self._submitted)
+        except BaseException:
+            self._running.cancel()
+            raise
+
+    @property
+    def id(self) -> str:
+        return self._view.id
+
+    @property
+    def view(self) -> JobView:
+        """The last known state of the job."""
+        return self._view
+
+    @property
+    def how(self) -> str:
+        """started, resumed, joined (another process runs it) or finished (it had ended before this call)."""
+        return self._submitted.result().how
+
+    @property
+    def is_running(self) -> bool:
+        return not self._running.done()
+
+    def wait(self, *, progress: bool | None = None) -> Self:
+        """Wait until the job has ended, and return it.
+
+        The first KeyboardInterrupt pauses the job: finished rows are stored, and the same call resumes it. The second
+        stops it at once.
+
+        Args: progress: show a bar; None: in a notebook and on a terminal.
+        Raises: JobPaused, InvalidDataset, and what else keeps a job from its end.
+        """
+        shown = progress_of(progress)
+        try:
+            self._announce(shown)
+            try:
+                self._watch(shown)
+            except KeyboardInterrupt:
+                shown.say("pausing: finished rows are stored; interrupt again to stop at once")
+                self._stop()
+                raise
+        finally:
+            shown.close()
+        return self._ended()
+
+    def _announce(self, shown: Progress) -> None:
+        done = self.view.rows_ok + self.view.rows_failed
+        if self.how in ("resumed", "joined"):
+            shown.say(f"{self.how} job {self.id}: {done:,} of {self.view.rows:,} rows are done")
+        if self.how == "finished":
+            shown.say(f"job {self.id} had finished already; overwrite=True runs it again")
+
+    def _watch(self, shown: Progress) -> None:
+        while not self._running.done():
+            if self._changed.wait(VIEW_S):
+                self._changed.clear()
+                shown.show(self._view)
+        shown.show(self._view)
+
+    def _stop(self) -> None:
+        """Pause the job and wait; stop it at once if that is interrupted."""
+        pausing = self._background.start(self._pause())
+        try:
+            pausing.result()
+            self._settle()
+        except BaseException:
+            self._running.cancel()
+            self._settle()
+            raise
+
+    def _settle(self) -> None:
+        """Wait until nothing of the job runs here, whatever became of it."""
+        while not self._running.done():
+            time.sleep(VIEW_S / 10)
+
+    async def _pause(self) -> None:
+        async with self._background.use(self._config) as (_, jobs):
+            try:
+                await jobs.steer(self.id, "pause")
+            except InvalidTransition:
+                return  # it has ended meanwhile
+
+    def _ended(self) -> Self:
+        """Raises: why the job did not end with results."""
+        try:
+            self._running.result()
+        except CancelledError:
+            raise JobPaused(f"the job {self.id} was stopped; the same call resumes it") from None
+        view = self._view
+        if view.state == JobState.FAILED:
+            places = [f"row {each.line}: {each.code}: {each.message}" for each in view.problems[:PROBLEMS_SHOWN]]
+            raise InvalidDataset("\n".join([view.message or "the dataset was refused", *places]))
+        if view.state == JobState.PAUSED:
+            reason = PauseReason(view.reason) if view.reason in list(PauseReason) else None
+            raise JobPaused(
+                f"the job {view.id} is paused ({view.reason}): {view.message}; the same call resumes it", reason=reason
+            )
+        return self
+
+    def __await__(self) -> Generator[Any, None, Self]:
+        return self.waited(None).__await__()
+
+    async def waited(self, progress: bool | None) -> Self:
+        """As `wait`, in an event loop of the program: a cancellation is its interrupt."""
+        shown = progress_of(progress)
+        try:
+            self._announce(shown)
+            while not self._running.done():
+                shown.show(self._view)
+                await asyncio.sleep(VIEW_S)
+            shown.show(self._view)
+        except asyncio.CancelledError:
+            shown.say("pausing: finished rows are stored")
+            await self._stop_async()
+            raise
+        finally:
+            shown.close()
+        return self._ended()
+
+    async def _stop_async(self) -> None:
+        try:
+            await asyncio.wrap_future(self._background.start(self._pause()))
+            while not self._running.done():
+                await asyncio.sleep(VIEW_S / 10)
+        except asyncio.CancelledError:
+            self._running.cancel()
+            raise
+
+    # -- steering -----------------------------------------------------------------------------------------------------
+
+    def pause(self) -> JobView:
+        """Store the finished rows and stop. The same call of `batchmill.run` resumes the job."""
+        return self._ask(lambda jobs: jobs.steer(self.id, "pause"))
+
+    def cancel(self) -> JobView:
+        """End the job: finished rows are kept, the others become errors."""
+        return self._ask(lambda jobs: jobs.steer(self.id, "cancel"))
+
+    def retry(
+        self, *, params: dict[str, Any] | None = None, adapter: str | None = None, wait: bool = True,
+        progress: bool | None = None,
+    ) -> Self:  # fmt: skip
+        """Run the failed rows again.
+
+        Args:
+            params: fields of their requests that change, such as max_tokens.
+            adapter: of the job's model, which answers them.
+        """
+        refuse_unfinished(self._view)
+        change = RetryChange(params or {}, None, adapter)
+        self._settle()
+        self._table, self._changed = None, threading.Event()
+        retried: Future[None] = Future()
+        self._running = self._background.start(self._run_again(change, retried))
+        retried.result()
+        return self.wait(progress=progress) if wait else self
+
+    async def _run_again(self, change: RetryChange, retried: Future[None]) -> None:
+        try:
+            async with self._background.use(self._config) as (_, jobs):
+                self._view = await jobs.retry(self.id, change, None)
+                retried.set_result(None)
+                await self._follow(jobs)
+        except BaseException as error:
+            if not retried.done():
+                retried.set_exception(error)
+            raise
+        finally:
+            self._changed.set()
+
+    def _ask(self, request: Callable[[OwnerJobs], Awaitable[JobView]]) -> JobView:
+        async def ask() -> JobView:
+            async with self._background.use(self._config) as (_, jobs):
+                return await request(jobs)
+
+        self._view = self._background.start(ask()).result()
+        return self._view
+
+    # -- results ------------------------------------------------------------------------------------------------------
+
+    def to_arrow(self) -> pyarrow.Table:
+        """All rows in the order of the input: its columns, then the answers.
+
+        Raises: InvalidTransition before the job has ended.
+        """
+        return self._results()
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """As `to_arrow`. A frame of pandas that was given lends its index, column labels and types."""
+        return to_pandas(self._results(), self._shape or FrameShape())
+
+    def to_polars(self) -> polars.DataFrame:
+        """As `to_arrow`."""
+        return to_polars(self._results(), self._shape or FrameShape())
+
+    def failures(self) -> Any:
+        """The rows that failed, with the cause in `error`: a frame of the library of the data, or of Arrow."""
+        table, numbers = failed_rows(self._results())
+        shape = self._shape or FrameShape()
+        if shape.library == PANDAS:
+            return to_pandas(table, shape, numbers)
+        return to_polars(table, shape) if shape.library == POLARS else table
+
+    def _results(self) -> pyarrow.Table:
+        if self._table is None:
+            refuse_unfinished(self._view)
+            table = self._here(read_table(self._config, self._view))
+            self._table = with_types(table, self._shape or FrameShape())
+        return self._table
+
+    def _here(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._background.start(work).result()
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Every row once, as a dict: while the job runs, those that are finished; the rest in the order of the input.
+
+        Raises: as `wait`, after the finished rows.
+        """
+        with tempfile.TemporaryDirectory(prefix="batchmill-rows-") as folder:
+            seen = bytearray()
+            while self.is_running:
+                self._changed.wait(VIEW_S)
+                self._changed.clear()
+                started = time.monotonic()
+                yield from self._finished(seen)
+                if self.is_running:
+                    time.sleep(GATHER_SHARE * (time.monotonic() - started))
+            self._ended()
+            lines = self._here(spooled(self._config, self._view, Path(folder))).lines()
+            yield from (row_of(line) for number, line in enumerate(lines) if _is_new(seen, number))
+
+    def _finished(self, seen: bytearray) -> Iterator[dict[str, Any]]:
+        """The finished rows that were not seen yet."""
+        path = Path(self._here(self._gather()))
+        try:
+            with path.open("rb") as file:
+                for line in file:
+                    number, _, row = line.partition(b"\t")
+                    if _is_new(seen, int(number)):
+                        yield row_of(row)
+        finally:
+            path.unlink()
+
+    async def _gather(self) -> str:
+        async with self._background.use(self._config) as (_, jobs):
+            return await jobs.partial(self.id, is_numbered=True)
+
+    async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
+        """As `__iter__`."""
+        rows = iter(self)
+        while batch := await asyncio.to_thread(lambda: list(islice(rows, ROWS_AT_ONCE))):
+            for row in batch:
+                yield row
+
+    # -- display ------------------------------------------------------------------------------------------------------
+
+    def __repr__(self) -> str:
+        return f"<Job {self.id}: {self._view.state}, {figures(self._view)}>"
+
+    def _repr_html_(self) -> str:
+        return as_html(self._view)
+
+
+def _is_new(seen: bytearray, number: int) -> bool:
+    """Whether a row was not seen before; it is from now on. `seen` has a bit for each row."""
+    at, bit = divmod(number, 8)
+    if at >= len(seen):
+        seen.extend(bytes(max(at + 1, 2 * len(seen)) - len(seen)))
+    is_new = not seen[at] & 1 << bit
+    seen[at] |= 1 << bit
+    return is_new

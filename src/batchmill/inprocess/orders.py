@@ -1,0 +1,193 @@
+"""The order of a job in process: the keywords of `batchmill.run`, which are those of a server's job and of a model."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import fields
+
+from batchmill.cli.jobs.order_options import absolute_output, described_model, input_files, output_files, reuse_of
+from batchmill.cli.local import LocalApp
+from batchmill.client.inputs import HowOptions, RowOptions, described
+from batchmill.config import Config
+from batchmill.errors import InvalidInput
+from batchmill.inprocess.functions import FunctionFiles
+from batchmill.jobs.intake.fetching import detect_format
+from batchmill.models.registry import ModelFlags, checked_budget
+from batchmill.types import DatasetSpec, JobOrder, ModelSpec, OutputSchema, Policy, PromptTemplate, ReplyRules
+from batchmill.wire.input_urls import is_web_url
+from batchmill.wire.native import Name, NewJob
+
+Model = str | Callable[..., Any] | type
+FLAGS = {each.name for each in fields(ModelFlags)}
+MODELS = ("model", "models")
+
+
+class RunOptions(RowOptions, HowOptions, total=False):
+    """The keywords of `batchmill.run`: those of `Client.run`, and what only a job in process has."""
+
+    models: Sequence[Model]  # the first is for rows that name none
+    restart: bool  # start over although an unfinished job exists
+    copy: bool  # keep a copy of the input with the job
+    executor: Literal["ray"]  # where workers run, instead of cluster.executor
+    adapters: dict[Name, str]  # LoRA adapters: name -> folder or id of a model hub
+    engine_args: dict[str, str | int | float | bool]  # flags of the engine
+    base_url: str  # of an OpenAI-compatible service
+    api_key: str  # "env:NAME", "file:PATH" or "secret:NAME"
+    python: str  # the interpreter of the engine
+    workers: int  # worker processes, or engine replicas
+    requests_per_minute: int
+    tokens_per_minute: int
+    in_flight_max: int  # concurrent rows of each worker
+    attempt_timeout_s: float  # of one call
+
+
+class Keywords(Struct, frozen=True):
+    """The keywords of a job, checked."""
+
+    job: NewJob
+    models: list[Model]
+    flags: ModelFlags
+    restart: bool = False
+    copy: bool = False
+
+    @property
+    def output(self) -> str | None:
+        return self.job.output
+
+
+def checked(options: Mapping[str, Any]) -> Keywords:
+    """Raises: InvalidInput for a keyword that is unknown or has a value that it cannot have."""
+    given = dict(options)
+    models = _models(given)
+    try:
+        flags = msgspec.convert({name: given.pop(name) for name in FLAGS & given.keys()}, ModelFlags)
+        switches = {name: msgspec.convert(given.pop(name), bool) for name in ("restart", "copy") if name in given}
+    except msgspec.ValidationError as error:
+        raise InvalidInput(str(error), code="invalid_field") from None
+    if "output" in given and given["output"] is not None:
+        given["output"] = os.fspath(given["output"])
+    job = described(NewJob, ["checked"], given)
+    if job.deadline is not None and job.completion_s is not None:
+        raise InvalidInput("deadline and completion_s both set the deadline: leave one of them out")
+    return Keywords(job, models, flags, **switches)
+
+
+def _models(given: dict[str, Any]) -> list[Model]:
+    model, models = given.pop("model", None), given.pop("models", None)
+    if model is not None and models is not None:
+        raise InvalidInput("model and models are two names of one thing: leave one out")
+    if isinstance(models, str):
+        raise InvalidInput(f"models is a list of models, not {models!r}")
+    named: list[Model] = [model] if model is not None else list(models or ())
+    if not named:
+        raise InvalidInput(
+            "name a model: model='NAME' of the configuration, 'ENGINE:SOURCE', or a function", code="no_model"
+        )
+    for each in named:
+        if not isinstance(each, str) and not callable(each):
+            raise InvalidInput(f"a model is a name or a function, not a {type(each).__name__}", code="invalid_model")
+    return named
+
+
+async def make_order(
+    app: LocalApp, config: Config, cwd: Path, paths: Sequence[str], keywords: Keywords, *, is_spooled: bool
+) -> JobOrder:
+    """Args: paths: files, folders, globs and URLs; of data in memory, the file that it was spooled to.
+
+    Raises: InvalidInput.
+    """
+    job = keywords.job
+    output = None if job.output is None else absolute_output(cwd, job.output)
+    leave_out = [] if output is None else output_files(output)
+    files = (
+        list(paths)
+        if is_spooled
+        else input_files([str(cwd / path) if _is_plain(path) else path for path in paths], leave_out, is_local=True)
+    )
+    models = await _resolved(app, config, cwd, keywords)
+    dataset = DatasetSpec(
+        paths=files,
+        format=job.format,
+        copy=keywords.copy,
+        private_hosts=config.server.private_hosts if any(map(is_web_url, files)) else [],
+        **msgspec.structs.asdict(config.limits),
+    )
+    return JobOrder(
+        dataset=dataset,
+        models=models,
+        prompt=job.prompt,
+        system=job.system,
+        template=None if job.template is None else PromptTemplate(job.template),
+        model_column=job.model_column,
+        adapter_column=job.adapter_column,
+        constant_prompt=job.allow_constant_prompt,
+        url=job.url,
+        params=job.params,
+        schema=_schema_of(job),
+        policy=Policy(
+            on_invalid=job.on_invalid,
+            dedupe=job.dedupe,
+            reuse=reuse_of(job.reuse, is_update=False),
+            budget=checked_budget(job.budget, models),
+            priority=job.priority,
+            deadline=job.deadline if job.completion_s is None else time.time() + job.completion_s,
+        ),
+        output=output,
+        part_rows=job.part_rows,
+        output_format=_output_format(job, dataset, output),
+        replies=ReplyRules(list(job.fail_on)),
+        together=job.together,
+        labels=job.labels,
+        restart=keywords.restart,
+        overwrite=job.overwrite,
+    )
+
+
+def _is_plain(path: str) -> bool:
+    return "://" not in path
+
+
+def _output_format(job: NewJob, dataset: DatasetSpec, output: str | None) -> str:
+    """Results of a table that stay with their job are Parquet, which keeps the types of columns."""
+    if job.output_format is not None:
+        return job.output_format
+    return "parquet" if output is None and detect_format(dataset) != "openai" else "jsonl"
+
+
+def _schema_of(job: NewJob) -> OutputSchema | None:
+    if job.schema is None:
+        if job.field_prefix:
+            raise InvalidInput("field_prefix has no effect without a schema", code="needless_schema")
+        return None
+    try:
+        document = msgspec.json.encode(job.schema).decode()
+    except (OverflowError, RecursionError, TypeError) as error:
+        raise InvalidInput(f"the schema cannot be stored: {error}", code="invalid_schema") from None
+    return OutputSchema(document, job.schema_attempts, job.field_prefix)
+
+
+async def _resolved(app: LocalApp, config: Config, cwd: Path, keywords: Keywords) -> list[ModelSpec]:
+    if len(keywords.models) > 1 and keywords.flags != ModelFlags():
+        given = [each.name for each in fields(ModelFlags) if getattr(keywords.flags, each.name) != each.default]
+        raise InvalidInput(
+            f"{given[0] if given else 'flags'} describes one model: with several, describe each in the configuration"
+        )
+    functions = FunctionFiles(config.data_dir)
+    models: list[ModelSpec] = []
+    for each in keywords.models:
+        if isinstance(each, str):
+            spec = await described_model(app, config, cwd, each, keywords.flags)
+        else:
+            source = functions.source_of(each)
+            spec = await described_model(app, config, cwd, f"function:{source}", keywords.flags)
+        if spec.name in [other.name for other in models]:
+            raise InvalidInput(f"two models are called {spec.name!r}: rename one, or name them in the configuration")
+        models.append(spec)
+    return models

@@ -1,0 +1,75 @@
+"""The results of a job of this machine, as a table and as rows."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from batchmill.cli.jobs.result_files import Wanted, write_rows
+from batchmill.cli.jobs.results import WITH_RESULTS, spooled_results
+from batchmill.cli.local import LocalApp
+from batchmill.cli.session import Session
+from batchmill.client.frame_shapes import read_results
+from batchmill.config import Config
+from batchmill.errors import InvalidTransition
+from batchmill.jobs.ledger.files import is_folder
+from batchmill.jobs.results.output_folders import read_manifest
+from batchmill.jobs.results.result_rows import ResultSource
+from batchmill.object_store.urls import is_object_url
+from batchmill.optional import require
+from batchmill.types import JobView
+from batchmill.wire.json_bytes import join_object, split_object
+from batchmill.wire.result_rows import RowShape, added_by, flat, is_openai, projected
+
+if TYPE_CHECKING:
+    import pyarrow
+
+PARQUET = ".parquet"
+_FLAT = RowShape()
+
+
+def refuse_unfinished(view: JobView) -> None:
+    """Raises: InvalidTransition before the job has ended."""
+    if view.state not in WITH_RESULTS:
+        raise InvalidTransition(
+            f"the job {view.id} is {view.state}: wait() for it, or iterate over the job for the rows that are finished"
+        )
+
+
+async def read_table(config: Config, view: JobView) -> pyarrow.Table:
+    """All rows in the order of the input; of OpenAI rows `custom_id`, `output` and `error`. Raises: InvalidInput."""
+    if view.output is not None and not is_object_url(view.output):
+        if is_folder(view.output) and (parts := _parquet_parts(view.output)):
+            return require("pyarrow", "results as a frame").concat_tables(map(read_results, parts))
+        if view.output.endswith(PARQUET):
+            return read_results(view.output)
+    with tempfile.TemporaryDirectory(prefix="batchmill-results-") as place:
+        folder = Path(place)
+        source = await spooled(config, view, folder)
+        if source.name.endswith(PARQUET):
+            return read_results(source.path)
+        table, scratch = folder / "table.parquet", folder / "scratch"
+        scratch.mkdir()
+        write_rows(source, Wanted(str(table), "parquet", RowShape(added=added_by(view))), [], scratch)
+        return read_results(table)
+
+
+def _parquet_parts(output: str) -> list[Path]:
+    manifest = read_manifest(output)
+    names = [part.name for part in manifest.parts] if manifest is not None else []
+    return [Path(output, name) for name in names if name.endswith(PARQUET)]
+
+
+async def spooled(config: Config, view: JobView, folder: Path) -> ResultSource:
+    """The result files, copied to a folder."""
+    return await spooled_results(Session(LocalApp()), config, view, folder)
+
+
+def row_of(line: bytes) -> dict[str, Any]:
+    members = split_object(line)
+    if is_openai(members):
+        return msgspec.json.decode(join_object(projected(flat(line, members), _FLAT.names((), openai=True))))
+    return msgspec.json.decode(line)

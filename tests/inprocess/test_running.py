@@ -1,0 +1,123 @@
+"""`batchmill.run`: the work of `batchmill run`, in the process of a program."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from pathlib import Path
+
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pytest
+from msgspec.structs import fields
+
+import batchmill
+from batchmill.datasets import spooled_inputs
+from batchmill.errors import InvalidInput, InvalidTransition
+from batchmill.inprocess import orders
+from batchmill.wire.native import NewJob
+
+SIZE = f"function:{Path(__file__).with_name('functions.py')}:size"
+FRAME = pd.DataFrame({"text": ["a", "bb", "ccc"], "n": [1, 2, 3]}, index=pd.Index([5, 5, 1], name="key"))
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("inprocess") / "data")
+
+
+@pytest.fixture(scope="module")
+def job(data_dir: str) -> batchmill.Job:
+    """A job over FRAME that has ended."""
+    return batchmill.run(FRAME, model=SIZE, data_dir=data_dir)
+
+
+def test_a_frame_in_and_a_frame_out(job: batchmill.Job):
+    """Every row has its answer or its error, under the frame's index."""
+    found = job.to_pandas()
+    expected = FRAME.assign(
+        output=pd.array([2, 4, None], dtype="Int64"), error=pd.Series([None, None, "ValueError: three"], FRAME.index)
+    )
+    pd.testing.assert_frame_equal(found, expected.astype({"error": found["error"].dtype}))
+    assert job.to_polars()["output"].to_list() == [2, 4, None] and job.to_arrow().column("text")[0].as_py() == "a"
+    failed = job.failures()
+    assert failed.index.tolist() == [1] and failed["error"].tolist() == ["ValueError: three"]
+    assert (job.view.state, job.view.rows_ok, job.view.rows_failed, job.how) == ("completed", 2, 1, "started")
+
+
+def test_the_same_frame_is_the_same_job(job: batchmill.Job, data_dir: str):
+    """Whichever library holds it: nothing is called again. Other rows are another job."""
+    for same in (FRAME.copy(), pa.Table.from_pandas(FRAME, preserve_index=False), FRAME.reset_index(drop=True)):
+        again = batchmill.run(same, model=SIZE, data_dir=data_dir)
+        assert (again.id, again.how) == (job.id, "finished")
+    assert again.to_pandas().index.tolist() == [0, 1, 2]
+    other = batchmill.run(FRAME.assign(n=[7, 8, 9]), model=SIZE, data_dir=data_dir)
+    assert other.id != job.id and other.to_pandas()["output"].tolist() == [8, 10, 12]
+    assert other.failures().empty
+
+
+def test_rows_and_files_and_retries(data_dir: str, tmp_path: Path):
+    """An iterable of dicts, a path and a list of paths are data too; failed rows run again."""
+    rows = [{"text": "x" * n, "n": n} for n in range(5)]
+    job = batchmill.run(iter(rows), model=SIZE, data_dir=data_dir)
+    assert sorted(job, key=lambda row: row["n"]) == list(job)
+    assert [(row["output"], row["error"]) for row in job][3:] == [(None, "ValueError: three"), (8, None)]
+    assert job.to_pandas()["output"].tolist() == [0, 2, 4, pd.NA, 8]
+    assert job.retry().view.generation == 1 and len(job.failures()) == 1
+    pl.DataFrame(rows).write_csv(tmp_path / "rows.csv")
+    output = tmp_path / "out.jsonl"
+    filed = batchmill.run([tmp_path / "rows.csv"], model=SIZE, data_dir=data_dir, output=output, on_invalid="skip")
+    assert len(output.read_text().splitlines()) == 5 == len(filed.to_arrow())
+
+
+async def test_in_a_running_loop(data_dir: str):
+    """A notebook has an event loop already: `run` works beside it, `arun` in it, two jobs at once."""
+    frames = [pl.DataFrame({"text": ["q" * n], "n": [n]}) for n in (11, 12)]
+    jobs = await asyncio.gather(*(batchmill.arun(frame, model=SIZE, data_dir=data_dir) for frame in frames))
+    assert [job.to_polars()["output"].to_list() for job in jobs] == [[22], [24]]
+    assert batchmill.run(frames[0], model=SIZE, data_dir=data_dir).how == "finished"
+    later = await batchmill.arun({"text": ["z"], "n": [5]}, model=SIZE, data_dir=data_dir, wait=False)
+    assert [row["output"] async for row in later] == [6] and (await later).view.state == "completed"
+
+
+def test_what_cannot_run_is_refused(data_dir: str):
+    """Before anything runs, with the value; nothing stays of it."""
+    for keywords, message in (
+        ({"model": SIZE, "promt": "x"}, "did you mean 'prompt'"),
+        ({"model": SIZE, "prompt": "{text}"}, "needless|language models"),
+        ({}, "name a model"),
+        ({"model": 7}, "a name or a function, not a int"),
+        ({"model": SIZE, "workers": "many"}, "Expected `int"),
+        ({"model": SIZE, "models": [SIZE]}, "leave one out"),
+        ({"model": "function:nowhere.py:f"}, "nowhere.py"),
+        ({"model": "unknown"}, "no model is called 'unknown'"),
+        ({"model": SIZE, "deadline": 5.0, "completion_s": 5.0}, "leave one of them out"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            batchmill.run({"text": ["never"], "n": [0]}, data_dir=data_dir, **keywords)
+    with pytest.raises(InvalidInput, match="there is no file"):
+        batchmill.run("nowhere.jsonl", model=SIZE, data_dir=data_dir)
+    assert not list(Path(data_dir, spooled_inputs.FOLDER).glob(f"{spooled_inputs.PART}*"))
+
+
+def test_a_job_shows_itself(job: batchmill.Job):
+    """As text and as HTML, in which nothing of a row is markup."""
+    assert repr(job) == f"<Job {job.id}: completed, 3 of 3 rows | 1 failed>"
+    assert "ValueError" in job._repr_html_() and job.id in job._repr_html_()
+
+
+def test_results_of_an_unfinished_job_are_refused(data_dir: str):
+    """The message says how to get the finished rows."""
+    later = batchmill.run({"text": ["late"], "n": [1]}, model=SIZE, data_dir=data_dir, wait=False)
+    if later.view.state not in ("completed", "finalizing"):
+        with pytest.raises(InvalidTransition, match=r"wait\(\)"):
+            later.to_pandas()
+    assert later.wait().to_pandas()["output"].tolist() == [5]
+
+
+def test_every_keyword_of_a_job_has_an_effect():
+    """The order of a job in process reads each field that an order over HTTP has: none is accepted and ignored."""
+    source = inspect.getsource(orders)
+    unread = [each.name for each in fields(NewJob) if f"job.{each.name}" not in source]
+    assert unread == ["files", "models"]  # the data, and the models themselves
