@@ -134,7 +134,8 @@ def test_a_job_says_which_columns_it_adds(job, tmp_path):
     for output in ("one.jsonl", "two.parquet"):
         result, _ = job(answers, "--fields", FIELDS, output=output)
         assert result.exit_code == 0, result.output
-    assert view()["added_columns"] == ["label", "score", "output", "error", "warnings", "folded_from"]
+    added = ["label", "score", "output", "error", "warnings", "answered_by", "folded_from", "reused_from"]
+    assert view()["added_columns"] == added
     listed = CliRunner().invoke(cli, ["jobs", "--json", "--data-dir", "data"], obj=Session()).output.splitlines()
     ids = [json.loads(line)["job"]["id"] for line in listed]
     for one in ids:
@@ -314,3 +315,18 @@ def test_a_budget_pays_every_answer(job, tmp_path):
     result, service = job({"never": ["{}"]}, *flags, "40", output="second.jsonl")
     assert result.exit_code == 3 and len(service.bodies) == 3, result.output
     assert view()["cost"] == pytest.approx(3 * (10 * 1000 + 5 * 100000) / 1e6)
+
+
+def test_results_as_parquet_have_the_types_of_the_schema(job, tmp_path):
+    """Also where the results of the job are JSON lines: a float that was answered with 1 is one, with or without
+    failed rows, and so is one that was never answered."""
+    job({"whole": ['{"label":"good","score":1}'], "never": ["{}"] * 10}, "--fields", FIELDS)
+    listed = view()
+    where = ("--data-dir", "data")
+    shown = CliRunner().invoke(cli, ["show", listed["id"], "--json", *where], obj=Session()).output
+    assert listed["schema"] is None and json.loads(shown)["job"]["schema"]["document"]
+    for flags in ((), ("--failed",), ("--columns", "score,text")):
+        command = ["results", listed["id"], "-o", "x.parquet", "--overwrite", *flags, *where]
+        result = CliRunner().invoke(cli, command, obj=Session())
+        assert result.exit_code == 0, result.output
+        assert str(pq.read_schema(tmp_path / "x.parquet").field("score").type) == "double"

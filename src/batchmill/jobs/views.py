@@ -85,6 +85,7 @@ def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobVie
         output=record["output"],
         errors_output=record["errors_output"],
         added_columns=list(spec.form.reserved) if isinstance(spec.form, TableForm) else [],
+        schema=spec.form.schema if isinstance(spec.form, TableForm) and "problems" in record else None,
         model=_names(spec.used if spec.origin is not None else [model.name for model in spec.models]),
         routing=routing.sentences(spec),
         created=record["created"],

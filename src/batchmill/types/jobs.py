@@ -215,6 +215,7 @@ class JobView(Struct, frozen=True):
     output: str | None = None
     errors_output: str | None = None  # the error file, once there is one
     added_columns: list[str] = []  # of a table: those that its results may have besides the input's, in their order
+    schema: OutputSchema | None = None  # of a table: its fields are columns; not in lists of jobs
     model: str = ""
     routing: list[str] = []  # why models with several routes use the routes that they use, now and before
     created: float = 0.0

@@ -31,6 +31,7 @@ from batchmill.jobs.results.result_rows import (
 )
 from batchmill.jobs.results.results import check_kind
 from batchmill.optional import require
+from batchmill.types import OutputSchema
 from batchmill.wire.result_rows import RowShape
 
 STDOUT = "-"
@@ -47,6 +48,7 @@ class Wanted(Struct, frozen=True):
     only_failed: bool = False
     is_safe: bool = False  # no cell of CSV begins a formula
     replaces: bool = False  # an existing file
+    schema: OutputSchema | None = None  # its fields are columns, with its types in Parquet
     skipped_bytes: int = 0  # of the results as they are: standard output has them already
 
     @property
@@ -204,7 +206,7 @@ def write_rows(source: ResultSource, wanted: Wanted, protected: Sequence[str], s
     shaped = ShapedRows(source, wanted.shape, only_failed=wanted.only_failed)
     if kind == JSONL:
         return _write_lines(shaped, wanted, protected)
-    table = _make_table(shaped, scratch / f"table.{kind}", is_safe=wanted.is_safe)
+    table = _make_table(shaped, scratch / f"table.{kind}", is_safe=wanted.is_safe, schema=wanted.schema)
     _copy(table, wanted, protected)
     return shaped.rows
 
@@ -218,9 +220,9 @@ def _write_lines(lines: Iterable[bytes], wanted: Wanted, protected: Sequence[str
     return rows
 
 
-def _make_table(rows: ShapedRows, path: Path, *, is_safe: bool) -> Path:
+def _make_table(rows: ShapedRows, path: Path, *, is_safe: bool, schema: OutputSchema | None) -> Path:
     kind = path.suffix[1:]
-    source = TableSource(path.parent, rows.names, kind == CSV, is_safe=is_safe)
+    source = TableSource(path.parent, rows.names, kind == CSV, is_safe=is_safe, schema=schema)
     table = create_table(kind, path, source)
     try:
         for add in (table.learn, table.write) if table.must_learn else (table.write,):

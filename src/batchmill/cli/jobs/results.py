@@ -154,7 +154,7 @@ async def _spool(stream: ResultStream, path: Path) -> None:
 
 async def _write(session: Session, config: Config, view: JobView, source: ResultSource, wanted: Wanted) -> int:
     folder = source.path.parent
-    wanted = replace(wanted, shape=replace(wanted.shape, added=added_by(view)))
+    wanted = replace(wanted, shape=replace(wanted.shape, added=added_by(view)), schema=view.schema)
     if wanted.shape.join and _is_openai(source):
         (folder / "inputs").mkdir()
         inputs = await session.app.inputs(config, view, folder / "inputs")
