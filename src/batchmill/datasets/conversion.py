@@ -320,7 +320,7 @@ class Tables:
     def _may_have_duplicates(self) -> bool:
         if self.rows > FEW_ROWS:
             return True
-        hashes = array("q")
+        hashes = array("Q")
         hashes.frombytes((self._home / layout.HASHES).read_bytes())
         return len(set(hashes)) < len(hashes)
 

@@ -12,7 +12,7 @@ import msgspec
 from blake3 import blake3
 from msgspec import Raw, Struct
 
-from batchmill.checksums import checksum
+from batchmill.checksums import checksum, name_hashes
 from batchmill.datasets.layout import BLOCK_BYTES, BOM, CHUNK_BYTES, RANGE_BYTES
 from batchmill.datasets.orders import ByteRange, Fold, RangeEnd, RefusedRow, SealOrder, SourcePart, ValidatedChunk
 from batchmill.datasets.request_digests import FOLD_BYTES, NO_DIGEST, NO_FOLD, canonical_of, digest_of, fold_of
@@ -272,7 +272,7 @@ class Inspector:
         bulk = self._rules.bulk(lines) if harmless else None
         if bulk is not None:
             keys = KeyColumns.of_functions(bulk.targets, bulk.sizes) if self._order.keys else None
-            findings = Findings(starts, array("q", map(hash, bulk.ids)), [], keys)
+            findings = Findings(starts, name_hashes(bulk.ids, self._order.id_seed), [], keys)
         else:
             findings = self._check_lines(lines, starts, harmless)
         block_rows, checksums = block_checksums(text, start, findings.offsets)
@@ -292,7 +292,8 @@ class Inspector:
 
     def _check_lines(self, lines: list[bytes], starts: array[int], harmless: bool) -> Findings:
         order = self._order
-        findings = Findings(array("Q"), array("q"), [], KeyColumns() if order.keys else None)
+        findings = Findings(array("Q"), array("Q"), [], KeyColumns() if order.keys else None)
+        ids = []
         for number, line in enumerate(lines):
             if not line.strip():
                 continue
@@ -304,9 +305,10 @@ class Inspector:
             findings.offsets.append(start)
             # A line without a custom_id gets a unique one: no custom_id has a NUL, and no two lines have one offset.
             if self._rules.has_ids:
-                findings.ids.append(hash(checked.custom_id or f"\0{start}"))
+                ids.append(checked.custom_id or f"\0{start}")
             if findings.keys is not None:
                 findings.keys.append(checked, line, order)
+        findings.ids = name_hashes(ids, order.id_seed)
         return findings
 
     def _check_line(self, line: bytes, harmless: bool) -> CheckedLine:

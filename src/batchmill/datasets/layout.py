@@ -21,8 +21,8 @@ ROW_GROUPS = "groups.u64"  # of a dataset that is read as columns: (first row, f
 TARGET, PREFIX, COST, FOLD = "target.u16", "prefix.u64", "cost.u32", "fold.u64"
 KEYS = (TARGET, PREFIX, COST, FOLD)
 REQUESTS = "requests.sha256"  # 32 bytes a row, if results of other jobs are looked for: see `request_digests`
-# Only while sealing: a hash is useless without the seed of its process, and the lists of refused rows are merged.
-HASHES, REFUSED_EARLY, REFUSED_BY_LINE = "ids.i64", "refused-early.jsonl", "refused-lines.jsonl"
+# Only while sealing: a hash is useless without its seed, and the lists of refused rows are merged.
+HASHES, REFUSED_EARLY, REFUSED_BY_LINE = "ids.u64", "refused-early.jsonl", "refused-lines.jsonl"
 FILES = (
     SEAL, SUMS, OFFSETS, CHUNKS, CHECKSUMS, REJECTED, ROWS, SCHEMA, ROW_GROUPS, *KEYS, REQUESTS, HASHES,
     REFUSED_EARLY, REFUSED_BY_LINE,

@@ -50,7 +50,8 @@ class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):
     columns_max: int | None = None  # different columns of a table whose rows may differ; None: no limit
     problems_max: int = 1000
     processes: int = 2
-    files: list[SealedFile] = []  # the sources, as they were when sealing began; set by `sealing`
+    files: list[SealedFile] = []  # the sources, as they were when sealing began; set by `sealing`, as the next
+    id_seed: int = 0  # of the hashes of custom_ids: all that check rows of the dataset have one
     may_be_columnar: bool = False  # all rows go to one function, in the order of the files: Parquet is read in place
 
 
@@ -93,7 +94,7 @@ class ValidatedChunk(Struct, frozen=True, array_like=True):
     block_rows: int
     offsets: bytes  # u64 a row
     checksums: bytes  # u32 a block
-    ids: bytes  # i64 a row: hash of the custom_id; empty for tables
+    ids: bytes  # u64 a row: hash of the custom_id; empty for tables
     keys: tuple[bytes, bytes, bytes, bytes]  # target u16, prefix u64, cost u32, fold 2 x u64; empty without keys
     refused: list[RefusedRow]
     requests: bytes = b""  # digest of each request, if the order asks for them

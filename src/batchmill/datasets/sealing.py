@@ -6,6 +6,7 @@ It runs in a child process of the owner. Rows are processed in ranges, so that m
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from pathlib import Path
@@ -65,7 +66,7 @@ def seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Sea
 def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
     sources = [describe(path) for path in order.dataset.paths]
     detected = detect(order.dataset)
-    order = msgspec.structs.replace(_with_form(order, detected), files=sources)
+    order = msgspec.structs.replace(_with_form(order, detected), files=sources, id_seed=int.from_bytes(os.urandom(8)))
     clear(home)
     steps = _ProgressSteps(progress)
     size_limits = SizeLimits(order, home, sum(source.size_bytes for source in sources), steps.repeat)
