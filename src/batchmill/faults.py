@@ -34,6 +34,10 @@ REUSE_POINTS = (  # results of an earlier job are taken over
     "in_reuse_segment",  # a block of results is in the kernel, the job's other rows are not looked up
     "after_reuse",  # all of them are on disk, the ledger says validating
 )
+SPAN_POINTS = (  # rows that nodes check
+    "after_span",  # what a node found is in the store, the owner does not know it
+    "after_spans",  # the nodes have checked all rows, nothing is sealed
+)
 OBJECT_POINTS = (  # what is kept in an object store
     "before_put",  # outcomes are on the worker's disk, their object is not put
     "after_put",  # their object is put, no commit was sent

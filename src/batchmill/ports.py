@@ -520,6 +520,7 @@ class NodeTasks(Protocol):
     """Runs pieces of a job's work on the nodes of a cluster, beside its workers."""
 
     at_once: int  # pieces; more wait
+    store: str  # URL of the object store that nodes read and write
 
     async def run(self, work: NodeWork, *, project: str = "") -> bytes:
         """What the work returns: whatever runs on the node may have made it. Cancelling ends the work.

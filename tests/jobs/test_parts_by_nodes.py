@@ -13,27 +13,25 @@ from typing import Any
 
 import msgspec
 import pytest
+from fakes.one_node import OneNode
 from fakes.s3_server import bucket_client, s3_environment, s3_server
 from finished_job import FinishedJob, quiet, write_requests
 from msgspec.structs import replace
 
 from batchmill.errors import BatchmillError, StorageFailed
 from batchmill.executors.ray import frames
-from batchmill.executors.ray.frames import RunTask, TaskEnded
-from batchmill.executors.ray.node_tasks import run_task
 from batchmill.executors.ray.shared_store import SharedStore
 from batchmill.executors.ray.tasks import RayTasks
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.results import part_writers
 from batchmill.jobs.results.gathering import gather
+from batchmill.jobs.results.node_tries import FAILED_MAX, TRIES_MAX
 from batchmill.jobs.results.output_folders import Part, PartManifest, decode_manifest
 from batchmill.jobs.results.part_orders import PartOrder, PartsOrder, Written
 from batchmill.jobs.results.part_writers import (
     CHECK,
     CODE_CHARS_MAX,
-    FAILED_MAX,
     PART,
-    TRIES_MAX,
     Nodes,
     can_use_nodes,
     checked,
@@ -65,37 +63,6 @@ def client() -> Iterator[Any]:
         for name, value in s3_environment(url).items():
             patch.setenv(name, value)
         yield client
-
-
-class OneNode:
-    """`tasks.Cluster`, whose only node is this process."""
-
-    may_send_secrets = True
-
-    def __init__(self, hidden: Path) -> None:
-        """Args: hidden: a folder that it does not see."""
-        self._hidden = hidden
-        self.tasks: RayTasks
-        self.served: list[RunTask] = []
-        self.change: Callable[[bytes], bytes] = lambda reply: reply
-        self.lost = 0  # how many of the next tasks
-
-    async def reach(self) -> None:
-        return
-
-    def send(self, frame: msgspec.Struct) -> None:
-        assert isinstance(frame, RunTask)
-        self.served.append(frame)
-        away = self._hidden.rename(self._hidden.with_name("away"))
-        try:
-            reply = run_task(frame.order)  # one that is lost may have written, too
-        finally:
-            away.rename(self._hidden)
-        if self.lost:
-            self.lost -= 1
-            self.tasks.receive(TaskEnded(frame.id, why="its node went away", is_lost=True))
-        else:
-            self.tasks.receive(TaskEnded(frame.id, self.change(reply)))
 
 
 class Stage:

@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 
 import msgspec
 
@@ -59,9 +60,13 @@ class InlineValidator:
 
     def check(self, parts: list[SourcePart]) -> Iterator[RangeResult]:
         """Yield each chunk of each range, in order, and each range's end. Raises: InvalidDataset, InputChanged."""
+        return self.check_ranges(ranges(parts))
+
+    def check_ranges(self, wanted: Iterator[ByteRange]) -> Iterator[RangeResult]:
+        """As `check`, for some ranges that follow each other."""
         inspector = Inspector(self._order)
         try:
-            for range_ in ranges(parts):
+            for range_ in wanted:
                 for result in inspector.inspect(range_):
                     yield range_, result
         finally:
@@ -79,8 +84,15 @@ class ValidatorPool:
 
     def check(self, parts: list[SourcePart]) -> Iterator[RangeResult]:
         """Yield each chunk of each range, in order, and each range's end. Raises: InvalidDataset, InputChanged."""
-        waiting = ranges(parts)
-        turn = 0  # the range whose results come next
+        return self.check_ranges(ranges(parts))
+
+    def check_ranges(self, wanted: Iterator[ByteRange]) -> Iterator[RangeResult]:
+        """As `check`, for some ranges that follow each other."""
+        first = next(wanted, None)
+        if first is None:
+            return
+        waiting = chain([first], wanted)
+        turn = first.number  # of the range whose results come next
         held: dict[int, deque[tuple[ByteRange, int, bytes]]] = {}
         held_bytes = 0
         while self._send_ranges(waiting, turn):

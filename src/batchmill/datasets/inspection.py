@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import zlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, islice, pairwise
 
 import msgspec
@@ -171,7 +171,7 @@ TAIL_BYTES = 64 * 1024  # read at a time after a range, until its last line ends
 BLOCK_ROWS_MAX = 65_536
 
 
-def ranges(parts: list[SourcePart]) -> Iterator[ByteRange]:
+def ranges(parts: Sequence[SourcePart]) -> Iterator[ByteRange]:
     """Split every part into ranges of RANGE_BYTES, in order."""
     number = 0
     for part in parts:

@@ -8,22 +8,25 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 
 import msgspec
 from blake3 import blake3
+from msgspec import Struct
 
 from batchmill.datasets import layout, readers
 from batchmill.datasets.conversion import Material, Renderer, Tables, convert, copy_sources, read_in_place
-from batchmill.datasets.fan_out import VALIDATOR_DIED, ValidatorPool, validators
-from batchmill.datasets.formats import Detected, classify, detect, names_at_first
-from batchmill.datasets.orders import RangeEnd, SealOrder, SizeLimits, ValidatedChunk
+from batchmill.datasets.fan_out import VALIDATOR_DIED, InlineValidator, ValidatorPool, validators
+from batchmill.datasets.formats import Detected, SourceFile, classify, detect, names_at_first
+from batchmill.datasets.orders import RangeEnd, SealOrder, SizeLimits, SourcePart, ValidatedChunk
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sources import describe, open_source, unchanged
+from batchmill.datasets.spans import DIFFERS, Checks, SpanReader
 from batchmill.datasets.templates.messages import JSON_BYTES_MAX
 from batchmill.datasets.validation import ADAPTERS_MAX, check_form, column_flaw, constant_prompt, missing_column
 from batchmill.errors import BatchmillError, InputChanged, InvalidDataset, InvalidRow, StorageFull
+from batchmill.object_store.urls import is_object_url
 from batchmill.optional import require
 from batchmill.types import DatasetSpec, Seal, SealedFile
 from batchmill.wire.forms import Form, OpenAIForm, TableForm
@@ -35,24 +38,62 @@ __all__ = ["SealOrder", "SealReport", "seal"]
 COPY_SHARE = 0.5  # of the progress, if rows are copied or converted first
 
 
-def seal_with_retry(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
-    """Call `seal`, and once more if a validator died: something else may have killed it."""
+class Elsewhere(Struct):
+    """What other machines have found out about the rows, how to get it, and what of it was wrong."""
+
+    checks: Checks
+    get: Callable[[str], bytes]  # an object. Raises: StorageFailed
+    flaws: list[str] = []
+
+
+class Survey(Struct, frozen=True):
+    """What other machines need to check the rows of a dataset."""
+
+    order: SealOrder
+    parts: list[SourcePart]
+
+
+def survey(order: SealOrder) -> Survey | None:
+    """None: the rows are not read where they lie, as lines of objects, so other machines cannot check them.
+
+    Raises: InvalidDataset, AuthRefused, StorageFailed.
+    """
+    spec = order.dataset
+    order, _ = _described(order, None)
+    sources = classify(spec)
+    has_template = isinstance(order.form, TableForm) and order.form.template is not None
+    if spec.copy or has_template or not _is_plain(sources) or not all(is_object_url(source.path) for source in sources):
+        return None
+    return Survey(order, read_in_place([source.path for source in sources]).parts)
+
+
+def seal_with_retry(
+    order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None = None
+) -> SealReport:
+    """Call `seal`, and once more if a validator died: something else may have killed it. Or if another machine finds
+    something else in the rows than this one: then all of them are checked here.
+    """
     try:
-        return seal(order, home, progress)
+        return seal(order, home, progress, elsewhere)
     except InvalidDataset as error:
-        if error.code != VALIDATOR_DIED:
+        if error.code == DIFFERS and elsewhere is not None:
+            elsewhere.flaws.append(error.message)
+            elsewhere = None
+        elif error.code != VALIDATOR_DIED:
             raise
-    return seal(order, home, progress)
+    return seal(order, home, progress, elsewhere)
 
 
-def seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
+def seal(
+    order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None = None
+) -> SealReport:
     """Seal a dataset into `home`, an existing directory. The files of an earlier attempt are replaced.
 
     Args: progress: called with the share that is done, 0 to 1, every few MiB.
     Raises: InvalidDataset when a file as a whole cannot be read; InputChanged when one changes meanwhile; StorageFull.
     """
     try:
-        return _seal(order, home, progress)
+        return _seal(order, home, progress, elsewhere)
     except BatchmillError:
         clear(home)  # the files of a refused dataset are useless
         raise
@@ -63,23 +104,35 @@ def seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> Sea
         raise
 
 
-def _seal(order: SealOrder, home: Path, progress: Callable[[float], None]) -> SealReport:
+def _described(order: SealOrder, checks: Checks | None) -> tuple[SealOrder, Detected]:
+    """The order with the files as they are now. Raises: InputChanged if others were checked elsewhere."""
     sources = [describe(path) for path in order.dataset.paths]
+    seed = int.from_bytes(os.urandom(8))
+    if checks is not None:
+        seed = checks.id_seed
+        for source, before in zip(sources, checks.files, strict=True):
+            if source != before:
+                raise _changed(source)
     detected = detect(order.dataset)
-    order = msgspec.structs.replace(_with_form(order, detected), files=sources, id_seed=int.from_bytes(os.urandom(8)))
+    return msgspec.structs.replace(_with_form(order, detected), files=sources, id_seed=seed), detected
+
+
+def _seal(order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None) -> SealReport:
+    order, detected = _described(order, None if elsewhere is None else elsewhere.checks)
+    sources = order.files
     clear(home)
     steps = _ProgressSteps(progress)
     size_limits = SizeLimits(order, home, sum(source.size_bytes for source in sources), steps.repeat)
     if isinstance(order.form, TableForm) and order.form.template is not None:
         with _checked_renderer(order, order.form, detected) as renderer:
             material, progress = _converted(order, detected, home, steps.progress, size_limits, renderer)
-        return _seal_material(_with_longer_lines(order), detected, home, material, progress, size_limits, sources)
+        return _seal_material(_with_longer_lines(order), detected, home, material, progress, size_limits)
     if order.may_be_columnar and detected.format == "parquet" and not order.dataset.copy:
         report = _seal_columns(order, home, steps.progress, size_limits, sources)
         if report is not None:
             return report
         clear(home)
-    return _seal_lines(order, detected, home, steps.progress, size_limits, sources)
+    return _seal_lines(order, detected, home, steps.progress, size_limits, elsewhere)
 
 
 def _seal_columns(
@@ -117,18 +170,19 @@ def _no_rows() -> InvalidDataset:
 
 def _seal_lines(
     order: SealOrder, detected: Detected, home: Path, progress: Callable[[float], None], size_limits: SizeLimits,
-    sources: list[SealedFile],
+    elsewhere: Elsewhere | None,
 ) -> SealReport:  # fmt: skip
     material, progress = _material(order, detected, home, progress, size_limits)
-    return _seal_material(order, detected, home, material, progress, size_limits, sources)
+    return _seal_material(order, detected, home, material, progress, size_limits, elsewhere)
 
 
 def _seal_material(
     order: SealOrder, detected: Detected, home: Path, material: Material, progress: Callable[[float], None],
-    size_limits: SizeLimits, sources: list[SealedFile],
+    size_limits: SizeLimits, elsewhere: Elsewhere | None = None,
 ) -> SealReport:  # fmt: skip
+    sources = order.files
     with Tables(home, order, material, size_limits) as tables:
-        digests, adapters = _check_rows(order, material, tables, progress)
+        digests, adapters = _check_rows(order, material, tables, progress, elsewhere)
         if tables.rows == 0:
             raise _no_rows()
         if material.converted:
@@ -227,7 +281,7 @@ def _material(
     spec = order.dataset
     sources = classify(spec)
     paths = [source.path for source in sources]
-    plain = all(source.format == "jsonl" and source.codec is None for source in sources)
+    plain = _is_plain(sources)
     if plain and not spec.copy:
         return read_in_place(paths), progress
 
@@ -278,16 +332,37 @@ def _with_longer_lines(order: SealOrder) -> SealOrder:
     return msgspec.structs.replace(order, dataset=msgspec.structs.replace(order.dataset, line_bytes_max=most))
 
 
+def _is_plain(sources: list[SourceFile]) -> bool:
+    """Whether the lines of the files are rows."""
+    return all(source.format == "jsonl" and source.codec is None for source in sources)
+
+
+@contextmanager
+def _checking(
+    order: SealOrder, bytes_total: int, elsewhere: Elsewhere | None
+) -> Iterator[InlineValidator | ValidatorPool | SpanReader]:
+    if elsewhere is None:
+        with validators(order, bytes_total) as validator:
+            yield validator
+        return
+    reader = SpanReader(order, elsewhere.checks, elsewhere.get)
+    try:
+        yield reader
+    finally:
+        elsewhere.flaws += reader.flaws
+
+
 def _check_rows(
-    order: SealOrder, material: Material, tables: Tables, progress: Callable[[float], None]
-) -> tuple[list[bytes], set[str]]:
+    order: SealOrder, material: Material, tables: Tables, progress: Callable[[float], None],
+    elsewhere: Elsewhere | None,
+) -> tuple[list[bytes], set[str]]:  # fmt: skip
     """Check every line and store the results. Returns: the digests of the ranges, and the adapters to fetch."""
     total = sum(part.end - part.start for part in material.parts)
     digests = []
     names: set[str] = set()
     adapters: set[str] = set()
     done = 0
-    with validators(order, total) as validator:
+    with _checking(order, total, elsewhere) as validator:
         for range_, result in validator.check(material.parts):
             match result:
                 case ValidatedChunk():
@@ -297,7 +372,7 @@ def _check_rows(
                     _check_columns_max(names, order.columns_max)
                     adapters.update(new_adapters)
                     _check_adapters_max(adapters)
-                    if isinstance(validator, ValidatorPool) and not digests and tables.has_ids:
+                    if not isinstance(validator, InlineValidator) and not digests and tables.has_ids:
                         readers.load("duplicates")  # imports numpy while the validators work
                     digests.append(digest)
                     done += range_.end - range_.start
@@ -336,4 +411,8 @@ def _digests(source: SealedFile) -> Iterator[bytes]:
 def _check_unchanged(files: list[SealedFile]) -> None:
     for file in files:
         if not unchanged(file):
-            raise InputChanged(f"{file.path} changed while it was read; run the command again")
+            raise _changed(file)
+
+
+def _changed(file: SealedFile) -> InputChanged:
+    return InputChanged(f"{file.path} changed while it was read; run the command again")

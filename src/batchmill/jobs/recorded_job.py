@@ -10,8 +10,12 @@ from typing import Any
 import sqlalchemy as sa
 from msgspec.structs import replace
 
+from batchmill.children.offload import Offload
 from batchmill.errors import StorageFull
+from batchmill.jobs.intake.node_sealing import NodeSealing
 from batchmill.jobs.intake.orders import has_run
+from batchmill.jobs.intake.preparation import Prepared, PrepareOrder
+from batchmill.jobs.intake.preview import seal_and_plan
 from batchmill.jobs.ledger import ledger, outcome_map, packed
 from batchmill.jobs.ledger.core_task import FAILURES_MAX
 from batchmill.jobs.ledger.plan import PlanReader
@@ -147,6 +151,16 @@ class RecordedJob:
         check_left(self._ledger.database.owned_s())
         return await self._offload(target, order, progress, **kw)
 
+    @property
+    def _nodes(self) -> Nodes | None:
+        return None if self._tools.tasks is None else Nodes(self._tools.tasks, self._tools.stored)
+
+    async def _prepare(self, order: PrepareOrder, offload: Offload, progress: Callable[[float], None]) -> Prepared:
+        """Seal and plan. Raises: as `seal_and_plan`."""
+        sealing = None
+        if self._nodes is not None and not self.spec.is_small:
+            sealing = NodeSealing(self._nodes, self._ledger.database.term_path())
+        return await seal_and_plan(order, self._tools.disk_quota_of(self.spec), offload, progress, sealing)
+
     def _new_publishing(self) -> Publishing:
-        nodes = None if self._tools.tasks is None else Nodes(self._tools.tasks, self._tools.stored)
-        return Publishing(self.spec, self.files, self._offload_owned, self._ledger.database.term_path(), nodes)
+        return Publishing(self.spec, self.files, self._offload_owned, self._ledger.database.term_path(), self._nodes)

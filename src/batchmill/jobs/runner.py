@@ -39,7 +39,6 @@ from batchmill.jobs.failover import RouteFailover, with_code
 from batchmill.jobs.intake import PREPARE, adapters, retries, routing
 from batchmill.jobs.intake.adapters import AdapterWork
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed, prepare, reuses
-from batchmill.jobs.intake.preview import seal_and_plan
 from batchmill.jobs.intake.retry_plan import RetryOrder, plan_retry
 from batchmill.jobs.ledger import ledger, packed
 from batchmill.jobs.ledger.plan import PlanReader
@@ -411,10 +410,9 @@ class JobRunner(RecordedJob):
             await self._routes.measure(self.spec.models)
             folders = str(self.files.dataset), str(self.files.plan(0))
             order = PrepareOrder(self.spec, *folders, self._clock.now(), self._routes.rates)
-            disk_quota = self._tools.disk_quota_of(self.spec)
             offload = self._in_thread if self.spec.is_small else partial(self._offload, downloads=self._is_fetched)
             try:
-                prepared = await self._interruptible(seal_and_plan(order, disk_quota, offload, self._show_progress))
+                prepared = await self._interruptible(self._prepare(order, offload, self._show_progress))
             except StorageFull:
                 if not self.spec.is_small:
                     raise

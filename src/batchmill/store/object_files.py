@@ -14,7 +14,7 @@ import shutil
 import threading
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
@@ -34,6 +34,7 @@ from batchmill.wire.messages import StoredFile
 
 MARKS, MARK, WORK = "stored", ".mark", ".fetching"  # folders in the data directory, and the ending of a mark
 SEGMENTS = "segments"
+SCRATCH = "scratch"  # in the folder of a job, of objects alone
 DELETED_AT_ONCE = 1000  # objects in one request
 MARK_ATTEMPTS_MAX = 10  # to write a mark while other threads remove empty folders
 
@@ -209,12 +210,22 @@ class ObjectFiles:
             size = await asyncio.to_thread(_bytes_in, folder)
             await self._mark(Stored(key, SEGMENTS, size))
 
+    @contextlib.asynccontextmanager
+    async def scratch(self, folder: Path) -> AsyncIterator[str]:
+        prefix = f"{self._key(folder)}/{SCRATCH}/{uuid.uuid4().hex}/"
+        await self._database.write(catalog.begin, [prefix])
+        try:
+            yield prefix
+        finally:
+            await self._delete([prefix])
+
     # -- remove -------------------------------------------------------------------------------------------------------
 
     async def remove(self, *paths: Path) -> None:
         keys = [key for path in paths if (key := self._key(path))]
-        segments = [segment_objects.folder_of(job) for key in keys if (job := _job_of_segments(key))]
-        unnamed = await self._database.write(catalog.remove, keys, segments)
+        jobs = [job for key in keys if (job := _job_of_segments(key))]
+        prefixes = [prefix for job in jobs for prefix in (segment_objects.folder_of(job), f"jobs/{job}/{SCRATCH}/")]
+        unnamed = await self._database.write(catalog.remove, keys, prefixes)
         for key in keys:
             await self._unmark(key)
         await self._delete(unnamed)

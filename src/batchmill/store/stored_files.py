@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -61,6 +62,11 @@ class StoredFiles(Protocol):
     async def remove(self, *paths: Path) -> None:
         """Remove published paths, and everything that is published below them. Idempotent."""
 
+    def scratch(self, folder: Path) -> AbstractAsyncContextManager[str]:
+        """What the names of objects may begin with that no path is kept in. They go at the end of the context, or with
+        the next owner, or, where a node writes them even later, with the folder of the job.
+        """
+
     async def settle_segments(self, folder: Path, worker: str = "") -> None:
         """Bring the segments of a job, of one worker or of all, to the same bytes in its folder and in the store. No
         worker writes to the folder.
@@ -109,6 +115,9 @@ class LocalFiles:
 
     async def remove(self, *paths: Path) -> None:
         return
+
+    def scratch(self, folder: Path) -> AbstractAsyncContextManager[str]:
+        raise NotImplementedError("there are no nodes without an object store")
 
     async def settle_segments(self, folder: Path, worker: str = "") -> None:
         return

@@ -39,6 +39,7 @@ class RayTasks:
 
     def __init__(self, cluster: Cluster, store: SharedStore) -> None:
         self._cluster, self._store = cluster, store
+        self.store = store.url
         self._slots = FairSemaphore(TASKS_MAX)
         self._numbers = itertools.count(1)
         self._running: dict[int, asyncio.Future[TaskEnded]] = {}

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Struct
 
 from batchmill.datasets.orders import SealOrder
-from batchmill.datasets.sealing import seal_with_retry
+from batchmill.datasets.sealing import Elsewhere, seal_with_retry
+from batchmill.datasets.spans import Checks
 from batchmill.datasets.validation import HubPatterns
 from batchmill.errors import InvalidInput, OverQuota
 from batchmill.jobs.intake import fetching, routing
@@ -24,6 +25,7 @@ from batchmill.jobs.ledger.plan import Plan, PlanOrder
 from batchmill.jobs.results.results import COLUMNS_MAX, output_kind, written_name
 from batchmill.models.paths import paths_of
 from batchmill.object_store.credentials import environment_with
+from batchmill.store.objects import StoreObjects
 from batchmill.types import ModelSpec, Problem
 from batchmill.wire.features import features_of
 from batchmill.wire.forms import URLS, TableForm
@@ -33,6 +35,13 @@ from batchmill.wire.rendered_rows import TEMPLATE_FAULTS
 
 TARGETS_MAX = 2**16 - 2  # models and adapters of one job: a row's has a number of 16 bits
 SEALING_SHARE = 0.85  # of the progress that is shown
+
+
+class NodeChecks(Struct, frozen=True):
+    """What nodes of a cluster have found in the rows, in objects below a URL."""
+
+    store: str
+    checks: Checks
 
 
 class PrepareOrder(Struct, frozen=True):
@@ -45,6 +54,7 @@ class PrepareOrder(Struct, frozen=True):
     no_space_message: str = ""
     hub: dict[str, str] = {}  # variables that a hub is reached with, if inputs are there
     is_preview: bool = False  # nothing is fetched: rows of adapters yet to be fetched are planned with their base
+    checks: NodeChecks | None = None  # None: all rows are checked on this machine
 
     def __repr__(self) -> str:  # without the token
         return f"PrepareOrder({self.spec.id})"
@@ -58,6 +68,7 @@ class Prepared(Struct, frozen=True):
     rejected: dict[str, tuple[int, str]] = {}  # code -> (refused rows, one message)
     choices: dict[int, Choice] = {}  # number of a model with routes -> the one that is taken
     wanted: dict[int, list[str]] = {}  # number of a model -> ids of a hub that rows name: without them there is no plan
+    flaws: list[str] = []  # of `PrepareOrder.checks`
 
 
 def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
@@ -69,14 +80,18 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     )
     time_s = PREVIEW_TIME_S if request.is_preview and request.bytes_left is not None else TIME_S
     bounds = Bounds(request.bytes_left, request.no_space_message, time_s)
+    elsewhere = _elsewhere(request.checks)
     with environment_with(request.hub):
-        report, fetched = _sealed(sealing, bounds, Path(request.dataset), lambda share: progress(share * SEALING_SHARE))
+        report, fetched = _sealed(
+            sealing, bounds, Path(request.dataset), lambda share: progress(share * SEALING_SHARE), elsewhere
+        )  # fmt: skip
+    flaws = [] if elsewhere is None else elsewhere.flaws
     planned = None
     choices: dict[int, Choice] = {}
     causes: dict[str, tuple[int, str]] = {}
     may_run = report.rejected == 0 or spec.policy.on_invalid == "skip" or _has_only_faults(request, report)
     if may_run and report.adapters and not request.is_preview:
-        return msgspec.json.encode(Prepared(report, None, wanted=_by_model(sealing, report.adapters)))
+        return msgspec.json.encode(Prepared(report, None, wanted=_by_model(sealing, report.adapters), flaws=flaws))
     if may_run:
         seal = report.seal
         if stores_requests(spec):
@@ -97,11 +112,15 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
         fetched.tidy()
     else:
         fetching.clear(Path(request.dataset))
-    return msgspec.json.encode(Prepared(report, planned, causes, choices))
+    return msgspec.json.encode(Prepared(report, planned, causes, choices, flaws=flaws))
+
+
+def _elsewhere(found: NodeChecks | None) -> Elsewhere | None:
+    return None if found is None else Elsewhere(found.checks, StoreObjects(found.store).get)
 
 
 def _sealed(
-    order: SealOrder, bounds: Bounds, home: Path, progress: Callable[[float], None]
+    order: SealOrder, bounds: Bounds, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None
 ) -> tuple[SealReport, Fetched]:
     """Fetch the inputs that lie elsewhere, and seal the dataset."""
     fetched = Fetched(home, order.dataset.paths, {})
@@ -110,7 +129,7 @@ def _sealed(
         share_before = FETCH_SHARE if fetched.sources else 0.0
         report = seal_with_retry(
             msgspec.structs.replace(order, dataset=msgspec.structs.replace(order.dataset, paths=fetched.paths)),
-            home, lambda share: progress(share_before + share * (1 - share_before)),
+            home, lambda share: progress(share_before + share * (1 - share_before)), elsewhere,
         )  # fmt: skip
     except (InvalidInput, OverQuota) as error:
         fetching.clear(home)

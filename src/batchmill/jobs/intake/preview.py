@@ -18,6 +18,7 @@ from batchmill.children.offload import Offload, offload
 from batchmill.jobs.intake import PREPARE, fetching, orders, routing
 from batchmill.jobs.intake.estimate import EstimateOrder
 from batchmill.jobs.intake.lengths import AnswerLengths
+from batchmill.jobs.intake.node_sealing import NodeSealing, warn_of
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, reuses
 from batchmill.jobs.ledger.plan import explain
 from batchmill.store.disk_room import DiskQuota, preparing
@@ -31,9 +32,14 @@ PREVIEWS = "preview-"  # folders of the data directory
 
 
 async def seal_and_plan(
-    order: PrepareOrder, disk_quota: DiskQuota | None, offload: Offload, progress: Progress
-) -> Prepared:
-    """Seal and plan in a child process. `disk_quota`: where what is written meanwhile counts; None: nowhere.
+    order: PrepareOrder, disk_quota: DiskQuota | None, offload: Offload, progress: Progress,
+    nodes: NodeSealing | None = None,
+) -> Prepared:  # fmt: skip
+    """Seal and plan in a child process.
+
+    Args:
+        disk_quota: where what is written meanwhile counts; None: nowhere.
+        nodes: those that check rows, if they can; None: all are checked here.
 
     Raises: OverQuota where its project has no room for it.
     """
@@ -47,8 +53,19 @@ async def seal_and_plan(
             order, bytes_left=writing.bytes_left, no_space_message=writing.no_space_message,
             hub=fetching.hub_variables(order.spec.dataset),
         )  # fmt: skip
-        work = offload(PREPARE, msgspec.json.encode(order), show)
-        return msgspec.json.decode(await writing.stoppable(work), type=Prepared)
+        work = _prepare(order, offload, show) if nodes is None else _prepare_with(nodes, order, offload, show)
+        return await writing.stoppable(work)
+
+
+async def _prepare(order: PrepareOrder, offload: Offload, progress: Progress) -> Prepared:
+    return msgspec.json.decode(await offload(PREPARE, msgspec.json.encode(order), progress), type=Prepared)
+
+
+async def _prepare_with(nodes: NodeSealing, order: PrepareOrder, offload: Offload, progress: Progress) -> Prepared:
+    async with nodes.checked(order, offload, progress) as (checked, rest):
+        prepared = await _prepare(checked, offload, rest)
+    warn_of(prepared, order.spec.id)
+    return prepared
 
 
 @asynccontextmanager

@@ -24,6 +24,7 @@ from batchmill.children.offload import Offload
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import BatchmillError
 from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.results.node_tries import FAILED_MAX, run_on_node
 from batchmill.jobs.results.output_folders import Part, part_name
 from batchmill.jobs.results.part_orders import CheckOrder, PartOrder, PartsOrder, Written
 from batchmill.jobs.results.results import CAUSES_MAX
@@ -31,7 +32,7 @@ from batchmill.object_store.urls import is_object_url
 from batchmill.ports import NodeTasks
 from batchmill.store.segments.format import SAMPLE_CHARS_MAX
 from batchmill.store.stored_files import StoredFiles
-from batchmill.types.cluster import TASK_FAILED, TASK_LOST, NodeWork
+from batchmill.types.cluster import TASK_FAILED, NodeWork
 from batchmill.wire.job_spec import JobSpec
 
 log = logging.getLogger("batchmill.jobs")
@@ -40,12 +41,11 @@ PART = "batchmill.jobs.results.part_gathering:part_offloaded"
 CHECK = "batchmill.jobs.results.node_parts:check_offloaded"
 PART_ON_NODE = "batchmill.jobs.results.node_parts:write_on_node"
 PARTS_AT_ONCE_MAX = 8  # children, and parts on the local disk; fewer on a machine with fewer cores
-TRIES_MAX = 3  # of a part whose node or process is lost; then it is written here
-FAILED_MAX = 3  # parts that nodes could not write; then all others are written here
 SCRATCH = "parts-"  # what the names of folders of attempts begin with
 CODE_CHARS_MAX = 256  # of an error code that a node names
 _SHA256 = re.compile("[0-9a-f]{64}")
 
+Order = TypeVar("Order")
 Reply = TypeVar("Reply")
 
 
@@ -153,22 +153,16 @@ class NodeWriters:
             return await self._local.write(order)
 
     async def _on_node(self, order: PartOrder) -> Written:
-        """Each try writes another file: one that seemed lost may still write. Raises: BatchmillError."""
-        tries = 1
-        while True:
+        """Raises: BatchmillError."""
+
+        def attempt() -> tuple[NodeWork, Callable[[bytes], Written]]:
             gather = replace(order.parts.gather, committed=[])  # the index has them
             parts = replace(order.parts, gather=gather, attempt=uuid.uuid4().hex[:8], term="")
-            work = NodeWork(
-                PART_ON_NODE, msgspec.json.encode(replace(order, parts=parts)), self._paths, self._order.term
-            )  # fmt: skip
-            try:
-                answer = await self._nodes.tasks.run(work, project=self._spec.project)
-            except BatchmillError as error:
-                if error.code != TASK_LOST or tries >= TRIES_MAX:
-                    raise
-                tries += 1
-            else:
-                return checked(answer, replace(order, parts=parts))
+            own = replace(order, parts=parts)
+            work = NodeWork(PART_ON_NODE, msgspec.json.encode(own), self._paths, self._order.term)
+            return work, lambda answer: checked(answer, own)
+
+        return await run_on_node(self._nodes.tasks, attempt, self._spec.project)
 
     async def check(self, orders: list[PartOrder], written: list[Written]) -> list[Written]:
         """Write the parts again, here, that are not what the index and the store say."""
@@ -198,9 +192,8 @@ class NodeWriters:
 
 
 async def each(
-    work: Callable[[PartOrder], Awaitable[Reply]], orders: list[PartOrder], at_once: int,
-    progress: Callable[[float], None],
-) -> list[Reply]:  # fmt: skip
+    work: Callable[[Order], Awaitable[Reply]], orders: list[Order], at_once: int, progress: Callable[[float], None]
+) -> list[Reply]:
     """The replies to all orders, in their order; so many are worked on at once. One that fails ends the others."""
     waiting = iter(enumerate(orders))
     replies: dict[int, Reply] = {}
