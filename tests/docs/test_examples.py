@@ -30,6 +30,7 @@ TASK_PAGES = [
     "docs/results.md",
     "docs/structured-output.md",
     "docs/reuse.md",
+    "docs/python-and-data-frames.md",
     "docs/use-a-function.md",
     "docs/functions.md",
     "docs/use-a-language-model.md",

@@ -1,0 +1,99 @@
+"""Functions of a program as models: written down with what they name, or pickled with what they hold."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from batchmill.errors import InvalidInput
+from batchmill.inprocess.functions import FunctionFiles
+from batchmill.inprocess.identity import digest_of
+
+NOTEBOOK = """
+import sys
+import threading
+from batchmill.inprocess.functions import FunctionFiles
+from pathlib import Path
+
+scale, words = int(sys.argv[2]), {"a", "b", "c"}
+
+def helper(x):
+    return x * scale
+
+def times(n):
+    return helper(n) if n in {"x", "y", 3} else n
+
+def make(factor):
+    def held(n):
+        return n * factor + len(words)
+    return held
+
+files = FunctionFiles(Path(sys.argv[1]))
+print(files.source_of(times))
+print(files.source_of(make(scale)))
+"""
+
+
+def sources(data_dir: Path, scale: int, seed: str) -> list[str]:
+    """Where the functions of a notebook lie, as a kernel of its own says it."""
+    done = subprocess.run(
+        [sys.executable, str(data_dir / "notebook.py"), str(data_dir), str(scale)], env={"PYTHONHASHSEED": seed},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout.split()
+
+
+def test_a_function_counts_by_what_it_is(tmp_path: Path):
+    """The same code with the same values is the same file in every kernel; another captured value is another."""
+    (tmp_path / "notebook.py").write_text(NOTEBOOK)
+    first, again, other = sources(tmp_path, 2, "1"), sources(tmp_path, 2, "2"), sources(tmp_path, 3, "1")
+    assert first == again and not set(first) & set(other)
+    written, held = first
+    assert written.endswith("source.py:times") and "scale = 2" in Path(written.rpartition(":")[0]).read_text()
+    assert held.endswith("source.py:held") and Path(held.rpartition(":")[0]).with_name("function.pickle").is_file()
+
+
+def outer(value):
+    def inner(n):
+        return value, n
+
+    return inner
+
+
+class Holder:
+    def __init__(self, value):
+        self.value = value
+
+    def call(self, n):
+        return self.value, n
+
+
+def test_the_digest_follows_captured_values():
+    """Closures, partials, methods and objects differ where what they hold does, and not otherwise."""
+    for make in (
+        outer,
+        lambda value: functools.partial(max, value),
+        lambda value: Holder(value).call,
+        lambda value: lambda n, given=value: given,
+    ):
+        for one, two in (([1], [2]), ({"a": {1, 2}}, {"a": {1, 3}}), ("x", b"x"), (1, True), (1.0, 1)):
+            assert digest_of(make(one)) == digest_of(make(one)) != digest_of(make(two))
+    endless: list = []
+    endless.append(endless)
+    assert digest_of(outer(endless)) == digest_of(outer(endless))
+
+
+def test_a_function_of_a_module_runs_where_it_lies(tmp_path: Path):
+    """Its file is named, so that it finds what lies beside it."""
+    assert FunctionFiles(tmp_path).source_of(digest_of) == f"{sys.modules[digest_of.__module__].__file__}:digest_of"
+
+
+def test_what_cannot_be_captured_is_refused(tmp_path: Path):
+    """Both reasons are said: why it cannot be written down, and why not pickled."""
+    with pytest.raises(InvalidInput, match="closure over value.*nor can it be pickled"):
+        FunctionFiles(tmp_path).source_of(outer(threading.Lock()))
