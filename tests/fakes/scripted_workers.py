@@ -72,11 +72,13 @@ class ScriptedWorker:
     def has_heard(self, kind: type[Struct]) -> bool:
         return any(isinstance(message, kind) for message in self.inbox)
 
-    def finish(self, grant: Grant, positions: list[int], *, seq: int = 0, usage: Usage = Usage()) -> None:
-        """Ask for these rows of a grant to be counted."""
+    def finish(
+        self, grant: Grant, positions: list[int], *, seq: int = 0, usage: Usage = Usage(), blocks: bytes = b"0123456789"
+    ) -> None:
+        """Ask for these rows of a grant to be counted. `blocks`: what the commit carries; empty: it lies in a file."""
         ref = SegmentRef(f"{self.name}-0001.seg", 64 + 100 * positions[0], 10)
         done = pack_positions(positions, grant.base)
-        self.say(Record(Commit(grant.lease, grant.seq + seq, ref, done, len(positions), 0, usage)))
+        self.say(Record(Commit(grant.lease, grant.seq + seq, ref, done, len(positions), 0, usage, blocks=blocks)))
 
 
 class ScriptedExecutor:

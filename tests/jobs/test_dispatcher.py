@@ -155,6 +155,20 @@ async def test_closing_at_once_overtakes_what_is_under_way(stage, monkeypatch):
     assert idle.was_killed
 
 
+async def test_only_a_worker_that_waits_gets_a_reply_to_its_commit(stage):
+    """What was counted and lies in a file needs no reply; what a commit carried does, and what was refused."""
+    stage.begin("first")
+    worker = await stage.executor.next()
+    one = await grant(worker)
+    (first, *others), end = positions(one), {"blocks": b""}
+    worker.finish(one, [first], **end)
+    worker.finish(one, others, seq=1)
+    assert (await worker.expect(Ack)).seq == one.seq + 1  # the first one's, which was counted before, would come first
+    assert stage.rows_ok("first") == SHARD_ROWS
+    worker.finish(one, [first], seq=2, **end)
+    assert not (await worker.expect(Ack)).counted
+
+
 # -- resuming ---------------------------------------------------------------------------------------------------------
 
 

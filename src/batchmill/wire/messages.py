@@ -98,7 +98,10 @@ class Grant(Struct, frozen=True, tag="grant"):
 
 
 class Ack(Struct, frozen=True, tag="ack"):
-    """Owner: the result of a commit."""
+    """Owner: the result of a commit that carried blocks, which the worker holds until then, or that was refused.
+
+    Other commits need no reply: each of them costs a worker on a cluster a call of its actor.
+    """
 
     lease: Lease
     seq: int

@@ -440,7 +440,8 @@ class Dispatcher:
 
         def callback(verdict: Verdict | BatchmillError) -> None:
             is_counted = verdict in (Verdict.COUNTED, Verdict.REPEATED)
-            worker.handle.send(Ack(commit.lease, commit.seq, is_counted, commit.ref))
+            if commit.blocks or not is_counted:
+                worker.handle.send(Ack(commit.lease, commit.seq, is_counted, commit.ref))
             self._recorded(pool, commit, cost, verdict, worker)
 
         await self._commit_log.commit(commit, cost, callback)
