@@ -74,6 +74,30 @@ async def test_it_is_told_of_new_ones(board):
     assert board.clock.slept == [3]
 
 
+async def test_later_ones_do_not_wake_it(board):
+    """A job whose deadline is after the next look costs none; one whose deadline is before it does."""
+    asleep, sleeping = asyncio.Event(), asyncio.Event()
+
+    async def sleep(seconds):
+        board.clock.slept.append(seconds)
+        asleep.set()
+        await sleeping.wait()
+
+    board.clock.sleep = sleep
+    board.open["first"] = board.clock.now() + 20
+    board.deadlines.start()
+    await asleep.wait()
+    board.deadlines.added(board.clock.now() + 21)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert board.looks == 1
+    asleep.clear()
+    board.open["next"] = board.clock.now() + 19
+    board.deadlines.added(board.open["next"])
+    await asleep.wait()
+    assert (board.looks, board.clock.slept) == (2, [20, 19])
+
+
 async def test_a_job_that_cannot_be_ended_is_tried_again(board):
     """A full disk puts an expiry off; it does not lose it."""
     board.refusals = 2

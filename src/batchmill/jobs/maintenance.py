@@ -175,14 +175,20 @@ class JobDeadlines:
         self._clock, self._upcoming, self._expire = clock, upcoming, expire
         self._changed = asyncio.Event()
         self._ending: dict[str, asyncio.Task[None]] = {}  # jobs that are being ended
+        self._looks_at: float | None = None  # when it reads the deadlines again; None: it reads them, or waits for one
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
 
     def changed(self) -> None:
-        """Wake up: a job was added, or a deadline changed."""
+        """Wake up: a deadline changed."""
         self._changed.set()
+
+    def added(self, deadline: float) -> None:
+        """A job with a deadline was added. Wake up, unless the deadlines are read before this one passes."""
+        if self._looks_at is None or deadline < self._looks_at:
+            self._changed.set()
 
     async def _run(self) -> None:
         while True:
@@ -195,11 +201,14 @@ class JobDeadlines:
             if next_s is None:
                 await self._changed.wait()
                 continue
-            sleep = asyncio.create_task(self._clock.sleep(min(next_s, DEADLINE_SLEEP_MAX_S)))
+            sleep_s = min(next_s, DEADLINE_SLEEP_MAX_S)
+            self._looks_at = self._clock.now() + sleep_s
+            sleep = asyncio.create_task(self._clock.sleep(sleep_s))
             changed = asyncio.create_task(self._changed.wait())
             try:
                 await asyncio.wait({sleep, changed}, return_when=asyncio.FIRST_COMPLETED)
             finally:
+                self._looks_at = None
                 sleep.cancel()
                 changed.cancel()
 

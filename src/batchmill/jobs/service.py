@@ -230,7 +230,7 @@ class JobService:
                 known = await job_records.known(self._ledger.database, once, self._clock.now())
                 submitted = await self._match_or_create(order) if known is None else Submitted(known, "repeated")
         if order.policy.deadline is not None:
-            self._deadlines.changed()
+            self._deadlines.added(order.policy.deadline)
         return submitted
 
     async def _match_or_create(self, order: JobOrder) -> Submitted:
