@@ -26,7 +26,6 @@ from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.owner_clock import check_left
 from batchmill.states import NEXT, JobState, PauseReason
-from batchmill.store.sql.tables import jobs
 from batchmill.types import RemoteJob, SegmentPlace
 from batchmill.wire.input_urls import is_fetched
 from batchmill.wire.job_spec import JobSpec
@@ -59,15 +58,14 @@ class RecordedJob:
 
     async def _move(self, state: JobState, **fields: object) -> None:
         """Store the next state, and running time that is not stored yet, and enter it. Raises: InvalidTransition."""
-        if self._unspent_s:
-            fields["elapsed_s"] = jobs.c.elapsed_s + self._unspent_s
+        move = partial(self._ledger.move, spent_s=self._unspent_s)
         try:
-            await self._commit_log.write(self._ledger.move, self.spec.id, state, **fields)
+            await self._commit_log.write(move, self.spec.id, state, **fields)
         except StorageFull:
             if state not in (JobState.PAUSED, JobState.FAILED):
                 raise
             self._tools.disk_reserve.release()  # so that at least the reason can be stored
-            await self._commit_log.write(self._ledger.move, self.spec.id, state, **fields)
+            await self._commit_log.write(move, self.spec.id, state, **fields)
         self._state, self._unspent_s = state, 0.0
 
     async def _end(self, state: JobState, manifest: Manifest | None = None, **fields: object) -> None:

@@ -9,6 +9,8 @@ import sqlalchemy as sa
 
 from batchmill.errors import OverQuota
 
+_counting: dict[tuple[str, str], sa.Select[tuple[int]]] = {}  # (table, quota) -> its statement, which is built once
+
 
 def refuse_beyond(
     db: sa.Connection, table: sa.Table, most: int, *, quota: str, project: str, way_out: str,
@@ -19,11 +21,14 @@ def refuse_beyond(
     Args:
         quota: the field of `types.Quotas`.
         way_out: what the caller can do: "delete some".
-        where: which of its records count.
+        where: which of its records count. It is the same for each use of a quota.
         adding: how many records will be inserted.
     """
-    mine = sa.select(sa.func.count()).select_from(table).where(table.c.project == project)
-    count = db.execute(mine if where is None else mine.where(where)).scalar_one()
+    counting = _counting.get((table.name, quota))
+    if counting is None:
+        mine = sa.select(sa.func.count()).select_from(table).where(table.c.project == sa.bindparam("of_project"))
+        counting = _counting[table.name, quota] = mine if where is None else mine.where(where)
+    count = db.execute(counting, {"of_project": project}).scalar_one()
     if count + adding > most:
         raise over_quota(quota, project, f"has {count:,} {quota.replace('_', ' ')}", f"{most:,}", way_out)
 

@@ -36,6 +36,7 @@ class Removal(Struct, frozen=True):
 
 
 _FIELDS = [removals.c[name] for name in Removal.__struct_fields__]
+_FIND_ALL = sa.select(*_FIELDS).where(removals.c.id.in_(sa.bindparam("ids", expanding=True)))
 
 
 def insert(db: sa.Connection, removal: Removal) -> None:
@@ -48,7 +49,7 @@ def find(db: sa.Connection, removed_id: str) -> Removal | None:
 
 
 def find_all(db: sa.Connection, ids: Sequence[str]) -> dict[str, Removal]:
-    rows = db.execute(sa.select(*_FIELDS).where(removals.c.id.in_(ids)))
+    rows = db.execute(_FIND_ALL, {"ids": list(ids)})
     return {removal.id: removal for removal in (Removal(*row) for row in rows)}
 
 

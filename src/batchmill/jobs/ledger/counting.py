@@ -28,6 +28,8 @@ _STATES = sa.select(jobs.c.state, jobs.c.warnings, jobs.c.generation.label("job_
     jobs, shards.c.job == jobs.c.id
 )
 _KEY = sa.tuple_(shards.c.job, shards.c.generation, shards.c.shard)
+_STATES_OF = _STATES.where(_KEY.in_(sa.bindparam("keys", expanding=True)))
+_INSERT_COMMITS, _INSERT_BLOCKS = commits.insert(), outcome_blocks.insert()
 _CHANGE = (
     shards.update()
     .where(
@@ -37,6 +39,25 @@ _CHANGE = (
     )
     .values(seq=sa.bindparam("new_seq"), done=sa.bindparam("new_done"), bitmap=sa.bindparam("new_bitmap"))
 )  # fmt: skip
+
+
+def _adding(*, has_cost: bool, has_warnings: bool) -> sa.Update:
+    """Adds what a batch has counted to the record of a job."""
+    values: dict[str, Any] = {
+        name: jobs.c[name] + sa.bindparam(f"more_{name}", type_=jobs.c[name].type) for name in _SUMS
+    }
+    if has_cost:
+        values["cost"] = sa.func.coalesce(jobs.c.cost, 0.0) + sa.bindparam("more_cost", type_=jobs.c.cost.type)
+    if has_warnings:
+        values["warnings"] = sa.bindparam("new_warnings", type_=jobs.c.warnings.type)
+    return jobs.update().where(jobs.c.id == sa.bindparam("of_job")).values(**values)
+
+
+_ADDING = {
+    (has_cost, has_warnings): _adding(has_cost=has_cost, has_warnings=has_warnings)
+    for has_cost in (False, True)
+    for has_warnings in (False, True)
+}
 
 
 class _Shard(Struct):
@@ -72,7 +93,7 @@ class CommitBatch:
         self._rows: dict[tuple[ShardKey, int], dict[str, Any]] = {}  # of the table of commits
         self._blocks: list[dict[str, Any]] = []  # that commits of small jobs carried
         self.jobs: defaultdict[str, JobSums] = defaultdict(JobSums)
-        for found in db.execute(_STATES.where(_KEY.in_(sorted({key_of(each) for each in batch})))):
+        for found in db.execute(_STATES_OF, {"keys": sorted({key_of(each) for each in batch})}):
             is_open = found.state not in ENDED and found.job_generation == found.generation
             self._shards[found.job, found.generation, found.shard] = _Shard(
                 found.epoch, is_open, found.seq, found.seq, found.done, int.from_bytes(found.bitmap, "little"),
@@ -158,16 +179,17 @@ class CommitBatch:
         ]  # fmt: skip
         if self._db.execute(_CHANGE, changed).rowcount != len(changed):
             raise LedgerBroken("a shard has changed while its commits were counted: another process writes the ledger")
-        self._db.execute(commits.insert(), list(self._rows.values()))
+        self._db.execute(_INSERT_COMMITS, list(self._rows.values()))
         if self._blocks:
-            self._db.execute(outcome_blocks.insert(), self._blocks)
+            self._db.execute(_INSERT_BLOCKS, self._blocks)
         for job_id, job in self.jobs.items():
-            values: dict[str, Any] = {name: jobs.c[name] + value for name, value in job.sums.items()}
+            parameters: dict[str, Any] = {f"more_{name}": value for name, value in job.sums.items()}
             if job.cost is not None:
-                values["cost"] = sa.func.coalesce(jobs.c.cost, 0.0) + job.cost
+                parameters["more_cost"] = job.cost
             if job.has_warnings:
-                values["warnings"] = msgspec.json.encode(job.warnings)
-            self._db.execute(jobs.update().where(jobs.c.id == job_id).values(**values))
+                parameters["new_warnings"] = msgspec.json.encode(job.warnings)
+            adding = _ADDING[job.cost is not None, job.has_warnings]
+            self._db.execute(adding, parameters | {"of_job": job_id})
 
 
 def key_of(commit: Commit) -> ShardKey:

@@ -6,8 +6,9 @@ compare-and-set on (shard, epoch, seq): a worker that lost the lease is refused,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from itertools import groupby, pairwise
 
 import msgspec
@@ -177,6 +178,45 @@ def _after_all(at: object) -> sa.ColumnElement[float]:
     return greatest(at, jobs.c.created, *(sa.func.coalesce(jobs.c[name], 0.0) for name in _TIMES))
 
 
+_SHARD = (
+    (shards.c.job == sa.bindparam("of_job"))
+    & (shards.c.generation == sa.bindparam("of_generation"))
+    & (shards.c.shard == sa.bindparam("of_shard"))
+)
+_FIND_SHARD = sa.select(shards.c.epoch, shards.c.seq, shards.c.bitmap).where(_SHARD)
+_RAISE_EPOCH = shards.update().where(_SHARD).values(epoch=sa.bindparam("new_epoch"))
+_INSERT_SHARD = shards.insert()
+_COMMITTED = (
+    sa.select(commits.c.generation, commits.c.segment, commits.c.offset, commits.c.length)
+    .where(commits.c.job == sa.bindparam("job"))
+    .order_by(commits.c.generation, commits.c.segment, commits.c.offset)
+)
+_BLOCKS = sa.select(outcome_blocks).where(outcome_blocks.c.job == sa.bindparam("job"))
+
+
+@lru_cache(maxsize=256)
+def _setting(names: frozenset[str], times: frozenset[str] = frozenset(), *, is_spent: bool = False) -> sa.Update:
+    """Set these fields of a job's record to the parameters "new_NAME", as `move` sets them.
+
+    A statement that is built once is found at once among the compiled ones; to build it takes longer than to run it.
+    """
+    values = {name: sa.bindparam(f"new_{name}", type_=jobs.c[name].type) for name in names}
+    values |= {name: _after_all(values[name]) for name in times}
+    if is_spent:
+        values["elapsed_s"] = jobs.c.elapsed_s + sa.bindparam("spent_s", type_=sa.Float())
+    return jobs.update().where(jobs.c.id == sa.bindparam("of_job")).values(**values)
+
+
+def _set(
+    db: sa.Connection, job_id: str, fields: Mapping[str, object], times: Iterable[str] = (), *,
+    spent_s: float | None = None,
+) -> None:  # fmt: skip
+    parameters = {f"new_{name}": value for name, value in fields.items()} | {"of_job": job_id}
+    if spent_s is not None:
+        parameters["spent_s"] = spent_s
+    db.execute(_setting(frozenset(fields), frozenset(times), is_spent=spent_s is not None), parameters)
+
+
 class Ledger:
     def __init__(self, database: Database) -> None:
         self.database = database
@@ -211,19 +251,21 @@ class Ledger:
         via: Sequence[JobState] = (),
         packed: bytes | None = None,
         errors: dict[str, tuple[int, str]] | None = None,
+        spent_s: float = 0.0,
         **fields: object,
     ) -> None:
         """Move a job to another state, through those of `via`, and set fields. Raises: InvalidTransition.
 
-        `packed`: the files of a small job. `errors` replaces the error counts: a gathered result knows them exactly,
-        followers included. No time that is set lies before one that the job has: the clock may have been set back.
+        `spent_s`: running time to add. `packed`: the files of a small job. `errors` replaces the error counts: a
+        gathered result knows them exactly, followers included. No time that is set lies before one that the job has:
+        the clock may have been set back.
         """
         path = [*via, state]
         assert all(b in NEXT[a] for a, b in pairwise(path)), f"{path} are never followed in this order"
         with self._engine.begin() as db:
             had_errors = _check_next(db, job_id, path[0])
-            times = {name: _after_all(value) for name, value in fields.items() if name in _TIMES}
-            db.execute(jobs.update().where(jobs.c.id == job_id).values(state=state, **(fields | times)))
+            times = [name for name in _TIMES if fields.get(name) is not None]
+            _set(db, job_id, {"state": state, **fields}, times, spent_s=spent_s)
             if isinstance(spec := fields.get("spec"), bytes):
                 ledger_snapshot.note_models(db, read_spec(spec))
             if packed is not None:
@@ -233,12 +275,13 @@ class Ledger:
 
     def spent(self, job_id: str, seconds: float) -> None:
         """Add running time to a job."""
-        self.note(job_id, elapsed_s=jobs.c.elapsed_s + seconds)
+        with self._engine.begin() as db:
+            _set(db, job_id, {}, spent_s=seconds)
 
     def note(self, job_id: str, **fields: object) -> None:
         """Set fields of a job's record other than its state."""
         with self._engine.begin() as db:
-            db.execute(jobs.update().where(jobs.c.id == job_id).values(**fields))
+            _set(db, job_id, fields)
 
     def open_generation(
         self, job_id: str, generation: int, settled: dict[str, int], rows_ok: int, quota: tuple[str, int] | None = None,
@@ -338,13 +381,8 @@ class Ledger:
 
     def committed(self, job_id: str) -> list[tuple[int, SegmentRef]]:
         """(generation, range) of every commit of a job, the oldest generation first."""
-        query = (
-            sa.select(commits.c.generation, commits.c.segment, commits.c.offset, commits.c.length)
-            .where(commits.c.job == job_id)
-            .order_by(commits.c.generation, commits.c.segment, commits.c.offset)
-        )
         with self._reader.connect() as db:
-            return [(generation, SegmentRef(*ref)) for generation, *ref in db.execute(query)]
+            return _committed(db, job_id)
 
     def committed_spans(self, job_id: str, worker: str = "") -> dict[str, list[Span]]:
         """Segment -> its committed bytes, of one worker's segments or of all."""
@@ -359,16 +397,13 @@ class Ledger:
 
     def blocks(self, job_id: str) -> dict[str, list[tuple[int, bytes]]]:
         """Segment -> (offset, bytes) of the blocks that commits of a small job carried."""
-        query = sa.select(outcome_blocks).where(outcome_blocks.c.job == job_id)
-        found: dict[str, list[tuple[int, bytes]]] = {}
         with self._reader.connect() as db:
-            for stored in db.execute(query):
-                found.setdefault(stored.segment, []).append((stored.offset, bytes(stored.blocks)))
-        return found
+            return _blocks(db, job_id)
 
     def results(self, job_id: str) -> tuple[list[tuple[int, SegmentRef]], dict[str, list[tuple[int, bytes]]]]:
         """What `committed` and `blocks` return."""
-        return self.committed(job_id), self.blocks(job_id)
+        with self._reader.connect() as db:
+            return _committed(db, job_id), _blocks(db, job_id)
 
     def snapshot(self, job_id: str) -> Snapshot:
         """Everything that the ledger has of a job."""
@@ -389,6 +424,17 @@ class Ledger:
         self.database.close()
 
 
+def _committed(db: sa.Connection, job_id: str) -> list[tuple[int, SegmentRef]]:
+    return [(generation, SegmentRef(*ref)) for generation, *ref in db.execute(_COMMITTED, {"job": job_id})]
+
+
+def _blocks(db: sa.Connection, job_id: str) -> dict[str, list[tuple[int, bytes]]]:
+    found: dict[str, list[tuple[int, bytes]]] = {}
+    for stored in db.execute(_BLOCKS, {"job": job_id}):
+        found.setdefault(stored.segment, []).append((stored.offset, bytes(stored.blocks)))
+    return found
+
+
 def _verdict(counted: CommitBatch, commit: Commit, cost: float | None) -> Verdict:
     if counted.add(commit, cost):
         return Verdict.COUNTED
@@ -396,20 +442,19 @@ def _verdict(counted: CommitBatch, commit: Commit, cost: float | None) -> Verdic
 
 
 def _lease_one(db: sa.Connection, seen: Lease, shard: Shard) -> LeasedShard:
-    key = (shards.c.job == seen.job) & (shards.c.generation == seen.generation) & (shards.c.shard == shard.number)
-    found = db.execute(sa.select(shards.c.epoch, shards.c.seq, shards.c.bitmap).where(key)).first()
+    key = {"of_job": seen.job, "of_generation": seen.generation, "of_shard": shard.number}
+    found = db.execute(_FIND_SHARD, key).first()
     epoch = max(seen.epoch, 0 if found is None else found.epoch) + 1
     lease = Lease(seen.job, seen.generation, shard.number, epoch)
     if found is not None:
-        db.execute(shards.update().where(key).values(epoch=epoch))
+        db.execute(_RAISE_EPOCH, key | {"new_epoch": epoch})
         noted = of_shard(db, seen.job, seen.generation, shard.number)
         return LeasedShard(lease, found.seq, int.from_bytes(found.bitmap, "little"), noted)
-    db.execute(
-        shards.insert().values(
-            job=seen.job, generation=seen.generation, shard=shard.number, lo=shard.lo, hi=shard.hi, epoch=epoch, seq=0,
-            done=0, bitmap=bytes(-(-(shard.hi - shard.lo) // 8)),
-        )
-    )  # fmt: skip
+    values = {
+        "job": seen.job, "generation": seen.generation, "shard": shard.number, "lo": shard.lo, "hi": shard.hi,
+        "epoch": epoch, "seq": 0, "done": 0, "bitmap": bytes(-(-(shard.hi - shard.lo) // 8)),
+    }  # fmt: skip
+    db.execute(_INSERT_SHARD, values)
     return LeasedShard(lease, 0, 0)
 
 

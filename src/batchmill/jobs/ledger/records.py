@@ -43,6 +43,18 @@ _ERRORS_OF_ONE = (
     .where(error_counts.c.job == sa.bindparam("job"), error_counts.c.rows > 0)
     .order_by(error_counts.c.rows.desc(), error_counts.c.code)
 )
+_FIND_ORDER = sa.select(submissions).where(submissions.c.key == sa.bindparam("order"))
+_ANSWERED = submissions.update().where(submissions.c.key == sa.bindparam("order")).values(answered=sa.bindparam("now"))
+_UNFINISHED = jobs.c.state.in_([state for state in JobState if state not in ENDED])
+_NEXT_DEADLINES = (
+    sa.select(jobs.c.id, jobs.c.deadline)
+    .where(
+        jobs.c.deadline.is_not(None), jobs.c.cancelling.is_(None),
+        jobs.c.state.not_in({*ENDED, JobState.CANCELLING, JobState.FINALIZING}),
+    )
+    .order_by(jobs.c.deadline)
+    .limit(sa.bindparam("count"))
+)  # fmt: skip
 _listed = [column for column in jobs.c if column is not jobs.c.problems]
 
 
@@ -131,10 +143,9 @@ def in_use(db: sa.Connection, paths: Collection[str], project: str | None = None
 
 def refuse_unfinished(db: sa.Connection, project: str, quota: int) -> None:
     """Raises: OverQuota if a project has its maximum of unfinished jobs."""
-    unfinished_states = [state for state in JobState if state not in ENDED]
     refuse_beyond(
         db, jobs, quota, quota="unfinished_jobs", project=project, way_out="let some end, or cancel them",
-        where=jobs.c.state.in_(unfinished_states),
+        where=_UNFINISHED,
     )  # fmt: skip
 
 
@@ -162,14 +173,7 @@ def writing_objects(db: sa.Connection) -> Sequence[sa.RowMapping]:
 
 def next_deadlines(db: sa.Connection, count: int) -> Sequence[tuple[str, float]]:
     """(job, deadline) of those that a deadline can still end, the next one first."""
-    over = {*ENDED, JobState.CANCELLING, JobState.FINALIZING}
-    query = (
-        sa.select(jobs.c.id, jobs.c.deadline)
-        .where(jobs.c.deadline.is_not(None), jobs.c.cancelling.is_(None), jobs.c.state.not_in(over))
-        .order_by(jobs.c.deadline)
-        .limit(count)
-    )
-    return [tuple(found) for found in db.execute(query)]
+    return [tuple(found) for found in db.execute(_NEXT_DEADLINES, {"count": count})]
 
 
 def paused_for(db: sa.Connection, reason: PauseReason) -> Sequence[sa.RowMapping]:
@@ -213,7 +217,7 @@ async def known(database: Database, once: Once, now: float) -> str | None:
 
 def standing(db: sa.Connection, once: Once, now: float) -> str | None:
     """The job that this order is already; None: it is a new one. Raises: Conflict."""
-    found = db.execute(sa.select(submissions).where(submissions.c.key == once.key)).first()
+    found = db.execute(_FIND_ORDER, {"order": once.key}).first()
     if found is None:
         return None
     age_s = now - found.created
@@ -263,7 +267,7 @@ def enter(db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None
 
 def answered(db: sa.Connection, key: str, now: float) -> None:
     """Record that the reply to this order was delivered."""
-    db.execute(submissions.update().where(submissions.c.key == key).values(answered=now))
+    db.execute(_ANSWERED, {"order": key, "now": now})
 
 
 def forget_old(db: sa.Connection, now: float) -> None:

@@ -24,6 +24,10 @@ REBUILT = (
     "or cancel it: then its results are those of the rows that are done"
 )
 
+# A statement that is built once is found at once among the compiled ones.
+_INSERT_JOB, _INSERT_MODELS = jobs.insert(), job_models.insert()
+_DELETE_MODELS = job_models.delete().where(job_models.c.job == sa.bindparam("of_job"))
+
 
 class ShardRecord(Struct, frozen=True, array_like=True, gc=False):
     """A shard that was leased at least once.
@@ -149,27 +153,26 @@ def read(db: sa.Connection, job_id: str) -> Snapshot:
 def insert_job(db: sa.Connection, spec: JobSpec) -> None:
     """Insert a job of which only the spec is known."""
     spec_bytes = msgspec.json.encode(spec)
-    db.execute(
-        jobs.insert().values(
-            id=spec.id, identity=spec.identity, state=JobState.VALIDATING, spec=spec_bytes, bytes=2 * len(spec_bytes),
-            created=spec.created, output=spec.output, project=spec.project,
-            frontend=(spec.origin or {}).get("frontend"),
-            priority=spec.policy.priority, deadline=spec.policy.deadline,
-        )
-    )  # fmt: skip
+    values = {
+        "id": spec.id, "identity": spec.identity, "state": JobState.VALIDATING, "spec": spec_bytes,
+        "bytes": 2 * len(spec_bytes), "created": spec.created, "output": spec.output, "project": spec.project,
+        "frontend": (spec.origin or {}).get("frontend"),
+        "priority": spec.policy.priority, "deadline": spec.policy.deadline,
+    }  # fmt: skip
+    db.execute(_INSERT_JOB, values)
     _insert_models(db, spec)
 
 
 def note_models(db: sa.Connection, spec: JobSpec) -> None:
     """Store the models of a job, for searches; a frontend's job knows them once it is planned."""
-    db.execute(job_models.delete().where(job_models.c.job == spec.id))
+    db.execute(_DELETE_MODELS, {"of_job": spec.id})
     _insert_models(db, spec)
 
 
 def _insert_models(db: sa.Connection, spec: JobSpec) -> None:
     names = spec.used if spec.origin is not None else [model.name for model in spec.models]
     if names:
-        db.execute(job_models.insert(), [{"job": spec.id, "model": name} for name in dict.fromkeys(names)])
+        db.execute(_INSERT_MODELS, [{"job": spec.id, "model": name} for name in dict.fromkeys(names)])
 
 
 def replace(db: sa.Connection, spec: JobSpec, before: Snapshot, after: Rebuilt) -> None:

@@ -48,6 +48,13 @@ class JobResults(Struct, frozen=True):
 
 
 _FIELDS = [files.c[name] for name in FileRecord.__struct_fields__]
+# Each small job runs these: a statement that is built once is found at once among the compiled ones.
+_FIND = sa.select(*_FIELDS).where(files.c.id == sa.bindparam("file"))
+_FIND_ALL = sa.select(*_FIELDS).where(files.c.id.in_(sa.bindparam("ids", expanding=True)))
+_INSERT = files.insert()
+_RESULTS_OF = sa.select(jobs.c.state, jobs.c.generation, jobs.c.output, jobs.c.errors_output).where(
+    jobs.c.id == sa.bindparam("job")
+)
 
 
 def unknown(file_id: str) -> UnknownName:
@@ -55,12 +62,12 @@ def unknown(file_id: str) -> UnknownName:
 
 
 def find(db: sa.Connection, file_id: str) -> FileRecord | None:
-    row = db.execute(sa.select(*_FIELDS).where(files.c.id == file_id)).first()
+    row = db.execute(_FIND, {"file": file_id}).first()
     return None if row is None else FileRecord(*row)
 
 
 def find_all(db: sa.Connection, file_ids: Sequence[str]) -> dict[str, FileRecord]:
-    rows = db.execute(sa.select(*_FIELDS).where(files.c.id.in_(file_ids)))
+    rows = db.execute(_FIND_ALL, {"ids": list(file_ids)})
     return {record.id: record for record in (FileRecord(*row) for row in rows)}
 
 
@@ -81,7 +88,7 @@ def page(db: sa.Connection, query: FileQuery) -> list[FileRecord]:
 
 
 def insert(db: sa.Connection, record: FileRecord) -> None:
-    db.execute(files.insert().values(msgspec.structs.asdict(record)))
+    db.execute(_INSERT, msgspec.structs.asdict(record))
 
 
 def insert_missing(db: sa.Connection, records: Sequence[FileRecord]) -> None:
@@ -108,8 +115,7 @@ def find_ids(db: sa.Connection, names: Sequence[str]) -> set[str]:
 
 
 def results_of(db: sa.Connection, job_id: str) -> JobResults | None:
-    columns = (jobs.c.state, jobs.c.generation, jobs.c.output, jobs.c.errors_output)
-    row = db.execute(sa.select(*columns).where(jobs.c.id == job_id)).first()
+    row = db.execute(_RESULTS_OF, {"job": job_id}).first()
     if row is None:
         return None
     return JobResults(row.state, row.generation, [path for path in (row.output, row.errors_output) if path])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import sqlalchemy as sa
@@ -24,15 +25,30 @@ def _as_max(element: greatest, compiler: Any, **kw: Any) -> str:
 
 def put(db: sa.Connection, table: sa.Table, values: Mapping[str, Any]) -> None:
     """Insert a row, or set these values of the one that has its primary key."""
-    dialect = postgresql if db.dialect.name == "postgresql" else sqlite
-    insert = dialect.insert(table).values(**values)
-    keys = [column.name for column in table.primary_key]
-    others = {name: insert.excluded[name] for name in values if name not in keys}
-    db.execute(insert.on_conflict_do_update(index_elements=keys, set_=others))
+    db.execute(_putting(db.dialect.name, table, tuple(values)), dict(values))
 
 
 def insert_missing(db: sa.Connection, table: sa.Table, values: Mapping[str, Any]) -> int:
     """Insert a row unless one with a key of it exists. Returns the number of inserted rows."""
-    dialect = postgresql if db.dialect.name == "postgresql" else sqlite
-    insert = dialect.insert(table).values(**values).on_conflict_do_nothing()
-    return db.execute(insert, execution_options={"preserve_rowcount": True}).rowcount
+    insert = _inserting_missing(db.dialect.name, table)
+    return db.execute(insert, dict(values), execution_options={"preserve_rowcount": True}).rowcount
+
+
+# A statement that is built once is found at once among the compiled ones; to build it takes longer than to run it.
+
+
+@lru_cache(maxsize=64)
+def _putting(dialect: str, table: sa.Table, names: tuple[str, ...]) -> sa.Insert:
+    insert = _insert(dialect, table)
+    keys = [column.name for column in table.primary_key]
+    others = {name: insert.excluded[name] for name in names if name not in keys}
+    return insert.on_conflict_do_update(index_elements=keys, set_=others)
+
+
+@lru_cache(maxsize=64)
+def _inserting_missing(dialect: str, table: sa.Table) -> sa.Insert:
+    return _insert(dialect, table).on_conflict_do_nothing()
+
+
+def _insert(dialect: str, table: sa.Table) -> sqlite.Insert | postgresql.Insert:
+    return (postgresql if dialect == "postgresql" else sqlite).insert(table)
