@@ -38,6 +38,7 @@ from batchmill.types import (
     Submitted,
     Wait,
 )
+from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import Estimated, Planned, SealReport
 
 SHOWN_CHARS = 64  # of an unknown id, in a message
@@ -62,7 +63,6 @@ class ProjectJobs:
 
     def __init__(self, jobs: Jobs, files: FileService, directory: ModelDirectory) -> None:
         self._jobs, self._files, self.directory = jobs, files, directory
-        self.count_reused = jobs.count_reused
         self._results: OrderedDict[tuple[str, int, str], ResultIds] = OrderedDict()
 
     async def submit(self, caller: Caller, order: JobOrder) -> Submitted:
@@ -135,6 +135,10 @@ class ProjectJobs:
     async def amend(self, caller: Caller, job_id: str, change: Amendment) -> JobView:
         await self._find_own(caller, job_id)
         return await self._jobs.amend(job_id, change)
+
+    async def count_reused(self, spec: JobSpec, dataset: str, plan: str) -> int:
+        """As `ports.Jobs.count_reused`."""
+        return await self._jobs.count_reused(spec, dataset, plan)
 
     async def explain(self, caller: Caller, job_id: str) -> Wait:
         await self._find_own(caller, job_id)
