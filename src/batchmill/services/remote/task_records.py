@@ -192,8 +192,13 @@ def _find_first(db: sa.Connection, *where: sa.ColumnElement[bool]) -> TaskRecord
     return None if row is None else _record(row)
 
 
+_MADE_A_TASK = sa.select(remote_tasks.c.id).where(remote_tasks.c.once == sa.bindparam("of_order"))
+
+
 def forget_order(db: sa.Connection, once: str) -> None:
     """Let the same order make a new task from now on, unless the result of the first one is unknown."""
+    if db.execute(_MADE_A_TASK, {"of_order": once}).first() is None:
+        return  # as each order of a job
     task = by_once(db, once)
     if task is not None and not task.is_unknown:
         db.execute(remote_tasks.update().where(remote_tasks.c.id == task.id).values(once=None))
