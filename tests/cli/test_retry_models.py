@@ -11,6 +11,8 @@ from fakes.beside import beside
 
 from batchmill.cli.main import cli
 from batchmill.cli.session import Session
+from batchmill.errors import StorageFailed
+from batchmill.jobs.ledger.ledger import Ledger
 
 WHERE = ("--data-dir", "data")
 MODELS = """
@@ -163,6 +165,22 @@ def test_what_cannot_be_is_refused(failed, service):
         refused = call("retry", job, *change)
         assert refused.exit_code == 2 and words in refused.output, refused.output
     assert len(service.bodies) == calls and job_of() == before
+
+
+def test_a_retry_that_is_not_stored_changes_nothing(failed, service, monkeypatch):
+    """Who dies before the ledger has the retry, after all files are written, leaves the job as it was."""
+    job = failed()
+    before = job_of()
+
+    def killed(*_, **__):
+        raise StorageFailed("killed here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "open_generation", killed)
+        assert call("retry", job, "--model", "large", "--set", "max_tokens=9").exit_code == 1
+    assert job_of() == before and len(service.bodies) == 3
+    assert call("retry", job).exit_code == 3
+    assert [(body["model"], body.get("max_tokens")) for body in service.bodies[3:]] == [("s-small", None)] * 2
 
 
 def test_functions_have_no_other_model(tmp_path, monkeypatch):

@@ -19,8 +19,9 @@ from batchmill.wire.features import features_of
 from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
 
-RETRIES_MAX = 100  # that a job remembers, the newest
+RETRIES_MAX = 20  # that a job remembers, the newest
 NAMES_SHOWN = 10  # of adapters, in a message
+SHOWN_CHARS = 100  # of a name that is none
 TokenLimit = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -162,7 +163,9 @@ def _only_host(models: Sequence[ModelSpec], adapter: str) -> int:
     if len(hosts) == 1:
         return hosts[0]
     problem = "no model of the job has" if not hosts else "several models of the job have"
-    raise InvalidInput(f"{problem} an adapter {adapter!r}: name its model too (--model)", code="invalid_retry_model")
+    raise InvalidInput(
+        f"{problem} an adapter {adapter[:SHOWN_CHARS]!r}: name its model too (--model)", code="invalid_retry_model"
+    )
 
 
 def _merged(own: ModelSpec, named: ModelSpec) -> ModelSpec:
@@ -184,8 +187,9 @@ def _adapter_of(model: ModelSpec, change: RetryChange) -> str | None:
     if called not in targets:
         known = [name for name, adapter in targets.items() if adapter is not None]
         more = f" and {len(known) - NAMES_SHOWN:,} more" if len(known) > NAMES_SHOWN else ""
+        shown = ", ".join(known[:NAMES_SHOWN]) or "none"
         raise InvalidInput(
-            f"{model.name} has no adapter {called!r}; it has {', '.join(known[:NAMES_SHOWN]) or 'none'}{more}",
+            f"{model.name} has no adapter {called[:SHOWN_CHARS]!r}; it has {shown}{more}",
             code="unknown_adapter",
         )
     if change.adapter is not None and targets[called] is None:
