@@ -99,7 +99,7 @@ def test_many_rows_at_once_are_what_each_is_alone():
     bulk = rules.bulk(lines)
     assert bulk is not None
     closely = inspector._check_lines(lines, range(len(lines)), harmless=True)
-    together = KeyColumns.of_functions(bulk.targets, bulk.sizes)
+    together = KeyColumns.of_functions(bulk)
     assert bulk.ids == [f"r{n}" for n in range(200)] and closely.keys is not None
     assert together.pack() == closely.keys.pack()
     for other in (row(model="llm"), row(), row(model="h"), row(model="f", url="nowhere"), b'{"custom_id":"a"}'):

@@ -17,7 +17,7 @@ from batchmill.datasets.layout import BLOCK_BYTES, BOM, CHUNK_BYTES, RANGE_BYTES
 from batchmill.datasets.orders import ByteRange, Fold, RangeEnd, RefusedRow, SealOrder, SourcePart, ValidatedChunk
 from batchmill.datasets.request_digests import FOLD_BYTES, NO_DIGEST, NO_FOLD, canonical_of, digest_of, fold_of
 from batchmill.datasets.sources import Source, describe, open_source
-from batchmill.datasets.validation import CheckedLine, id_of, rules_for
+from batchmill.datasets.validation import Bulk, CheckedLine, id_of, rules_for
 from batchmill.errors import InputChanged, InvalidDataset
 from batchmill.types import Request, RowError, SealedFile
 from batchmill.wire.forms import EMBEDDINGS, RERANK, SCORE
@@ -271,7 +271,7 @@ class Inspector:
         harmless = is_harmless(text, lengths, **limits)
         bulk = self._rules.bulk(lines) if harmless else None
         if bulk is not None:
-            keys = KeyColumns.of_functions(bulk.targets, bulk.sizes) if self._order.keys else None
+            keys = KeyColumns.of_functions(bulk) if self._order.keys else None
             findings = Findings(starts, name_hashes(bulk.ids, self._order.id_seed), [], keys)
         else:
             findings = self._check_lines(lines, starts, harmless)
@@ -347,12 +347,13 @@ class KeyColumns:
         self.requests = bytearray()  # digests, if the order asks for them
 
     @classmethod
-    def of_functions(cls, targets: list[int], sizes: list[int]) -> KeyColumns:
+    def of_functions(cls, bulk: Bulk) -> KeyColumns:
         """The columns of rows for functions, none of which is folded: the same that `append` would write."""
-        columns, rows = cls(), len(targets)
-        columns._targets = array("H", targets)
+        columns, rows = cls(), len(bulk.targets)
+        columns._targets = array("H", bulk.targets)
+        columns.requests += bulk.requests
         columns._prefixes = array("Q", bytes(8 * rows))
-        columns._costs = array("I", [min(size // BYTES_A_TOKEN, COST_MAX) for size in sizes])
+        columns._costs = array("I", [min(size // BYTES_A_TOKEN, COST_MAX) for size in bulk.sizes])
         columns._folds = bytearray(FOLD_BYTES * rows)
         return columns
 

@@ -14,6 +14,7 @@ from msgspec import Meta, Raw, Struct
 
 from batchmill.datasets import bodies
 from batchmill.datasets.orders import SealOrder
+from batchmill.datasets.request_digests import canonical_of, digest_of
 from batchmill.errors import InvalidRow
 from batchmill.types import Request, Row, RowError
 from batchmill.wire.forms import RowLine, TableForm
@@ -101,6 +102,7 @@ class Bulk(Struct, gc=False):
     # For each row, if the order has `keys`:
     targets: list[int] = []  # number of model and adapter together
     sizes: list[int] = []  # of its body, in bytes
+    requests: bytes = b""  # digests of the requests, if the order asks for them
 
 
 class Rules(Protocol):
@@ -181,12 +183,13 @@ class OpenAIRules:
         self._adapters = NamedAdapters(order.patterns)
         self._patterns = [pattern for pattern, *_ in order.patterns]
         self._endpoint = order.endpoint
+        self._has_digests = order.requests
         # A single function accepts any body, so its rows need no check of the body or the model. While the models of
         # rows are unknown, every row is checked.
         is_known = not order.any_model
         self._envelope_only = is_known and order.urls == [None] and not order.keys and order.default is not None
         # With several models, the rows of functions name theirs. Rows that may be folded are checked one by one.
-        self._some_functions = is_known and None in order.urls and order.fold != "all" and not order.requests
+        self._some_functions = is_known and None in order.urls and order.fold != "all"
 
     def bulk(self, lines: list[bytes]) -> Bulk | None:
         if not (self._envelope_only or self._some_functions):
@@ -196,6 +199,8 @@ class OpenAIRules:
             bulk = Bulk([row.custom_id for row in rows])
             if not self._envelope_only and not self._assign_targets(bulk, [row.body for row in rows]):
                 return None
+            if self._has_digests:
+                bulk.requests = self._digests(rows)
         except DECODE_ERRORS:
             return None
         urls = {row.url for row in rows}
@@ -213,6 +218,13 @@ class OpenAIRules:
         bulk.targets = [routes[name][1] for name in names]
         bulk.sizes = list(map(len, map(memoryview, bodies)))
         return True
+
+    def _digests(self, rows: Sequence[_Named]) -> bytes:
+        """The digests of rows for functions."""
+        canonical = [canonical_of(row.body) for row in rows]
+        return b"".join(
+            [digest_of(row.url, body, is_deterministic=False) for row, body in zip(rows, canonical, strict=True)]
+        )
 
     def check(self, line: bytes) -> CheckedLine:
         try:

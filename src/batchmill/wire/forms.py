@@ -488,6 +488,8 @@ def _zeroed_usage(usage: bytes) -> bytes:
 
 def without_usage(body: bytes) -> bytes:
     """The body of a reply that costs nothing: its usage is 0."""
+    if b'"usage"' not in body:
+        return body
     try:
         usage = bytes(_usage.decode(body).usage)
     except msgspec.ValidationError:  # a reply that is no object
