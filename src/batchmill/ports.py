@@ -369,10 +369,12 @@ class Jobs(Protocol):
     async def explain(self, job_id: str) -> Wait:
         """Explain why a job waits, or is not faster, and which routes it uses or used."""
 
-    async def partial(self, job_id: str, *, is_numbered: bool = False) -> str:
+    async def partial(self, job_id: str, *, is_numbered: bool = False, sampled: bool = False) -> str:
         """Write the rows with an outcome so far, in row order, to a file. Return its path; the caller removes it.
 
-        Args: is_numbered: each line begins with the number of its row and a tab.
+        Args:
+            is_numbered: each line begins with the number of its row and a tab.
+            sampled: only the rows of the job's sample. Raises: InvalidInput if it has none.
         """
 
     async def remote(self, job_id: str) -> list[RemoteJob]:

@@ -57,6 +57,7 @@ class PauseReason(StrEnum):
     INTERRUPTED = "interrupted"  # Ctrl-C, or the process ended
     INTERNAL_ERROR = "internal_error"  # a bug ended what gives out rows, or what counts them
     BUDGET = "budget"
+    SAMPLED = "sampled"  # the rows of its sample have run; `resume` runs the others
     QUOTA = "quota"
     AUTH = "auth"
     STORAGE_FULL = "storage_full"

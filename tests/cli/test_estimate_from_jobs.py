@@ -32,4 +32,4 @@ def test_an_estimate_learns_from_a_job(tmp_path, monkeypatch):
         assert before["output_tokens"]["mid"] == 40_000 and not before["models"][0]["learned_from"]
         assert after["output_tokens"]["mid"] == job["usage"]["output_tokens"] * 10 > 0
         assert (after["models"][0]["learned_from"], after["models"][0]["learned_rows"]) == ([job["id"]], 4)
-        assert any("output tokens as in 1 earlier job of 4 rows" in note for note in after["notes"])
+        assert any("output tokens as in 4 rows of this work" in note for note in after["notes"])

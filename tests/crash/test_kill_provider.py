@@ -124,6 +124,25 @@ def test_killed_at_a_point(point, count, command, provider, tmp_path):
     check(command, provider)
 
 
+@pytest.mark.parametrize("point", ["before_submit", "after_submit", "before_note"])
+def test_killed_in_a_sample_and_after_it(point, command, provider, tmp_path):
+    """The rows of a sample go in small batches of their own. Killed while they are there, and again while the rest is
+    handed over, no row is billed twice."""
+    words = ("run", "in.jsonl", "--model", "far", "-o", "out.jsonl")
+    sample = (*words, "--sample", "30", "--seed", "5")
+    command.run(*sample, fault=f"{point}:1:{tmp_path / 'fired'}")
+    assert (tmp_path / "fired").exists()
+    code, result = command.run(*sample)
+    assert code == 0 and "its sample has run" in result, result
+    state = provider.state()
+    assert len(state["billed"]) == 30 and set(state["billed"].values()) == {1} and state["running"] == []
+    command.run(*words, fault=f"{point}:2:{tmp_path / 'fired again'}")
+    assert (tmp_path / "fired again").exists()
+    code, result = command.run(*words)
+    assert code == 0, result
+    check(command, provider)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_killed_at_any_moment(seed, command, provider):
     """However often the owner and its workers are killed, and whenever, every row is billed and answered once."""

@@ -52,6 +52,31 @@ def test_killed_at_a_point(point, count, command, tmp_path):
     assert [line["response"]["body"] for line in lines] == [2 * n for n in range(ROWS)]
 
 
+@pytest.mark.parametrize(
+    ("in_sample", "after_it"),
+    [("after_prepare", "after_lease"), ("after_lease", "in_commit"), ("after_sync", "before_publish"),
+     ("after_commit", "after_publish")],
+)  # fmt: skip
+def test_killed_in_a_sample_and_after_it(in_sample, after_it, command, tmp_path):
+    """Whatever is killed in a sample, and in the run after it, each row has one result, and what was counted stays."""
+    sample = [*command, "--sample", "700"]
+    run(sample, tmp_path, f"{in_sample}:1:{tmp_path / 'fired'}")
+    assert (tmp_path / "fired").exists()
+    looked = run([*sample, "--json"], tmp_path)
+    assert looked.returncode == 0, looked.stderr
+    view = json.loads(looked.stdout.splitlines()[-1])["job"]
+    assert (view["state"], view["reason"], view["rows_ok"]) == ("paused", "sampled", 700)
+    before = (tmp_path / "calls").read_text().split()
+    run(command, tmp_path, f"{after_it}:1:{tmp_path / 'fired again'}")
+    assert (tmp_path / "fired again").exists()
+    done = run(command, tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["response"]["body"] for line in lines] == [2 * n for n in range(ROWS)]
+    after = (tmp_path / "calls").read_text().split()[len(before) :]
+    assert not set(after) & set(before) and len(set(before)) == 700
+
+
 def test_what_was_written_is_not_run_again(command, tmp_path):
     """Rows whose outcome was in the kernel when everything died are found, not run a second time."""
     run(command, tmp_path, f"after_sync:1:{tmp_path / 'fired'}")

@@ -93,6 +93,7 @@ def test_what_cannot_run_is_refused(data_dir: str):
         ({"model": "function:nowhere.py:f"}, "nowhere.py"),
         ({"model": "unknown"}, "no model is called 'unknown'"),
         ({"model": SIZE, "deadline": 5.0, "completion_s": 5.0}, "leave one of them out"),
+        ({"model": SIZE, "limit": 1}, "pass fewer rows"),
     ):
         with pytest.raises(InvalidInput, match=message):
             batchmill.run({"text": ["never"], "n": [0]}, data_dir=data_dir, **keywords)

@@ -159,10 +159,10 @@ class OwnerJobs(JobsClient):
         """Raises: InvalidInput. It also opens the owner before an order, so that no process is started ahead."""
         await self._client.call(calls.typed_request(operations.SHOW_CLUSTER, brief=True))
 
-    async def partial(self, job_id: str, *, is_numbered: bool = False) -> str:
+    async def partial(self, job_id: str, *, is_numbered: bool = False, sampled: bool = False) -> str:
         """As `ports.Jobs.partial`: the caller removes the file."""
-        what = calls.typed_request(operations.PARTIAL, job_id, is_numbered=is_numbered or None)
-        return (await self._client.call(what)).path
+        query = {"is_numbered": is_numbered or None, "sampled": sampled or None}
+        return (await self._client.call(calls.typed_request(operations.PARTIAL, job_id, **query))).path
 
     async def rebuild(self, job_id: str) -> LedgerReport:
         """Rebuild the ledger from the job's description and its segments."""

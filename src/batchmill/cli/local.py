@@ -20,7 +20,6 @@ from batchmill.client.calls import typed_request
 from batchmill.config import Config
 from batchmill.control import operations
 from batchmill.errors import InvalidInput
-from batchmill.jobs.intake.lengths import learn
 from batchmill.jobs.intake.reuse_orders import NONE, settled
 from batchmill.jobs.ledger.files import is_folder
 from batchmill.object_store.urls import ObjectInfo, is_object_url, open_store, parse_url
@@ -110,15 +109,12 @@ class LocalApp:
         names = ", ".join(model.name for model in order.models)
         finished = [view for view in views if view.model == names and view.finished and view.elapsed_s]
         rate = finished[0].rows / finished[0].elapsed_s if finished else None
-        lengths = learn(views, [model.name for model in order.models])
         async with self._counting(order, config) as (order, count):
-            return await load_preview().estimate(
-                order, config.data_dir, progress, rate, lengths=lengths, count_reused=count
-            )
+            return await load_preview().estimate(order, config.data_dir, progress, rate, jobs=views, count_reused=count)
 
-    async def partial_results(self, config: Config, job_id: str, out: BinaryIO) -> int:
+    async def partial_results(self, config: Config, job_id: str, out: BinaryIO, *, sampled: bool = False) -> int:
         async with self.open_jobs(config) as jobs:
-            path = Path(await jobs.partial(job_id))
+            path = Path(await jobs.partial(job_id, sampled=sampled))
         rows = 0
         try:
             with open(path, "rb") as lines:

@@ -33,6 +33,7 @@ from batchmill.types import (
     JobView,
     ModelSpec,
     OutputSchema,
+    Sample,
     Submitted,
 )
 from batchmill.wire.input_urls import is_input_url
@@ -85,10 +86,10 @@ class RemoteApp:
             preview = await client.estimate(files, **work_of(order))
             return _with_paths(preview.report, files, order), preview.estimate
 
-    async def partial_results(self, config: Config, job_id: str, out: BinaryIO) -> int:
+    async def partial_results(self, config: Config, job_id: str, out: BinaryIO, *, sampled: bool = False) -> int:
         rows = 0
         async with self._client() as client:
-            async for piece in client.read(FileContent(calls.partial(job_id), is_resumable=False)):
+            async for piece in client.read(FileContent(calls.partial(job_id, sampled=sampled), is_resumable=False)):
                 out.write(piece)
                 rows += piece.count(b"\n")
         return rows
@@ -220,7 +221,13 @@ def work_of(order: JobOrder) -> dict[str, Any]:
         "deadline": order.policy.deadline,
         "allow_constant_prompt": order.constant_prompt, "model_column": order.model_column,
         "adapter_column": order.adapter_column,
-    } | _schema_fields(order.schema)  # fmt: skip
+    } | _schema_fields(order.schema) | _sample_fields(order.sample)  # fmt: skip
+
+
+def _sample_fields(sample: Sample | None) -> dict[str, Any]:
+    if sample is None:
+        return {}
+    return {"limit": sample.rows} if sample.seed is None else {"sample": sample.rows, "seed": sample.seed}
 
 
 def _schema_fields(schema: OutputSchema | None) -> dict[str, Any]:

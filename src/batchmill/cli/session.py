@@ -128,8 +128,11 @@ class App(Protocol):
         self, order: JobOrder, config: Config, progress: Progress
     ) -> Awaitable[tuple[SealReport, Estimate | None]]: ...
 
-    def partial_results(self, config: Config, job_id: str, out: BinaryIO) -> Awaitable[int]:
-        """Write the lines of every finished row, in row order. Returns: their number."""
+    def partial_results(self, config: Config, job_id: str, out: BinaryIO, *, sampled: bool = False) -> Awaitable[int]:
+        """Write the lines of every finished row, in row order. Returns: their number.
+
+        Args: sampled: only of the rows of the job's sample.
+        """
 
     def results(self, config: Config, view: JobView, *, errors: bool) -> AbstractAsyncContextManager[ResultStream]:
         """The result file, or the error file, of a job that has ended."""

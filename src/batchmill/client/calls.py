@@ -141,9 +141,9 @@ def errors(job_id: str) -> HttpRequest:
     return request(table.JOB_ERRORS, job_id)
 
 
-def partial(job_id: str) -> HttpRequest:
-    """Gathering the rows first may take a while."""
-    return replace(request(table.JOB_RESULTS, job_id, partial=True), is_long=True)
+def partial(job_id: str, *, sampled: bool = False) -> HttpRequest:
+    """Gathering the rows first may take a while. Args: sampled: only those of the job's sample."""
+    return replace(request(table.JOB_RESULTS, job_id, partial=True, sampled=sampled or None), is_long=True)
 
 
 def validate(work: Work) -> TypedRequest[SealReport]:

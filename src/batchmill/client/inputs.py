@@ -31,6 +31,8 @@ from batchmill.wire.native import (
     NewAlias,
     OutputFormat,
     Priority,
+    SampleRows,
+    Seed,
     Work,
 )
 from batchmill.wire.native_models import Adapters, Args, Text, Token
@@ -209,6 +211,9 @@ class RowOptions(TypedDict, total=False):
     on_invalid: Literal["fail", "skip"]  # with bad rows: run none, or give them error results
     dedupe: bool  # run identical requests once even where their answers may vary
     reuse: bool | None  # take over results of earlier jobs with the same requests; None: as the project says
+    limit: SampleRows | None  # only the first rows: then the job pauses (`sampled`), until it is resumed
+    sample: SampleRows | None  # the same with so many rows that are drawn at random
+    seed: Seed | None  # of the sample; None: 0
     deadline: MoreThanNothing | None  # seconds since the epoch, UTC
 
 

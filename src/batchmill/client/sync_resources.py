@@ -83,9 +83,12 @@ class Job:
         """The lines of the error file. Raises: UnknownName (`no_file`) where no row failed."""
         return self._client.read(JsonLines(FileContent(calls.errors(self.id))))
 
-    def partial(self) -> Iterator[dict[str, Any]]:
-        """The rows that have their outcome so far, in row order, also while the job runs."""
-        return self._client.read(JsonLines(FileContent(calls.partial(self.id), is_resumable=False)))
+    def partial(self, *, sampled: bool = False) -> Iterator[dict[str, Any]]:
+        """The rows that have their outcome so far, in row order, also while the job runs.
+
+        Args: sampled: only those of its sample.
+        """
+        return self._client.read(JsonLines(FileContent(calls.partial(self.id, sampled=sampled), is_resumable=False)))
 
     def rows(
         self, *, columns: Sequence[str] | None = None, failed: bool = False, join: bool = False, partial: bool = False

@@ -94,7 +94,8 @@ class JobHandlers:
 
     async def partial(self, call: OwnerCall) -> LocalFile:
         query: Partial = call.query
-        return LocalFile(await self._jobs.partial(call.name, is_numbered=query.is_numbered))
+        path = await self._jobs.partial(call.name, is_numbered=query.is_numbered, sampled=query.sampled)
+        return LocalFile(path)
 
     async def rebuild(self, call: OwnerCall) -> LedgerReport:
         return await self._jobs.rebuild(call.name)

@@ -95,6 +95,7 @@ class Partial(Struct, frozen=True):
     """How partial results are written."""
 
     is_numbered: bool = False
+    sampled: bool = False  # only the rows of its sample
 
 
 class ResolvedModel(Struct, frozen=True):

@@ -19,7 +19,9 @@ from batchmill.jobs.intake.preview import seal_and_plan
 from batchmill.jobs.ledger import ledger, outcome_map, packed
 from batchmill.jobs.ledger.core_task import FAILURES_MAX
 from batchmill.jobs.ledger.plan import PlanReader
+from batchmill.jobs.ledger.sampled_rows import MaskOrder, bitmaps, masks_in
 from batchmill.jobs.ledger.storage import JobStorage
+from batchmill.jobs.pools.job_run import JobRun
 from batchmill.jobs.results.part_writers import Nodes
 from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
@@ -130,6 +132,28 @@ class RecordedJob:
     def _is_planned(self, record: sa.RowMapping) -> bool:
         """Whether the rows have been planned."""
         return bool(record["rows"]) and (self.spec.is_small or (self.files.plan(0) / "plan.json").exists())
+
+    def _new_run(self, plan: PlanReader, generation: int, *, is_over: bool = False) -> JobRun:
+        return JobRun(self.spec, generation, plan, files=self.files, clock=self._clock, is_over=is_over)
+
+    async def _load(self, run: JobRun, done: dict[int, int]) -> None:
+        """Make the open rows of a run ready: those of the sample, if there is one and others are left besides.
+
+        Args: done: shard -> rows done.
+        """
+        sample, rows_done = self.spec.sample, sum(done.values())
+        if sample is None or sample.rows >= run.plan.plan.rows:
+            run.load(done)
+            return
+        order = MaskOrder(str(run.plan.home), str(self.files.plan(0)), sample)
+        masks = await masks_in(order, run.plan.plan.rows, self._offload)
+        job_id, shards = self.spec.id, [number for number in masks if number in done]
+        known = await self._commit_log.call_reader(bitmaps, self._ledger, job_id, run.generation, shards)
+        wanted = {number: bits & ~known.get(number, 0) for number, bits in masks.items()}
+        if rows_done + sum(bits.bit_count() for bits in wanted.values()) < run.plan.leaders:
+            run.load_sample(wanted, rows_done)
+        else:
+            run.load(done)
 
     async def _adopt(self, plan: PlanReader, generation: int) -> float:
         """Commit outcomes that are in a segment but in no commit. Returns their cost in USD."""

@@ -48,6 +48,7 @@ from batchmill.jobs.recorded_job import RecordedJob
 from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
+from batchmill.jobs.samples import moved_columns, sample_has_run
 from batchmill.models import redaction
 from batchmill.owner_clock import check_left
 from batchmill.states import ENDED, JobState, PauseReason
@@ -176,7 +177,7 @@ class JobRunner(RecordedJob):
             state, reason = JobState.CANCELLING, early_end_of(record).reason
         else:
             state, reason = (JobState.QUEUED if self._is_planned(record) else JobState.VALIDATING), None
-        await self._move(state, reason=reason, message="", **columns_of(self.spec))
+        await self._move(state, reason=reason, message="", **columns_of(self.spec), **moved_columns(record, self.spec))
 
     async def retry(self, change: RetryChange, model: ModelSpec | None) -> None:
         """Queue the failed rows of an ended job again, as `change` says. Raises: InvalidTransition, InvalidInput."""
@@ -321,7 +322,7 @@ class JobRunner(RecordedJob):
         via = [JobState.PLANNING, JobState.QUEUED]
         await self._move(JobState.RUNNING, via=via, started=self._clock.now(), **stored)
         self._run = self._new_run(PlanReader(self.files.plan(0)), 0)
-        self._run.load({})
+        await self._load(self._run, {})
         self._publishing = self._new_publishing()
 
     async def _queued(self) -> None:
@@ -336,11 +337,11 @@ class JobRunner(RecordedJob):
         run = self._run = self._new_run(PlanReader(self.files.plan(generation)), generation)
         run.cost = (record["cost"] or 0.0) + await self._adopt(run.plan, generation)
         done = await self._commit_log.call_reader(self._ledger.progress, self.spec.id, generation)
-        run.load(done)
+        await self._load(run, done)
         begun = {"started": self._clock.now()} if record["started"] is None else {}
         await self._move(JobState.RUNNING, **begun)
         self._publishing = self._new_publishing()
-        if not (done or generation or self._tools.stored.has_nodes) and run.rows_left:
+        if not (done or generation or run.is_sample or self._tools.stored.has_nodes) and run.rows_left:
             self._publishing.follow(run)
 
     async def _running(self) -> None:
@@ -355,6 +356,8 @@ class JobRunner(RecordedJob):
             await self._change_route(run, spec)
         elif failure is not None:
             raise failure
+        elif run.is_sample:
+            raise sample_has_run(self.spec)
         elif self.spec.is_small:
             self._state = JobState.FINALIZING  # stored together with the end
         else:
@@ -468,9 +471,6 @@ class JobRunner(RecordedJob):
             self.progress = None
 
     # -- RUNNING ------------------------------------------------------------------------------------------------------
-
-    def _new_run(self, plan: PlanReader, generation: int, *, is_over: bool = False) -> JobRun:
-        return JobRun(self.spec, generation, plan, files=self.files, clock=self._clock, is_over=is_over)
 
     async def _close_run(self) -> None:
         """Discard the current run and unfinished result files."""

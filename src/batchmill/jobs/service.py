@@ -24,7 +24,7 @@ from batchmill.errors import (
     StorageFull,
     UnknownName,
 )
-from batchmill.jobs import early_end, views
+from batchmill.jobs import early_end, samples, views
 from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.audits import Audits
 from batchmill.jobs.early_end import EarlyEnd
@@ -47,13 +47,13 @@ from batchmill.jobs.ledger.files import (
 )
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.ledger.scratch import Scratch
-from batchmill.jobs.ledger.storage import bring_description
 from batchmill.jobs.maintenance import JobDeadlines, Maintenance, StalledJobs
 from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.results import publishing
 from batchmill.jobs.retention import Retention, refuse_compacted
 from batchmill.jobs.runner import JobRunner
 from batchmill.jobs.runner_tools import RunnerTools
+from batchmill.jobs.samples import Samples
 from batchmill.jobs.turns import Turns
 from batchmill.ports import Adapters, Clock, Live
 from batchmill.states import ENDED, JobState, PauseReason
@@ -112,6 +112,7 @@ class JobService:
             adapters, disk_quota, stored, self._scratch, Turns(), space.is_shared, space.tasks, earlier,
         )  # fmt: skip
         self._active, self._audits = ActiveJobs(self._tools), Audits(self._tools)
+        self._samples = Samples(self._tools)
         self._submitting: set[asyncio.Task[Submitted]] = set()
         self.retention = Retention(data_dir, database, self._active, clock, retention, stored, earlier.keep)
         self._deadlines = JobDeadlines(clock, self._upcoming, self._expire)
@@ -272,9 +273,13 @@ class JobService:
 
     async def _match(self, order: JobOrder, spec: JobSpec) -> Submitted:
         """Find the job that an identical order created, unless it must run again."""
-        known, is_same = await self._find_existing(spec)
+        known, is_same = await self._samples.find_existing(spec)
+        is_sample = known is not None and orders.is_sample(known)
         if known is not None and is_same and not await asyncio.to_thread(job_records.must_run_again, known, order):
-            return await self._continue(known, spec)
+            if not is_sample:
+                return await self._continue(known, spec)
+            if not samples.has_other_code(known, spec):
+                return await self._continue(known, await self._samples.claim_output(known, spec))
         unfinished = known is not None and known["state"] != JobState.COMPLETED
         if unfinished and not is_same and not order.restart:
             raise InvalidInput(
@@ -284,27 +289,14 @@ class JobService:
             )
         if spec.output is not None:
             records = await self._read(job_records.naming_outputs)
-            may_replace = await asyncio.to_thread(orders.may_replace, order, spec, known, records, is_same=is_same)
+            earlier = None if is_sample else known
+            may_replace = await asyncio.to_thread(orders.may_replace, order, spec, earlier, records, is_same=is_same)
             spec = await asyncio.to_thread(orders.checked_output, spec, may_replace=may_replace)
             others = [record for record in records if known is None or record["id"] != known["id"]]
             await asyncio.to_thread(orders.refuse_shared_output, spec, others)
         if unfinished:
             await self._abandon(known)
         return await self._create(spec, order.once)
-
-    async def _find_existing(self, spec: JobSpec) -> tuple[sa.RowMapping | None, bool]:
-        """The existing job for a spec, and whether its input is the same.
-
-        A job over other input is another job, unless the two would write to one output from the same files.
-        """
-        changed = None
-        for record in await self._commit_log.call_reader(self._ledger.by_identity, spec.identity):
-            files = await bring_description(self._stored, self._data_dir, record)
-            if await asyncio.to_thread(orders.same_input, spec, files):
-                return record, True
-            if spec.output is not None and spec.dataset.paths == read_spec(record["spec"]).dataset.paths:
-                changed = changed or record
-        return changed, False
 
     async def _continue(self, record: sa.RowMapping, spec: JobSpec) -> Submitted:
         """Continue an existing job: it is finished, running, or must be resumed."""
@@ -379,14 +371,17 @@ class JobService:
             return views.wait_without_runner(view, is_stranded=view.id in self._stalled.stranded)
         return views.wait_with_runner(view, runner, self._dispatcher, self._clock.monotonic())
 
-    async def partial(self, job_id: str, *, is_numbered: bool = False) -> str:
+    async def partial(self, job_id: str, *, is_numbered: bool = False, sampled: bool = False) -> str:
         record = await self._record(job_id)
         refuse_compacted(record, "--partial")
         spec = read_spec(record["spec"])
+        sample = samples.checked(spec) if sampled else None
         committed = await self._commit_log.call_reader(self._ledger.committed, spec.id)
         async with self._audits.use(record, is_running=self._is_running(spec.id)) as files:  # which brings all of it
             place = await self._audits.segments(spec)
-            return await publishing.write_partial(spec, files, place, committed, self._children.offload, is_numbered)
+            return await publishing.write_partial(
+                spec, files, place, committed, self._children.offload, is_numbered=is_numbered, sample=sample
+            )
 
     # -- changes ------------------------------------------------------------------------------------------------------
 
@@ -424,6 +419,8 @@ class JobService:
         spec = read_spec(record["spec"])
         if record["cancelling"] is not None:
             return spec  # none of its rows will run
+        if orders.is_sample(record):
+            spec = await self._samples.go_on(record, spec)
         code = await self._code_now(spec)
         if orders.has_run(record):
             orders.check_code(spec, code, "restore it and resume, or start over with --restart")
@@ -464,8 +461,10 @@ class JobService:
                 if record["state"] != JobState.PAUSED:
                     raise InvalidTransition(f"the job {job_id} is {record['state']}: there is nothing left to cancel")
                 cancelling = early_end.begins_at(early, record["deadline"], self._clock.now())
-                await self._move(job_id, JobState.CANCELLING, reason=early.reason, message="", cancelling=cancelling)
-                runner = self._active.runner(read_spec(record["spec"]))
+                spec, columns = await self._samples.yield_output(record)
+                fields = {"reason": early.reason, "message": "", "cancelling": cancelling, **columns}
+                await self._move(job_id, JobState.CANCELLING, **fields)
+                runner = self._active.runner(spec)
                 runner.skips_remote = record["cancelling"] is not None  # the first could not collect results
                 return self._active.start(runner)
 
@@ -481,7 +480,7 @@ class JobService:
                     f"the job {record['id']} is {record['state']}: only rows of an ended job are retried"
                 )
             refuse_compacted(record, "a retry")
-            spec = orders.without_past_deadline(read_spec(record["spec"]), self._clock.now())
+            spec = samples.whole(orders.without_past_deadline(read_spec(record["spec"]), self._clock.now()))
             await self._refuse_shared_output(spec, record)
             # A retry uses the current code, which may have been fixed.
             runner = self._active.runner(msgspec.structs.replace(spec, code=await self._code_now(spec)))

@@ -19,12 +19,14 @@ from batchmill.jobs.pools.pool_worker import PoolWorker
 from batchmill.jobs.runner import JobRunner
 from batchmill.states import JobState, PauseReason
 from batchmill.types import EngineState, EngineStats, JobView, ModelSpec, Problem, Usage, Wait
+from batchmill.wire import sampling
 from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
 
 NAMES_MAX = 100  # of the models and adapters that rows go to, as they are shown
 # Where the job's own message does not say what to do.
 WAYS_OUT = {
+    PauseReason.SAMPLED: "resume it to run the other rows",
     PauseReason.QUOTA: "see to the account at the service, then resume it",
     PauseReason.AUTH: "mend the credentials, then resume it",
     PauseReason.STORAGE_FULL: "a server resumes it when space is free",
@@ -71,7 +73,7 @@ def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobVie
     """The view of a job from the ledger alone."""
     spec = read_spec(record["spec"])
     problems = record.get("problems")  # a list of jobs comes without them
-    return JobView(
+    view = JobView(
         id=record["id"],
         state=record["state"],
         project=record["project"],
@@ -95,6 +97,8 @@ def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobVie
         finished=record["finished"],
         generation=record["generation"],
         retries=spec.retries,
+        sample=spec.sample,
+        work=spec.work,
         rows=record["rows"],
         rows_ok=record["rows_ok"],
         rows_failed=record["rows_failed"],
@@ -111,6 +115,10 @@ def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobVie
         problems=msgspec.json.decode(problems, type=list[Problem]) if problems else [],
         problems_total=record["problems_total"],
     )
+    if spec.sample is None or view.state != JobState.PAUSED:
+        return view
+    is_handed_over = any(model.is_handed_over for model in spec.models)
+    return msgspec.structs.replace(view, outlook=sampling.outlook(view, is_handed_over=is_handed_over))
 
 
 def _names(names: Sequence[str]) -> str:

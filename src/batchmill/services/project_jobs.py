@@ -17,7 +17,6 @@ from batchmill.children.fair_semaphore import FairSemaphore
 from batchmill.config.entries import ProjectEntry
 from batchmill.errors import Gone, StorageFull, UnknownName
 from batchmill.jobs.intake import preview
-from batchmill.jobs.intake.lengths import AnswerLengths
 from batchmill.jobs.intake.reuse_orders import settled
 from batchmill.jobs.pools.resources import hide_names
 from batchmill.ports import Jobs
@@ -146,10 +145,10 @@ class ProjectJobs:
         reasons = [hide_names(each, lambda name: self.directory.sees(caller, name)) for each in wait.reasons]
         return msgspec.structs.replace(wait, reasons=reasons)
 
-    async def partial(self, caller: Caller, job_id: str) -> str:
+    async def partial(self, caller: Caller, job_id: str, *, sampled: bool = False) -> str:
         """As `ports.Jobs.partial`: the caller removes the file."""
         await self._find_own(caller, job_id)
-        return await self._jobs.partial(job_id)
+        return await self._jobs.partial(job_id, sampled=sampled)
 
     async def remote(self, caller: Caller, job_id: str) -> list[RemoteJob]:
         """As `ports.Jobs.remote`."""
@@ -244,11 +243,11 @@ class PreviewService:
             count = self._jobs.count_reused
             return Planned(*await preview.plan(order, self._data_dir, _ignore_progress, self._disk, count_reused=count))
 
-    async def estimate(self, order: JobOrder, rows_per_s: float | None, lengths: Sequence[AnswerLengths]) -> Estimated:
-        """Estimate tokens, cost and, at the given rate, time. Args: lengths: of the answers of earlier jobs."""
+    async def estimate(self, order: JobOrder, rows_per_s: float | None, jobs: Sequence[JobView]) -> Estimated:
+        """Estimate tokens, cost and, at the given rate, time. Args: jobs: earlier ones, the newest first."""
         async with self._semaphore.slot(order.project):
             estimated = await preview.estimate(
                 settled(order, self._projects), self._data_dir, _ignore_progress, rows_per_s, self._disk,
-                lengths=lengths, count_reused=self._jobs.count_reused,
+                jobs=jobs, count_reused=self._jobs.count_reused,
             )  # fmt: skip
             return Estimated(*estimated)

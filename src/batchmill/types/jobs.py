@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from batchmill.types.calls import Usage
 from batchmill.types.models import ModelSpec, Price
@@ -199,6 +199,32 @@ class Retried(RetryChange, frozen=True):
     generation: int = 0  # of the job's plan: 1 is the first retry
 
 
+class Sample(Struct, frozen=True, forbid_unknown_fields=True):
+    """Rows of a job that run before its others: the first ones, or with a `seed` so many drawn at random."""
+
+    rows: Annotated[int, Meta(ge=1, le=2**32 - 1)]
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+
+
+class EstimateRange(Struct, frozen=True):
+    """An estimate from a sample: 8 of 10 samples are between `low` and `high`. Equal if all rows were read."""
+
+    low: float
+    mid: float
+    high: float
+
+
+class Outlook(Struct, frozen=True):
+    """What a whole job will have used, as far as the rows tell that have run."""
+
+    rows: int  # that run: without those that share or take over an outcome, and those that validation refused
+    ran: int  # of them
+    cost: EstimateRange | None  # USD; None: the price is unknown
+    input_tokens: EstimateRange | None  # None: the engine counts no tokens
+    output_tokens: EstimateRange | None
+    time_s_max: float | None  # if no more rows run at once than in the sample; None: a provider decides
+
+
 class JobView(Struct, frozen=True):
     """A job as users and clients see it, derived from committed records only."""
 
@@ -225,6 +251,9 @@ class JobView(Struct, frozen=True):
     finished: float | None = None
     generation: int = 0
     retries: list[Retried] = []  # those that changed something, the oldest first
+    sample: Sample | None = None  # the rows after which the job pauses; None: all rows run
+    outlook: Outlook | None = None  # of a sample that is paused
+    work: str = ""  # equal for jobs that differ in nothing but input and output; "": not known
     rows: int = 0  # rows of the dataset; 0 while unknown
     rows_ok: int = 0
     rows_failed: int = 0
@@ -279,6 +308,7 @@ class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
     model_column: str | None = None  # of a table: the name of the row's model, and of its adapter
     adapter_column: str | None = None
     constant_prompt: bool = False  # a prompt may name no column, so that all rows make the same request
+    sample: Sample | None = None  # run these rows, then pause; the same order without it runs the others
     policy: Policy = Policy()
     replies: ReplyRules = ReplyRules()
     output: str | None = None  # absolute

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from batchmill.object_store.urls import is_object_url
-from batchmill.types import DatasetSpec, ModelSpec, Policy, ReplyRules, Retried
+from batchmill.types import DatasetSpec, ModelSpec, Policy, ReplyRules, Retried, Sample
 from batchmill.wire.forms import Form
 
 OUTDATED = "output_outdated"  # the code of the error for finished results of other rows, another prompt or model
@@ -38,6 +38,9 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     is_small: bool = False  # its dataset, plans and outcomes lie in the database: see jobs/ledger/packed.py
     replies: ReplyRules = ReplyRules()
     retries: list[Retried] = []  # those that changed something, the oldest first
+    sample: Sample | None = None  # the rows after which it pauses; no part of its identity
+    work: str = ""  # sha256 as `identity`, without the output; of a sample, and of jobs of the machine's user
+    may_overwrite: bool = False  # what is at its output: a sample looks again when it goes on
     routing: dict[str, list[str]] = {}  # model name -> why its route was chosen; only of models with several routes
 
     def retried_fields(self, generation: int) -> dict[str, Any]:

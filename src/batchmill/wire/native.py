@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from batchmill.states import JobState
-from batchmill.types import Interface, JobView, Price, Problem, RemoteJob, Scope, Seal
+from batchmill.types import EstimateRange, Interface, JobView, Price, Problem, RemoteJob, Scope, Seal
+from batchmill.wire.sampling import ROWS_MAX, SEED_MAX
 
 
 class SealReport(Struct, frozen=True):
@@ -33,6 +34,17 @@ class PlanGroup(Struct, frozen=True):
     shared_prefix: float | None  # share of input bytes in common with the previous row; None: unknown
 
 
+class PlanSample(Struct, frozen=True):
+    """The rows that run before all others."""
+
+    rows: int
+    run: int
+    folded: int
+    rejected: int
+    shards: int  # with some of them
+    seed: int | None  # with which they were drawn; None: the first rows
+
+
 class Explanation(Struct, frozen=True):
     """A summary of a plan."""
 
@@ -45,16 +57,9 @@ class Explanation(Struct, frozen=True):
     tokens: int | None
     shared_prefix: float | None
     groups: list[PlanGroup]
+    sample: PlanSample | None = None
     notes: list[str] = []  # why the routes of models with several routes were chosen
     reused: int = 0  # of `run`: rows that would take over the result of an earlier job, and call no model
-
-
-class EstimateRange(Struct, frozen=True):
-    """An estimate from a sample: 8 of 10 samples are between `low` and `high`. Equal if all rows were read."""
-
-    low: float
-    mid: float
-    high: float
 
 
 class ModelEstimate(Struct, frozen=True):
@@ -113,6 +118,8 @@ Label = Annotated[str, Meta(max_length=LABEL_CHARS_MAX)]
 Labels = Annotated[dict[LabelName, Label], Meta(max_length=LABELS_MAX)]
 OutputFormat = Literal["jsonl", "csv", "parquet", "jsonl.gz", "jsonl.zst", "csv.gz", "csv.zst"]
 Format = Literal["openai", "jsonl", "csv", "parquet"]
+SampleRows = Annotated[int, Meta(ge=1, le=ROWS_MAX)]
+Seed = Annotated[int, Meta(ge=0, le=SEED_MAX)]
 Flaw = Literal["truncated", "filtered", "refused", "empty", "repeating"]  # see wire.replies.FLAWS
 
 
@@ -136,6 +143,9 @@ class Work(Struct, frozen=True, forbid_unknown_fields=True):
     on_invalid: Literal["fail", "skip"] = "fail"  # with invalid rows: run none, or give them error results
     dedupe: bool = False  # run identical requests once even if their answers may vary
     reuse: bool | None = None  # take over results of earlier jobs with the same requests; null: as the project says
+    limit: SampleRows | None = None  # only the first rows: then the job pauses (`sampled`), until it is resumed
+    sample: SampleRows | None = None  # the same with so many rows that are drawn at random
+    seed: Seed | None = None  # of the sample; null: 0
     deadline: MoreThanNothing | None = None  # seconds since the epoch, UTC: rows without a result by then never run
 
 
@@ -194,6 +204,7 @@ class ReadResults(Struct, frozen=True, forbid_unknown_fields=True):
     """Selects the results to read."""
 
     partial: bool = False  # the rows with an outcome so far, as JSON lines
+    sampled: bool = False  # with `partial`: only the rows of the job's sample
 
 
 class JobPage(Struct, frozen=True):

@@ -110,7 +110,15 @@ def share(view: JobView) -> float | None:
     """The finished share of the current phase, 0..1; None if unknown."""
     if is_phase(view):
         return view.progress
-    return min(1.0, done(view) / view.rows) if view.rows else None
+    rows = rows_to_run(view)
+    return min(1.0, done(view) / rows) if rows else None
+
+
+def rows_to_run(view: JobView) -> int:
+    """The rows before the job ends, or pauses after its sample, as far as known."""
+    if view.sample is None:
+        return view.rows
+    return min(view.rows, view.sample.rows + view.rows_rejected)
 
 
 def headline(view: JobView) -> str:
@@ -119,7 +127,9 @@ def headline(view: JobView) -> str:
         return "" if view.progress is None else percent(view.progress, 1)
     if not view.rows:
         return ""
-    return f"{count(done(view))} of {count(view.rows)} rows ({percent(done(view), view.rows)})"
+    rows = rows_to_run(view)
+    what = "rows" if rows == view.rows else f"rows of a sample of {count(view.rows)}"
+    return f"{count(min(done(view), rows))} of {count(rows)} {what} ({percent(min(done(view), rows), rows)})"
 
 
 def details(view: JobView) -> list[str]:

@@ -26,6 +26,7 @@ from batchmill.types import DatasetSpec, JobOrder, ModelSpec, OutputSchema, Poli
 from batchmill.wire.input_urls import is_hub_url, is_input_url, is_web_url
 from batchmill.wire.json_bytes import is_too_deep
 from batchmill.wire.output_schema import SCHEMA_ATTEMPTS_MAX, one_line, schema_of_fields
+from batchmill.wire.sampling import SEED, SEED_MAX, sample_of
 
 TEMPLATE_BYTES_MAX = 1024 * 1024  # of a file with a template
 PROMPT_FIELDS = ("messages", "prompt", "input", "instructions")  # fields of a body that --prompt and --system fill
@@ -136,6 +137,21 @@ ORDER_OPTIONS = (
 )  # fmt: skip
 
 
+SAMPLE_OPTIONS = (
+    click.option("--limit", type=COUNT, metavar="N", help="Only the first N rows; `run` then pauses the job."),
+    click.option("--sample", type=COUNT, metavar="N", help="Only N rows that are drawn at random."),
+    click.option("--seed", type=click.IntRange(0, SEED_MAX), metavar="N",
+                 help=f"Draw other rows, the same each time [{SEED}]."),
+)  # fmt: skip
+
+
+def sample_options(command: C) -> C:
+    """Add the options that select some of the rows."""
+    for option in reversed(SAMPLE_OPTIONS):
+        command = option(command)
+    return command
+
+
 def order_options(command: C) -> C:
     """Add the options of ORDER_OPTIONS and the global ones."""
     command = global_options(command)
@@ -204,6 +220,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
         model_column=options["model_column"],
         adapter_column=options["adapter_column"],
         constant_prompt=options["allow_constant_prompt"],
+        sample=sample_of(options.get("limit"), options.get("sample"), options.get("seed")),
         url=options["url"],
         params=request_fields(options["params"], config.limits.depth_max),
         schema=output_schema(session.cwd, options),

@@ -18,6 +18,7 @@ from batchmill.cli.session import Session
 from batchmill.config import Config
 from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.services.data_dirs import data_dirs
+from batchmill.states import PauseReason
 
 if TYPE_CHECKING:
     from batchmill.cli.clients import JobsClient
@@ -26,6 +27,7 @@ STDIN = STDOUT = "-"
 SPOOL, RESULTS = "batchmill.datasets.spooled_inputs", "batchmill.cli.jobs.results"
 STREAM, FILES = "batchmill.cli.jobs.result_stream", "batchmill.jobs.ledger.files"
 RESULT_NAME = "results.jsonl"  # of JSON lines that stay with their job
+SAMPLES = "batchmill.cli.jobs.samples"
 
 
 def load(name: str) -> ModuleType:
@@ -101,6 +103,9 @@ async def piped_results(
         written = tail.written
     results = load(RESULTS)
     view = await jobs.show(job_id)
+    if view.reason == PauseReason.SAMPLED:
+        await load(SAMPLES).write_sample(session, view, results.Wanted(kind=output_format))
+        return
     if view.state in results.WITH_RESULTS and (view.output or view.errors_output):
         await results.write_results(session, config, view, results.Wanted(kind=output_format, skipped_bytes=written))
 

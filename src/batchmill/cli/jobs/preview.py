@@ -9,15 +9,23 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from batchmill.cli.jobs.displays import display_for
-from batchmill.cli.jobs.order_options import build_order, deadline_option, order_options
+from batchmill.cli.jobs.order_options import build_order, deadline_option, order_options, sample_options
 from batchmill.cli.jobs.pipes import spooled_input
-from batchmill.cli.jobs.summary import show_problems
+from batchmill.cli.jobs.summary import ranged, show_problems
 from batchmill.cli.session import EXIT_OK, EXIT_USAGE, Session
 from batchmill.cli.text import clean, count, duration, money, percent, short, size, table
-from batchmill.types import JobOrder, JobView
+from batchmill.types import JobOrder, JobView, Sample
+from batchmill.wire.sampling import in_words
 
 if TYPE_CHECKING:
-    from batchmill.wire.native import Estimate, EstimateRange, Explanation, ModelEstimate, PlanGroup, SealReport
+    from batchmill.wire.native import (
+        Estimate,
+        Explanation,
+        ModelEstimate,
+        PlanGroup,
+        PlanSample,
+        SealReport,
+    )
 
 
 WIDTH = 15
@@ -52,14 +60,6 @@ def estimate_lines(estimated: Estimate) -> list[str]:
     return lines + [f"note: {clean(note, NOTE_CHARS_MAX)}" for note in estimated.notes]
 
 
-def ranged(figure: EstimateRange | None, show: Callable[[float], str]) -> str:
-    """The middle value, and its range if the bounds look different."""
-    if figure is None:
-        return "unknown"
-    low, mid, high = show(figure.low), show(figure.mid), show(figure.high)
-    return mid if low == high else f"{mid} ({low} to {high})"
-
-
 def _model(model: ModelEstimate) -> list[str]:
     return [
         clean(model.model, 60), count(model.rows), count(model.sampled), ranged(model.input_tokens, short),
@@ -90,6 +90,7 @@ async def _validate(session: Session, options: dict[str, Any]) -> int:
 
 @click.command()
 @order_options
+@sample_options
 @deadline_option
 @click.pass_obj
 def plan(session: Session, **options: Any) -> int:
@@ -115,6 +116,7 @@ async def _plan(session: Session, options: dict[str, Any]) -> int:
 
 @click.command()
 @order_options
+@sample_options
 @deadline_option
 @click.pass_obj
 def estimate(session: Session, **options: Any) -> int:
@@ -163,6 +165,7 @@ def plan_lines(plan: Explanation) -> list[str]:
     if plan.reused:
         calls = count(plan.run - plan.reused)
         lines.append(f"{count(plan.reused)} of them take over results of earlier jobs: {calls} call a model")
+    lines += [] if plan.sample is None else [_first(plan.sample)]
     lines.append("order: the file's own" if plan.in_file_order else "order: by model, adapter, shared prefix and cost")
     if plan.shared_prefix is not None:
         lines.append(
@@ -173,6 +176,14 @@ def plan_lines(plan: Explanation) -> list[str]:
     head = ["MODEL", "ADAPTER", "ROWS", "FOLDED", "SHARDS", "PREFIX GROUPS", "SHARED", "TOKENS"]
     notes = [f"note: {clean(note, 2000)}" for note in plan.notes]
     return [*lines, *table([head, *(_group(group) for group in plan.groups)]), *notes]
+
+
+def _first(sample: PlanSample) -> str:
+    """What `run` does before it pauses."""
+    text = f"first {in_words(Sample(sample.rows, sample.seed))}: {count(sample.run)} run"
+    text += f", {count(sample.folded)} folded into identical ones" if sample.folded else ""
+    text += f", {count(sample.rejected)} refused" if sample.rejected else ""
+    return f"{text}, in {count(sample.shards, 'shard')}; then the job pauses"
 
 
 def _group(group: PlanGroup) -> list[str]:

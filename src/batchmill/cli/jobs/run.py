@@ -12,10 +12,16 @@ import click
 from msgspec import Struct
 
 from batchmill.cli.jobs.displays import Display, display_for, done
-from batchmill.cli.jobs.order_options import build_order, deadline_option, order_for_update, order_options
-from batchmill.cli.jobs.pipes import is_piped, piped_results, spooled_input
+from batchmill.cli.jobs.order_options import (
+    build_order,
+    deadline_option,
+    order_for_update,
+    order_options,
+    sample_options,
+)
+from batchmill.cli.jobs.pipes import SAMPLES, is_piped, load, piped_results, spooled_input
 from batchmill.cli.jobs.preview import progress_of
-from batchmill.cli.jobs.summary import show_end
+from batchmill.cli.jobs.summary import has_sample, show_end
 from batchmill.cli.session import Session
 from batchmill.cli.text import clean, count
 from batchmill.cli.values import COUNT, POSITIVE, NameList
@@ -138,6 +144,7 @@ PRIORITY = click.IntRange(-PRIORITY_MAX, PRIORITY_MAX)
 
 @click.command()
 @order_options
+@sample_options
 @click.option("--together", is_flag=True, help="Write failed OpenAI rows to the same file, in input order.")
 @click.option("--budget", type=POSITIVE, metavar="USD", help="Pause before the cost exceeds this amount.")
 @click.option("--priority", type=PRIORITY, default=0, show_default=True, help="Jobs with a higher priority run first.")
@@ -189,9 +196,9 @@ async def _run(session: Session, config: Config, options: dict[str, Any], *, pip
                 await _show_update(session, config, order)
             raise
         if not piped:
-            return await follow_to_end(session, jobs, submitted)
+            return await follow_to_end(session, jobs, submitted, order)
         async with piped_results(session, config, jobs, submitted.id, options["output_format"] or "jsonl"):
-            return await follow_to_end(session, jobs, submitted)
+            return await follow_to_end(session, jobs, submitted, order, is_piped=True)
 
 
 async def _show_update(session: Session, config: Config, order: JobOrder) -> None:
@@ -207,8 +214,15 @@ async def _show_update(session: Session, config: Config, order: JobOrder) -> Non
     session.say(f"with --update: {rows}" + (f", {count(plan.folded)} folded" if plan.folded else ""))
 
 
-async def follow_to_end(session: Session, jobs: JobsClient, submitted: Submitted) -> int:
-    """Show a submitted job until it ends or pauses, and print its summary. Returns: the exit code."""
+async def follow_to_end(
+    session: Session, jobs: JobsClient, submitted: Submitted, order: JobOrder | None = None, *, is_piped: bool = False
+) -> int:
+    """Show a submitted job until it ends or pauses, and print its summary. Returns: the exit code.
+
+    Args:
+        order: of this command.
+        is_piped: the rows of a sample go to a pipe, and are not shown.
+    """
     display = display_for(session)
     try:
         await _announce(session, jobs, submitted, display)
@@ -216,6 +230,8 @@ async def follow_to_end(session: Session, jobs: JobsClient, submitted: Submitted
         followed = await follow(jobs, submitted.id, display, session=session, is_shared=is_shared)
     finally:
         display.close()
+    if has_sample(followed.view) and not is_piped:
+        await load(SAMPLES).show_sample(session, followed.view, order)
     return show_end(session, followed.view, was_interrupted=followed.was_interrupted)
 
 

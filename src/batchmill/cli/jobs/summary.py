@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from batchmill.cli.session import (
     EXIT_FAILED,
@@ -13,9 +14,9 @@ from batchmill.cli.session import (
     EXIT_USAGE,
     Session,
 )
-from batchmill.cli.text import clean, count, duration, money, percent
+from batchmill.cli.text import clean, count, duration, money, percent, short
 from batchmill.states import JobState, PauseReason
-from batchmill.types import JobView, Problem
+from batchmill.types import EstimateRange, JobView, Outlook, Problem, Sample
 from batchmill.wire.replies import WARNINGS
 
 CAUSES_MAX = 20
@@ -31,6 +32,10 @@ PAUSES = {
     PauseReason.REQUESTED: ("paused", RESUME),
     PauseReason.INTERRUPTED: ("interrupted", RESUME),
     PauseReason.INTERNAL_ERROR: ("a bug of batchmill stopped it", f"report the traceback in the log; then {RESUME}"),
+    PauseReason.SAMPLED: (
+        "its sample has run",
+        "batchmill resume {id}, or the same command without --limit or --sample; to end the job: batchmill cancel {id}",
+    ),
     PauseReason.BUDGET: (
         "the budget is spent",
         "run the same command with a larger --budget, or `batchmill amend` and `batchmill resume`",
@@ -70,7 +75,7 @@ PAUSES = {
 
 
 def exit_code(view: JobView, *, was_interrupted: bool = False) -> int:
-    """0 all rows ok, 3 some failed, 2 bad input, 1 could not run, 4 paused, 130 interrupted."""
+    """0 all rows ok, or all of a sample; 3 some failed, 2 bad input, 1 could not run, 4 paused, 130 interrupted."""
     match view.state:
         case JobState.COMPLETED:
             return EXIT_ROWS_FAILED if view.rows_failed else EXIT_OK
@@ -80,6 +85,8 @@ def exit_code(view: JobView, *, was_interrupted: bool = False) -> int:
             return EXIT_USAGE  # a job fails only because of its input
     if was_interrupted or view.reason == PauseReason.INTERRUPTED:
         return EXIT_INTERRUPTED
+    if view.reason == PauseReason.SAMPLED:  # as it was asked to do
+        return EXIT_ROWS_FAILED if view.rows_failed > view.rows_rejected else EXIT_OK
     if view.reason == PauseReason.INTERNAL_ERROR:
         return EXIT_FAILED
     if view.reason == PauseReason.ENGINE_FAILED and not view.rows_ok + view.rows_failed - view.rows_rejected:
@@ -135,11 +142,43 @@ def lines(view: JobView) -> list[str]:
     if view.cost is not None:
         texts.append(_line("cost", money(view.cost)))
     texts += [_line("price", price_line) for price_line in prices(view)]
+    texts += [] if view.outlook is None else outlook_lines(view.outlook, view.sample)
     if view.state in (JobState.COMPLETED, JobState.CANCELLED, JobState.EXPIRED):
         texts += [_line("results", clean(_place(view.output), 4096))] if view.output else []
         texts += [_line("errors", clean(view.errors_output, 4096))] if view.errors_output else []
         texts += [_line("note", clean(view.message, 2000))] if view.message else []
     return texts
+
+
+def has_sample(view: JobView) -> bool:
+    """Whether the rows of a sample have run; they may be all rows of the job."""
+    return view.sample is not None and (view.state == JobState.COMPLETED or view.reason == PauseReason.SAMPLED)
+
+
+def outlook_lines(outlook: Outlook, sample: Sample | None) -> list[str]:
+    """What the whole job will have used, as far as a sample tells."""
+    figures = [] if outlook.cost is None else [ranged(outlook.cost, money)]
+    if outlook.input_tokens is not None:
+        figures.append(f"{ranged(outlook.input_tokens, short)} tokens in")
+    if outlook.output_tokens is not None:
+        figures.append(f"{ranged(outlook.output_tokens, short)} out")
+    if outlook.time_s_max is not None:
+        figures.append(f"at most {duration(outlook.time_s_max)}, less if more rows run at once")
+    if not figures:
+        return []
+    kind = "" if sample is None or sample.seed is not None else "; the first rows may differ from the others"
+    return [
+        _line("the whole", f"{count(outlook.rows, 'row')}: {', '.join(figures)}"),
+        _line("", f"by {count(outlook.ran, 'row')} that ran; ranges hold in 8 of 10 cases{kind}"),
+    ]
+
+
+def ranged(figure: EstimateRange | None, show: Callable[[float], str]) -> str:
+    """The middle value, and its range if the bounds look different."""
+    if figure is None:
+        return "unknown"
+    low, mid, high = show(figure.low), show(figure.mid), show(figure.high)
+    return mid if low == high else f"{mid} ({low} to {high})"
 
 
 def _place(output: str) -> str:

@@ -37,6 +37,7 @@ from batchmill.types import (
 from batchmill.wire.bundles import ModelVersion
 from batchmill.wire.input_urls import file_name, is_hub_url, is_input_url, is_web_url
 from batchmill.wire.native import FILES_MAX, FileInfo, NewJob, SealReport, Work
+from batchmill.wire.sampling import sample_of
 
 FRONTEND = "native"
 
@@ -221,6 +222,7 @@ class Orders:
             schema=_schema_of(work),
             model_column=work.model_column,
             adapter_column=work.adapter_column,
+            sample=sample_of(work.limit, work.sample, work.seed),
             constant_prompt=work.allow_constant_prompt,
             policy=Policy(
                 on_invalid=work.on_invalid,

@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from batchmill.dialects.native.orders import Orders, Redactor
-from batchmill.jobs.intake.lengths import learn
+from batchmill.errors import InvalidInput
 from batchmill.jobs.pools.tallies import ModelGauge
 from batchmill.server.operations import Call, Operation, json_reply
 from batchmill.server.replies import run_until_disconnect
@@ -19,6 +19,7 @@ from batchmill.states import JobState
 from batchmill.types import JobOrder, JobQuery, JobView, ModelSpec
 from batchmill.wire.native import Estimated, ModelInfo, ModelList, Planned, PoolInfo
 from batchmill.wire.operations import ESTIMATE, LIST_MODELS, PLAN, VALIDATE
+from batchmill.wire.sampling import sample_of
 
 LEARNED_JOBS_MAX = 200  # newest jobs that are searched for those of the same models
 MISSING = 404
@@ -40,6 +41,10 @@ class Previews:
         )
 
     async def validate(self, call: Call) -> Response:
+        if sample_of(call.body.limit, call.body.sample, call.body.seed) is not None:
+            raise InvalidInput(
+                "limit and sample are for jobs, plans and estimates: all rows are validated", code="invalid_sample"
+            )
         async with self._orders.inputs(call.caller, call.body) as inputs:
             work = self._previews.validate(self._orders.work(call.caller, call.body, inputs))
             report = await self._run(call, work)
@@ -55,8 +60,7 @@ class Previews:
         async with self._orders.inputs(call.caller, call.body) as inputs:
             order = self._orders.work(call.caller, call.body, inputs)
             views = await self._services.jobs.list(call.caller, JobQuery(limit=LEARNED_JOBS_MAX))
-            lengths = learn(views, [model.name for model in order.models])
-            preview = await self._run(call, self._previews.estimate(order, _rate(views, order), lengths))
+            preview = await self._run(call, self._previews.estimate(order, _rate(views, order), views))
         return json_reply(Estimated(self._redactor.report(preview.report), preview.estimate))
 
     @staticmethod

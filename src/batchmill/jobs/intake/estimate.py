@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import random
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,11 +21,13 @@ from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import InvalidRow
 from batchmill.jobs.intake.lengths import AnswerLengths
 from batchmill.jobs.ledger.plan import PlanReader, TargetPlan
+from batchmill.jobs.ledger.sampled_rows import SampledRows, sampled_rows
 from batchmill.types import ModelSpec, Request, Row, Usage
 from batchmill.wire.forms import EMBEDDINGS, RERANK, SCORE, TableForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.json_bytes import decode, encode
 from batchmill.wire.native import Estimate, EstimateRange, ModelEstimate
+from batchmill.wire.sampling import in_words
 
 MESSAGE_TOKENS = 4  # what a chat template puts around a message, about
 ANSWERLESS_URLS = frozenset((EMBEDDINGS, RERANK, SCORE))
@@ -147,6 +150,15 @@ class EstimateOrder(Struct, frozen=True):
     rows_per_s: float | None = None
     lengths: list[AnswerLengths] = []  # of the answers of earlier jobs, by model
 
+    @property
+    def sampled(self) -> SampledRows | None:
+        """The rows that run before all others; None: all run."""
+        plan = PlanReader(Path(self.plan))
+        sample = self.spec.sample
+        if sample is None or sample.rows >= plan.plan.rows:
+            return None
+        return sampled_rows(plan, Path(self.dataset), sample)
+
 
 def estimate_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
     """Offloaded: EstimateOrder in, Estimate out, both as JSON."""
@@ -158,44 +170,50 @@ def estimate(order: EstimateOrder, progress: Callable[[float], None]) -> Estimat
 
     Raises: InputChanged when the rows are not what was sealed.
     """
-    reader = PlanReader(Path(order.plan))
+    reader, only = PlanReader(Path(order.plan)), order.sampled
     rows = open_rows(Path(order.dataset))
     try:
-        samples = list(_samples(order, reader, rows, progress))
+        samples = list(_samples(order, reader, rows, None if only is None else only.positions, progress))
     finally:
         rows.close()
     plan, models = reader.plan, [sample.estimate() for sample in samples]
+    run = plan.leaders if only is None else only.run
     known = [sample for sample in samples if sample.counter is not None]
-    sizes = [target for target in plan.targets if target.input_bytes]
+    sizes = [target for target in plan.targets if target.input_bytes and only is None]
     size = sum(target.input_bytes for target in sizes)
     sampled = sum(len(sample.tokens) for sample in known)
     unlimited = sum(row.is_unlimited for sample in known for row in sample.tokens)
     found = Estimate(
-        rows=plan.rows, run=plan.leaders, folded=plan.followers, rejected=plan.rejected, sampled=sampled,
+        rows=plan.rows if only is None else only.rows, run=run,
+        folded=plan.followers if only is None else only.folded,
+        rejected=plan.rejected if only is None else only.rejected, sampled=sampled,
         input_tokens=_sum([model.input_tokens for model in models], known),
         output_tokens=_sum([model.output_tokens for model in models], known),
         rows_unlimited=unlimited / sampled if sampled else 0.0,
         shared_prefix=sum(target.shared_bytes for target in sizes) / size if size else None,
         cost=_sum([model.cost for model in models], known),
         cost_input=_sum([model.cost_input for model in models], known),
-        time_s=plan.leaders / order.rows_per_s if order.rows_per_s else None,
+        time_s=run / order.rows_per_s if order.rows_per_s else None,
         time_s_min=max(filter(None, map(_time_s_min, samples, models)), default=None),
         models=models, notes=[],
     )  # fmt: skip
     progress(1.0)
-    return msgspec.structs.replace(found, notes=list(_notes(found, samples)))
+    notes = [] if only is None else [f"this is {in_words(only.sample)}, of {plan.rows:,} rows"]
+    return msgspec.structs.replace(found, notes=[*notes, *_notes(found, samples)])
 
 
 class _Sample:
     """Sampled rows of one model, extrapolated to all of its rows."""
 
     def __init__(
-        self, model: ModelSpec, targets: list[TargetPlan], counter: Counter | None, seed: str,
+        self, model: ModelSpec, targets: list[TargetPlan], rows: int, counter: Counter | None, seed: str,
         lengths: AnswerLengths | None,
     ) -> None:  # fmt: skip
+        """Args: rows: those of the targets that run."""
         self.model, self.counter, self.lengths = model, counter, lengths
-        self.rows = sum(target.rows for target in targets)
-        self.input_bytes = sum(target.input_bytes for target in targets)
+        planned = sum(target.rows for target in targets)
+        self.rows = rows
+        self.input_bytes = round(sum(target.input_bytes for target in targets) * rows / planned)
         self.tokens: list[RowTokens] = []
         self.bytes: list[int] = []
         self._random = random.Random(seed)
@@ -272,26 +290,28 @@ class _Sample:
 
 
 def _samples(
-    order: EstimateOrder, reader: PlanReader, rows: DatasetRows, progress: Callable[[float], None]
-) -> Iterator[_Sample]:
-    """A sample for each model that has rows."""
+    order: EstimateOrder, reader: PlanReader, rows: DatasetRows, only: list[int] | None,
+    progress: Callable[[float], None],
+) -> Iterator[_Sample]:  # fmt: skip
+    """A sample for each model that has rows. Args: only: the positions that run, ascending; None: all."""
     lengths = {each.model: each for each in order.lengths}
     plan, lo, done = reader.plan, 0, 0
     share = max(1, SAMPLE_ROWS // max(1, len({target.model for target in plan.targets})))
     for number, model in enumerate(order.spec.models):
         targets = [target for target in plan.targets if target.model == number]
         hi = lo + sum(target.rows for target in targets)
-        if hi == lo:
+        there = range(lo, hi) if only is None else only[bisect_left(only, lo) : bisect_left(only, hi)]
+        lo = hi
+        if not there:
             continue
         counter = None if model.takes_columns else counter_for(model)
-        sample = _Sample(model, targets, counter, f"{plan.sha256}:{number}", lengths.get(model.name))
+        sample = _Sample(model, targets, len(there), counter, f"{plan.sha256}:{number}", lengths.get(model.name))
         if counter is not None:
-            chosen = sorted(random.Random(f"{plan.sha256}:{number}").sample(range(lo, hi), min(share, hi - lo)))
+            chosen = sorted(random.Random(f"{plan.sha256}:{number}").sample(there, min(share, len(there))))
             numbers = [reader.row_numbers(position, position + 1)[0] for position in chosen]
             sample.read(order.spec, rows, numbers)
-        done += hi - lo
-        progress(SAMPLE_SHARE * done / plan.leaders)
-        lo = hi
+        done += len(there)
+        progress(SAMPLE_SHARE * done / (plan.leaders if only is None else len(only)))
         yield sample
 
 
@@ -348,13 +368,18 @@ def _notes(found: Estimate, samples: list[_Sample]) -> Iterator[str]:
 
 def _learned_note(sample: _Sample, lengths: AnswerLengths) -> str:
     """From which jobs the length of answers is known, and how sure that is."""
+    most = "the rows set no limit" if sample.output_max is None else f"the rows allow {sample.output_max:,}"
+    if lengths.is_same:
+        return (
+            f"{lengths.model}: output tokens as in {lengths.rows:,} rows of this work that have run (the newest job: "
+            f"{lengths.jobs[0]}): {lengths.low:,.1f} to {lengths.high:,.1f} tokens a row, in 8 of 10 cases; {most}"
+        )
     jobs = "1 earlier job" if len(lengths.jobs) == 1 else f"{len(lengths.jobs)} earlier jobs"
     sure = (
         f"means of {lengths.low:,.1f} to {lengths.high:,.1f} tokens a row"
         if lengths.is_sure
         else f"{lengths.mid:,.1f} tokens a row; from so few jobs, it may be half or twice as much"
     )
-    most = "the rows set no limit" if sample.output_max is None else f"the rows allow {sample.output_max:,}"
     return (
         f"{lengths.model}: output tokens as in {jobs} of {lengths.rows:,} rows (the newest: {lengths.jobs[0]}): "
         f"{sure}; other prompts have other lengths; {most}"

@@ -1,13 +1,15 @@
-"""How long the answers of a model were in its newest jobs: what an estimate of another job learns from."""
+"""How long the answers of a model were in its newest jobs and samples: what an estimate of a job learns from."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from msgspec import Struct
 
-from batchmill.states import JobState
+from batchmill.states import JobState, PauseReason
 from batchmill.types import JobView
+from batchmill.wire.sampling import SURE
 
 JOBS_MAX = 5  # the newest of a model
 JOBS_SURE = 3  # with fewer, the range is wider than what they show
@@ -24,36 +26,57 @@ class AnswerLengths(Struct, frozen=True):
     low: float
     mid: float
     high: float
+    is_same: bool = False  # the jobs made the same requests as the one that is estimated, or were samples of it
 
     @property
     def is_sure(self) -> bool:
         return len(self.jobs) >= JOBS_SURE
 
 
-def learn(views: Iterable[JobView], models: Iterable[str]) -> list[AnswerLengths]:
-    """The lengths for each model with completed jobs of its own. Args: views: jobs, the newest first."""
-    found: dict[str, list[tuple[str, int, int]]] = {name: [] for name in models}
+class _Answered(Struct, frozen=True):
+    """A job that tells how long answers are."""
+
+    job: str
+    rows: int  # with an answer of their own
+    tokens: int
+    work: str
+
+
+def learn(views: Iterable[JobView], models: Iterable[str], work: str = "") -> list[AnswerLengths]:
+    """The lengths for each model with jobs of its own that completed, or have run their sample.
+
+    Args:
+        views: jobs, the newest first.
+        work: jobs that compute the same, such as a sample of this one, know more than all others.
+    """
+    found: dict[str, list[_Answered]] = {name: [] for name in models}
     for view in views:
-        jobs = found.get(view.model)
-        rows = _rows_answered(view)
-        if jobs is not None and rows and len(jobs) < JOBS_MAX:
-            jobs.append((view.id, rows, view.usage.output_tokens))
-    return [_lengths(name, jobs) for name, jobs in found.items() if jobs]
+        if view.model in found and (rows := _rows_answered(view)):
+            found[view.model].append(_Answered(view.id, rows, view.usage.output_tokens, view.work))
+    return [_lengths(name, jobs, work) for name, jobs in found.items() if jobs]
 
 
 def _rows_answered(view: JobView) -> int:
     """Rows that have an answer of their own; 0 for a job that cannot be learned from, such as one that was retried."""
-    if view.state != JobState.COMPLETED or view.generation or not view.usage.output_tokens:
+    is_sample = view.state == JobState.PAUSED and view.reason == PauseReason.SAMPLED
+    if not (is_sample or view.state == JobState.COMPLETED) or view.generation or not view.usage.output_tokens:
         return 0
-    ran = view.rows - view.rows_rejected - view.rows_folded
     failed = view.rows_failed - view.rows_rejected
+    if is_sample:  # those that share an outcome are counted at the end
+        ran = view.rows_ok + failed - view.rows_reused
+    else:
+        ran = view.rows - view.rows_rejected - view.rows_folded - view.rows_reused
     return ran - failed if failed <= ran * FAILED_SHARE_MAX else 0
 
 
-def _lengths(model: str, jobs: list[tuple[str, int, int]]) -> AnswerLengths:
-    means = [tokens / rows for _, rows, tokens in jobs]
-    rows, tokens = sum(rows for _, rows, _ in jobs), sum(tokens for _, _, tokens in jobs)
-    wider = 1.0 if len(jobs) >= JOBS_SURE else WIDER
-    return AnswerLengths(
-        model, [job for job, _, _ in jobs], rows, min(means) / wider, tokens / rows, max(means) * wider
-    )
+def _lengths(model: str, jobs: list[_Answered], work: str) -> AnswerLengths:
+    same = [job for job in jobs if work and job.work == work]
+    chosen = (same or jobs)[:JOBS_MAX]
+    means = [job.tokens / job.rows for job in chosen]
+    rows, tokens = sum(job.rows for job in chosen), sum(job.tokens for job in chosen)
+    if same:  # other rows are the only difference
+        wider = 1 + SURE / math.sqrt(rows)
+    else:
+        wider = 1.0 if len(chosen) >= JOBS_SURE else WIDER
+    low, high = min(means) / wider, max(means) * wider
+    return AnswerLengths(model, [job.job for job in chosen], rows, low, tokens / rows, high, bool(same))

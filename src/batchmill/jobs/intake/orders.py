@@ -37,7 +37,7 @@ from batchmill.types import (
     Seal,
 )
 from batchmill.types.engine_traits import ENGINES, Source
-from batchmill.wire import forms
+from batchmill.wire import forms, sampling
 from batchmill.wire.forms import (
     ANSWERED_BY,
     CHAT,
@@ -143,6 +143,9 @@ def describe(order: JobOrder, now: float) -> JobSpec:
         _check_part_rows(order.part_rows, order.output)
     check(order.policy, order.models, now)
     _check_replies(order)
+    if order.sample is not None:
+        sampling.check(order.sample)
+    is_command = order.origin is None
     return JobSpec(
         id=job_id,
         dataset=order.dataset,
@@ -153,7 +156,10 @@ def describe(order: JobOrder, now: float) -> JobSpec:
         output=order.output,
         output_format=order.output_format,
         part_rows=order.part_rows,
-        identity=identity(order, form) if order.origin is None else f"only {job_id}",
+        identity=identity(order, form) if is_command else f"only {job_id}",
+        work=work_of(order, form) if is_command or order.sample is not None else "",
+        sample=order.sample,
+        may_overwrite=order.overwrite or order.update,
         code=code_of(order.models, by_frontend=order.origin is not None),
         created=now,
         endpoint=order.endpoint,
@@ -376,6 +382,11 @@ def identity(order: JobOrder, form: Form) -> str:
     return hashlib.sha256(msgspec.json.encode(what, order="deterministic")).hexdigest()
 
 
+def work_of(order: JobOrder, form: Form) -> str:
+    """As `identity`, wherever the results go."""
+    return identity(replace(order, output=None, part_rows=None), form)
+
+
 def _computed(model: ModelSpec) -> list[object]:
     parts: list[object] = [model.name, model.engine, model.source, model.adapters, model.base_url]
     if model.function is not None:
@@ -421,6 +432,15 @@ def same_input(spec: JobSpec, files: JobFiles) -> bool:
     return sealing.digest(spec.dataset.paths) == sealed.digest
 
 
+def is_sample(record: sa.RowMapping) -> bool:
+    """Whether a job rests at, or in, its sample: until it goes on, others may write to its output."""
+    if record["state"] != JobState.PAUSED or record["cancelling"] is not None:
+        return False
+    done = record["rows_ok"] + record["rows_failed"] + record["rows_folded"]
+    is_whole = record["rows"] > 0 and done >= record["rows"]
+    return not is_whole and read_spec(record["spec"]).sample is not None
+
+
 def refuse_shared_output(spec: JobSpec, records: Sequence[sa.RowMapping], finished: float | None = None) -> None:
     """Two jobs never write to one file. `finished` is when this job published; who published later owns the file.
 
@@ -431,7 +451,7 @@ def refuse_shared_output(spec: JobSpec, records: Sequence[sa.RowMapping], finish
     mine = set(outputs(spec.output, spec.form))
     for record in records:
         other, state = read_spec(record["spec"]), JobState(record["state"])
-        if other.id == spec.id or other.output is None:
+        if other.id == spec.id or other.output is None or is_sample(record):
             continue
         shared = sorted(mine.intersection(outputs(other.output, other.form)))
         if not shared:

@@ -17,14 +17,15 @@ import msgspec
 from batchmill.children.offload import Offload, offload
 from batchmill.jobs.intake import PREPARE, fetching, orders, routing
 from batchmill.jobs.intake.estimate import EstimateOrder
-from batchmill.jobs.intake.lengths import AnswerLengths
+from batchmill.jobs.intake.lengths import learn
 from batchmill.jobs.intake.node_sealing import NodeSealing, warn_of
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, reuses
-from batchmill.jobs.ledger.plan import explain
+from batchmill.jobs.ledger.plan import PlanReader, explain
+from batchmill.jobs.ledger.sampled_rows import sampled_rows
 from batchmill.store.disk_room import DiskQuota, preparing
-from batchmill.types import JobOrder
+from batchmill.types import JobOrder, JobView
 from batchmill.wire.job_spec import JobSpec
-from batchmill.wire.native import Estimate, Explanation, SealReport
+from batchmill.wire.native import Estimate, Explanation, PlanSample, SealReport
 
 Progress = Callable[[float], None]
 CountReused = Callable[[JobSpec, str, str], Awaitable[int]]  # `ports.Jobs.count_reused`
@@ -121,7 +122,11 @@ async def plan(
         explained = explain(prepared.plan, [model.name for model in spec.models])
         notes = [*_unfetched(prepared.report), *routing.sentences(spec)]
         reused = await _reused(spec, home, count_reused)
-        return prepared.report, msgspec.structs.replace(explained, notes=notes, reused=reused)
+        sample = None
+        if spec.sample is not None and spec.sample.rows < prepared.plan.rows:
+            found = await asyncio.to_thread(sampled_rows, PlanReader(home / "plan"), home / "dataset", spec.sample)
+            sample = PlanSample(found.rows, found.run, found.folded, found.rejected, found.shards, spec.sample.seed)
+        return prepared.report, msgspec.structs.replace(explained, notes=notes, sample=sample, reused=reused)
 
 
 async def estimate(
@@ -131,17 +136,18 @@ async def estimate(
     rows_per_s: float | None,
     disk_quota: DiskQuota | None = None,
     *,
-    lengths: Sequence[AnswerLengths] = (),
+    jobs: Sequence[JobView] = (),
     count_reused: CountReused,
 ) -> tuple[SealReport, Estimate | None]:
     """Estimate tokens, cost and, at the rate given, time. The estimate is None where the dataset was refused.
 
-    Args: lengths: of the answers of earlier jobs.
+    Args: jobs: earlier ones, the newest first, which tell how long answers are.
     """
     async with _prepared(order, data_dir, progress, disk_quota) as (spec, home, prepared):
         if prepared.plan is None:
             return prepared.report, None
-        request = EstimateOrder(spec, str(home / "dataset"), str(home / "plan"), rows_per_s, list(lengths))
+        lengths = learn(jobs, [model.name for model in spec.models], spec.work)
+        request = EstimateOrder(spec, str(home / "dataset"), str(home / "plan"), rows_per_s, lengths)
         answer = await offload(
             "batchmill.jobs.intake.estimate:estimate_offloaded",
             msgspec.json.encode(request),

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from batchmill.errors import Conflict, UnknownName
 from batchmill.jobs.ledger import snapshot
-from batchmill.jobs.ledger.files import result_exists
+from batchmill.jobs.ledger.files import read_spec, result_exists
 from batchmill.states import ENDED, JobState, PauseReason
 from batchmill.store import removals
 from batchmill.store.quotas import refuse_beyond
@@ -189,6 +189,16 @@ def columns_of(spec: JobSpec) -> dict[str, object]:
         "priority": spec.policy.priority,
         "deadline": spec.policy.deadline,
     }
+
+
+def samples_at_rest(db: sa.Connection) -> Sequence[sa.RowMapping]:
+    """The paused jobs of commands that began with a sample, the newest first."""
+    query = (
+        sa.select(*_listed)
+        .where(jobs.c.state == JobState.PAUSED, jobs.c.frontend.is_(None), jobs.c.cancelling.is_(None))
+        .order_by(jobs.c.created.desc())
+    )
+    return [record for record in db.execute(query).mappings() if read_spec(record["spec"]).sample is not None]
 
 
 def finished_lately(db: sa.Connection, count: int) -> Sequence[tuple[bytes, int, float]]:

@@ -17,6 +17,7 @@ from batchmill.jobs.ledger import outcome_map
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.core_task import CoreTask
 from batchmill.jobs.ledger.ledger import LeasedShard, ShardNote, Verdict
+from batchmill.jobs.ledger.sampled_rows import bitmaps
 from batchmill.jobs.pools import scheduler
 from batchmill.jobs.pools.job_run import JobRun
 from batchmill.jobs.pools.live import LivePath
@@ -200,7 +201,8 @@ class Dispatcher:
                 worker.close(job_id)
                 worker.revoked.add(job_id)
                 worker.handle.send(Revoke(job_id, is_over))
-            if run.spec.is_small and not run.rows_left and not any(model.is_handed_over for model in run.spec.models):
+            is_all = not (run.rows_left or run.is_sample)
+            if run.spec.is_small and is_all and not any(model.is_handed_over for model in run.spec.models):
                 return  # every row is counted: nothing is in flight
             if not at_once:
                 await self._wait_released(job_id, RELEASE_S)
@@ -299,10 +301,12 @@ class Dispatcher:
 
     async def _catch_up(self, run: JobRun) -> None:
         """Count rows in flight that were committed after their job had been removed."""
+        read, ledger, key = self._commit_log.call_reader, self._commit_log.ledger, (run.spec.id, run.generation)
         try:
-            run.catch_up(
-                await self._commit_log.call_reader(self._commit_log.ledger.progress, run.spec.id, run.generation)
-            )
+            if run.is_sample:
+                run.catch_up_sample(await read(bitmaps, ledger, *key, run.sampled_shards))
+            else:
+                run.catch_up(await read(ledger.progress, *key))
         except BatchmillError as error:
             run.pause(error)
 

@@ -12,6 +12,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from batchmill.errors import JobPaused
+from batchmill.jobs.ledger.counting import mask_of
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.ledger import LeasedShard, undone
 from batchmill.jobs.ledger.plan import PlanReader
@@ -215,9 +216,33 @@ class JobRun:
         self._row_deaths: dict[int, int] = {}  # position -> workers that died while it ran alone
         self._given_up: set[int] = set()  # positions that were: after each the rows of its shard ran together again
         self.suspects = 0  # times that a worker died while a row ran alone
-        self.rows_left = plan.leaders
+        self._wanted: dict[int, int] | None = None  # of a sample: shard -> a bit for each open position that it runs
+        self.rows_total = self.rows_left = plan.leaders
         self.cost = 0.0
         self.job_budget: JobBudget | None = None  # set by `check_budget` if the job has a budget
+
+    def load_sample(self, wanted: dict[int, int], rows_done: int) -> None:
+        """Make some rows ready, and no others: shard -> a bit for each of its open positions.
+
+        Args: rows_done: of all shards.
+        """
+        self._wanted = {number: bits for number, bits in wanted.items() if bits}
+        self.rows_left = 0
+        for number, bits in sorted(self._wanted.items()):
+            shard = self._planned[number]
+            self._load_one(shard, shard.hi - shard.lo - bits.bit_count())  # the others count as done
+        self.rows_total = rows_done + self.rows_left
+        self._end_if_complete()
+
+    @property
+    def is_sample(self) -> bool:
+        """Whether other rows than those of this run are left."""
+        return self._wanted is not None
+
+    @property
+    def sampled_shards(self) -> list[int]:
+        """The shards that `load_sample` was given."""
+        return sorted(self._wanted or ())
 
     def load(self, done: dict[int, int], only: frozenset[int] | None = None) -> None:
         """Make the shards ready, given how many rows of each are done. `only`: of these shards, those of providers."""
@@ -280,6 +305,20 @@ class JobRun:
 
     def _set_finished(self, number: int) -> None:
         self._finished[number >> 3] |= 1 << (number & 7)
+
+    def catch_up_sample(self, done: dict[int, int]) -> None:
+        """As `catch_up`: shard -> which of its positions are done."""
+        for number, bits in done.items():
+            self._advance_wanted(number, bits)
+        self._end_if_complete()
+
+    def _advance_wanted(self, number: int, done: int) -> None:
+        """Count the rows of a sample among these positions of a shard."""
+        assert self._wanted is not None
+        fresh = self._wanted.get(number, 0) & done
+        if fresh:
+            self._wanted[number] ^= fresh
+            self._advance(number, fresh.bit_count())
 
     def catch_up(self, done: dict[int, int]) -> None:
         """Count rows that the ledger counted without a report to this run: shard -> rows done there now."""
@@ -377,7 +416,9 @@ class JobRun:
             self._started_at = self.progressed_at = self._clock.monotonic()
             self.rates.start()
         self._held[shard.number].epoch = leased.lease.epoch
-        left = undone(leased.bitmap, shard.hi - shard.lo)
+        n = shard.hi - shard.lo
+        out = 0 if self._wanted is None else ((1 << n) - 1) ^ self._wanted[shard.number]
+        left = undone(leased.bitmap | out, n)
         numbers = self.plan.row_numbers(shard.lo, shard.hi)
         isolated = self._is_isolated(shard)
         base = {
@@ -419,7 +460,10 @@ class JobRun:
             hook(commit)
         if self._has_open_rows(number):
             self._row_costs[self._shards[number].model].add(rows, commit.usage)
-            self._advance(number, rows)
+            if self._wanted is None:
+                self._advance(number, rows)
+            else:  # a worker may still have rows that an earlier run had granted
+                self._advance_wanted(number, mask_of(commit.done))
         self._end_if_complete()
 
     def _advance(self, number: int, rows: int) -> None:
@@ -542,7 +586,7 @@ class JobRun:
             self.job_budget = JobBudget(self.spec.id, budget, self.cost)
         self.job_budget.amend(budget)
         if self.cost >= budget or self.job_budget.needs:
-            text = self.job_budget.refusal(rows=self.plan.leaders, rows_left=self.rows_left)
+            text = self.job_budget.refusal(rows=self.rows_total, rows_left=self.rows_left)
             self.pause(JobPaused(text, reason=PauseReason.BUDGET))
 
     def _end_if_complete(self) -> None:

@@ -24,6 +24,7 @@ from batchmill.optional import require
 from batchmill.ports import SegmentSource
 from batchmill.types import OutputSchema
 from batchmill.wire.forms import Form
+from batchmill.wire.sampling import rows_of
 
 INDEX_SHARE = 0.3  # of the progress
 OTHER = "other"
@@ -131,13 +132,18 @@ def gather(order: GatherOrder, progress: Progress) -> Manifest:
     )  # fmt: skip
 
 
-def open_index(order: GatherOrder, progress: Progress, *, partial: bool = False) -> tuple[Index, Windows]:
-    """Where the outcomes are, and the rows with them. Raises: LedgerBroken, InputChanged."""
+def open_index(
+    order: GatherOrder, progress: Progress, *, partial: bool = False, rows: range | None = None
+) -> tuple[Index, Windows]:
+    """Where the outcomes are, and the rows with them. Raises: LedgerBroken, InputChanged.
+
+    Args: rows: those of the windows; None: all.
+    """
     if load_seal(Path(order.dataset)).is_columnar:
         open_columns = require("batchmill.jobs.results.column_windows:open_columns", "results of Parquet")
-        return open_columns(order, progress, partial=partial)
+        return open_columns(order, progress, partial=partial, rows=rows)
     index = RowIndex(order, progress)
-    return index, RowWindows(order, index, partial=partial)
+    return index, RowWindows(order, index, partial=partial, rows=rows)
 
 
 def partial(order: GatherOrder, out: BinaryIO, errors: BinaryIO | None = None) -> int:
@@ -145,13 +151,17 @@ def partial(order: GatherOrder, out: BinaryIO, errors: BinaryIO | None = None) -
 
     Rows that failed go to `errors`, or among the others if there is no such file.
     """
-    index, windows = open_index(order, lambda _: None, partial=True)
+    wanted = None if order.sample is None else rows_of(order.sample, load_seal(Path(order.dataset)).rows)
+    index, windows = open_index(order, lambda _: None, partial=True, rows=None if wanted is None else _spanned(wanted))
+    chosen = None if wanted is None or isinstance(wanted, range) else frozenset(wanted)
     rows = 0
     try:
         for window in windows:
-            rows += len(window.lines)
             failed = set(window.failed)
             for at, (number, line) in enumerate(zip(window.numbers, window.lines, strict=True)):
+                if chosen is not None and number not in chosen:
+                    continue
+                rows += 1
                 if order.is_numbered:
                     line = b"%d\t%s" % (number, line)
                 (errors if errors is not None and at in failed else out).write(line)
@@ -159,6 +169,11 @@ def partial(order: GatherOrder, out: BinaryIO, errors: BinaryIO | None = None) -
         windows.close()
         index.segments.close()
     return rows
+
+
+def _spanned(numbers: Sequence[int]) -> range:
+    """From the first to the last of some numbers, which ascend."""
+    return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
 
 
 def partial_offloaded(order: bytes, progress: Progress) -> bytes:

@@ -23,7 +23,7 @@ from batchmill.jobs.results.results import GatherOrder, Manifest, can_stream, ou
 from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.object_store.urls import is_object_url
 from batchmill.store.segments.blocks import open_segments
-from batchmill.types import Commit, RowError, SegmentPlace, SegmentRef
+from batchmill.types import Commit, RowError, Sample, SegmentPlace, SegmentRef
 from batchmill.wire.job_spec import JobSpec
 
 GATHER = "batchmill.jobs.results.gathering:gather_offloaded"
@@ -155,16 +155,18 @@ def output_of(spec: JobSpec, files: JobFiles) -> Path:
 
 
 async def write_partial(
-    spec: JobSpec, files: JobFiles, segments: SegmentPlace, committed: Committed, offload: Offload, is_numbered: bool
-) -> str:
+    spec: JobSpec, files: JobFiles, segments: SegmentPlace, committed: Committed, offload: Offload,
+    *, is_numbered: bool = False, sample: Sample | None = None,
+) -> str:  # fmt: skip
     """Gather the rows counted so far into a new file; return its path. Args: as `ports.Jobs.partial`."""
     path = files.partial(f"{uuid.uuid4().hex}.jsonl")
     path.parent.mkdir(mode=0o700, exist_ok=True)
     if not any(files.home.glob("plan-*/plan.json")):  # no row has run
         await asyncio.to_thread(path.touch, 0o600)
         return str(path)
-    gathering = msgspec.structs.replace(gather_order(spec, files, segments, committed, path), is_numbered=is_numbered)
-    order = msgspec.json.encode(gathering)
+    gathered = gather_order(spec, files, segments, committed, path)
+    gathered = msgspec.structs.replace(gathered, is_numbered=is_numbered, sample=sample)
+    order = msgspec.json.encode(gathered)
     try:
         await offload(GATHER_PARTIAL, order, lambda _: None, project=spec.project, stores=spec.uses_stores)
     except BaseException:

@@ -18,7 +18,7 @@ from batchmill.jobs.ledger.files import is_folder
 from batchmill.jobs.ledger.plan import Plan
 from batchmill.jobs.results.output_folders import check_folder
 from batchmill.object_store.urls import is_object_url, parse_url
-from batchmill.types import RowError, SegmentPlace, SegmentRef
+from batchmill.types import RowError, Sample, SegmentPlace, SegmentRef
 from batchmill.wire.forms import Form
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".parquet": "parquet"}
@@ -42,6 +42,7 @@ class GatherOrder(Struct, frozen=True):
     unrun: RowError | None = None  # what rows that never ran get; None: every row must have its outcome
     piece_rows: int = PIECE_ROWS  # of a job with more, what is known of each row is in files, not in memory
     moved: dict[str, str] = {}  # files of the dataset, or folders of them, that lie elsewhere here
+    sample: Sample | None = None  # of incomplete results: only its rows
 
 
 class Learned(Struct, frozen=True):
