@@ -23,6 +23,7 @@ from batchmill.models.registry import ModelFlags, checked_budget
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, OutputSchema, Policy, PromptTemplate, ReplyRules
 from batchmill.wire.input_urls import is_web_url
 from batchmill.wire.native import Name, NewJob
+from batchmill.wire.sampling import sample_of
 
 Model = str | Callable[..., Any] | type
 FLAGS = {each.name for each in fields(ModelFlags)}
@@ -74,6 +75,11 @@ def checked(options: Mapping[str, Any]) -> Keywords:
     if "output" in given and given["output"] is not None:
         given["output"] = os.fspath(given["output"])
     job = described(NewJob, ["checked"], given)
+    if sample_of(job.limit, job.sample, job.seed) is not None:
+        raise InvalidInput(
+            "limit and sample are for commands and servers: here, pass fewer rows, such as data.head(20) of a frame",
+            code="invalid_sample",
+        )
     if job.deadline is not None and job.completion_s is not None:
         raise InvalidInput("deadline and completion_s both set the deadline: leave one of them out")
     return Keywords(job, models, flags, **switches)
