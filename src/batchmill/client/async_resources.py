@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from batchmill.client import calls
+from batchmill.client.frame_shapes import (
+    FrameShape,
+    failures_of,
+    is_parquet,
+    read_results,
+    table_of,
+    to_pandas,
+    to_polars,
+    with_types,
+)
 from batchmill.client.inputs import alias_of, is_past, part_of, refuse_unreadable
 from batchmill.client.pairs import run_in_thread
+from batchmill.client.progress import Progress, as_html
 from batchmill.client.streams import FileContent, JsonLines, Lines, Views
 from batchmill.types import JobView, LedgerReport, RemoteJob, RetryChange, Wait
 from batchmill.wire.native import (
@@ -27,6 +40,10 @@ from batchmill.wire.native_models import LIMIT_DEFAULT, LogPage, LogQuery
 from batchmill.wire.result_rows import RowPicker, RowShape, added_by, number_in
 
 if TYPE_CHECKING:
+    import pandas
+    import polars
+    import pyarrow
+
     from batchmill.client.asynchronous import AsyncClient
 
 
@@ -42,6 +59,7 @@ class AsyncJob:
     def __init__(self, client: AsyncClient, view: JobView) -> None:
         self._client = client
         self.view = view
+        self.shape = FrameShape()  # of the frame that its rows came from
 
     @property
     def id(self) -> str:
@@ -73,6 +91,43 @@ class AsyncJob:
                 if is_past(until, time.monotonic(), view):
                     raise TimeoutError(f"the job {self.id} is {view.state} after {timeout_s:g} s")
         return self.view
+
+    async def show_progress(self, progress: Progress) -> JobView:
+        """As `wait`, and show each view."""
+        try:
+            async with aclosing(self.watch()) as views:
+                async for view in views:
+                    progress.show(view)
+        finally:
+            progress.close()
+        return self.view
+
+    async def to_arrow(self) -> pyarrow.Table:
+        """All rows of a job that has ended, in the order of the input; of OpenAI rows as `rows`."""
+        with tempfile.TemporaryDirectory(prefix="batchmill-results-") as folder:
+            path = Path(folder, "results")
+            if (await self.refresh()).output is not None:
+                await self.download(path)
+            if is_parquet(path):
+                table = await run_in_thread(read_results, path)
+            else:
+                table = table_of([row async for row in self.rows()])
+        return with_types(table, self.shape)
+
+    async def to_pandas(self) -> pandas.DataFrame:
+        """As `to_arrow`; with the index, labels and types of the frame that was given to `run`."""
+        return to_pandas(await self.to_arrow(), self.shape)
+
+    async def to_polars(self) -> polars.DataFrame:
+        """As `to_arrow`."""
+        return to_polars(await self.to_arrow(), self.shape)
+
+    async def failures(self) -> Any:
+        """The rows that failed: a frame of the library of the data, or of Arrow."""
+        return failures_of(await self.to_arrow(), self.shape)
+
+    def _repr_html_(self) -> str:
+        return as_html(self.view)
 
     def results(self) -> AsyncIterator[dict[str, Any]]:
         """The lines of the result file of a job that has ended, as objects."""

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from msgspec import Struct
 
 from batchmill.errors import InvalidInput
 from batchmill.optional import require
-from batchmill.wire.forms import ERROR
+from batchmill.wire.forms import ERROR, OUTPUT
 
 if TYPE_CHECKING:
     import pandas
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 PANDAS, POLARS = "pandas", "polars"
+MAGIC = b"PAR1"  # a Parquet file begins so
 PURPOSE = "results as a frame"
 
 
@@ -42,6 +45,28 @@ def read_results(path: str | os.PathLike[str]) -> pyarrow.Table:
             return file.read()
     except (arrow.ArrowException, OSError) as error:
         raise InvalidInput(f"the results in {os.fspath(path)} cannot be read: {error}", code="no_file") from None
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether there is a Parquet file."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> pyarrow.Table:
+    """Rows as a table. Answers that have no common type are JSON text."""
+    arrow = _arrow()
+    try:
+        return arrow.Table.from_pylist(rows)
+    except (arrow.ArrowException, TypeError):
+        texts = [{**row, OUTPUT: _as_text(row.get(OUTPUT))} for row in rows]
+        return arrow.Table.from_pylist(texts)
+
+
+def _as_text(value: Any) -> str | None:
+    return value if value is None or isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
 def with_types(table: pyarrow.Table, shape: FrameShape) -> pyarrow.Table:
@@ -73,6 +98,14 @@ def failed_rows(table: pyarrow.Table) -> tuple[pyarrow.Table, list[int]]:
         return table.slice(0, 0), []
     numbers = compute.indices_nonzero(compute.is_valid(table.column(ERROR)))
     return table.take(numbers), numbers.to_pylist()
+
+
+def failures_of(table: pyarrow.Table, shape: FrameShape) -> Any:
+    """The rows that failed, as a frame of the library of the shape."""
+    failed, numbers = failed_rows(table)
+    if shape.library == PANDAS:
+        return to_pandas(failed, shape, numbers)
+    return to_polars(failed, shape) if shape.library == POLARS else failed
 
 
 def to_pandas(table: pyarrow.Table, shape: FrameShape, rows: Sequence[int] | None = None) -> pandas.DataFrame:

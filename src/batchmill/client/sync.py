@@ -6,12 +6,15 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, Unpack
 
 from batchmill.client import calls, llm_calls
 from batchmill.client.calls import typed_request
+from batchmill.client.frames import is_data, write_data
 from batchmill.client.inputs import (
     DeployOptions,
     JobOptions,
@@ -30,6 +33,7 @@ from batchmill.client.inputs import (
     size_of,
     sources_of,
 )
+from batchmill.client.job_ends import check_ended
 from batchmill.client.messages import (
     ATTEMPTS_MAX,
     TIMEOUT_S,
@@ -43,7 +47,8 @@ from batchmill.client.messages import (
     unreachable,
     value_of,
 )
-from batchmill.client.pairs import load_transport, sleep
+from batchmill.client.pairs import load_transport, run_here, sleep
+from batchmill.client.progress import progress_of
 from batchmill.client.streams import FileContent, Stream, refusal
 from batchmill.client.sync_resources import Job, Model
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
@@ -129,6 +134,35 @@ class Client:
                 self.discard(uploaded)
             raise
         return Job(self, accepted.job)
+
+    def run(self, data: Any, *, wait: bool = True, progress: bool | None = None, **options: Unpack[JobOptions]) -> Job:
+        """Run every row of some data: as `batchmill.run`, at the server.
+
+        Args:
+            data: what `submit` takes, or data in memory: a frame or table, a dict of columns, an iterable of rows.
+                It is uploaded as Parquet, rows as JSON lines.
+            wait: until the job is paused or has ended.
+            progress: show a bar; None: in a notebook and on a terminal.
+            options: as for `submit`. Results of tables are Parquet.
+
+        Raises: as `submit`; JobPaused, InvalidDataset.
+        """
+        described(NewJob, ["checked before anything is sent"], options)
+        if not is_data(data):
+            job = self.submit(data, **options)
+        else:
+            with tempfile.TemporaryDirectory(prefix="batchmill-upload-") as folder:
+                path = Path(folder, "data")
+                written = run_here(write_data, data, path)
+                source = path.rename(path.with_suffix(written.suffix))
+                if written.shape is not None and options.get("output") is None:
+                    options.setdefault("output_format", "parquet")
+                job = self.submit(source, **options)
+                job.shape = written.shape or job.shape
+        if wait:
+            job.show_progress(progress_of(progress))
+            check_ended(job.view, "resume() continues it")
+        return job
 
     def job(self, job_id: str) -> Job:
         """An existing job. Raises: UnknownName."""

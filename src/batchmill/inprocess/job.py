@@ -14,21 +14,20 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from batchmill.cli.clients import OwnerJobs
 from batchmill.client.frame_shapes import (
-    PANDAS,
-    POLARS,
     FrameShape,
-    failed_rows,
+    failures_of,
     to_pandas,
     to_polars,
     with_types,
 )
+from batchmill.client.job_ends import check_ended
 from batchmill.client.progress import Progress, as_html, figures, progress_of
 from batchmill.config import Config
-from batchmill.errors import InvalidDataset, InvalidTransition, JobPaused
+from batchmill.errors import InvalidTransition, JobPaused
 from batchmill.inprocess.background import Background, background, keep_collecting
 from batchmill.inprocess.orders import Keywords, make_order
 from batchmill.inprocess.results import read_table, refuse_unfinished, row_of, spooled
-from batchmill.states import JobState, PauseReason
+from batchmill.states import JobState
 from batchmill.types import JobView, RetryChange, Submitted
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ T = TypeVar("T")
 VIEW_S = 0.2  # between two looks at a job while something waits for it
 GATHER_SHARE = 4  # finished rows are gathered in at most a fifth of the time
 ROWS_AT_ONCE = 1000
-PROBLEMS_SHOWN = 5
 
 
 class Job:
@@ -189,15 +187,7 @@ class Job:
             self._running.result()
         except CancelledError:
             raise JobPaused(f"the job {self.id} was stopped; the same call resumes it") from None
-        view = self._view
-        if view.state == JobState.FAILED:
-            places = [f"row {each.line}: {each.code}: {each.message}" for each in view.problems[:PROBLEMS_SHOWN]]
-            raise InvalidDataset("\n".join([view.message or "the dataset was refused", *places]))
-        if view.state == JobState.PAUSED:
-            reason = PauseReason(view.reason) if view.reason in list(PauseReason) else None
-            raise JobPaused(
-                f"the job {view.id} is paused ({view.reason}): {view.message}; the same call resumes it", reason=reason
-            )
+        check_ended(self._view, "the same call resumes it")
         return self
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -298,11 +288,7 @@ class Job:
 
     def failures(self) -> Any:
         """The rows that failed, with the cause in `error`: a frame of the library of the data, or of Arrow."""
-        table, numbers = failed_rows(self._results())
-        shape = self._shape or FrameShape()
-        if shape.library == PANDAS:
-            return to_pandas(table, shape, numbers)
-        return to_polars(table, shape) if shape.library == POLARS else table
+        return failures_of(self._results(), self._shape or FrameShape())
 
     def _results(self) -> pyarrow.Table:
         if self._table is None:
