@@ -146,7 +146,7 @@ def test_results_of_a_sample_in_a_pipe(commands):
 def test_an_estimate_learns_from_a_sample(commands):
     """`plan` and `estimate` say what a sample would run; after it, an estimate knows how long answers are."""
     planned = commands.call("plan", "--sample", "6")
-    assert "first 6 rows drawn at random (seed 0): 6 run" in planned.output, planned.output
+    assert "sample: 6 rows drawn at random (seed 0): 6 run" in planned.output, planned.output
     before = commands.json("estimate", "--limit", "4")[-1]
     assert (before["estimate"]["rows"], before["estimate"]["run"]) == (4, 4)
     assert any("the first 4 rows, of 40 rows" in note for note in before["estimate"]["notes"])

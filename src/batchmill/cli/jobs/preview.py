@@ -180,7 +180,7 @@ def plan_lines(plan: Explanation) -> list[str]:
 
 def _first(sample: PlanSample) -> str:
     """What `run` does before it pauses."""
-    text = f"first {in_words(Sample(sample.rows, sample.seed))}: {count(sample.run)} run"
+    text = f"sample: {in_words(Sample(sample.rows, sample.seed))}: {count(sample.run)} run"
     text += f", {count(sample.folded)} folded into identical ones" if sample.folded else ""
     text += f", {count(sample.rejected)} refused" if sample.rejected else ""
     return f"{text}, in {count(sample.shards, 'shard')}; then the job pauses"

@@ -215,6 +215,8 @@ def pause_lines(view: JobView) -> list[str]:
     """Why a job stopped and how to continue it."""
     pause = PAUSES.get(PauseReason(view.reason)) if view.reason in list(PauseReason) else None
     reason, remedy = pause or (clean(view.reason or view.state), RESUME)
+    if view.reason == PauseReason.SAMPLED and view.origin is not None:  # a server runs the same command anew
+        remedy = "batchmill resume {id}, then batchmill results {id}; to end the job: batchmill cancel {id}"
     message = "" if view.reason == PauseReason.REQUESTED else clean(view.message, 2000, lines=True)
     if not message.startswith(reason):  # many messages begin with the reason
         message = f"{reason}: {message}" if message else reason
