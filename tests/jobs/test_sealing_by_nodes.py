@@ -271,6 +271,7 @@ WRONG: dict[str, Change] = {
     "blocks": first(block_rows=0),
     "checksums": first(checksums=b""),
     "ids": first(ids=b""),
+    "requests": first(requests=b"digest"),
     "offsets": first(offsets=lambda chunk: chunk.offsets[-8:] * chunk.rows if chunk.rows > 1 else U64 * chunk.rows),
     "far offsets": first(offsets=lambda chunk: chunk.offsets[:-8] + U64),
     "target": first(keys=lambda chunk: (chunk.keys[0][:-2] + U16, *chunk.keys[1:])),
