@@ -5,6 +5,7 @@ import json
 import pytest
 
 from batchmill.datasets.conversion import Converted
+from batchmill.datasets.line_pieces import ADDED_BYTES_MAX
 from batchmill.datasets.templates import renderer as templates
 from batchmill.datasets.templates.renderer import TemplateRenderer
 from batchmill.errors import InvalidDataset
@@ -154,7 +155,7 @@ def test_a_line_that_is_too_long_is_no_row(monkeypatch):
     """It has a fault, or goes through in pieces if it does not end; the next line is a row again."""
     long = json.dumps({"q": "x" * LINE_BYTES_MAX}).encode()
     assert FAULT in json.loads(rendered("{{ q }}", long + b"\n"))
-    endless = b"y" * (templates.JSON_BYTES_MAX + LINE_BYTES_MAX + 1)
+    endless = b"y" * (ADDED_BYTES_MAX + LINE_BYTES_MAX + 1)
     whole = rendered("{{ q }}", endless, b"y" * 99, b'y\n{"q":1}\n')
     assert whole == endless + b"y" * 100 + b'\n{"q":1,"\\u0000prompt":"1"}\n'
 

@@ -18,7 +18,7 @@ from fakes.openai_service import Answer, OpenAIService, refusal
 
 from batchmill.cli import session as cli_session
 from batchmill.states import PauseReason
-from batchmill.wire.rendered_rows import TEMPLATE_FAULTS
+from batchmill.wire.rendered_rows import ROW_FAULTS
 
 ROOT = Path(__file__).parents[2]
 FAKE_ENGINE = ROOT / "tests" / "fakes" / "engine_server.py"
@@ -35,6 +35,7 @@ TASK_PAGES = [
     "docs/functions.md",
     "docs/use-a-language-model.md",
     "docs/prompt-templates.md",
+    "docs/media.md",
     "docs/adapters.md",
     "docs/deploy-a-language-model.md",
     "docs/use-a-remote-service.md",
@@ -201,7 +202,7 @@ def test_every_code_of_validation_is_explained():
     """The page on what goes wrong names the codes that validation uses: all of them, and no other."""
     found = codes_of(ROOT / "src" / "batchmill" / "datasets")
     found |= {"missing_prompt", "missing_column"}  # of wire.forms, for a row of a table
-    found |= {*TEMPLATE_FAULTS, "invalid_template"}  # of datasets.templates
+    found |= {*ROW_FAULTS, "invalid_template"}  # of datasets.templates and datasets.media
     found.add("missing_dependency")  # of batchmill.optional
     found.add("too_many_objects")  # of object_store.store, for a folder or a glob
     assert sorted(table_of("docs/when-it-goes-wrong.md", "Codes of validation")) == sorted(found)

@@ -37,6 +37,7 @@ from batchmill.types import (
     Submitted,
 )
 from batchmill.wire.input_urls import is_input_url
+from batchmill.wire.media import KINDS
 from batchmill.wire.native import DeployReply, Estimate, Explanation, FileInfo, ModelInfo, SealReport
 
 FULL_ID = re.compile(r"job_[0-9a-f]{20}")
@@ -221,6 +222,7 @@ def work_of(order: JobOrder) -> dict[str, Any]:
         "deadline": order.policy.deadline,
         "allow_constant_prompt": order.constant_prompt, "model_column": order.model_column,
         "adapter_column": order.adapter_column,
+        **{f"{kind}_columns": [each.column for each in order.media if each.kind == kind] for kind in KINDS},
     } | _schema_fields(order.schema) | _sample_fields(order.sample)  # fmt: skip
 
 

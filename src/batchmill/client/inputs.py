@@ -205,6 +205,9 @@ class RowOptions(TypedDict, total=False):
     schema: dict[str, Any] | type | str | None  # a JSON Schema, or what `schemas.schema_of` makes one of
     schema_attempts: int  # how often an answer that does not fit is asked for again
     field_prefix: str  # of the columns that the fields of the schema become
+    image_columns: list[str]  # whose cells, https:// or data: URLs or bytes of Parquet, go with the prompt
+    audio_columns: list[str]
+    document_columns: list[str]
     model_column: str | None  # names the model of each row of a table; an empty cell: the first
     adapter_column: str | None  # names the adapter of each row; an empty cell: none
     allow_constant_prompt: bool  # a prompt may name no column: every row makes the same request

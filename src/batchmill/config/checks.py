@@ -49,6 +49,8 @@ LIMITS_MAX = {
     "unpacked_bytes_max": 2**50,
     "unpacked_ratio_max": 10**9,
     "download_bytes_max": 2**50,
+    "media_bytes_max": 2**30,
+    "media_row_bytes_max": 2**30,
     "requests_per_minute": 10**9,
     "tokens_per_minute": 10**12,
     "in_flight_max": 100_000,

@@ -11,6 +11,8 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | limits.unpacked_bytes_max    | what a dataset may come to when it is unpacked and converted, in bytes    |
 | limits.unpacked_ratio_max    | the same for each byte of its files, beyond the first GiB                 |
 | limits.download_bytes_max    | what the inputs of one dataset may come to that are downloaded, in bytes  |
+| limits.media_bytes_max       | the largest image, recording or document of a cell, in bytes              |
+| limits.media_row_bytes_max   | what those of one row may come to together                                |
 | models.NAME.engine           | function, vllm, openai, connector, PROVIDER-batch or routes               |
 | models.NAME.source           | FILE.py:NAME, a model directory or id, a remote model's name, the file of |
 |                              | a connector; of routes: nothing                                           |
@@ -138,6 +140,8 @@ class InputLimits(Struct, frozen=True):
     unpacked_bytes_max: int = _DATASET["unpacked_bytes_max"]
     unpacked_ratio_max: int = _DATASET["unpacked_ratio_max"]
     download_bytes_max: int = _DATASET["download_bytes_max"]
+    media_bytes_max: int = _DATASET["media_bytes_max"]
+    media_row_bytes_max: int = _DATASET["media_row_bytes_max"]
 
 
 class ModelEntry(ReplicaEntry, frozen=True):

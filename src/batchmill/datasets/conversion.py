@@ -56,10 +56,10 @@ class Material(Struct, frozen=True):
 Progress = Callable[[float], None]
 
 
-class Renderer(Protocol):
-    """Adds prompts to the rows of a source: see `templates.renderer`."""
+class Additions(Protocol):
+    """Adds members to the rows of a source: see `additions.RowAdditions`."""
 
-    def render(self, pieces: Iterator[Converted], *, are_whole_lines: bool) -> Iterator[Converted]: ...
+    def add(self, pieces: Iterator[Converted], source: SourceFile) -> Iterator[Converted]: ...
 
 
 def read_in_place(paths: list[str]) -> Material:
@@ -124,9 +124,9 @@ def convert(
     home: Path,
     progress: Progress,
     size_limits: SizeLimits,
-    renderer: Renderer | None = None,
+    additions: Additions | None = None,
 ) -> Material:
-    """Write `rows.jsonl`, with what `renderer` adds to rows.
+    """Write `rows.jsonl`, with what `additions` add to rows.
 
     Raises: InvalidDataset when a source as a whole cannot be read.
     """
@@ -147,8 +147,8 @@ def convert(
         for source in sources:
             start = rows_file.tell()
             pieces = _pieces(source, spec, columns, home, advance)
-            if renderer is not None:
-                pieces = renderer.render(pieces, are_whole_lines=source.format != "jsonl")
+            if additions is not None:
+                pieces = additions.add(pieces, source)
             for piece in pieces:
                 writer.add(source, piece)
             writer.end_line()

@@ -76,6 +76,18 @@ def read_schema(path: Path) -> pa.Schema:
     return pa.ipc.read_schema(pa.py_buffer(path.read_bytes()))
 
 
+def binary_columns(path: Path) -> set[str]:
+    """The columns of a kept schema whose values are bytes, or structs that have `bytes`, as of the Hugging Face Hub."""
+    found = set()
+    for field in read_schema(path):
+        kind = field.type
+        if _types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
+            kind = kind.field("bytes").type
+        if _types.is_binary(kind) or _types.is_large_binary(kind) or _types.is_fixed_size_binary(kind):
+            found.add(field.name)
+    return found
+
+
 def rows_in(path: str) -> int:
     """The number of rows in the file's metadata. Raises: InvalidDataset where it cannot be read."""
     with opened(path) as file:

@@ -18,7 +18,7 @@ MODULES = {
     "column_sealing": "batchmill.datasets.column_sealing",
     "zstd": "batchmill.datasets.zstd_frames",
     "duplicates": "batchmill.datasets.duplicates",
-    "templates": "batchmill.datasets.templates.renderer",
+    "additions": "batchmill.datasets.additions",
 }
 
 

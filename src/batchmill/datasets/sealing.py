@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
@@ -16,14 +17,15 @@ from blake3 import blake3
 from msgspec import Struct
 
 from batchmill.datasets import layout, readers
-from batchmill.datasets.conversion import Material, Renderer, Tables, convert, copy_sources, read_in_place
+from batchmill.datasets.conversion import Additions, Material, Tables, convert, copy_sources, read_in_place
 from batchmill.datasets.fan_out import VALIDATOR_DIED, InlineValidator, ValidatorPool, validators
 from batchmill.datasets.formats import Detected, SourceFile, classify, detect, names_at_first
+from batchmill.datasets.line_pieces import ADDED_BYTES_MAX
+from batchmill.datasets.media.adding import MediaFetcher
 from batchmill.datasets.orders import RangeEnd, SealOrder, SizeLimits, SourcePart, ValidatedChunk
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sources import describe, open_source, unchanged
 from batchmill.datasets.spans import DIFFERS, Checks, SpanReader
-from batchmill.datasets.templates.messages import JSON_BYTES_MAX
 from batchmill.datasets.validation import ADAPTERS_MAX, check_form, column_flaw, constant_prompt, missing_column
 from batchmill.errors import BatchmillError, InputChanged, InvalidDataset, InvalidRow, StorageFull
 from batchmill.object_store.urls import is_object_url
@@ -61,39 +63,52 @@ def survey(order: SealOrder) -> Survey | None:
     spec = order.dataset
     order, _ = _described(order, None)
     sources = classify(spec)
-    has_template = isinstance(order.form, TableForm) and order.form.template is not None
-    if spec.copy or has_template or not _is_plain(sources) or not all(is_object_url(source.path) for source in sources):
+    has_additions = isinstance(order.form, TableForm) and order.form.has_additions
+    if (
+        spec.copy
+        or has_additions
+        or not _is_plain(sources)
+        or not all(is_object_url(source.path) for source in sources)
+    ):
         return None
     return Survey(order, read_in_place([source.path for source in sources]).parts)
 
 
 def seal_with_retry(
-    order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None = None
-) -> SealReport:
+    order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None = None,
+    fetcher: MediaFetcher | None = None,
+) -> SealReport:  # fmt: skip
     """Call `seal`, and once more if a validator died: something else may have killed it. Or if another machine finds
     something else in the rows than this one: then all of them are checked here.
     """
     try:
-        return seal(order, home, progress, elsewhere)
+        return seal(order, home, progress, elsewhere, fetcher)
     except InvalidDataset as error:
         if error.code == DIFFERS and elsewhere is not None:
             elsewhere.flaws.append(error.message)
             elsewhere = None
         elif error.code != VALIDATOR_DIED:
             raise
-    return seal(order, home, progress, elsewhere)
+    return seal(order, home, progress, elsewhere, fetcher)
 
 
 def seal(
-    order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None = None
+    order: SealOrder,
+    home: Path,
+    progress: Callable[[float], None],
+    elsewhere: Elsewhere | None = None,
+    fetcher: MediaFetcher | None = None,
 ) -> SealReport:
     """Seal a dataset into `home`, an existing directory. The files of an earlier attempt are replaced.
 
-    Args: progress: called with the share that is done, 0 to 1, every few MiB.
+    Args:
+        progress: called with the share that is done, 0 to 1, every few MiB.
+        fetcher: of URLs in cells of media columns; None: such rows are refused.
+
     Raises: InvalidDataset when a file as a whole cannot be read; InputChanged when one changes meanwhile; StorageFull.
     """
     try:
-        return _seal(order, home, progress, elsewhere)
+        return _seal(order, home, progress, elsewhere, fetcher)
     except BatchmillError:
         clear(home)  # the files of a refused dataset are useless
         raise
@@ -117,15 +132,18 @@ def _described(order: SealOrder, checks: Checks | None) -> tuple[SealOrder, Dete
     return msgspec.structs.replace(_with_form(order, detected), files=sources, id_seed=seed), detected
 
 
-def _seal(order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None) -> SealReport:
+def _seal(
+    order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None,
+    fetcher: MediaFetcher | None,
+) -> SealReport:  # fmt: skip
     order, detected = _described(order, None if elsewhere is None else elsewhere.checks)
     sources = order.files
     clear(home)
     steps = _ProgressSteps(progress)
     size_limits = SizeLimits(order, home, sum(source.size_bytes for source in sources), steps.repeat)
-    if isinstance(order.form, TableForm) and order.form.template is not None:
-        with _checked_renderer(order, order.form, detected) as renderer:
-            material, progress = _converted(order, detected, home, steps.progress, size_limits, renderer)
+    if isinstance(order.form, TableForm) and order.form.has_additions:
+        with _additions(order, order.form, detected, home, fetcher) as additions:
+            material, progress = _converted(order, detected, home, steps.progress, size_limits, additions)
         return _seal_material(_with_longer_lines(order), detected, home, material, progress, size_limits)
     if order.may_be_columnar and detected.format == "parquet" and not order.dataset.copy:
         report = _seal_columns(order, home, steps.progress, size_limits, sources)
@@ -226,6 +244,8 @@ def clear(home: Path) -> None:
         (home / name).unlink(missing_ok=True)
     for copy in home.glob(layout.COPIES):
         copy.unlink()
+    if (home / layout.MEDIA).exists():
+        shutil.rmtree(home / layout.MEDIA)
 
 
 def _with_form(order: SealOrder, detected: Detected) -> SealOrder:
@@ -298,7 +318,7 @@ def _material(
 
 def _converted(
     order: SealOrder, detected: Detected, home: Path, progress: Callable[[float], None], size_limits: SizeLimits,
-    renderer: Renderer | None = None,
+    additions: Additions | None = None,
 ) -> tuple[Material, Callable[[float], None]]:  # fmt: skip
     """Convert every source to `rows.jsonl`. Returns: as `_material`."""
     spec = order.dataset
@@ -306,29 +326,21 @@ def _converted(
     def converting(share: float) -> None:
         progress(share * COPY_SHARE)
 
-    material = convert(classify(spec), spec, detected.columns, home, converting, size_limits, renderer)
+    material = convert(classify(spec), spec, detected.columns, home, converting, size_limits, additions)
     return material, lambda share: progress(COPY_SHARE + share * (1 - COPY_SHARE))
 
 
-def _checked_renderer(order: SealOrder, form: TableForm, detected: Detected) -> AbstractContextManager[Renderer]:
-    """What renders the template of the form. Raises: InvalidDataset if it does not fit the columns."""
-    assert form.template is not None
-    renderer = readers.load("templates").TemplateRenderer(
-        form.template, may_be_constant=form.may_be_constant or bool(form.template_columns()),
-        line_bytes_max=order.dataset.line_bytes_max, processes=order.processes,
-    )  # fmt: skip
+def _additions(
+    order: SealOrder, form: TableForm, detected: Detected, home: Path, fetcher: MediaFetcher | None
+) -> AbstractContextManager[Additions]:
+    """What adds prompts and media to rows. Raises: InvalidDataset if a template does not fit the columns."""
     columns = list(names_at_first(order.dataset)) if detected.format == "jsonl" else detected.columns
-    try:
-        renderer.check(columns)
-    except BaseException:
-        renderer.close()
-        raise
-    return renderer
+    return readers.load("additions").RowAdditions(order, form, columns, home, fetcher)
 
 
 def _with_longer_lines(order: SealOrder) -> SealOrder:
     """The order for rows with prompts: those of the input that are too long were marked while they were rendered."""
-    most = order.dataset.line_bytes_max + JSON_BYTES_MAX
+    most = order.dataset.line_bytes_max + ADDED_BYTES_MAX
     return msgspec.structs.replace(order, dataset=msgspec.structs.replace(order.dataset, line_bytes_max=most))
 
 

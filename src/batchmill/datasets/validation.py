@@ -20,7 +20,7 @@ from batchmill.types import Request, Row, RowError
 from batchmill.wire.forms import RowLine, TableForm
 from batchmill.wire.json_bytes import has_odd_numbers, split_object, text_of
 from batchmill.wire.output_schema import columns_of
-from batchmill.wire.rendered_rows import PROMPT, fault_of
+from batchmill.wire.rendered_rows import MEDIA, PROMPT, fault_of
 
 ADAPTERS_MAX = 10_000  # that may be fetched for the rows of one dataset
 ID_CHARS_MAX = 190  # with its version it becomes the name of an adapter
@@ -329,7 +329,7 @@ class TableRules:
             members = _members(line)
         except DECODE_ERRORS as error:
             return CheckedLine(error=_row_error(_not_object(line, error)))
-        if self._form.template is not None and (fault := _without_prompt(members)) is not None:
+        if self._form.has_additions and (fault := _without_additions(members, self._form)) is not None:
             return CheckedLine(error=fault)
         names = tuple(members)
         flaw = self._flaw(names)
@@ -399,7 +399,7 @@ def column_flaw(names: tuple[str, ...], form: TableForm) -> InvalidRow | None:
 
 def constant_prompt(names: tuple[str, ...], form: TableForm) -> InvalidRow | None:
     """The error for a prompt that makes the same request of every row; None: it does not, or it may."""
-    if form.prompt is None or form.may_be_constant or form.template_columns():
+    if form.prompt is None or form.may_be_constant or form.media or form.template_columns():
         return None
     named = next((name for name in names if name and name in form.prompt), names[0] if names else "column")
     return InvalidRow(
@@ -416,6 +416,7 @@ def missing_column(names: tuple[str, ...], form: TableForm) -> InvalidRow | None
         if name not in names:
             shown = ", ".join(names[:NAMES_SHOWN]) or "none"
             needed_by = "the prompt" if name in form.template_columns() else "the choice of a model"
+            needed_by = "a part of the message" if name in [each.column for each in form.media] else needed_by
             return InvalidRow(
                 f"{needed_by} needs a column {quoted(name)}; there are {shown}{_nearest(name, names)}",
                 code="missing_column",
@@ -439,11 +440,12 @@ def check_form(order: SealOrder) -> None:
     OpenAIRules(order).route(request.url, Raw(request.body))
 
 
-def _without_prompt(members: dict[str, Raw]) -> RowError | None:
-    """Take what rendering has added out of a row. Returns: why there is no prompt; None: there is one."""
+def _without_additions(members: dict[str, Raw], form: TableForm) -> RowError | None:
+    """Take what sealing has added out of a row. Returns: why that is not all it should be; None: it is."""
     if (fault := fault_of(members)) is not None:
         return fault
-    if members.pop(PROMPT, None) is None:
+    members.pop(MEDIA, None)
+    if form.template is not None and members.pop(PROMPT, None) is None:
         return RowError("invalid_json", "the values of the row cannot be read: a number of it is too large")
     return None
 

@@ -22,6 +22,7 @@ from batchmill.jobs.intake.fetching import detect_format
 from batchmill.models.registry import ModelFlags, checked_budget
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, OutputSchema, Policy, PromptTemplate, ReplyRules
 from batchmill.wire.input_urls import is_web_url
+from batchmill.wire.media import media_columns
 from batchmill.wire.native import Name, NewJob
 from batchmill.wire.sampling import sample_of
 
@@ -118,11 +119,13 @@ async def make_order(
         else input_files([str(cwd / path) if _is_plain(path) else path for path in paths], leave_out, is_local=True)
     )
     models = await _resolved(app, config, cwd, keywords)
+    media = media_columns(job.image_columns, job.audio_columns, job.document_columns)
     dataset = DatasetSpec(
         paths=files,
         format=job.format,
         copy=keywords.copy,
-        private_hosts=config.server.private_hosts if any(map(is_web_url, files)) else [],
+        private_hosts=config.server.private_hosts if media or any(map(is_web_url, files)) else [],
+        media_folder=(str(cwd) if is_spooled else "") if media else None,
         **msgspec.structs.asdict(config.limits),
     )
     return JobOrder(
@@ -130,6 +133,7 @@ async def make_order(
         models=models,
         prompt=job.prompt,
         system=job.system,
+        media=media,
         template=None if job.template is None else PromptTemplate(job.template),
         model_column=job.model_column,
         adapter_column=job.adapter_column,

@@ -31,6 +31,7 @@ from batchmill.types.jobs import (
     JobView,
     Lease,
     LedgerReport,
+    MediaColumn,
     Once,
     Outlook,
     OutputSchema,
@@ -74,8 +75,8 @@ __all__ = [
     "ColumnBlock", "ColumnResultBlock", "Commit", "Connector", "DatasetSpec", "EarlierAnswer", "EngineEvent",
     "EngineState", "EngineStats", "EngineView", "EstimateRange", "FunctionRequest", "FunctionSpec", "Interface",
     "Isolation", "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits", "LiveHead", "LiveRequest",
-    "LlmSettings", "ModelSpec", "Needs", "Once", "Outcome", "Outlook", "OutputSchema", "Policy", "Price", "Problem",
-    "ProjectQuotas", "PromptTemplate", "Provision", "Quotas", "RemoteJob", "ReplyRules", "Request", "ResultBlock",
+    "LlmSettings", "MediaColumn", "ModelSpec", "Needs", "Once", "Outcome", "Outlook", "OutputSchema", "Policy", "Price",
+    "Problem", "ProjectQuotas", "PromptTemplate", "Provision", "Quotas", "RemoteJob", "ReplyRules", "Request", "ResultBlock",
     "Retried", "RetryChange", "Row", "RowBlock", "RowError", "SalvageReport", "SalvagedTable", "Sample", "Scaling",
     "Scope", "Seal", "SealedFile", "SegmentPlace", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
 ]

@@ -41,6 +41,7 @@ class Row(Struct, gc=False):
     lease: Any = None  # a ports.LeaseHandle; an engine returns it unchanged
     custom_id: bytes | None = None  # as JSON; set by the form when it reads the row
     earlier: tuple[EarlierAnswer, ...] = ()  # answers that did not fit the job's schema: it is asked for again
+    media: tuple[str, ...] = ()  # of its media columns, as base64, while its request is made
 
 
 class RowBlock(Struct, frozen=True, eq=False):

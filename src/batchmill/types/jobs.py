@@ -23,6 +23,10 @@ class DatasetSpec(Struct, frozen=True, forbid_unknown_fields=True):
     unpacked_ratio_max: int = 1000  # the same per byte of the files; see datasets.orders.SizeLimits
     download_bytes_max: int = 2**37  # of inputs that are downloaded
     private_hosts: list[str] = []  # that they may be downloaded from: see models.addresses
+    # What paths in cells of media columns are relative to; "": the folder of each file; None: cells may hold no paths.
+    media_folder: str | None = None
+    media_bytes_max: int = 20 * 1024 * 1024  # of one image, recording or document
+    media_row_bytes_max: int = 50 * 1024 * 1024  # of those of one row together
 
 
 class SealedFile(Struct, frozen=True):
@@ -177,6 +181,13 @@ class PromptTemplate(Struct, frozen=True, forbid_unknown_fields=True):
     name: str = "the template"  # in messages: its file
 
 
+class MediaColumn(Struct, frozen=True, forbid_unknown_fields=True):
+    """A column of a table whose cells are content parts of the user's message."""
+
+    kind: str  # image, audio, document
+    column: str
+
+
 class OutputSchema(Struct, frozen=True, forbid_unknown_fields=True):
     """The JSON Schema that the answers of a language model must fit."""
 
@@ -302,6 +313,7 @@ class JobOrder(Struct, frozen=True, forbid_unknown_fields=True):
     prompt: str | None = None  # the following five as in wire.forms.TableForm
     system: str | None = None
     template: PromptTemplate | None = None  # in the place of `prompt`
+    media: list[MediaColumn] = []  # beside the prompt, in this order
     url: str | None = None
     params: dict[str, Any] = {}
     schema: OutputSchema | None = None

@@ -15,10 +15,11 @@ import msgspec
 from msgspec import Raw, Struct
 
 from batchmill.errors import InvalidInput, InvalidRow
-from batchmill.types import Outcome, OutputSchema, PromptTemplate, Request, Row, RowError, Usage
+from batchmill.types import MediaColumn, Outcome, OutputSchema, PromptTemplate, Request, Row, RowError, Usage
 from batchmill.wire.json_bytes import append_members, decode, encode, join_object, split_object, text_of
+from batchmill.wire.media import content_part
 from batchmill.wire.output_schema import asked_again, columns_of, heads_of, with_schema
-from batchmill.wire.rendered_rows import PROMPT, without_additions
+from batchmill.wire.rendered_rows import PROMPT, media_of, without_additions
 
 Parts = tuple[tuple[str, str | None], ...]  # (literal text, column that follows it or None)
 
@@ -271,6 +272,7 @@ class TableForm(Struct, frozen=True, tag="table"):
 
     prompt: str | None = None
     template: PromptTemplate | None = None
+    media: list[MediaColumn] = []  # become content parts before the text of the user's message
     system: str | None = None
     url: str = CHAT
     params: dict[str, Any] = {}  # further fields of each request's body
@@ -290,6 +292,11 @@ class TableForm(Struct, frozen=True, tag="table"):
         return self.prompt is not None or self.template is not None
 
     @property
+    def has_additions(self) -> bool:
+        """Whether sealing adds members to rows: see `wire/rendered_rows.py`."""
+        return self.template is not None or bool(self.media)
+
+    @property
     def reserved(self) -> tuple[str, ...]:
         """The columns that results may add to those of the table, in their order."""
         if not self.makes_requests:
@@ -300,7 +307,7 @@ class TableForm(Struct, frozen=True, tag="table"):
     def columns(self) -> list[str]:
         """Return the columns that prompts and the choice of a model need; a row may lack those of a `template`."""
         targets = [name for name in (self.model_column, self.adapter_column) if name is not None]
-        return list(dict.fromkeys([*self.template_columns(), *targets]))
+        return list(dict.fromkeys([*self.template_columns(), *(each.column for each in self.media), *targets]))
 
     def template_columns(self) -> list[str]:
         """Return the columns that the templates need."""
@@ -318,17 +325,27 @@ class TableForm(Struct, frozen=True, tag="table"):
                 'a table row is not a request: make its columns one with --prompt "… {column} …"',
                 code="missing_prompt",
             )
-        cells = {name: text_of(value) for name, value in split_object(row.raw).items()}
+        members = split_object(row.raw)
+        cells = {name: text_of(value) for name, value in members.items()}
         try:
             text = cells[PROMPT] if self.prompt is None else render(self.prompt, cells)
             system = None if self.system is None else render(self.system, cells)
             names = self.target_names(cells)
         except KeyError as missing:
             raise InvalidRow(f"the prompt needs a column {missing} that the row lacks", code="missing_column") from None
-        body = join_object({**self._input(text, system), **self.params, **({"model": names[0]} if names else {})})
+        content = self._content(text, members, row) if self.media else text
+        body = join_object({**self._input(content, system), **self.params, **({"model": names[0]} if names else {})})
         return Request(self.url, _asking(self, self.url, body, row))
 
-    def _input(self, text: str, system: str | None) -> dict[str, Any]:
+    @staticmethod
+    def _content(text: str, members: dict[str, Raw], row: Row) -> str | list[dict[str, Any]]:
+        """The user's message with its media; without their bytes, digests stand for them."""
+        parts = media_of(members)
+        data = row.media or [part.digest for part in parts]
+        media = [content_part(part, each) for part, each in zip(parts, data, strict=True)]
+        return [*media, {"type": "text", "text": text}] if media else text
+
+    def _input(self, text: str | list[dict[str, Any]], system: str | None) -> dict[str, Any]:
         if self.url == CHAT:
             head = [] if system is None else [{"role": "system", "content": system}]
             return {"messages": [*head, {"role": "user", "content": text}]}
@@ -342,7 +359,8 @@ class TableForm(Struct, frozen=True, tag="table"):
 
     def _own(self, raw: bytes) -> bytes:
         """The columns of the input alone."""
-        return raw if self.template is None else without_additions(raw)
+        additions = (self.template is not None) + bool(self.media)
+        return without_additions(raw, additions) if additions else raw
 
     def write_all(self, outcomes: Sequence[Outcome]) -> list[bytes]:
         """`write` for many outcomes."""

@@ -137,6 +137,9 @@ class Work(Struct, frozen=True, forbid_unknown_fields=True):
     schema: dict[str, Any] | None = None  # a JSON Schema, which answers of language models must fit
     schema_attempts: int = 2  # how often an answer that does not fit is asked for again
     field_prefix: str = ""  # of the columns that the fields of the schema become
+    image_columns: list[str] = []  # whose cells, https:// or data: URLs or bytes of Parquet, go with the prompt
+    audio_columns: list[str] = []
+    document_columns: list[str] = []
     model_column: str | None = None  # of a table with a prompt: names the row's model; an empty cell: the first
     adapter_column: str | None = None  # names the row's adapter; an empty cell: none
     allow_constant_prompt: bool = False  # a prompt may name no column: every row makes the same request

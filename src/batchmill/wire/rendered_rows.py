@@ -1,6 +1,7 @@
-"""Rows of a table to which sealing has added what a template made of them: the prompt, or why there is none.
+"""Rows of a table to which sealing has added what becomes of them: the prompt that a template made and the media that
+their cells name, or why there is none.
 
-The addition is the last member of the row's JSON object. Its name begins with a NUL, as no column of a table does.
+Additions are the last members of the row's JSON object. Their names begin with a NUL, as no column of a table does.
 """
 
 from __future__ import annotations
@@ -8,15 +9,32 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from batchmill.types import RowError
 from batchmill.wire.json_bytes import append_members, encode
 
-PROMPT, FAULT = "\0prompt", "\0fault"
+PROMPT, MEDIA, FAULT = "\0prompt", "\0media", "\0fault"
 TEMPLATE_FAULTS = ("template_failed", "template_too_slow", "template_too_large")  # of single rows: the others go on
-_PROMPT_HEAD, _FAULT_HEAD = (encode(name) + b":" for name in (PROMPT, FAULT))
+MEDIA_FAULTS = ("media_missing", "media_invalid", "media_too_large", "media_not_allowed")
+ROW_FAULTS = TEMPLATE_FAULTS + MEDIA_FAULTS
+_PROMPT_HEAD, _MEDIA_HEAD, _FAULT_HEAD = (encode(name) + b":" for name in (PROMPT, MEDIA, FAULT))
 # In a string a quote follows a backslash, so these bytes can only be the name of a member.
-_HEADS = (_PROMPT_HEAD, _FAULT_HEAD)
+_HEADS = (_PROMPT_HEAD, _MEDIA_HEAD, _FAULT_HEAD)
+
+
+class MediaPart(Struct, frozen=True, omit_defaults=True):
+    """One content part of a row: its bytes are in a file, or in a cell of the row as base64."""
+
+    kind: str  # as in MediaColumn
+    type: str  # of its content: image/png
+    size_bytes: int
+    digest: str  # BLAKE3 of its bytes
+    path: str = ""  # of the file; empty: the bytes are in `column`
+    column: str = ""
+
+
+_parts = msgspec.json.Decoder(list[MediaPart])
 
 
 def with_prompt(row: bytes, prompt: str) -> bytes:
@@ -29,10 +47,22 @@ def with_fault(row: bytes, code: str, message: str) -> bytes:
     return append_members(row, _FAULT_HEAD + encode([code, message]))
 
 
-def without_additions(row: bytes) -> bytes:
-    """The row as it was in the input. A row to which nothing was added is unchanged."""
-    at = max(map(row.rfind, _HEADS))
-    return row if at < 0 else row[:at].removesuffix(b",") + b"}"
+def with_media(row: bytes, parts: list[MediaPart]) -> bytes:
+    """Add the content parts."""
+    return append_members(row, _MEDIA_HEAD + encode(parts))
+
+
+def media_of(members: dict[str, msgspec.Raw]) -> list[MediaPart]:
+    """The content parts of a row, from the members of its object."""
+    return _parts.decode(members[MEDIA]) if MEDIA in members else []
+
+
+def without_additions(row: bytes, count: int = 1) -> bytes:
+    """The row as it was in the input, before at most `count` additions. One without additions is unchanged."""
+    for _ in range(count):
+        at = max(map(row.rfind, _HEADS))
+        row = row if at < 0 else row[:at].removesuffix(b",") + b"}"
+    return row
 
 
 def fault_of(members: dict[str, Any]) -> RowError | None:

@@ -16,6 +16,7 @@ from batchmill.cli.session import App, Session, global_options, refuse_non_utf8
 from batchmill.cli.values import COUNT, POSITIVE, Moment
 from batchmill.config import Config
 from batchmill.datasets import formats
+from batchmill.datasets.spooled_inputs import FOLDER as SPOOLED
 from batchmill.errors import InvalidInput
 from batchmill.jobs.intake.fetching import find_in_hub
 from batchmill.jobs.ledger.files import is_folder
@@ -25,6 +26,8 @@ from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, OutputSchema, Policy, PromptTemplate, ReplyRules
 from batchmill.wire.input_urls import is_hub_url, is_input_url, is_web_url
 from batchmill.wire.json_bytes import is_too_deep
+from batchmill.wire.media import KINDS as MEDIA_KINDS
+from batchmill.wire.media import media_columns
 from batchmill.wire.output_schema import SCHEMA_ATTEMPTS_MAX, one_line, schema_of_fields
 from batchmill.wire.sampling import SEED, SEED_MAX, sample_of
 
@@ -107,6 +110,10 @@ ORDER_OPTIONS = (
     click.option("--template", metavar="FILE",
                  help="A template of Jinja2 for the prompt, in the place of --prompt; {{ column }} inserts a cell."),
     click.option("--system", metavar="TEXT|@FILE", help="The template of the system prompt."),
+    click.option("--image", "image_columns", metavar="COLUMN", multiple=True,
+                 help="A column of images beside the prompt: paths, URLs, or bytes of Parquet."),
+    click.option("--audio", "audio_columns", metavar="COLUMN", multiple=True, help="The same for recordings."),
+    click.option("--document", "document_columns", metavar="COLUMN", multiple=True, help="The same for PDF documents."),
     click.option("--model-column", metavar="NAME", help="The column that names the model of each row of a table."),
     click.option("--adapter-column", metavar="NAME", help="The column that names the adapter of each row."),
     click.option("--allow-constant-prompt", is_flag=True, help="The prompt may name no column."),
@@ -203,6 +210,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
     output = options["output"]
     if output is not None:
         output = absolute_output(session.cwd, output)
+    media = media_columns(*(options[f"{kind}_columns"] for kind in MEDIA_KINDS))
     order = JobOrder(
         dataset=DatasetSpec(
             paths=input_files(
@@ -210,13 +218,15 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
             ),
             format=options["format_"],
             copy=options["copy"],
-            private_hosts=config.server.private_hosts if any(map(is_web_url, options["inputs"])) else [],
+            private_hosts=config.server.private_hosts if media or any(map(is_web_url, options["inputs"])) else [],
+            media_folder=media_folder(options["inputs"], session.cwd) if is_local and media else None,
             **msgspec.structs.asdict(config.limits),
         ),
         models=models,
         prompt=_template("--prompt", options["prompt"], session.cwd),
         system=_template("--system", options["system"], session.cwd),
         template=_template_file(options["template"], session.cwd),
+        media=media,
         model_column=options["model_column"],
         adapter_column=options["adapter_column"],
         constant_prompt=options["allow_constant_prompt"],
@@ -244,6 +254,12 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
     )
     _refuse_non_utf8_order(order)
     return order
+
+
+def media_folder(inputs: Sequence[str], cwd: Path) -> str:
+    """What relative paths in cells are relative to: the folder of each file (""), or for data without one `cwd`."""
+    is_spooled = any(os.path.basename(os.path.dirname(path)) == SPOOLED for path in inputs)
+    return str(cwd) if is_spooled else ""
 
 
 def output_schema(cwd: Path, options: dict[str, Any]) -> OutputSchema | None:

@@ -8,15 +8,12 @@ from batchmill.types import PromptTemplate
 
 MIB = 1024 * 1024
 TEXT_BYTES_MAX = MIB  # of one row's prompt
-JSON_BYTES_MAX = 6 * TEXT_BYTES_MAX + 1024  # of the same in a row: a control character takes six bytes
 RENDER_CPU_S = 0.05  # of one row
 KILL_CPU_S = 0.1  # what no exception stops is killed then
 COMPILE_CPU_S = 2.0
 MEMORY_BYTES = 256 * MIB  # of all that a process holds beyond what it began with
 STOPPED_MAX = 1_000  # rows that may take too long before the whole dataset is refused
 KILLED_WEIGHT = 10  # a process that must be started again counts as so many
-CHUNK_BYTES = 256 * 1024
-CHUNK_ROWS = 256
 REPLY_S = 600.0  # a process that says nothing for so long has stopped
 
 CHECK_FRAME, RENDER_FRAME, REFUSED_FRAME = range(3)

@@ -21,12 +21,9 @@ import msgspec
 
 from batchmill.children.programs import ENVIRON
 from batchmill.datasets.conversion import Converted
-from batchmill.datasets.layout import BOM
+from batchmill.datasets.line_pieces import chunks_of, whole_lines
 from batchmill.datasets.templates.messages import (
     CHECK_FRAME,
-    CHUNK_BYTES,
-    CHUNK_ROWS,
-    JSON_BYTES_MAX,
     KILLED_WEIGHT,
     REFUSED_FRAME,
     RENDER_CPU_S,
@@ -174,8 +171,8 @@ class TemplateRenderer:
     def render(self, pieces: Iterator[Converted], *, are_whole_lines: bool) -> Iterator[Converted]:
         """Yield the pieces of one source with the prompts of their rows. Raises: InvalidDataset."""
         waiting: deque[Converted] = deque()  # of each busy process: what its piece says besides the lines
-        for piece in pieces if are_whole_lines else _whole_lines(pieces, self._order.line_bytes_max):
-            for chunk in _chunks(piece):
+        for piece in pieces if are_whole_lines else whole_lines(pieces, self._order.line_bytes_max):
+            for chunk in chunks_of(piece):
                 if len(self._busy) == self._count:
                     yield self._next(waiting)
                 self._send(chunk.data)
@@ -232,37 +229,3 @@ class TemplateRenderer:
                 "simpler, or leave such rows out",
                 code="template_too_slow",
             )
-
-
-def _whole_lines(blocks: Iterator[Converted], line_bytes_max: int) -> Iterator[Converted]:
-    """Cut blocks of a file at the ends of lines. A line that is much too long is passed on in pieces."""
-    rest, is_first, is_too_long = b"", True, False
-    for block in blocks:
-        data = rest + block.data
-        if is_first:
-            data, is_first = data.removeprefix(BOM), False
-        if is_too_long:
-            end = data.find(b"\n") + 1
-            yield Converted(data[:end] if end else data)
-            data, is_too_long = data[end:] if end else b"", not end
-        end = data.rfind(b"\n") + 1
-        if end:
-            yield Converted(data[:end])
-        rest = data[end:]
-        if len(rest) > line_bytes_max + JSON_BYTES_MAX:
-            yield Converted(rest)
-            rest, is_too_long = b"", True
-    if rest:
-        yield Converted(rest)
-
-
-def _chunks(piece: Converted) -> Iterator[Converted]:
-    """Cut a piece into what one process renders at a time; what it says of its rows stays with the first."""
-    at, first = 0, piece
-    while at < len(piece.data):
-        end, rows = at, 0
-        while rows < CHUNK_ROWS and end < len(piece.data) and end - at < CHUNK_BYTES:
-            end = piece.data.find(b"\n", end) + 1 or len(piece.data)
-            rows += 1
-        yield msgspec.structs.replace(first, data=piece.data[at:end])
-        at, first = end, Converted(b"")

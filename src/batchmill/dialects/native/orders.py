@@ -36,6 +36,7 @@ from batchmill.types import (
 )
 from batchmill.wire.bundles import ModelVersion
 from batchmill.wire.input_urls import file_name, is_hub_url, is_input_url, is_web_url
+from batchmill.wire.media import media_columns
 from batchmill.wire.native import FILES_MAX, FileInfo, NewJob, SealReport, Work
 from batchmill.wire.sampling import sample_of
 
@@ -206,16 +207,18 @@ class Orders:
                 f"{', '.join(model.name for model in models) or 'none, because this key may use no model'}",
                 code="no_model",
             )
+        media = media_columns(work.image_columns, work.audio_columns, work.document_columns)
         return JobOrder(
             dataset=DatasetSpec(
                 inputs.paths,
                 format=self._format(work, inputs),
-                private_hosts=config.server.private_hosts if any(map(is_web_url, inputs.paths)) else [],
+                private_hosts=config.server.private_hosts if media or any(map(is_web_url, inputs.paths)) else [],
                 **msgspec.structs.asdict(config.limits),
             ),
             models=models,
             prompt=work.prompt,
             system=work.system,
+            media=media,
             template=None if work.template is None else PromptTemplate(work.template),
             url=work.url,
             params=work.params,

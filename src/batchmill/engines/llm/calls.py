@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import Struct
 
+from batchmill.datasets.media.loading import request_of
 from batchmill.engines.llm.adapters import Adapter, AdapterNames
 from batchmill.engines.llm.quarantine import Tracked
 from batchmill.engines.llm.request_bounds import RequestLimits
@@ -145,7 +146,7 @@ class LlmCalls:
             return RowError("invalid_row", f"the row cannot be read as a request: {error}")
 
     def _read(self, row: Row) -> LlmRow | RowError:
-        request = row.form.request(row)
+        request = request_of(row)
         if request.url not in self._paths:
             paths = ", ".join(sorted(self._paths))
             raise InvalidRow(

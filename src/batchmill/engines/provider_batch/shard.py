@@ -16,6 +16,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import Struct, field
 
+from batchmill.datasets.media.loading import request_of
 from batchmill.engines.provider_batch.following import (
     OVER,
     PAUSE,
@@ -345,7 +346,7 @@ class ProviderShard:
             rows = self._spool.read(positions[first : first + WINDOW])
             for row in rows:
                 try:
-                    drafts.add(row.position, api.encode(row.position, row.form.request(row)))
+                    drafts.add(row.position, api.encode(row.position, request_of(row)))
                 except _ROW_ERRORS as error:
                     unfit[row.position] = _unfit(error)
             self._spool.release(rows)

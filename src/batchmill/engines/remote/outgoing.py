@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 from yarl import URL
 
+from batchmill.datasets.media.loading import request_of
 from batchmill.engines.connections import check_header
 from batchmill.engines.retry import FailureStreak, Fault
 from batchmill.errors import InvalidRow, ModelFailed
@@ -107,7 +108,7 @@ class Composer:
 
         Raises: InvalidRow, or an error of msgspec, for a row that cannot be sent.
         """
-        request = row.form.request(row)
+        request = request_of(row)
         fields = _head.decode(request.body)
         body = self._with_model(request.body, fields)
         if fields.stream:

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from batchmill.datasets import sealing, sources
 from batchmill.errors import InvalidInput, InvalidTransition, ModelFailed
 from batchmill.jobs.intake import fetching
+from batchmill.jobs.intake.media_orders import check_media
 from batchmill.jobs.intake.reuse_orders import ALL, DETERMINISTIC, NONE, UNREADABLE
 from batchmill.jobs.ledger.files import JobFiles, is_folder, read_spec, result_exists
 from batchmill.jobs.ledger.packed import may_be_small
@@ -173,9 +174,9 @@ def describe(order: JobOrder, now: float) -> JobSpec:
 
 
 def _may_be_small(order: JobOrder) -> bool:
-    """Whether the job may lie in the database. Rows with prompts of a template, and results of others, lie in files."""
+    """Whether the job may lie in the database. Rows to which sealing adds something, and results of others, lie in files."""
     is_at_server = order.origin is not None and order.output is None
-    is_whole = order.template is None and order.policy.reuse in (NONE, None)
+    is_whole = order.template is None and not order.media and order.policy.reuse in (NONE, None)
     return is_at_server and is_whole and may_be_small(order.dataset)
 
 
@@ -296,6 +297,7 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
     }
     mapped |= {"--model-column": order.model_column, "--adapter-column": order.adapter_column}
     mapped["--allow-constant-prompt"] = order.constant_prompt or None
+    mapped |= {f"--{each.kind}": each.column for each in order.media}
     given = [flag for flag, value in mapped.items() if value is not None]
     if format_ == "openai":
         if given:
@@ -322,6 +324,7 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
         )
     if order.template is not None:
         _check_template(order, order.template)
+    check_media(order)
     url = order.url or CHAT
     if url not in PROMPT_URLS:
         raise InvalidInput(f"{given[0]} cannot fill {url!r}: use one of {', '.join(PROMPT_URLS)}", code="invalid_url")
@@ -331,7 +334,7 @@ def _form(order: JobOrder, format_: str, job_id: str) -> Form:
         forms.parse(text or "")
     return TableForm(
         prompt=order.prompt, template=order.template, system=order.system, url=url, params=order.params,
-        schema=order.schema,
+        media=order.media, schema=order.schema,
         may_be_constant=order.constant_prompt, model_column=order.model_column, adapter_column=order.adapter_column,
     )  # fmt: skip
 
@@ -375,6 +378,8 @@ def identity(order: JobOrder, form: Form) -> str:
     }
     if order.replies != ReplyRules():
         what["replies"] = order.replies
+    if order.media:  # a copy of the dataset elsewhere may have other files beside it
+        what["media_folders"] = [order.dataset.media_folder, *sorted(set(map(os.path.dirname, order.dataset.paths)))]
     if order.part_rows is not None:
         what["part_rows"] = order.part_rows
     if order.output is not None and order.output_format != "jsonl":
@@ -396,6 +401,19 @@ def _computed(model: ModelSpec) -> list[object]:
     if model.provider is not None:
         parts.append(model.provider)
     return [*parts, *map(_computed, model.routes)]
+
+
+def check_place(spec: JobSpec, stored: StoredFiles, *, is_shared: bool) -> None:
+    """Refuse media where others than this machine may run the rows: they see no files that cells name.
+
+    Raises: InvalidInput.
+    """
+    if (is_shared or stored.is_elsewhere) and isinstance(spec.form, TableForm) and spec.form.media:
+        raise InvalidInput(
+            "image, audio and document columns are for workers of one machine with a disk: leave out [cluster] and "
+            "[storage]",
+            code="media_not_supported",
+        )
 
 
 def for_nodes(spec: JobSpec, data_dir: Path, stored: StoredFiles) -> JobSpec:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -25,13 +26,14 @@ from batchmill.jobs.ledger.plan import Plan, PlanOrder
 from batchmill.jobs.results.results import COLUMNS_MAX, output_kind, written_name
 from batchmill.models.paths import paths_of
 from batchmill.object_store.credentials import environment_with
+from batchmill.optional import require
 from batchmill.store.objects import StoreObjects
 from batchmill.types import ModelSpec, Problem
 from batchmill.wire.features import features_of
 from batchmill.wire.forms import URLS, TableForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import SealReport
-from batchmill.wire.rendered_rows import TEMPLATE_FAULTS
+from batchmill.wire.rendered_rows import ROW_FAULTS
 
 TARGETS_MAX = 2**16 - 2  # models and adapters of one job: a row's has a number of 16 bits
 SEALING_SHARE = 0.85  # of the progress that is shown
@@ -130,11 +132,21 @@ def _sealed(
         report = seal_with_retry(
             msgspec.structs.replace(order, dataset=msgspec.structs.replace(order.dataset, paths=fetched.paths)),
             home, lambda share: progress(share_before + share * (1 - share_before)), elsewhere,
+            _media_fetcher(order, bounds),
         )  # fmt: skip
     except (InvalidInput, OverQuota) as error:
         fetching.clear(home)
         raise fetched.error(error) from None
     return fetched.named(report), fetched
+
+
+def _media_fetcher(order: SealOrder, bounds: Bounds) -> Any:
+    """What fetches the URLs in cells of media columns; None: the form has none."""
+    if not isinstance(order.form, TableForm) or not order.form.media:
+        return None
+    spec = order.dataset
+    media = require("batchmill.jobs.intake.media_fetching:UrlMedia", "media")
+    return media(spec.private_hosts, bounds, spec.download_bytes_max)
 
 
 def _by_model(order: SealOrder, adapters: list[str]) -> dict[int, list[str]]:
@@ -243,11 +255,11 @@ def _has_prompt(spec: JobSpec) -> bool:
 
 
 def _has_only_faults(request: PrepareOrder, report: SealReport) -> bool:
-    """Whether all that is wrong is what the template did to single rows: they are errors, and the others run."""
+    """Whether all that is wrong are prompts and media of single rows: those are errors, and the others run."""
     form = request.spec.form
-    if not isinstance(form, TableForm) or form.template is None or report.rejected == report.seal.rows:
+    if not isinstance(form, TableForm) or not form.has_additions or report.rejected == report.seal.rows:
         return False
-    return all(refused.code in TEMPLATE_FAULTS for refused in plan.iter_rejected(Path(request.dataset)))
+    return all(refused.code in ROW_FAULTS for refused in plan.iter_rejected(Path(request.dataset)))
 
 
 def calls_language_models(models: list[ModelSpec]) -> bool:

@@ -29,6 +29,7 @@ from batchmill.states import JobState
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import Block, read_head, read_ref, sync_folder, where
 from batchmill.types import LedgerReport, SegmentPlace, SegmentRef, Usage
+from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
 
 ANEW = "dataset.new"
@@ -68,7 +69,7 @@ def rebuild_dataset(order: SealOrder, files: JobFiles, progress: Progress) -> li
     anew.mkdir()
     try:
         seal_with_retry(order, anew, progress)
-        if not _is_same(files.dataset, anew):
+        if not _is_same(files.dataset, anew, order):
             raise InputChanged(
                 f"the index of the dataset in {files.dataset} is damaged ({'; '.join(wrong)}), and its input "
                 f"{', '.join(order.dataset.paths)} is not what was sealed, or cannot be known to be: restore it, or "
@@ -80,12 +81,16 @@ def rebuild_dataset(order: SealOrder, files: JobFiles, progress: Progress) -> li
     return wrong
 
 
-def _is_same(home: Path, anew: Path) -> bool:
-    """Whether the input has the sealed digest, or, if that is lost, every block its checksum."""
+def _is_same(home: Path, anew: Path, order: SealOrder) -> bool:
+    """Whether the input has the sealed digest, or, if that is lost, every block its checksum.
+
+    The digest says nothing of files that cells name: with media the rows, which hold theirs, must be the same.
+    """
     new = load_seal(anew)
+    has_media = isinstance(order.form, TableForm) and bool(order.form.media)
     with suppress(InputChanged, InvalidDataset):  # it cannot be read
         old = load_seal(home)
-        if (old.digest, old.rows) == (new.digest, new.rows):
+        if (old.digest, old.rows) == (new.digest, new.rows) and not has_media:
             return True
     checksums = home / layout.CHECKSUMS
     return checksums.exists() and checksums.read_bytes() == (anew / layout.CHECKSUMS).read_bytes()

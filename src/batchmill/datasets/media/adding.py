@@ -1,0 +1,199 @@
+"""Finds the media that cells of a table name, checks them, and adds to each row what they are and where."""
+
+from __future__ import annotations
+
+import os
+import re
+from base64 import b64decode
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from blake3 import blake3
+from msgspec import Raw
+
+from batchmill.datasets import layout, readers
+from batchmill.datasets.conversion import Converted
+from batchmill.datasets.formats import SourceFile
+from batchmill.datasets.line_pieces import chunks_of, whole_lines
+from batchmill.datasets.media.files import read_file
+from batchmill.datasets.media.loading import base64_of
+from batchmill.errors import InvalidRow
+from batchmill.types import DatasetSpec, MediaColumn
+from batchmill.wire.input_urls import is_web_url
+from batchmill.wire.media import HEAD_BYTES, TYPES, type_of
+from batchmill.wire.rendered_rows import FAULT, MediaPart, with_fault, with_media
+
+SHOWN_CHARS = 80
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_members = msgspec.json.Decoder(dict[str, Raw]).decode
+DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+
+
+class MediaFetcher(Protocol):
+    """Fetches URLs of cells into files."""
+
+    def fetch(self, urls: list[str], folder: Path, bytes_max: int) -> dict[str, Path | InvalidRow]:
+        """Fetch URLs, several at once. Returns: URL -> the file, or why there is none.
+
+        Raises: StorageFull, OverQuota, InvalidDataset where all of them together are too large.
+        """
+
+
+class MediaAdder:
+    """Adds the parts of each row, or its fault."""
+
+    def __init__(self, columns: list[MediaColumn], spec: DatasetSpec, home: Path, fetcher: MediaFetcher | None) -> None:
+        self._columns, self._spec, self._home, self._fetcher = columns, spec, home, fetcher
+
+    def add(self, pieces: Iterator[Converted], source: SourceFile, *, are_whole_lines: bool) -> Iterator[Converted]:
+        """Yield the pieces of one source with the media of their rows."""
+        folder = self._folder_of(source)
+        binary: set[str] = set()
+        for piece in pieces if are_whole_lines else whole_lines(pieces, self._spec.line_bytes_max):
+            if source.format == "parquet" and not binary:
+                binary = readers.load("parquet").binary_columns(self._home / layout.SCHEMA)
+            for chunk in chunks_of(piece):
+                yield msgspec.structs.replace(chunk, data=self._added(chunk.data, folder, binary))
+
+    def _folder_of(self, source: SourceFile) -> str | None:
+        """What paths in the cells of a source are relative to; None: nothing, because it lies elsewhere."""
+        if self._spec.media_folder:
+            return self._spec.media_folder
+        is_local = source.path.startswith("/") and not Path(source.path).is_relative_to(self._home)
+        return os.path.dirname(source.path) if is_local else None
+
+    def _added(self, lines: bytes, folder: str | None, binary: set[str]) -> bytes:
+        rows = [_row_of(line) for line in lines.split(b"\n")]
+        fetched = self._fetched([members for members in rows if isinstance(members, dict)], binary)
+        added = []
+        for line, members in zip(lines.split(b"\n"), rows, strict=True):
+            if members is None:
+                added.append(line)
+                continue
+            try:
+                added.append(with_media(line.strip(), self._parts(members, folder, binary, fetched)))
+            except InvalidRow as error:
+                added.append(with_fault(line.strip(), error.code, error.message))
+        return b"\n".join(added)
+
+    def _fetched(self, rows: list[dict[str, Raw]], binary: set[str]) -> dict[str, Path | InvalidRow]:
+        """Fetch the URLs of a chunk together."""
+        cells = [members[each.column] for members in rows for each in self._columns if each.column in members]
+        texts = [text for cell in cells if isinstance(text := _text_of(cell), str) and is_web_url(text)]
+        if not texts or self._fetcher is None:
+            return {}
+        folder = self._home / layout.MEDIA
+        folder.mkdir(exist_ok=True)
+        return self._fetcher.fetch(list(dict.fromkeys(texts)), folder, self._spec.media_bytes_max)
+
+    def _parts(
+        self, members: dict[str, Raw], folder: str | None, binary: set[str], fetched: dict[str, Path | InvalidRow]
+    ) -> list[MediaPart]:
+        """The parts of a row. Raises: InvalidRow, with a code of MEDIA_FAULTS."""
+        parts, left = [], self._spec.media_row_bytes_max
+        for each in self._columns:
+            cell = _text_of(members[each.column]) if each.column in members else None
+            if cell is None or cell == "":
+                continue
+            part = self._part(each, cell, folder, each.column in binary, fetched)
+            left -= part.size_bytes
+            if left < 0:
+                raise InvalidRow(
+                    f"the media of the row have more than {self._spec.media_row_bytes_max:,} bytes together: make them "
+                    "smaller, or raise limits.media_row_bytes_max",
+                    code="media_too_large",
+                )
+            parts.append(part)
+        return parts
+
+    def _part(
+        self, column: MediaColumn, cell: Any, folder: str | None, is_binary: bool,
+        fetched: dict[str, Path | InvalidRow],
+    ) -> MediaPart:  # fmt: skip
+        if isinstance(cell, dict) and not cell.get("bytes") and isinstance(cell.get("path"), str):
+            cell = cell["path"]  # as data sets of the Hugging Face Hub write what they do not hold
+            is_binary = False
+        if is_binary or (isinstance(cell, str) and cell.startswith("data:")):
+            return self._described(column, _decoded(column, cell), column=column.column)
+        if not isinstance(cell, str):
+            raise InvalidRow(f"{_named(column, cell)} is neither a path, a URL nor bytes", code="media_invalid")
+        if is_web_url(cell):
+            path = self._path_of_url(column, cell, fetched)
+        else:
+            path = self._path_of(column, cell, folder)
+        return self._described(column, read_file(path, self._spec.media_bytes_max), path=path)
+
+    def _path_of_url(self, column: MediaColumn, url: str, fetched: dict[str, Path | InvalidRow]) -> str:
+        found = fetched.get(url)
+        if found is None:
+            raise InvalidRow(f"{_named(column, url)} is a URL, and nothing is fetched here", code="media_not_allowed")
+        if isinstance(found, InvalidRow):
+            raise found
+        return str(found)
+
+    def _path_of(self, column: MediaColumn, cell: str, folder: str | None) -> str:
+        if _SCHEME.match(cell):
+            raise InvalidRow(
+                f"{_named(column, cell)} is no https:// URL: only those, paths and bytes are read",
+                code="media_not_allowed",
+            )
+        if self._spec.media_folder is None:
+            raise InvalidRow(
+                f"{_named(column, cell)} is a path: a server reads no files of its machine for callers; put https:// "
+                "or data: URLs into the column, or bytes into Parquet",
+                code="media_not_allowed",
+            )
+        if folder is None and not os.path.isabs(cell):
+            raise InvalidRow(
+                f"{_named(column, cell)} is relative to the folder of the dataset, which is not on this machine: name "
+                "whole paths or URLs",
+                code="media_missing",
+            )
+        return os.path.join(folder or "/", cell)
+
+    def _described(self, wanted: MediaColumn, data: bytes, **place: str) -> MediaPart:
+        """What a content is. Raises: InvalidRow if it is not what the column is for, or too large."""
+        if len(data) > self._spec.media_bytes_max:
+            raise InvalidRow(
+                f"the {wanted.kind} in {wanted.column!r} has more than {self._spec.media_bytes_max:,} bytes: make it "
+                "smaller, or raise limits.media_bytes_max",
+                code="media_too_large",
+            )
+        kind = type_of(data[:HEAD_BYTES])
+        if kind not in TYPES[wanted.kind]:
+            known = f"it is {kind}" if kind else "its first bytes are of no known type"
+            raise InvalidRow(
+                f"the {wanted.kind} in {wanted.column!r} is none: {known}; it can be {', '.join(TYPES[wanted.kind])}",
+                code="media_invalid",
+            )
+        return MediaPart(wanted.kind, kind, len(data), blake3(data).hexdigest(), **place)
+
+
+def _row_of(line: bytes) -> dict[str, Raw] | None:
+    """The members of a row that gets media; None: it is left as it is."""
+    try:
+        members = _members(line) if line.strip() else None
+    except DECODE_ERRORS:
+        return None
+    return None if members is None or FAULT in members else members
+
+
+def _text_of(cell: Raw) -> Any:
+    return msgspec.json.decode(cell)
+
+
+def _decoded(column: MediaColumn, cell: Any) -> bytes:
+    if isinstance(cell, str) and cell.startswith("data:") and ";base64," not in cell[:SHOWN_CHARS]:
+        raise InvalidRow(f"{_named(column, cell)} is no data: URL with base64", code="media_invalid")
+    try:
+        return b64decode(base64_of(cell), validate=True)
+    except (ValueError, TypeError):
+        raise InvalidRow(f"{_named(column, cell)} holds no base64", code="media_invalid") from None
+
+
+def _named(column: MediaColumn, cell: Any) -> str:
+    text = repr(cell)
+    shown = text if len(text) <= SHOWN_CHARS else text[: SHOWN_CHARS - 1] + "…"
+    return f"the {column.kind} {shown} in {column.column!r}"

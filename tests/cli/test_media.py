@@ -1,0 +1,173 @@
+"""Image, audio and document columns, in jobs of the real command line."""
+
+import base64
+import json
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from fakes.answering_service import AnsweringService, choice
+from fakes.beside import beside
+from fakes.web_files import WebFile, web_files
+
+from batchmill.cli.main import cli
+from batchmill.cli.session import Session
+
+PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
+JPEG = b"\xff\xd8\xff\xe0" + b"pixels"
+WAV = b"RIFF\0\0\0\0WAVEfmt "
+PDF = b"%PDF-1.7 text"
+
+
+def url(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Run a command at a service that answers "fine"; `bodies` are what it was sent."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    Path("pictures").mkdir()
+    Path("pictures/a.png").write_bytes(PNG)
+    Path("pictures/b.jpg").write_bytes(JPEG)
+    with beside(AnsweringService(lambda body: choice("fine"))) as service:
+        entry = '[models.m]\nengine = "openai"\nsource = "s"\nbase_url = "{}"\n'
+        Path("batchmill.toml").write_text(entry.format(service.url))
+
+        def go(source: str, *flags: str, verb: str = "run", model: str = "m", prompt: str = "See {q}") -> Result:
+            output = ("-o", "out.jsonl") if verb == "run" and "-o" not in flags else ()
+            command = [verb, source, "--model", model, "--prompt", prompt, *flags, *output, "--data-dir", "data"]
+            return CliRunner().invoke(cli, command, obj=Session())
+
+        go.bodies = service.bodies
+        yield go
+
+
+def table(*rows: dict) -> str:
+    Path("pictures/in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "pictures/in.jsonl"
+
+
+def results() -> list[dict]:
+    return [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+
+
+def contents(run) -> list:
+    """The user's message of each call, by the text in it."""
+    return sorted(
+        (body["messages"][-1]["content"] for body in run.bodies), key=lambda content: json.dumps(content)[-20:]
+    )
+
+
+def test_cells_become_parts_of_the_message(run):
+    """Images, recordings and documents go before the text, in the order of their kinds; an empty cell is no part."""
+    Path("pictures/s.wav").write_bytes(WAV)
+    Path("pictures/d.pdf").write_bytes(PDF)
+    rows = [
+        {"q": "1", "img": "a.png", "more": str(Path("pictures/b.jpg").absolute()), "say": "s.wav", "doc": "d.pdf"},
+        {"q": "2", "img": url("image/gif", b"GIF89a--"), "more": "", "say": None, "doc": ""},
+        {"q": "3", "img": None, "more": "", "say": "", "doc": ""},
+    ]
+    flags = ("--image", "img", "--image", "more", "--audio", "say", "--document", "doc")
+    result = run(table(*rows), *flags, "--system", "Be brief")
+    assert result.exit_code == 0, result.output
+    assert contents(run) == [
+        [
+            {"type": "image_url", "image_url": {"url": url("image/png", PNG)}},
+            {"type": "image_url", "image_url": {"url": url("image/jpeg", JPEG)}},
+            {"type": "input_audio", "input_audio": {"data": base64.b64encode(WAV).decode(), "format": "wav"}},
+            {"type": "file", "file": {"filename": "document.pdf", "file_data": url("application/pdf", PDF)}},
+            {"type": "text", "text": "See 1"},
+        ],
+        [
+            {"type": "image_url", "image_url": {"url": url("image/gif", b"GIF89a--")}},
+            {"type": "text", "text": "See 2"},
+        ],
+        "See 3",
+    ]
+    assert [row | {"output": "fine", "error": None} for row in rows] == results()
+
+
+def test_a_row_whose_file_is_no_image_fails_alone(run):
+    """Missing, broken, too large or of another kind: the row's error says so, and the others run."""
+    Path("pictures/note.png").write_text("words")
+    Path("pictures/large.png").write_bytes(PNG + b"x" * 200)
+    os.mkfifo("pictures/pipe.png")
+    with open("batchmill.toml", "a") as file:
+        file.write("[limits]\nmedia_bytes_max = 100\nmedia_row_bytes_max = 20\n")
+    cells = ["a.png", "gone.png", "note.png", "large.png", "pipe.png", "ftp://h/a.png", "data:image/png,x", 7,
+             "data:image/png;base64,?", "\0", "http://127.0.0.1:9/a.png"]  # fmt: skip
+    rows = [{"q": str(n), "img": cell, "two": ""} for n, cell in enumerate(cells)]
+    result = run(table(*rows, {"q": "last", "img": "a.png", "two": "b.jpg"}), "--image", "img", "--image", "two")
+    codes = [(row["error"] or "").partition(":")[0] for row in results()]
+    assert codes == [
+        "", "media_missing", "media_invalid", "media_too_large", "media_missing", "media_not_allowed", "media_invalid",
+        "media_invalid", "media_invalid", "media_missing", "media_not_allowed", "media_too_large",
+    ], result.output  # fmt: skip
+    assert len(run.bodies) == 1
+    assert [list(row) for row in results()] == [["q", "img", "two", "output", "error"]] * len(codes)
+
+
+def test_urls_are_fetched_once_through_the_guard(run):
+    """What is not an image, or not there, is its row's error; a URL that rows share is one request."""
+    with web_files() as web:
+        web.files |= {"/good.png": WebFile(PNG), "/page.png": WebFile(b"<html>")}
+        with open("batchmill.toml", "a") as file:
+            file.write(f'[server]\nprivate_hosts = ["{web.host}"]\n')
+        cells = [f"{web.url}/{name}.png" for name in ("good", "good", "gone", "page")]
+        result = run(table(*({"q": str(n), "img": cell} for n, cell in enumerate(cells))), "--image", "img")
+    codes = [(row["error"] or "").partition(":")[0] for row in results()]
+    assert codes == ["", "", "media_missing", "media_invalid"], result.output
+    assert sorted(path for path, _ in web.requests) == ["/gone.png", "/good.png", "/page.png"]
+    assert contents(run)[0][0]["image_url"]["url"] == url("image/png", PNG)
+
+
+def test_bytes_of_parquet(run):
+    """Binary columns, and structs with bytes as data sets of the Hugging Face Hub have, are sent as they are."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    structs = [{"bytes": JPEG, "path": "x.jpg"}, {"bytes": None, "path": "a.png"}]
+    pq.write_table(pa.table({"q": ["1", "2"], "img": [PNG, b"no"], "hub": structs}), "pictures/in.parquet")
+    result = run("pictures/in.parquet", "--image", "img", "--image", "hub", "-o", "out.parquet")
+    assert contents(run)[0][:2] == [
+        {"type": "image_url", "image_url": {"url": url("image/png", PNG)}},
+        {"type": "image_url", "image_url": {"url": url("image/jpeg", JPEG)}},
+    ], result.output
+    first, second = pq.read_table("out.parquet").to_pylist()
+    assert (first["img"], first["hub"], first["output"]) == (PNG, structs[0], "fine")
+    assert second["error"].startswith("media_invalid: ")
+
+
+def test_equal_requests_fold_by_content(run):
+    """Rows with equal images under other names are one request; with other images they are not."""
+    Path("pictures/copy.png").write_bytes(PNG)
+    rows = [{"q": "", "img": name} for name in ("a.png", "copy.png", "b.jpg")]
+    assert run(table(*rows), "--image", "img", "--dedupe").exit_code == 0
+    assert len(run.bodies) == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--image", "pic"), ["'pic'", "q, img"]),
+        (("--image", "img", "--image", "img"), ["named twice"]),
+        (("--image", "img", "--url", "/v1/embeddings"), ["--image", "/v1/embeddings"]),
+        (("--document", "img", "--model", "vllm:folder"), ["vLLM reads no documents"]),
+        (("--image", "img", "--model", "vllm:folder"), ["LlamaForCausalLM", "text alone"]),
+        (("--audio", "img", "--model", "anthropic-batch:c"), ["image and document alone"]),
+        (("--image", "img", "--model", "cohere-batch:c"), ["text alone"]),
+    ],
+)
+def test_what_cannot_take_media_is_refused(run, flags, words, monkeypatch):
+    """Before anything runs, with what to do."""
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "k")
+    monkeypatch.setenv("COHERE_API_KEY", "k")
+    Path("folder").mkdir()
+    Path("folder/config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    model = flags[flags.index("--model") + 1] if "--model" in flags else "m"
+    flags = flags[: flags.index("--model")] if "--model" in flags else flags
+    result = run(table({"q": "1", "img": "a.png"}), *flags, model=model)
+    assert result.exit_code != 0
+    assert all(word in result.output for word in words), result.output
+    assert run.bodies == []

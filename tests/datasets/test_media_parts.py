@@ -1,0 +1,59 @@
+"""Media that cells name: their types, and what is read when a request is made."""
+
+import os
+
+import pytest
+from blake3 import blake3
+
+from batchmill.datasets.media.loading import request_of
+from batchmill.errors import InvalidRow
+from batchmill.types import MediaColumn, Row
+from batchmill.wire.forms import TableForm
+from batchmill.wire.media import type_of
+from batchmill.wire.rendered_rows import MediaPart, with_media
+
+PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
+
+
+def row_of(path, data: bytes) -> Row:
+    part = MediaPart("image", "image/png", len(data), blake3(data).hexdigest(), path=str(path))
+    form = TableForm("{q}", media=[MediaColumn("image", "img")])
+    return Row(0, 0, with_media(b'{"q":"?","img":"a.png"}', [part]), form)
+
+
+def test_a_request_has_what_was_sealed_or_is_none(tmp_path):
+    """A file that has changed, in length or not, is gone, or is another kind of file now fails its row alone."""
+    path = tmp_path / "a.png"
+    path.write_bytes(PNG)
+    row = row_of(path, PNG)
+    assert b"data:image/png;base64,iVBOR" in request_of(row).body
+    assert row.media == ()
+    for changed in (PNG[:-1], PNG + b"!", PNG[:-1] + b"?", b""):
+        path.write_bytes(changed)
+        with pytest.raises(InvalidRow, match="has changed") as refused:
+            request_of(row)
+        assert refused.value.code == "media_changed"
+    path.unlink()
+    with pytest.raises(InvalidRow, match="cannot be read"):
+        request_of(row)
+    os.mkfifo(path)
+    with pytest.raises(InvalidRow, match="no regular file"):
+        request_of(row)
+
+
+def test_a_form_without_the_bytes_names_them_by_digest(tmp_path):
+    """Sealing and estimates read no file again; requests fold by what the media are, not where they lie."""
+    one, other = row_of(tmp_path / "1", PNG), row_of(tmp_path / "2", PNG)
+    assert one.form.request(one).body == other.form.request(other).body
+    assert blake3(PNG).hexdigest().encode() in one.form.request(one).body
+
+
+def test_types_by_first_bytes():
+    """What a file is called does not matter."""
+    heads = {
+        PNG: "image/png", b"\xff\xd8\xff\xe1": "image/jpeg", b"GIF87a": "image/gif", b"RIFF1234WEBPVP8 ": "image/webp",
+        b"RIFF1234WAVEfmt ": "audio/wav", b"ID3\3": "audio/mpeg", b"\xff\xfb\x90": "audio/mpeg", b"fLaC": "audio/flac",
+        b"OggS": "audio/ogg", b"\0\0\0\x20ftypM4A ": "audio/mp4", b"%PDF-1.4": "application/pdf",
+        b"": None, b"RIFF1234AVI ": None, b"<svg>": None, b"\xff\xf1\x50": None, b"\0\0\0\x20ftypisom": None,
+    }  # fmt: skip
+    assert {head: type_of(head) for head in heads} == heads
