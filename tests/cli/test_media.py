@@ -97,13 +97,14 @@ def test_a_row_whose_file_is_no_image_fails_alone(run):
     os.mkfifo("pictures/pipe.png")
     with open("batchmill.toml", "a") as file:
         file.write("[limits]\nmedia_bytes_max = 100\nmedia_row_bytes_max = 20\n")
-    cells = ["a.png", "gone.png", "note.png", "large.png", "pipe.png", "ftp://h/a.png", "data:image/png,x", 7,
+    cells = ["a.png", [1], "gone.png", "note.png", "large.png", "pipe.png", "ftp://h/a.png", "data:image/png,x", 7,
              "data:image/png;base64,?", "\0", "http://127.0.0.1:9/a.png"]  # fmt: skip
     rows = [{"q": str(n), "img": cell, "two": ""} for n, cell in enumerate(cells)]
     result = run(table(*rows, {"q": "last", "img": "a.png", "two": "b.jpg"}), "--image", "img", "--image", "two")
     codes = [(row["error"] or "").partition(":")[0] for row in results()]
     assert codes == [
-        "", "media_missing", "media_invalid", "media_too_large", "media_missing", "media_not_allowed", "media_invalid",
+        "", "media_invalid", "media_missing", "media_invalid", "media_too_large", "media_missing",
+        "media_not_allowed", "media_invalid",
         "media_invalid", "media_invalid", "media_missing", "media_not_allowed", "media_too_large",
     ], result.output  # fmt: skip
     assert len(run.bodies) == 1

@@ -249,8 +249,7 @@ class JobService:
 
     async def _describe(self, order: JobOrder) -> JobSpec:
         spec = await asyncio.to_thread(orders.describe, order, self._clock.now())
-        orders.check_place(spec, self._space.stored, is_shared=self._space.is_shared)
-        return spec if not self._space.is_shared else orders.for_nodes(spec, self._space.data_dir, self._space.stored)
+        return orders.placed(spec, self._space.data_dir, self._space.stored, is_shared=self._space.is_shared)
 
     async def _create(self, spec: JobSpec, once: Once | None) -> Submitted:
         """Create a job. Its folder exists before its ledger record; if that cannot be stored, the folder is removed."""

@@ -181,7 +181,11 @@ def _row_of(line: bytes) -> dict[str, Raw] | None:
 
 
 def _text_of(cell: Raw) -> Any:
-    return msgspec.json.decode(cell)
+    """The value of a cell; a list, which no cell of media is, for one that cannot be read."""
+    try:
+        return msgspec.json.decode(cell)
+    except DECODE_ERRORS:
+        return []
 
 
 def _decoded(column: MediaColumn, cell: Any) -> bytes:

@@ -55,9 +55,14 @@ class UrlMedia:
                 async with places:
                     return await self._fetch(downloads, url, folder, bytes_max)
 
-            async with asyncio.TaskGroup() as group:
-                tasks = {url: group.create_task(one(url)) for url in urls}
-        return {url: task.result() for url, task in tasks.items()}
+            tasks = [asyncio.create_task(one(url)) for url in urls]
+            try:
+                results = await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        return dict(zip(urls, results, strict=True))
 
     async def _fetch(self, downloads: Downloads, url: str, folder: Path, bytes_max: int) -> Path | InvalidRow:
         target = folder / hashlib.sha256(url.encode()).hexdigest()

@@ -174,7 +174,7 @@ def describe(order: JobOrder, now: float) -> JobSpec:
 
 
 def _may_be_small(order: JobOrder) -> bool:
-    """Whether the job may lie in the database. Rows to which sealing adds something, and results of others, lie in files."""
+    """Whether the job may lie in the database. Rows with additions, and results of others, lie in files."""
     is_at_server = order.origin is not None and order.output is None
     is_whole = order.template is None and not order.media and order.policy.reuse in (NONE, None)
     return is_at_server and is_whole and may_be_small(order.dataset)
@@ -403,10 +403,12 @@ def _computed(model: ModelSpec) -> list[object]:
     return [*parts, *map(_computed, model.routes)]
 
 
-def check_place(spec: JobSpec, stored: StoredFiles, *, is_shared: bool) -> None:
-    """Refuse media where others than this machine may run the rows: they see no files that cells name.
+def placed(spec: JobSpec, data_dir: Path, stored: StoredFiles, *, is_shared: bool) -> JobSpec:
+    """The job where it runs. The nodes of a cluster (`is_shared`) do not see what is unpacked in the memory of this
+    machine. With `[storage]` they see none of its files: those of its user are copied, and become objects with the
+    dataset.
 
-    Raises: InvalidInput.
+    Raises: InvalidInput for media where others than this machine may run the rows: they see no files that cells name.
     """
     if (is_shared or stored.is_elsewhere) and isinstance(spec.form, TableForm) and spec.form.media:
         raise InvalidInput(
@@ -414,12 +416,8 @@ def check_place(spec: JobSpec, stored: StoredFiles, *, is_shared: bool) -> None:
             "[storage]",
             code="media_not_supported",
         )
-
-
-def for_nodes(spec: JobSpec, data_dir: Path, stored: StoredFiles) -> JobSpec:
-    """The same job on a cluster. Its nodes do not see what is unpacked in the memory of this machine. With `[storage]`
-    they see none of its files: those of its user are copied, and become objects with the dataset.
-    """
+    if not is_shared:
+        return spec
     is_users = any(path.startswith("/") and not Path(path).is_relative_to(data_dir) for path in spec.dataset.paths)
     copies = spec.dataset.copy or (stored.has_nodes and is_users)
     return msgspec.structs.replace(spec, is_small=False, dataset=msgspec.structs.replace(spec.dataset, copy=copies))

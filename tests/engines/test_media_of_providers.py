@@ -1,0 +1,46 @@
+"""Media columns in batches of providers with parts of their own."""
+
+from base64 import b64encode
+
+import msgspec
+from blake3 import blake3
+
+from batchmill.datasets.media.loading import request_of
+from batchmill.engines.provider_batch.anthropic_chat import to_messages
+from batchmill.engines.provider_batch.gemini_chat import to_content_request
+from batchmill.types import MediaColumn, Row
+from batchmill.wire.forms import TableForm
+from batchmill.wire.rendered_rows import MediaPart, with_media
+
+PNG, PDF, WAV = b"\x89PNG\r\n\x1a\n..", b"%PDF-1.7", b"RIFF1234WAVEfmt "
+TYPES = {"image": ("image/png", PNG), "document": ("application/pdf", PDF), "audio": ("audio/wav", WAV)}
+
+
+def body_of(*kinds: str) -> dict:
+    """The request of a row whose cells hold such media."""
+    parts, cells = [], {"q": "?"}
+    for kind in kinds:
+        name, data = TYPES[kind]
+        cells[kind] = b64encode(data).decode()
+        parts.append(MediaPart(kind, name, len(data), blake3(data).hexdigest(), column=kind))
+    form = TableForm("{q}", media=[MediaColumn(kind, kind) for kind in kinds])
+    return msgspec.json.decode(request_of(Row(0, 0, with_media(msgspec.json.encode(cells), parts), form)).body)
+
+
+def test_anthropic_gets_blocks_before_the_text():
+    """An image and a document, in the order of the columns."""
+    (message,) = to_messages({**body_of("image", "document"), "model": "m", "max_tokens": 5})["messages"]
+    image, document, text = message["content"]
+    assert image["source"] == {"type": "base64", "media_type": "image/png", "data": b64encode(PNG).decode()}
+    assert document["type"] == "document" and document["source"]["data"] == b64encode(PDF).decode()
+    assert text == {"type": "text", "text": "?"}
+
+
+def test_gemini_gets_inline_data():
+    """Images, documents and recordings."""
+    (content,) = to_content_request({**body_of("image", "document", "audio"), "model": "m"})["contents"]
+    *media, text = content["parts"]
+    assert [part["inlineData"] for part in media] == [
+        {"mimeType": name, "data": b64encode(data).decode()} for name, data in TYPES.values()
+    ]
+    assert text == {"text": "?"}
