@@ -131,7 +131,8 @@ def test_the_text_of_the_template_identifies_the_job(run):
     assert run("{{ q }}").exit_code == 0
     assert run("{{ q }}").exit_code == 0
     assert len(run.calls) == 2
-    assert "is not this job's" in run("{{ q }}!").output
+    assert "--overwrite" in run("{{ q }}!").output
+    assert len(run.calls) == 2
 
 
 def test_a_prompt_and_a_template_are_one_too_many(run):
