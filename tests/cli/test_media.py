@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from fakes.answering_service import AnsweringService, choice
 from fakes.beside import beside
 from fakes.web_files import WebFile, web_files
 
+import batchmill
 from batchmill.cli.main import cli
 from batchmill.cli.session import Session
 
@@ -138,6 +140,22 @@ def test_bytes_of_parquet(run):
     first, second = pq.read_table("out.parquet").to_pylist()
     assert (first["img"], first["hub"], first["output"]) == (PNG, structs[0], "fine")
     assert second["error"].startswith("media_invalid: ")
+
+
+def test_paths_of_data_without_a_folder(run, monkeypatch):
+    """Those of standard input, and of data in a Python program, are relative to the working directory."""
+    monkeypatch.chdir("pictures")
+    shutil.copy("../batchmill.toml", "batchmill.toml")
+    line = json.dumps({"q": "1", "img": "a.png"})
+    flags = ("--model", "m", "--prompt", "See {q}", "--image", "img", "--format", "jsonl", "-o", "out.jsonl")
+    result = CliRunner().invoke(cli, ["run", "-", *flags, "--data-dir", "data"], input=line, obj=Session())
+    assert result.exit_code == 0, result.output
+    job = batchmill.run(
+        [{"q": "1", "img": "a.png"}], model="m", template="See {{ q }}", image_columns=["img"], data_dir="data",
+        progress=False,
+    )  # fmt: skip
+    assert job.view.rows_ok == 1
+    assert [each[0]["image_url"]["url"] for each in contents(run)] == [url("image/png", PNG)] * 2
 
 
 def test_equal_requests_fold_by_content(run):
