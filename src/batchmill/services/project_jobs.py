@@ -64,10 +64,6 @@ class ProjectJobs:
         self._jobs, self._files, self.directory = jobs, files, directory
         self._results: OrderedDict[tuple[str, int, str], ResultIds] = OrderedDict()
 
-    async def count_reused(self, spec: JobSpec, dataset: str, plan: str) -> int:
-        """As `ports.Jobs.count_reused`."""
-        return await self._jobs.count_reused(spec, dataset, plan)
-
     async def submit(self, caller: Caller, order: JobOrder) -> Submitted:
         """As `ports.Jobs.submit`, for the caller's project."""
         order = msgspec.structs.replace(order, project=caller.project)
