@@ -76,7 +76,8 @@ __all__ = [
     "EngineState", "EngineStats", "EngineView", "EstimateRange", "FunctionRequest", "FunctionSpec", "Interface",
     "Isolation", "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits", "LiveHead", "LiveRequest",
     "LlmSettings", "MediaColumn", "ModelSpec", "Needs", "Once", "Outcome", "Outlook", "OutputSchema", "Policy", "Price",
-    "Problem", "ProjectQuotas", "PromptTemplate", "Provision", "Quotas", "RemoteJob", "ReplyRules", "Request", "ResultBlock",
-    "Retried", "RetryChange", "Row", "RowBlock", "RowError", "SalvageReport", "SalvagedTable", "Sample", "Scaling",
-    "Scope", "Seal", "SealedFile", "SegmentPlace", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage", "Wait",
+    "Problem", "ProjectQuotas", "PromptTemplate", "Provision", "Quotas", "RemoteJob", "ReplyRules", "Request",
+    "ResultBlock", "Retried", "RetryChange", "Row", "RowBlock", "RowError", "SalvageReport", "SalvagedTable", "Sample",
+    "Scaling", "Scope", "Seal", "SealedFile", "SegmentPlace", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage",
+    "Wait",
 ]
