@@ -8,9 +8,9 @@ written. It holds no result. Sorting is done in pieces on disk, so memory does n
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import tempfile
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -30,7 +30,16 @@ from batchmill.datasets.request_digests import DIGEST_BYTES, canonical_of, diges
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import InputChanged, LedgerBroken
 from batchmill.jobs.intake.preparation import seal_order
-from batchmill.jobs.intake.reuse_orders import INDEX, EarlierJob, read_keys, sum_of, target_keys
+from batchmill.jobs.intake.reuse_orders import (
+    INDEX,
+    EarlierJob,
+    IndexHead,
+    Section,
+    read_head,
+    read_keys,
+    sum_of,
+    target_keys,
+)
 from batchmill.jobs.ledger.files import JobFiles, PartFile
 from batchmill.jobs.results.row_arrays import RowArrays
 from batchmill.store.segments.blocks import open_segments
@@ -48,24 +57,7 @@ LOW = np.uint64(2**32 - 1)
 HALF = np.uint64(32)
 SORTED_ROWS = 1024 * 1024  # in memory
 READ_BYTES = 4 * 1024 * 1024  # of published results, at once
-
-
-class Section(Struct, frozen=True):
-    """The results of one target: `NUMBER.first`, `NUMBER.rest` and `NUMBER.place`, ascending by digest."""
-
-    key: str  # see reuse_orders.target_keys
-    number: int
-    rows: int
-    sums: list[int]  # checksums of the three files
-
-
-class IndexHead(Struct, frozen=True):
-    """`index.json`, written last. `sections` may be empty: nothing of the job can be taken over."""
-
-    job: str
-    generation: int  # that the job had ended with
-    files: list[str]  # names of its segments
-    sections: list[Section]
+FILES_OPEN_MAX = 64  # with results of all jobs together
 
 
 COLUMNS = ("first", "rest", "place")
@@ -76,26 +68,41 @@ def folder_of(job: EarlierJob) -> Path:
     return JobFiles(Path(job.data_dir), job.spec.id).reuse
 
 
-def read_head(home: Path, job_id: str, generation: int) -> IndexHead | None:
-    """The head of a job's index; None if there is none, or not of this generation."""
-    try:
-        head = msgspec.json.decode((home / INDEX).read_bytes(), type=IndexHead)
-    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
-        return None
-    return head if (head.job, head.generation) == (job_id, generation) else None
+class IndexUnsound(LedgerBroken):
+    """An index must be written anew, and what it is made of was not sent: the owner had seen one."""
+
+
+class ResultLines:
+    """Reads results from the files of many jobs, of which a bounded number is open. Close it."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, int] = OrderedDict()
+
+    def read(self, path: Path, offset: int, length: int) -> bytes:
+        """Fewer bytes at the end of the file. Raises: OSError."""
+        fd = self._open.get(path)
+        if fd is not None:
+            self._open.move_to_end(path)
+            return os.pread(fd, length, offset)
+        if len(self._open) >= FILES_OPEN_MAX:
+            os.close(self._open.popitem(last=False)[1])
+        fd = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.pread(fd, length, offset)
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
 
 
 class JobIndex:
-    """The sound index of one job, opened for lookups. Close it."""
+    """The sound index of one job. It keeps no file open, since a lookup has as many indexes as there are jobs."""
 
     def __init__(self, job: EarlierJob, keys: Sequence[str]) -> None:
         """Args: keys: of the targets that are looked for.
 
-        Raises: FileNotFoundError if the job was removed meanwhile; LedgerBroken, InputChanged, DatasetDamaged.
+        Raises: OSError if the job was removed meanwhile; IndexUnsound, LedgerBroken, InputChanged, DatasetDamaged.
         """
         self.job, self._home = job, folder_of(job)
-        self._open = ExitStack()
-        self._maps: dict[int, mmap.mmap] = {}
         if not self._home.parent.is_dir():
             raise FileNotFoundError(f"the job {job.spec.id} is gone")
         with locked(self._home):
@@ -103,19 +110,28 @@ class JobIndex:
             if head is None or not _is_sound(self._home, head, keys):
                 head = build(job)
         self._head = head
-        self._sections = {section.key: self._columns(section) for section in head.sections if section.key in keys}
+        self._sections = {section.key: section for section in head.sections if section.key in keys}
 
-    def _columns(self, section: Section) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        first, rest, place = (
-            np.memmap(self._home / f"{section.number}.{name}", np.uint64, "r") for name in COLUMNS
-        )  # fmt: skip
+    def _columns(self, key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
+        """Those of a target; None if the job was removed, or its index written anew, since this one was checked."""
+        section = self._sections[key]
+        try:
+            with locked(self._home):
+                if read_head(self._home, self.job.spec.id, self.job.generation) != self._head:
+                    return None
+                first, rest, place = (
+                    np.memmap(self._home / f"{section.number}.{name}", np.uint64, "r") for name in COLUMNS
+                )  # fmt: skip
+        except OSError:
+            return None
         return first, rest.reshape(-1, WORDS - 1), place.reshape(-1, PLACE_WORDS)
 
     def find(self, key: str, digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Which of some digests [n, 4] have a result, and the places [found, 4] of these results."""
-        if key not in self._sections or not len(digests):
+        columns = self._columns(key) if key in self._sections and len(digests) else None
+        if columns is None:
             return np.empty(0, np.int64), np.empty((0, PLACE_WORDS), np.uint64)
-        first, rest, place = self._sections[key]
+        first, rest, place = columns
         order = np.argsort(digests[:, 0])  # so that the index is read from its beginning to its end
         wanted = digests[order]
         at = np.searchsorted(first, wanted[:, 0])
@@ -130,24 +146,15 @@ class JobIndex:
                 at[number], is_whole[number] = place_at, True
         return order[is_whole], np.asarray(place[at[is_whole]])
 
-    def line(self, place: Sequence[int]) -> bytes | None:
+    def line(self, place: Sequence[int], results: ResultLines) -> bytes | None:
         """The result at a place; None if it is not there any more as it was."""
         offset, where, about, _ = place
         length = where & 0xFFFFFFFF
-        line = self._segment(where >> 32)[offset : offset + length]
+        try:
+            line = results.read(Path(self.job.segments.folder) / self._head.files[where >> 32], offset, length)
+        except OSError:
+            return None
         return line if len(line) == length and checksum(line) == about & 0xFFFFFFFF else None
-
-    def _segment(self, number: int) -> mmap.mmap:
-        if number not in self._maps:
-            path = Path(self.job.segments.folder) / self._head.files[number]
-            with open(path, "rb") as file:
-                self._maps[number] = self._open.enter_context(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
-        return self._maps[number]
-
-    def close(self) -> None:
-        self._sections = {}
-        self._maps = {}
-        self._open.close()
 
 
 def _search(first: np.ndarray, rest: np.ndarray, at: int, wanted: np.ndarray) -> int | None:
@@ -187,8 +194,8 @@ def build(job: EarlierJob) -> IndexHead:
     """Write the index of a job from its results and its dataset."""
     home, files = folder_of(job), JobFiles(Path(job.data_dir), job.spec.id)
     (home / INDEX).unlink(missing_ok=True)  # first: a kill leaves columns without a head, which nobody reads
-    if not job.committed:  # the owner saw an index, or the segments are gone
-        raise LedgerBroken(f"the index of the job {job.spec.id} is damaged")
+    if job.committed is None:  # the owner saw an index, or the segments are gone
+        raise IndexUnsound(f"the index of the job {job.spec.id} is damaged")
     with ExitStack() as open_:
         requests = _requests_of(job, files, open_)
         sorts = _Sorts(home, load_seal(files.dataset).rows, open_)
@@ -217,7 +224,7 @@ def build(job: EarlierJob) -> IndexHead:
 def _blocks(job: EarlierJob, names: list[str]) -> Iterator[tuple[Block, list[bytes]]]:
     """The blocks of results that may be taken over, with their lines. Args: names: gets the names of their segments."""
     with closing(open_segments(job.segments)) as segments:
-        for ref in job.committed:
+        for ref in job.committed or ():
             for block in read_outcomes(segments, ref):
                 if not block.ok or block.generation or block.is_columnar:
                     continue

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import msgspec
 import sqlalchemy as sa
+from msgspec.structs import replace
 
 from batchmill import faults
 from batchmill.children.offload import Offload
@@ -27,6 +28,7 @@ from batchmill.jobs.intake.reuse_orders import (
     EarlierJob,
     LookupOrder,
     Reused,
+    read_head,
     read_keys,
     target_keys,
 )
@@ -75,9 +77,13 @@ class EarlierJobs:
 
     async def _look_up(self, order: LookupOrder, progress: Callable[[float], None]) -> Reused:
         stores = order.spec.uses_stores or any(each.spec.uses_stores for each in order.earlier)
-        data = msgspec.json.encode(order)
-        answer = await self._offload(LOOK_UP, data, progress, project=order.spec.project, stores=stores)
-        reused = msgspec.json.decode(answer, type=Reused)
+        while True:
+            data = msgspec.json.encode(order)
+            answer = await self._offload(LOOK_UP, data, progress, project=order.spec.project, stores=stores)
+            reused = msgspec.json.decode(answer, type=Reused)
+            if not reused.unsound:
+                break
+            order = replace(order, earlier=[await self._with_commits(job, reused.unsound) for job in order.earlier])
         for reason in reused.skipped:
             log.warning("nothing is taken over of the job %s", reason)
         return reused
@@ -107,16 +113,22 @@ class EarlierJobs:
         is_whole = record["compacted"] is None
         if self._stored.is_elsewhere and not await self._brought(record, files, stack, is_whole=is_whole):
             return None
-        committed = []
-        if not (files.reuse / INDEX).exists():
+        generation, finished, committed = record["generation"], record["finished"], None
+        if await asyncio.to_thread(read_head, files.reuse, spec.id, generation) is None:
             if not is_whole:
                 return None
             committed = await self._committed(spec.id)
-        generation, finished = record["generation"], record["finished"]
-        return EarlierJob(spec, str(self._data_dir), generation, finished, files.segment_place, committed)
+        place = files.segment_place
+        return EarlierJob(spec, str(self._data_dir), generation, finished, place, committed, is_reduced=not is_whole)
+
+    async def _with_commits(self, job: EarlierJob, unsound: Sequence[str]) -> EarlierJob:
+        """A job whose index is not what was written, with what it is made of."""
+        if job.spec.id not in unsound:
+            return job
+        return replace(job, committed=await self._committed(job.spec.id))
 
     async def _committed(self, job_id: str) -> list[SegmentRef]:
-        committed = await asyncio.to_thread(self._ledger.committed, job_id)
+        committed = await self._ledger.database.call_reader(self._ledger.committed, job_id)
         return [ref for generation, ref in committed if generation == 0]
 
     def _may_have(self, record: sa.RowMapping, files: JobFiles, wanted: frozenset[str]) -> bool:
@@ -160,7 +172,13 @@ class EarlierJobs:
             committed = await self._committed(spec.id)
             generation, finished = record["generation"], record["finished"]
             earlier = EarlierJob(
-                spec, str(self._data_dir), generation, finished, files.segment_place, committed, output
+                spec,
+                str(self._data_dir),
+                generation,
+                finished,
+                files.segment_place,
+                committed,
+                results=output,
             )
             order = msgspec.json.encode(earlier)
             try:

@@ -22,7 +22,9 @@ from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import BatchmillError, DatasetDamaged
 from batchmill.jobs.intake.reuse_index import (
     PLACE_WORDS,
+    IndexUnsound,
     JobIndex,
+    ResultLines,
     StoredRequests,
     build,
     folder_of,
@@ -41,7 +43,8 @@ WINDOW_ROWS = 1024 * 1024  # looked up at once
 READ_ROWS = 4096  # read at once
 DENSE = 4  # of rows that are close together, those between are read too
 BLOCK_ROWS, BLOCK_BYTES = 1024, 1024 * 1024  # of one block, about
-HELD_MAX = 256  # blocks that wait for further rows
+HELD_BYTES_MAX = 64 * 1024 * 1024  # of lines that wait for their block
+HELD_BYTES = 1024  # that a block takes besides its lines, about
 Key = tuple[int, int]  # of a block: its shard, and when its results were made
 WORKER = "reuse"  # in the name of the segment
 IS_LAST_BIT = np.uint64(DETERMINISTIC_BIT << 56)  # of a digest's last word
@@ -53,6 +56,8 @@ def look_up_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
     request = msgspec.json.decode(order, type=LookupOrder)
     with ExitStack() as open_:
         lookup = _Lookup(request, open_)
+        if lookup.unsound:
+            return msgspec.json.encode(Reused(0, lookup.skipped, lookup.unsound))
         for window in lookup.windows():
             lookup.take(window)
             progress(window.stop / lookup.rows)
@@ -70,7 +75,7 @@ def index_published_offloaded(order: bytes, progress: Callable[[float], None]) -
 
 class _Lookup:
     def __init__(self, order: LookupOrder, open_: ExitStack) -> None:
-        self._order, self._open = order, open_
+        self._order = order
         self._dataset = Path(order.dataset)
         self._plan = PlanReader(Path(order.plan))
         requests = read_requests(self._dataset)
@@ -79,11 +84,13 @@ class _Lookup:
         self._requests: StoredRequests = requests
         self.rows, self.found = self._plan.plan.rows, 0
         self.skipped: list[str] = []
+        self.unsound: list[str] = []  # jobs whose index can be written anew once their commits are known
         self._keys = requests.keys
         takes_all = order.spec.policy.reuse == ALL
         self._takes_all = [takes_all or is_deterministic for is_deterministic in requests.deterministic]
         self._positions = self._positions_of_rows()
         self._indexes = list(self._opened(order.earlier))
+        self._results = open_.enter_context(closing(ResultLines()))
         self._writer = _Writer(order.spec, self._plan, Path(order.segments)) if order.segments else None
 
     def windows(self) -> Iterator[range]:
@@ -108,11 +115,14 @@ class _Lookup:
         """The indexes of earlier jobs. One that cannot be read is left out: its rows run again."""
         for job in earlier:
             try:
-                index = JobIndex(job, self._keys)
-            except (BatchmillError, FileNotFoundError) as error:
+                yield JobIndex(job, self._keys)
+            except IndexUnsound as error:
+                if job.is_reduced:
+                    self.skipped.append(f"{job.spec.id}: {error}")
+                else:
+                    self.unsound.append(job.spec.id)
+            except (BatchmillError, OSError) as error:
                 self.skipped.append(f"{job.spec.id}: {error}")
-            else:
-                yield self._open.enter_context(closing(index))
 
     def take(self, window: range) -> None:
         """Look up the rows of a window, and write what is found."""
@@ -148,7 +158,7 @@ class _Lookup:
                 about = zip(some.tolist(), where[some].tolist(), places[some].tolist(), raws, strict=True)
                 for at, number, place, raw in about:
                     index = self._indexes[number]
-                    result = index.line(place)
+                    result = index.line(place, self._results)
                     if result is None:
                         continue  # it is damaged, or was removed: the row runs
                     position, row = int(self._positions[start + at]), start + at
@@ -183,10 +193,12 @@ class _Writer:
         self._file = SegmentFile(folder, SegmentHead(spec.id, spec.identity, WORKER))
         self._held: defaultdict[Key, BlockRows] = defaultdict(lambda: BlockRows([], [], []))
         self._bytes: defaultdict[Key, int] = defaultdict(int)
+        self._held_bytes = 0  # of all blocks
 
     def add(self, position: int, row: int, line: bytes, made: int) -> None:
         """Args: made: when, in seconds since the epoch."""
         key = bisect_right(self._bounds, position) - 1, made
+        self._held_bytes += len(line) + (0 if key in self._held else HELD_BYTES)
         held = self._held[key]
         held.positions.append(position)
         held.rows.append(row)
@@ -194,12 +206,12 @@ class _Writer:
         self._bytes[key] += len(line)
         if len(held.rows) >= BLOCK_ROWS or self._bytes[key] >= BLOCK_BYTES:
             self._flush(key)
-        elif len(self._held) > HELD_MAX:
+        elif self._held_bytes > HELD_BYTES_MAX:
             self._flush_all()
 
     def _flush(self, key: Key) -> None:
         (shard, made), held = key, self._held.pop(key)
-        del self._bytes[key]
+        self._held_bytes -= self._bytes.pop(key) + HELD_BYTES
         meta = BlockMeta(reused=len(held.rows), reused_at=made)
         self._file.append(frame(held, generation=0, shard=shard, epoch=0, ok=True, meta=meta))
         faults.point("in_reuse_segment")

@@ -38,7 +38,8 @@ class EarlierJob(Struct, frozen=True):
     generation: int
     finished: float  # seconds since the epoch
     segments: SegmentPlace
-    committed: list[SegmentRef] = []  # of its first generation; empty if an index is there
+    committed: list[SegmentRef] | None = None  # of its first generation; None: an index is there
+    is_reduced: bool = False  # retention has removed its segments
     results: str = ""  # the file with its published lines, if it is to be indexed instead of the segments
 
 
@@ -58,6 +59,7 @@ class Reused(Struct, frozen=True):
 
     rows: int  # that run or not: of those with equal requests, one
     skipped: list[str] = []  # jobs that could not be read, and why
+    unsound: list[str] = []  # jobs whose index must be written anew: nothing was looked up yet
 
 
 class TargetKeys(Struct, frozen=True):
@@ -67,6 +69,33 @@ class TargetKeys(Struct, frozen=True):
     deterministic: list[bool]  # of each target: see `is_deterministic`
     requests: int
     targets: int
+
+
+class Section(Struct, frozen=True):
+    """The results of one target: `NUMBER.first`, `NUMBER.rest` and `NUMBER.place`, ascending by digest."""
+
+    key: str  # see target_keys
+    number: int
+    rows: int
+    sums: list[int]  # checksums of the three files
+
+
+class IndexHead(Struct, frozen=True):
+    """`index.json`, written last. `sections` may be empty: nothing of the job can be taken over."""
+
+    job: str
+    generation: int  # that the job had ended with
+    files: list[str]  # names of its segments
+    sections: list[Section]
+
+
+def read_head(home: Path, job_id: str, generation: int) -> IndexHead | None:
+    """The head of a job's index; None if there is none, or not of this generation."""
+    try:
+        head = msgspec.json.decode((home / INDEX).read_bytes(), type=IndexHead)
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return head if (head.job, head.generation) == (job_id, generation) else None
 
 
 def settled(order: JobOrder, projects: Mapping[str, ProjectEntry]) -> JobOrder:

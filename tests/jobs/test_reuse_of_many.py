@@ -1,0 +1,180 @@
+"""Reuse at its edges: many jobs, few descriptors, specs that changed after sealing, and jobs that are gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+from fakes.answering_service import AnsweringService, choice
+from fakes.databases import open_ledger
+from fakes.job_service import job_service
+
+from batchmill.config import RetentionEntry
+from batchmill.datasets.request_digests import DIGEST_BYTES
+from batchmill.engines.clock import SystemClock
+from batchmill.executors.local import LocalExecutor
+from batchmill.jobs.intake import adapters, orders
+from batchmill.jobs.intake.preparation import PrepareOrder, prepare
+from batchmill.jobs.intake.reuse_index import JobIndex, ResultLines, read_requests
+from batchmill.jobs.intake.reuse_lookup import look_up_offloaded
+from batchmill.jobs.intake.reuse_orders import EarlierJob, LookupOrder, Reused, target_keys
+from batchmill.jobs.ledger.files import JobFiles
+from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
+
+CODE = """
+import os
+def double(n):
+    if os.path.exists(os.environ["FAILS"]) and n % 10 == 3:
+        raise ValueError("not now")
+    return 2 * n
+"""
+CHAT = "/v1/chat/completions"
+ALL = Policy(reuse="all")
+
+
+@pytest.fixture
+async def service(tmp_path, monkeypatch):
+    (tmp_path / "app.py").write_text(CODE)
+    monkeypatch.setenv("FAILS", str(tmp_path / "fails"))
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    ledger = open_ledger(data_dir / "batchmill.db")
+    opened = job_service(data_dir, ledger, LocalExecutor(data_dir / "workers"), SystemClock())
+    await opened.recover()
+    yield opened
+    await opened.close(at_once=True)
+
+
+def functions(folder: Path, rows, *, name: str = "in.jsonl", **more) -> JobOrder:
+    (folder / name).write_text("".join(json.dumps({"n": n}) + "\n" for n in rows))
+    model = ModelSpec("double", "function", f"{folder / 'app.py'}:double")
+    fields = {"policy": ALL, "output": str(folder / f"{name}.out.jsonl"), **more}
+    return JobOrder(DatasetSpec([str(folder / name)]), [model], **fields)
+
+
+async def run(service, order: JobOrder) -> JobView:
+    return await ended(service, (await service.submit(order)).id)
+
+
+async def ended(service, job_id: str) -> JobView:
+    view = [each async for each in service.watch(job_id, 0.02)][-1]
+    assert view.state == "completed", view
+    return view
+
+
+def earlier(folder: Path, view: JobView, committed=None) -> EarlierJob:
+    files = JobFiles(folder / "data", view.id)
+    return EarlierJob(files.read_spec(), str(folder / "data"), 0, view.finished, files.segment_place, committed)
+
+
+def look_up(folder: Path, view: JobView, jobs: list[EarlierJob], segments: str = "") -> Reused:
+    files = JobFiles(folder / "data", view.id)
+    order = LookupOrder(files.read_spec(), str(files.dataset), str(files.plan(0)), jobs, 0.0, segments)
+    return msgspec.json.decode(look_up_offloaded(msgspec.json.encode(order), lambda _: None), type=Reused)
+
+
+async def test_a_thousand_jobs_need_few_descriptors(tmp_path, service):
+    """A lookup holds no file of an index open, and some segments only."""
+    first = await run(service, functions(tmp_path, range(20)))
+    second = await run(service, functions(tmp_path, range(20), name="b.jsonl"))
+    assert second.rows_reused == 20
+    third = await run(service, functions(tmp_path, range(15, 25), name="c.jsonl"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 30, hard))
+    try:
+        found = look_up(tmp_path, third, [earlier(tmp_path, first)] * 1000, str(tmp_path / "segments"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (found.rows, found.skipped) == (5, [])
+
+
+async def test_a_retried_job_is_taken_from(tmp_path, service):
+    """A retry makes the index of its job outdated: the next lookup writes it anew, and no row is paid for twice."""
+    (tmp_path / "fails").touch()
+    first = await run(service, functions(tmp_path, range(20)))
+    assert first.rows_failed == 2
+    again = await run(service, functions(tmp_path, range(20), name="b.jsonl"))
+    assert again.rows_reused == 18
+    await service.remove(again.id)
+    (tmp_path / "fails").unlink()
+    await service.retry(first.id)
+    assert (await ended(service, first.id)).rows_ok == 20
+    view = await run(service, functions(tmp_path, range(20), name="c.jsonl"))
+    assert view.rows_reused == 18
+
+
+async def test_a_damaged_index_costs_no_call(tmp_path, service):
+    """An index that is not what was written is written anew within the same lookup."""
+    first = await run(service, functions(tmp_path, range(20)))
+    await service.remove((await run(service, functions(tmp_path, range(20), name="b.jsonl"))).id)
+    place = JobFiles(tmp_path / "data", first.id).reuse / "0.first"
+    place.write_bytes(bytes(place.stat().st_size))
+    view = await run(service, functions(tmp_path, range(20), name="c.jsonl"))
+    assert view.rows_reused == 20
+
+
+async def test_a_job_that_is_removed_during_a_lookup(tmp_path, service):
+    """Its results are not there any more: rows run, and nothing raises."""
+    first = await run(service, functions(tmp_path, range(20)))
+    second = await run(service, functions(tmp_path, range(20), name="b.jsonl"))
+    keys = target_keys(JobFiles(tmp_path / "data", first.id).read_spec())
+    index = JobIndex(earlier(tmp_path, first), keys)
+    digests = read_requests(JobFiles(tmp_path / "data", second.id).dataset).digests
+    found, places = index.find(keys[0], digests)
+    assert len(found) == 20 and digests.shape[1] * 8 == DIGEST_BYTES
+    lines = ResultLines()
+    assert b'"output":' in index.line(places[0].tolist(), lines)
+    lines.close()
+    shutil.rmtree(JobFiles(tmp_path / "data", first.id).home)
+    assert index.line(places[0].tolist(), lines) is None
+    assert len(index.find(keys[0], digests)[0]) == 0
+    shutil.rmtree(JobFiles(tmp_path / "data", second.id).home)
+    view = await run(service, functions(tmp_path, range(20), name="c.jsonl"))
+    assert (view.rows_ok, view.rows_reused) == (20, 0)
+
+
+async def test_published_results_that_are_gone(tmp_path, service):
+    """The file of a job whose segments are gone was emptied or removed: rows run, and nothing pauses."""
+    service.retention.entry = RetentionEntry(intermediate_s=0.0, retry_s=0.0)
+    first = await run(service, functions(tmp_path, range(20)))
+    await run(service, functions(tmp_path, range(5), name="b.jsonl"))
+    await service.retention.sweep()
+    assert not JobFiles(tmp_path / "data", first.id).segments.exists()
+    Path(first.output).write_bytes(b"")
+    view = await run(service, functions(tmp_path, range(10, 20), name="c.jsonl"))
+    assert (view.rows_ok, view.rows_reused) == (10, 0)
+    await service.remove(view.id)
+    Path(first.output).unlink()
+    view = await run(service, functions(tmp_path, range(10, 20), name="d.jsonl"))
+    assert (view.rows_ok, view.rows_reused) == (10, 0)
+
+
+async def test_adapters_that_no_row_uses_change_no_target(tmp_path, service):
+    """A job drops them from its spec after its rows were sealed: no row takes over another's result."""
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+
+    def rows(model: str) -> str:
+        row = {"custom_id": "1", "method": "POST", "url": CHAT, "body": {"model": model, **body}}
+        path = tmp_path / f"{model.replace('/', '-')}.jsonl"
+        path.write_text(json.dumps(row) + "\n")
+        return str(path)
+
+    async with AnsweringService(lambda _: choice("hi", "stop")) as chat:
+        other = ModelSpec("m", "http", "m", base_url=chat.url, api_key="env:OPENAI_API_KEY")
+        await run(service, JobOrder(DatasetSpec([rows("m")]), [other], policy=ALL))
+        places = {"a/1": "/adapters/a", "b/1": "/adapters/b"}
+        base = ModelSpec("base", "llm", "base", adapters=places, adapter_rank=16)
+        for name, expected in (("b/1", 0), ("m", 1)):
+            spec = orders.describe(JobOrder(DatasetSpec([rows(name)]), [base, other], policy=ALL), 0.0)
+            dataset, plan = tmp_path / f"{expected}-dataset", tmp_path / f"{expected}-plan"
+            dataset.mkdir()
+            plan.mkdir()
+            prepare(msgspec.json.encode(PrepareOrder(spec, str(dataset), str(plan))), lambda _: None)
+            dropped = adapters.drop_unused(spec, {0: ["b/1"]})
+            assert await service.count_reused(dropped, str(dataset), str(plan)) == expected
