@@ -31,6 +31,7 @@ class MemoryJobs:
         self.views = {}
         self.orders = []
         self.asked = []
+        self.retries = []  # what each changed, and the model that it names
         self.queries = []  # of lists
         self.how = "started"
         self.reasons, self.ahead = [], 0
@@ -77,6 +78,11 @@ class MemoryJobs:
         if verb == "pause" and view.state in (JobState.COMPLETED, JobState.FAILED):
             raise InvalidTransition(f"the job {job_id} has ended")
         return view
+
+    async def retry(self, job_id, change, model):
+        self.asked.append(("retry", job_id))
+        self.retries.append((change, model))
+        return self._views(job_id)[-1]
 
     async def remove(self, job_id):
         view = self._views(job_id)[-1]

@@ -8,7 +8,7 @@ import pytest
 
 from batchmill.cli.jobs import jobs as jobs_commands
 from batchmill.errors import BatchmillError
-from batchmill.types import JobQuery, Problem
+from batchmill.types import JobQuery, Problem, RetryChange
 
 
 def test_jobs_are_listed_one_a_line(app, call, view):
@@ -203,6 +203,7 @@ def test_going_on_follows_the_job_to_its_end(app, call, view, verb, expected):
     result = call(verb.removesuffix("_rows"), "job_1")
     assert result.exit_code == 3 and app.jobs.asked == [(verb, "job_1")]
     assert expected in result.stderr and "job job_1: completed" in result.stdout
+    assert app.jobs.retries == ([(RetryChange(), None)] if verb == "retry" else [])
 
 
 def test_what_does_not_fit_the_state_is_refused(app, call, view):
