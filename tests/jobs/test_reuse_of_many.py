@@ -24,6 +24,8 @@ from batchmill.jobs.intake.reuse_index import JobIndex, ResultLines, read_reques
 from batchmill.jobs.intake.reuse_lookup import look_up_offloaded
 from batchmill.jobs.intake.reuse_orders import EarlierJob, LookupOrder, Reused, target_keys
 from batchmill.jobs.ledger.files import JobFiles
+from batchmill.store import removals
+from batchmill.store.removals import Removal
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
 
 CODE = """
@@ -153,6 +155,19 @@ async def test_published_results_that_are_gone(tmp_path, service):
     Path(first.output).unlink()
     view = await run(service, functions(tmp_path, range(10, 20), name="d.jsonl"))
     assert (view.rows_ok, view.rows_reused) == (10, 0)
+
+
+async def test_deleted_results_are_not_taken(tmp_path, service):
+    """A result file that was deleted, or has expired, is no source, though the segments of its job are there."""
+    first = await run(service, functions(tmp_path, range(20)))
+    gone = Removal("file-1", first.project, first.id, "the key k", first.finished)
+    await service._ledger.database.write(removals.insert, msgspec.structs.replace(gone, id=f"{first.id}/parts"))
+    view = await run(service, functions(tmp_path, range(20), name="b.jsonl"))
+    assert view.rows_reused == 20
+    await service.remove(view.id)
+    await service._ledger.database.write(removals.insert, gone)
+    view = await run(service, functions(tmp_path, range(20), name="c.jsonl"))
+    assert (view.rows_ok, view.rows_reused) == (20, 0)
 
 
 async def test_adapters_that_no_row_uses_change_no_target(tmp_path, service):

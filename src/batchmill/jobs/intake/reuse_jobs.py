@@ -38,11 +38,13 @@ from batchmill.jobs.ledger.storage import JobStorage
 from batchmill.object_store.urls import is_object_url
 from batchmill.ports import Clock
 from batchmill.states import ENDED
-from batchmill.store.sql.tables import jobs
+from batchmill.store.removals import ELSEWHERE
+from batchmill.store.sql.tables import jobs, removals
 from batchmill.store.stored_files import StoredFiles, using
 from batchmill.types import SegmentRef
 from batchmill.wire.job_spec import JobSpec
 
+FILE_PREFIX = "file-"  # of the ids of files, among what was removed
 JOBS_MAX = 1000  # of a project, that are looked at
 log = logging.getLogger("batchmill.owner")
 
@@ -195,11 +197,16 @@ def _has_lines(output: str | None) -> bool:
     return output is not None and output.endswith(".jsonl") and not is_object_url(output) and Path(output).is_file()
 
 
+_HAS_DELETED_RESULTS = sa.exists().where(
+    removals.c.job == jobs.c.id, removals.c.id.startswith(FILE_PREFIX), removals.c.by != ELSEWHERE
+)
+
+
 def _ended(db: sa.Connection, spec: JobSpec, since: float) -> Sequence[sa.RowMapping]:
-    """Jobs of the same project that have results, the newest first."""
+    """Jobs of the same project that have results, none of which was deleted or has expired, the newest first."""
     names = ("id", "spec", "generation", "rows", "finished", "compacted", "output")
     query = sa.select(*(jobs.c[name] for name in names)).where(
         jobs.c.project == spec.project, jobs.c.id != spec.id, jobs.c.state.in_(ENDED), jobs.c.finished >= since,
-        jobs.c.rows_ok > 0,
+        jobs.c.rows_ok > 0, ~_HAS_DELETED_RESULTS,
     )  # fmt: skip
     return db.execute(query.order_by(jobs.c.finished.desc()).limit(JOBS_MAX)).mappings().all()
