@@ -218,6 +218,13 @@ def test_what_is_wrong_with_ml_commons_is_named(tmp_path, text, expected):
         load(tmp_path, f"[ml_commons]\n{text}")
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e300"])
+def test_an_age_that_is_none_is_refused(tmp_path, value):
+    """How old a result may be that is taken over: more than nothing, and a number."""
+    with pytest.raises(InvalidConfig, match="projects.north.reuse_age_s must be more than 0 and at most"):
+        load(tmp_path, f"[projects.north]\nreuse_age_s = {value}")
+
+
 def test_ml_commons_is_read(tmp_path):
     """Its settings arrive as they are written, and those that are not, as the page says."""
     text = "max_batch_inference_tasks = 0\npoll_s = 5\nstatus_regex = { failed = 'failed|lost' }"

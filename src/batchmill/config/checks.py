@@ -234,6 +234,11 @@ def _check_serving(read: File) -> None:
             raise InvalidConfig(
                 f"projects.{name}.weight must be more than 0 and at most {WEIGHT_MAX:,.0f}, not {project.weight}"
             )
+        if not 0 < project.reuse_age_s <= RETENTION_S_MAX:
+            raise InvalidConfig(
+                f"projects.{name}.reuse_age_s must be more than 0 and at most {RETENTION_S_MAX:,.0f}, not "
+                f"{project.reuse_age_s}"
+            )
         check_prefixes(f"projects.{name}.objects", project.objects, read.storage.objects)
         for model in project.models or ():
             is_known = any(model == known or model in entry.adapters for known, entry in read.models.items())
