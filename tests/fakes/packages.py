@@ -9,7 +9,7 @@ def add_wheel(folder, version, name="batchmill-answer-of-test", needs=()):
     module = name.replace("-", "_")
     info = f"{module}-{version}.dist-info"
     with zipfile.ZipFile(folder / f"{module}-{version}-py3-none-any.whl", "w") as wheel:
-        wheel.writestr(f"{module}.py", f"VALUE = {version}\n")
+        wheel.writestr(f"{module}.py", f"VALUE = '{version}'\n")
         requires = "".join(f"Requires-Dist: {each}\n" for each in needs)
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{requires}")
         wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")

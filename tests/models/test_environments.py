@@ -1,6 +1,7 @@
 """Environments of deployed functions: made once, shared, whole or not there at all."""
 
 import asyncio
+import ensurepip
 import hashlib
 import os
 import select
@@ -60,15 +61,19 @@ async def test_the_same_lock_is_one_environment(index, installer, tmp_path):
 async def test_a_lock_is_exact(index, installer, tmp_path):
     """An unpinned requirement gets a new lock when a package is newer; the old lock still installs the old packages."""
     made = Environments(tmp_path / "environments")
-    wanted = "needs-answer-of-test  # a comment\n"
+    wanted = "needs-answer-of-test  # a comment\npip\n"
+    add_wheel(index, own_pip := ensurepip.version(), name="pip")  # not the one that installs
     add_wheel(index, "3.0", name="needs-answer-of-test", needs=["batchmill-answer-of-test>=1"])
     old = await made.lock(None, wanted, tmp_path / "log")
     add_wheel(index, "2.0")
     new = await made.lock(None, wanted, tmp_path / "log")
-    assert packages_of(old) == ["batchmill-answer-of-test==1.0", "needs-answer-of-test==3.0"]
-    assert packages_of(new) == ["batchmill-answer-of-test==2.0", "needs-answer-of-test==3.0"]
+    others = ["needs-answer-of-test==3.0", f"pip=={own_pip}"]
+    assert packages_of(old) == ["batchmill-answer-of-test==1.0", *others]
+    assert packages_of(new) == ["batchmill-answer-of-test==2.0", *others]
     values = [await said_by(await made.python(None, lock, tmp_path / "log"), ANSWER) for lock in (old, new)]
     assert values == ["1.0", "2.0"]
+    pip = await made.python(None, new, tmp_path / "log")
+    assert await said_by(pip, "import pip; print(pip.VALUE)") == own_pip
 
 
 async def test_a_package_that_changed_is_refused(index, installer, tmp_path, monkeypatch):
@@ -100,7 +105,9 @@ async def test_no_packages_at_all(index, installer, tmp_path):
     lock = await made.lock(None, "# nothing\n", tmp_path / "log")
     assert lock == f"{LOCKED_FOR}\n" and packages_of(lock) == []
     python = await made.python(None, lock, tmp_path / "log")
-    assert await said_by(python, "import importlib.util as u; print(u.find_spec('msgspec'))") == "None"
+    assert await said_by(python, "import importlib.util as u; print(u.find_spec('msgspec'), u.find_spec('pip'))") == (
+        "None None"
+    )
 
 
 async def test_the_installers_output_is_shown(index, installer, tmp_path):

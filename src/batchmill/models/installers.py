@@ -21,7 +21,19 @@ Run = Callable[[list[str]], Awaitable[None]]  # raises ModelFailed with the end 
 _REQUIRE_HASHES = "--require-hashes"
 _COMMENT = re.compile(r"(^|\s+)#.*$")
 _HASH = re.compile(r"\s--hash[=\s]\s*\S+")
-_PIP = ["-I", "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
+# Runs the pip that comes with an interpreter where it lies: installing it in each environment takes seconds.
+_RUN_PIP = """
+import pathlib, runpy, sys, sysconfig
+try:
+    import ensurepip
+    bundled = pathlib.Path(ensurepip.__file__).parent / "_bundled"
+    folder = pathlib.Path(sysconfig.get_config_var("WHEEL_PKG_DIR") or bundled)
+    sys.path.insert(0, str(max(folder.glob("pip-*.whl"))))
+except (ImportError, ValueError):
+    sys.exit("this Python comes without pip: install uv, or what brings ensurepip (python3-venv on Debian)")
+runpy.run_module("pip", run_name="__main__", alter_sys=True)
+"""
+_PIP = ["-I", "-c", _RUN_PIP, "install", "--disable-pip-version-check", "--no-input", "--progress-bar", "off"]
 
 
 class Requirements(Struct, frozen=True):
@@ -79,7 +91,7 @@ class Installer(Struct, frozen=True):
             pins = parse(_read(output).decode()).packages
         else:
             source.write_text(requirements.text())
-            await run([base, "-I", "-m", "venv", str(folder / "venv")])
+            await run([base, "-I", "-m", "venv", "--without-pip", str(folder / "venv")])
             pip = [str(folder / "venv" / "bin" / "python"), *_PIP]
             await run([*pip, "--dry-run", "--ignore-installed", "--report", str(output), "-r", str(source)])
             try:
@@ -94,8 +106,7 @@ class Installer(Struct, frozen=True):
 
         Raises: ModelFailed.
         """
-        without_pip = [] if self.uv is None else ["--without-pip"]  # installing pip takes seconds
-        await run([base, "-I", "-m", "venv", *without_pip, str(venv)])
+        await run([base, "-I", "-m", "venv", "--without-pip", str(venv)])
         requirements, python, source = parse(lock), str(venv / "bin" / "python"), venv / "requirements.txt"
         if not requirements.packages:
             return
@@ -107,7 +118,8 @@ class Installer(Struct, frozen=True):
             await run([self.uv, "pip", "install", *self._uv_flags(), checks, "--python", python, "-r", str(source)])
         else:
             source.write_text(_for_pip(requirements).text())
-            await run([python, *_PIP, checks, "-r", str(source)])
+            # The pip that runs is on its own path, and would count as installed.
+            await run([python, *_PIP, checks, "--ignore-installed", "-r", str(source)])
 
     def _uv_flags(self) -> list[str]:
         return ["--no-progress", "--color", "never", "--no-python-downloads", *self.flags]
