@@ -71,6 +71,22 @@ def test_rows_and_files_and_retries(data_dir: str, tmp_path: Path):
     assert len(output.read_text().splitlines()) == 5 == len(filed.to_arrow())
 
 
+def test_a_sample_first(data_dir: str):
+    """Its rows come back under their labels; the same call without a limit runs the others, and those not again."""
+    frame = pd.DataFrame({"text": list("abcde"), "n": [5, 3, 4, 3, 6]}, index=list("vwxyz"))
+    first = batchmill.run(frame, model=SIZE, data_dir=data_dir, limit=2)
+    assert first.is_sampled and first.to_pandas()["output"].dropna().to_dict() == {"v": 6}
+    assert first.failures().index.tolist() == ["w"] and [row["n"] for row in first] == [5, 3]
+    drawn = batchmill.run(frame, model=SIZE, data_dir=data_dir, sample=2, seed=1)
+    assert (drawn.id, drawn.how, len(drawn.to_arrow())) == (first.id, "resumed", 2)
+    assert drawn.to_pandas()["n"].tolist() == [frame["n"][label] for label in drawn.to_pandas().index]
+    whole = batchmill.run(frame, model=SIZE, data_dir=data_dir)
+    assert (whole.id, whole.how, whole.is_sampled) == (first.id, "resumed", False)
+    assert whole.to_pandas().index.tolist() == list("vwxyz") and whole.failures().index.tolist() == ["w", "y"]
+    everything = batchmill.run(frame, model=SIZE, data_dir=data_dir, limit=99)
+    assert everything.how == "finished" and len(everything.to_pandas()) == 5
+
+
 async def test_in_a_running_loop(data_dir: str):
     """A notebook has an event loop already: `run` works beside it, `arun` in it, two jobs at once."""
     frames = [pl.DataFrame({"text": ["q" * n], "n": [n]}) for n in (11, 12)]
@@ -93,7 +109,7 @@ def test_what_cannot_run_is_refused(data_dir: str):
         ({"model": "function:nowhere.py:f"}, "nowhere.py"),
         ({"model": "unknown"}, "no model is called 'unknown'"),
         ({"model": SIZE, "deadline": 5.0, "completion_s": 5.0}, "leave one of them out"),
-        ({"model": SIZE, "limit": 1}, "pass fewer rows"),
+        ({"model": SIZE, "limit": 1, "sample": 1}, "sample"),
     ):
         with pytest.raises(InvalidInput, match=message):
             batchmill.run({"text": ["never"], "n": [0]}, data_dir=data_dir, **keywords)

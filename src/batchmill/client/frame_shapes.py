@@ -100,9 +100,10 @@ def failed_rows(table: pyarrow.Table) -> tuple[pyarrow.Table, list[int]]:
     return table.take(numbers), numbers.to_pylist()
 
 
-def failures_of(table: pyarrow.Table, shape: FrameShape) -> Any:
-    """The rows that failed, as a frame of the library of the shape."""
+def failures_of(table: pyarrow.Table, shape: FrameShape, rows: Sequence[int] | None = None) -> Any:
+    """The rows that failed, as a frame of the library of the shape. Args: rows: as of `to_pandas`."""
     failed, numbers = failed_rows(table)
+    numbers = numbers if rows is None else [rows[at] for at in numbers]
     if shape.library == PANDAS:
         return to_pandas(failed, shape, numbers)
     return to_polars(failed, shape) if shape.library == POLARS else failed

@@ -26,8 +26,8 @@ from batchmill.config import Config
 from batchmill.errors import InvalidTransition, JobPaused
 from batchmill.inprocess.background import Background, background, keep_collecting
 from batchmill.inprocess.orders import Keywords, make_order
-from batchmill.inprocess.results import read_table, refuse_unfinished, row_of, spooled
-from batchmill.states import JobState
+from batchmill.inprocess.results import read_numbered, read_table, refuse_unfinished, row_of, spooled
+from batchmill.states import JobState, PauseReason
 from batchmill.types import JobView, RetryChange, Submitted
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Job:
         self._submitted: Future[Submitted] = Future()
         self._view = JobView(id="", state=JobState.VALIDATING)
         self._table: pyarrow.Table | None = None
+        self._numbers: list[int] | None = None  # of the rows of `_table`; None: all rows of the job
         self._changed = threading.Event()
         self._running: Future[None] = self._background.start(self._run())
 
@@ -117,6 +118,11 @@ class Job:
     def how(self) -> str:
         """started, resumed, joined (another process runs it) or finished (it had ended before this call)."""
         return self._submitted.result().how
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the job has paused after its sample: results are those of the sample."""
+        return self._view.state == JobState.PAUSED and self._view.reason == PauseReason.SAMPLED
 
     @property
     def is_running(self) -> bool:
@@ -187,7 +193,8 @@ class Job:
             self._running.result()
         except CancelledError:
             raise JobPaused(f"the job {self.id} was stopped; the same call resumes it") from None
-        check_ended(self._view, "the same call resumes it")
+        if not self.is_sampled:
+            check_ended(self._view, "the same call resumes it")
         return self
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -242,7 +249,7 @@ class Job:
         refuse_unfinished(self._view)
         change = RetryChange(params or {}, None, adapter)
         self._settle()
-        self._table, self._changed = None, threading.Event()
+        self._table, self._numbers, self._changed = None, None, threading.Event()
         retried: Future[None] = Future()
         self._running = self._background.start(self._run_again(change, retried))
         retried.result()
@@ -280,7 +287,7 @@ class Job:
 
     def to_pandas(self) -> pandas.DataFrame:
         """As `to_arrow`. A frame of pandas that was given lends its index, column labels and types."""
-        return to_pandas(self._results(), self._shape or FrameShape())
+        return to_pandas(self._results(), self._shape or FrameShape(), self._numbers)
 
     def to_polars(self) -> polars.DataFrame:
         """As `to_arrow`."""
@@ -288,12 +295,15 @@ class Job:
 
     def failures(self) -> Any:
         """The rows that failed, with the cause in `error`: a frame of the library of the data, or of Arrow."""
-        return failures_of(self._results(), self._shape or FrameShape())
+        return failures_of(self._results(), self._shape or FrameShape(), self._numbers)
 
     def _results(self) -> pyarrow.Table:
         if self._table is None:
-            refuse_unfinished(self._view)
-            table = self._here(read_table(self._config, self._view))
+            if self.is_sampled:
+                self._numbers, table = read_numbered(Path(self._here(self._gather())), self._view)
+            else:
+                refuse_unfinished(self._view)
+                table = self._here(read_table(self._config, self._view))
             self._table = with_types(table, self._shape or FrameShape())
         return self._table
 
@@ -316,7 +326,9 @@ class Job:
                 yield from self._finished(seen)
                 if self.is_running:
                     time.sleep(GATHER_SHARE * (time.monotonic() - started))
-            self._ended()
+            if self._ended().is_sampled:
+                yield from self._finished(seen)
+                return
             lines = self._here(spooled(self._config, self._view, Path(folder))).lines()
             yield from (row_of(line) for number, line in enumerate(lines) if _is_new(seen, number))
 
@@ -334,7 +346,7 @@ class Job:
 
     async def _gather(self) -> str:
         async with self._background.use(self._config) as (_, jobs):
-            return await jobs.partial(self.id, is_numbered=True)
+            return await jobs.partial(self.id, is_numbered=True, sampled=self._view.sample is not None)
 
     async def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
         """As `__iter__`."""

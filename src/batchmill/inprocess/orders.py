@@ -76,11 +76,6 @@ def checked(options: Mapping[str, Any]) -> Keywords:
     if "output" in given and given["output"] is not None:
         given["output"] = os.fspath(given["output"])
     job = described(NewJob, ["checked"], given)
-    if sample_of(job.limit, job.sample, job.seed) is not None:
-        raise InvalidInput(
-            "limit and sample are for commands and servers: here, pass fewer rows, such as data.head(20) of a frame",
-            code="invalid_sample",
-        )
     if job.deadline is not None and job.completion_s is not None:
         raise InvalidInput("deadline and completion_s both set the deadline: leave one of them out")
     return Keywords(job, models, flags, **switches)
@@ -155,6 +150,7 @@ async def make_order(
         replies=ReplyRules(list(job.fail_on)),
         together=job.together,
         labels=job.labels,
+        sample=sample_of(job.limit, job.sample, job.seed),
         restart=keywords.restart,
         overwrite=job.overwrite,
     )

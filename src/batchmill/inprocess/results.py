@@ -17,7 +17,7 @@ from batchmill.config import Config
 from batchmill.errors import InvalidTransition
 from batchmill.jobs.ledger.files import is_folder
 from batchmill.jobs.results.output_folders import read_manifest
-from batchmill.jobs.results.result_rows import ResultSource
+from batchmill.jobs.results.result_rows import JSONL_NAME, ResultSource
 from batchmill.object_store.urls import is_object_url
 from batchmill.optional import require
 from batchmill.types import JobView
@@ -51,10 +51,31 @@ async def read_table(config: Config, view: JobView) -> pyarrow.Table:
         source = await spooled(config, view, folder)
         if source.name.endswith(PARQUET):
             return read_results(source.path)
-        table, scratch = folder / "table.parquet", folder / "scratch"
-        scratch.mkdir()
-        write_rows(source, Wanted(str(table), "parquet", RowShape(added=added_by(view))), [], scratch)
-        return read_results(table)
+        return _as_table(source, view, folder)
+
+
+def read_numbered(path: Path, view: JobView) -> tuple[list[int], pyarrow.Table]:
+    """The numbers of some rows and the rows as a table, from lines that begin with a number; the file is removed."""
+    with tempfile.TemporaryDirectory(prefix="batchmill-results-") as place:
+        folder = Path(place)
+        numbers: list[int] = []
+        try:
+            with path.open("rb") as lines, (folder / JSONL_NAME).open("wb") as file:
+                for line in lines:
+                    number, _, row = line.partition(b"\t")
+                    numbers.append(int(number))
+                    file.write(row)
+        finally:
+            path.unlink()
+        return numbers, _as_table(ResultSource(folder / JSONL_NAME, JSONL_NAME), view, folder)
+
+
+def _as_table(source: ResultSource, view: JobView, folder: Path) -> pyarrow.Table:
+    """Lines of results as a table. Args: folder: for files that the table maps."""
+    table, scratch = folder / "table.parquet", folder / "scratch"
+    scratch.mkdir()
+    write_rows(source, Wanted(str(table), "parquet", RowShape(added=added_by(view))), [], scratch)
+    return read_results(table)
 
 
 def _parquet_parts(output: str) -> list[Path]:
