@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes.child_processes import children_of
 from msgspec.structs import replace
 
 from batchmill.client.messages import HttpRequest
@@ -78,10 +79,6 @@ def open_files() -> list[str]:
     return sorted(found)
 
 
-def children() -> list[str]:
-    return sorted(pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split())
-
-
 @contextlib.asynccontextmanager
 async def owned(config: Config) -> AsyncIterator[None]:
     prepare_data_dir(config.data_dir)
@@ -111,7 +108,7 @@ async def test_nothing_stays_of_an_opening_that_fails(tmp_path: Path, opens: Ope
     config = load(environ={"HOME": str(tmp_path)}, cwd=tmp_path)
     config = replace(config, server=replace(config.server, port=0, grpc_port=0))
     await Opening(opens, config).run()  # what is loaded once stays
-    files, processes = open_files(), children()
+    files, processes = open_files(), children_of(os.getpid())
     number, fails = 0, True
     while fails:
         number += 1
@@ -124,7 +121,7 @@ async def test_nothing_stays_of_an_opening_that_fails(tmp_path: Path, opens: Ope
             await asyncio.gather(*others, return_exceptions=True)  # they were cancelled
             for _ in range(LOOP_TURNS):  # aborted transports are closed in the next ones
                 await asyncio.sleep(0)
-        assert (open_files(), children()) == (files, processes), number
+        assert (open_files(), children_of(os.getpid())) == (files, processes), number
         assert not (config.data_dir / SOCKET).exists()
         lock = try_lock(config.data_dir)
         assert lock is not None, number

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fakes.batch_provider import BatchProvider
+from fakes.child_processes import children_of
 from fakes.openai_service import Answer, OpenAIService, refusal
 from msgspec.structs import replace
 
@@ -174,10 +175,8 @@ async def test_a_worker_that_dies_with_a_cut_batch(folder, opened, monkeypatch):
 def worker_pids() -> list[int]:
     """The workers that this process has started, and that live."""
     found = []
-    for place in Path("/proc/self/task").glob("*/children"):
-        for pid in place.read_text().split():
-            with contextlib.suppress(OSError):
-                words = Path("/proc", pid, "cmdline").read_bytes()
-                if b"batchmill.executors.worker" in words:
-                    found.append(int(pid))
+    for pid in children_of(os.getpid()):
+        with contextlib.suppress(OSError):
+            if b"batchmill.executors.worker" in Path("/proc", str(pid), "cmdline").read_bytes():
+                found.append(pid)
     return found

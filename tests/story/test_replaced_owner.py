@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from fakes.batch_provider import BatchProvider
 from fakes.beside import beside
+from fakes.child_processes import children_of
 from fakes.databases import POSTGRESQL, databases, server
 from fakes.faulty_objects import FaultyObjects, faulty_objects
 from fakes.s3_server import bucket_client, s3_environment, s3_server
@@ -80,7 +81,7 @@ class Place:
 
     def leave(self, how: str) -> None:
         """Be stopped, suspended or cut off. The successor is as on another machine: it cannot end our processes."""
-        self._processes = [self.server.pid, *children(self.server.pid)]
+        self._processes = [self.server.pid, *descendants(self.server.pid)]
         for ids in (self._data / "workers").glob("*.pid"):
             ids.unlink()
         if how == CUT_OFF:
@@ -103,13 +104,10 @@ class Place:
         return code
 
 
-def children(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """The processes that a process has started, with theirs."""
-    found: list[int] = []
-    for thread in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (thread / "children").read_text().split()):
-            found += [child, *children(child)]
-    return found
+    found = children_of(pid)
+    return [*found, *(each for child in found for each in descendants(child))]
 
 
 def is_running(pid: int) -> bool:
