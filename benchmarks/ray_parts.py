@@ -76,7 +76,7 @@ def main() -> None:
     found: dict[str, list[harness.Finished]] = {name: [] for name in sides}
     with ExitStack() as stack:
         folder = stack.enter_context(harness.work_folder())
-        store = stack.enter_context(object_rows.serve(folder / "server.log"))
+        store = stack.enter_context(object_rows.serve(folder))
         (folder / "app.py").write_text(FUNCTION)
         for number in range(OBJECTS):
             first = number * arguments.rows
