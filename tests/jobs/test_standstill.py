@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from batchmill.engines.clock import SystemClock
+from batchmill.jobs.views import STILL_S
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec
 
 # One row waits for its turn; as it comes, a library forks and the worker dies, once.
@@ -34,12 +36,19 @@ def wait(n):
 
 
 class Later(SystemClock):
-    """As late as a test says."""
+    """As late as a test says, however long the test takes. Nobody wakes while `goes_on` is unset: whoever looks for
+    workers that have been stopped for long would kill the one of the test."""
 
-    by_s = 0.0
+    def __init__(self) -> None:
+        self.at, self.goes_on = 1000.0, asyncio.Event()
+        self.goes_on.set()
 
     def monotonic(self) -> float:
-        return super().monotonic() + self.by_s
+        return self.at
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        await self.goes_on.wait()
 
 
 @pytest.fixture
@@ -51,6 +60,11 @@ def folder(tmp_path):
     return tmp_path
 
 
+def state_of(pid: int) -> str:
+    """One letter, as `ps` shows it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 async def test_a_job_that_stands_still(folder, opened):
     """A job whose row does not end says so, and names the worker that a signal has stopped; the worker's death while a
     process that it forked lives costs the job nothing."""
@@ -60,15 +74,20 @@ async def test_a_job_that_stands_still(folder, opened):
     order = JobOrder(DatasetSpec([str(folder / "in.jsonl")]), [model], output=str(folder / "out.jsonl"))
     job = (await service.submit(order)).id
     worker = int(await asyncio.to_thread((folder / "turn").read_text))
+    clock.goes_on.clear()
     os.kill(worker, signal.SIGSTOP)
-    results: list[str] = []
-    while len(results) < 2 or "kill -CONT" not in results[0]:  # signals and messages take a while
-        clock.by_s += 10.0
-        results = (await service.explain(job)).reasons
-    assert f"(process {worker})" in results[0] and f"kill -CONT {worker}" in results[0]
-    assert "no row of it has ended for" in results[1] and "are with its workers" in results[1]
+    while state_of(worker) != "T":
+        await asyncio.sleep(0)
+    found = ""
+    while "has said nothing" not in found or "no row of it has ended for" not in found:  # it had sent something
+        clock.at += STILL_S
+        found = "; ".join((await service.explain(job)).reasons)
+    assert f"(process {worker})" in found and f"kill -CONT {worker}" in found
+    assert "are with its workers" in found
     os.kill(worker, signal.SIGCONT)
-    clock.by_s = 0.0
+    while state_of(worker) == "T":
+        await asyncio.sleep(0)
+    clock.goes_on.set()
     await asyncio.to_thread((folder / "turn").write_text, "go")
     view = [view async for view in service.watch(job, 0.05)][-1]
     assert (view.state, view.rows_ok) == ("completed", 5)
