@@ -85,8 +85,8 @@ class Command:
         return self.messages[-1]["job"]
 
 
-def run(folder: Path, function: str, output: str) -> Command:
-    return Command(folder, "run", "in.jsonl", "--model", f"function:app.py:{function}", "-o", output)
+def run(folder: Path, function: str, output: str, *words: str) -> Command:
+    return Command(folder, "run", "in.jsonl", "--model", f"function:app.py:{function}", "-o", output, *words)
 
 
 def ids(path: Path) -> list[str]:
@@ -111,6 +111,19 @@ def test_the_same_run_twice_is_one_job(folder):
     second = run(folder, "slow", "one.jsonl")
     assert first.end()[0] == 0 and second.end()[0] == 0
     assert second.job["id"] == first.job["id"]
+    assert ids(folder / "one.jsonl") == [f"r{n}" for n in range(ROWS)]
+
+
+def test_the_whole_run_beside_a_sample_of_it(folder):
+    """A command for all rows, or for other rows, that joins a sample goes on after it, and not with its exit code."""
+    sample = run(folder, "patient", "one.jsonl", "--limit", "20")
+    sample.wait_until_rows_are_done()
+    whole, more = run(folder, "patient", "one.jsonl"), run(folder, "patient", "one.jsonl", "--limit", "30")
+    whole.wait_until_rows_are_done()
+    (folder / "quick").touch()
+    ends = [each.end() for each in (sample, whole, more)]
+    assert [code for code, _ in ends] == [0, 0, 0], ends
+    assert whole.job["state"] == "completed" and whole.job["id"] == sample.job["id"], ends
     assert ids(folder / "one.jsonl") == [f"r{n}" for n in range(ROWS)]
 
 

@@ -27,6 +27,7 @@ from batchmill.cli.text import clean, count
 from batchmill.cli.values import COUNT, POSITIVE, NameList
 from batchmill.config import Config
 from batchmill.errors import InvalidInput, InvalidTransition
+from batchmill.states import PauseReason
 from batchmill.types import JobOrder, JobView, Submitted
 from batchmill.types.cluster import EXECUTORS
 from batchmill.wire.job_spec import OUTDATED
@@ -185,6 +186,14 @@ def run(session: Session, **options: Any) -> int:
 
 
 async def _run(session: Session, config: Config, options: dict[str, Any], *, piped: bool) -> int:
+    while True:
+        code = await _submit_and_follow(session, config, options, piped=piped)
+        if code is not None:
+            return code
+
+
+async def _submit_and_follow(session: Session, config: Config, options: dict[str, Any], *, piped: bool) -> int | None:
+    """Returns: the exit code; None: another command's sample of the job has run, which is to be submitted again."""
     async with session.app.open_jobs(config) as jobs:
         order = await build_order(session, config, options)
         if config.cluster.executor is not None:
@@ -195,10 +204,26 @@ async def _run(session: Session, config: Config, options: dict[str, Any], *, pip
             if error.code == OUTDATED:
                 await _show_update(session, config, order)
             raise
+        if submitted.how == "joined" and await _waited_for_sample(session, jobs, submitted, order):
+            return None
         if not piped:
             return await follow_to_end(session, jobs, submitted, order)
         async with piped_results(session, config, jobs, submitted.id, options["output_format"] or "jsonl"):
             return await follow_to_end(session, jobs, submitted, order, is_piped=True)
+
+
+async def _waited_for_sample(session: Session, jobs: JobsClient, submitted: Submitted, order: JobOrder) -> bool:
+    """Whether the job that this command joined ran the sample of another command, which has run now."""
+    view = await jobs.show(submitted.id)
+    if view.sample is None or view.sample == order.sample:
+        return False
+    session.say(f"job {submitted.id} runs a sample for another command: this one goes on after it")
+    display = display_for(session)
+    try:
+        followed = await follow(jobs, submitted.id, display, session=session, is_shared=True)
+    finally:
+        display.close()
+    return followed.view.reason == PauseReason.SAMPLED and not followed.was_interrupted
 
 
 async def _show_update(session: Session, config: Config, order: JobOrder) -> None:
@@ -230,7 +255,8 @@ async def follow_to_end(
         followed = await follow(jobs, submitted.id, display, session=session, is_shared=is_shared)
     finally:
         display.close()
-    if has_sample(followed.view) and not is_piped:
+    is_asked = order is None or order.sample is not None
+    if is_asked and has_sample(followed.view) and not is_piped:
         await load(SAMPLES).show_sample(session, followed.view, order)
     return show_end(session, followed.view, was_interrupted=followed.was_interrupted)
 
