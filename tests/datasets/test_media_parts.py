@@ -2,15 +2,16 @@
 
 import os
 
+import msgspec
 import pytest
 from blake3 import blake3
 
 from batchmill.datasets.media.loading import request_of
 from batchmill.errors import InvalidRow
-from batchmill.types import MediaColumn, Row
+from batchmill.types import MediaColumn, Row, RowError
 from batchmill.wire.forms import TableForm
 from batchmill.wire.media import type_of
-from batchmill.wire.rendered_rows import MediaPart, with_media
+from batchmill.wire.rendered_rows import FAULT, MediaPart, fault_of, with_media
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
 
@@ -57,3 +58,11 @@ def test_types_by_first_bytes():
         b"": None, b"RIFF1234AVI ": None, b"<svg>": None, b"\xff\xf1\x50": None, b"\0\0\0\x20ftypisom": None,
     }  # fmt: skip
     assert {head: type_of(head) for head in heads} == heads
+
+
+def test_a_column_of_the_input_is_no_fault_of_sealing():
+    """A member with the reserved name but another value is refused alone, and ends no job."""
+    for value in (b"7", b'["my_code","x"]', b"null", b'["media_missing"]'):
+        error = fault_of({FAULT: msgspec.Raw(value)})
+        assert error is not None and error.code == "column_conflict"
+    assert fault_of({FAULT: msgspec.Raw(b'["media_missing","gone"]')}) == RowError("media_missing", "gone")

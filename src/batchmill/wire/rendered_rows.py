@@ -35,6 +35,7 @@ class MediaPart(Struct, frozen=True, omit_defaults=True):
 
 
 _parts = msgspec.json.Decoder(list[MediaPart])
+_fault = msgspec.json.Decoder(tuple[str, str])
 
 
 def with_prompt(row: bytes, prompt: str) -> bytes:
@@ -66,8 +67,16 @@ def without_additions(row: bytes, count: int = 1) -> bytes:
 
 
 def fault_of(members: dict[str, Any]) -> RowError | None:
-    """Why a row has no prompt, from the members of its object; None: it has one."""
+    """Why a row has no prompt or no media, from the members of its object; None: it has them.
+
+    A column of the input may have the name too: it is whatever its author likes.
+    """
     if FAULT not in members:
         return None
-    code, message = msgspec.json.decode(members[FAULT], type=tuple[str, str])
+    try:
+        code, message = _fault.decode(members[FAULT])
+    except msgspec.ValidationError:
+        code = ""
+    if code not in ROW_FAULTS:
+        return RowError("column_conflict", f"a column is named {FAULT!r}, which batchmill uses: rename it")
     return RowError(code, message)
