@@ -34,6 +34,9 @@ DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 class MediaFetcher(Protocol):
     """Fetches URLs of cells into files."""
 
+    def begin(self) -> None:
+        """Forget what an earlier attempt at the dataset has fetched: its files are gone."""
+
     def fetch(self, urls: list[str], folder: Path, bytes_max: int) -> dict[str, Path | InvalidRow]:
         """Fetch URLs, several at once. Returns: URL -> the file, or why there is none.
 
@@ -46,6 +49,8 @@ class MediaAdder:
 
     def __init__(self, columns: list[MediaColumn], spec: DatasetSpec, home: Path, fetcher: MediaFetcher | None) -> None:
         self._columns, self._spec, self._home, self._fetcher = columns, spec, home, fetcher
+        if fetcher is not None:
+            fetcher.begin()
 
     def add(self, pieces: Iterator[Converted], source: SourceFile, *, are_whole_lines: bool) -> Iterator[Converted]:
         """Yield the pieces of one source with the media of their rows."""

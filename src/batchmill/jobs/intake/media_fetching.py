@@ -36,6 +36,11 @@ class UrlMedia:
         self._bytes = 0
         self._known: OrderedDict[str, Path | InvalidRow] = OrderedDict()
 
+    def begin(self) -> None:
+        """See `datasets.media.adding.MediaFetcher`."""
+        self._bytes = 0
+        self._known.clear()
+
     def fetch(self, urls: list[str], folder: Path, bytes_max: int) -> dict[str, Path | InvalidRow]:
         """See `datasets.media.adding.MediaFetcher`."""
         check_disk(folder)
@@ -81,7 +86,11 @@ class UrlMedia:
         except (InvalidInput, InvalidDataset) as error:
             return self._failed(target, InvalidRow(error.message, code=CODES.get(error.code, "media_missing")))
         except StorageFailed as error:
-            return self._failed(target, InvalidRow(error.message, code="media_missing"))
+            if error.code != "download_failed":
+                raise  # a fault of this machine's disk
+            cause = error.message.rpartition("; ")[0]
+            message = f"{cause}; run the row in a new job when the server answers"
+            return self._failed(target, InvalidRow(message, code="media_missing"))
         target.with_name(f"{target.name}.download").unlink(missing_ok=True)
         self._count(target.stat().st_size)
         return target
