@@ -3,13 +3,16 @@
 import base64
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from fakes.answering_service import AnsweringService, choice
+from fakes.anthropic_batches import AnthropicFake
 from fakes.beside import beside
+from fakes.gemini_batches import GeminiFake
 from fakes.web_files import WebFile, web_files
 
 import batchmill
@@ -190,3 +193,34 @@ def test_what_cannot_take_media_is_refused(run, flags, words, monkeypatch):
     assert result.exit_code != 0
     assert all(word in result.output for word in words), result.output
     assert run.bodies == []
+
+
+def test_a_retry_needs_a_model_that_takes_the_media(run, monkeypatch):
+    """As the job did: what failed does not go to one that hears nothing."""
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "k")
+    Path("pictures/s.wav").write_bytes(WAV)
+    with open("batchmill.toml", "a") as file:
+        file.write('[models.deaf]\nengine = "anthropic-batch"\nsource = "c"\n')
+    ended = run(table({"q": "1", "say": "s.wav"}), "--audio", "say", "--fields", "a: int", "--schema-attempts", "1")
+    assert ended.exit_code == 3, ended.output
+    job = re.search(r"job_[0-9a-f]{20}", ended.output)[0]
+    retried = CliRunner().invoke(cli, ["retry", job, "--model", "deaf", "--data-dir", "data"], obj=Session())
+    assert retried.exit_code == 2 and "'deaf' takes no audio" in retried.output, retried.output
+
+
+@pytest.mark.parametrize(("provider", "fake"), [("anthropic", AnthropicFake()), ("gemini", GeminiFake())])
+def test_batches_of_providers_get_parts_of_their_own(run, monkeypatch, provider, fake):
+    """From the cell to what the provider was sent, and back to the row; results hold no bytes."""
+    monkeypatch.setenv("BATCH_KEY", fake.key)
+    fake.fates = []
+    with beside(fake):
+        with open("batchmill.toml", "a") as file:
+            file.write(f'[models.b]\nengine = "{provider}-batch"\nsource = "s"\nbase_url = "{fake.base_url}"\n')
+            file.write('api_key = "env:BATCH_KEY"\nengine_args = { poll_s = 0.01, poll_max_s = 0.02 }\n')
+        rows = [{"q": "1", "img": "a.png"}, {"q": "2", "img": "gone.png"}]
+        result = run(table(*rows), "--image", "img", model="b")
+    (job,) = fake.jobs.values()
+    assert base64.b64encode(PNG).decode() in json.dumps(job.rows) and len(job.rows) == 1, result.output
+    good, bad = results()
+    assert good == {"q": "1", "img": "a.png", "output": good["output"], "error": None} and good["output"]
+    assert bad["error"].startswith("media_missing: ")

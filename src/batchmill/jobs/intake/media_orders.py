@@ -10,7 +10,7 @@ from msgspec import Struct
 from batchmill.errors import InvalidInput
 from batchmill.types import JobOrder, ModelSpec
 from batchmill.types.engine_traits import Source
-from batchmill.wire.forms import CHAT
+from batchmill.wire.forms import CHAT, TableForm
 from batchmill.wire.media import AUDIO, DOCUMENT, IMAGE, KINDS, MEDIA_COLUMNS_MAX
 
 # Batch APIs -> the kinds that their rows can hold here. The others take text alone.
@@ -51,6 +51,18 @@ def check_media(order: JobOrder) -> None:
             )
         for model in order.models:
             _check_model(model, each.kind, each.column)
+
+
+def check_media_of_retry(form: TableForm, model: ModelSpec) -> None:
+    """Raises: InvalidInput where the model of a retry cannot take what the rows hold."""
+    for each in form.media:
+        for one in (*model.routes, model):
+            if why := _refusal(one, each.kind):
+                raise InvalidInput(
+                    f"{one.name!r} takes no {each.kind}, which the rows have ({each.column!r}): {why}; choose another "
+                    "model",
+                    code="invalid_retry_model",
+                )
 
 
 def _check_model(model: ModelSpec, kind: str, column: str) -> None:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from batchmill.errors import InvalidInput
 from batchmill.jobs.intake import routing
 from batchmill.jobs.intake.adapters import ByModel, without_others
+from batchmill.jobs.intake.media_orders import check_media_of_retry
 from batchmill.models import registry
 from batchmill.models.paths import answers
 from batchmill.types import ModelSpec, Retried, RetryChange
@@ -85,6 +86,8 @@ def _changed(spec: JobSpec, change: RetryChange, model: ModelSpec | None, now: f
     adapter = _adapter_of(chosen, change)
     _refuse_other_paths(spec, chosen)
     _refuse_fewer_features(spec, chosen)
+    if isinstance(spec.form, TableForm):
+        check_media_of_retry(spec.form, chosen)
     registry.checked_budget(spec.policy.budget, [chosen])
     called = change.adapter or change.model
     if spec.origin is not None:
