@@ -20,6 +20,7 @@ from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Policy, Sampl
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.messages import unpack_u32
+from batchmill.wire.native import PlanSample
 from batchmill.wire.sampling import rows_of
 
 ROWS, SHARD_ROWS = 20, 4
@@ -73,6 +74,9 @@ def test_what_a_preview_says_of_a_sample(tmp_path):
     plan = planned(tmp_path, keys)
     found = sampled_rows.sampled_rows(plan, tmp_path / "dataset", Sample(6))
     assert (found.rows, found.run, found.folded, found.rejected, found.shards) == (6, 2, 4, 0, 1)
+    order = sampled_rows.PreviewOrder(str(plan.home), str(tmp_path / "dataset"), Sample(6, 2))
+    answer = sampled_rows.preview_offloaded(msgspec.json.encode(order), lambda _: None)
+    assert msgspec.json.decode(answer, type=PlanSample) == PlanSample(6, 2, 4, 0, 1, 2)
 
 
 @pytest.fixture

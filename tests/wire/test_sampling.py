@@ -7,7 +7,7 @@ import pytest
 
 from batchmill.errors import InvalidInput
 from batchmill.types import JobView, Sample, Usage
-from batchmill.wire.sampling import ROWS_MAX, SEED, SEED_MAX, check, outlook, rows_of, sample_of
+from batchmill.wire.sampling import DRAWN_MAX, ROWS_MAX, SEED, SEED_MAX, check, outlook, rows_of, sample_of
 
 
 def test_the_rows_of_a_sample():
@@ -35,6 +35,9 @@ def test_the_bounds_of_a_sample():
     """A sample has one row at least, and as many as a plan at most."""
     for sample in (Sample(1), Sample(ROWS_MAX), Sample(1, 0), Sample(1, SEED_MAX)):
         check(sample)
+    check(Sample(DRAWN_MAX, 0))
+    with pytest.raises(InvalidInput, match="not 1,000,001"):
+        check(Sample(DRAWN_MAX + 1, 0))
     for sample in (Sample(0), Sample(ROWS_MAX + 1), Sample(1, -1), Sample(1, SEED_MAX + 1)):
         with pytest.raises(InvalidInput, match=r"sample has|seed is"):
             check(sample)

@@ -11,6 +11,7 @@ from batchmill.types import EstimateRange, JobView, Outlook, Sample
 
 SEED = 0  # of a sample that is drawn at random, if none is given
 ROWS_MAX = 2**32 - 1
+DRAWN_MAX = 1_000_000  # rows that are drawn at random: their numbers are held in memory
 SEED_MAX = 2**63 - 1
 SURE = 1.28  # standard errors around a mean that hold 8 of 10 samples
 
@@ -35,6 +36,12 @@ def check(sample: Sample) -> None:
     """Raises: InvalidInput, naming the value."""
     if not 1 <= sample.rows <= ROWS_MAX:
         raise InvalidInput(f"a sample has 1 to {ROWS_MAX:,} rows, not {sample.rows:,}", code="invalid_sample")
+    if sample.seed is not None and sample.rows > DRAWN_MAX:
+        raise InvalidInput(
+            f"a sample that is drawn at random has 1 to {DRAWN_MAX:,} rows, not {sample.rows:,}: `limit` takes"
+            " more, from the beginning",
+            code="invalid_sample",
+        )
     if sample.seed is not None and not 0 <= sample.seed <= SEED_MAX:
         raise InvalidInput(f"a seed is 0 to {SEED_MAX}, not {sample.seed}", code="invalid_sample")
 

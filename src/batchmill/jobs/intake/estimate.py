@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import random
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -290,7 +291,7 @@ class _Sample:
 
 
 def _samples(
-    order: EstimateOrder, reader: PlanReader, rows: DatasetRows, only: list[int] | None,
+    order: EstimateOrder, reader: PlanReader, rows: DatasetRows, only: array[int] | None,
     progress: Callable[[float], None],
 ) -> Iterator[_Sample]:  # fmt: skip
     """A sample for each model that has rows. Args: only: the positions that run, ascending; None: all."""

@@ -20,8 +20,8 @@ from batchmill.jobs.intake.estimate import EstimateOrder
 from batchmill.jobs.intake.lengths import learn
 from batchmill.jobs.intake.node_sealing import NodeSealing, warn_of
 from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, reuses
-from batchmill.jobs.ledger.plan import PlanReader, explain
-from batchmill.jobs.ledger.sampled_rows import sampled_rows
+from batchmill.jobs.ledger.plan import explain
+from batchmill.jobs.ledger.sampled_rows import PREVIEW, PreviewOrder
 from batchmill.store.disk_room import DiskQuota, preparing
 from batchmill.types import JobOrder, JobView
 from batchmill.wire.job_spec import JobSpec
@@ -124,8 +124,9 @@ async def plan(
         reused = await _reused(spec, home, count_reused)
         sample = None
         if spec.sample is not None and spec.sample.rows < prepared.plan.rows:
-            found = await asyncio.to_thread(sampled_rows, PlanReader(home / "plan"), home / "dataset", spec.sample)
-            sample = PlanSample(found.rows, found.run, found.folded, found.rejected, found.shards, spec.sample.seed)
+            request = PreviewOrder(str(home / "plan"), str(home / "dataset"), spec.sample)
+            answer = await offload(PREVIEW, msgspec.json.encode(request), progress)
+            sample = msgspec.json.decode(answer, type=PlanSample)
         return prepared.report, msgspec.structs.replace(explained, notes=notes, sample=sample, reused=reused)
 
 
@@ -157,7 +158,8 @@ async def estimate(
         found = msgspec.json.decode(answer, type=Estimate)
         notes = [*_unfetched(prepared.report), *routing.sentences(spec), *found.notes]
         if reused := await _reused(spec, home, count_reused):
-            notes.append(f"{reused:,} of the rows that run take over results of earlier jobs, which costs nothing")
+            rows = "rows that run" if spec.sample is None else "rows of the whole job"
+            notes.append(f"{reused:,} of the {rows} take over results of earlier jobs, which costs nothing")
         return prepared.report, msgspec.structs.replace(found, notes=notes)
 
 

@@ -6,6 +6,7 @@ A sample has no plan of its own. Its rows are run under leases of the job's shar
 from __future__ import annotations
 
 import mmap
+from array import array
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,11 +17,13 @@ from msgspec import Struct
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.ledger.plan import FOLLOWERS, PlanReader, iter_rejected
 from batchmill.types import Sample, Shard
+from batchmill.wire.native import PlanSample
 from batchmill.wire.sampling import rows_of
 
 SHARDS_AT_ONCE = 512  # whose bitmaps one statement reads
 AT_ONCE_ROWS = 65_536  # of a job whose plan is looked through without a child process
 OFFLOADED = "batchmill.jobs.ledger.sampled_rows:masks_offloaded"
+PREVIEW = "batchmill.jobs.ledger.sampled_rows:preview_offloaded"
 
 
 class MaskOrder(Struct, frozen=True):
@@ -71,7 +74,7 @@ class SampledRows(Struct, frozen=True):
 
     sample: Sample
     rows: int
-    positions: list[int]  # of the rows that run, ascending
+    positions: array[int]  # of the rows that run, ascending
     shards: int  # with some of them
     rejected: int  # of the rows: validation refused them
 
@@ -91,8 +94,25 @@ def sampled_rows(plan: PlanReader, dataset: Path, sample: Sample) -> SampledRows
     chosen = numbers if isinstance(numbers, range) else frozenset(numbers)
     rejected = sum(1 for each in iter_rejected(dataset) if each.row in chosen) if plan.plan.rejected else 0
     found, shards = masks(MaskOrder(str(plan.home), str(plan.home), sample)), plan.shards()
-    positions = [shards[number].lo + index for number, bits in found.items() for index in _indexes(bits)]
+    positions = array("I", (shards[number].lo + index for number, bits in found.items() for index in _indexes(bits)))
     return SampledRows(sample, len(numbers), positions, len(found), rejected)
+
+
+class PreviewOrder(Struct, frozen=True):
+    """As the arguments of `sampled_rows`, in a child process."""
+
+    plan: str
+    dataset: str
+    sample: Sample
+
+
+def preview_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
+    """Offloaded: PreviewOrder in, PlanSample out, both as JSON."""
+    request = msgspec.json.decode(order, type=PreviewOrder)
+    found = sampled_rows(PlanReader(Path(request.plan)), Path(request.dataset), request.sample)
+    return msgspec.json.encode(
+        PlanSample(found.rows, found.run, found.folded, found.rejected, found.shards, found.sample.seed)
+    )
 
 
 def _indexes(bits: int) -> Iterator[int]:
