@@ -15,9 +15,12 @@ from msgspec.structs import replace
 from batchmill.config.entries import ProjectEntry, RetentionEntry
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
+from batchmill.jobs.intake.reuse_orders import target_keys
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.store.sql.tables import jobs
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, OutputSchema, Policy, Price, ReplyRules
+from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.job_spec import JobSpec
 
 CODE = """
 import os
@@ -136,6 +139,22 @@ async def test_other_code_reuses_nothing(folder, service):
     calls(folder)
     again = await run(service, functions(folder, range(10), name="again.jsonl"))
     assert len(calls(folder)) == 10 and again.rows_reused == 0
+
+
+@pytest.mark.parametrize("changed", ["base", "adapter"])
+def test_other_weights_in_a_folder_are_another_target(tmp_path, changed):
+    """Of a model or an adapter; nothing is known of a folder that another job had."""
+    for name in ("base", "adapter"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights.bin").write_bytes(b"1")
+    model = ModelSpec("m", "llm", str(tmp_path / "base"), adapters={"a": str(tmp_path / "adapter")})
+    spec = JobSpec("job_1", DatasetSpec(["in.jsonl"]), [model], OpenAIForm(), Policy(), None, "", {}, 0.0)
+    before = target_keys(spec, is_current=True)
+    assert before == target_keys(spec, is_current=True) and "" not in before
+    assert target_keys(spec) == ["", ""]
+    (tmp_path / changed / "weights.bin").write_bytes(b"22")
+    after = target_keys(spec, is_current=True)
+    assert [one == other for one, other in zip(before, after, strict=True)] == [changed == "adapter", False]
 
 
 async def test_removed_jobs_are_not_taken_from(folder, service):

@@ -111,10 +111,15 @@ def targets(models: list[ModelSpec]) -> list[tuple[int, str | None]]:
     return [(number, adapter) for number, model in enumerate(models) for adapter in (None, *model.adapters)]
 
 
-def target_keys(spec: JobSpec) -> list[str]:
-    """What a result depends on besides its request, for each target; empty for one whose code cannot be read."""
+def target_keys(spec: JobSpec, *, is_current: bool = False) -> list[str]:
+    """What a result depends on besides its request, for each target; empty for one of which that is not known.
+
+    Args: is_current: the files that models and adapters are read from are now what they are for this job.
+    """
     form = _form_of(spec)
-    return [_target_key(spec, spec.models[number], adapter, form) for number, adapter in targets(spec.models)]
+    return [
+        _target_key(spec, spec.models[number], adapter, form, is_current) for number, adapter in targets(spec.models)
+    ]
 
 
 def _form_of(spec: JobSpec) -> list[Any]:
@@ -126,25 +131,40 @@ def _form_of(spec: JobSpec) -> list[Any]:
     return ["table", document, None if schema is None else schema.prefix, is_function, is_function and form.is_text]
 
 
-def _target_key(spec: JobSpec, model: ModelSpec, adapter: str | None, form: list[Any]) -> str:
-    identity = _identity(spec, model)
-    if identity is None:
+def _target_key(spec: JobSpec, model: ModelSpec, adapter: str | None, form: list[Any], is_current: bool) -> str:
+    identity = _identity(spec, model, is_current)
+    place = "" if adapter is None else model.adapters[adapter]
+    weights = _weights_of(place)
+    if identity is None or (weights is not None and not is_current):
         return ""
-    place = None if adapter is None else model.adapters[adapter]
-    return hashlib.sha256(msgspec.json.encode([form, identity, adapter, place], order="deterministic")).hexdigest()
+    target = [form, identity, adapter, place, weights]
+    return hashlib.sha256(msgspec.json.encode(target, order="deterministic")).hexdigest()
 
 
-def _identity(spec: JobSpec, model: ModelSpec) -> list[Any] | None:
+def _identity(spec: JobSpec, model: ModelSpec, is_current: bool) -> list[Any] | None:
     """A model apart from its name, price and limits. A model with several routes is all of them."""
-    routes = [_identity(spec, route) for route in model.routes] if model.needs_route else []
-    code = spec.code.get(model.name)
-    if None in routes or code == UNREADABLE:
+    routes = [_identity(spec, route, is_current) for route in model.routes] if model.needs_route else []
+    code, weights = spec.code.get(model.name), _weights_of(model.source)
+    if None in routes or code == UNREADABLE or (weights is not None and not is_current):
         return None
     function = None if model.function is None else [model.function.version, model.function.digest]
     return [
         model.engine, model.source, model.base_url, model.engine_args, function, code, model.connector, model.provider,
-        sorted(map(msgspec.json.encode, routes)),
+        sorted(map(msgspec.json.encode, routes)), weights,
     ]  # fmt: skip
+
+
+def _weights_of(source: str) -> str | None:
+    """The names, sizes and times of the files below a folder of this machine; None for anything else."""
+    folder = Path(source)
+    if not folder.is_absolute() or not folder.is_dir():
+        return None
+    found = [
+        (path.relative_to(folder).as_posix(), stat.st_size, stat.st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and (stat := path.stat())
+    ]
+    return hashlib.sha256(msgspec.json.encode(found)).hexdigest()
 
 
 UNREADABLE = "unreadable"  # in the place of the digest of a file that is gone
@@ -161,7 +181,8 @@ def write_keys(spec: JobSpec, dataset: Path) -> None:
     sums = [sum_of(dataset / name) for name in (REQUESTS, TARGET)]
     with PartFile(dataset / TARGET_KEYS, 0o600) as file:
         deterministic = [is_deterministic(spec.models[number]) for number, _ in targets(spec.models)]
-        file.write(msgspec.json.encode(TargetKeys(target_keys(spec), deterministic, *sums)))
+        keys = target_keys(spec, is_current=True)
+        file.write(msgspec.json.encode(TargetKeys(keys, deterministic, *sums)))
         file.publish()
 
 
