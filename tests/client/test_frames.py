@@ -182,3 +182,38 @@ def test_what_is_no_dataset_is_refused(tmp_path):
             write_data(data, tmp_path / "data")
     with pytest.raises(ValueError, match="mine"):  # an error of the program's own rows is the program's
         write_data(failing("mine"), tmp_path / "data")
+
+
+class HubSplit:
+    """What is read of a dataset of Hugging Face: it hands out tables, and says how it is viewed."""
+
+    __module__ = "datasets.arrow_dataset"
+
+    def __init__(self, table=TABLE, kind=None, columns=None):
+        self.table, self.format = table, {"type": kind, "columns": columns or table.column_names}
+
+    def with_format(self, kind, columns):
+        assert kind == "arrow"
+        return HubSplit(self.table.select(columns))
+
+    def iter(self, batch_size):
+        yield from (self.table.slice(first, 1) for first in range(len(self.table)))
+
+
+class HubSplits(dict):
+    __module__ = "datasets.dataset_dict"
+
+    def with_format(self, kind):
+        raise AssertionError("it is refused before")
+
+
+def test_a_dataset_of_hugging_face(tmp_path):
+    """The columns that it shows; several splits and rows that are made on access are refused, not read as they lie."""
+    path = tmp_path / "data"
+    assert write_data(HubSplit(), path).shape.library == "datasets" and pq.read_table(path).to_pylist() == ROWS
+    write_data(HubSplit(columns=["n"]), path)
+    assert pq.read_table(path).column_names == ["n"]
+    with pytest.raises(InvalidInput, match=r"such as data\['test'\]"):
+        write_data(HubSplits(test=HubSplit()), path)
+    with pytest.raises(InvalidInput, match="with_transform"):
+        write_data(HubSplit(kind="custom"), path)

@@ -52,6 +52,8 @@ def write_data(data: object, path: Path) -> Written:
 
     Raises: InvalidInput for what is neither a table nor rows, or what Arrow and JSON cannot express.
     """
+    if _is_hub_dataset(data):  # several splits are a mapping as well
+        return _write_hub_dataset(data, path)
     if isinstance(data, Mapping):
         return _write_table(_of_columns(data), path, FrameShape())
     if _is_pandas(data):
@@ -61,8 +63,6 @@ def write_data(data: object, path: Path) -> Written:
         raise _refused(data, "give a frame, such as its to_frame()")
     if hasattr(data, "__arrow_c_stream__"):
         return _write_stream(data, path)
-    if _is_hub_dataset(data):
-        return _write_hub_dataset(data, path)
     if hasattr(data, "collect") and hasattr(data, "sink_parquet"):
         raise _refused(data, "call its collect() first")
     if isinstance(data, Iterable) and not isinstance(data, str | bytes | bytearray):
@@ -224,8 +224,14 @@ def _is_hub_dataset(data: object) -> bool:
 def _write_hub_dataset(data: Any, path: Path) -> Written:
     """A dataset of Hugging Face, also one that streams."""
     if not hasattr(data, "iter"):
-        raise _refused(data, "give one of its splits")
-    tables = data.with_format("arrow").iter(batch_size=HUB_BATCH_ROWS)
+        raise _refused(data, f"give one of its splits, such as data[{next(iter(data), 'train')!r}]")
+    view = getattr(data, "format", None) or {}  # none of one that streams
+    if view.get("type") == "custom":
+        raise InvalidInput(
+            "the rows of this dataset are made by with_transform, which is no part of it: use its map(...)",
+            code="invalid_source",
+        )
+    tables = data.with_format("arrow", **({"columns": view["columns"]} if view else {})).iter(batch_size=HUB_BATCH_ROWS)
     first = next(tables, None)
     if first is None:
         raise InvalidInput("the data has no rows: there is nothing to run", code="empty_data")
