@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
+import itertools
+import threading
 from pathlib import Path
 
 import pandas as pd
@@ -14,11 +17,13 @@ from msgspec.structs import fields
 
 import batchmill
 from batchmill.datasets import spooled_inputs
-from batchmill.errors import InvalidInput, InvalidTransition
+from batchmill.errors import InvalidInput, InvalidTransition, JobPaused
 from batchmill.inprocess import orders
+from batchmill.jobs.pools.job_run import JobRun
 from batchmill.wire.native import NewJob
 
 SIZE = f"function:{Path(__file__).with_name('functions.py')}:size"
+COUNTED = f"function:{Path(__file__).with_name('functions.py')}:counted"
 FRAME = pd.DataFrame({"text": ["a", "bb", "ccc"], "n": [1, 2, 3]}, index=pd.Index([5, 5, 1], name="key"))
 
 
@@ -97,6 +102,39 @@ async def test_in_a_running_loop(data_dir: str):
     assert [row["output"] async for row in later] == [6] and (await later).view.state == "completed"
 
 
+async def test_a_cancelled_call_starts_nothing(data_dir: str):
+    """Cancelled while its rows are still read, in a thread that goes on: no job begins that nobody holds."""
+    reading, go, read = threading.Event(), threading.Event(), threading.Event()
+
+    def rows():
+        reading.set()
+        go.wait()
+        yield {"text": "cancelled", "n": 1}
+        read.set()
+
+    known = len(list(Path(data_dir, spooled_inputs.FOLDER).glob("*.job_*")))
+    call = asyncio.create_task(batchmill.arun(rows(), model=SIZE, data_dir=data_dir))
+    await asyncio.to_thread(reading.wait)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    go.set()
+    await asyncio.to_thread(read.wait)
+    await batchmill.arun({"text": ["next"], "n": [1]}, model=SIZE, data_dir=data_dir)
+    assert len(list(Path(data_dir, spooled_inputs.FOLDER).glob("*.job_*"))) == known + 1
+
+
+def test_the_collector_is_the_programs(data_dir: str):
+    """What the program has frozen stays so, and nothing else is."""
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        batchmill.run({"text": ["frozen"], "n": [1]}, model=SIZE, data_dir=data_dir)
+        assert 0 < gc.get_freeze_count() <= frozen
+    finally:
+        gc.unfreeze()
+
+
 def test_what_cannot_run_is_refused(data_dir: str):
     """Before anything runs, with the value; nothing stays of it."""
     for keywords, message in (
@@ -131,6 +169,31 @@ def test_results_of_an_unfinished_job_are_refused(data_dir: str):
         with pytest.raises(InvalidTransition, match=r"wait\(\)"):
             later.to_pandas()
     assert later.wait().to_pandas()["output"].tolist() == [5]
+
+
+def test_a_paused_job_hands_out_its_finished_rows(data_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Those of an iteration that a pause ends too: each once, then the error; the message names the way on."""
+    monkeypatch.setenv("INPROCESS_PLACE", str(tmp_path))
+    job = batchmill.run({"n": list(range(100))}, model=COUNTED, data_dir=data_dir, wait=False)
+    while not (tmp_path / "blocked").exists():
+        assert job.is_running
+    pause = JobRun.pause
+
+    def paused(run: JobRun, error: Exception) -> None:
+        pause(run, error)
+        (tmp_path / "go").touch()
+
+    monkeypatch.setattr(JobRun, "pause", paused)
+    assert job.pause().state == "paused"
+    for _ in range(2):
+        rows = iter(job)
+        found = list(itertools.islice(rows, job.view.rows_ok))
+        with pytest.raises(JobPaused):
+            next(rows)
+        assert len({row["n"] for row in found}) == len(found) == job.view.rows_ok
+        assert all(row["output"] == 2 * row["n"] for row in found)
+    with pytest.raises(InvalidTransition, match=r"batchmill\.run again"):
+        job.to_pandas()
 
 
 def test_every_keyword_of_a_job_has_an_effect():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 import threading
 from collections.abc import AsyncIterator, Coroutine
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 from batchmill.cli.clients import OwnerJobs
 from batchmill.cli.local import LocalApp
 from batchmill.config import Config
+from batchmill.imports import leave_collector_alone
 
 T = TypeVar("T")
 
@@ -61,6 +61,7 @@ class Background:
     """Runs coroutines beside the program. One for each process."""
 
     def __init__(self) -> None:
+        leave_collector_alone()
         self._loop = asyncio.new_event_loop()
         self._opened: dict[Path, OpenDirectory] = {}  # used in the loop alone
         threading.Thread(target=self._loop.run_forever, name="batchmill", daemon=True).start()
@@ -99,8 +100,3 @@ def background() -> Background:
         if (found := _backgrounds.get(os.getpid())) is None:
             found = _backgrounds[os.getpid()] = Background()
         return found
-
-
-def keep_collecting() -> None:
-    """Let the garbage collector look at the program's objects again: a command, which ends soon, leaves them out."""
-    gc.unfreeze()

@@ -24,7 +24,7 @@ from batchmill.client.job_ends import check_ended
 from batchmill.client.progress import Progress, as_html, figures, progress_of
 from batchmill.config import Config
 from batchmill.errors import InvalidTransition, JobPaused
-from batchmill.inprocess.background import Background, background, keep_collecting
+from batchmill.inprocess.background import Background, background
 from batchmill.inprocess.orders import Keywords, make_order
 from batchmill.inprocess.results import read_numbered, read_table, refuse_unfinished, row_of, spooled
 from batchmill.states import JobState, PauseReason
@@ -73,7 +73,6 @@ class Job:
                     app, self._config, self._cwd, self._paths, self._keywords, is_spooled=self._shape is not None
                 )
                 submitted = await jobs.submit(order)
-                keep_collecting()
                 self._view = await jobs.show(submitted.id)
                 self._submitted.set_result(submitted)
                 await self._follow(jobs)
@@ -139,12 +138,13 @@ class Job:
         """
         shown = progress_of(progress)
         try:
-            self._announce(shown)
             try:
+                self._announce(shown)
                 self._watch(shown)
             except KeyboardInterrupt:
                 shown.say("pausing: finished rows are stored; interrupt again to stop at once")
                 self._stop()
+                shown.show(self._view)
                 raise
         finally:
             shown.close()
@@ -212,6 +212,7 @@ class Job:
         except asyncio.CancelledError:
             shown.say("pausing: finished rows are stored")
             await self._stop_async()
+            shown.show(self._view)
             raise
         finally:
             shown.close()
@@ -326,7 +327,12 @@ class Job:
                 yield from self._finished(seen)
                 if self.is_running:
                     time.sleep(GATHER_SHARE * (time.monotonic() - started))
-            if self._ended().is_sampled:
+            try:
+                is_sampled = self._ended().is_sampled
+            except JobPaused:
+                yield from self._finished(seen)
+                raise
+            if is_sampled:
                 yield from self._finished(seen)
                 return
             lines = self._here(spooled(self._config, self._view, Path(folder))).lines()

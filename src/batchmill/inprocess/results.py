@@ -20,6 +20,7 @@ from batchmill.jobs.results.output_folders import read_manifest
 from batchmill.jobs.results.result_rows import JSONL_NAME, ResultSource
 from batchmill.object_store.urls import is_object_url
 from batchmill.optional import require
+from batchmill.states import JobState
 from batchmill.types import JobView
 from batchmill.wire.json_bytes import join_object, split_object
 from batchmill.wire.result_rows import RowShape, added_by, flat, is_openai, projected
@@ -34,8 +35,9 @@ _FLAT = RowShape()
 def refuse_unfinished(view: JobView) -> None:
     """Raises: InvalidTransition before the job has ended."""
     if view.state not in WITH_RESULTS:
+        way = "call batchmill.run again to resume it" if view.state == JobState.PAUSED else "wait() for it"
         raise InvalidTransition(
-            f"the job {view.id} is {view.state}: wait() for it, or iterate over the job for the rows that are finished"
+            f"the job {view.id} is {view.state}: {way}, or iterate over the job for the rows that are finished"
         )
 
 

@@ -15,7 +15,7 @@ from batchmill.config import Config
 from batchmill.datasets import spooled_inputs
 from batchmill.errors import InvalidInput
 from batchmill.inprocess.job import Job
-from batchmill.inprocess.orders import Model, RunOptions, checked
+from batchmill.inprocess.orders import Keywords, Model, RunOptions, checked
 from batchmill.services.data_dirs import data_dirs
 
 Data = Any  # a path or several; a frame or table; a dict of columns; an iterable of rows
@@ -48,7 +48,7 @@ def run(
 
     Raises: InvalidInput for what cannot run as it is; JobPaused, InvalidDataset as `Job.wait`.
     """
-    job = _started(data, model, data_dir, config, options)
+    job = Job(*_prepared(data, model, data_dir, config, options))
     job.accepted()
     return job.wait(progress=progress) if wait else job
 
@@ -64,18 +64,20 @@ async def arun(
     **options: Unpack[RunOptions],
 ) -> Job:
     """As `run`, in an event loop. A cancellation pauses the job."""
-    job = await asyncio.to_thread(_started, data, model, data_dir, config, options)
+    # The thread outlives a cancellation, so it must not be what starts the job.
+    job = Job(*await asyncio.to_thread(_prepared, data, model, data_dir, config, options))
     await job.accepted_async()
     return await job.waited(progress) if wait else job
 
 
-def _started(
+def _prepared(
     data: Data,
     model: Model | None,
     data_dir: str | os.PathLike[str] | None,
     config: str | os.PathLike[str] | None,
     options: Mapping[str, Any],
-) -> Job:
+) -> tuple[Config, Path, list[str], Keywords, FrameShape | None]:
+    """What a job is made of."""
     given = dict(options)
     executor = given.pop("executor", None)
     keywords = checked(given | ({} if model is None else {"model": model}))
@@ -86,8 +88,8 @@ def _started(
     )  # fmt: skip
     if is_data(data):
         path, shape = _spooled(data, loaded)
-        return Job(loaded, cwd, [path], keywords, shape)
-    return Job(loaded, cwd, _paths(data), keywords, None)
+        return loaded, cwd, [path], keywords, shape
+    return loaded, cwd, _paths(data), keywords, None
 
 
 def _paths(data: Any) -> list[str]:
