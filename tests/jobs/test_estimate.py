@@ -11,10 +11,11 @@ from finished_job import quiet
 
 from batchmill.datasets.sealing import SealOrder, seal
 from batchmill.jobs.intake import estimate as estimating
+from batchmill.jobs.intake.asking_again import WORDS_TOKENS_MAX, plan_notes
 from batchmill.jobs.intake.estimate import ByLength, EstimateOrder, RowTokens, estimate, estimate_offloaded, tokens_of
 from batchmill.jobs.intake.lengths import learn
 from batchmill.jobs.ledger.plan import PlanOrder, ShardRows, make
-from batchmill.types import DatasetSpec, JobView, Limits, ModelSpec, Policy, Price, Request, Usage
+from batchmill.types import DatasetSpec, JobView, Limits, ModelSpec, OutputSchema, Policy, Price, Request, Usage
 from batchmill.wire.forms import CHAT, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import Estimate, EstimateRange
@@ -114,6 +115,46 @@ def test_answers_are_as_long_as_those_of_earlier_jobs(tmp_path, limit, expected)
         f"may be half or twice as much; other prompts have other lengths; {most}"
     ) in found.notes
     assert not any("answers are often shorter" in note or "no upper bound" in note for note in found.notes)
+
+
+def test_answers_may_be_asked_for_again(tmp_path):
+    """With a schema, the cost has an upper bound for when no answer fits; jobs that knew how often one did not say how
+    much of it is to be expected."""
+    schema = OutputSchema('{"type":"object"}', attempts=2)
+    lines = [chat(n, "x" * 400, max_tokens=50) for n in range(10)]
+    order = prepared(tmp_path, lines, [model(price=PRICE)], OpenAIForm(schema=schema))
+    found = estimate(order, quiet)
+    assert found.output_tokens == EstimateRange(500, 500, 500)
+    most = Usage(3 * 1040 + 3 * (500 + 10 * WORDS_TOKENS_MAX), output_tokens=1500)
+    assert found.cost_max == found.models[0].cost_max == pytest.approx(PRICE.cost(most))
+    assert any("is asked for again, at most 2 times" in note and "counts once" in note for note in found.notes)
+    earlier = [finished("job_7", 1200, warnings={"asked_again": 15}, rows_ok=95, rows_failed=5,
+                        errors={"schema_mismatch": 5})]  # fmt: skip
+    learned = estimate(msgspec.structs.replace(order, lengths=learn(earlier, ["m"])), quiet)
+    assert learned.input_tokens.mid == 1040 + round(
+        0.2 * (1040 + learned.output_tokens.mid / 1.2 + 10 * WORDS_TOKENS_MAX)
+    )
+    assert 1040 < learned.input_tokens.low < learned.input_tokens.mid < learned.input_tokens.high
+    assert learned.cost.high < learned.cost_max == found.cost_max
+    assert any("20.0% of 95 rows were asked for again before" in note for note in learned.notes)
+    (lengths,) = learn([finished("job_8", 1200)], ["m"])
+    assert lengths.asked_again is None, "it may have had no schema"
+    (lengths,) = learn([finished("job_8", 1200, work="w")], ["m"], "w")
+    assert lengths.asked_again == 0.0
+
+
+def test_no_bound_where_answers_have_none(tmp_path):
+    """Rows without a limit have no upper bound, nor do jobs that ask once need another one than their cost."""
+    for name, attempts, fields in (("unlimited", 2, {}), ("once", 0, {"max_tokens": 5})):
+        (tmp_path / name).mkdir()
+        form = OpenAIForm(schema=OutputSchema("{}", attempts=attempts))
+        order = prepared(tmp_path / name, [chat(0, "x", **fields)], [model(price=PRICE)], form)
+        found = estimate(order, quiet)
+        assert found.cost is not None and found.cost_max is None
+        assert any("asked for again" in note for note in found.notes) == (attempts > 0)
+        assert [note.rpartition(": ")[2] for note in plan_notes(order.spec)] == ["up to 3 requests a row"] * (
+            attempts > 0
+        )
 
 
 def test_a_sample_stands_for_all_rows(tmp_path, monkeypatch):

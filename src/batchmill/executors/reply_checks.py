@@ -23,6 +23,7 @@ from batchmill.wire.replies import (
     ASKED_AGAIN,
     FILTERED,
     FLAWS,
+    MISMATCH,
     REFUSED,
     TRUNCATED,
     error_of,
@@ -34,7 +35,6 @@ from batchmill.wire.replies import (
 if TYPE_CHECKING:
     from batchmill.wire.schema_validation import SchemaValidator
 
-MISMATCH = "schema_mismatch"
 FINAL = (TRUNCATED, FILTERED, REFUSED)  # flaws of an answer that is not asked for again: the next one would have them
 REPEATED_CHARS_MAX = 64 * 1024  # a longer answer is not sent back to its model
 MESSAGE_CHARS_MAX = 1_000

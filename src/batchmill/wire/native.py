@@ -58,7 +58,7 @@ class Explanation(Struct, frozen=True):
     shared_prefix: float | None
     groups: list[PlanGroup]
     sample: PlanSample | None = None
-    notes: list[str] = []  # why the routes of models with several routes were chosen
+    notes: list[str] = []  # such as why routes were chosen, or how many requests a row may take
     reused: int = 0  # of `run`: rows that would take over the result of an earlier job, and call no model
 
 
@@ -75,6 +75,7 @@ class ModelEstimate(Struct, frozen=True):
     counted_by: str  # the tokenizer or method that counted the tokens
     learned_from: list[str] = []  # jobs whose answers say how long these will be; empty: each uses its whole limit
     learned_rows: int = 0  # that these jobs ran
+    cost_max: float | None = None  # USD, as in `Estimate`
 
 
 class Estimate(Struct, frozen=True):
@@ -95,6 +96,7 @@ class Estimate(Struct, frozen=True):
     time_s_min: float | None  # the minimum by the limits per minute; None: there are no limits
     models: list[ModelEstimate]
     notes: list[str]
+    cost_max: float | None = None  # USD, if all answers are asked for again; None: none is, or there is no upper bound
 
 
 PREFIX = "/batchmill/v1"

@@ -18,6 +18,7 @@ from batchmill.wire.output_schema import ANSWER_TOOL
 TRUNCATED, FILTERED, REFUSED = "truncated", "filtered", "refused"
 EMPTY, REPEATING = "empty", "repeating"
 ASKED_AGAIN = "asked_again"
+MISMATCH = "schema_mismatch"  # the code of rows none of whose answers fits
 FLAWS = {
     TRUNCATED: "the reply ended at its limit of output tokens: raise max_tokens",
     FILTERED: "the service's content filter cut the reply off",

@@ -47,6 +47,8 @@ def estimate_lines(estimated: Estimate) -> list[str]:
     cost = ranged(estimated.cost, money)
     if estimated.cost_input is not None:
         cost += f"; the input alone {ranged(estimated.cost_input, money)}"
+    if estimated.cost_max is not None:
+        cost += f"; at most {money(estimated.cost_max)} if all answers are asked for again"
     lines.append(_line("cost", cost))
     lines.append(_line("time", "unknown" if estimated.time_s is None else duration(estimated.time_s)))
     if estimated.time_s_min is not None:

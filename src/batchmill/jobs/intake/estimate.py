@@ -20,6 +20,7 @@ from batchmill.datasets.inspection import BYTES_A_TOKEN, OUTPUT_TOKENS_DEFAULT
 from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import InvalidRow
+from batchmill.jobs.intake import asking_again
 from batchmill.jobs.intake.lengths import AnswerLengths
 from batchmill.jobs.ledger.plan import PlanReader, TargetPlan
 from batchmill.jobs.ledger.sampled_rows import SampledRows, sampled_rows
@@ -196,7 +197,7 @@ def estimate(order: EstimateOrder, progress: Callable[[float], None]) -> Estimat
         cost_input=_sum([model.cost_input for model in models], known),
         time_s=run / order.rows_per_s if order.rows_per_s else None,
         time_s_min=max(filter(None, map(_time_s_min, samples, models)), default=None),
-        models=models, notes=[],
+        models=models, notes=[], cost_max=_cost_max(models, samples),
     )  # fmt: skip
     progress(1.0)
     notes = [] if only is None else [f"this is {in_words(only.sample)}, of {plan.rows:,} rows"]
@@ -208,10 +209,10 @@ class _Sample:
 
     def __init__(
         self, model: ModelSpec, targets: list[TargetPlan], rows: int, counter: Counter | None, seed: str,
-        lengths: AnswerLengths | None,
+        lengths: AnswerLengths | None, attempts: int,
     ) -> None:  # fmt: skip
-        """Args: rows: those of the targets that run."""
-        self.model, self.counter, self.lengths = model, counter, lengths
+        """Args: rows: those of the targets that run. attempts: an answer may be asked for again so often."""
+        self.model, self.counter, self.lengths, self.attempts = model, counter, lengths, attempts
         planned = sum(target.rows for target in targets)
         self.rows = rows
         self.input_bytes = round(sum(target.input_bytes for target in targets) * rows / planned)
@@ -243,25 +244,45 @@ class _Sample:
         given = _range([usage.input_tokens for usage in usages]) if usages else None
         answers = _range([usage.output_tokens for usage in usages]) if usages else None
         cost = _range([price.cost(usage) for usage in usages]) if has_cost else None
+        cost_max = self._cost_max(usages) if has_cost else None
         lengths = self.lengths if usages else None
         if lengths is not None:
             answers = self._learned(lengths)
+            if self.asked_again:
+                given = asking_again.with_share(given, answers, self.rows, self.attempts, self.asked_again)
             if has_cost:
                 bounds = zip((given.low, given.mid, given.high), (answers.low, answers.mid, answers.high), strict=True)
-                cost = EstimateRange(*(price.cost(Usage(round(i), output_tokens=round(o))) for i, o in bounds))
+                costs = [price.cost(Usage(round(i), output_tokens=round(o))) for i, o in bounds]
+                cost = EstimateRange(*(each if cost_max is None else min(each, cost_max) for each in costs))
         return ModelEstimate(
             model=self.model.name, rows=self.rows, sampled=len(self.tokens), input_tokens=given,
             output_tokens=answers, cost=cost,
             learned_from=[] if lengths is None else lengths.jobs, learned_rows=0 if lengths is None else lengths.rows,
             cost_input=_range([price.cost(Usage(usage.input_tokens)) for usage in usages]) if has_cost else None,
             counted_by="" if self.counter is None else self.counter.name,
+            cost_max=cost_max,
         )  # fmt: skip
 
+    @property
+    def asked_again(self) -> float | None:
+        """The share of rows that were asked for again before. None: not known, or none may be."""
+        return None if self.lengths is None or not self.attempts else self.lengths.asked_again
+
+    def _cost_max(self, usages: list[Usage]) -> float | None:
+        if not self.attempts or self.output_max is None:
+            return None
+        given = _range([usage.input_tokens for usage in usages]).high
+        return self.model.price.cost(asking_again.most(given, self.output_max, self.rows, self.attempts))
+
     def _learned(self, lengths: AnswerLengths) -> EstimateRange:
-        """The output tokens of all rows by the answers of earlier jobs; no answer is longer than its row allows."""
+        """The output tokens of all rows by the answers of earlier jobs; none is longer than its row allows.
+
+        Those of earlier jobs have the answers that were asked for again.
+        """
+        answers = 1 + self.attempts
 
         def total(length: float) -> float:
-            rows = [length if row.is_unlimited else min(length, row.output) for row in self.tokens]
+            rows = [length if row.is_unlimited else min(length, answers * row.output) for row in self.tokens]
             return sum(rows) / len(rows) * self.rows
 
         return EstimateRange(*(round(total(length)) for length in (lengths.low, lengths.mid, lengths.high)))
@@ -306,7 +327,10 @@ def _samples(
         if not there:
             continue
         counter = None if model.takes_columns else counter_for(model)
-        sample = _Sample(model, targets, len(there), counter, f"{plan.sha256}:{number}", lengths.get(model.name))
+        sample = _Sample(
+            model, targets, len(there), counter, f"{plan.sha256}:{number}", lengths.get(model.name),
+            asking_again.attempts_of(order.spec, model),
+        )  # fmt: skip
         if counter is not None:
             chosen = sorted(random.Random(f"{plan.sha256}:{number}").sample(there, min(share, len(there))))
             numbers = [reader.row_numbers(position, position + 1)[0] for position in chosen]
@@ -341,6 +365,17 @@ def _sum(ranges: list[EstimateRange | None], known: list[_Sample]) -> EstimateRa
     )
 
 
+def _cost_max(models: list[ModelEstimate], samples: list[_Sample]) -> float | None:
+    """The most that all models cost; None where no answer is asked for again, or a model has no upper bound."""
+    known = [
+        (model.cost_max if sample.attempts else model.cost and model.cost.high)
+        for model, sample in zip(models, samples, strict=True)
+        if sample.counter is not None
+    ]
+    is_asked = any(sample.attempts for sample in samples)
+    return None if not is_asked or None in known else sum(each for each in known if each is not None)
+
+
 def _notes(found: Estimate, samples: list[_Sample]) -> Iterator[str]:
     for sample in samples:
         name = sample.model.name
@@ -355,6 +390,10 @@ def _notes(found: Estimate, samples: list[_Sample]) -> Iterator[str]:
             yield f"{name}: images, audio and files in the rows are not counted"
         if sample.lengths is not None and sample.tokens:
             yield _learned_note(sample, sample.lengths)
+        if sample.attempts and sample.tokens:
+            lengths = sample.lengths
+            rows, jobs = (0, []) if lengths is None else (lengths.rows, lengths.jobs)
+            yield asking_again.estimate_note(name, sample.attempts, rows, sample.asked_again, jobs)
     guessed = [sample for sample in samples if sample.counter is not None and sample.lengths is None]
     if any(row.is_unlimited for sample in guessed for row in sample.tokens):
         yield (

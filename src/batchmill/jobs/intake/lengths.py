@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from batchmill.states import JobState, PauseReason
 from batchmill.types import JobView
+from batchmill.wire.replies import ASKED_AGAIN, MISMATCH
 from batchmill.wire.sampling import SURE
 
 JOBS_MAX = 5  # the newest of a model
@@ -26,6 +27,7 @@ class AnswerLengths(Struct, frozen=True):
     low: float
     mid: float
     high: float
+    asked_again: float | None = None  # share of the rows whose first answer did not fit their schema; None: not known
     is_same: bool = False  # the jobs made the same requests as the one that is estimated, or were samples of it
 
     @property
@@ -40,6 +42,8 @@ class _Answered(Struct, frozen=True):
     rows: int  # with an answer of their own
     tokens: int
     work: str
+    asked_again: int  # rows; 0: none, or the job has no schema
+    mismatched: int  # rows whose last answer did not fit either
 
 
 def learn(views: Iterable[JobView], models: Iterable[str], work: str = "") -> list[AnswerLengths]:
@@ -52,7 +56,9 @@ def learn(views: Iterable[JobView], models: Iterable[str], work: str = "") -> li
     found: dict[str, list[_Answered]] = {name: [] for name in models}
     for view in views:
         if view.model in found and (rows := _rows_answered(view)):
-            found[view.model].append(_Answered(view.id, rows, view.usage.output_tokens, view.work))
+            failed = view.errors.get(MISMATCH, 0)
+            asked = view.warnings.get(ASKED_AGAIN, 0) + failed
+            found[view.model].append(_Answered(view.id, rows, view.usage.output_tokens, view.work, asked, failed))
     return [_lengths(name, jobs, work) for name, jobs in found.items() if jobs]
 
 
@@ -79,4 +85,14 @@ def _lengths(model: str, jobs: list[_Answered], work: str) -> AnswerLengths:
     else:
         wider = 1.0 if len(chosen) >= JOBS_SURE else WIDER
     low, high = min(means) / wider, max(means) * wider
-    return AnswerLengths(model, [job.job for job in chosen], rows, low, tokens / rows, high, bool(same))
+    return AnswerLengths(
+        model, [job.job for job in chosen], rows, low, tokens / rows, high, _asked_again(same or chosen, bool(same)),
+        bool(same),
+    )  # fmt: skip
+
+
+def _asked_again(jobs: list[_Answered], is_same: bool) -> float | None:
+    """Of jobs that may have no schema, those tell in which a row was asked for again."""
+    known = jobs if is_same else [job for job in jobs if job.asked_again]
+    rows = sum(job.rows + job.mismatched for job in known)
+    return min(1.0, sum(job.asked_again for job in known) / rows) if known else None

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from batchmill.children.offload import Offload, offload
-from batchmill.jobs.intake import PREPARE, fetching, orders, routing
+from batchmill.jobs.intake import PREPARE, asking_again, fetching, orders, routing
 from batchmill.jobs.intake.estimate import EstimateOrder
 from batchmill.jobs.intake.lengths import learn
 from batchmill.jobs.intake.node_sealing import NodeSealing, warn_of
@@ -120,7 +120,7 @@ async def plan(
         if prepared.plan is None:
             return prepared.report, None
         explained = explain(prepared.plan, [model.name for model in spec.models])
-        notes = [*_unfetched(prepared.report), *routing.sentences(spec)]
+        notes = [*_unfetched(prepared.report), *routing.sentences(spec), *asking_again.plan_notes(spec)]
         reused = await _reused(spec, home, count_reused)
         sample = None
         if spec.sample is not None and spec.sample.rows < prepared.plan.rows:
