@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import subprocess
 import sys
 import threading
@@ -97,3 +98,72 @@ def test_what_cannot_be_captured_is_refused(tmp_path: Path):
     """Both reasons are said: why it cannot be written down, and why not pickled."""
     with pytest.raises(InvalidInput, match="closure over value.*nor can it be pickled"):
         FunctionFiles(tmp_path).source_of(outer(threading.Lock()))
+
+
+def test_a_held_module_counts_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A module of the user's own that a pickled function names: other code in it is another function."""
+    monkeypatch.syspath_prepend(tmp_path)
+    digests = []
+    for factor in (2, 2, 3):
+        (tmp_path / "held_helpers.py").write_text(f"FACTOR = {factor}\n")
+        sys.modules.pop("held_helpers", None)
+        digests.append(digest_of(outer(importlib.import_module("held_helpers"))))
+    sys.modules.pop("held_helpers")
+    assert digests[0] == digests[1] != digests[2]
+
+
+KERNEL = """
+import sys
+from pathlib import Path
+
+import batchmill
+
+data_dir, factor = sys.argv[1], int(sys.argv[2])
+calls = data_dir + "-calls"
+
+def note(n):
+    with open(calls, "a") as file:
+        file.write(f"{n} ")
+
+def written(n):
+    note(n)
+    return n * factor
+
+def make(held):
+    def closure(n):
+        note(n)
+        return n * held
+    return closure
+
+class Adder:
+    def __init__(self, held):
+        self.held = held
+
+    def add(self, n):
+        note(n)
+        return n + self.held
+
+if __name__ == "__main__":
+    for model in (written, make(factor), Adder(factor).add, lambda n: note(n) or n - factor):
+        job = batchmill.run({"n": [5, 6]}, model=model, data_dir=data_dir)
+        called = Path(calls).read_text().split() if Path(calls).exists() else []
+        Path(calls).unlink(missing_ok=True)
+        print(job.how, job.to_arrow().column("output").to_pylist(), len(called))
+"""
+
+
+def test_functions_of_a_program_run(tmp_path: Path):
+    """Written down or pickled; the same program again calls none, one with another value calls all."""
+    (tmp_path / "kernel.py").write_text(KERNEL)
+
+    def said(factor: int) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, tmp_path / "kernel.py", str(tmp_path / "data"), str(factor)], cwd=tmp_path,
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        return done.stdout.splitlines()
+
+    answers = ["[10, 12]", "[10, 12]", "[7, 8]", "[3, 4]"]
+    assert said(2) == [f"started {each} 2" for each in answers]
+    assert said(2) == [f"finished {each} 0" for each in answers]
+    assert said(3) == [f"started {each} 2" for each in ("[15, 18]", "[15, 18]", "[8, 9]", "[2, 3]")]

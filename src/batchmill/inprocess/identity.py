@@ -41,7 +41,7 @@ class _Digest:
         if type(value) in _PLAIN:
             return _hash("plain", [f"{type(value).__name__} {value!r}".encode()])
         if isinstance(value, ModuleType):
-            return _hash("module", [value.__name__.encode()])
+            return _hash("module", [value.__name__.encode(), _own_file(value)])
         if (number := self._met.get(id(value))) is not None:
             return _hash("met", [b"%d" % number])
         if len(self._kept) >= OBJECTS_MAX:
@@ -125,7 +125,11 @@ def _content(cell: Any) -> Any:
 
 def _file_of(value: Any) -> bytes:
     """The contents of the file that defines it, if that is the user's own."""
-    file = getattr(sys.modules.get(value.__module__), "__file__", None)
+    return _own_file(sys.modules.get(value.__module__))
+
+
+def _own_file(module: ModuleType | None) -> bytes:
+    file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py") or is_installed(Path(file)):
         return b""
     try:
