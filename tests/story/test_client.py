@@ -116,6 +116,39 @@ def test_a_job_from_its_file_to_its_results(client: Client, tmp_path):
     client.delete_file(job.view.input[0])
 
 
+def test_answers_of_two_jobs_are_compared(client: Client, server, tmp_path):
+    """The rows whose answers differ are found, by their number or by a column, in lines, Parquet and error files."""
+
+    def ended(name: str, *texts: str, **options: str):
+        job = client.submit(table(tmp_path / name, *texts), model="upper", **options)
+        job.wait()
+        return job
+
+    left, right = ended("left.jsonl", "a", "b", "c"), ended("right.jsonl", "c", "fail", "a", output_format="parquet")
+    assert list(client.diff(left, left.id)) == []
+    with pytest.raises(InvalidInput, match="row 0 of the two jobs is not the same input.*by="):
+        list(client.diff(left, right))
+    one, other = client.diff(left.id, right, by="text")
+    assert (one.row, one.left) == ("fail", None) and one.right["error"].startswith("ValueError: told to fail")
+    assert (other.row, other.left, other.right) == ("b", {"output": "B", "error": None}, None)
+    with pytest.raises(InvalidInput, match="no column 'nope'"):
+        list(client.diff(left, right, by="nope"))
+    with pytest.raises(InvalidInput, match="neither JSON lines nor Parquet: download"):
+        list(client.diff(left, ended("c.jsonl", "a", "b", "c", output_format="csv")))
+    with pytest.raises(UnknownName):
+        list(client.diff(left, "job_nowhere"))
+
+    async def compared() -> list[str]:
+        wanted = [("a", "fail", "fail", "d"), ("a", "b-", "fail", "d")]
+        async with AsyncClient(server.url) as client:
+            jobs = [await client.submit(requests(tmp_path / "r.jsonl", *texts)) for texts in wanted]
+            for job in jobs:
+                await job.wait()
+            return [each.row async for each in client.diff(*jobs)]
+
+    assert asyncio.run(compared()) == ["c1"]
+
+
 def test_rows_are_read_as_those_of_a_table(client: Client, tmp_path):
     """The rows of OpenAI results and of tables come in the order of the input, as one wants them."""
     job = client.submit(requests(tmp_path / "in.jsonl", "a", "fail-", "fail", "d", "fail"))

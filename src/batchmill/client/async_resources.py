@@ -24,6 +24,7 @@ from batchmill.client.frame_shapes import (
 from batchmill.client.inputs import alias_of, is_past, part_of, refuse_unreadable
 from batchmill.client.pairs import run_in_thread
 from batchmill.client.progress import Progress, as_html
+from batchmill.client.result_copies import ResultCopy, refuse_unread
 from batchmill.client.streams import FileContent, JsonLines, Lines, Views
 from batchmill.types import JobView, LedgerReport, RemoteJob, RetryChange, Wait
 from batchmill.wire.native import (
@@ -214,6 +215,22 @@ class AsyncJob:
             async with aclosing(self._client.read(stream)) as pieces:
                 async for piece in pieces:
                     await run_in_thread(file.write, piece)
+
+    async def copy_results(self, folder: Path) -> ResultCopy:
+        """Copy the result files of a job that has ended to a folder. Raises: InvalidInput for what is no rows."""
+        view = await self.refresh()
+        if view.output is not None or view.errors_output is None:  # of neither, the server says why
+            if view.output is not None:
+                refuse_unread(view.output)
+                refuse_unread((await self._client.file(view.output)).filename)
+            await self.download(folder / "results")
+        if view.errors_output is not None:
+            await self.download(folder / "errors", errors=True)
+        return ResultCopy(
+            view,
+            None if view.output is None else folder / "results",
+            None if view.errors_output is None else folder / "errors",
+        )
 
     async def pause(self) -> JobView:
         """Rows in flight may finish; `resume` continues from there."""

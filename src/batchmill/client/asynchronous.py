@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, Unpack
 from batchmill.client import calls, llm_calls
 from batchmill.client.async_resources import AsyncJob, AsyncModel
 from batchmill.client.calls import typed_request
+from batchmill.client.differences import Difference, differences, pairs_of, take
 from batchmill.client.frames import is_data, write_data
 from batchmill.client.inputs import (
     DeployOptions,
@@ -184,6 +185,31 @@ class AsyncClient:
                 yield view
             if (after := page.after) is None:
                 return
+
+    async def diff(
+        self, left: str | AsyncJob, right: str | AsyncJob, *, by: str | None = None
+    ) -> AsyncGenerator[Difference]:
+        """The rows whose answers differ between two jobs that have ended.
+
+        Args:
+            by: the column to match rows by, for jobs over different inputs; None: rows have the number that they have
+                in the same input.
+
+        Raises: InvalidInput where rows cannot be matched, or results are neither JSON lines nor Parquet.
+        """
+        with tempfile.TemporaryDirectory(prefix="batchmill-results-") as folder:
+            copies = []
+            for side, each in (("left", left), ("right", right)):
+                (home := Path(folder, side)).mkdir()
+                copies.append(await (await self._job_of(each)).copy_results(home))
+            rows = [copy.rows() for copy in copies]
+            found = differences(pairs_of(rows, [copy.view for copy in copies], by, Path(folder, "matched")))
+            while some := await run_in_thread(take, found):
+                for difference in some:
+                    yield difference
+
+    async def _job_of(self, job: str | AsyncJob) -> AsyncJob:
+        return await self.job(job) if isinstance(job, str) else job
 
     async def validate(self, inputs: Source | Iterable[Source], **options: Unpack[WorkOptions]) -> SealReport:
         """Check every row without running any. `options`: those of `submit` that affect the rows."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, Unpack
 
 from batchmill.client import calls, llm_calls
 from batchmill.client.calls import typed_request
+from batchmill.client.differences import Difference, differences, pairs_of, take
 from batchmill.client.frames import is_data, write_data
 from batchmill.client.inputs import (
     DeployOptions,
@@ -181,6 +182,29 @@ class Client:
                 yield view
             if (after := page.after) is None:
                 return
+
+    def diff(self, left: str | Job, right: str | Job, *, by: str | None = None) -> Generator[Difference]:
+        """The rows whose answers differ between two jobs that have ended.
+
+        Args:
+            by: the column to match rows by, for jobs over different inputs; None: rows have the number that they have
+                in the same input.
+
+        Raises: InvalidInput where rows cannot be matched, or results are neither JSON lines nor Parquet.
+        """
+        with tempfile.TemporaryDirectory(prefix="batchmill-results-") as folder:
+            copies = []
+            for side, each in (("left", left), ("right", right)):
+                (home := Path(folder, side)).mkdir()
+                copies.append((self._job_of(each)).copy_results(home))
+            rows = [copy.rows() for copy in copies]
+            found = differences(pairs_of(rows, [copy.view for copy in copies], by, Path(folder, "matched")))
+            while some := run_here(take, found):
+                for difference in some:
+                    yield difference
+
+    def _job_of(self, job: str | Job) -> Job:
+        return self.job(job) if isinstance(job, str) else job
 
     def validate(self, inputs: Source | Iterable[Source], **options: Unpack[WorkOptions]) -> SealReport:
         """Check every row without running any. `options`: those of `submit` that affect the rows."""

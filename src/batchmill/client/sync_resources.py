@@ -25,6 +25,7 @@ from batchmill.client.frame_shapes import (
 from batchmill.client.inputs import alias_of, is_past, part_of, refuse_unreadable
 from batchmill.client.pairs import run_here
 from batchmill.client.progress import Progress, as_html
+from batchmill.client.result_copies import ResultCopy, refuse_unread
 from batchmill.client.streams import FileContent, JsonLines, Lines, Views
 from batchmill.types import JobView, LedgerReport, RemoteJob, RetryChange, Wait
 from batchmill.wire.native import (
@@ -215,6 +216,22 @@ class Job:
             with closing(self._client.read(stream)) as pieces:
                 for piece in pieces:
                     run_here(file.write, piece)
+
+    def copy_results(self, folder: Path) -> ResultCopy:
+        """Copy the result files of a job that has ended to a folder. Raises: InvalidInput for what is no rows."""
+        view = self.refresh()
+        if view.output is not None or view.errors_output is None:  # of neither, the server says why
+            if view.output is not None:
+                refuse_unread(view.output)
+                refuse_unread((self._client.file(view.output)).filename)
+            self.download(folder / "results")
+        if view.errors_output is not None:
+            self.download(folder / "errors", errors=True)
+        return ResultCopy(
+            view,
+            None if view.output is None else folder / "results",
+            None if view.errors_output is None else folder / "errors",
+        )
 
     def pause(self) -> JobView:
         """Rows in flight may finish; `resume` continues from there."""

@@ -4,7 +4,7 @@ beside the replies. Commands and the SDK read results with it. It knows JSON onl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -98,6 +98,13 @@ def flat(line: bytes, members: Row) -> Row:
         return {**members, OUTPUT: _NULL, ERROR: Raw(encode(f"{cause.code}: {cause.message}"))}
     reply = _reply.decode(members["response"])
     return {**members, OUTPUT: _NULL if reply is None else _content(reply.body), ERROR: _NULL}
+
+
+def flat_rows(lines: Iterable[bytes]) -> Iterator[Row]:
+    """Result lines as rows of a table: OpenAI lines are made flat."""
+    for line in lines:
+        members = split_object(line)
+        yield flat(line, members) if is_openai(members) else members
 
 
 def _content(body: Raw) -> Raw:
