@@ -22,6 +22,14 @@ base_url = "{url}"
 api_key = "env:KEY"
 price = {{ input = 100.0, output = 200.0 }}
 """
+MODEL = """
+[models.{name}]
+engine = "openai"
+source = "{name}"
+base_url = "{url}"
+api_key = "env:KEY"
+adapters = {{ {name}a = "{name}a" }}
+"""
 
 
 def answer(body: dict) -> dict:
@@ -33,7 +41,7 @@ class Commands:
     """Commands in one folder, with a service that counts its calls."""
 
     def __init__(self, folder: Path, service: AnsweringService) -> None:
-        self.folder, self._service = folder, service
+        self.folder, self._service, self.service_url = folder, service, service.url
         (folder / "batchmill.toml").write_text(CONFIG.format(url=service.url))
 
     def call(self, verb: str, *words: str, rows: str = "in.jsonl", prompt: str = "{word}?") -> Result:
@@ -160,6 +168,27 @@ def test_an_estimate_learns_from_a_sample(commands):
     assert any("as in 4 rows of this work" in note for note in after["notes"]), after["notes"]
     other = commands.json("estimate", prompt="{word}!")[-1]["estimate"]
     assert any("as in 1 earlier job of 4 rows" in note for note in other["notes"])
+
+
+def test_samples_of_several_models_in_another_order(commands):
+    """Rows of two models and their adapters, some folded, in samples that overlap: no call is made twice."""
+    names = ("f", "g")
+    tables = [MODEL.format(name=name, url=commands.service_url) for name in names]
+    (commands.folder / "batchmill.toml").write_text("".join(tables))
+    rows = [
+        {"word": "same" if n % 5 == 0 else f"x{n}", "m": names[n % 2], "a": f"{names[n % 2]}a" if n % 3 else None}
+        for n in range(ROWS)
+    ]
+    (commands.folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("run", "in.jsonl", "--model", "f", "--model", "g", "--prompt", "{word}?", "--model-column", "m")
+    words = (*words, "--adapter-column", "a", "--dedupe", "-o", "out.jsonl", "--data-dir", "data")
+    for sample in (("--sample", "7"), ("--limit", "9"), ("--sample", "20", "--seed", "3"), ()):
+        result = CliRunner().invoke(cli, [*words, *sample], obj=Session())
+        assert result.exit_code == 0 and ("its sample has run" in result.output) == bool(sample), result.output
+    results = commands.results()
+    assert [row["output"] for row in results] == [f"about {row['word']}?" for row in rows]
+    called = [row for row in results if row.get("folded_from") is None]
+    assert len(commands.asked) == len(called) == len({(row["word"], row["m"], row["a"]) for row in rows})
 
 
 def test_bad_samples(commands):

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from batchmill.datasets import inspection, layout, spans
 from batchmill.datasets.orders import RefusedRow, ValidatedChunk
+from batchmill.datasets.request_digests import DIGEST_BYTES
 from batchmill.datasets.spans import FAULTY_MAX, CheckedSpan, Piece, Result
 from batchmill.errors import InputChanged, InvalidDataset, Unavailable
 from batchmill.executors.ray import frames
@@ -151,6 +152,18 @@ async def test_nodes_check_all_rows(stage: Stage) -> None:
     assert prepared.plan is not None and prepared.plan.followers and prepared.plan.permuted
     codes = {problem.code for problem in prepared.report.problems}
     assert codes == {"invalid_json", "duplicate_custom_id", "line_too_long"}
+
+
+async def test_digests_of_requests_for_reuse(stage: Stage) -> None:
+    """Nodes find the digests by which results of earlier rows are taken over: equal for equal requests alone."""
+    assert (await stage.seal_as_here()).flaws == []
+    prepared, files = await stage.seal()
+    found = files[layout.REQUESTS]
+    digests = [found[at : at + DIGEST_BYTES] for at in range(0, len(found), DIGEST_BYTES)]
+    assert prepared.plan is not None and len(digests) == prepared.plan.rows
+    assert len(set(digests)) < len(digests) and all(len(digest) == DIGEST_BYTES for digest in digests)
+    answered = prepared.plan.leaders
+    assert answered <= len(set(digests)) <= answered + 1  # refused rows have none: they share one that is empty
 
 
 async def test_a_node_that_is_lost(stage: Stage) -> None:

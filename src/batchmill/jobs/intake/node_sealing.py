@@ -74,6 +74,7 @@ class _SpanRun:
         self._spec, self._survey, self._nodes, self._term, self._prefix = spec, survey, nodes, term, prefix
         limits = spec.dataset.rows_max, survey.order.rows_max
         self._rows_max = min(limit for limit in limits if limit is not None)
+        self._files = {file.path: file for file in survey.order.files}
         self._rows = self._failed = 0
 
     async def run(self, progress: Callable[[float], None]) -> list[CheckedSpan | None]:
@@ -87,9 +88,8 @@ class _SpanRun:
         """None: no node can check it, or none needs to: there are more rows than a job may have."""
         if self._failed >= FAILED_MAX or self._rows > self._rows_max:
             return None
-        files = {file.path: file for file in self._survey.order.files}
         wanted = dict.fromkeys(range_.part.path for range_ in order.ranges)
-        order = replace(order, seal=replace(order.seal, files=[files[path] for path in wanted]))
+        order = replace(order, seal=replace(order.seal, files=[self._files[path] for path in wanted]))
 
         def attempt() -> tuple[NodeWork, Callable[[bytes], CheckedSpan]]:
             own = replace(order, prefix=f"{order.prefix}{uuid.uuid4().hex[:8]}/")
