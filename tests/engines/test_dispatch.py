@@ -9,6 +9,7 @@ import pytest
 from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, chat_row
 from fakes.held_clock import HeldClock
 
+from batchmill.engines.remote import dispatch as dispatch_module
 from batchmill.engines.remote.dispatch import DRAIN_S, Dispatch, Send
 from batchmill.engines.remote.outgoing import Composer, RemoteRow
 from batchmill.engines.remote.pacing import LiveQueue, Pacer
@@ -157,3 +158,32 @@ async def test_retries_are_made_as_told(retries: Retries, slept: list[float]) ->
     error = sink.outcomes[0].error
     assert error is not None
     assert error.message.endswith("(after 4 calls)")
+
+
+async def test_calls_that_are_held_have_few_bytes_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many rows may be in flight: the others wait without their bodies, and can be given back."""
+    monkeypatch.setattr(dispatch_module, "HELD_BYTES_MAX", 6000)
+    held, most, gate = 0, 0, asyncio.Event()
+
+    async def send(call: RemoteRow) -> Outcome:
+        nonlocal held, most
+        held += 1
+        most = max(most, held)
+        await gate.wait()
+        held -= 1
+        return answered(call)
+
+    sink = ListSink()
+    rows = [chat_row(n, "a" * 1000) for n in range(40)]
+    work = dispatch(send, HeldClock(), 64)
+    running = asyncio.create_task(work.run(OpenFeed(sink, rows, ended=True), sink))
+    while held < 3:
+        await asyncio.sleep(0)
+    returned = work.give_back("")
+    assert len(returned) == 40 - held
+    gate.set()
+    async with asyncio.timeout(PATIENCE_S):
+        await running
+    assert most <= 3
+    assert sorted([*sink.numbers(), *(row.number for row in returned)]) == list(range(40))
+    assert work._held_bytes == 0

@@ -8,14 +8,18 @@ import os
 import signal
 
 import pytest
+from blake3 import blake3
 from llm_support import FakeVllm, ListFeed, ListSink, QuickClock, body_row, chat_row
 
+from batchmill.engines.llm import flow
 from batchmill.engines.llm.calls import stable_code
 from batchmill.engines.llm.engine import LlmEngine
 from batchmill.engines.llm.guard import start_time
 from batchmill.errors import JobPaused, ModelFailed
 from batchmill.states import PauseReason
-from batchmill.types import Limits, Usage
+from batchmill.types import Limits, MediaColumn, Row, Usage
+from batchmill.wire.forms import TableForm
+from batchmill.wire.rendered_rows import MediaPart, with_media
 
 
 @pytest.fixture
@@ -246,3 +250,30 @@ def test_settings_without_meaning_are_refused_by_name(fake, fields):
 def test_one_cause_has_one_code(said, code):
     """vLLM spells an error's type in several ways; people group by one."""
     assert stable_code(said) == code
+
+
+async def test_calls_with_contents_of_files_have_few_bytes_together(start, fake, monkeypatch, tmp_path):
+    """However many may be in flight: the others wait without their bodies, and a row without its file fails alone."""
+    monkeypatch.setattr(flow, "HELD_BYTES_MAX", 3000)
+    most, take = 0, flow.Flow._add
+
+    def add(self, read):
+        nonlocal most
+        take(self, read)
+        most = max(most, self._held_bytes())
+
+    monkeypatch.setattr(flow.Flow, "_add", add)
+    data = b"\x89PNG\r\n\x1a\n" + b"x" * 1000
+    (tmp_path / "a.png").write_bytes(data)
+    form = TableForm("{q}", media=[MediaColumn("image", "img")])
+
+    def row(number, path):
+        part = MediaPart("image", "image/png", len(data), blake3(data).hexdigest(), path=str(path))
+        return Row(number, number, with_media(b'{"q":"?","img":"a.png"}', [part]), form)
+
+    rows = [row(number, tmp_path / "a.png") for number in range(20)]
+    sink = await run(await start(), [*rows, row(20, tmp_path / "gone.png")])
+    assert [sink.outcomes[number].error for number in range(20)] == [None] * 20
+    assert sink.code(20) == "media_missing"
+    assert 1500 < most < 5000
+    assert len(fake.calls()) == 20

@@ -20,7 +20,7 @@ from batchmill.wire.rendered_rows import MediaPart, media_of
 
 def request_of(row: Row) -> Request:
     """As `Form.request`. Raises: InvalidRow, also for a file that is gone or has changed since it was sealed."""
-    if not isinstance(row.form, TableForm) or not row.form.media:
+    if not reads_files(row):
         return row.form.request(row)
     members = split_object(row.raw)
     row.media = tuple(_data_of(part, members) for part in media_of(members))
@@ -28,6 +28,11 @@ def request_of(row: Row) -> Request:
         return row.form.request(row)
     finally:
         row.media = ()
+
+
+def reads_files(row: Row) -> bool:
+    """Whether `request_of` may read files: it may take long."""
+    return isinstance(row.form, TableForm) and bool(row.form.media)
 
 
 def _data_of(part: MediaPart, members: dict) -> str:

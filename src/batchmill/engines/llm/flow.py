@@ -8,6 +8,7 @@ from typing import Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
+from batchmill.datasets.media.loading import reads_files
 from batchmill.engines.llm.adapter_cache import AdapterCache, AdapterSlot
 from batchmill.engines.llm.adapters import Adapter
 from batchmill.engines.llm.calls import LlmCalls, LlmRow, stable_code
@@ -29,6 +30,7 @@ REFUSAL = (
     "the engine died twice with only this request in flight: it is refused for a while; the operator of the "
     "server can release it with `batchmill quarantine clear`"
 )
+HELD_BYTES_MAX = 256 * 1024 * 1024  # of calls with contents of files, and those of one row more
 AHEAD_MIN = 64  # rows to read beyond the limit, so that their adapters load before their turn
 
 
@@ -99,12 +101,12 @@ class Flow:
         self._in_flight: dict[asyncio.Task[None], _InFlight] = {}
         self._overtaken: tuple[Adapter | None, int] = None, 0  # a blocked adapter, and how many later rows were sent
         self._lost_calls: list[_Lost] = []
-        self._take_task: asyncio.Task[list[Row]] | None = None
+        self._take_task: asyncio.Task[None] | None = None
         self._ended = False
         self._finished = 0  # rows
         self._adapter_waits = 0  # rows that wait only for their adapters
         self._bug: BaseException | None = None
-        self._wake = asyncio.Event()
+        self._wake, self._moved = asyncio.Event(), asyncio.Event()  # `_moved`: after each turn of `run`
         self._progress_at = clock.monotonic()
 
     @property
@@ -142,6 +144,7 @@ class Flow:
                 self._send()
                 self._load()
                 self._take()
+                self._moved.set()
                 self._raise_bug()
                 if not self._is_done():
                     await self._wake.wait()
@@ -181,25 +184,43 @@ class Flow:
         if any(self._deaths.is_over_budget(project) for project in self._suspects.projects()):
             room = min(room, LAST_ROWS)
         if room > 0 and room * TAKE_SHARE >= limit:
-            self._take_task = asyncio.create_task(self._feed.take(room))
+            self._take_task = asyncio.create_task(self._take_rows(room))
             self._take_task.add_done_callback(self._on_rows_taken)
 
     def _ahead(self) -> int:
         """The number of rows to take before they can be sent."""
         return max(AHEAD_MIN, self._flight.limit // 2) if self._adapter_cache.slots_max else 0
 
-    def _on_rows_taken(self, task: asyncio.Task[list[Row]]) -> None:
+    def _on_rows_taken(self, task: asyncio.Task[None]) -> None:
         self._take_task = None
         self._on_task_end(task)
-        if task.cancelled() or task.exception() is not None:
-            return
-        rows = task.result()
+
+    async def _take_rows(self, room: int) -> None:
+        """Take rows and queue their calls. Those that read files are made in a thread, one after the other, once the
+        calls that are held have fewer bytes than they may.
+        """
+        rows = await self._feed.take(room)
         self._ended = not rows
-        refused = []
         for row in rows:
             self._deaths.record_work(getattr(row.lease, "project", ""))
-        for row in rows:
-            call = self._calls.read(row)
+        self._add([(row, self._calls.read(row)) for row in rows if not reads_files(row)])
+        for row in filter(reads_files, rows):
+            while self._held_bytes() >= HELD_BYTES_MAX:
+                self._moved.clear()
+                await self._moved.wait()
+            self._add([(row, await asyncio.to_thread(self._calls.read, row))])
+            self._wake.set()
+
+    def _held_bytes(self) -> int:
+        """Of the calls in flight and of those that wait."""
+        in_flight = [entry.call for entry in self._in_flight.values()]
+        lost = [each.call for each in self._lost_calls]
+        return sum(len(call.body) for call in (*in_flight, *lost, *self._queue.calls(), *self._suspects.calls))
+
+    def _add(self, read: list[tuple[Row, LlmRow | RowError]]) -> None:
+        """Queue calls; rows without one get their errors."""
+        refused = []
+        for row, call in read:
             if isinstance(call, RowError):
                 refused.append(Outcome(row, error=call, status=0))
             elif self._deaths.is_refused(call.tracked):

@@ -219,6 +219,9 @@ class AdapterQueue:
     def __len__(self) -> int:
         return self._size
 
+    def calls(self) -> list[LlmRow]:
+        return [call for group in self._groups.values() for _, call in group.calls]
+
     def assign_turn(self, call: LlmRow) -> None:
         """Give a new call its turn, also if it waits in the quarantine queue."""
         if call.turn < 0:

@@ -16,7 +16,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import Struct, field
 
-from batchmill.datasets.media.loading import request_of
+from batchmill.datasets.media.loading import reads_files, request_of
 from batchmill.engines.provider_batch.following import (
     OVER,
     PAUSE,
@@ -28,7 +28,7 @@ from batchmill.engines.provider_batch.following import (
     doubt,
     is_fatal,
 )
-from batchmill.engines.provider_batch.provider import JobGone, JobRefused, ProviderApi, RowReply, TryAgain
+from batchmill.engines.provider_batch.provider import JobGone, JobRefused, ProviderApi, ProviderRow, RowReply, TryAgain
 from batchmill.engines.provider_batch.settings import ProviderSettings
 from batchmill.engines.provider_batch.spool import Draft, Drafts, Spool
 from batchmill.errors import AuthRefused, BatchmillError, InvalidRow, JobPaused, ModelFailed, RouteFailed, SubmitUnknown
@@ -346,7 +346,11 @@ class ProviderShard:
             rows = self._spool.read(positions[first : first + WINDOW])
             for row in rows:
                 try:
-                    drafts.add(row.position, api.encode(row.position, request_of(row)))
+                    if reads_files(row):
+                        encoded = await asyncio.to_thread(_encoded, api, row)
+                    else:
+                        encoded = _encoded(api, row)
+                    drafts.add(row.position, encoded)
                 except _ROW_ERRORS as error:
                     unfit[row.position] = _unfit(error)
             self._spool.release(rows)
@@ -441,6 +445,10 @@ class ProviderShard:
         for first in range(0, len(positions), WINDOW):
             rows = self._spool.take(positions[first : first + WINDOW])
             self._tools.sink.put([Outcome(row, error=errors[row.position], status=0) for row in rows])
+
+
+def _encoded(api: ProviderApi, row: Row) -> ProviderRow:
+    return api.encode(row.position, request_of(row))
 
 
 def _tries(job: RemoteJob) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 import msgspec
 from msgspec.structs import replace
 
+from batchmill.datasets.media.loading import reads_files
 from batchmill.engines.remote.outgoing import RemoteRow
 from batchmill.engines.remote.pacing import LiveQueue, Pacer, nothing
 from batchmill.engines.retry import BACKOFF_MAX_S, RETRY_AFTER_MAX_S, Fault, FaultKind, Retries, RetryBudget
@@ -25,6 +26,7 @@ THROTTLED_MAX_S = 86400.0  # a row that the service throttles for a day fails
 GARBLED_CALLS_MAX = 2
 DRAIN_S = 30.0  # how long calls in flight may run when the job pauses
 LAST_WAIT_S = 10.0  # the delay of a last attempt if no other row was answered since the first attempt
+HELD_BYTES_MAX = 256 * 1024 * 1024  # of rows that are held and of their calls, and those of one row more
 HELD_MAX = 2048  # rows to hold in an outage, to find one that the service answers
 
 Send = Callable[[RemoteRow], Awaitable[Outcome | Fault]]
@@ -50,6 +52,9 @@ class Dispatch:
         self._budget = RetryBudget()
         self._queue: deque[RemoteRow] = deque()
         self._done: list[Outcome] = []
+        self._taken: deque[Row] = deque()  # rows of which no call is made yet: those of others have many bytes
+        self._held_bytes = 0  # of held rows and their calls
+        self._row_bytes = 0  # of one row, as the last ones were
         self._held = 0  # rows taken from the feed and not yet put into the sink
         self._held_of: Counter[str] = Counter()  # the same for each job
         self._waiting: set[RemoteRow] = set()  # held rows that wait for their retry
@@ -97,13 +102,15 @@ class Dispatch:
             while (room := self._room()) <= 0:
                 self._has_room.clear()
                 await self._has_room.wait()
-            rows = await feed.take(room)
+            rows = await feed.take(min(room, self._fitting()))
             if not rows:
                 break
+            self._row_bytes = sum(len(row.raw) for row in rows) // len(rows)
             self._held += len(rows)
-            for row in rows:
-                self._held_of[_job_of(row)] += 1
-                self._enqueue(row)
+            self._held_of.update(map(_job_of, rows))
+            self._taken.extend(rows)
+            while self._taken:
+                await self._prepare_next()
             self._pump()
         self._feed_ended = True
         self._end_if_done()
@@ -116,13 +123,44 @@ class Dispatch:
         limit = self._pacer.window.limit
         return max(limit + max(1, limit // 2) + min(len(self._waiting), limit), self._outage_held) - self._held
 
-    def _enqueue(self, row: Row) -> None:
+    def _fitting(self) -> int:
+        """How many rows like the last ones may be held by their bytes, at least one."""
+        return max(1, (HELD_BYTES_MAX - self._held_bytes) // max(1, self._row_bytes))
+
+    async def _prepare_next(self) -> None:
+        """Make the call of the next row that was taken, once the calls that are held have fewer bytes than they may.
+
+        Files are read in a thread: the rows of other jobs go on.
+        """
+        row = self._taken[0]
+        if self._held_bytes >= HELD_BYTES_MAX:
+            self._pump()
+            self._has_room.clear()
+            await self._has_room.wait()
+            return
+        if reads_files(row):
+            self._pump()
+            prepared = await asyncio.to_thread(self._prepared, row)
+            if not self._taken or self._taken[0] is not row:  # it was given back meanwhile
+                return
+        else:
+            prepared = self._prepared(row)
+        self._taken.popleft()
+        if isinstance(prepared, Outcome):
+            self._finish(prepared)
+            return
+        prepared.held_bytes = len(prepared.body) + len(row.raw)
+        self._held_bytes += prepared.held_bytes
+        self._queue.append(prepared)
+
+    def _prepared(self, row: Row) -> RemoteRow | Outcome:
+        """The call of a row, or why there is none."""
         try:
-            self._queue.append(self._prepare(row))
+            return self._prepare(row)
         except InvalidRow as error:
-            self._finish(Outcome(row, None, RowError(error.code, error.message), 0))
+            return Outcome(row, None, RowError(error.code, error.message), 0)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            self._finish(Outcome(row, None, RowError("invalid_row", f"the row cannot be read: {error}"), 0))
+            return Outcome(row, None, RowError("invalid_row", f"the row cannot be read: {error}"), 0)
 
     # calls
 
@@ -228,7 +266,7 @@ class Dispatch:
                 assert call.fault is not None
                 calls.remove(call)
                 outcome = call.fault.outcome(call.row, call.attempts)
-                self._finish(outcome if call.wasted is None else replace(outcome, usage=call.wasted))
+                self._finish(outcome if call.wasted is None else replace(outcome, usage=call.wasted), call.held_bytes)
         self._dismiss_outage()
         self._pump()
 
@@ -238,8 +276,13 @@ class Dispatch:
         for calls in (self._outage_rows, self._queue, self._waiting):
             for call in [call for call in calls if call.wasted is None and _job_of(call.row) == job_id]:
                 calls.remove(call)
-                self._let_go(call.row)
+                self._let_go(call.row, call.held_bytes)
                 rows.append(call.row)
+        taken, self._taken = self._taken, deque(row for row in self._taken if _job_of(row) != job_id)
+        for row in taken:
+            if _job_of(row) == job_id:
+                self._let_go(row)
+                rows.append(row)
         return rows
 
     def forget(self, job_id: str) -> None:
@@ -405,22 +448,23 @@ class Dispatch:
         """Finish a row. Discarded replies cost money, so their tokens count."""
         if call.wasted is not None:
             outcome = replace(outcome, usage=call.wasted + (outcome.usage or Usage()))
-        self._finish(outcome)
+        self._finish(outcome, call.held_bytes)
 
-    def _finish(self, outcome: Outcome) -> None:
+    def _finish(self, outcome: Outcome, held_bytes: int = 0) -> None:
         self._done.append(outcome)
         self._has_done.set()
-        self._let_go(outcome.row)
+        self._let_go(outcome.row, held_bytes)
 
-    def _let_go(self, row: Row) -> None:
+    def _let_go(self, row: Row, held_bytes: int = 0) -> None:
         self._held -= 1
+        self._held_bytes -= held_bytes
         job_id = _job_of(row)
         self._held_of[job_id] -= 1
         if not self._held_of[job_id]:
             del self._held_of[job_id]
         if self._feed_ended:
             self._end_if_done()
-        elif self._room() * 8 > self._pacer.window.limit:
+        elif self._taken or self._room() * 8 > self._pacer.window.limit:
             self._has_room.set()
 
     async def _deliver(self, sink: Sink) -> None:

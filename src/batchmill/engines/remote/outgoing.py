@@ -29,7 +29,7 @@ _STREAMED = {"Accept": "text/event-stream", "Accept-Encoding": "identity"}
 class Attempts:
     """The attempts of a call so far; `dispatch` updates it."""
 
-    __slots__ = ("attempts", "charged", "fault", "sent_at", "since", "streak", "wasted", "within")
+    __slots__ = ("attempts", "charged", "fault", "held_bytes", "sent_at", "since", "streak", "wasted", "within")
 
     def __init__(self) -> None:
         self.attempts = 0  # calls that failed and count
@@ -40,6 +40,7 @@ class Attempts:
         self.streak: FailureStreak | None = None  # the streak of failures that includes it
         self.within = 0  # failed attempts in that streak
         self.wasted: Usage | None = None  # tokens of discarded replies
+        self.held_bytes = 0  # as `Dispatch` counts them
 
 
 class RemoteRow(Attempts):
