@@ -149,6 +149,44 @@ def test_answers_of_two_jobs_are_compared(client: Client, server, tmp_path):
     assert asyncio.run(compared()) == ["c1"]
 
 
+def test_results_are_queried(client: Client, server, tmp_path):
+    """A query reads results and input, of tables in every format and of OpenAI rows, and no other file."""
+    pytest.importorskip("duckdb")
+    query = "select i.text, r.output, r.error from input i join results r using (text) order by i.text"
+    expected = [("a", "A", False), ("fail", None, True)]
+    for form in ("jsonl", "parquet"):
+        job = client.submit(table(tmp_path / "in.jsonl", "a", "fail"), model="upper", output_format=form)
+        job.wait()
+        found = client.sql(job, query).to_pylist()
+        assert [(row["text"], row["output"], row["error"] is not None) for row in found] == expected
+    (tmp_path / "v1.[2].csv").write_text("text\na\nfail\n")
+    job = client.submit(tmp_path / "v1.[2].csv", model="upper", output_format="jsonl")
+    job.wait()
+    assert [row["output"] for row in client.sql(job, query).to_pylist()] == ["A", None]
+    (tmp_path / "secret.csv").write_text("a\n1\n")
+    for wrong, message in (
+        (f"select * from read_csv('{tmp_path}/secret.csv')", "Cannot access file"),
+        ("select nope from results", "nope"),
+        ("", "must be a SELECT"),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            client.sql(job.id, wrong)
+
+    async def answers() -> list[dict]:
+        async with AsyncClient(server.url) as client:
+            job = await client.submit(requests(tmp_path / "r.jsonl", "a", "fail", "c"))
+            await job.wait()
+            found = await client.sql(
+                job.id,
+                "select custom_id, output, i.body.text from results r join input i using (custom_id) order by all",
+            )
+            return found.to_pylist()
+
+    assert [tuple(row.values()) for row in asyncio.run(answers())] == [
+        ("c0", "A", "a"), ("c1", None, "fail"), ("c2", "C", "c"),
+    ]  # fmt: skip
+
+
 def test_rows_are_read_as_those_of_a_table(client: Client, tmp_path):
     """The rows of OpenAI results and of tables come in the order of the input, as one wants them."""
     job = client.submit(requests(tmp_path / "in.jsonl", "a", "fail-", "fail", "d", "fail"))

@@ -21,10 +21,10 @@ from batchmill.client.frame_shapes import (
     to_polars,
     with_types,
 )
-from batchmill.client.inputs import alias_of, is_past, part_of, refuse_unreadable
+from batchmill.client.inputs import alias_of, is_past, part_of, refuse_elsewhere, refuse_unreadable
 from batchmill.client.pairs import run_in_thread
 from batchmill.client.progress import Progress, as_html
-from batchmill.client.result_copies import ResultCopy, refuse_unread
+from batchmill.client.result_copies import ResultCopy, ends_of, refuse_unread
 from batchmill.client.streams import FileContent, JsonLines, Lines, Views
 from batchmill.types import JobView, LedgerReport, RemoteJob, RetryChange, Wait
 from batchmill.wire.native import (
@@ -231,6 +231,20 @@ class AsyncJob:
             None if view.output is None else folder / "results",
             None if view.errors_output is None else folder / "errors",
         )
+
+    async def copy_inputs(self, folder: Path) -> list[Path]:
+        """Copy the input files of the job to an empty folder. Raises: InvalidInput for one that the server read."""
+        paths: list[Path] = []
+        for file_id in self.view.input:
+            refuse_elsewhere(file_id)
+            name = (await self._client.file(file_id)).filename
+            path = folder / f"input-{len(paths):06d}{ends_of(name)}"
+            with path.open("wb") as file:
+                async with aclosing(self._client.read(FileContent(calls.content(file_id)))) as pieces:
+                    async for piece in pieces:
+                        await run_in_thread(file.write, piece)
+            paths.append(path)
+        return paths
 
     async def pause(self) -> JobView:
         """Rows in flight may finish; `resume` continues from there."""

@@ -50,6 +50,7 @@ from batchmill.client.messages import (
 )
 from batchmill.client.pairs import async_sleep, load_transport, run_in_thread
 from batchmill.client.progress import progress_of
+from batchmill.client.queries import check_installed, names_input, query_copies
 from batchmill.client.streams import FileContent, Stream, refusal
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
 from batchmill.types import EngineEvent, JobView
@@ -72,6 +73,8 @@ from batchmill.wire.native import (
 from batchmill.wire.native_models import AdapterInfo, LlmChange, LlmInfo, NewAdapter, NewLlm, QuarantinedRequest
 
 if TYPE_CHECKING:
+    import pyarrow
+
     from batchmill.client.async_transport import AsyncTransport
 
 T = TypeVar("T")
@@ -207,6 +210,22 @@ class AsyncClient:
             while some := await run_in_thread(take, found):
                 for difference in some:
                     yield difference
+
+    async def sql(self, job: str | AsyncJob, query: str) -> pyarrow.Table:
+        """The rows of a query over a job that has ended, by DuckDB in this process: the server runs none.
+
+        Args:
+            query: a SELECT over the tables `results` and `input`, which are copied to a temporary folder: the input
+                only for a query that names it. It reads no other file.
+
+        Raises: InvalidInput for what DuckDB refuses (`invalid_query`), and as `diff` for the results.
+        """
+        check_installed()
+        with tempfile.TemporaryDirectory(prefix="batchmill-results-") as name:
+            folder, found = Path(name), await self._job_of(job)
+            copy = await found.copy_results(folder)
+            inputs = await found.copy_inputs(folder) if names_input(query) else []
+            return await run_in_thread(query_copies, query, copy, inputs, folder)
 
     async def _job_of(self, job: str | AsyncJob) -> AsyncJob:
         return await self.job(job) if isinstance(job, str) else job

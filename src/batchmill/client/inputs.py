@@ -298,9 +298,14 @@ class LlmChanges(_LlmSettings, total=False):
     base_model: Name
 
 
-def refuse_unreadable(name: str) -> None:
-    """Refuse an input that the SDK cannot read as lines: one elsewhere, or a compressed one. Raises: InvalidInput."""
+def refuse_elsewhere(name: str) -> None:
+    """Refuse an input that the server has no copy of. Raises: InvalidInput."""
     if is_input_url(name):
         raise InvalidInput(f"the input is at {name}, where the server read it: read it there", code="no_copy_here")
+
+
+def refuse_unreadable(name: str) -> None:
+    """Refuse an input that the SDK cannot read as lines: one elsewhere, or a compressed one. Raises: InvalidInput."""
+    refuse_elsewhere(name)
     if name.endswith((".gz", ".zst")):
         raise InvalidInput(f"the input {name} is compressed: read it with read_file", code="compressed_input")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import merge
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from batchmill.errors import InvalidInput
 from batchmill.optional import require
 from batchmill.types import JobView
 from batchmill.wire.input_urls import is_input_url
-from batchmill.wire.result_rows import Row, flat_rows, number_in
+from batchmill.wire.json_bytes import split_object
+from batchmill.wire.result_rows import Row, flat_rows, is_openai, number_in
 
 ROWS_AT_ONCE = 1000
 UNREAD = (".csv", ".gz", ".zst")  # ends of files that `download` brings, and no row is read of
@@ -33,6 +35,10 @@ class ResultCopy(Struct, frozen=True):
     @property
     def is_parquet(self) -> bool:
         return self.path is not None and is_parquet(self.path)
+
+    @property
+    def is_openai(self) -> bool:
+        return not self.is_parquet and any(is_openai(split_object(line)) for line in islice(self._lines(), 1))
 
     def rows(self) -> Iterator[Row]:
         """Every row, in the order of the input, OpenAI rows as those of a table."""
@@ -60,6 +66,11 @@ def _parquet_lines(path: Path) -> Iterator[bytes]:
     with parquet.ParquetFile(path) as file:
         for batch in file.iter_batches(ROWS_AT_ONCE):
             yield from map(_encode, batch.to_pylist())
+
+
+def ends_of(name: str) -> str:
+    """The ends of a file's name that say its format: ".csv.gz". A pattern of DuckDB is none."""
+    return "".join(each for each in Path(name).suffixes[-2:] if each[1:].isalnum())
 
 
 def refuse_unread(name: str) -> None:

@@ -50,6 +50,7 @@ from batchmill.client.messages import (
 )
 from batchmill.client.pairs import load_transport, run_here, sleep
 from batchmill.client.progress import progress_of
+from batchmill.client.queries import check_installed, names_input, query_copies
 from batchmill.client.streams import FileContent, Stream, refusal
 from batchmill.client.sync_resources import Job, Model
 from batchmill.errors import BatchmillError, InvalidInput, ModelFailed
@@ -73,6 +74,8 @@ from batchmill.wire.native import (
 from batchmill.wire.native_models import AdapterInfo, LlmChange, LlmInfo, NewAdapter, NewLlm, QuarantinedRequest
 
 if TYPE_CHECKING:
+    import pyarrow
+
     from batchmill.client.sync_transport import Transport
 
 T = TypeVar("T")
@@ -202,6 +205,22 @@ class Client:
             while some := run_here(take, found):
                 for difference in some:
                     yield difference
+
+    def sql(self, job: str | Job, query: str) -> pyarrow.Table:
+        """The rows of a query over a job that has ended, by DuckDB in this process: the server runs none.
+
+        Args:
+            query: a SELECT over the tables `results` and `input`, which are copied to a temporary folder: the input
+                only for a query that names it. It reads no other file.
+
+        Raises: InvalidInput for what DuckDB refuses (`invalid_query`), and as `diff` for the results.
+        """
+        check_installed()
+        with tempfile.TemporaryDirectory(prefix="batchmill-results-") as name:
+            folder, found = Path(name), self._job_of(job)
+            copy = found.copy_results(folder)
+            inputs = found.copy_inputs(folder) if names_input(query) else []
+            return run_here(query_copies, query, copy, inputs, folder)
 
     def _job_of(self, job: str | Job) -> Job:
         return self.job(job) if isinstance(job, str) else job

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import click
@@ -22,6 +21,8 @@ from batchmill.cli.jobs.result_files import (
 )
 from batchmill.cli.jobs.results import OUTPUT_FORMATS, job_files, refuse_early, scratch_folder, spooled_results
 from batchmill.cli.session import Session, global_options, job_argument
+from batchmill.client.queries import INPUT, OPENAI_COLUMNS, RESULTS, add_table, connected, restrict, selected
+from batchmill.client.result_copies import ends_of
 from batchmill.config import Config
 from batchmill.datasets import formats
 from batchmill.errors import InvalidInput
@@ -30,13 +31,7 @@ from batchmill.optional import require
 from batchmill.types import DatasetSpec, JobView
 from batchmill.wire.result_rows import FLAT, RowShape, added_by
 
-RESULTS, INPUT = "results", "input"  # the names of the tables
 ROWS_AT_ONCE = 1000
-OBJECT_BYTES_MAX = 64 * 1024 * 1024  # the longest line that DuckDB reads
-SETTINGS = {  # the query reads the job's files, which are in one folder, and no others
-    "autoinstall_known_extensions": "false",
-    "autoload_known_extensions": "false",
-}
 
 _encode = msgspec.json.Encoder(enc_hook=str).encode
 
@@ -58,52 +53,39 @@ def sql(
     """
     if session.as_json:
         raise InvalidInput("a query prints JSON lines anyway: leave --json out")
-    duckdb = require("duckdb", "batchmill sql", InvalidInput)
+    require("duckdb", "batchmill sql", InvalidInput)
     wanted = wanted_form(output, output_format, RowShape(), only_failed=False, is_safe=False, replaces=overwrite)
     if wanted.output is not None:
         refuse_compression(wanted.output)
-    return session.run(_query(session, duckdb, job_id, query, wanted))
+    return session.run(_query(session, job_id, query, wanted))
 
 
-async def _query(session: Session, duckdb: ModuleType, job_id: str, query: str, wanted: Wanted) -> None:
+async def _query(session: Session, job_id: str, query: str, wanted: Wanted) -> None:
     config = session.config()
     async with session.app.open_jobs(config) as jobs:
         view = await jobs.show(job_id)
     refuse_early(view)
     if wanted.output is not None:
         check_output(wanted.output, job_files(view), replaces=wanted.replaces)
-    with scratch_folder(wanted.output) as folder:
-        connection = duckdb.connect(config={**SETTINGS, "temp_directory": str(folder)})
-        try:
-            _add_results(connection, await spooled_results(session, config, view, folder), folder, added_by(view))
-            inputs = await _add_input(session, config, connection, view, folder)
-            connection.execute("SET allowed_directories = $1", [[str(folder)]])
-            connection.execute("SET allowed_paths = $1", [inputs])
-            connection.execute("SET enable_external_access = false")
-            connection.execute("SET lock_configuration = true")
-            _write(connection, query, wanted, job_files(view), folder)
-        except duckdb.Error as error:
-            raise InvalidInput(f"DuckDB: {error}", code="invalid_query") from None
-        finally:
-            connection.close()
+    with scratch_folder(wanted.output) as folder, connected(folder) as connection:
+        _add_results(connection, await spooled_results(session, config, view, folder), folder, added_by(view))
+        inputs = await _add_input(session, config, connection, view, folder)
+        restrict(connection, folder, inputs)
+        _write(connection, query, wanted, job_files(view), folder)
 
 
 def _add_results(connection: Any, source: ResultSource, folder: Path, added: tuple[str, ...]) -> None:
     if kind_of(source.name)[0] == PARQUET:
-        connection.read_parquet(str(source.path)).create_view(RESULTS)
+        add_table(connection, RESULTS, [str(source.path)], PARQUET)
         return
     path = folder / "results.jsonl"
     shaped = ShapedRows(source, RowShape(added=added), only_failed=False)
     if shaped.names == list(FLAT):
-        shaped = ShapedRows(source, RowShape([*FLAT, "id", "response"]), only_failed=False)
+        shaped = ShapedRows(source, RowShape(list(OPENAI_COLUMNS)), only_failed=False)
     with path.open("wb") as file:
         for line in shaped:
             file.write(line + b"\n")
-    _read_lines(connection, [str(path)]).create_view(RESULTS)
-
-
-def _read_lines(connection: Any, paths: list[str]) -> Any:
-    return connection.read_json(paths, format="newline_delimited", maximum_object_size=OBJECT_BYTES_MAX, sample_size=-1)
+    add_table(connection, RESULTS, [str(path)], JSONL)
 
 
 async def _add_input(session: Session, config: Config, connection: Any, view: JobView, folder: Path) -> list[str]:
@@ -119,13 +101,7 @@ async def _add_input(session: Session, config: Config, connection: Any, view: Jo
     except InvalidInput as error:
         session.say(f"there is no table {INPUT}: {error.message}")
         return []
-    if kind == PARQUET:
-        relation = connection.read_parquet(links)
-    elif kind == CSV:
-        relation = connection.read_csv(links, header=True, all_varchar=True)
-    else:
-        relation = _read_lines(connection, links)
-    relation.create_view(INPUT)
+    add_table(connection, INPUT, links, kind)
     return [*links, *map(os.path.realpath, links)]
 
 
@@ -134,7 +110,7 @@ def _linked(paths: list[str], folder: Path) -> Iterator[str]:
     for number, path in enumerate(paths):
         if not os.path.isabs(path):
             raise InvalidInput(f"it is in {path}: query it there", code="no_copy_here")
-        link = folder / f"input-{number:06d}{''.join(Path(path).suffixes[-2:])}"
+        link = folder / f"input-{number:06d}{ends_of(path)}"
         link.symlink_to(path)
         yield str(link)
 
@@ -147,8 +123,7 @@ def _write(connection: Any, query: str, wanted: Wanted, protected: list[str], fo
             for line in _lines(rows):
                 out.write(line + b"\n")
         return
-    if (relation := connection.sql(query)) is None:
-        raise InvalidInput("the query has no rows to write: it must be a SELECT", code="invalid_query")
+    relation = selected(connection, query)
     table = folder / f"query.{kind}"
     if kind == CSV:
         relation.to_csv(str(table), header=True)

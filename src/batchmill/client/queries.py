@@ -1,0 +1,107 @@
+"""SQL over the results and the input of a job, by DuckDB in this process. A query reads no other files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from batchmill.client.frame_shapes import is_parquet
+from batchmill.client.result_copies import ResultCopy
+from batchmill.errors import InvalidInput
+from batchmill.optional import require
+from batchmill.wire.json_bytes import join_object
+from batchmill.wire.result_rows import FLAT, projected
+
+if TYPE_CHECKING:
+    import pyarrow
+
+RESULTS, INPUT = "results", "input"  # the names of the tables
+OPENAI_COLUMNS = (*FLAT, "id", "response")
+OBJECT_BYTES_MAX = 64 * 1024 * 1024  # the longest line that DuckDB reads
+CSV, LINES, PARQUET = "csv", "jsonl", "parquet"
+SETTINGS = {
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+}
+_NAMES_INPUT = re.compile(rf"\b{INPUT}\b", re.IGNORECASE)
+_PURPOSE = "a query of results"
+
+
+@contextlib.contextmanager
+def connected(folder: Path) -> Iterator[Any]:
+    """A connection of DuckDB whose temporary files are in a folder. Raises: InvalidInput for what DuckDB refuses."""
+    duckdb = require("duckdb", _PURPOSE, InvalidInput)
+    connection = duckdb.connect(config={**SETTINGS, "temp_directory": str(folder)})
+    try:
+        yield connection
+    except duckdb.Error as error:
+        raise InvalidInput(f"DuckDB: {error}", code="invalid_query") from None
+    finally:
+        connection.close()
+
+
+def add_table(connection: Any, name: str, paths: Sequence[str], kind: str) -> None:
+    """Add a view of files of one kind."""
+    if kind == PARQUET:
+        relation = connection.read_parquet(list(paths))
+    elif kind == CSV:
+        relation = connection.read_csv(list(paths), header=True, all_varchar=True)
+    else:
+        relation = connection.read_json(
+            list(paths), format="newline_delimited", maximum_object_size=OBJECT_BYTES_MAX, sample_size=-1
+        )
+    relation.create_view(name)
+
+
+def restrict(connection: Any, folder: Path, paths: Sequence[str]) -> None:
+    """Let later queries read a folder and some paths, and nothing else."""
+    connection.execute("SET allowed_directories = $1", [[str(folder)]])
+    connection.execute("SET allowed_paths = $1", [list(paths)])
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
+
+
+def selected(connection: Any, query: str) -> Any:
+    """The relation of a query. Raises: InvalidInput if it has no rows to give."""
+    if (relation := connection.sql(query)) is None:
+        raise InvalidInput("the query has no rows to give: it must be a SELECT", code="invalid_query")
+    return relation
+
+
+def names_input(query: str) -> bool:
+    """Whether a query may read the table of the input."""
+    return _NAMES_INPUT.search(query) is not None
+
+
+def check_installed() -> None:
+    """Raises: InvalidInput where a query could not run, before anything is copied."""
+    for package in ("duckdb", "pyarrow"):
+        require(package, _PURPOSE, InvalidInput)
+
+
+def query_copies(query: str, copy: ResultCopy, inputs: Sequence[Path], folder: Path) -> pyarrow.Table:
+    """Run a query over copies of the results and of the input, which are in `folder`."""
+    with connected(folder) as connection:
+        if copy.path is not None and copy.is_parquet:
+            add_table(connection, RESULTS, [str(copy.path)], PARQUET)
+        else:
+            path, is_openai = folder / "rows.jsonl", copy.is_openai
+            with path.open("wb") as file:
+                for row in copy.rows():
+                    columns = projected(row, OPENAI_COLUMNS) if is_openai else row
+                    file.write(join_object(columns) + b"\n")
+            add_table(connection, RESULTS, [str(path)], LINES)
+        if inputs:
+            add_table(connection, INPUT, [os.fspath(each) for each in inputs], _kind_of(inputs[0]))
+        restrict(connection, folder, [])
+        return selected(connection, query).to_arrow_table()
+
+
+def _kind_of(path: Path) -> str:
+    if is_parquet(path):
+        return PARQUET
+    return CSV if ".csv" in path.suffixes else LINES
