@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from batchmill.datasets import spooled_inputs
 from batchmill.errors import InvalidInput
 from batchmill.inprocess.functions import FunctionFiles
 from batchmill.inprocess.identity import digest_of
@@ -112,6 +114,22 @@ def test_a_held_module_counts_by_its_file(tmp_path: Path, monkeypatch: pytest.Mo
     assert digests[0] == digests[1] != digests[2]
 
 
+def test_an_unused_function_goes_by_age(tmp_path: Path):
+    """A folder that no job reads is swept once it is old; one that a call found again, or a job reads, stays."""
+    files = FunctionFiles(tmp_path)
+    sources = [files.source_of(outer(value)) for value in range(3)]
+    folders = [Path(source.rpartition(":")[0]).parent for source in sources]
+    spooled_inputs.keep(tmp_path, [sources[0], "a-model", "org/a-model"], "job_1")
+    for folder in folders:
+        os.utime(folder, (0, 0))
+    files.source_of(outer(1))
+    spooled_inputs.sweep(tmp_path)
+    assert [folder.is_dir() for folder in folders] == [True, True, False]
+    spooled_inputs.release(tmp_path, "job_1")
+    spooled_inputs.sweep(tmp_path)
+    assert sorted((tmp_path / spooled_inputs.FUNCTIONS).iterdir()) == [folders[1]]
+
+
 KERNEL = """
 import sys
 from pathlib import Path
@@ -166,4 +184,6 @@ def test_functions_of_a_program_run(tmp_path: Path):
     answers = ["[10, 12]", "[10, 12]", "[7, 8]", "[3, 4]"]
     assert said(2) == [f"started {each} 2" for each in answers]
     assert said(2) == [f"finished {each} 0" for each in answers]
+    folder = tmp_path / "data" / spooled_inputs.FUNCTIONS
+    assert len(list(folder.glob("*.job_*"))) == 4  # each is kept for its job
     assert said(3) == [f"started {each} 2" for each in ("[15, 18]", "[15, 18]", "[8, 9]", "[2, 3]")]

@@ -2,6 +2,7 @@
 data directory, named by its contents and removed with the last job of it.
 
 Beside each file an empty one, FILE.JOB, says that a job reads it. What a killed command leaves is removed by age.
+Folders with the code of a program's functions are kept in the same way, and removed by age alone.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from batchmill.datasets.formats import FORMATS, HEAD_BYTES, MAGIC
 from batchmill.errors import InvalidDataset, to_storage_error
 
 FOLDER = "spooled-inputs"
+FUNCTIONS = "captured-functions"  # a folder for each function, by its contents
 PART = ".part-"
 LEFT_S = 24 * 3600.0  # after this time, what no job reads is removed
 PIECE_BYTES = 1024 * 1024
@@ -111,11 +114,12 @@ def _suffix(head: bytes, row_format: str | None) -> str:
 
 
 def keep(data_dir: Path, paths: Sequence[str], job_id: str) -> None:
-    """Say that a job reads these, where they are spooled."""
-    folder = data_dir / FOLDER
+    """Say that a job reads these, where they are spooled, or FILE.py:NAME of a captured function."""
     for path in map(Path, paths):
-        if path.parent == folder:
+        if path.parent == data_dir / FOLDER:
             Path(f"{path}.{job_id}").touch(mode=0o600)
+        elif path.parent.parent == data_dir / FUNCTIONS:
+            Path(f"{path.parent}.{job_id}").touch(mode=0o600)
 
 
 def release(data_dir: Path, job_id: str) -> None:
@@ -125,13 +129,19 @@ def release(data_dir: Path, job_id: str) -> None:
         path = mark.with_suffix("")
         if not any(path.parent.glob(f"{path.name}.job_*")):
             path.unlink(missing_ok=True)
+    for mark in (data_dir / FUNCTIONS).glob(f"*.{job_id}"):
+        mark.unlink(missing_ok=True)
 
 
 def sweep(data_dir: Path) -> None:
-    """Remove what killed commands have left."""
+    """Remove what killed commands have left, and functions that no job has used for long."""
     before = time.time() - LEFT_S
-    folder = data_dir / FOLDER
-    for path in folder.iterdir() if folder.is_dir() else ():
-        is_read = ".job_" in path.name or any(folder.glob(f"{path.name}.job_*"))
-        if not is_read and path.stat().st_mtime < before:
-            path.unlink(missing_ok=True)
+    for folder in (data_dir / FOLDER, data_dir / FUNCTIONS):
+        for path in folder.iterdir() if folder.is_dir() else ():
+            is_read = ".job_" in path.name or any(folder.glob(f"{path.name}.job_*"))
+            if is_read or path.stat().st_mtime >= before:
+                continue
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)

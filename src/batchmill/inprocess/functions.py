@@ -6,6 +6,7 @@ cannot be written down is pickled, and unpickled by processes of this machine's 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -17,12 +18,12 @@ from types import FunctionType
 from typing import Any
 
 from batchmill.client.captured import Collected, capture
+from batchmill.datasets.spooled_inputs import FUNCTIONS
 from batchmill.errors import InvalidInput
 from batchmill.inprocess.identity import digest_of
 from batchmill.optional import require
 from batchmill.services.data_dirs import data_dirs
 
-FOLDER = "captured-functions"  # in the data directory: one folder for each, by its contents
 PICKLED = "function.pickle"
 LOADER = "source.py"
 DIGEST_CHARS = 32
@@ -85,8 +86,9 @@ class FunctionFiles:
 
     def _store(self, digest: str, contents: Mapping[str, bytes]) -> Path:
         """The folder with these files, which appears whole."""
-        folder = self._data_dir / FOLDER / digest[:DIGEST_CHARS]
-        if folder.is_dir():
+        folder = self._data_dir / FUNCTIONS / digest[:DIGEST_CHARS]
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(folder)  # a sweep leaves it to the job to come
             return folder
         data_dirs.prepare_data_dir(self._data_dir)
         part = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")

@@ -260,7 +260,8 @@ class JobService:
             with full_disk_named(files.home):
                 if not spec.is_small:
                     await asyncio.to_thread(files.write_spec, spec)
-                    await asyncio.to_thread(spooled_inputs.keep, self._data_dir, spec.dataset.paths, spec.id)
+                    read = [*spec.dataset.paths, *(model.source for model in spec.models)]
+                    await asyncio.to_thread(spooled_inputs.keep, self._data_dir, read, spec.id)
             faults.point("after_describe")
             await self._ledger.database.write(job_records.enter, spec, once, self._tools.quota_of(spec))
         except BaseException:
