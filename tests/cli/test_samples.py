@@ -141,6 +141,13 @@ def test_a_sample_that_is_the_whole_run(commands):
     assert commands.results()[0]["output"] == "about w0!" and len(commands.asked) == 2 * ROWS
 
 
+def test_a_large_sample_as_json(commands, monkeypatch):
+    """Its rows are printed as they are read, in their order, however many there are."""
+    monkeypatch.setattr("batchmill.cli.jobs.samples.JSON_ROWS_MAX", 4)
+    rows = [each for each in commands.json("run", "--limit", "11") if each["type"] == "row"]
+    assert [(row["number"], row["inputs"]) for row in rows] == [(n, {"word": f"w{n}"}) for n in range(11)]
+
+
 def test_results_of_a_sample_in_a_pipe(commands):
     """`-o -` prints the rows of the sample, and nothing else."""
     piped = commands.call("run", "--limit", "3", "-o", "-", "--output-format", "csv")

@@ -6,6 +6,7 @@ import io
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from batchmill.wire.result_rows import Row, added_by, flat, is_openai, row_numbe
 from batchmill.wire.sampling import rows_of
 
 ROWS_MAX = 50  # of a table
+JSON_ROWS_MAX = 20_000  # that are held in memory; a sample may have more
 INPUTS_MAX, ANSWERS_MAX = 4, 6  # columns of it
 INPUT_CHARS_MAX, ANSWER_CHARS_MAX = 200, 400  # of a cell
 WIDTH_ELSEWHERE = 100  # characters, where the output is no terminal
@@ -58,14 +60,13 @@ async def show_sample(session: Session, view: JobView, order: JobOrder | None) -
         with path.open("wb") as file:
             rows = await session.app.partial_results(config, view.id, file, sampled=True)
         with path.open("rb") as file:
-            shown = list(_read(file, view, rows, ROWS_MAX if not session.as_json else rows))
-        if order is not None:
-            shown = _chosen(shown, order)
-        shown = _with_requests(shown, session, config.data_dir, view, order)
-    if session.as_json:
-        for each in shown:
-            session.emit("row", **msgspec.structs.asdict(each))
-        return
+            found = _read(file, view, rows, rows if session.as_json else ROWS_MAX)
+            if session.as_json:
+                while part := list(islice(found, JSON_ROWS_MAX)):
+                    for each in _completed(part, session, config.data_dir, view, order):
+                        session.emit("row", **msgspec.structs.asdict(each))
+                return
+            shown = _completed(list(found), session, config.data_dir, view, order)
     for line in table_lines(shown, is_terminal=sys.stdout.isatty()):
         session.print(line)
     if rows > len(shown):
@@ -136,6 +137,13 @@ def _text(value: msgspec.Raw) -> str:
     if raw == b"null":
         return ""
     return msgspec.json.decode(raw, type=str) if raw[:1] == b'"' else raw.decode()
+
+
+def _completed(
+    shown: list[Shown], session: Session, data_dir: Path, view: JobView, order: JobOrder | None
+) -> list[Shown]:
+    """With the inputs that are worth showing."""
+    return _with_requests(shown if order is None else _chosen(shown, order), session, data_dir, view, order)
 
 
 def _chosen(shown: list[Shown], order: JobOrder) -> list[Shown]:
