@@ -6,10 +6,14 @@ import msgspec
 import pytest
 from blake3 import blake3
 
+from batchmill.datasets.conversion import Converted
+from batchmill.datasets.formats import SourceFile
+from batchmill.datasets.media.adding import MediaAdder
 from batchmill.datasets.media.loading import request_of
 from batchmill.errors import InvalidRow
-from batchmill.types import MediaColumn, Row, RowError
+from batchmill.types import DatasetSpec, MediaColumn, Row, RowError
 from batchmill.wire.forms import TableForm
+from batchmill.wire.json_bytes import split_object
 from batchmill.wire.media import type_of
 from batchmill.wire.rendered_rows import FAULT, MediaPart, fault_of, with_media
 
@@ -66,3 +70,16 @@ def test_a_column_of_the_input_is_no_fault_of_sealing():
         error = fault_of({FAULT: msgspec.Raw(value)})
         assert error is not None and error.code == "column_conflict"
     assert fault_of({FAULT: msgspec.Raw(b'["media_missing","gone"]')}) == RowError("media_missing", "gone")
+
+
+def test_a_caller_of_a_server_names_no_file(tmp_path):
+    """Without a `media_folder`, which only this machine's own commands set, no spelling of a path is read."""
+    path = tmp_path / "a.png"
+    path.write_bytes(PNG)
+    cells = [str(path), "a.png", f"file:{path}", f"file://{path}", f"//{path}", {"bytes": None, "path": str(path)}]
+    rows = b"".join(msgspec.json.encode({"img": cell}) + b"\n" for cell in cells)
+    adder = MediaAdder([MediaColumn("image", "img")], DatasetSpec([]), tmp_path / "home", None)
+    source = SourceFile(str(tmp_path / "in.jsonl"), "jsonl", None)
+    (added,) = adder.add(iter([Converted(rows)]), source, are_whole_lines=True)
+    faults = [fault_of(split_object(line)) for line in added.data.splitlines()]
+    assert [fault and fault.code for fault in faults] == ["media_not_allowed"] * len(cells)
