@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from batchmill.datasets import fan_out, inspection
+from batchmill.datasets.checking import fan_out, inspection
 
 
 def kill_pools(patch: pytest.MonkeyPatch, pools_max: int) -> list[fan_out.ValidatorPool]:

@@ -49,7 +49,7 @@ def test_the_first_pattern_counts(name, base):
 def test_sealing_finds_them(write, sealed, monkeypatch, alone):
     """Names that match are reported once, whoever read the rows; names that are known are not among them."""
     if not alone:
-        monkeypatch.setattr("batchmill.datasets.fan_out.INLINE_BYTES_MAX", 0)
+        monkeypatch.setattr("batchmill.datasets.checking.fan_out.INLINE_BYTES_MAX", 0)
     names = [None, "base", "tuned", "acme/b", "acme/a", "x/lora-1", "acme/b"]
     report = sealed(write([row(number, names[number % 7]) for number in range(70)]), **JOB)
     assert (report.adapters, report.rejected) == (["acme/a", "acme/b", "x/lora-1"], 0)

@@ -7,9 +7,9 @@ import json
 import pytest
 from dataset_rows import CHAT, openai_row
 
+from batchmill.datasets.checking.inspection import Inspector
 from batchmill.datasets.csv_rows import columns
 from batchmill.datasets.formats import SourceFile
-from batchmill.datasets.inspection import Inspector
 from batchmill.datasets.orders import ByteRange, SealOrder, SourcePart, ValidatedChunk
 from batchmill.errors import InvalidDataset
 from batchmill.types import DatasetSpec

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from batchmill.datasets import layout
-from batchmill.datasets.inspection import Inspector, KeyColumns
+from batchmill.datasets.checking.inspection import Inspector, KeyColumns
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.validation import OpenAIRules
 from batchmill.errors import InvalidDataset

@@ -6,7 +6,8 @@ from dataset_rows import CHAT, openai_row
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchmill.datasets import inspection, layout
+from batchmill.datasets import layout
+from batchmill.datasets.checking import inspection
 from batchmill.types import Request
 from batchmill.wire.forms import COMPLETIONS, EMBEDDINGS, RESPONSES, URLS, TableForm
 

@@ -125,7 +125,7 @@ def test_no_seal(home):
 def test_workers_start_lean():
     """The reader, and sealing until it has something to do, import nothing heavy."""
     code = (
-        "import sys, batchmill.datasets.sealed, batchmill.datasets.sealing, batchmill.datasets.validator;"
+        "import sys, batchmill.datasets.sealed, batchmill.datasets.sealing, batchmill.datasets.checking.validator;"
         "print({'numpy', 'pyarrow', 'rich', 'sqlalchemy', 'aiohttp', 'zstandard'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,7 +13,8 @@ from datasets.killed_validators import kill_pools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchmill.datasets import fan_out, inspection, layout
+from batchmill.datasets import layout
+from batchmill.datasets.checking import fan_out, inspection
 from batchmill.datasets.orders import SourcePart, ValidatedChunk
 from batchmill.datasets.sealed import SealedRows, load_seal
 from batchmill.datasets.sealing import SealOrder, seal
@@ -291,7 +292,9 @@ def test_chunks_are_bounded(write):
 
 def test_a_validator_ends_with_its_orders():
     """A validator whose orders end, as when the one who gave them is killed, ends too."""
-    done = subprocess.run([sys.executable, "-m", "batchmill.datasets.validator"], input=b"", capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "batchmill.datasets.checking.validator"], input=b"", capture_output=True
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
 
 

@@ -3,7 +3,7 @@ import json
 import pytest
 from dataset_rows import CHAT, openai_row
 
-from batchmill.datasets import fan_out
+from batchmill.datasets.checking import fan_out
 from batchmill.datasets.formats import NAMES_ROWS_MAX
 from batchmill.errors import InvalidDataset
 from batchmill.wire.forms import COMPLETIONS, EMBEDDINGS, RERANK, RESPONSES, SCORE, URLS, TableForm

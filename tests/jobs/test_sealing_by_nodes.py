@@ -14,10 +14,11 @@ from fakes.one_node import OneNode
 from fakes.s3_server import bucket_client, s3_environment, s3_server
 from msgspec.structs import replace
 
-from batchmill.datasets import inspection, layout, spans
+from batchmill.datasets import layout
+from batchmill.datasets.checking import inspection, spans
+from batchmill.datasets.checking.spans import FAULTY_MAX, CheckedSpan, Piece, Result
 from batchmill.datasets.orders import RefusedRow, ValidatedChunk
 from batchmill.datasets.request_digests import DIGEST_BYTES
-from batchmill.datasets.spans import FAULTY_MAX, CheckedSpan, Piece, Result
 from batchmill.errors import InputChanged, InvalidDataset, Unavailable
 from batchmill.executors.ray import frames
 from batchmill.executors.ray.shared_store import SharedStore

@@ -17,15 +17,15 @@ from blake3 import blake3
 from msgspec import Struct
 
 from batchmill.datasets import layout, readers
+from batchmill.datasets.checking.fan_out import VALIDATOR_DIED, InlineValidator, ValidatorPool, validators
+from batchmill.datasets.checking.spans import DIFFERS, Checks, SpanReader
 from batchmill.datasets.conversion import Additions, Material, Tables, convert, copy_sources, read_in_place
-from batchmill.datasets.fan_out import VALIDATOR_DIED, InlineValidator, ValidatorPool, validators
 from batchmill.datasets.formats import Detected, SourceFile, classify, detect, names_at_first
 from batchmill.datasets.line_pieces import ADDED_BYTES_MAX
 from batchmill.datasets.media.adding import MediaFetcher
 from batchmill.datasets.orders import RangeEnd, SealOrder, SizeLimits, SourcePart, ValidatedChunk
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sources import describe, open_source, unchanged
-from batchmill.datasets.spans import DIFFERS, Checks, SpanReader
 from batchmill.datasets.validation import ADAPTERS_MAX, check_form, column_flaw, constant_prompt, missing_column
 from batchmill.errors import BatchmillError, InputChanged, InvalidDataset, InvalidRow, StorageFull
 from batchmill.object_store.urls import is_object_url

@@ -24,6 +24,7 @@ from jinja2 import StrictUndefined, Template, TemplateSyntaxError, Undefined, no
 from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from batchmill.datasets.checking.validator import FRAME, frame, read_exactly, write_all
 from batchmill.datasets.templates.columns import check_columns
 from batchmill.datasets.templates.messages import (
     CHECK_FRAME,
@@ -39,7 +40,6 @@ from batchmill.datasets.templates.messages import (
     Refusal,
     Rendered,
 )
-from batchmill.datasets.validator import FRAME, frame, read_exactly, write_all
 from batchmill.errors import InvalidInput
 from batchmill.wire.json_bytes import text_of
 from batchmill.wire.rendered_rows import with_fault, with_prompt

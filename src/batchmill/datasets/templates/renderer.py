@@ -20,6 +20,7 @@ from types import TracebackType
 import msgspec
 
 from batchmill.children.programs import ENVIRON
+from batchmill.datasets.checking.validator import FRAME, frame, read_exactly, write_all
 from batchmill.datasets.conversion import Converted
 from batchmill.datasets.line_pieces import chunks_of, whole_lines
 from batchmill.datasets.templates.messages import (
@@ -34,7 +35,6 @@ from batchmill.datasets.templates.messages import (
     Refusal,
     Rendered,
 )
-from batchmill.datasets.validator import FRAME, frame, read_exactly, write_all
 from batchmill.errors import InvalidDataset
 from batchmill.optional import require
 from batchmill.types import PromptTemplate

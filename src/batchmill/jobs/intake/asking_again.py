@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from batchmill.datasets.inspection import BYTES_A_TOKEN
+from batchmill.datasets.checking.inspection import BYTES_A_TOKEN
 from batchmill.types import ModelSpec, Usage
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import EstimateRange

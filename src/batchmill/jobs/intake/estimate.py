@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 from msgspec import Struct
 
-from batchmill.datasets.inspection import BYTES_A_TOKEN, OUTPUT_TOKENS_DEFAULT
+from batchmill.datasets.checking.inspection import BYTES_A_TOKEN, OUTPUT_TOKENS_DEFAULT
 from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import InvalidRow

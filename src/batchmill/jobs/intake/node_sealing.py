@@ -17,8 +17,8 @@ from msgspec.structs import replace
 
 from batchmill import faults
 from batchmill.children.offload import Offload
+from batchmill.datasets.checking.spans import CheckedSpan, Checks, SpanOrder, describes, spans
 from batchmill.datasets.sealing import Survey
-from batchmill.datasets.spans import CheckedSpan, Checks, SpanOrder, describes, spans
 from batchmill.errors import BatchmillError
 from batchmill.jobs.intake.preparation import NodeChecks, Prepared, PrepareOrder
 from batchmill.jobs.results.node_tries import FAILED_MAX, run_on_node

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from batchmill.datasets.checking.spans import Checks
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealing import Elsewhere, seal_with_retry
-from batchmill.datasets.spans import Checks
 from batchmill.datasets.validation import HubPatterns
 from batchmill.errors import InvalidInput, OverQuota
 from batchmill.jobs.intake import fetching, routing

@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from batchmill import faults
 from batchmill.checksums import checksum
 from batchmill.datasets import layout
+from batchmill.datasets.checking.fan_out import validators
 from batchmill.datasets.external_sort import ExternalSort
-from batchmill.datasets.fan_out import validators
 from batchmill.datasets.orders import SourcePart, ValidatedChunk
 from batchmill.datasets.request_digests import DIGEST_BYTES, canonical_of, digest_of
 from batchmill.datasets.sealed import load_seal

@@ -7,8 +7,8 @@ import contextlib
 import msgspec
 
 from batchmill import faults
+from batchmill.datasets.checking.spans import SpanOrder, check_span
 from batchmill.datasets.sealing import Survey, survey
-from batchmill.datasets.spans import SpanOrder, check_span
 from batchmill.errors import BatchmillError
 from batchmill.jobs.intake.preparation import PrepareOrder, seal_order
 from batchmill.jobs.ledger.plan import Progress

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from batchmill.datasets.checking.inspection import LEVEL_BITS, LEVELS
 from batchmill.datasets.external_sort import ExternalSort, RowCursor
-from batchmill.datasets.inspection import LEVEL_BITS, LEVELS
 from batchmill.datasets.layout import COST, FOLD, OFFSETS, PREFIX, TARGET
 from batchmill.errors import LedgerBroken
 from batchmill.jobs.ledger.files import PartFile, full_disk_named

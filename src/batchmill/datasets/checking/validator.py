@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from batchmill.datasets.inspection import Inspector
+from batchmill.datasets.checking.inspection import Inspector
 from batchmill.datasets.orders import READ_ERRORS, ByteRange, RangeEnd, RangeFailed, SealOrder, ValidatedChunk
 
 FRAME = struct.Struct("<IB")

@@ -20,8 +20,8 @@ import msgspec
 from blake3 import blake3
 from msgspec import Struct
 
-from batchmill.datasets.fan_out import InlineValidator, RangeResult, ValidatorPool, validators
-from batchmill.datasets.inspection import (
+from batchmill.datasets.checking.fan_out import InlineValidator, RangeResult, ValidatorPool, validators
+from batchmill.datasets.checking.inspection import (
     BLOCK_ROWS_MAX,
     LEVEL_BITS,
     LEVELS,

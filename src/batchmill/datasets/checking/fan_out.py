@@ -17,9 +17,9 @@ from itertools import chain
 
 import msgspec
 
-from batchmill.datasets.inspection import Inspector, ranges
+from batchmill.datasets.checking.inspection import Inspector, ranges
+from batchmill.datasets.checking.validator import CHUNK_FRAME, END_FRAME, FRAME, frame, read_exactly, write_all
 from batchmill.datasets.orders import ByteRange, RangeEnd, RangeFailed, SealOrder, SourcePart, ValidatedChunk
-from batchmill.datasets.validator import CHUNK_FRAME, END_FRAME, FRAME, frame, read_exactly, write_all
 from batchmill.errors import InvalidDataset
 
 INLINE_BYTES_MAX = 1024 * 1024  # a dataset up to this size is checked faster than a child starts
@@ -143,7 +143,7 @@ class ValidatorLink:
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "batchmill.datasets.validator"],
+            [sys.executable, "-P", "-m", "batchmill.datasets.checking.validator"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
