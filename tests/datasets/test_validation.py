@@ -176,7 +176,7 @@ def test_a_column_that_no_row_has_is_told_once(write, sealed, rows):
     """A name in the prompt that none of the first rows has refuses the dataset; one that a later row has does not."""
     form = TableForm(prompt="{revue}")
     with pytest.raises(
-        InvalidDataset, match="needs a column 'revue'; there are review, n; did you mean 'review'"
+        InvalidDataset, match="needs a column 'revue'; the columns are review, n; did you mean 'review'"
     ) as caught:
         sealed(write([b"nope", *[b'{"review":1}'] * (rows - 1), b'{"review":1,"n":2}']), form=form)
     assert caught.value.code == "missing_column"
@@ -223,7 +223,9 @@ def test_what_a_table_becomes_must_be_a_request(write, sealed):
 def test_a_prompt_without_a_column(write, sealed, name):
     """A prompt that makes the same request of every row is refused once, with the columns there are, or allowed."""
     path = write(b"id,review\n1,good\n" if name == "t.csv" else [b'{"id":1,"review":"good"}'], name)
-    with pytest.raises(InvalidDataset, match=r"names no column.*there are id, review: write \{review\}") as caught:
+    with pytest.raises(
+        InvalidDataset, match=r"names no column.*the columns are id, review: write \{review\}"
+    ) as caught:
         sealed(path, form=TableForm(prompt="Is the review positive? {{review}}", system="S"), **LLM)
     assert caught.value.code == "constant_prompt"
     for form in (

@@ -403,7 +403,7 @@ def constant_prompt(names: tuple[str, ...], form: TableForm) -> InvalidRow | Non
         return None
     named = next((name for name in names if name and name in form.prompt), names[0] if names else "column")
     return InvalidRow(
-        f"the prompt {quoted(form.prompt)} names no column, so every row would make the same request; there are "
+        f"the prompt {quoted(form.prompt)} names no column, so every row would make the same request; the columns are "
         f"{', '.join(names[:NAMES_SHOWN]) or 'none'}: write {{{named}}} where a cell belongs, or allow it "
         "with --allow-constant-prompt (allow_constant_prompt)",
         code="constant_prompt",
@@ -418,7 +418,7 @@ def missing_column(names: tuple[str, ...], form: TableForm) -> InvalidRow | None
             needed_by = "the prompt" if name in form.template_columns() else "the choice of a model"
             needed_by = "a part of the message" if name in [each.column for each in form.media] else needed_by
             return InvalidRow(
-                f"{needed_by} needs a column {quoted(name)}; there are {shown}{_nearest(name, names)}",
+                f"{needed_by} needs a column {quoted(name)}; the columns are {shown}{_nearest(name, names)}",
                 code="missing_column",
             )
     return None

@@ -26,13 +26,13 @@ def check_columns(tree: nodes.Template, name: str, columns: list[str], *, may_be
             near = difflib.get_close_matches(column, columns, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "name one of them, or set it in the template"
             raise InvalidInput(
-                f"{name}, line {line}: the template needs a column {column!r}; there are {shown}; {hint}",
+                f"{name}, line {line}: the template needs a column {column!r}; the columns are {shown}; {hint}",
                 code="missing_column",
             )
     if not named and not takes_all and not may_be_constant:
         first = columns[0] if columns else "column"
         raise InvalidInput(
-            f"{name}, line 1: the template names no column, so every row would make the same request; there are "
+            f"{name}, line 1: the template names no column, so every row would make the same request; the columns are "
             f"{shown}: write {{{{ {first} }}}} where a cell belongs, or allow it with --allow-constant-prompt "
             "(allow_constant_prompt)",
             code="constant_prompt",
