@@ -142,7 +142,7 @@ def test_results_in_parts(stage: Stage):
     assert len(stage.command("results", home.name).stdout.splitlines()) == len(ROWS)
     done = stage.run("--part-rows", "150", output=folder)
     assert done.returncode == 2
-    assert f"{folder} exists and is not this job's" in done.stderr
+    assert f"{folder} has the results of the job {home.name}" in done.stderr and "--overwrite" in done.stderr
     done = stage.run(source=f"s3://{BUCKET}/out/part-*.jsonl", output=folder)
     assert "is an input" in done.stderr
     assert stage.run("--part-rows", "150", "--overwrite", output=folder).returncode == 0

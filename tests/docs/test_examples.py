@@ -200,7 +200,8 @@ def table_of(page: str, heading: str) -> list[str]:
 
 def test_every_code_of_validation_is_explained():
     """The page on what goes wrong names the codes that validation uses: all of them, and no other."""
-    found = codes_of(ROOT / "src" / "batchmill" / "datasets")
+    datasets = ROOT / "src" / "batchmill" / "datasets"
+    found = codes_of(datasets) | codes_of(datasets / "checking")
     found |= {"missing_prompt", "missing_column"}  # of wire.forms, for a row of a table
     found |= {*ROW_FAULTS, "invalid_template"}  # of datasets.templates and datasets.media
     found.add("missing_dependency")  # of batchmill.optional

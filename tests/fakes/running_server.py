@@ -79,7 +79,8 @@ class RunningServer:
     def kill(self) -> int:
         """SIGKILL, at once; its exit code."""
         if self._process is not None and self._process.poll() is None:
-            self.signal(signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended, and is no child of this process
+                self.signal(signal.SIGKILL)
         return self.wait()
 
     def close(self) -> None:

@@ -262,7 +262,7 @@ async def test_a_retry_looks_at_bad_adapters_again(folder):
         assert target == adapters.CHECK
         return adapters.check_offloaded(order, progress)
 
-    found = await adapters.AdapterWork(adapters.NoAdapters(), offload).check_again(spec)
+    found = await adapters.AdapterWork(adapters.NoAdapters(), offload).check_again(spec, {})
     assert list(found.models[0].bad_adapters) == ["still"]
 
 

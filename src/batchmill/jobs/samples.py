@@ -19,7 +19,7 @@ from batchmill.jobs.ledger.storage import bring_description
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.states import PauseReason
 from batchmill.types import Sample
-from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.job_spec import NO_SAMPLE, JobSpec
 from batchmill.wire.sampling import in_words
 
 
@@ -33,7 +33,7 @@ def sample_has_run(spec: JobSpec) -> JobPaused:
 def checked(spec: JobSpec) -> Sample:
     """The sample of a job. Raises: InvalidInput if it has none, or has gone on."""
     if spec.sample is None:
-        raise InvalidInput(f"the job {spec.id} has no sample: all of its rows run", code="no_sample")
+        raise InvalidInput(f"the job {spec.id} has no sample: all of its rows run", code=NO_SAMPLE)
     return spec.sample
 
 

@@ -10,6 +10,7 @@ from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec, ModelSpec, Policy, ReplyRules, Retried, Sample
 from batchmill.wire.forms import Form
 
+NO_SAMPLE = "no_sample"  # the code of the error for rows of a sample that a job does not have
 OUTDATED = "output_outdated"  # the code of the error for finished results of other rows, another prompt or model
 
 

@@ -30,7 +30,7 @@ from batchmill.errors import InvalidInput, InvalidTransition
 from batchmill.states import PauseReason
 from batchmill.types import JobOrder, JobView, Submitted
 from batchmill.types.cluster import EXECUTORS
-from batchmill.wire.job_spec import OUTDATED
+from batchmill.wire.job_spec import NO_SAMPLE, OUTDATED
 from batchmill.wire.native import PRIORITY_MAX
 from batchmill.wire.replies import FLAWS
 
@@ -257,7 +257,12 @@ async def follow_to_end(
         display.close()
     is_asked = order is None or order.sample is not None
     if is_asked and has_sample(followed.view) and not is_piped:
-        await load(SAMPLES).show_sample(session, followed.view, order)
+        try:
+            await load(SAMPLES).show_sample(session, followed.view, order)
+        except InvalidInput as error:
+            if error.code != NO_SAMPLE:
+                raise
+            session.say(f"another command has gone on with the job: batchmill show {followed.view.id}")
     return show_end(session, followed.view, was_interrupted=followed.was_interrupted)
 
 

@@ -74,7 +74,7 @@ async def _prepared(
     order: JobOrder, data_dir: Path, progress: Progress, disk_quota: DiskQuota | None
 ) -> AsyncIterator[tuple[JobSpec, Path, Prepared]]:
     """The order's dataset, sealed and planned in a temporary folder."""
-    unwritten = msgspec.structs.replace(order, output=None)
+    unwritten = msgspec.structs.replace(order, output=None, part_rows=None)
     spec = await asyncio.to_thread(orders.describe, unwritten, time.time())  # which may read objects and URLs
     home = new_home(data_dir)
     try:
