@@ -500,8 +500,8 @@ def may_replace(
     finished = known or next(others, None)
     if finished is not None and spec.output is not None and result_exists(spec.output):
         raise InvalidInput(
-            f"{spec.output} has the results of the job {finished['id']}, whose rows, prompt, model or options were others: "
-            "--update runs what is new and takes over the rest, --overwrite runs all",
+            f"{spec.output} has the results of the job {finished['id']}, whose rows, prompt, model or options "
+            "were others: --update runs what is new and takes over the rest, --overwrite runs all",
             code=OUTDATED,
         )
     return known is not None
