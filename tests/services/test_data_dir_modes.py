@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,11 @@ def test_what_is_wrong_with_the_machine_is_no_bad_input(
     monkeypatch.setattr(data_dirs, "sync_folder", fails)
     with pytest.raises(kind, match=expected):
         prepare_data_dir(tmp_path / "data")
+
+
+def test_threads_prepare_it_at_once(tmp_path: Path) -> None:
+    """As programs with several jobs do: none takes another's trial for a fault, and nothing stays of them."""
+    with ThreadPoolExecutor(8) as threads:
+        for prepared in [threads.submit(prepare_data_dir, tmp_path / "data") for _ in range(200)]:
+            prepared.result()
+    assert list((tmp_path / "data").iterdir()) == []

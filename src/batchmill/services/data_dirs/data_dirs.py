@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from batchmill.config import Config
@@ -34,9 +35,7 @@ def prepare_data_dir(data_dir: Path) -> None:
         make_durable(data_dir)
         if make_private(data_dir):
             log.warning("other users could open the data directory %s: now only this user can", data_dir)
-        probe = data_dir / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=data_dir, buffering=0).close()  # it has no name: threads do this at once
     except OSError as error:
         unwritable = InvalidConfig(
             f"the data directory {data_dir} cannot be written: {error.strerror}; choose another with --data-dir"
