@@ -12,7 +12,7 @@ import sys
 from importlib import import_module
 from types import ModuleType
 
-_programs: set[int] = set()  # processes that are somebody else's program; a fork is not
+_programs: set[int] = set()  # processes of programs that are not batchmill's; a fork is not
 
 
 def leave_collector_alone() -> None:

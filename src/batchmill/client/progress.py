@@ -110,7 +110,7 @@ class Shown:
 
 
 def progress_of(is_wanted: bool | None) -> Progress:
-    """Args: is_wanted: None: where somebody sees it, in a notebook or on a terminal."""
+    """Args: is_wanted: None: in a notebook and on a terminal."""
     if is_wanted is False:
         return NoProgress()
     if (display := _notebook_display()) is not None:

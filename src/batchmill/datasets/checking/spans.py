@@ -281,7 +281,7 @@ class SpanReader:
                     chunks, end = _inspect(inspector, span[at])
                 finally:
                     inspector.close()
-                # Names are told once by each that checks rows, in the range where it met them first.
+                # Each validator reports a name once, in the range where it met it first.
                 if (chunks, end.digest) != (found[0], found[1].digest):
                     raise InvalidDataset(
                         f"another machine found something else in bytes {span[at].start}-{span[at].end} of "

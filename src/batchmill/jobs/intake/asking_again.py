@@ -10,7 +10,7 @@ from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import EstimateRange
 from batchmill.wire.output_schema import WORDS_MAX
 
-WORDS_TOKENS_MAX = WORDS_MAX // BYTES_A_TOKEN  # of what a model is told about an answer, about
+WORDS_TOKENS_MAX = WORDS_MAX // BYTES_A_TOKEN  # in the message to a model about its answer, about
 
 
 def attempts_of(spec: JobSpec, model: ModelSpec) -> int:

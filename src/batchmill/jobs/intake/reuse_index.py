@@ -1,7 +1,7 @@
 """The index of a job's results by their requests: sorted digests, and where each result lies: in a segment, or in the
 published results once retention removes the segments.
 
-An index is derived: it is written once somebody looks for results of its job, and anew where its bytes are not what was
+An index is derived: the first lookup in its job writes it, and a later one writes it anew if its bytes are not what was
 written. It holds no result. Sorting is done in pieces on disk, so memory does not grow with the rows.
 """
 

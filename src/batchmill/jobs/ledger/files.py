@@ -195,7 +195,7 @@ class JobFiles:
 
     @property
     def reuse(self) -> Path:
-        """The index of the results by their requests, once somebody has looked for them."""
+        """The index of the results by their requests, after the first lookup."""
         return self.data_dir / "jobs" / self._job_id / "reuse"
 
     @property
