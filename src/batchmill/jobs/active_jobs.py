@@ -73,6 +73,12 @@ class ActiveJobs:
         runner.task.add_done_callback(partial(self._ended, runner))
         return runner
 
+    async def resume(self, spec: JobSpec) -> JobRunner:
+        """Run a paused job with this spec."""
+        runner = self.runner(spec)
+        await runner.resume()
+        return self.start(runner)
+
     def _ended(self, runner: JobRunner, task: asyncio.Task[None]) -> None:
         """Forget a runner. What it could not store is its state: the database could not be reached."""
         self._forget(runner)

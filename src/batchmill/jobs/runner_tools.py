@@ -14,6 +14,7 @@ from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.turns import Turns
 from batchmill.ports import Adapters, Clock, NodeTasks
 from batchmill.store.disk_room import DiskQuota, DiskReserve
+from batchmill.store.sql.database import Database
 from batchmill.store.stored_files import StoredFiles
 from batchmill.wire.job_spec import JobSpec
 
@@ -35,6 +36,10 @@ class RunnerTools(Struct, frozen=True):
     is_shared: bool  # see JobSpace
     tasks: NodeTasks | None
     earlier_jobs: EarlierJobs
+
+    @property
+    def database(self) -> Database:
+        return self.commit_log.ledger.database
 
     def disk_quota_of(self, spec: JobSpec) -> DiskQuota | None:
         """The disk quota that counts the bytes of a server's job; None for a command's job."""

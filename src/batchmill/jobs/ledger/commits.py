@@ -18,6 +18,7 @@ from batchmill.errors import BatchmillError, DatabaseUnavailable, JobPaused, Led
 from batchmill.jobs.ledger.core_task import CoreTask
 from batchmill.jobs.ledger.ledger import Ledger, ShardNote, Verdict
 from batchmill.models import redaction
+from batchmill.states import JobState
 from batchmill.types import Commit, Lease
 
 BATCH_MAX = 256
@@ -73,6 +74,10 @@ class CommitLog:
         Raises: as `call`.
         """
         return await self.ledger.database.write(lambda _: function(*args, **kwargs))
+
+    async def move(self, job_id: str, state: JobState, **fields: object) -> None:
+        """As `Ledger.move`."""
+        await self.write(self.ledger.move, job_id, state, **fields)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a method of the ledger that begins its own transactions.

@@ -1,0 +1,157 @@
+"""Submissions: an order becomes a job, either an existing one with the same key or the same content, or a new one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import sqlalchemy as sa
+
+from batchmill import faults
+from batchmill.datasets import spooled_inputs
+from batchmill.errors import InvalidInput
+from batchmill.jobs import samples
+from batchmill.jobs.active_jobs import ActiveJobs
+from batchmill.jobs.failover import with_code
+from batchmill.jobs.intake import adapters, orders, retries, routing
+from batchmill.jobs.intake.reuse_orders import settled
+from batchmill.jobs.job_space import JobSpace
+from batchmill.jobs.ledger import records as job_records
+from batchmill.jobs.ledger.files import full_disk_named, read_spec, result_exists
+from batchmill.jobs.maintenance import JobDeadlines
+from batchmill.jobs.runner_tools import RunnerTools
+from batchmill.jobs.samples import Samples
+from batchmill.states import JobState, PauseReason
+from batchmill.types import JobOrder, Once, Submitted
+from batchmill.wire.job_spec import JobSpec
+
+
+class Submissions:
+    def __init__(self, space: JobSpace, tools: RunnerTools, active: ActiveJobs, deadlines: JobDeadlines) -> None:
+        self._space, self._tools, self._active, self._deadlines = space, tools, active, deadlines
+        self._samples, self._clock = Samples(tools), tools.clock
+        self._database, self._read = tools.database, tools.database.read
+        self._running: set[asyncio.Task[Submitted]] = set()
+
+    async def submit(self, order: JobOrder) -> Submitted:
+        """As `ports.Jobs.submit`. A submission that has begun is completed, even if its caller is cancelled."""
+        task = asyncio.create_task(self._submit(settled(order, self._space.projects)))
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    def _ended(self, task: asyncio.Task[Submitted]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # the caller gets it, if it still waits
+
+    async def _submit(self, order: JobOrder) -> Submitted:
+        once = order.once
+        if once is None:
+            submitted = await self._match_or_create(order)
+        else:
+            async with self._active.lock(once.key):
+                known = await job_records.known(self._database, once, self._clock.now())
+                submitted = await self._match_or_create(order) if known is None else Submitted(known, "repeated")
+        if order.policy.deadline is not None:
+            self._deadlines.added(order.policy.deadline)
+        return submitted
+
+    async def _match_or_create(self, order: JobOrder) -> Submitted:
+        if order.origin is not None:  # over a server's API: always another job
+            spec = await self._describe(order)
+            if spec.output is None:
+                return await self._create(spec, order.once)
+            async with self._active.lock(f"outputs of {spec.project}"):
+                others = await self._read(job_records.writing_objects)
+                await asyncio.to_thread(orders.refuse_shared_output, spec, others)
+                spec = await asyncio.to_thread(orders.checked_output, spec, may_replace=order.overwrite)
+                return await self._create(spec, order.once)
+        async with self._active.outputs:
+            return await self._match(order, await self._describe(order))
+
+    async def _describe(self, order: JobOrder) -> JobSpec:
+        spec = await asyncio.to_thread(orders.describe, order, self._clock.now())
+        return orders.placed(spec, self._space.data_dir, self._space.stored, is_shared=self._space.is_shared)
+
+    async def _create(self, spec: JobSpec, once: Once | None) -> Submitted:
+        """Create a job. Its folder exists before its ledger record; if that cannot be stored, the folder is removed."""
+        if (disk_quota := self._tools.disk_quota_of(spec)) is not None:
+            await disk_quota.check(spec.project)
+        files = self._tools.scratch.files(spec)
+        try:
+            with full_disk_named(files.home):
+                if not spec.is_small:
+                    await asyncio.to_thread(files.write_spec, spec)
+                    read = [*spec.dataset.paths, *(model.source for model in spec.models)]
+                    await asyncio.to_thread(spooled_inputs.keep, self._tools.data_dir, read, spec.id)
+            faults.point("after_describe")
+            await self._database.write(job_records.enter, spec, once, self._tools.quota_of(spec))
+        except BaseException:
+            await asyncio.to_thread(files.remove)
+            await asyncio.to_thread(spooled_inputs.release, self._tools.data_dir, spec.id)
+            raise
+        faults.point("after_create")
+        self._active.start(self._active.runner(spec, JobState.VALIDATING))
+        return Submitted(spec.id, "started")
+
+    async def _match(self, order: JobOrder, spec: JobSpec) -> Submitted:
+        """Find the job that an identical order created, unless it must run again."""
+        known, is_same = await self._samples.find_existing(spec)
+        is_sample = known is not None and orders.is_sample(known)
+        if known is not None and is_same and not await asyncio.to_thread(job_records.must_run_again, known, order):
+            if not is_sample:
+                return await self._continue(known, spec)
+            if not samples.has_other_code(known, spec):
+                return await self._continue(known, await self._samples.claim_output(known, spec))
+        unfinished = None if known is None or known["state"] == JobState.COMPLETED else known
+        if unfinished is not None and not is_same and not order.restart:
+            raise InvalidInput(
+                f"{', '.join(spec.dataset.paths)} changed since the unfinished job {unfinished['id']} began: "
+                "restore it, or start over with --restart",
+                code="input_changed",
+            )
+        if spec.output is not None:
+            records = await self._read(job_records.naming_outputs)
+            earlier = None if is_sample else known
+            may_replace = await asyncio.to_thread(orders.may_replace, order, spec, earlier, records, is_same=is_same)
+            spec = await asyncio.to_thread(orders.checked_output, spec, may_replace=may_replace)
+            others = [record for record in records if known is None or record["id"] != known["id"]]
+            await asyncio.to_thread(orders.refuse_shared_output, spec, others)
+        if unfinished is not None:
+            await self._abandon(unfinished)
+        return await self._create(spec, order.once)
+
+    async def _continue(self, record: sa.RowMapping, spec: JobSpec) -> Submitted:
+        """Continue an existing job: it is finished, running, or must be resumed."""
+        job_id, earlier = record["id"], read_spec(record["spec"])
+        kept = adapters.keep_adapters(routing.keep_routes(orders.new_id_form(spec, job_id), earlier), earlier)
+        kept = retries.keep_retries(kept, earlier)
+        spec = await asyncio.to_thread(with_code, kept)
+        if record["state"] == JobState.COMPLETED:
+            orders.check_code(earlier, spec.code, "run it again with --overwrite")
+            if await asyncio.to_thread(result_exists, record["output"]):
+                return Submitted(job_id, "finished")
+        elif orders.has_run(record):
+            orders.check_code(earlier, spec.code, "finish it with the code it began with, or start over with --restart")
+        async with self._active.lock(job_id):
+            if await self._active.wait_settled(job_id) is not None:
+                return Submitted(job_id, "joined")
+            await self._active.resume(spec)
+        return Submitted(job_id, "resumed")
+
+    async def _abandon(self, record: sa.RowMapping) -> None:
+        """End an unfinished job that is started over: it writes no results."""
+        job_id = record["id"]
+        async with self._active.lock(job_id):
+            runner = self._active.get(job_id)
+            if runner is not None:
+                await runner.pause(PauseReason.REQUESTED, "about to be started over")
+            text = "started over by another job with --restart; its results were not written"
+            now = self._clock.now()
+            await self._tools.commit_log.move(job_id, JobState.CANCELLING, reason=None, message=text, cancelling=now)
+            await self._tools.commit_log.move(job_id, JobState.CANCELLED, finished=now)
+
+    async def close(self) -> None:
+        """Wait until every submission that has begun is completed."""
+        if self._running:
+            await asyncio.wait(self._running)
