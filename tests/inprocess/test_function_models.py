@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,20 @@ def test_what_cannot_be_captured_is_refused(tmp_path: Path):
     """Both reasons are said: why it cannot be written down, and why not pickled."""
     with pytest.raises(InvalidInput, match="closure over value.*nor can it be pickled"):
         FunctionFiles(tmp_path).source_of(outer(threading.Lock()))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (math.sqrt, "math.sqrt takes 'x' by position only.*wrap it"),
+        (max, "does not say what its parameters are: wrap it"),
+        (lambda *rows: rows, "takes .rows, any number of arguments"),
+    ],
+)
+def test_what_rows_cannot_call_is_refused(function: Callable[..., object], message: str, tmp_path: Path):
+    with pytest.raises(InvalidInput, match=message) as caught:
+        FunctionFiles(tmp_path).source_of(function)
+    assert caught.value.code == "invalid_function"
 
 
 def test_a_held_module_counts_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -153,6 +153,8 @@ def test_what_cannot_run_is_refused(data_dir: str):
             batchmill.run({"text": ["never"], "n": [0]}, data_dir=data_dir, **keywords)
     with pytest.raises(InvalidInput, match="there is no file"):
         batchmill.run("nowhere.jsonl", model=SIZE, data_dir=data_dir)
+    with pytest.raises(InvalidInput, match="To run texts, give dicts"):
+        batchmill.run(["a text", "another"], model=SIZE, data_dir=data_dir)
     assert not list(Path(data_dir, spooled_inputs.FOLDER).glob(f"{spooled_inputs.PART}*"))
 
 

@@ -82,7 +82,7 @@ def _describe(found, frame_columns):
             f"{found.source} is a {type(target).__name__} that cannot be called: "
             "name a function, or a class with a method `predict` or `__call__`"
         )
-    given = _parameters_of(call, found.source)
+    given = parameters_of(call, found.source)
     hints = hints_of(call)
     size = getattr(call, "batchmill_list_rows", None)
     if frame_columns:
@@ -108,7 +108,8 @@ def _method(owner, names):
     return None
 
 
-def _parameters_of(call, source):
+def parameters_of(call, source):
+    """The parameters of a function that rows can call. Raises: LoadError for one that they cannot."""
     try:
         given = list(inspect.signature(call).parameters.values())
     except (ValueError, TypeError):
@@ -117,7 +118,10 @@ def _parameters_of(call, source):
         if each.kind is each.VAR_POSITIONAL:
             raise LoadError(f"{source} takes *{each.name}, any number of arguments: name its parameters")
         if each.kind is each.POSITIONAL_ONLY:
-            raise LoadError(f"{source} takes {each.name!r} by position only, and rows give arguments by name too")
+            raise LoadError(
+                f"{source} takes {each.name!r} by position only, and rows give arguments by name too: wrap it in a "
+                "function of your own"
+            )
     return given
 
 

@@ -20,6 +20,8 @@ from typing import Any
 from batchmill.client.captured import Collected, capture
 from batchmill.datasets.spooled_inputs import FUNCTIONS
 from batchmill.errors import InvalidInput
+from batchmill.function_runtime.loading import LoadError
+from batchmill.function_runtime.user_code import parameters_of
 from batchmill.inprocess.identity import digest_of
 from batchmill.optional import require
 from batchmill.services.data_dirs import data_dirs
@@ -50,8 +52,10 @@ class FunctionFiles:
     def source_of(self, function: Callable[..., Any]) -> str:
         """`FILE.py:NAME` of a function or class. The same function is the same file, also after a restart.
 
-        Raises: InvalidInput for one that can neither be written down nor pickled.
+        Raises: InvalidInput for one that rows cannot call, or that can neither be written down nor pickled.
         """
+        if not isinstance(function, type):
+            _check_parameters(function)
         try:
             collected = capture(function)
         except InvalidInput as error:
@@ -105,6 +109,14 @@ class FunctionFiles:
         finally:
             shutil.rmtree(part, ignore_errors=True)
         return folder
+
+
+def _check_parameters(function: Callable[..., Any]) -> None:
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", type(function).__name__)
+    try:
+        parameters_of(function, f"{module}.{name}" if module else name)
+    except LoadError as error:
+        raise InvalidInput(str(error), code="invalid_function") from None
 
 
 def _content(content: Path | bytes) -> bytes:

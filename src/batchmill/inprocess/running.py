@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import glob
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -102,7 +103,18 @@ def _paths(data: Any) -> list[str]:
                 code="invalid_source",
             )
         paths.append(os.fspath(source))
+    if isinstance(data, list | tuple) and paths and not any(_names_files(path) for path in paths):
+        raise InvalidInput(
+            f"there is no file {paths[0]!r}: a list of strings is a list of paths. To run texts, give dicts: "
+            "[{'text': each} for each in texts]",
+            code="no_input",
+        )
     return paths
+
+
+def _names_files(path: str) -> bool:
+    """Whether a string may be meant as a path."""
+    return "://" in path or glob.has_magic(path) or os.path.lexists(path)
 
 
 def _spooled(data: Any, config: Config) -> tuple[str, FrameShape]:
