@@ -14,7 +14,6 @@ from batchmill.errors import BatchmillError
 from batchmill.server.function_replies import FastCalls, answer, body_of, head_of, stream
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.replies import EVENTS, SCHEMA, Envelope, text_reply
-from batchmill.services.functions.names import locate
 from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.services import Services
 from batchmill.types import Scope
@@ -77,7 +76,7 @@ class InferlessDialect:
 
     async def infer(self, call: Call) -> Response:
         """Reply with the outputs of an app. An app that streams is answered with server-sent events."""
-        target = locate(self._functions, call.caller, call.path["model"], call.path.get("version"))
+        target = self._functions.locate(call.caller, call.path["model"], call.path.get("version"))
         request = (await body_of(call, self._bytes_max), head_of(call))
         if target.interface.streams:
             return await stream(call, self._functions, target, FORM, request, say=self.say)

@@ -19,7 +19,6 @@ from batchmill.server.bodies import SHOWN_CHARS, InvalidField, parse_json
 from batchmill.server.fast_path import Cancel, Headers, Reply
 from batchmill.server.operations import BODY_BYTES_MAX, Call
 from batchmill.server.replies import EVENTS, PieceReply, run_until_disconnect
-from batchmill.services.functions.names import locate
 from batchmill.wire.messages import FunctionReply
 
 if TYPE_CHECKING:
@@ -226,7 +225,7 @@ class FastCalls:
                 if not head:
                     return None
         try:
-            target = locate(self._functions, caller, path["model"], path.get("version"))
+            target = self._functions.locate(caller, path["model"], path.get("version"))
         except BatchmillError:
             return None
         if target.interface.streams:

@@ -8,10 +8,10 @@ import shutil
 import threading
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import prometheus_client as prometheus
 import sqlalchemy as sa
@@ -19,6 +19,7 @@ from msgspec import Struct
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
+from starlette.types import ASGIApp
 
 import batchmill
 from batchmill.errors import InvalidConfig
@@ -467,8 +468,6 @@ def _disk_families(data_dir: Path) -> Iterable[Family]:
     yield gauge_family("disk_free_bytes", "Free bytes of this file system.", [], {(): usage.free})
 
 
-Application = Callable[[MutableMapping[str, Any], Any, Any], Awaitable[None]]
-
 TRACES_PATH = "/v1/traces"
 PROTOCOL = "http/protobuf"
 _EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter:OTLPSpanExporter"
@@ -521,7 +520,7 @@ class Observers:
         if self._tracing is not None:
             self._tracing.on_job_ended(job)
 
-    def open(self, root: HttpRoot) -> Application:
+    def open(self, root: HttpRoot) -> ASGIApp:
         """Start observing. Return the application to serve instead of `root`."""
         root.watch(self.metrics.on_request)
         self._dispatcher.listen(self.metrics.on_commits)

@@ -14,11 +14,11 @@ from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.trace import Link, SpanContext, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import ASGIApp
 
 import batchmill
 from batchmill.ports import Clock
 from batchmill.server.access_log import RequestRecord
-from batchmill.server.metrics import Application
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.trace_context import traceparent
 from batchmill.services.webhooks.endpoints import EndedJob
@@ -43,7 +43,7 @@ class Tracing:
         self._w3c = TraceContextTextMapPropagator()
         self._clock = clock
 
-    def wrap(self, app: Application) -> Application:
+    def wrap(self, app: ASGIApp) -> ASGIApp:
         """Wrap an ASGI application in a span for each request."""
 
         async def with_span(scope: Scope, receive: Any, send: Any) -> None:

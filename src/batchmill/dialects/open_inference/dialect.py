@@ -34,7 +34,6 @@ from batchmill.server.function_replies import (
 from batchmill.server.operations import Call, Content, Operation
 from batchmill.server.replies import EVENTS, SCHEMA, Envelope, run_until_disconnect, text_reply
 from batchmill.services.functions.calls import VersionTarget
-from batchmill.services.functions.names import locate
 from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.services import Services
 from batchmill.types import Scope
@@ -114,7 +113,7 @@ class InferHandlers:
 
     async def infer(self, call: Call) -> Response:
         """Reply with one answer for the whole batch of a request: see `wire.call_forms`."""
-        target = locate(self._functions, call.caller, call.path["model"], call.path.get("version"))
+        target = self._functions.locate(call.caller, call.path["model"], call.path.get("version"))
         if target.interface.streams:
             raise InvalidInput(
                 f"the HTTP end point doesn't support models with decoupled transaction policy: {target.name} "
@@ -126,7 +125,7 @@ class InferHandlers:
 
     async def infer_stream(self, call: Call) -> Response:
         """Send an event for each value that a function yields, in the JSON form of `infer`."""
-        target = locate(self._functions, call.caller, call.path["model"], call.path.get("version"))
+        target = self._functions.locate(call.caller, call.path["model"], call.path.get("version"))
         require_stream(target.interface.streams, target.name)
         request = (await body_of(call, self._bytes_max), head_of(call))
         return await stream(call, self._functions, target, FORM, request, say=self.say)
@@ -212,7 +211,7 @@ class GenerateHandlers:
         return encode(Envelope(self._hide(error.message)))
 
     def _target(self, call: Call) -> VersionTarget:
-        return locate(self._functions, call.caller, call.path["model"], call.path.get("version"))
+        return self._functions.locate(call.caller, call.path["model"], call.path.get("version"))
 
     async def _read(self, call: Call, target: VersionTarget) -> tuple[dict[str, Any], bytes]:
         """Return the first members of each answer, and the arguments as a JSON object.

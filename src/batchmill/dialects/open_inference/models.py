@@ -17,7 +17,6 @@ from batchmill.server.bodies import InvalidField
 from batchmill.server.function_replies import body_of, json_of
 from batchmill.server.operations import Call, Content, Operation, json_reply
 from batchmill.services.functions.calls import FunctionCalls, VersionTarget
-from batchmill.services.functions.names import locate
 from batchmill.services.services import Services
 from batchmill.types import BatchTimes, Caller, CallStats, Scope, Tensor
 from batchmill.wire.json_bytes import decode
@@ -104,14 +103,14 @@ class Repository:
                 "new version with `batchmill deploy`",
                 code="parameter_not_allowed",
             )
-        await self._functions.load(locate(self._functions, call.caller, call.path["model"]))
+        await self._functions.load(self._functions.locate(call.caller, call.path["model"]))
         return Response(status_code=200)
 
     async def unload(self, call: Call) -> Response:
         """Unload all versions of a name, or only the version of a label. They can be called again after a load."""
         await json_of(call, Unload)
         name = call.path["model"]
-        target = locate(self._functions, call.caller, name)
+        target = self._functions.locate(call.caller, name)
         self._versions.own(target.name, call.caller)  # a project cannot stop the calls of another
         targets = [target] if "@" in name else targets_of(self._functions, call.caller, target.name)
         for each in targets:
@@ -239,7 +238,7 @@ class MetadataHandlers:
         return json_reply(config_of(self._target(call)))
 
     def _target(self, call: Call) -> VersionTarget:
-        return locate(self._functions, call.caller, call.path["model"], call.path.get("version"))
+        return self._functions.locate(call.caller, call.path["model"], call.path.get("version"))
 
 
 def metadata_of(target: VersionTarget, versions: list[str]) -> ModelMetadata:
@@ -376,13 +375,13 @@ class StatisticsCalls:
         return self._reply(targets_of(self._functions, call.caller))
 
     async def model(self, call: Call) -> Response:
-        target = locate(self._functions, call.caller, call.path["model"])
+        target = self._functions.locate(call.caller, call.path["model"])
         if "@" in call.path["model"]:
             return self._reply([target])
         return self._reply(targets_of(self._functions, call.caller, target.name))
 
     async def version(self, call: Call) -> Response:
-        return self._reply([locate(self._functions, call.caller, call.path["model"], call.path["version"])])
+        return self._reply([self._functions.locate(call.caller, call.path["model"], call.path["version"])])
 
     def _reply(self, targets: Sequence[VersionTarget]) -> Response:
         stats = [
@@ -520,7 +519,7 @@ class SettingsHandlers:
 
     def _find(self, call: Call) -> None:
         if "model" in call.path:
-            locate(self._functions, call.caller, call.path["model"])
+            self._functions.locate(call.caller, call.path["model"])
 
     async def regions(self, call: Call) -> Response:
         return json_reply([])

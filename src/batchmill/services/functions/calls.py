@@ -17,13 +17,14 @@ from typing import Any
 
 import msgspec
 
-from batchmill.errors import BatchmillError, InvalidInput, LedgerBroken, Unavailable
+from batchmill.errors import BatchmillError, InvalidInput, LedgerBroken, Unavailable, UnknownName
 from batchmill.jobs.pools.live import LivePath
 from batchmill.models.call_log import FILE, OLDER, Entry, generation_of
 from batchmill.models.redaction import mask_known
 from batchmill.ports import Clock
 from batchmill.services.directory.directory import ModelDirectory
 from batchmill.services.functions.function import VersionTarget
+from batchmill.services.functions.names import LATEST
 from batchmill.services.live_calls import LiveCall
 from batchmill.services.trace_context import request_id
 from batchmill.types import Caller, CallStats, LiveHead, LiveRequest, ModelSpec
@@ -61,6 +62,25 @@ class FunctionCalls:
         caller may not use.
         """
         return self._directory.choose(caller, name, branch, version)
+
+    def locate(self, caller: Caller, model: str, version: str | None = None) -> VersionTarget:
+        """The version that `model`, `NAME` or `NAME@LABEL`, refers to.
+
+        A label is an alias, a version, or a branch with "~" for each "/". Raises: UnknownName, as `find`.
+        """
+        name, _, label = model.partition("@")
+        if not label:
+            return self.find(caller, name, None, version or LATEST)
+        branch = label.replace("~", "/")
+        if version is not None:
+            return self.find(caller, name, branch, version)
+        try:
+            return self.find(caller, name, None, label)
+        except UnknownName as unknown:
+            try:
+                return self.find(caller, name, branch)
+            except UnknownName:
+                raise unknown from None
 
     def targets(self, caller: Caller) -> list[VersionTarget]:
         """Every ready version that the caller may use."""

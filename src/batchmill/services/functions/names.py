@@ -7,14 +7,8 @@ version.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
-from batchmill.errors import InvalidInput, UnknownName
-
-if TYPE_CHECKING:
-    from batchmill.services.functions.calls import FunctionCalls, VersionTarget
-    from batchmill.types import Caller
-
+from batchmill.errors import InvalidInput
 
 MAIN, LATEST = "main", "latest"
 NAME_CHARS_MAX = 100
@@ -91,29 +85,3 @@ def read_reference(text: str) -> tuple[str, str | None, str]:
 def folder_of(branch: str) -> str:
     """The name of a branch as one segment of a path or URL."""
     return branch.replace("/", "~")
-
-
-LATEST_SEGMENT = "latest"
-
-
-def locate(functions: FunctionCalls, caller: Caller, model: str, version: str | None = None) -> VersionTarget:
-    """The version that `model`, `NAME` or `NAME@LABEL`, refers to.
-
-    A label is an alias, a version, or a branch with "~" for each "/".
-
-    Raises: UnknownName (`model_not_found`), with the same message for a missing version and for one that the caller
-    may not use.
-    """
-    name, _, label = model.partition("@")
-    if not label:
-        return functions.find(caller, name, None, version or LATEST_SEGMENT)
-    branch = label.replace("~", "/")
-    if version is not None:
-        return functions.find(caller, name, branch, version)
-    try:
-        return functions.find(caller, name, None, label)
-    except UnknownName as unknown:
-        try:
-            return functions.find(caller, name, branch, LATEST_SEGMENT)
-        except UnknownName:
-            raise unknown from None

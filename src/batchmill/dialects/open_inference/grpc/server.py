@@ -49,7 +49,6 @@ from batchmill.server.admission_control import Admission
 from batchmill.server.auth import Gate
 from batchmill.server.operations import Call
 from batchmill.services.functions.calls import FunctionCalls, VersionTarget
-from batchmill.services.functions.names import locate
 from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.services import Services
 from batchmill.types import Caller, Scope
@@ -116,7 +115,7 @@ class Conversation:
     def _find(self, request: Any) -> tuple[VersionTarget | None, BatchmillError | None]:
         try:
             self._spend(self._caller)
-            return locate(self._functions, self._caller, request.model_name, request.model_version or None), None
+            return self._functions.locate(self._caller, request.model_name, request.model_version or None), None
         except BatchmillError as error:
             return None, error
 
@@ -307,7 +306,7 @@ class Service:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     async def infer(self, caller: Caller, request: Any) -> bytes:
-        target = locate(self._functions, caller, request.model_name, request.model_version or None)
+        target = self._functions.locate(caller, request.model_name, request.model_version or None)
         if target.interface.streams:
             raise InvalidInput(
                 f"ModelInfer RPC doesn't support models with decoupled transaction policy: {target.name} answers in "
