@@ -71,7 +71,7 @@ def test_a_task_dies_when_it_has_put_its_part(stage: Stage, tmp_path: Path) -> N
     assert [each.get("output") for each in outputs] == [None if n % 1000 == 7 else 2 * n for n in range(ROWS)]
     assert manifest.failed == ROWS // 1000
     left = stage.client.list_objects_v2(Bucket=BUCKET, Prefix="job/jobs/")["Contents"]
-    assert not [each["Key"] for each in left if "/parts-" in each["Key"]], "the index of the attempt stayed"
+    assert not [each["Key"] for each in left if "/scratch/" in each["Key"]], "what nodes were given stayed"
 
 
 @pytest.mark.timeout(180)

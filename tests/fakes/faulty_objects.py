@@ -35,6 +35,7 @@ class FaultyObjects:
         self.faults: deque[tuple[str, str]] = deque()  # (method, fault)
         self.always: dict[str, str] = {}  # method -> fault of each request
         self.requests: list[tuple[str, str, dict[str, str]]] = []  # method, path, headers
+        self.read_bytes = 0  # of bodies of GET
         self.url = ""
         self._served: dict[str, int] = {}  # method -> requests that `always` spares
         self._lock = threading.Lock()
@@ -98,6 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "lost_reply":
             self.reset()
             return
+        if self.command == "GET":
+            self.plan.read_bytes += len(data)
         dropped = ("content-length", "connection", "transfer-encoding", "date", "server")
         headers = [each for each in answer.getheaders() if each[0].lower() not in dropped]
         size = int(answer.getheader("Content-Length") or len(data)) if self.command == "HEAD" else len(data)

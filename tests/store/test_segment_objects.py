@@ -15,7 +15,7 @@ from batchmill.store.segments import files as segment_files
 from batchmill.store.segments import objects as segment_objects
 from batchmill.store.segments.files import SegmentFolder
 from batchmill.store.segments.format import SegmentHead
-from batchmill.store.segments.objects import ObjectSegment, ObjectSource
+from batchmill.store.segments.objects import ObjectSegment, ObjectSource, list_objects
 from batchmill.types import SegmentRef
 
 JOB = "job_1"
@@ -106,4 +106,4 @@ class TestObjectSource(TestObjectSegments):
     """Readers that have no folder read the objects."""
 
     def source(self) -> SegmentSource:
-        return ObjectSource(self.objects, JOB)
+        return ObjectSource(self.objects, JOB, list_objects(self.objects, JOB))

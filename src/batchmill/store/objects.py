@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from batchmill.errors import AuthRefused, Conflict, InvalidInput, StorageFailed, TooLarge, Unavailable
-from batchmill.object_store.urls import open_store
+from batchmill.object_store.urls import ObjectInfo, open_store
 
 OBJECT_BYTES_MAX = 256 * 1024 * 1024  # nothing larger is put: see `folder_objects` and `segment_objects`
 
@@ -26,10 +26,19 @@ class StoreObjects:
         with _store_errors(name):
             return self._store.get(name, size_max=OBJECT_BYTES_MAX)
 
+    def get_range(self, info: ObjectInfo, start: int, end: int) -> memoryview:
+        """Bytes start <= n < end of an object as it was seen, in one request. Raises: InputChanged."""
+        with _store_errors(info.key):
+            return self._store.get_range(info, start, end)
+
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        for info in self.infos(prefix):
+            yield info.key, info.size_bytes
+
+    def infos(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As `list`, with what tells whether an object is still the same."""
         with _store_errors(prefix):
-            for info in self._store.list(prefix):
-                yield info.key, info.size_bytes
+            yield from self._store.list(prefix)
 
     def delete(self, names: Iterable[str]) -> None:
         with _store_errors("objects that are needed no more"):

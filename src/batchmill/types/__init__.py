@@ -46,6 +46,7 @@ from batchmill.types.jobs import (
     Sample,
     Seal,
     SealedFile,
+    SegmentObject,
     SegmentPlace,
     SegmentRef,
     Shard,
@@ -78,6 +79,6 @@ __all__ = [
     "LlmSettings", "MediaColumn", "ModelSpec", "Needs", "Once", "Outcome", "Outlook", "OutputSchema", "Policy", "Price",
     "Problem", "ProjectQuotas", "PromptTemplate", "Provision", "Quotas", "RemoteJob", "ReplyRules", "Request",
     "ResultBlock", "Retried", "RetryChange", "Row", "RowBlock", "RowError", "SalvageReport", "SalvagedTable", "Sample",
-    "Scaling", "Scope", "Seal", "SealedFile", "SegmentPlace", "SegmentRef", "Shard", "Submitted", "Tensor", "Usage",
-    "Wait",
+    "Scaling", "Scope", "Seal", "SealedFile", "SegmentObject", "SegmentPlace", "SegmentRef", "Shard", "Submitted",
+    "Tensor", "Usage", "Wait",
 ]

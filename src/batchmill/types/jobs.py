@@ -95,12 +95,23 @@ class SegmentRef(Struct, frozen=True):
     length: int
 
 
+class SegmentObject(Struct, frozen=True, array_like=True):
+    """An object with bytes of a segment, as it was seen."""
+
+    start: int  # its first byte, counted in the segment
+    end: int
+    needed_end: int  # nobody reads the bytes from here on
+    etag: str | None = None
+    version: str | None = None
+
+
 class SegmentPlace(Struct, frozen=True):
     """Where the segments of a job are, for their readers."""
 
     folder: str  # of its segment files
     blocks: dict[str, list[tuple[int, bytes]]] = {}  # segment in the database -> (offset, bytes) of its blocks
     store: str = ""  # URL of the object store that holds the files, for a machine that does not see the folder
+    objects: dict[str, list[SegmentObject]] = {}  # segment in the store -> its objects, in order
 
 
 class Commit(Struct, frozen=True):

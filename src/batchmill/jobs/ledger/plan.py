@@ -12,6 +12,7 @@ import math
 import os
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -271,10 +272,23 @@ class Rejected(Struct, frozen=True, gc=False):
     message: str
 
 
-def iter_rejected(dataset: Path) -> Iterator[Rejected]:
-    """The rows that validation refused, in row order."""
+def iter_rejected(dataset: Path, first: int = 0) -> Iterator[Rejected]:
+    """The rows that validation refused from row `first` on, in row order."""
     decode = msgspec.json.Decoder(Rejected).decode
     with open(dataset / REJECTED, "rb") as file:
+
+        def seek(offset: int) -> None:
+            """Go to the first line that begins at this byte or behind it."""
+            file.seek(max(0, offset - 1))
+            if offset:
+                file.readline()
+
+        def is_wanted(offset: int) -> bool:
+            seek(offset)
+            return not (line := file.readline()) or decode(line).row >= first
+
+        if first:  # there may be millions, of which many readers need a few each
+            seek(bisect_left(range(file.seek(0, os.SEEK_END)), True, key=is_wanted))
         for line in file:
             yield decode(line)
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from batchmill.errors import StorageFailed, Unavailable
 from batchmill.jobs.ledger.plan import Progress
+from batchmill.jobs.results.index_slices import DATASET, write_facts
 from batchmill.jobs.results.output_folders import ObjectFolder
 from batchmill.jobs.results.part_gathering import part_offloaded
 from batchmill.jobs.results.part_orders import CheckOrder, PartOrder, PartsOrder, Written
@@ -19,17 +20,19 @@ from batchmill.types.cluster import NodePlace
 def write_on_node(order: bytes, place: NodePlace) -> bytes:
     """PartOrder in, Written out, both as JSON. Raises: as `part_offloaded`."""
     request = msgspec.json.decode(order, type=PartOrder)
-    return part_offloaded(msgspec.json.encode(replace(request, parts=_placed(request.parts, place))), lambda _: None)
+    return part_offloaded(msgspec.json.encode(replace(request, parts=_placed(request, place))), lambda _: None)
 
 
-def _placed(parts: PartsOrder, place: NodePlace) -> PartsOrder:
-    """With the paths of this node."""
-    gather, moved = parts.gather, place.moved
-    gather = replace(
-        gather, dataset=moved[gather.dataset], plans=[moved[gather.plans[0]]], moved=moved,
-        segments=replace(gather.segments, store=place.store),
-    )  # fmt: skip
-    return replace(parts, gather=gather, scratch=place.scratch, index=moved[parts.scratch])
+def _placed(order: PartOrder, place: NodePlace) -> PartsOrder:
+    """What its parts have in common, with the paths of this node."""
+    parts, scratch = order.parts, Path(place.scratch)
+    dataset = place.moved.get(parts.gather.dataset)
+    if dataset is None:
+        assert parts.facts is not None, "the owner sends them with each part"
+        dataset = str(scratch / DATASET)
+        write_facts(parts.facts, scratch / DATASET)
+    gather = replace(parts.gather, dataset=dataset, moved=place.moved)
+    return replace(parts, gather=gather, scratch=place.scratch, store=place.store)
 
 
 def check_offloaded(order: bytes, _: Progress) -> bytes:

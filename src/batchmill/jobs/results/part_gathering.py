@@ -15,7 +15,7 @@ import msgspec
 from batchmill import faults
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import LedgerBroken, StorageFailed, Unavailable
-from batchmill.jobs.ledger.plan import PlanReader, Progress
+from batchmill.jobs.ledger.plan import Progress
 from batchmill.jobs.results.gathering import (
     OTHER,
     Index,
@@ -25,6 +25,7 @@ from batchmill.jobs.results.gathering import (
     open_index,
     source_of,
 )
+from batchmill.jobs.results.index_slices import INDEX, SlicedIndex
 from batchmill.jobs.results.output_folders import (
     Part,
     PartManifest,
@@ -70,10 +71,9 @@ def _index(request: PartsOrder, progress: Progress) -> Indexed:
             raise LedgerBroken(f"{index.missing} of {index.rows} rows have no outcome", code="row_missing")
         if isinstance(index, RowIndex):
             index.save(scratch)
-        suits_nodes = isinstance(index, RowIndex) and not PlanReader(Path(gather.plans[0])).plan.permuted
         return Indexed(
             index.rows, len(index.followers), index.refused, index.missing, seen, _must_learn(request.kind, gather),
-            suits_nodes,
+            is_saved=isinstance(index, RowIndex),
         )  # fmt: skip
     finally:
         windows.close()
@@ -92,7 +92,7 @@ def part_offloaded(order: bytes, progress: Progress) -> bytes:
 def learn_offloaded(order: bytes, progress: Progress) -> bytes:
     """Offloaded: PartOrder in, Learned out: what is to be known of the rows of all parts before one is written."""
     request = msgspec.json.decode(order, type=PartOrder)
-    index, windows = _open_range(request.parts, range(request.first, request.end))
+    index, windows = _open_range(request)
     try:
         if not isinstance(windows, RowWindows):
             output_column = require("batchmill.jobs.results.column_windows:OutputColumn", "results as Parquet")
@@ -130,12 +130,16 @@ def _must_learn(kind: str, gather: GatherOrder) -> str:
     return "parts" if kind == "csv" and seal.format not in ("csv", "parquet") else ""
 
 
-def _open_range(order: PartsOrder, rows: range) -> tuple[Index, Windows]:
-    if load_seal(Path(order.gather.dataset)).is_columnar:  # its index is made of the heads of blocks alone
+def _open_range(order: PartOrder) -> tuple[Index, Windows]:
+    parts, rows = order.parts, range(order.first, order.end)
+    if order.slice is not None:
+        index: RowIndex = SlicedIndex(order, Path(parts.scratch) / INDEX)
+    elif load_seal(Path(parts.gather.dataset)).is_columnar:  # its index is made of the heads of blocks alone
         open_columns = require("batchmill.jobs.results.column_windows:open_columns", "results of Parquet")
-        return open_columns(order.gather, lambda _: None, rows=rows)
-    index = SavedRowIndex(order.gather, Path(order.index or order.scratch))
-    return index, RowWindows(order.gather, index, rows=rows)
+        return open_columns(parts.gather, lambda _: None, rows=rows)
+    else:
+        index = SavedRowIndex(parts.gather, Path(parts.scratch))
+    return index, RowWindows(parts.gather, index, rows=rows)
 
 
 def _write_part(order: PartOrder, progress: Progress) -> Written:
@@ -143,7 +147,7 @@ def _write_part(order: PartOrder, progress: Progress) -> Written:
     folder = open_folder(parts.gather.output, parts.term)
     home = folder.writing_place(Path(parts.scratch))
     tally = Tally(parts.gather.form, order.end, progress, first=order.first)
-    index, windows = _open_range(parts, range(order.first, order.end))
+    index, windows = _open_range(order)
     try:
         write = _write_lines if parts.kind == "jsonl" else _write_table
         found = write(order, home, index, windows, tally)

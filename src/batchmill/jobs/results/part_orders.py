@@ -7,6 +7,33 @@ from msgspec import Struct
 from batchmill.jobs.results.output_folders import Part
 from batchmill.jobs.results.results import GatherOrder, Learned
 from batchmill.object_store.urls import ObjectInfo
+from batchmill.types import Seal
+
+
+class IndexFacts(Struct, frozen=True):
+    """What all parts must know of the index and the dataset of a job. The first four: see `RowIndex`."""
+
+    has_failed: bool
+    is_flawed: bool
+    reuses: bool
+    folds: bool
+    seal: Seal  # without files
+    schema: bytes | None  # the file `layout.SCHEMA`; None: there is none
+
+
+class SlicePiece(Struct, frozen=True):
+    """An object with a slice of the index, of `index_slices.PIECE_ROWS` rows at most."""
+
+    name: str
+    bytes: int
+    digest: str  # BLAKE3
+
+
+class PartSlice(Struct, frozen=True):
+    """The slice of the index that one part needs."""
+
+    pieces: list[SlicePiece]
+    needs_input: bool  # some rows have no line of their own: it is made of the input
 
 
 class PartsOrder(Struct, frozen=True):
@@ -20,7 +47,8 @@ class PartsOrder(Struct, frozen=True):
     replaced_job: str | None
     term: str  # see `Database.term_path`
     kind: str = "jsonl"  # one of PART_KINDS
-    index: str = ""  # the folder with the index; empty: the scratch folder
+    facts: IndexFacts | None = None  # for parts that are written from a slice of the index
+    store: str = ""  # for these: the URL of the store with the slices and the segments
 
 
 class Indexed(Struct, frozen=True):
@@ -32,7 +60,23 @@ class Indexed(Struct, frozen=True):
     unrun: int
     seen: ObjectInfo | None  # the manifest of the folder then
     must_learn: str = ""  # parts: each is read once before any is written. whole: all rows together are
-    suits_nodes: bool = False  # a part reads a few objects of a store: its rows lie together in the segments
+    is_saved: bool = False  # the index: a part needs no list of commits
+
+
+class SliceOrder(Struct, frozen=True):
+    """What is to be put into a store for nodes. `prefix`: what the names of its objects begin with."""
+
+    parts: PartsOrder
+    part_rows: int
+    store: str
+    prefix: str
+
+
+class Slices(Struct, frozen=True):
+    """What nodes may write, one slice for each part. None: its rows lie too far apart in the segments."""
+
+    facts: IndexFacts
+    parts: list[PartSlice | None]
 
 
 class PartOrder(Struct, frozen=True):
@@ -41,6 +85,7 @@ class PartOrder(Struct, frozen=True):
     first: int
     end: int
     learned: Learned = Learned()  # of a table: of all parts
+    slice: PartSlice | None = None  # None: the index is in the scratch folder
 
 
 class Written(Struct, frozen=True):

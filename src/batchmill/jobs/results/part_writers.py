@@ -13,6 +13,7 @@ import os
 import re
 import uuid
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -26,7 +27,7 @@ from batchmill.errors import BatchmillError
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.results.node_tries import FAILED_MAX, run_on_node
 from batchmill.jobs.results.output_folders import Part, part_name
-from batchmill.jobs.results.part_orders import CheckOrder, PartOrder, PartsOrder, Written
+from batchmill.jobs.results.part_orders import CheckOrder, PartOrder, PartsOrder, SliceOrder, Slices, Written
 from batchmill.jobs.results.results import CAUSES_MAX
 from batchmill.object_store.urls import is_object_url
 from batchmill.ports import NodeTasks
@@ -39,9 +40,9 @@ log = logging.getLogger("batchmill.jobs")
 
 PART = "batchmill.jobs.results.part_gathering:part_offloaded"
 CHECK = "batchmill.jobs.results.node_parts:check_offloaded"
+SLICE = "batchmill.jobs.results.index_slices:slice_offloaded"
 PART_ON_NODE = "batchmill.jobs.results.node_parts:write_on_node"
 PARTS_AT_ONCE_MAX = 8  # children, and parts on the local disk; fewer on a machine with fewer cores
-SCRATCH = "parts-"  # what the names of folders of attempts begin with
 CODE_CHARS_MAX = 256  # of an error code that a node names
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -52,8 +53,8 @@ Reply = TypeVar("Reply")
 class PartWriters(Protocol):
     at_once: int  # parts
 
-    async def open(self) -> None:
-        """Called once, before the first part."""
+    async def open(self, part_rows: int) -> None:
+        """Called once, before the first part. Args: part_rows: of each part but the last, which may have fewer."""
 
     async def write(self, order: PartOrder) -> Written:
         """Write a part. It is in its place then, and nothing names it. Cancelling ends what writes it."""
@@ -72,7 +73,7 @@ class LocalWriters:
         self._offload = offload
         self.at_once = min(len(os.sched_getaffinity(0)), PARTS_AT_ONCE_MAX)
 
-    async def open(self) -> None:
+    async def open(self, part_rows: int) -> None:
         return
 
     async def write(self, order: PartOrder) -> Written:
@@ -111,7 +112,7 @@ def _is_in(files: JobFiles, path: str) -> bool:
 class NodeWriters:
     """Tasks of a cluster; children of this machine for what no node can write.
 
-    Args: order: what the attempt's parts have in common. Its scratch folder has the index.
+    Args: order: what the attempt's parts have in common. Its scratch folder has the index, which was saved.
     """
 
     def __init__(self, spec: JobSpec, files: JobFiles, nodes: Nodes, offload: Offload, order: PartsOrder) -> None:
@@ -120,24 +121,28 @@ class NodeWriters:
         self._local_slots = asyncio.Semaphore(self._local.at_once)
         self._failed = 0
         self._by_nodes: set[int] = set()  # numbers of parts
-        self._paths: list[str] = []
+        self._input: list[str] = []  # paths of the dataset
+        self._slices: Slices | None = None
+        self._opened = AsyncExitStack()
         self.at_once = nodes.tasks.at_once
 
-    async def open(self) -> None:
-        """Put the index into the store, where each node gets it once."""
-        scratch, home = Path(self._order.scratch), self._files.home
-        old = [name for name in await self._nodes.stored.names_in(home) if name.startswith(SCRATCH)]
-        await self._nodes.stored.remove(*(home / name for name in old))  # of attempts that were cut off
-        await self._nodes.stored.publish(scratch)
+    async def open(self, part_rows: int) -> None:
+        """Put the index into the store, in slices: one for each part."""
+        prefix = await self._opened.enter_async_context(self._nodes.stored.scratch(self._files.home))
+        order = SliceOrder(self._order, part_rows, self._nodes.tasks.store, prefix)
+        answer = await self._offload(SLICE, msgspec.json.encode(order), lambda _: None)
+        self._slices = msgspec.json.decode(answer, type=Slices)
         inputs = await asyncio.to_thread(_inputs, self._files)
-        gather = self._order.gather
-        own = [path for path in inputs if _is_in(self._files, path) and not Path(path).is_relative_to(gather.dataset)]
-        self._paths = [gather.dataset, gather.plans[0], str(scratch), *own]
+        dataset = self._order.gather.dataset
+        own = [path for path in inputs if _is_in(self._files, path) and not Path(path).is_relative_to(dataset)]
+        self._input = [dataset, *own]
 
     async def write(self, order: PartOrder) -> Written:
-        if self._failed < FAILED_MAX:
+        assert self._slices is not None, "open comes first"
+        given = self._slices.parts[order.number]
+        if self._failed < FAILED_MAX and given is not None:
             try:
-                written = await self._on_node(order)
+                written = await self._on_node(replace(order, slice=given))
                 self._by_nodes.add(order.number)
                 return written
             except BatchmillError as error:
@@ -155,11 +160,15 @@ class NodeWriters:
     async def _on_node(self, order: PartOrder) -> Written:
         """Raises: BatchmillError."""
 
+        assert self._slices is not None and order.slice is not None, "only such parts are for nodes"
+        gather, facts = order.parts.gather, self._slices.facts
+        gather = replace(gather, segments=replace(gather.segments, blocks={}))  # the slice has those of its rows
+        paths = self._input if order.slice.needs_input else []
+
         def attempt() -> tuple[NodeWork, Callable[[bytes], Written]]:
-            gather = replace(order.parts.gather, committed=[])  # the index has them
-            parts = replace(order.parts, gather=gather, attempt=uuid.uuid4().hex[:8], term="")
+            parts = replace(order.parts, gather=gather, attempt=uuid.uuid4().hex[:8], term="", facts=facts)
             own = replace(order, parts=parts)
-            work = NodeWork(PART_ON_NODE, msgspec.json.encode(own), self._paths, self._order.term)
+            work = NodeWork(PART_ON_NODE, msgspec.json.encode(own), paths, self._order.term)
             return work, lambda answer: checked(answer, own)
 
         return await run_on_node(self._nodes.tasks, attempt, self._spec.project)
@@ -181,14 +190,8 @@ class NodeWriters:
         return found
 
     async def close(self) -> None:
-        """Remove the index from the store."""
-        try:
-            await self._nodes.stored.remove(Path(self._order.scratch))
-        except BatchmillError as error:
-            log.warning(
-                "the index of the parts of job %s stays in the object store until the job is removed: %s",
-                self._spec.id, error.message,
-            )  # fmt: skip
+        """Remove the slices from the store."""
+        await self._opened.aclose()
 
 
 async def each(

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from batchmill.children.offload import Offload
 from batchmill.jobs.ledger.files import JobFiles
@@ -43,6 +44,8 @@ class PartsRun:
             str(self._files.home / f"parts-{attempt}"), self._spec.replaced_job, self._term, self._spec.output_format,
         )  # fmt: skip
         indexed = await self._call(INDEX, order, Indexed, lambda share: progress(share * INDEX_SHARE))
+        if indexed.is_saved:
+            order = replace(order, gather=replace(gather, committed=[]))  # there may be millions
         part_rows = max(self._spec.part_rows or PART_ROWS, -(-indexed.rows // PARTS_MAX))
         starts = range(0, indexed.rows, part_rows)
         parts = [
@@ -57,10 +60,10 @@ class PartsRun:
                 self._learn, asked, self._local.at_once, lambda share: progress(INDEX_SHARE + LEARN_SHARE * share)
             )
             learned, done = merged(found), INDEX_SHARE + LEARN_SHARE
-        parts = [msgspec.structs.replace(part, learned=learned) for part in parts]
+        parts = [replace(part, learned=learned) for part in parts]
         writers = await self._writers(order, indexed)
         try:
-            await writers.open()
+            await writers.open(part_rows)
             written = await each(
                 writers.write, parts, writers.at_once, lambda share: progress(done + (1 - done) * share)
             )  # fmt: skip
@@ -70,7 +73,7 @@ class PartsRun:
         return await self._call(PUBLISH, PublishOrder(order, indexed, written), Manifest, lambda _: None)
 
     async def _writers(self, order: PartsOrder, indexed: Indexed) -> PartWriters:
-        if self._nodes is None or not indexed.suits_nodes:
+        if self._nodes is None or not indexed.is_saved:
             return self._local
         if not await asyncio.to_thread(can_use_nodes, self._spec, self._files):
             return self._local

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import dropwhile, groupby, islice
+from itertools import groupby, islice
 from pathlib import Path
 
 import msgspec
@@ -111,9 +111,23 @@ class RangeTotals(Struct, frozen=True):
 class RowIndex(OutcomeIndex):
     """`place` and `size` of every row's line; `followers` and their `leaders`, ascending by follower."""
 
+    first = 0  # the row that the arrays begin with
     has_failed = False  # some row has an error
     is_flawed = False  # some result's reply has a flaw
     reuses = False  # some row took over the result of another job
+
+    @property
+    def folds(self) -> bool:
+        """Whether some row shares another row's outcome."""
+        return len(self.followers) > 0
+
+    def places_of(self, first: int, last: int) -> np.ndarray:
+        """`place` of rows first <= n < last."""
+        return self.place[first - self.first : last - self.first]
+
+    def sizes_of(self, first: int, last: int) -> np.ndarray:
+        """`size` of rows first <= n < last."""
+        return self.size[first - self.first : last - self.first]
 
     def segment_at(self, places: np.ndarray) -> np.ndarray:
         """The number of the segment that holds each place; see `bases` and `names`."""
@@ -121,15 +135,20 @@ class RowIndex(OutcomeIndex):
 
     def leaders_of(self, followers: np.ndarray, window: range) -> np.ndarray:
         """The rows whose outcomes these followers share. Args: window: rows that contain all of them."""
-        lo, hi = (bisect_left(self.followers, row) for row in (window.start, window.stop))
-        return self.leaders[lo:hi][np.searchsorted(self.followers[lo:hi], followers)]
+        known, leaders = self.pairs_of(window.start, window.stop)
+        return leaders[np.searchsorted(known, followers)]
+
+    def pairs_of(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """The followers of rows first <= n < last, and their leaders."""
+        lo, hi = (bisect_left(self.followers, row) for row in (first, last))
+        return self.followers[lo:hi], self.leaders[lo:hi]
 
     def totals(self, rows: range) -> RangeTotals:
         """What results of these rows must have."""
         failed = copied_rows = copied_bytes = 0
         for first in range(rows.start, rows.stop, WINDOW_ROWS):
-            step = slice(first, min(first + WINDOW_ROWS, rows.stop))
-            place, size = self.place[step], self.size[step]
+            last = min(first + WINDOW_ROWS, rows.stop)
+            place, size = self.places_of(first, last), self.sizes_of(first, last)
             located = place < REFUSED
             copied = located & ((place & FOLLOWS) == 0)
             failed += int(np.count_nonzero(~located | ((place & IS_ERROR) != 0)))
@@ -288,13 +307,12 @@ class RowWindows:
         self._index, self._partial = index, partial
         self._sealed: DatasetRows | None = None  # opened when a row of it is needed: most jobs need none
         self.added = added_columns(
-            self._form, has_failed=index.has_failed, is_flawed=index.is_flawed, folds=len(index.followers) > 0,
-            reuses=index.reuses,
+            self._form, has_failed=index.has_failed, is_flawed=index.is_flawed, folds=index.folds, reuses=index.reuses,
         )  # fmt: skip
 
     def __iter__(self) -> Iterator[Window]:
         first = self._rows.start
-        refused = dropwhile(lambda row: row.row < self._rows.start, iter_rejected(self._dataset))
+        refused = iter_rejected(self._dataset, self._rows.start)
         while first < self._rows.stop:
             last = self._window_end(first)
             yield self._window(first, last, refused)
@@ -312,17 +330,17 @@ class RowWindows:
         return self._sealed.read_many(numbers)
 
     def _window_end(self, first: int) -> int:
-        sizes = self._index.size[first : min(first + WINDOW_ROWS, self._rows.stop)].cumsum(dtype=np.uint64)
+        sizes = self._index.sizes_of(first, min(first + WINDOW_ROWS, self._rows.stop)).cumsum(dtype=np.uint64)
         return first + max(1, int(np.searchsorted(sizes, WINDOW_BYTES, side="right")))
 
     def _window(self, first: int, last: int, refused: Iterator[Rejected]) -> Window:
-        places = self._index.place[first:last]
+        places, sizes = self._index.places_of(first, last), self._index.sizes_of(first, last)
         located = places < REFUSED
         if located.all():
-            lines = self._read(places, self._index.size[first:last]).tolist()
+            lines = self._read(places, sizes).tolist()
         else:
             spread = np.empty(last - first, object)
-            spread[located] = self._read(places[located], self._index.size[first:last][located])
+            spread[located] = self._read(places[located], sizes[located])
             lines = spread.tolist()
             self._write_refused(first, lines, refused, int(np.count_nonzero(places == REFUSED)))
         self._write_followers(first, lines, np.flatnonzero(located & ((places & FOLLOWS) != 0)))

@@ -192,5 +192,5 @@ def open_segments(place: SegmentPlace) -> SegmentSource:
     """The segments of a job, for reading. Close it."""
     folder = Path(place.folder)
     job_id = folder.parent.name
-    files = ObjectSource(StoreObjects(place.store), job_id) if place.store else SegmentFolder(folder)
+    files = ObjectSource(StoreObjects(place.store), job_id, place.objects) if place.store else SegmentFolder(folder)
     return StoredSegments(files, place.blocks) if place.blocks else files

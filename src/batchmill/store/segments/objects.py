@@ -8,23 +8,28 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from operator import itemgetter
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from batchmill import faults
 from batchmill.errors import StorageFailed
+from batchmill.object_store.urls import ObjectInfo
 from batchmill.ports import Objects
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segments.files import SegmentFile, SegmentFolder
 from batchmill.store.segments.format import SegmentHead, Span, gaps_of, merged, sync_folder
+from batchmill.types import SegmentObject
 
 COMMIT_DELAY_S = 1.0  # an object costs money
 OBJECT_BYTES_MAX = 64 * 1024 * 1024
 AT_ONCE = 4  # objects in memory while segments are fetched
+READ_BYTES = 8 * 1024 * 1024  # of an object, in one request
+KEPT_BYTES = 64 * 1024 * 1024  # that were read: workers write many segments at once
 
 
 def folder_of(job_id: str) -> str:
@@ -92,28 +97,45 @@ def put_span(objects: Objects, folder: str, path: Path, span: Span) -> None:
             start += len(data)
 
 
-class ObjectSource:
-    """A `ports.SegmentSource` that reads the objects of a job themselves. It holds one of them in memory."""
+class ObjectRanges(Protocol):
+    """`StoreObjects`, for those who read parts of objects as they were seen. Raises: StorageFailed, InputChanged."""
 
-    def __init__(self, objects: Objects, job_id: str) -> None:
-        self._objects, self._prefix = objects, folder_of(job_id)
-        self._spans = {name: sorted(spans) for name, spans in _list(objects, self._prefix, "").items()}
-        self._held: tuple[str, bytes] = ("", b"")  # the object that was read last
+    def get_range(self, info: ObjectInfo, start: int, end: int) -> memoryview: ...
+
+    def infos(self, prefix: str) -> Iterable[ObjectInfo]: ...
+
+
+class _Piece(NamedTuple):
+    """Bytes of a segment that were read together."""
+
+    start: int  # counted in the segment
+    data: memoryview
+
+
+class ObjectSource:
+    """A `ports.SegmentSource` that reads the needed bytes of objects that others have listed. Those who read a segment
+    from its beginning to its end ask for none of them twice.
+
+    It keeps the last bytes that were read of each segment, READ_BYTES at most, and KEPT_BYTES of all.
+    """
+
+    def __init__(self, objects: ObjectRanges, job_id: str, known: Mapping[str, Sequence[SegmentObject]]) -> None:
+        self._objects, self._prefix, self._known = objects, folder_of(job_id), known
+        self._kept: OrderedDict[str, _Piece] = OrderedDict()  # by segment, the last used last
 
     def names(self, worker: str = "") -> list[str]:
-        return sorted(name for name in self._spans if not worker or name.startswith(f"{worker}-"))
+        return sorted(name for name in self._known if not worker or name.startswith(f"{worker}-"))
 
     def size(self, name: str) -> int:
-        return max(end for _, end in self._found(name))
+        return max(each.end for each in self._found(name))
 
     def read(self, name: str, offset: int, length: int) -> bytes:
         pieces, at, end = [], offset, min(offset + length, self.size(name))
         while at < end:
-            start, stop = self._span_at(name, at)
-            data = self._get(object_name(self._prefix, name, start, stop - start))
-            pieces.append(data[at - start : min(end, stop) - start])
-            at = min(end, stop)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            piece = self._piece_at(name, at, end)
+            pieces.append(piece.data[at - piece.start : end - piece.start])
+            at += len(pieces[-1])
+        return b"".join(pieces)
 
     def sync(self, name: str) -> None:
         return  # an object is durable
@@ -122,26 +144,44 @@ class ObjectSource:
         return f"{self._prefix}{name} in the object store"
 
     def close(self) -> None:
-        self._held = ("", b"")
+        self._kept.clear()
 
-    def _found(self, name: str) -> list[Span]:
-        if name not in self._spans:
+    def _found(self, name: str) -> Sequence[SegmentObject]:
+        if name not in self._known:
             raise FileNotFoundError(f"{self.where(name)} does not exist")
-        return self._spans[name]
+        return self._known[name]
 
-    def _span_at(self, name: str, offset: int) -> Span:
+    def _piece_at(self, name: str, offset: int, end: int) -> _Piece:
+        """Bytes with the one at `offset`: up to `end`, or further as far as others are needed."""
+        piece = self._kept.pop(name, None)
+        if piece is None or not piece.start <= offset < piece.start + len(piece.data):
+            found = self._object_at(name, offset)
+            stop = min(max(end, found.needed_end), found.end, offset + READ_BYTES)
+            key = object_name(self._prefix, name, found.start, found.end - found.start)
+            info = ObjectInfo(key, found.end - found.start, found.etag, found.version)
+            piece = _Piece(offset, self._objects.get_range(info, offset - found.start, stop - found.start))
+        self._kept[name] = piece
+        while len(self._kept) > 1 and sum(len(each.data) for each in self._kept.values()) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return piece
+
+    def _object_at(self, name: str, offset: int) -> SegmentObject:
         """The object that holds this byte."""
-        spans = self._found(name)
-        for span in reversed(spans[: bisect_right(spans, offset, key=itemgetter(0))]):
-            if span[1] > offset:
-                return span
+        known = self._found(name)
+        for each in reversed(known[: bisect_right(known, offset, key=attrgetter("start"))]):
+            if each.end > offset:
+                return each
         raise StorageFailed(f"{self.where(name)} has no byte {offset:,}: an object of it is missing")
 
-    def _get(self, name: str) -> bytes:
-        if self._held[0] != name:
-            self._held = ("", b"")  # never two of them
-            self._held = (name, self._objects.get(name))
-        return self._held[1]
+
+def list_objects(objects: ObjectRanges, job_id: str) -> dict[str, list[SegmentObject]]:
+    """The objects of all segments of a job, in order. All of their bytes are needed."""
+    prefix, found = folder_of(job_id), defaultdict(list)
+    for info in objects.infos(prefix):
+        if (place := _place_of(info.key.removeprefix(prefix), info.size_bytes)) is not None:
+            segment, (start, end) = place
+            found[segment].append(SegmentObject(start, end, end, info.etag, info.version))
+    return {segment: sorted(each, key=attrgetter("start", "end")) for segment, each in found.items()}
 
 
 def settle(objects: Objects, folder: Path, job_id: str, worker: str = "") -> None:
@@ -162,11 +202,18 @@ def settle(objects: Objects, folder: Path, job_id: str, worker: str = "") -> Non
 def _list(objects: Objects, prefix: str, worker: str) -> dict[str, list[Span]]:
     found: defaultdict[str, list[Span]] = defaultdict(list)
     for name, size_bytes in objects.list(f"{prefix}{worker}-" if worker else prefix):
-        segment, _, place = name.removeprefix(prefix).partition("/")
-        offset, _, length = place.partition("-")
-        if segment.endswith(".seg") and offset.isdecimal() and length == str(size_bytes):
-            found[segment].append((int(offset), int(offset) + size_bytes))
+        if (place := _place_of(name.removeprefix(prefix), size_bytes)) is not None:
+            found[place[0]].append(place[1])
     return found
+
+
+def _place_of(name: str, size_bytes: int) -> tuple[str, Span] | None:
+    """The segment and the bytes of it that an object of this name holds; None: it holds something else."""
+    segment, _, place = name.partition("/")
+    offset, _, length = place.partition("-")
+    if segment.endswith(".seg") and offset.isdecimal() and length == str(size_bytes):
+        return segment, (int(offset), int(offset) + size_bytes)
+    return None
 
 
 def _fetch(objects: Objects, prefix: str, path: Path, spans: list[Span], threads: ThreadPoolExecutor) -> None:
