@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import http.client
+import select
 import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -25,6 +26,41 @@ ANSWERS = {
 # reset: the connection breaks before the request is served; lost_reply: after it was served. truncated: the body ends
 # early; short: it is shorter than what was asked for, and says so.
 FAULTS = (*ANSWERS, "reset", "lost_reply", "truncated", "short")
+LOOK_S = 0.05  # between two looks at whether a request was released
+
+
+class Hold:
+    """Requests that wait before they are served: a client is in the middle of something."""
+
+    def __init__(self, method: str, part: str) -> None:
+        """Args: part: of the paths of the requests."""
+        self._method, self._part = method, part
+        self._changed = threading.Condition()
+        self._released = False
+        self.begun = self.gone = 0  # requests that were held, and those of them whose client has gone since
+
+    def matches(self, method: str, path: str) -> bool:
+        return method == self._method and self._part in path
+
+    def wait(self, connection: socket.socket) -> bool:
+        """Wait for `release`. Returns whether the client still waits, too."""
+        with self._changed:
+            self.begun += 1
+            self._changed.notify_all()
+        while not self._released:
+            if select.select([connection], [], [], LOOK_S)[0]:  # it sends nothing before it has its reply
+                with self._changed:
+                    self.gone += 1
+                    self._changed.notify_all()
+                return False
+        return True
+
+    def until(self, is_reached: Callable[[Hold], bool], timeout_s: float) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: is_reached(self), timeout_s), f"{self.begun} held, {self.gone} gone"
+
+    def release(self) -> None:
+        self._released = True
 
 
 class FaultyObjects:
@@ -37,6 +73,7 @@ class FaultyObjects:
         self.requests: list[tuple[str, str, dict[str, str]]] = []  # method, path, headers
         self.read_bytes = 0  # of bodies of GET
         self.url = ""
+        self._hold: Hold | None = None
         self._served: dict[str, int] = {}  # method -> requests that `always` spares
         self._lock = threading.Lock()
 
@@ -48,6 +85,21 @@ class FaultyObjects:
     def serve(self, method: str, count: int) -> None:
         """The next `count` requests of this method are served whatever `always` says."""
         self._served[method] = count
+
+    @contextmanager
+    def holding(self, method: str, part: str) -> Iterator[Hold]:
+        """Hold requests of a method with `part` in their path until it is released, or the context ends."""
+        self._hold = hold = Hold(method, part)
+        try:
+            yield hold
+        finally:
+            self._hold = None
+            hold.release()
+
+    def may_serve(self, method: str, path: str, connection: socket.socket) -> bool:
+        """Return once a request may be served; False: its client has gone."""
+        hold = self._hold
+        return hold is None or not hold.matches(method, path) or hold.wait(connection)
 
     def take(self, method: str, path: str, headers: dict[str, str]) -> str:
         with self._lock:
@@ -72,6 +124,9 @@ class _Handler(BaseHTTPRequestHandler):
     def serve(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length)
+        if not self.plan.may_serve(self.command, self.path, self.connection):
+            self.close_connection = True
+            return
         fault = self.plan.take(self.command, self.path, {k.lower(): v for k, v in self.headers.items()})
         if fault in ANSWERS:
             status, code = ANSWERS[fault]
