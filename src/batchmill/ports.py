@@ -25,6 +25,7 @@ from batchmill.types import (
     LedgerReport,
     LiveHead,
     LiveRequest,
+    MediaBounds,
     ModelSpec,
     Outcome,
     Provision,
@@ -101,6 +102,7 @@ class LeaseHandle(Protocol):
     rows: int  # the number of rows granted under it: an engine that has taken this many has all of them
     notes: Mapping[str, bytes]  # the notes of this shard, also those of earlier workers
     adapters: AdapterSet  # the adapters that rows of its job may use
+    media: MediaBounds  # of its rows
     project: str  # the job's project
     job_id: str
     takes_blocks: bool  # its outcomes may be put as a ResultBlock

@@ -5,6 +5,10 @@ import json
 import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -128,6 +132,66 @@ def test_urls_are_fetched_once_through_the_guard(run):
     assert codes == ["", "", "media_missing", "media_invalid"], result.output
     assert sorted(path for path, _ in web.requests) == ["/gone.png", "/good.png", "/page.png"]
     assert contents(run)[0][0]["image_url"]["url"] == url("image/png", PNG)
+
+
+def allow(web, *lines: str) -> None:
+    """Let the owner's rules reach a server of the test."""
+    with open("batchmill.toml", "a") as file:
+        file.write("\n".join([*lines, "[server]", f'private_hosts = ["{web.host}"]', ""]))
+
+
+def test_only_rows_that_are_sent_are_fetched(run):
+    """Neither a plan nor an estimate fetches anything, and a sample what its rows name; the job fetches the others."""
+    with web_files() as web:
+        allow(web)
+        web.files = {f"/{n}.png": WebFile(PNG) for n in range(30)}
+        source = table(*({"q": str(n), "img": f"{web.url}/{n}.png"} for n in range(30)))
+        for verb in ("plan", "estimate"):
+            result = run(source, "--image", "img", verb=verb)
+            assert result.exit_code == 0 and web.requests == [], result.output
+        sampled = run(source, "--image", "img", "--limit", "4")
+        asked = [path for path, _ in web.requests]
+        assert len(asked) == len(set(asked)) == 4, sampled.output
+        assert run(source, "--image", "img").exit_code == 0
+        asked = [path for path, _ in web.requests]
+        assert len(asked) == len(set(asked)) == 30 and len(run.bodies) == 30
+    assert [row["output"] for row in results()] == ["fine"] * 30
+
+
+def test_a_retry_fetches_what_could_not_be_fetched(run):
+    """A server that is down fails the row with an error of its own, without a call."""
+    with web_files() as web:
+        allow(web, "limits.attempts_max = 2")
+        web.files["/a.png"] = WebFile(PNG, failures=[503] * 2)
+        ended = run(table({"q": "1", "img": f"{web.url}/a.png"}), "--image", "img")
+        assert ended.exit_code == 3 and run.bodies == [], ended.output
+        assert re.match(
+            r"media_unavailable: .* the server answers 503, 2 times; `batchmill retry`", results()[0]["error"]
+        )
+        job = re.search(r"job_[0-9a-f]{20}", ended.output)[0]
+        retried = CliRunner().invoke(cli, ["retry", job, "--data-dir", "data"], obj=Session())
+        assert retried.exit_code == 0 and results()[0]["output"] == "fine", retried.output
+        assert len(web.requests) == 3
+
+
+def test_a_kill_while_urls_are_fetched_loses_nothing(run):
+    """The same command goes on: each row has one outcome, and what was answered is not asked again."""
+    with web_files() as web:
+        allow(web)
+        web.files = {f"/{n}.png": WebFile(PNG, gate=threading.Event() if n > 2 else None) for n in range(6)}
+        source = table(*({"q": str(n), "img": f"{web.url}/{n}.png"} for n in range(6)))
+        flags = ("--model", "m", "--prompt", "See {q}", "--image", "img", "-o", "out.jsonl", "--data-dir", "data")
+        command = [sys.executable, "-m", "batchmill", "run", source, *flags]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+            assert web.wait_for_paths(6)
+            os.killpg(process.pid, signal.SIGKILL)
+        for file in web.files.values():
+            file.gate = None if file.gate is None else file.gate.set()
+        result = run(source, "--image", "img")
+    assert result.exit_code == 0, result.output
+    assert [(row["q"], row["output"]) for row in results()] == [(str(n), "fine") for n in range(6)]
+    sent = [body["messages"][-1]["content"][-1]["text"] for body in run.bodies]
+    assert sorted(set(sent)) == [f"See {n}" for n in range(6)] and all(sent.count(f"See {n}") == 1 for n in (3, 4, 5))
 
 
 def test_bytes_of_parquet(run):

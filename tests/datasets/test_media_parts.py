@@ -9,13 +9,13 @@ from blake3 import blake3
 from batchmill.datasets.conversion import Converted
 from batchmill.datasets.formats import SourceFile
 from batchmill.datasets.media.adding import MediaAdder
-from batchmill.datasets.media.loading import request_of
+from batchmill.datasets.media.loading import read_part
 from batchmill.errors import InvalidRow
 from batchmill.types import DatasetSpec, MediaColumn, Row, RowError
 from batchmill.wire.forms import TableForm
 from batchmill.wire.json_bytes import split_object
 from batchmill.wire.media import type_of
-from batchmill.wire.rendered_rows import FAULT, MediaPart, fault_of, with_media
+from batchmill.wire.rendered_rows import FAULT, MediaPart, fault_of, media_of, with_media
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
 
@@ -31,19 +31,20 @@ def test_a_request_has_what_was_sealed_or_is_none(tmp_path):
     path = tmp_path / "a.png"
     path.write_bytes(PNG)
     row = row_of(path, PNG)
-    assert b"data:image/png;base64,iVBOR" in request_of(row).body
-    assert row.media == ()
+    (part,) = media_of(split_object(row.raw))
+    row.media = (read_part(part, {}),)
+    assert b"data:image/png;base64,iVBOR" in row.form.request(row).body
     for changed in (PNG[:-1], PNG + b"!", PNG[:-1] + b"?", b""):
         path.write_bytes(changed)
         with pytest.raises(InvalidRow, match="has changed") as refused:
-            request_of(row)
+            read_part(part, {})
         assert refused.value.code == "media_changed"
     path.unlink()
     with pytest.raises(InvalidRow, match="cannot be read"):
-        request_of(row)
+        read_part(part, {})
     os.mkfifo(path)
     with pytest.raises(InvalidRow, match="no regular file"):
-        request_of(row)
+        read_part(part, {})
 
 
 def test_a_form_without_the_bytes_names_them_by_digest(tmp_path):
@@ -78,7 +79,7 @@ def test_a_caller_of_a_server_names_no_file(tmp_path):
     path.write_bytes(PNG)
     cells = [str(path), "a.png", f"file:{path}", f"file://{path}", f"//{path}", {"bytes": None, "path": str(path)}]
     rows = b"".join(msgspec.json.encode({"img": cell}) + b"\n" for cell in cells)
-    adder = MediaAdder([MediaColumn("image", "img")], DatasetSpec([]), tmp_path / "home", None)
+    adder = MediaAdder([MediaColumn("image", "img")], DatasetSpec([]), tmp_path / "home")
     source = SourceFile(str(tmp_path / "in.jsonl"), "jsonl", None)
     (added,) = adder.add(iter([Converted(rows)]), source, are_whole_lines=True)
     faults = [fault_of(split_object(line)) for line in added.data.splitlines()]

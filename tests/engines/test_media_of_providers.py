@@ -5,11 +5,12 @@ from base64 import b64encode
 import msgspec
 from blake3 import blake3
 
-from batchmill.datasets.media.loading import request_of
+from batchmill.datasets.media.loading import read_part
 from batchmill.engines.provider_batch.anthropic_chat import to_messages
 from batchmill.engines.provider_batch.gemini_chat import to_content_request
 from batchmill.types import MediaColumn, Row
 from batchmill.wire.forms import TableForm
+from batchmill.wire.json_bytes import split_object
 from batchmill.wire.rendered_rows import MediaPart, with_media
 
 PNG, PDF, WAV = b"\x89PNG\r\n\x1a\n..", b"%PDF-1.7", b"RIFF1234WAVEfmt "
@@ -24,7 +25,9 @@ def body_of(*kinds: str) -> dict:
         cells[kind] = b64encode(data).decode()
         parts.append(MediaPart(kind, name, len(data), blake3(data).hexdigest(), column=kind))
     form = TableForm("{q}", media=[MediaColumn(kind, kind) for kind in kinds])
-    return msgspec.json.decode(request_of(Row(0, 0, with_media(msgspec.json.encode(cells), parts), form)).body)
+    row = Row(0, 0, with_media(msgspec.json.encode(cells), parts), form)
+    row.media = tuple(read_part(part, split_object(row.raw)) for part in parts)
+    return msgspec.json.decode(form.request(row).body)
 
 
 def test_anthropic_gets_blocks_before_the_text():

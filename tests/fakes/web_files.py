@@ -21,6 +21,9 @@ class WebFile:
         ignores_if_range: it sends a part whatever it is a part of.
         is_endless: the body has no length and no end.
         has_length: where not, the end of the connection is that of the body.
+        failures: the statuses of the next replies, which have no content.
+        claimed_bytes: the length that is claimed; the body ends where it does.
+        gate: the reply waits for it.
     """
 
     body: bytes = b""
@@ -32,6 +35,9 @@ class WebFile:
     cuts: list[int] = field(default_factory=list)
     is_endless: bool = False
     has_length: bool = True
+    failures: list[int] = field(default_factory=list)
+    claimed_bytes: int | None = None
+    gate: threading.Event | None = None
 
 
 class WebFiles:
@@ -39,6 +45,17 @@ class WebFiles:
         self.files: dict[str, WebFile] = {}
         self.requests: list[tuple[str, str | None]] = []  # path, Range
         self.url = self.host = ""
+        self._arrived = threading.Condition()
+
+    def note(self, path: str, wanted: str | None) -> None:
+        with self._arrived:
+            self.requests.append((path, wanted))
+            self._arrived.notify_all()
+
+    def wait_for_paths(self, count: int) -> bool:
+        """Wait until so many paths were asked for."""
+        with self._arrived:
+            return self._arrived.wait_for(lambda: len({path for path, _ in self.requests}) >= count, 60)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -50,8 +67,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         web, wanted = self.web, self.headers.get("Range")
-        web.requests.append((self.path, wanted))
+        web.note(self.path, wanted)
         file = web.files.get(self.path, WebFile(b"nothing here", status=404))
+        if file.gate is not None:
+            file.gate.wait(60)
+        if file.failures:
+            self.send_response(file.failures.pop(0))
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        if file.etag and self.headers.get("If-None-Match") == file.etag and file.status == 200:
+            self.send_response(304)
+            self.end_headers()
+            return
         start, status = 0, file.status
         found = re.fullmatch(r"bytes=(\d+)-", wanted or "")
         is_same = file.ignores_if_range or self.headers.get("If-Range", file.etag) == file.etag
@@ -71,7 +99,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_endless()
             return
         if file.has_length:
-            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Content-Length", str(file.claimed_bytes or len(body)))
+            self.close_connection = self.close_connection or file.claimed_bytes is not None
         else:
             self.close_connection = True
         self.end_headers()

@@ -28,7 +28,6 @@ FILES = (
     REFUSED_EARLY, REFUSED_BY_LINE,
 )  # fmt: skip
 COPIES = "source-*.jsonl"
-MEDIA = "media"  # the folder of what URLs in cells were fetched to
 FETCHED = "fetched-*"  # inputs that were fetched before they are read: see jobs.intake.fetching
 
 RANGE_BYTES = 8 * 1024 * 1024  # what a validator reads at a time, and what one digest of a file covers

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
@@ -22,7 +21,6 @@ from batchmill.datasets.checking.spans import DIFFERS, Checks, SpanReader
 from batchmill.datasets.conversion import Additions, Material, Tables, convert, copy_sources, read_in_place
 from batchmill.datasets.formats import Detected, SourceFile, classify, detect, names_at_first
 from batchmill.datasets.line_pieces import ADDED_BYTES_MAX
-from batchmill.datasets.media.adding import MediaFetcher
 from batchmill.datasets.orders import RangeEnd, SealOrder, SizeLimits, SourcePart, ValidatedChunk
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sources import describe, open_source, unchanged
@@ -76,20 +74,19 @@ def survey(order: SealOrder) -> Survey | None:
 
 def seal_with_retry(
     order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None = None,
-    fetcher: MediaFetcher | None = None,
 ) -> SealReport:  # fmt: skip
     """Call `seal`, and once more if a validator died: something else may have killed it. Or if another machine finds
     something else in the rows than this one: then all of them are checked here.
     """
     try:
-        return seal(order, home, progress, elsewhere, fetcher)
+        return seal(order, home, progress, elsewhere)
     except InvalidDataset as error:
         if error.code == DIFFERS and elsewhere is not None:
             elsewhere.flaws.append(error.message)
             elsewhere = None
         elif error.code != VALIDATOR_DIED:
             raise
-    return seal(order, home, progress, elsewhere, fetcher)
+    return seal(order, home, progress, elsewhere)
 
 
 def seal(
@@ -97,18 +94,16 @@ def seal(
     home: Path,
     progress: Callable[[float], None],
     elsewhere: Elsewhere | None = None,
-    fetcher: MediaFetcher | None = None,
 ) -> SealReport:
     """Seal a dataset into `home`, an existing directory. The files of an earlier attempt are replaced.
 
     Args:
         progress: called with the share that is done, 0 to 1, every few MiB.
-        fetcher: of URLs in cells of media columns; None: such rows are refused.
 
     Raises: InvalidDataset when a file as a whole cannot be read; InputChanged when one changes meanwhile; StorageFull.
     """
     try:
-        return _seal(order, home, progress, elsewhere, fetcher)
+        return _seal(order, home, progress, elsewhere)
     except BatchmillError:
         clear(home)  # the files of a refused dataset are useless
         raise
@@ -132,17 +127,14 @@ def _described(order: SealOrder, checks: Checks | None) -> tuple[SealOrder, Dete
     return msgspec.structs.replace(_with_form(order, detected), files=sources, id_seed=seed), detected
 
 
-def _seal(
-    order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None,
-    fetcher: MediaFetcher | None,
-) -> SealReport:  # fmt: skip
+def _seal(order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None) -> SealReport:
     order, detected = _described(order, None if elsewhere is None else elsewhere.checks)
     sources = order.files
     clear(home)
     steps = _ProgressSteps(progress)
     size_limits = SizeLimits(order, home, sum(source.size_bytes for source in sources), steps.repeat)
     if isinstance(order.form, TableForm) and order.form.has_additions:
-        with _additions(order, order.form, detected, home, fetcher) as additions:
+        with _additions(order, order.form, detected, home) as additions:
             material, progress = _converted(order, detected, home, steps.progress, size_limits, additions)
         return _seal_material(_with_longer_lines(order), detected, home, material, progress, size_limits)
     if order.may_be_columnar and detected.format == "parquet" and not order.dataset.copy:
@@ -244,8 +236,6 @@ def clear(home: Path) -> None:
         (home / name).unlink(missing_ok=True)
     for copy in home.glob(layout.COPIES):
         copy.unlink()
-    if (home / layout.MEDIA).exists():
-        shutil.rmtree(home / layout.MEDIA)
 
 
 def _with_form(order: SealOrder, detected: Detected) -> SealOrder:
@@ -330,12 +320,10 @@ def _converted(
     return material, lambda share: progress(COPY_SHARE + share * (1 - COPY_SHARE))
 
 
-def _additions(
-    order: SealOrder, form: TableForm, detected: Detected, home: Path, fetcher: MediaFetcher | None
-) -> AbstractContextManager[Additions]:
+def _additions(order: SealOrder, form: TableForm, detected: Detected, home: Path) -> AbstractContextManager[Additions]:
     """What adds prompts and media to rows. Raises: InvalidDataset if a template does not fit the columns."""
     columns = list(names_at_first(order.dataset)) if detected.format == "jsonl" else detected.columns
-    return readers.load("additions").RowAdditions(order, form, columns, home, fetcher)
+    return readers.load("additions").RowAdditions(order, form, columns, home)
 
 
 def _with_longer_lines(order: SealOrder) -> SealOrder:

@@ -18,7 +18,18 @@ from batchmill.owner_clock import check_left
 from batchmill.ports import SegmentSink
 from batchmill.states import PauseReason
 from batchmill.store.segments.format import BlockRows
-from batchmill.types import AdapterSet, Lease, Outcome, Price, ReplyRules, Row, RowError, SegmentRef, Usage
+from batchmill.types import (
+    AdapterSet,
+    Lease,
+    MediaBounds,
+    Outcome,
+    Price,
+    ReplyRules,
+    Row,
+    RowError,
+    SegmentRef,
+    Usage,
+)
 from batchmill.wire.forms import Form
 from batchmill.wire.messages import Note, Noted, Renewed, Spending
 from batchmill.wire.output_schema import WORDS_MAX
@@ -227,6 +238,7 @@ class OpenJob(Struct, eq=False):
     ending: str = ""  # once it is revoked: how its leases end, PAUSE or OVER
     project: str = ""
     replies: ReplyRules = ReplyRules()
+    media: MediaBounds = MediaBounds()
     allowance: Allowance | None = None  # of a job with a budget
 
 
@@ -296,6 +308,10 @@ class Held(Struct, eq=False):
     @property
     def project(self) -> str:
         return self.job.project
+
+    @property
+    def media(self) -> MediaBounds:
+        return self.job.media
 
     @property
     def job_id(self) -> str:

@@ -307,7 +307,7 @@ class Worker:
         segment: SegmentSink = self._carried.open(head, open_file, roll) if message.is_small else open_file(roll)
         self._jobs[message.job] = OpenJob(
             message.job, message.form, _open_rows(message), segment, adapters=message.adapters, project=message.project,
-            replies=message.replies,
+            replies=message.replies, media=message.media,
         )  # fmt: skip
 
     def _allow(self, job_id: str, usd: float, *, is_lean: bool) -> None:

@@ -31,6 +31,13 @@ class EarlierAnswer(Struct, frozen=True, gc=False):
     usage: Usage
 
 
+class LoadedPart(Struct, frozen=True, gc=False):
+    """An image, a recording or a document whose bytes are here."""
+
+    type: str  # image/png
+    data: str  # its bytes as base64
+
+
 class Row(Struct, gc=False):
     """One row in a worker. `raw` is its canonical JSON object without the line end."""
 
@@ -41,7 +48,7 @@ class Row(Struct, gc=False):
     lease: Any = None  # a ports.LeaseHandle; an engine returns it unchanged
     custom_id: bytes | None = None  # as JSON; set by the form when it reads the row
     earlier: tuple[EarlierAnswer, ...] = ()  # answers that did not fit the job's schema: it is asked for again
-    media: tuple[str, ...] = ()  # of its media columns, as base64, while its request is made
+    media: tuple[LoadedPart, ...] | None = None  # of its media columns; set while its request is made
 
 
 class RowBlock(Struct, frozen=True, eq=False):

@@ -29,6 +29,13 @@ class DatasetSpec(Struct, frozen=True, forbid_unknown_fields=True):
     media_row_bytes_max: int = 50 * 1024 * 1024  # of those of one row together
 
 
+class MediaBounds(Struct, frozen=True):
+    """How many bytes the media of rows may have."""
+
+    bytes_max: int = 20 * 1024 * 1024  # of one image, recording or document
+    row_bytes_max: int = 50 * 1024 * 1024  # of those of one row together
+
+
 class SealedFile(Struct, frozen=True):
     """A file as it was when it was sealed."""
 

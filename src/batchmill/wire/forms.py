@@ -17,7 +17,7 @@ from msgspec import Raw, Struct
 from batchmill.errors import InvalidInput, InvalidRow
 from batchmill.types import MediaColumn, Outcome, OutputSchema, PromptTemplate, Request, Row, RowError, Usage
 from batchmill.wire.json_bytes import append_members, decode, encode, join_object, split_object, text_of
-from batchmill.wire.media import content_part
+from batchmill.wire.media import content_part, placeholder
 from batchmill.wire.output_schema import asked_again, columns_of, heads_of, with_schema
 from batchmill.wire.rendered_rows import PROMPT, media_of, without_additions
 
@@ -339,10 +339,10 @@ class TableForm(Struct, frozen=True, tag="table"):
 
     @staticmethod
     def _content(text: str, members: dict[str, Raw], row: Row) -> str | list[dict[str, Any]]:
-        """The user's message with its media; without their bytes, digests stand for them."""
+        """The user's message with its media; where they are not loaded, digests and URLs stand for their bytes."""
         parts = media_of(members)
-        data = row.media or [part.digest for part in parts]
-        media = [content_part(part, each) for part, each in zip(parts, data, strict=True)]
+        loaded = map(placeholder, parts) if row.media is None else row.media
+        media = [content_part(part, each) for part, each in zip(parts, loaded, strict=True)]
         return [*media, {"type": "text", "text": text}] if media else text
 
     def _input(self, text: str | list[dict[str, Any]], system: str | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from batchmill.object_store.urls import is_object_url
-from batchmill.types import DatasetSpec, ModelSpec, Policy, ReplyRules, Retried, Sample
+from batchmill.types import DatasetSpec, MediaBounds, ModelSpec, Policy, ReplyRules, Retried, Sample
 from batchmill.wire.forms import Form
 
 NO_SAMPLE = "no_sample"  # the code of the error for rows of a sample that a job does not have
@@ -51,6 +51,15 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
             return {}
         called = last.adapter or last.model
         return last.params if called is None else {**last.params, "model": called}
+
+    @property
+    def local_inputs(self) -> list[str]:
+        """The files of its owner's machine that workers read rows from."""
+        return [] if self.is_small else [path for path in self.dataset.paths if path.startswith("/")]
+
+    @property
+    def media_bounds(self) -> MediaBounds:
+        return MediaBounds(self.dataset.media_bytes_max, self.dataset.media_row_bytes_max)
 
     @property
     def uses_stores(self) -> bool:

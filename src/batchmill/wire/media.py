@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from batchmill.types import MediaColumn
+from batchmill.errors import InvalidRow
+from batchmill.types import LoadedPart, MediaColumn
 from batchmill.wire.rendered_rows import MediaPart
 
 IMAGE, AUDIO, DOCUMENT = KINDS = ("image", "audio", "document")
@@ -51,11 +52,33 @@ def type_of(head: bytes) -> str | None:
     return "audio/mpeg" if is_frame else None
 
 
-def content_part(part: MediaPart, data: str) -> dict[str, Any]:
-    """The part of a message. Args: data: its bytes as base64."""
-    url = f"data:{part.type};base64,{data}"
+def type_for(kind: str, column: str, head: bytes) -> str:
+    """The type of a content of a column by its first bytes. Raises: InvalidRow if it is not what the column is for."""
+    found = type_of(head)
+    if found not in TYPES[kind]:
+        known = f"it is {found}" if found else "its first bytes are of no known type"
+        raise InvalidRow(
+            f"the {kind} in {column!r} is none: {known}; it can be {', '.join(TYPES[kind])}", code="media_invalid"
+        )
+    return found
+
+
+def encoded_bytes(size_bytes: int) -> int:
+    """How long so many bytes are as base64, about."""
+    return size_bytes * 4 // 3
+
+
+def placeholder(part: MediaPart) -> LoadedPart:
+    """What stands for a part that is not loaded: its digest, or the URL that says where its bytes will come from."""
+    return LoadedPart(part.type, part.digest or part.url)
+
+
+def content_part(part: MediaPart, loaded: LoadedPart) -> dict[str, Any]:
+    """The part of a message."""
+    data = loaded.data
+    url = f"data:{loaded.type};base64,{data}"
     if part.kind == IMAGE:
         return {"type": "image_url", "image_url": {"url": url}}
     if part.kind == AUDIO:
-        return {"type": "input_audio", "input_audio": {"data": data, "format": AUDIO_FORMATS[part.type]}}
+        return {"type": "input_audio", "input_audio": {"data": data, "format": AUDIO_FORMATS.get(loaded.type, "")}}
     return {"type": "file", "file": {"filename": "document.pdf", "file_data": url}}

@@ -17,6 +17,7 @@ from batchmill.types import (
     Lease,
     LiveHead,
     LiveRequest,
+    MediaBounds,
     ModelSpec,
     Provision,
     ReplyRules,
@@ -68,6 +69,7 @@ class Open(Struct, frozen=True, tag="open"):
     inputs: list[str] = []  # local files that the dataset reads
     files: list[StoredFile] = []  # for a worker that does not see the data directory: what this message names of it
     replies: ReplyRules = ReplyRules()
+    media: MediaBounds = MediaBounds()
     moved: dict[str, str] = {}  # files or folders of the dataset -> where a worker that does not see them has them
 
     def __repr__(self) -> str:  # without the variables

@@ -24,13 +24,14 @@ _HEADS = (_PROMPT_HEAD, _MEDIA_HEAD, _FAULT_HEAD)
 
 
 class MediaPart(Struct, frozen=True, omit_defaults=True):
-    """One content part of a row: its bytes are in a file, or in a cell of the row as base64."""
+    """One content part of a row: its bytes are in a file, at a URL, or in a cell of the row as base64."""
 
     kind: str  # as in MediaColumn
-    type: str  # of its content: image/png
-    size_bytes: int
-    digest: str  # BLAKE3 of its bytes
-    path: str = ""  # of the file; empty: the bytes are in `column`
+    type: str = ""  # of its content: image/png; as the following, empty for a URL: it is fetched when the row is sent
+    size_bytes: int = 0
+    digest: str = ""  # BLAKE3 of its bytes
+    path: str = ""  # of the file
+    url: str = ""  # without both, the bytes are in `column`
     column: str = ""
 
 

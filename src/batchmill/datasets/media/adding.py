@@ -1,4 +1,7 @@
-"""Finds the media that cells of a table name, checks them, and adds to each row what they are and where."""
+"""Finds the media that cells of a table name, checks those that are here, and adds to each row what they are and where.
+
+URLs are noted: nothing is fetched before the row is sent.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import re
 from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from blake3 import blake3
@@ -22,7 +25,7 @@ from batchmill.datasets.media.loading import base64_of
 from batchmill.errors import InvalidRow
 from batchmill.types import DatasetSpec, MediaColumn
 from batchmill.wire.input_urls import is_web_url
-from batchmill.wire.media import HEAD_BYTES, TYPES, type_of
+from batchmill.wire.media import HEAD_BYTES, type_for
 from batchmill.wire.rendered_rows import FAULT, MediaPart, with_fault, with_media
 
 SHOWN_CHARS = 80
@@ -31,26 +34,11 @@ _members = msgspec.json.Decoder(dict[str, Raw]).decode
 DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
 
 
-class MediaFetcher(Protocol):
-    """Fetches URLs of cells into files."""
-
-    def begin(self) -> None:
-        """Forget what an earlier attempt at the dataset has fetched: its files are gone."""
-
-    def fetch(self, urls: list[str], folder: Path, bytes_max: int) -> dict[str, Path | InvalidRow]:
-        """Fetch URLs, several at once. Returns: URL -> the file, or why there is none.
-
-        Raises: StorageFull, OverQuota, InvalidDataset where all of them together are too large.
-        """
-
-
 class MediaAdder:
     """Adds the parts of each row, or its fault."""
 
-    def __init__(self, columns: list[MediaColumn], spec: DatasetSpec, home: Path, fetcher: MediaFetcher | None) -> None:
-        self._columns, self._spec, self._home, self._fetcher = columns, spec, home, fetcher
-        if fetcher is not None:
-            fetcher.begin()
+    def __init__(self, columns: list[MediaColumn], spec: DatasetSpec, home: Path) -> None:
+        self._columns, self._spec, self._home = columns, spec, home
 
     def add(self, pieces: Iterator[Converted], source: SourceFile, *, are_whole_lines: bool) -> Iterator[Converted]:
         """Yield the pieces of one source with the media of their rows."""
@@ -70,39 +58,25 @@ class MediaAdder:
         return os.path.dirname(source.path) if is_local else None
 
     def _added(self, lines: bytes, folder: str | None, binary: set[str]) -> bytes:
-        rows = [_row_of(line) for line in lines.split(b"\n")]
-        fetched = self._fetched([members for members in rows if isinstance(members, dict)], binary)
         added = []
-        for line, members in zip(lines.split(b"\n"), rows, strict=True):
-            if members is None:
+        for line in lines.split(b"\n"):
+            if (members := _row_of(line)) is None:
                 added.append(line)
                 continue
             try:
-                added.append(with_media(line.strip(), self._parts(members, folder, binary, fetched)))
+                added.append(with_media(line.strip(), self._parts(members, folder, binary)))
             except InvalidRow as error:
                 added.append(with_fault(line.strip(), error.code, error.message))
         return b"\n".join(added)
 
-    def _fetched(self, rows: list[dict[str, Raw]], binary: set[str]) -> dict[str, Path | InvalidRow]:
-        """Fetch the URLs of a chunk together."""
-        cells = [members[each.column] for members in rows for each in self._columns if each.column in members]
-        texts = [text for cell in cells if isinstance(text := _text_of(cell), str) and is_web_url(text)]
-        if not texts or self._fetcher is None:
-            return {}
-        folder = self._home / layout.MEDIA
-        folder.mkdir(exist_ok=True)
-        return self._fetcher.fetch(list(dict.fromkeys(texts)), folder, self._spec.media_bytes_max)
-
-    def _parts(
-        self, members: dict[str, Raw], folder: str | None, binary: set[str], fetched: dict[str, Path | InvalidRow]
-    ) -> list[MediaPart]:
+    def _parts(self, members: dict[str, Raw], folder: str | None, binary: set[str]) -> list[MediaPart]:
         """The parts of a row. Raises: InvalidRow, with a code of MEDIA_FAULTS."""
         parts, left = [], self._spec.media_row_bytes_max
         for each in self._columns:
             cell = _text_of(members[each.column]) if each.column in members else None
             if cell is None or cell == "":
                 continue
-            part = self._part(each, cell, folder, each.column in binary, fetched)
+            part = self._part(each, cell, folder, each.column in binary)
             left -= part.size_bytes
             if left < 0:
                 raise InvalidRow(
@@ -113,10 +87,7 @@ class MediaAdder:
             parts.append(part)
         return parts
 
-    def _part(
-        self, column: MediaColumn, cell: Any, folder: str | None, is_binary: bool,
-        fetched: dict[str, Path | InvalidRow],
-    ) -> MediaPart:  # fmt: skip
+    def _part(self, column: MediaColumn, cell: Any, folder: str | None, is_binary: bool) -> MediaPart:
         if isinstance(cell, dict) and not cell.get("bytes") and isinstance(cell.get("path"), str):
             cell = cell["path"]  # as data sets of the Hugging Face Hub write what they do not hold
             is_binary = False
@@ -125,18 +96,9 @@ class MediaAdder:
         if not isinstance(cell, str):
             raise InvalidRow(f"{_named(column, cell)} is neither a path, a URL nor bytes", code="media_invalid")
         if is_web_url(cell):
-            path = self._path_of_url(column, cell, fetched)
-        else:
-            path = self._path_of(column, cell, folder)
+            return MediaPart(column.kind, url=cell, column=column.column)
+        path = self._path_of(column, cell, folder)
         return self._described(column, read_file(path, self._spec.media_bytes_max), path=path)
-
-    def _path_of_url(self, column: MediaColumn, url: str, fetched: dict[str, Path | InvalidRow]) -> str:
-        found = fetched.get(url)
-        if found is None:
-            raise InvalidRow(f"{_named(column, url)} is a URL, and nothing is fetched here", code="media_not_allowed")
-        if isinstance(found, InvalidRow):
-            raise found
-        return str(found)
 
     def _path_of(self, column: MediaColumn, cell: str, folder: str | None) -> str:
         if _SCHEME.match(cell):
@@ -166,13 +128,7 @@ class MediaAdder:
                 "smaller, or raise limits.media_bytes_max",
                 code="media_too_large",
             )
-        kind = type_of(data[:HEAD_BYTES])
-        if kind not in TYPES[wanted.kind]:
-            known = f"it is {kind}" if kind else "its first bytes are of no known type"
-            raise InvalidRow(
-                f"the {wanted.kind} in {wanted.column!r} is none: {known}; it can be {', '.join(TYPES[wanted.kind])}",
-                code="media_invalid",
-            )
+        kind = type_for(wanted.kind, wanted.column, data[:HEAD_BYTES])
         return MediaPart(wanted.kind, kind, len(data), blake3(data).hexdigest(), **place)
 
 

@@ -1,44 +1,39 @@
-"""Makes the request of a row in a worker, with the media that its cells name.
+"""Reads what was sealed of media when the request of a row is made, and makes the request.
 
-Files are read when the request is made, so that a job takes no memory and no disk for those that wait.
+Files are read only then, so that a job takes no memory and no disk for rows that wait.
 """
 
 from __future__ import annotations
 
 import os
 from base64 import b64encode
+from typing import Any
 
 from blake3 import blake3
 
 from batchmill.datasets.media.files import read_file
 from batchmill.errors import InvalidRow
-from batchmill.types import Request, Row
+from batchmill.types import LoadedPart, Request, Row
 from batchmill.wire.forms import TableForm
-from batchmill.wire.json_bytes import decode, split_object
-from batchmill.wire.rendered_rows import MediaPart, media_of
+from batchmill.wire.json_bytes import decode
+from batchmill.wire.rendered_rows import MediaPart
 
 
-def request_of(row: Row) -> Request:
-    """As `Form.request`. Raises: InvalidRow, also for a file that is gone or has changed since it was sealed."""
-    if not reads_files(row):
-        return row.form.request(row)
-    members = split_object(row.raw)
-    row.media = tuple(_data_of(part, members) for part in media_of(members))
-    try:
-        return row.form.request(row)
-    finally:
-        row.media = ()
-
-
-def reads_files(row: Row) -> bool:
-    """Whether `request_of` may read files: it may take long."""
+def has_media(row: Row) -> bool:
+    """Whether a row needs its media to be loaded before `request_of`."""
     return isinstance(row.form, TableForm) and bool(row.form.media)
 
 
-def _data_of(part: MediaPart, members: dict) -> str:
-    """The bytes of a part, as base64."""
+def request_of(row: Row) -> Request:
+    """As `Form.request`, for a row that is sent."""
+    assert row.media is not None or not has_media(row), "its media are loaded first"
+    return row.form.request(row)
+
+
+def read_part(part: MediaPart, members: dict[str, Any]) -> LoadedPart:
+    """The bytes of a part that is in a file or a cell. Raises: InvalidRow for a file that is gone or has changed."""
     if not part.path:
-        return base64_of(decode(members[part.column]))
+        return LoadedPart(part.type, base64_of(decode(members[part.column])))
     name = os.path.basename(part.path)
     try:
         data = read_file(part.path, part.size_bytes)
@@ -48,6 +43,10 @@ def _data_of(part: MediaPart, members: dict) -> str:
         raise InvalidRow(
             f"the {part.kind} {name} has changed since the job began: run it as a new job", code="media_changed"
         )
+    return LoadedPart(part.type, encoded_text(data))
+
+
+def encoded_text(data: bytes) -> str:
     return b64encode(data).decode()
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from msgspec import Struct
 from msgspec.structs import replace
 
-from batchmill.datasets.media.loading import reads_files
+from batchmill.datasets.media.loading import has_media
 from batchmill.engines.llm.adapter_cache import AdapterCache, AdapterSlot
 from batchmill.engines.llm.adapters import Adapter
 from batchmill.engines.llm.calls import LlmCalls, LlmRow, stable_code
@@ -16,6 +16,8 @@ from batchmill.engines.llm.quarantine import SuspectIsolation
 from batchmill.engines.llm.row_queue import AdapterQueue, Flight, QuarantineQueue, Yielding
 from batchmill.engines.llm.server import CallLost, ReplyTooLarge, VllmServer
 from batchmill.engines.retry import Reply, is_result, read_reply
+from batchmill.engines.row_media import AHEAD_MAX, LoadingRow, RowMedia
+from batchmill.errors import InvalidRow
 from batchmill.ports import Feed, ProjectFeed, Sink
 from batchmill.types import Outcome, Row, RowError
 from batchmill.types.models import ALONE_DEATHS_MAX
@@ -98,6 +100,10 @@ class Flow:
         self._trial: set[LlmRow] = set()  # suspects that run now
         self._holds_back = False  # rows of projects beyond their budget wait in the feed
         self._others_at: dict[str, float] = {}  # project -> when it last had a running or waiting row
+        self._media = RowMedia(
+            HELD_BYTES_MAX, self._held_bytes, attempts_max=calls.limits.attempts_max, clock=isolation.clock
+        )
+        self._loading: set[asyncio.Task[None]] = set()  # rows whose media are being loaded
         self._in_flight: dict[asyncio.Task[None], _InFlight] = {}
         self._overtaken: tuple[Adapter | None, int] = None, 0  # a blocked adapter, and how many later rows were sent
         self._lost_calls: list[_Lost] = []
@@ -106,7 +112,7 @@ class Flow:
         self._finished = 0  # rows
         self._adapter_waits = 0  # rows that wait only for their adapters
         self._bug: BaseException | None = None
-        self._wake, self._moved = asyncio.Event(), asyncio.Event()  # `_moved`: after each turn of `run`
+        self._wake = asyncio.Event()
         self._progress_at = clock.monotonic()
 
     @property
@@ -144,19 +150,22 @@ class Flow:
                 self._send()
                 self._load()
                 self._take()
-                self._moved.set()
+                self._media.wake()
                 self._raise_bug()
                 if not self._is_done():
                     await self._wake.wait()
                     self._wake.clear()
             self._raise_bug()
         finally:
-            await self._cancel([tuning, *self._in_flight, *([self._take_task] if self._take_task else [])])
+            taking = [self._take_task] if self._take_task else []
+            await self._cancel([tuning, *self._in_flight, *self._loading, *taking])
+            await self._media.close()
             self._isolation.release(self)
             self._adapter_cache.set_waiting([])
 
     def _is_done(self) -> bool:
-        return self._ended and not (self._queue or self._suspects or self._in_flight or self._lost_calls)
+        left = self._queue or self._suspects or self._in_flight or self._lost_calls or self._loading
+        return self._ended and not left
 
     def _raise_bug(self) -> None:
         if (bug := self._bug or self._adapter_cache.bug) is not None:
@@ -180,7 +189,7 @@ class Flow:
         if self._ended or self._take_task is not None:
             return
         limit = self._limit()
-        room = limit + self._ahead() - len(self._in_flight) - len(self._queue)
+        room = limit + self._ahead() - len(self._in_flight) - len(self._queue) - max(0, len(self._loading) - AHEAD_MAX)
         if any(self._deaths.is_over_budget(project) for project in self._suspects.projects()):
             room = min(room, LAST_ROWS)
         if room > 0 and room * TAKE_SHARE >= limit:
@@ -196,20 +205,30 @@ class Flow:
         self._on_task_end(task)
 
     async def _take_rows(self, room: int) -> None:
-        """Take rows and queue their calls. Those that read files are made in a thread, one after the other, once the
-        calls that are held have fewer bytes than they may.
-        """
+        """Take rows and queue their calls. The media of others are loaded first, beside them."""
         rows = await self._feed.take(room)
         self._ended = not rows
         for row in rows:
             self._deaths.record_work(getattr(row.lease, "project", ""))
-        self._add([(row, self._calls.read(row)) for row in rows if not reads_files(row)])
-        for row in filter(reads_files, rows):
-            while self._held_bytes() >= HELD_BYTES_MAX:
-                self._moved.clear()
-                await self._moved.wait()
-            self._add([(row, await asyncio.to_thread(self._calls.read, row))])
-            self._wake.set()
+        self._add([(row, self._calls.read(row)) for row in rows if not has_media(row)])
+        for row in filter(has_media, rows):
+            task = asyncio.create_task(self._load_media(self._media.begin(row), row))
+            self._loading.add(task)
+            task.add_done_callback(self._on_loaded)
+
+    async def _load_media(self, loading: LoadingRow, row: Row) -> None:
+        """Queue the call of a row once its media are there."""
+        try:
+            call = await loading.make(self._calls.read)
+        except InvalidRow as error:
+            call = RowError(error.code, error.message)
+        finally:
+            loading.close()
+        self._add([(row, call)])
+
+    def _on_loaded(self, task: asyncio.Task[None]) -> None:
+        self._loading.discard(task)
+        self._on_task_end(task)
 
     def _held_bytes(self) -> int:
         """Of the calls in flight and of those that wait."""

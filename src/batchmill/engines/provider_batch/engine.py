@@ -17,13 +17,16 @@ from batchmill.engines.connections import Connections
 from batchmill.engines.provider_batch import load_provider
 from batchmill.engines.provider_batch.provider import ProviderApi
 from batchmill.engines.provider_batch.settings import argument, read_settings
-from batchmill.engines.provider_batch.shard import WINDOW, ProviderShard, Tools
+from batchmill.engines.provider_batch.shard import ProviderShard, Tools
+from batchmill.engines.provider_batch.spool import WINDOW
+from batchmill.engines.row_media import RowMedia
 from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.models import addresses, secrets
 from batchmill.ports import Clock, Feed, LeaseFeed, Sink
 from batchmill.types import EngineStats, LiveHead, LiveRequest, ModelSpec, Row
 
 IDLE_TIMEOUT_S = 120.0  # how long a provider may send nothing while it receives a large file
+HELD_BYTES_MAX = 256 * 1024 * 1024  # of media of rows that are written to files for the provider
 LEAVE_S = 30.0  # how long calls in flight may take to end when the engine fails
 FOLDER = "provider-batch-"  # + the id of the process that uses it
 
@@ -61,9 +64,11 @@ class ProviderBatchEngine:
     async def run(self, feed: Feed, sink: Sink) -> None:
         assert self._folder is not None, "call start() first"
         slots = asyncio.Semaphore(self._settings.jobs_max)
+        media = RowMedia(HELD_BYTES_MAX, lambda: 0, attempts_max=self._model.limits.attempts_max, clock=self._clock)
         tools = Tools(
-            self._api, self._provider, self._settings, sink, self._clock, self._jitter, self._folder, slots, self._moved
-        )
+            self._api, self._provider, self._settings, sink, self._clock, self._jitter, self._folder, slots,
+            self._moved, media,
+        )  # fmt: skip
         try:
             while rows := await self._take(feed):
                 self._add_rows(rows, tools)
@@ -75,6 +80,8 @@ class ProviderBatchEngine:
         except BaseException:
             await self._leave(LEAVE_S)
             raise
+        finally:
+            await media.close()
 
     def predict(self, request: LiveRequest) -> AsyncIterator[LiveHead | bytes]:
         raise InvalidInput(

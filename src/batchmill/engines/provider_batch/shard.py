@@ -9,6 +9,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from uuid import uuid4
@@ -16,7 +17,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import Struct, field
 
-from batchmill.datasets.media.loading import reads_files, request_of
+from batchmill.datasets.media.loading import request_of
 from batchmill.engines.provider_batch.following import (
     OVER,
     PAUSE,
@@ -30,12 +31,11 @@ from batchmill.engines.provider_batch.following import (
 )
 from batchmill.engines.provider_batch.provider import JobGone, JobRefused, ProviderApi, ProviderRow, RowReply, TryAgain
 from batchmill.engines.provider_batch.settings import ProviderSettings
-from batchmill.engines.provider_batch.spool import Draft, Drafts, Spool
+from batchmill.engines.provider_batch.spool import WINDOW, Draft, Drafts, Spool
+from batchmill.engines.row_media import RowMedia
 from batchmill.errors import AuthRefused, BatchmillError, InvalidRow, JobPaused, ModelFailed, RouteFailed, SubmitUnknown
 from batchmill.ports import Clock, LeaseHandle, Sink
 from batchmill.types import Outcome, RemoteJob, Row, RowError
-
-WINDOW = 1024  # rows handled in one turn of the event loop
 
 
 class CollectedRows(Struct):
@@ -169,6 +169,7 @@ class Tools(Struct, frozen=True):
     folder: Path
     slots: asyncio.Semaphore  # limits shards that submit rows at once
     moved: asyncio.Event  # set when the room for rows changes
+    media: RowMedia
 
 
 class ProviderShard:
@@ -341,18 +342,17 @@ class ProviderShard:
         """Write the files to upload; rows that the provider cannot take get their errors."""
         api = self._tools.api
         drafts = Drafts(self._folder, f"{next(self._drafts)}", api.limits)
-        for first in range(0, len(positions), WINDOW):
+        for some in self._spool.windows(positions):
             unfit: dict[int, RowError] = {}
-            rows = self._spool.read(positions[first : first + WINDOW])
-            for row in rows:
+
+            def add(row: Row, encoded: Callable[[], ProviderRow], unfit: dict[int, RowError] = unfit) -> None:
                 try:
-                    if reads_files(row):
-                        encoded = await asyncio.to_thread(_encoded, api, row)
-                    else:
-                        encoded = _encoded(api, row)
-                    drafts.add(row.position, encoded)
+                    drafts.add(row.position, encoded())
                 except _ROW_ERRORS as error:
                     unfit[row.position] = _unfit(error)
+
+            rows = self._spool.read(some)
+            await self._tools.media.make_all(rows, partial(_encoded, api), add)
             self._spool.release(rows)
             self._fail_rows(unfit)
             await asyncio.sleep(0)

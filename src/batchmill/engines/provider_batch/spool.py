@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct, field
@@ -15,6 +15,8 @@ from batchmill.errors import InvalidRow
 from batchmill.types import Row
 
 PIECE_BYTES = 1024 * 1024  # of an upload, buffered before they are written
+WINDOW = 1024  # rows handled in one turn of the event loop
+WINDOW_BYTES = 32 * 1024 * 1024  # of rows that are read at once
 SPARSE = 4  # rows are read in one piece if it is at most this many times larger than the rows
 
 
@@ -49,6 +51,21 @@ class Spool:
     def positions(self) -> list[int]:
         """The positions of the spooled rows, ascending."""
         return sorted(self._index)
+
+    def windows(self, positions: Sequence[int]) -> Iterator[list[int]]:
+        """The same positions in pieces that can be read at once: few rows, and few bytes or one row."""
+        piece: list[int] = []
+        size = 0
+        for position in positions:
+            index = self._index[position]
+            more = self._ends[index + 1] - self._ends[index]
+            if piece and (len(piece) == WINDOW or size + more > WINDOW_BYTES):
+                yield piece
+                piece, size = [], 0
+            piece.append(position)
+            size += more
+        if piece:
+            yield piece
 
     def read(self, positions: Sequence[int]) -> list[Row]:
         """Read these rows with their bytes. `release` drops the bytes."""

@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 import msgspec
 from msgspec.structs import replace
 
-from batchmill.datasets.media.loading import reads_files
+from batchmill.datasets.media.loading import has_media
 from batchmill.engines.remote.outgoing import RemoteRow
 from batchmill.engines.remote.pacing import LiveQueue, Pacer, nothing
 from batchmill.engines.retry import BACKOFF_MAX_S, RETRY_AFTER_MAX_S, Fault, FaultKind, Retries, RetryBudget
+from batchmill.engines.row_media import AHEAD_MAX, LoadingRow, RowMedia
 from batchmill.errors import AuthRefused, InvalidRow, JobPaused, QuotaExhausted
 from batchmill.ports import Clock, Feed, Sink
 from batchmill.states import PauseReason
@@ -55,6 +56,8 @@ class Dispatch:
         self._taken: deque[Row] = deque()  # rows of which no call is made yet: those of others have many bytes
         self._held_bytes = 0  # of held rows and their calls
         self._row_bytes = 0  # of one row, as the last ones were
+        self._media = RowMedia(HELD_BYTES_MAX, lambda: self._held_bytes, attempts_max=retries.attempts_max, clock=clock)
+        self._loading: dict[asyncio.Task[None], Row] = {}  # whose media are being loaded
         self._held = 0  # rows taken from the feed and not yet put into the sink
         self._held_of: Counter[str] = Counter()  # the same for each job
         self._waiting: set[RemoteRow] = set()  # held rows that wait for their retry
@@ -83,6 +86,7 @@ class Dispatch:
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
+            await self._media.close()
             self._live_queue.resume = nothing
             self._pacer.idle(self._live_queue.in_flight)
             self._flush(sink)
@@ -120,8 +124,9 @@ class Dispatch:
 
         In an outage the number grows, since one of the new rows may be answered.
         """
-        limit = self._pacer.window.limit
-        return max(limit + max(1, limit // 2) + min(len(self._waiting), limit), self._outage_held) - self._held
+        limit, loading = self._pacer.window.limit, min(len(self._loading), AHEAD_MAX)
+        ready = max(limit + max(1, limit // 2) + min(len(self._waiting), limit), self._outage_held)
+        return ready + loading - self._held
 
     def _fitting(self) -> int:
         """How many rows like the last ones may be held by their bytes, at least one."""
@@ -130,22 +135,38 @@ class Dispatch:
     async def _prepare_next(self) -> None:
         """Make the call of the next row that was taken, once the calls that are held have fewer bytes than they may.
 
-        Files are read in a thread: the rows of other jobs go on.
+        Rows whose media must be loaded first are loaded beside others.
         """
         row = self._taken[0]
+        if has_media(row):
+            self._taken.popleft()
+            task = self._spawn(self._load(self._media.begin(row), row))
+            self._loading[task] = row
+            return
         if self._held_bytes >= HELD_BYTES_MAX:
             self._pump()
             self._has_room.clear()
             await self._has_room.wait()
             return
-        if reads_files(row):
-            self._pump()
-            prepared = await asyncio.to_thread(self._prepared, row)
-            if not self._taken or self._taken[0] is not row:  # it was given back meanwhile
-                return
-        else:
-            prepared = self._prepared(row)
         self._taken.popleft()
+        self._add(row, self._prepared(row))
+
+    async def _load(self, loading: LoadingRow, row: Row) -> None:
+        """Make the call of a row once its media are there."""
+        try:
+            prepared = await loading.make(self._prepared)
+        except InvalidRow as error:
+            prepared = Outcome(row, None, RowError(error.code, error.message), 0)
+        finally:
+            loading.close()
+        task = asyncio.current_task()
+        assert task is not None
+        del self._loading[task]
+        self._add(row, prepared)
+        self._pump()
+
+    def _add(self, row: Row, prepared: RemoteRow | Outcome) -> None:
+        """Queue a call, or finish a row of which there is none."""
         if isinstance(prepared, Outcome):
             self._finish(prepared)
             return
@@ -279,10 +300,13 @@ class Dispatch:
                 self._let_go(call.row, call.held_bytes)
                 rows.append(call.row)
         taken, self._taken = self._taken, deque(row for row in self._taken if _job_of(row) != job_id)
-        for row in taken:
-            if _job_of(row) == job_id:
-                self._let_go(row)
-                rows.append(row)
+        loading = [(task, row) for task, row in self._loading.items() if _job_of(row) == job_id]
+        for task, _ in loading:
+            task.cancel()
+            del self._loading[task]
+        for row in [*(row for row in taken if _job_of(row) == job_id), *(row for _, row in loading)]:
+            self._let_go(row)
+            rows.append(row)
         return rows
 
     def forget(self, job_id: str) -> None:
@@ -458,6 +482,7 @@ class Dispatch:
     def _let_go(self, row: Row, held_bytes: int = 0) -> None:
         self._held -= 1
         self._held_bytes -= held_bytes
+        self._media.wake()
         job_id = _job_of(row)
         self._held_of[job_id] -= 1
         if not self._held_of[job_id]:

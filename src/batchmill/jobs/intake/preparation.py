@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -26,7 +25,6 @@ from batchmill.jobs.ledger.plan import Plan, PlanOrder
 from batchmill.jobs.results.results import COLUMNS_MAX, output_kind, written_name
 from batchmill.models.paths import paths_of
 from batchmill.object_store.credentials import environment_with
-from batchmill.optional import require
 from batchmill.store.objects import StoreObjects
 from batchmill.types import ModelSpec, Problem
 from batchmill.wire.features import features_of
@@ -132,21 +130,11 @@ def _sealed(
         report = seal_with_retry(
             msgspec.structs.replace(order, dataset=msgspec.structs.replace(order.dataset, paths=fetched.paths)),
             home, lambda share: progress(share_before + share * (1 - share_before)), elsewhere,
-            _media_fetcher(order, bounds),
         )  # fmt: skip
     except (InvalidInput, OverQuota) as error:
         fetching.clear(home)
         raise fetched.error(error) from None
     return fetched.named(report), fetched
-
-
-def _media_fetcher(order: SealOrder, bounds: Bounds) -> Any:
-    """What fetches the URLs in cells of media columns; None: the form has none."""
-    if not isinstance(order.form, TableForm) or not order.form.media:
-        return None
-    spec = order.dataset
-    media = require("batchmill.jobs.intake.media_fetching:UrlMedia", "media")
-    return media(spec.private_hosts, bounds, spec.download_bytes_max)
 
 
 def _by_model(order: SealOrder, adapters: list[str]) -> dict[int, list[str]]:

@@ -397,11 +397,11 @@ class JobRun:
     def opening(self, model: int) -> Open:
         """What a worker of a model is told of the job before its rows."""
         spec, files = self.spec, self.files
-        inputs = [] if spec.is_small else [path for path in spec.dataset.paths if path.startswith("/")]
         return Open(
             spec.id, spec.identity, self._form, dataset=str(files.dataset), segments=files.segment_place,
             is_small=spec.is_small, adapters=spec.models[model].adapter_set(), project=spec.project,
-            stores=variables_of(os.environ) if spec.uses_stores else {}, inputs=inputs, replies=spec.replies,
+            stores=variables_of(os.environ) if spec.uses_stores else {}, inputs=spec.local_inputs, replies=spec.replies,
+            media=spec.media_bounds,
         )  # fmt: skip
 
     @property

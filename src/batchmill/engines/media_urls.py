@@ -1,0 +1,324 @@
+"""Fetches URLs in cells of media columns, when their rows are about to be sent: through the guard of all URLs that
+callers give, bounded in bytes and time, and again where another attempt may help.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Protocol
+from urllib.parse import urljoin
+
+import aiohttp
+from msgspec import Struct
+from yarl import URL
+
+from batchmill.engines.retry import backoff_s, requested_wait_s
+from batchmill.errors import InvalidInput, InvalidRow
+from batchmill.models import secrets
+from batchmill.models.addresses import Private, read_url
+from batchmill.models.guarded_http import CONNECT_S, GuardedHttp, refusal_of
+from batchmill.ports import Clock
+from batchmill.wire.input_urls import shown
+
+REDIRECTS_MAX = 5
+ATTEMPT_S = 30.0  # for the head and the pieces of one reply together; waiting for memory does not count
+WAIT_MAX_S = 60.0  # that a server may ask for before another attempt
+KEPT_ALIVE_S = 15.0
+PIECE_BYTES = 256 * 1024
+RECENT_BYTES_MAX = 16 * 1024 * 1024  # of contents that are kept for the next rows with the same URL
+RECENT_S = 60.0
+SHOWN_CHARS = 32  # of what a server sends, in a message
+_REDIRECTS = (301, 302, 303, 307, 308)
+_LATER = (408, 425, 429)  # statuses below 500 of requests that may succeed later
+_HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "batchmill"}
+
+
+class Holder(Protocol):
+    """A row whose media are loaded."""
+
+    number: int  # of older rows it is smaller
+
+    async def hold(self, more: int) -> None:
+        """Wait until so many bytes more may be held; of fewer than 0: fewer are held from now on."""
+
+
+class Fetched(Struct, frozen=True):
+    """What a URL led to, and what its server said of this content."""
+
+    data: bytes
+    etag: str = ""
+    last_modified: str = ""
+
+
+class _Later(Exception):
+    """The attempt failed, and another may succeed."""
+
+    def __init__(self, why: str, wait_s: float | None = None) -> None:
+        super().__init__(why)
+        self.wait_s = wait_s  # that the server asks for
+
+
+class MediaUrls:
+    """Fetches URLs for the rows of one engine. The hosts that are private and allowed come with the secrets.
+
+    Args:
+        attempts_max: to fetch a URL for one row.
+        on_wait: is called when a row waits for another one: see `fetcher_for`.
+    """
+
+    def __init__(
+        self, attempts_max: int, on_wait: Callable[[], None], *, clock: Clock, jitter: Callable[[], float]
+    ) -> None:
+        self._attempts_max, self._on_wait, self._clock, self._jitter = attempts_max, on_wait, clock, jitter
+        self._private: Private | None = None  # that the session was made with
+        self._guard: GuardedHttp | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._recent: OrderedDict[str, tuple[float, Fetched]] = OrderedDict()
+        self._recent_bytes = 0
+        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # URL -> how many rows want it now
+        self._fetching: dict[str, int] = {}  # URL -> number of the row that fetches it
+        self._waiting: dict[int, str] = {}  # number of a row -> the URL that another row fetches
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+        if self._guard is not None:
+            self._guard.close()
+
+    def fetcher_for(self, number: int) -> int:
+        """The row that a row waits for, because both want the same URL; itself if it waits for none."""
+        return self._fetching.get(self._waiting.get(number, ""), number)
+
+    async def get(self, url: str, bytes_max: int, holder: Holder) -> Fetched:
+        """The content of a URL. Rows that want the same one at about the same time fetch it once.
+
+        Raises: InvalidRow: `media_not_allowed`, `media_missing`, `media_too_large`; `media_unavailable` after the last
+        attempt.
+        """
+        async with self._turn_of(url, holder.number):
+            found = self._recent_content(url)
+            if found is None:
+                found = await self._fetch(url, bytes_max, holder)
+                self._remember(url, found)
+            elif len(found.data) > bytes_max:
+                raise too_large(url, bytes_max)
+            else:
+                await holder.hold(len(found.data))
+            return found
+
+    @asynccontextmanager
+    async def _turn_of(self, url: str, number: int) -> AsyncIterator[None]:
+        lock, users = self._turns.get(url, (asyncio.Lock(), 0))
+        self._turns[url] = lock, users + 1
+        self._waiting[number] = url
+        if lock.locked():
+            self._on_wait()
+        try:
+            async with lock:
+                del self._waiting[number]
+                self._fetching[url] = number
+                yield
+        finally:
+            self._waiting.pop(number, None)
+            if self._fetching.get(url) == number:
+                del self._fetching[url]
+            lock, users = self._turns.pop(url)
+            if users > 1:
+                self._turns[url] = lock, users - 1
+
+    def _recent_content(self, url: str) -> Fetched | None:
+        since, found = self._recent.get(url, (0.0, None))
+        if found is not None and self._clock.monotonic() - since > RECENT_S:
+            self._forget(url)
+            return None
+        return found
+
+    def _remember(self, url: str, found: Fetched) -> None:
+        if len(found.data) > RECENT_BYTES_MAX // 4:
+            return
+        self._recent[url] = self._clock.monotonic(), found
+        self._recent_bytes += len(found.data)
+        while self._recent_bytes > RECENT_BYTES_MAX:
+            self._forget(next(iter(self._recent)))
+
+    def _forget(self, url: str) -> None:
+        self._recent_bytes -= len(self._recent.pop(url)[1].data)
+
+    async def _fetch(self, url: str, bytes_max: int, holder: Holder) -> Fetched:
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                return await self._attempt(url, bytes_max, holder)
+            except _Later as error:
+                if attempt >= self._attempts_max or (error.wait_s or 0.0) > WAIT_MAX_S:
+                    times = "" if attempt == 1 else f", {attempt} times"
+                    raise InvalidRow(
+                        f"{shown(url)} could not be fetched: {error}{times}; `batchmill retry` tries it again",
+                        code="media_unavailable",
+                    ) from None
+                wait_s = error.wait_s or backoff_s(attempt, self._jitter)
+            await self._clock.sleep(wait_s)
+
+    async def _attempt(self, url: str, bytes_max: int, holder: Holder) -> Fetched:
+        """One request. What was held of a reply that failed is let go. Raises: _Later, InvalidRow."""
+        reading = _Reading(url, bytes_max, holder)
+        is_read = False
+        try:
+            async with self._opened(url, reading) as reply:
+                data = await reading.read(reply)
+            is_read = True
+            return Fetched(data, _header(reply, "ETag"), _header(reply, "Last-Modified"))
+        except TimeoutError:
+            raise _Later(f"it took more than {ATTEMPT_S:.0f} s") from None
+        finally:
+            if not is_read:
+                await reading.let_go()
+
+    @asynccontextmanager
+    async def _opened(self, url: str, reading: _Reading) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The head of the reply, after redirects. Each URL and each address is checked. Raises: _Later, InvalidRow."""
+        at, session = url, await self._session_now()
+        for _ in range(REDIRECTS_MAX + 1):
+            self._check_url(at)
+            try:
+                async with reading.timed():
+                    reply = await session.get(URL(at, encoded=True), headers=_HEADERS, allow_redirects=False)
+                async with reply:
+                    if reply.status not in _REDIRECTS:
+                        self._check(url, reply)
+                        yield reply
+                        return
+                    at = _redirected(at, reply)
+            except (aiohttp.ClientError, OSError) as error:
+                if isinstance(error, TimeoutError):
+                    raise
+                if reason := refusal_of(error):
+                    raise InvalidRow(f"{shown(url)} was not called: {reason}", code="media_not_allowed") from None
+                raise _Later(_words_of(error)) from None
+        raise InvalidRow(f"{shown(url)} is redirected more than {REDIRECTS_MAX} times", code="media_missing")
+
+    def _check_url(self, url: str) -> None:
+        """Raises: InvalidRow for a URL that the guard refuses by its text."""
+        assert self._private is not None, "there is a session"
+        try:
+            read_url(url, self._private)
+        except InvalidInput as error:
+            raise InvalidRow(error.message, code="media_not_allowed") from None
+
+    def _check(self, url: str, reply: aiohttp.ClientResponse) -> None:
+        """Raises: _Later, InvalidRow for a reply without the content."""
+        status = reply.status
+        if status >= 500 or status in _LATER:
+            raise _Later(f"the server answers {status}", requested_wait_s(_lower(reply), self._clock.now()))
+        if status != 200:
+            way_out = "; use a URL that needs no login" if status in (401, 403) else ""
+            gone = "there is nothing at" if status in (404, 410) else "the server refuses"
+            raise InvalidRow(f"{gone} {shown(url)}: it answers {status}{way_out}", code="media_missing")
+        if (codec := _header(reply, "Content-Encoding").lower()) not in ("", "identity"):
+            raise InvalidRow(
+                f"the server sends {shown(url)} packed ({codec[:SHOWN_CHARS]}) although it was asked not to",
+                code="media_missing",
+            )
+        if reply.content_length is None and not reply.headers.get("Transfer-Encoding"):
+            raise InvalidRow(
+                f"the server does not say where {shown(url)} ends: one that is cut off would look whole",
+                code="media_missing",
+            )
+
+    async def _session_now(self) -> aiohttp.ClientSession:
+        """A session with the hosts that are allowed now."""
+        private = secrets.private()
+        if self._session is None or private is not self._private:
+            await self.close()
+            self._private, self._guard = private, GuardedHttp(private)
+            self._session = aiohttp.ClientSession(
+                connector=self._guard.connections(keepalive_s=KEPT_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+                cookie_jar=aiohttp.DummyCookieJar(), trust_env=False, auto_decompress=False,
+            )  # fmt: skip
+        return self._session
+
+
+class _Reading:
+    """The body of one reply: how much of it is held, and how long its server took."""
+
+    def __init__(self, url: str, bytes_max: int, holder: Holder) -> None:
+        self._url, self._bytes_max, self._holder = url, bytes_max, holder
+        self._held = 0
+        self._left_s = ATTEMPT_S
+
+    @asynccontextmanager
+    async def timed(self) -> AsyncIterator[None]:
+        """What is done inside counts to the time of the attempt. Raises: TimeoutError."""
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        async with asyncio.timeout(max(0.0, self._left_s)):
+            yield
+        self._left_s -= loop.time() - since
+
+    async def read(self, reply: aiohttp.ClientResponse) -> bytes:
+        """Raises: InvalidRow for more bytes than there may be; TimeoutError."""
+        await self._take(reply.content_length or 0)
+        pieces: list[bytes] = []
+        size = 0
+        while True:
+            async with self.timed():
+                piece = await reply.content.read(PIECE_BYTES)
+            if not piece:
+                return b"".join(pieces)
+            size += len(piece)
+            await self._take(size - self._held)
+            pieces.append(piece)
+
+    async def _take(self, more: int) -> None:
+        if self._held + more > self._bytes_max:
+            raise too_large(self._url, self._bytes_max)
+        if more > 0:
+            await self._holder.hold(more)
+            self._held += more
+
+    async def let_go(self) -> None:
+        await self._holder.hold(-self._held)
+
+
+def too_large(url: str, bytes_max: int) -> InvalidRow:
+    return InvalidRow(
+        f"{shown(url)} has more than {bytes_max:,} bytes: make it smaller, or raise limits.media_bytes_max "
+        "(limits.media_row_bytes_max for those of a row)",
+        code="media_too_large",
+    )
+
+
+def _redirected(url: str, reply: aiohttp.ClientResponse) -> str:
+    location = _header(reply, "Location")
+    try:
+        return urljoin(url, location)
+    except ValueError:
+        raise InvalidRow(
+            f"{shown(url)} is redirected to what is no URL: {location[:SHOWN_CHARS]!r}", code="media_missing"
+        ) from None
+
+
+def _header(reply: aiohttp.ClientResponse, name: str) -> str:
+    return reply.headers.get(name, "")
+
+
+def _lower(reply: aiohttp.ClientResponse) -> dict[str, str]:
+    return {name.lower(): value for name, value in reply.headers.items()}
+
+
+def _words_of(error: BaseException) -> str:
+    match error:
+        case aiohttp.ClientConnectorDNSError():
+            return "its name could not be resolved"
+        case aiohttp.ClientConnectorCertificateError() | aiohttp.ClientSSLError():
+            return "no trusted TLS connection could be made"
+        case aiohttp.ClientConnectorError():
+            return "the server could not be reached"
+        case _:
+            return "the reply was cut off, or was not valid HTTP"

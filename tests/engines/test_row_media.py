@@ -1,0 +1,255 @@
+"""Media of rows that are about to be sent: URLs are fetched through the guard, in bounded memory and time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from base64 import b64encode
+from contextlib import asynccontextmanager
+
+import pytest
+from blake3 import blake3
+from fakes.held_clock import HeldClock
+from fakes.web_files import WebFile, web_files
+
+from batchmill.engines import media_urls
+from batchmill.engines.row_media import READS_MAX, RowMedia
+from batchmill.errors import InvalidRow
+from batchmill.models import secrets
+from batchmill.types import LoadedPart, MediaColumn, Provision, Row
+from batchmill.wire.forms import TableForm
+from batchmill.wire.rendered_rows import MediaPart, with_media
+
+PNG = b"\x89PNG\r\n\x1a\n" + b"pixels"
+LIMIT = 1024 * 1024
+
+
+def row_of(*urls: str, number: int = 0) -> Row:
+    parts = [MediaPart("image", url=url, column="img") for url in urls]
+    return Row(number, number, with_media(b'{"q":"?"}', parts), TableForm("{q}", media=[MediaColumn("image", "img")]))
+
+
+def media_in(row: Row) -> tuple[LoadedPart, ...] | None:
+    return row.media
+
+
+@pytest.fixture
+def web():
+    with web_files() as web:
+        secrets.take(Provision(private_hosts=[web.host]))
+        yield web
+        secrets.take(Provision())
+
+
+@asynccontextmanager
+async def loader(clock: HeldClock | None = None, *, bytes_max: int = LIMIT, attempts_max: int = 3, calls=lambda: 0):
+    media = RowMedia(
+        bytes_max, calls, attempts_max=attempts_max, clock=clock or HeldClock(), jitter=random.Random(1).random
+    )
+    try:
+        yield media
+    finally:
+        await media.close()
+
+
+async def code_of(media: RowMedia, row: Row) -> str:
+    """What becomes of a row: the code of its error, or nothing."""
+    loading = media.begin(row)
+    try:
+        parts = await loading.make(media_in)
+    except InvalidRow as error:
+        return error.code
+    finally:
+        loading.close()
+    assert parts == (LoadedPart("image/png", b64encode(PNG).decode()),) and row.media is None
+    return ""
+
+
+async def test_what_a_url_leads_to_decides_what_becomes_of_its_row(web):
+    """What another attempt may change is tried again and then a fault that a retry reaches; the rest is one at once."""
+    ten_gigabytes = WebFile(PNG, claimed_bytes=10**10)
+    cases = {
+        "good": (WebFile(PNG), "", 1),
+        "later": (WebFile(PNG, failures=[503, 500]), "", 3),
+        "cut": (WebFile(PNG, cuts=[4]), "", 2),
+        "down": (WebFile(status=503), "media_unavailable", 3),
+        "always-cut": (WebFile(PNG, cuts=[4, 4, 4]), "media_unavailable", 3),
+        "gone": (WebFile(status=410), "media_missing", 1),
+        "secret": (WebFile(status=403), "media_missing", 1),
+        "page": (WebFile(b"<html>"), "media_invalid", 1),
+        "claims": (ten_gigabytes, "media_too_large", 1),
+        "endless": (WebFile(is_endless=True), "media_too_large", 1),
+        "packed": (WebFile(PNG, headers={"Content-Encoding": "gzip"}), "media_missing", 1),
+        "open": (WebFile(PNG, has_length=False), "media_missing", 1),
+        "away": (WebFile(status=302, headers={"Location": "http://127.0.0.2:9/"}), "media_not_allowed", 1),
+        "file": (WebFile(status=302, headers={"Location": "file:///etc/passwd"}), "media_not_allowed", 1),
+        "loop": (WebFile(status=302, headers={"Location": "/loop"}), "media_missing", 6),
+        "moved": (WebFile(status=301, headers={"Location": "/good"}), "", 1),
+        "tomorrow": (WebFile(status=503, headers={"Retry-After": "86400"}), "media_unavailable", 1),
+    }
+    web.files = {f"/{name}": file for name, (file, _, _) in cases.items()}
+    async with loader() as media:
+        found = {name: await code_of(media, row_of(f"{web.url}/{name}")) for name in cases}
+        assert found == {name: code for name, (_, code, _) in cases.items()}
+        asked = [path for path, _ in web.requests]
+        assert {name: asked.count(f"/{name}") for name in cases} == {
+            name: count + (name == "good") for name, (_, _, count) in cases.items()
+        }
+        for url in ("http://169.254.169.254/", "https://127.0.0.2/", "https://[::1]/", "http://x.example/a.png"):
+            assert await code_of(media, row_of(url)) == "media_not_allowed"
+        assert not media._held and not media._waiting
+
+
+async def test_another_attempt_waits_as_long_as_the_server_asks(web):
+    """Or longer and longer; a server that does not exist is asked again too."""
+    clock = HeldClock()
+    web.files["/busy"] = WebFile(status=429, headers={"Retry-After": "7"})
+    async with loader(clock) as media:
+        assert await code_of(media, row_of(f"{web.url}/busy")) == "media_unavailable"
+        assert clock.slept == [7.0, 7.0]
+        with socket.socket() as closed:
+            closed.bind((web.host, 0))
+            url = f"http://{web.host}:{closed.getsockname()[1]}/a.png"
+            assert await code_of(media, row_of(url)) == "media_unavailable"
+        assert len(clock.slept) == 4 and all(0 < each < 2 for each in clock.slept[2:])
+
+
+async def test_a_server_that_sends_nothing_is_given_up(web, monkeypatch):
+    """The time of an attempt is bounded, whatever trickles in."""
+    monkeypatch.setattr(media_urls, "ATTEMPT_S", 0.0)
+    web.files["/a"] = WebFile(PNG)
+    async with loader() as media:
+        assert await code_of(media, row_of(f"{web.url}/a")) == "media_unavailable"
+
+
+async def test_rows_that_share_a_url_fetch_it_once(web):
+    """Also those that want it while it is fetched; after a minute it is fetched again."""
+    clock = HeldClock()
+    web.files["/a"] = WebFile(PNG)
+    async with loader(clock) as media:
+        rows = [row_of(f"{web.url}/a", number=number) for number in range(8)]
+        assert await asyncio.gather(*(code_of(media, row) for row in rows)) == [""] * 8
+        assert len(web.requests) == 1
+        clock.at += 61
+        assert await code_of(media, rows[0]) == ""
+        assert len(web.requests) == 2
+        assert not media.urls._turns
+
+
+async def test_hosts_that_are_allowed_later_are_reached(web):
+    """A provision that comes while rows run counts for the next URL."""
+    web.files["/a"] = WebFile(PNG)
+    secrets.take(Provision())
+    async with loader() as media:
+        assert await code_of(media, row_of(f"{web.url}/a")) == "media_not_allowed"
+        secrets.take(Provision(private_hosts=[web.host]))
+        assert await code_of(media, row_of(f"{web.url}/a")) == ""
+
+
+async def test_a_row_has_bounded_bytes(web):
+    """Those of all its parts together."""
+    web.files |= {f"/{n}": WebFile(PNG + b"x" * 30 * LIMIT) for n in range(2)}
+    async with loader(bytes_max=200 * LIMIT) as media:
+        loading = media.begin(row_of(*(f"{web.url}/{n}" for n in range(2))))
+        with pytest.raises(InvalidRow, match="media_row_bytes_max") as refused:
+            await loading.make(media_in)
+        loading.close()
+    assert refused.value.code == "media_too_large"
+
+
+async def test_all_rows_together_hold_few_bytes(web):
+    """However many are loaded: others wait, one that is larger than what is left goes alone, none waits for ever."""
+    sizes = [1000, 70_000, 200_000, 3000, 90_000, 150_000, 10, 99_000]
+    web.files = {f"/{n}": WebFile(PNG + b"x" * size) for n, size in enumerate(sizes)}
+    held_most = out = 0
+
+    async def run(media: RowMedia, number: int) -> None:
+        nonlocal held_most, out
+        loading = media.begin(row_of(f"{web.url}/{number % len(sizes)}", number=number))
+        try:
+            (part,) = await loading.make(media_in)
+            held_most = max(held_most, sum(media._held.values()) + out)
+        finally:
+            loading.close()
+        out += len(part.data)
+        await asyncio.sleep(0)
+        out -= len(part.data)
+        media.wake()
+
+    async with loader(bytes_max=100_000, calls=lambda: out) as media:
+        await asyncio.gather(*(run(media, number) for number in range(40)))
+        assert not media._held and not media._waiting and media._beyond is None
+    assert 100_000 < held_most <= 100_000 + 4 * 200_100 // 3
+
+
+async def test_a_row_waits_for_no_row_that_waits_for_it(web):
+    """The older one wants a URL that the younger one fetches, which has no room beside the older one's bytes."""
+    web.files["/a"] = WebFile(PNG)
+    async with loader(bytes_max=100) as media:
+        older, younger = media.begin(row_of(f"{web.url}/a")), media.begin(row_of(f"{web.url}/a", number=1))
+        await older.hold(70)
+        tasks = [asyncio.create_task(younger.make(media_in))]
+        while not media._waiting:
+            await asyncio.sleep(0)
+        tasks.append(asyncio.create_task(older.make(media_in)))
+        assert len(await asyncio.gather(*tasks)) == 2
+        older.close()
+        younger.close()
+    assert len(web.requests) == 1
+
+
+async def test_rows_are_put_in_their_order(web):
+    """As a provider's file needs them: some are loaded ahead, and one that fails does not stop the others."""
+    web.files = {f"/{n}": WebFile(PNG, failures=[503] * (n == 1)) for n in range(40) if n != 7}
+    rows = [row_of(f"{web.url}/{number}", number=number) for number in range(40)]
+    put: list[tuple[int, str]] = []
+    most = 0
+
+    def add(row: Row, made) -> None:
+        nonlocal most
+        most = max(most, len(media._held))
+        try:
+            made()
+            put.append((row.number, ""))
+        except InvalidRow as error:
+            put.append((row.number, error.code))
+
+    async with loader(bytes_max=1) as media:
+        await media.make_all(rows, media_in, add)
+        assert not media._held
+    assert put == [(number, "media_missing" if number == 7 else "") for number in range(40)]
+    assert most == READS_MAX
+
+
+async def test_a_row_that_is_given_back_holds_nothing(web):
+    """Its reply may still come."""
+    web.files["/a"] = WebFile(PNG)
+    async with loader() as media:
+        loading = media.begin(row_of(f"{web.url}/a"))
+        task = asyncio.create_task(loading.make(media_in))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        loading.close()
+        assert not media._held and not media.urls._turns
+
+
+async def test_files_and_cells_are_read_beside_urls(web, tmp_path):
+    """A file that has changed since it was sealed fails its row."""
+    web.files["/a"] = WebFile(PNG)
+    path = tmp_path / "a.png"
+    path.write_bytes(PNG)
+    known = {"type": "image/png", "size_bytes": len(PNG), "digest": blake3(PNG).hexdigest()}
+    parts = [
+        MediaPart("image", path=str(path), **known), MediaPart("image", url=f"{web.url}/a", column="img"),
+        MediaPart("image", column="img", **known),
+    ]  # fmt: skip
+    cell = b64encode(PNG)
+    row = Row(0, 0, with_media(b'{"img":"%b"}' % cell, parts), TableForm("?", media=[MediaColumn("image", "img")]))
+    async with loader() as media:
+        loading = media.begin(row)
+        assert await loading.make(media_in) == (LoadedPart("image/png", cell.decode()),) * 3
+        loading.close()
+        path.write_bytes(PNG + b"!")
+        assert await code_of(media, row) == "media_changed"
