@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -217,6 +219,11 @@ async def test_every_field_of_a_request_counts(folder, service, chat):
     schema = OutputSchema('{"type":"object"}')
     assert (await run(service, replace(same, schema=schema, restart=True))).rows_reused == 0
     assert (await run(service, replace(same, schema=schema, output=str(folder / "twice.jsonl")))).rows_reused == 1
+    fields = ['"a":{"type":"string"}', '"b":{"type":"string"}']
+    for order_of_fields, reused in ((fields, 0), (fields[::-1], 0), (fields, 1)):
+        document = '{"type":"object","properties":{' + ",".join(order_of_fields) + "}}"
+        ordered = replace(same, schema=OutputSchema(document), output=str(folder / f"{os.urandom(4).hex()}.jsonl"))
+        assert (await run(service, ordered)).rows_reused == reused, document
     renamed = replace(same.models[0], source="m2")
     assert (await run(service, replace(same, models=[renamed], output=None))).rows_reused == 0
 
@@ -266,7 +273,7 @@ async def test_a_damaged_index_is_written_anew(folder, service):
     again = await run(service, functions(folder, range(100), name="again.jsonl"))
     assert again.rows_reused == 99
     home = JobFiles(folder / "data", first.id).reuse
-    for name in ("0.first", "0.rest", "0.place", "index.json"):
+    for name in ("0.records", "0.table", "index.json"):
         data = bytearray((home / name).read_bytes())
         data[len(data) // 2] ^= 0xFF
         (home / name).write_bytes(data)
@@ -290,6 +297,43 @@ async def test_a_damaged_result_is_not_taken(folder, service):
     calls(folder)
     view = await run(service, functions(folder, range(100), name="c.jsonl"))
     assert calls(folder) == [13, 42] and lines(view)[42]["output"] == 84
+
+
+async def test_an_older_result_is_taken_where_the_newest_is_gone(folder, service):
+    """Of two jobs with the same rows the newer one has lost a result, and then all of them."""
+    plain = Policy(reuse="none")
+    first = await run(service, functions(folder, range(10), policy=plain))
+    second = await run(service, functions(folder, range(10), name="b.jsonl", policy=plain))
+    third = await run(service, functions(folder, range(10), name="c.jsonl"))
+    assert {line["reused_from"].split("/")[0] for line in lines(third)} == {second.id}
+    await service.remove(third.id)
+    (segment,) = JobFiles(folder / "data", second.id).segments.glob("*.seg")
+    segment.write_bytes(segment.read_bytes().replace(b'"output":14', b'"output":15'))
+    calls(folder)
+    fourth = await run(service, functions(folder, range(10), name="d.jsonl"))
+    assert calls(folder) == [] and [line["output"] for line in lines(fourth)] == [2 * n for n in range(10)]
+    sources = [line["reused_from"] for line in lines(fourth)]
+    assert sources == [f"{first.id if n == 7 else second.id}/{n}" for n in range(10)]
+    await service.remove(fourth.id)
+    segment.unlink()
+    fifth = await run(service, functions(folder, range(10), name="e.jsonl"))
+    assert fifth.rows_reused == 10 and {line["reused_from"].split("/")[0] for line in lines(fifth)} == {first.id}
+    assert await is_sound(service, fifth)
+
+
+async def test_two_jobs_take_results_over_at_once(folder, service):
+    """Both look in the same index, which neither finds written, and in the other's project nothing is found."""
+    first = await run(service, functions(folder, range(100), policy=Policy(reuse="none")))
+    shutil.rmtree(JobFiles(folder / "data", first.id).reuse, ignore_errors=True)
+    calls(folder)
+    orders = [functions(folder, range(100), name=f"{name}.jsonl") for name in "abc"]
+    orders[2] = replace(orders[2], project="north")
+    views = await asyncio.gather(*(run(service, order) for order in orders))
+    assert [view.rows_reused for view in views] == [99, 99, 0]
+    assert calls(folder) == sorted([13, 13, *range(100)])
+    for view in views:
+        assert [line["output"] for line in lines(view)] == [None if n == 13 else 2 * n for n in range(100)]
+        assert await is_sound(service, view)
 
 
 async def test_results_grow_old(folder):

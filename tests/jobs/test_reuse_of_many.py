@@ -20,9 +20,11 @@ from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.intake import adapters, orders
 from batchmill.jobs.intake.preparation import PrepareOrder, prepare
-from batchmill.jobs.intake.reuse_index import JobIndex, ResultLines, read_requests
+from batchmill.jobs.intake.reuse_index import JobIndex
 from batchmill.jobs.intake.reuse_lookup import look_up_offloaded
 from batchmill.jobs.intake.reuse_orders import EarlierJob, LookupOrder, Reused, target_keys
+from batchmill.jobs.intake.reuse_requests import read_requests
+from batchmill.jobs.intake.reuse_results import ResultFiles
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.store import removals
 from batchmill.store.removals import Removal
@@ -115,7 +117,7 @@ async def test_a_damaged_index_costs_no_call(tmp_path, service):
     """An index that is not what was written is written anew within the same lookup."""
     first = await run(service, functions(tmp_path, range(20)))
     await service.remove((await run(service, functions(tmp_path, range(20), name="b.jsonl"))).id)
-    place = JobFiles(tmp_path / "data", first.id).reuse / "0.first"
+    place = JobFiles(tmp_path / "data", first.id).reuse / "0.records"
     place.write_bytes(bytes(place.stat().st_size))
     view = await run(service, functions(tmp_path, range(20), name="c.jsonl"))
     assert view.rows_reused == 20
@@ -128,13 +130,14 @@ async def test_a_job_that_is_removed_during_a_lookup(tmp_path, service):
     keys = target_keys(JobFiles(tmp_path / "data", first.id).read_spec())
     index = JobIndex(earlier(tmp_path, first), keys)
     digests = read_requests(JobFiles(tmp_path / "data", second.id).dataset).digests
+    digests = digests[digests[:, 0].argsort()]
     found, places = index.find(keys[0], digests)
     assert len(found) == 20 and digests.shape[1] * 8 == DIGEST_BYTES
-    lines = ResultLines()
-    assert b'"output":' in index.line(places[0].tolist(), lines)
-    lines.close()
+    files = ResultFiles()
+    assert all(b'"output":' in line for line in files.lines(index.paths, places))
+    files.close()
     shutil.rmtree(JobFiles(tmp_path / "data", first.id).home)
-    assert index.line(places[0].tolist(), lines) is None
+    assert files.lines(index.paths, places) == [None] * 20
     assert len(index.find(keys[0], digests)[0]) == 0
     shutil.rmtree(JobFiles(tmp_path / "data", second.id).home)
     view = await run(service, functions(tmp_path, range(20), name="c.jsonl"))

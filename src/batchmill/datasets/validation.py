@@ -14,7 +14,7 @@ from msgspec import Meta, Raw, Struct
 
 from batchmill.datasets import bodies
 from batchmill.datasets.orders import SealOrder
-from batchmill.datasets.request_digests import canonical_of, digest_of
+from batchmill.datasets.request_digests import digests_of
 from batchmill.errors import InvalidRow
 from batchmill.types import Request, Row, RowError
 from batchmill.wire.forms import RowLine, TableForm
@@ -201,7 +201,7 @@ class OpenAIRules:
             if not self._envelope_only and not self._assign_targets(bulk, [row.body for row in rows]):
                 return None
             if self._has_digests:
-                bulk.requests = self._digests(rows)
+                bulk.requests = digests_of([row.url for row in rows], [row.body for row in rows])
         except DECODE_ERRORS:
             return None
         urls = {row.url for row in rows}
@@ -219,13 +219,6 @@ class OpenAIRules:
         bulk.targets = [routes[name][1] for name in names]
         bulk.sizes = list(map(len, map(memoryview, bodies)))
         return True
-
-    def _digests(self, rows: Sequence[_Named]) -> bytes:
-        """The digests of rows for functions."""
-        canonical = [canonical_of(row.body) for row in rows]
-        return b"".join(
-            [digest_of(row.url, body, is_deterministic=False) for row, body in zip(rows, canonical, strict=True)]
-        )
 
     def check(self, line: bytes) -> CheckedLine:
         try:

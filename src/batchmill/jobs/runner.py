@@ -74,6 +74,7 @@ class JobRunner(RecordedJob):
         self.progress: float | None = None  # share done by its child process, 0..1
         self._run: JobRun | None = None  # the pass over its rows, from QUEUED on
         self._publishing: Publishing | None = None  # the results of that pass
+        self._copies_reused = False  # results that rows took over are copied while the others run
         self.rows_run: JobRun | None = None  # its rows while the dispatcher has them
         self._child: asyncio.Task[Any] | None = None  # long work that a pause interrupts
         self.stop_reason: BatchmillError | None = None  # the reason of a requested pause
@@ -274,9 +275,8 @@ class JobRunner(RecordedJob):
         try:
             prepared = await self._prepared()
             if prepared.plan is not None:
-                await self._interruptible(
-                    self._tools.earlier_jobs.take_over(self.spec, self.files, self._show_progress)
-                )
+                taking = self._tools.earlier_jobs.take_over(self.spec, self.files, self._show_progress)
+                self._copies_reused = await self._interruptible(taking)
         except EndsEarly:
             assert self._early is not None, "an early end was requested"
             await asyncio.to_thread(self.files.clear_refused)
@@ -341,8 +341,11 @@ class JobRunner(RecordedJob):
         begun = {"started": self._clock.now()} if record["started"] is None else {}
         await self._move(JobState.RUNNING, **begun)
         self._publishing = self._new_publishing()
-        if not (done or generation or run.is_sample or self._tools.stored.has_nodes) and run.rows_left:
-            self._publishing.follow(run)
+        if (done and not self._copies_reused) or generation or run.is_sample or self._tools.stored.has_nodes:
+            return
+        if run.rows_left:
+            committed = await self._commit_log.call_reader(self._ledger.committed, self.spec.id) if done else []
+            self._publishing.follow(run, [ref for _, ref in committed])
 
     async def _running(self) -> None:
         """Have workers run the rows. A model whose route failed gets its next one; then the job is QUEUED again."""

@@ -195,15 +195,21 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
         members.pop(REUSED_FROM, None)
         return encode(members) + b"\n"
 
-    def take_over(self, line: bytes, row: Row, source: bytes) -> bytes:
-        """Render the line of a row that takes over the result of another job: its own ids, usage 0, `reused_from`.
+    def take_over(
+        self, lines: Sequence[bytes], raws: Sequence[bytes], numbers: Sequence[int], sources: Sequence[bytes]
+    ) -> list[bytes]:
+        """Render the lines of rows that take over results of other jobs: their own ids, usage 0, `reused_from`.
 
-        Args: line: that result. source: JOB/ROW, as JSON.
+        Args: lines: those results. raws, numbers: of the rows. sources: JOB/ROW of each result, as JSON.
         """
-        reply = _reused_line.decode(line).response
-        body = without_usage(bytes(reply.body))
-        values = (row.number, self._custom_id(row.raw), reply.status_code, reply.request_id, body, source)
-        return _taken_line(self.id_prefix) % values
+        line = _taken_line(self.id_prefix)
+        replies = [each.response for each in map(_reused_line.decode, lines)]
+        bodies = [without_usage(bytes(reply.body)) for reply in replies]
+        ids = map(self._custom_id, raws)
+        return [
+            line % (number, custom_id, reply.status_code, reply.request_id, body, source)
+            for number, custom_id, reply, body, source in zip(numbers, ids, replies, bodies, sources, strict=True)
+        ]
 
     def cause(self, line: bytes) -> RowError:
         """Read why a row failed from the line that `write` or `follow` made."""
@@ -422,13 +428,18 @@ class TableForm(Struct, frozen=True, tag="table"):
         shared = b"".join(b"%b:%b," % (encode(name), bytes(members[name])) for name in names)
         return append_members(self._own(row.raw), b'%b"folded_from":%d' % (shared, leader.number)) + b"\n"
 
-    def take_over(self, line: bytes, row: Row, source: bytes) -> bytes:
-        """As `OpenAIForm.take_over`: the row's own columns with the result."""
-        members = split_object(line)
+    def take_over(
+        self, lines: Sequence[bytes], raws: Sequence[bytes], numbers: Sequence[int], sources: Sequence[bytes]
+    ) -> list[bytes]:
+        """As `OpenAIForm.take_over`: the rows' own columns with the results."""
         fields = () if self.schema is None else columns_of(self.schema)
-        names = [name for name in (*fields, OUTPUT, ERROR) if name in members]
-        taken = b"".join([b"%b:%b," % (encode(name), members[name]) for name in names])
-        return append_members(self._own(row.raw), b'%b"reused_from":%b' % (taken, source)) + b"\n"
+        names = [(name, encode(name)) for name in (*fields, OUTPUT, ERROR)]
+        taken = []
+        for line, raw, source in zip(lines, raws, sources, strict=True):
+            members = split_object(line)
+            values = b"".join([b"%b:%b," % (text, members[name]) for name, text in names if name in members])
+            taken.append(append_members(self._own(raw), b'%b"reused_from":%b' % (values, source)) + b"\n")
+        return taken
 
 
 Form = OpenAIForm | TableForm

@@ -1,5 +1,5 @@
-"""The index of a job's results by their requests: sorted digests, and where each result lies: in a segment, or in the
-published results once retention removes the segments.
+"""The index of a job's results by their requests: where the result of each lies, in a segment, or in the published
+results once retention removes the segments.
 
 An index is derived: the first lookup in its job writes it, and a later one writes it anew if its bytes are not what was
 written. It holds no result. Sorting is done in pieces on disk, so memory does not grow with the rows.
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -18,50 +16,34 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import replace
 
 from batchmill import faults
 from batchmill.checksums import checksum
-from batchmill.datasets import layout
-from batchmill.datasets.checking.fan_out import validators
 from batchmill.datasets.external_sort import ExternalSort
-from batchmill.datasets.orders import SourcePart, ValidatedChunk
-from batchmill.datasets.request_digests import DIGEST_BYTES, canonical_of, digest_of
 from batchmill.datasets.sealed import load_seal
-from batchmill.errors import InputChanged, LedgerBroken
-from batchmill.jobs.intake.preparation import seal_order
-from batchmill.jobs.intake.reuse_orders import (
-    INDEX,
-    EarlierJob,
-    IndexHead,
-    Section,
-    read_head,
-    read_keys,
-    sum_of,
-    target_keys,
+from batchmill.errors import LedgerBroken
+from batchmill.jobs.intake.reuse_orders import INDEX, VERSION, EarlierJob, IndexHead, Section, read_head, write_head
+from batchmill.jobs.intake.reuse_requests import requests_of
+from batchmill.jobs.intake.reuse_results import HALF, LOW
+from batchmill.jobs.intake.reuse_sections import (
+    PLACE_WORDS,
+    RECORD_WORDS,
+    Damaged,
+    Found,
+    SectionFiles,
+    write_section,
 )
-from batchmill.jobs.ledger.files import JobFiles, PartFile
+from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.results.row_arrays import RowArrays
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import Block, read_outcomes, read_payload
-from batchmill.types import Seal
-from batchmill.wire.forms import OpenAIForm, TableForm
-from batchmill.wire.json_bytes import join_object, split_object
+from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.replies import FLAWS, flaws_of
 from batchmill.wire.result_rows import number_in
 
 LOCK = "lock"
-WORDS = DIGEST_BYTES // 8
-PLACE_WORDS = 4  # offset; file << 32 | length; row << 32 | checksum; when it was made, in seconds since the epoch
-LOW = np.uint64(2**32 - 1)
-HALF = np.uint64(32)
 SORTED_ROWS = 1024 * 1024  # in memory
 READ_BYTES = 4 * 1024 * 1024  # of published results, at once
-FILES_OPEN_MAX = 64  # with results of all jobs together
-
-
-COLUMNS = ("first", "rest", "place")
-KINDS = (np.uint64, np.uint16)  # of a digest's words, and of a target
 
 
 def folder_of(job: EarlierJob) -> Path:
@@ -72,30 +54,8 @@ class IndexUnsound(LedgerBroken):
     """An index must be written anew, and what it is made of was not sent: the owner had seen one."""
 
 
-class ResultLines:
-    """Reads results from the files of many jobs, of which a bounded number is open. Close it."""
-
-    def __init__(self) -> None:
-        self._open: OrderedDict[Path, int] = OrderedDict()
-
-    def read(self, path: Path, offset: int, length: int) -> bytes:
-        """Fewer bytes at the end of the file. Raises: OSError."""
-        fd = self._open.get(path)
-        if fd is not None:
-            self._open.move_to_end(path)
-            return os.pread(fd, length, offset)
-        if len(self._open) >= FILES_OPEN_MAX:
-            os.close(self._open.popitem(last=False)[1])
-        fd = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        return os.pread(fd, length, offset)
-
-    def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-
 class JobIndex:
-    """The sound index of one job. It keeps no file open, since a lookup has as many indexes as there are jobs."""
+    """The index of one job. It keeps no file open, since a lookup has as many indexes as there are jobs."""
 
     def __init__(self, job: EarlierJob, keys: Sequence[str]) -> None:
         """Args: keys: of the targets that are looked for.
@@ -106,64 +66,46 @@ class JobIndex:
         if not self._home.parent.is_dir():
             raise FileNotFoundError(f"the job {job.spec.id} is gone")
         with locked(self._home):
-            head = read_head(self._home, job.spec.id, job.generation)
-            if head is None or not _is_sound(self._home, head, keys):
-                head = build(job)
-        self._head = head
-        self._sections = {section.key: section for section in head.sections if section.key in keys}
+            self._head = read_head(self._home, job.spec.id, job.generation) or build(job)
+        self._sections = {section.key: section for section in self._head.sections if section.key in keys}
+        self.paths = [Path(job.segments.folder) / name for name in self._head.files]  # that places name by number
+        self.damaged = 0  # blocks of records that were left out
 
-    def _columns(self, key: str) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-        """Those of a target; None if the job was removed, or its index written anew, since this one was checked."""
-        section = self._sections[key]
+    def find(self, key: str, digests: np.ndarray) -> Found:
+        """Which of some digests [n, 4], in order of their first words, have a result, and its place [found, 4].
+
+        Raises: IndexUnsound if bytes of it are not what was written.
+        """
+        files = self._opened(key) if key in self._sections and len(digests) else None
+        if files is None:
+            return np.empty(0, np.int64), np.empty((0, PLACE_WORDS), np.uint64)
+        with closing(files):
+            try:
+                return files.find(digests)
+            except Damaged:
+                raise self._unsound() from None
+            finally:
+                self.damaged += files.damaged
+
+    def _opened(self, key: str) -> SectionFiles | None:
+        """The records of a target; None if the job was removed, or its index was written anew meanwhile."""
         try:
             with locked(self._home):
                 if read_head(self._home, self.job.spec.id, self.job.generation) != self._head:
                     return None
-                first, rest, place = (
-                    np.memmap(self._home / f"{section.number}.{name}", np.uint64, "r") for name in COLUMNS
-                )  # fmt: skip
+                return SectionFiles(self._home, self._sections[key], is_partial=self.job.is_reduced)
         except OSError:
             return None
-        return first, rest.reshape(-1, WORDS - 1), place.reshape(-1, PLACE_WORDS)
+        except Damaged:
+            raise self._unsound() from None
 
-    def find(self, key: str, digests: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which of some digests [n, 4] have a result, and the places [found, 4] of these results."""
-        columns = self._columns(key) if key in self._sections and len(digests) else None
-        if columns is None:
-            return np.empty(0, np.int64), np.empty((0, PLACE_WORDS), np.uint64)
-        first, rest, place = columns
-        order = np.argsort(digests[:, 0])  # so that the index is read from its beginning to its end
-        wanted = digests[order]
-        at = np.searchsorted(first, wanted[:, 0])
-        is_inside = at < len(first)
-        at, wanted, order = at[is_inside], wanted[is_inside], order[is_inside]
-        is_same = first[at] == wanted[:, 0]
-        at, wanted, order = at[is_same], wanted[is_same], order[is_same]
-        is_whole = np.all(rest[at] == wanted[:, 1:], axis=1)
-        for number in np.flatnonzero(~is_whole).tolist():  # another digest begins with the same 64 bits
-            place_at = _search(first, rest, int(at[number]), wanted[number])
-            if place_at is not None:
-                at[number], is_whole[number] = place_at, True
-        return order[is_whole], np.asarray(place[at[is_whole]])
-
-    def line(self, place: Sequence[int], results: ResultLines) -> bytes | None:
-        """The result at a place; None if it is not there any more as it was."""
-        offset, where, about, _ = place
-        length = where & 0xFFFFFFFF
-        try:
-            line = results.read(Path(self.job.segments.folder) / self._head.files[where >> 32], offset, length)
-        except OSError:
-            return None
-        return line if len(line) == length and checksum(line) == about & 0xFFFFFFFF else None
-
-
-def _search(first: np.ndarray, rest: np.ndarray, at: int, wanted: np.ndarray) -> int | None:
-    """Where a digest is, from the first that begins like it on."""
-    while at < len(first) and first[at] == wanted[0]:
-        if np.array_equal(rest[at], wanted[1:]):
-            return at
-        at += 1
-    return None
+    def _unsound(self) -> IndexUnsound:
+        """Give up the index: who looks next writes it anew, from the segments."""
+        if not self.job.is_reduced:
+            with locked(self._home):
+                if read_head(self._home, self.job.spec.id, self.job.generation) == self._head:
+                    (self._home / INDEX).unlink(missing_ok=True)
+        return IndexUnsound(f"the index of the job {self.job.spec.id} is damaged")
 
 
 @contextmanager
@@ -178,18 +120,6 @@ def locked(home: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _is_sound(home: Path, head: IndexHead, keys: Sequence[str]) -> bool:
-    """Whether every byte of these sections is what was written."""
-    for section in head.sections:
-        if section.key not in keys:
-            continue
-        for name, expected in zip(COLUMNS, section.sums, strict=True):
-            path = home / f"{section.number}.{name}"
-            if not path.exists() or sum_of(path) != expected:
-                return False
-    return True
-
-
 def build(job: EarlierJob) -> IndexHead:
     """Write the index of a job from its results and its dataset."""
     home, files = folder_of(job), JobFiles(Path(job.data_dir), job.spec.id)
@@ -197,7 +127,7 @@ def build(job: EarlierJob) -> IndexHead:
     if job.committed is None:  # the owner saw an index, or the segments are gone
         raise IndexUnsound(f"the index of the job {job.spec.id} is damaged")
     with ExitStack() as open_:
-        requests = _requests_of(job, files, open_)
+        requests = requests_of(job, files, open_)
         sorts = _Sorts(home, load_seal(files.dataset).rows, open_)
         if job.results:
             names = [job.results]
@@ -213,10 +143,8 @@ def build(job: EarlierJob) -> IndexHead:
                 sorts.add(*requests.of(lines, places), places)
         sections = sorts.write()
     faults.point("in_reuse_index")
-    head = IndexHead(job.spec.id, job.generation, names, sections)
-    with PartFile(home / INDEX, 0o600) as file:
-        file.write(msgspec.json.encode(head))
-        file.publish()
+    head = IndexHead(VERSION, job.spec.id, job.generation, names, sections)
+    write_head(home, head)
     faults.point("after_reuse_index")
     return head
 
@@ -324,123 +252,13 @@ class _Sorts:
             if not key:
                 continue
             if key not in self._sorts:
-                sort = ExternalSort(self._home, WORDS + PLACE_WORDS, self.rows, piece_rows=SORTED_ROWS)
+                sort = ExternalSort(self._home, RECORD_WORDS, self.rows, piece_rows=SORTED_ROWS)
                 self._sorts[key] = self._open.enter_context(sort)
             mine = may_be_taken & (targets == target)
             self._sorts[key].add(*digests[mine].T, *places[mine].T)
 
     def write(self) -> list[Section]:
-        return [_write(self._home, number, key, sort) for number, (key, sort) in enumerate(self._sorts.items())]
-
-
-def _write(home: Path, number: int, key: str, sort: ExternalSort) -> Section:
-    """Write the columns of one target. Of equal requests one result is enough."""
-    rows = 0
-    last: np.ndarray | None = None
-    with ExitStack() as open_:
-        files = [open_.enter_context(PartFile(home / f"{number}.{name}", 0o600)) for name in COLUMNS]
-        for records in sort.blocks():
-            is_new = np.ones(len(records), bool)
-            is_new[1:] = np.any(records[1:, :WORDS] != records[:-1, :WORDS], axis=1)
-            is_new[0] = last is None or not np.array_equal(last, records[0, :WORDS])
-            last = records[-1, :WORDS].copy()
-            kept = records[is_new]
-            rows += len(kept)
-            for file, (lo, hi) in zip(files, ((0, 1), (1, WORDS), (WORDS, WORDS + PLACE_WORDS)), strict=True):
-                file.write(np.ascontiguousarray(kept[:, lo:hi]).tobytes())
-        for file in files:
-            file.publish()
-    return Section(key, number, rows, [sum_of(home / f"{number}.{name}") for name in COLUMNS])
-
-
-Found = tuple[np.ndarray, np.ndarray, list[str]]  # digests [n, 4], targets [n], and the keys of the targets
-
-
-class StoredRequests(Struct, frozen=True):
-    """The digest and the target of each row of a dataset."""
-
-    digests: np.ndarray  # [rows, 4] u64
-    targets: np.ndarray  # [rows] u16
-    keys: list[str]  # of the targets
-    deterministic: list[bool] = []  # of the targets
-
-    def of(self, lines: Sequence[bytes], places: np.ndarray) -> Found:
-        """Those of results."""
-        rows = (places[:, 2] >> HALF).astype(np.int64)
-        return self.digests[rows], self.targets[rows], self.keys
-
-
-class LineRequests:
-    """The same from results of a function, which hold the columns of their rows: the input may have changed since."""
-
-    def __init__(self, job: EarlierJob) -> None:
-        self._added = frozenset(job.spec.form.reserved)
-        self._keys = target_keys(job.spec)
-
-    def of(self, lines: Sequence[bytes], places: np.ndarray) -> Found:
-        """Those of results."""
-        data = b"".join(map(self._digest, lines))
-        digests = np.frombuffer(data, np.uint64).reshape(-1, WORDS)
-        return digests, np.zeros(len(lines), np.uint16), self._keys
-
-    def _digest(self, line: bytes) -> bytes:
-        members = {name: value for name, value in split_object(line).items() if name not in self._added}
-        return digest_of("", canonical_of(join_object(members)), is_deterministic=False)
-
-
-class NoRequests:
-    """The same of a job of which nothing can be taken over."""
-
-    def of(self, lines: Sequence[bytes], places: np.ndarray) -> Found:
-        return np.zeros((len(lines), WORDS), np.uint64), np.zeros(len(lines), np.uint16), [""]
-
-
-def _requests_of(job: EarlierJob, files: JobFiles, open_: ExitStack) -> StoredRequests | LineRequests | NoRequests:
-    """The digests that were written when the dataset was sealed, or new ones."""
-    found = read_requests(files.dataset)
-    if found is not None:
-        return found
-    seal, form = load_seal(files.dataset), job.spec.form
-    if seal.is_columnar or job.generation or job.spec.routing:  # rows ran with other models than the job has now
-        return NoRequests()
-    if isinstance(form, TableForm) and not form.makes_requests and len(job.spec.models) == 1:
-        return LineRequests(job)
-    return _digested(job, files.dataset, seal, open_)
-
-
-def read_requests(dataset: Path) -> StoredRequests | None:
-    """The digests of a dataset; None if it has none, or they are not what was written."""
-    keys = read_keys(dataset)
-    if keys is None:
-        return None
-    paths = dataset / layout.REQUESTS, dataset / layout.TARGET
-    try:
-        if [sum_of(path) for path in paths] != [keys.requests, keys.targets]:
-            return None
-        digests, targets = (np.memmap(path, kind, "r") for path, kind in zip(paths, KINDS, strict=True))
-    except FileNotFoundError:
-        return None
-    return StoredRequests(digests.reshape(-1, WORDS), targets, keys.keys, keys.deterministic)
-
-
-def _digested(job: EarlierJob, dataset: Path, seal: Seal, open_: ExitStack) -> StoredRequests:
-    """Read and check the rows again for their digests. Raises: InputChanged if they are not those that were sealed."""
-    form = OpenAIForm() if seal.format == "openai" else TableForm()
-    order = seal_order(job.spec)
-    order = replace(order, form=order.form or form, files=seal.files, requests=True, keys=True, fold="none")
-    parts = [SourcePart(number, file.path, file.path, 0, 0, file.size_bytes) for number, file in enumerate(seal.files)]
-    columns = [open_.enter_context(tempfile.TemporaryFile(dir=folder_of(job))) for _ in KINDS]  # noqa: SIM115
-    sums, rows = [], 0
-    with validators(order, sum(part.end for part in parts)) as validator:
-        for _, chunk in validator.check(parts):
-            if isinstance(chunk, ValidatedChunk):
-                sums.append(chunk.checksums)
-                rows += chunk.rows
-                for file, column in zip(columns, (chunk.requests, chunk.keys[0]), strict=True):
-                    file.write(column)
-    if rows != seal.rows or b"".join(sums) != (dataset / layout.CHECKSUMS).read_bytes():
-        raise InputChanged(f"the input of the job {job.spec.id} changed since it was sealed")
-    for file in columns:
-        file.flush()
-    digests, targets = (np.memmap(file, kind, "r") for file, kind in zip(columns, KINDS, strict=True))
-    return StoredRequests(digests.reshape(-1, WORDS), targets, target_keys(job.spec))
+        return [
+            write_section(self._home, number, key, sort.blocks())
+            for number, (key, sort) in enumerate(self._sorts.items())
+        ]

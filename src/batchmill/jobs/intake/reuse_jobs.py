@@ -45,6 +45,7 @@ from batchmill.types import SegmentRef
 from batchmill.wire.job_spec import JobSpec
 
 FILE_PREFIX = "file-"  # of the ids of files, among what was removed
+ROWS_A_RUN = 64  # that follow each other, on average: results are copied while the other rows run
 JOBS_MAX = 1000  # of a project, that are looked at
 log = logging.getLogger("batchmill.owner")
 
@@ -68,27 +69,47 @@ class EarlierJobs:
             order = LookupOrder(spec, dataset, plan, earlier, self._since(spec))
             return (await self._look_up(order, lambda _: None)).rows
 
-    async def take_over(self, spec: JobSpec, files: JobFiles, progress: Callable[[float], None]) -> None:
-        """Write the results that rows of a planned job take over to a segment of it."""
+    async def take_over(self, spec: JobSpec, files: JobFiles, progress: Callable[[float], None]) -> bool:
+        """Write the results that rows of a planned job take over to a segment of it.
+
+        Returns: whether most of these rows follow each other, so that copying them costs little.
+        """
         if not reuses(spec):
-            return
+            return False
         async with self._use(spec, files.dataset) as earlier:
             places = str(files.dataset), str(files.plan(0)), earlier, self._since(spec), str(files.segments)
-            await self._look_up(LookupOrder(spec, *places), progress)
+            reused = await self._look_up(LookupOrder(spec, *places), progress)
         faults.point("after_reuse")
+        return reused.rows >= ROWS_A_RUN * reused.runs
 
     async def _look_up(self, order: LookupOrder, progress: Callable[[float], None]) -> Reused:
         stores = order.spec.uses_stores or any(each.spec.uses_stores for each in order.earlier)
+        rebuilt: set[str] = set()
         while True:
             data = msgspec.json.encode(order)
             answer = await self._offload(LOOK_UP, data, progress, project=order.spec.project, stores=stores)
             reused = msgspec.json.decode(answer, type=Reused)
+            for reason in reused.skipped:
+                log.warning("results are not taken over of the job %s", reason)
             if not reused.unsound:
-                break
-            order = replace(order, earlier=[await self._with_commits(job, reused.unsound) for job in order.earlier])
-        for reason in reused.skipped:
-            log.warning("nothing is taken over of the job %s", reason)
-        return reused
+                return reused
+            order = replace(order, earlier=await self._mended(order.earlier, frozenset(reused.unsound), rebuilt))
+
+    async def _mended(self, jobs: list[EarlierJob], unsound: frozenset[str], rebuilt: set[str]) -> list[EarlierJob]:
+        """The jobs of the next lookup: those whose index is damaged with what it is made of, unless it was made anew.
+
+        Args: rebuilt: the jobs whose index was; it gets those whose index will be.
+        """
+        mended = []
+        for job in jobs:
+            if job.spec.id not in unsound:
+                mended.append(job)
+            elif job.spec.id in rebuilt:
+                log.warning("nothing is taken over of the job %s: its new index is damaged, too", job.spec.id)
+            else:
+                rebuilt.add(job.spec.id)
+                mended.append(replace(job, committed=await self._committed(job.spec.id)))
+        return mended
 
     def _since(self, spec: JobSpec) -> float:
         return self._clock.now() - self._projects.get(spec.project, ProjectEntry()).reuse_age_s
@@ -122,12 +143,6 @@ class EarlierJobs:
             committed = await self._committed(spec.id)
         place = files.segment_place
         return EarlierJob(spec, str(self._data_dir), generation, finished, place, committed, is_reduced=not is_whole)
-
-    async def _with_commits(self, job: EarlierJob, unsound: Sequence[str]) -> EarlierJob:
-        """A job whose index is not what was written, with what it is made of."""
-        if job.spec.id not in unsound:
-            return job
-        return replace(job, committed=await self._committed(job.spec.id))
 
     async def _committed(self, job_id: str) -> list[SegmentRef]:
         committed = await self._ledger.database.call_reader(self._ledger.committed, job_id)

@@ -6,7 +6,6 @@ worker that died, so a kill at any point leaves either an outcome of a row or an
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -20,27 +19,19 @@ from batchmill.datasets.readers import open_rows
 from batchmill.datasets.request_digests import DETERMINISTIC_BIT
 from batchmill.datasets.sealed import DatasetRows
 from batchmill.errors import BatchmillError, DatasetDamaged
-from batchmill.jobs.intake.reuse_index import (
-    PLACE_WORDS,
-    IndexUnsound,
-    JobIndex,
-    ResultLines,
-    StoredRequests,
-    build,
-    folder_of,
-    locked,
-    read_requests,
-)
+from batchmill.jobs.intake.reuse_index import IndexUnsound, JobIndex, build, folder_of, locked
 from batchmill.jobs.intake.reuse_orders import ALL, EarlierJob, LookupOrder, Reused
+from batchmill.jobs.intake.reuse_requests import StoredRequests, read_requests
+from batchmill.jobs.intake.reuse_results import HALF, LOW, ResultFiles
 from batchmill.jobs.ledger.plan import ORDER, PlanReader
 from batchmill.jobs.results.row_arrays import RowArrays
 from batchmill.store.segments.files import SegmentFile
 from batchmill.store.segments.format import BlockMeta, BlockRows, SegmentHead, frame
-from batchmill.types import Row
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.json_bytes import encode
 
 WINDOW_ROWS = 1024 * 1024  # looked up at once
-READ_ROWS = 4096  # read at once
+READ_ROWS, READ_BYTES = 16 * 1024, 16 * 1024 * 1024  # rows and results in memory, but for one longer result
 DENSE = 4  # of rows that are close together, those between are read too
 BLOCK_ROWS, BLOCK_BYTES = 1024, 1024 * 1024  # of one block, about
 HELD_BYTES_MAX = 64 * 1024 * 1024  # of lines that wait for their block
@@ -56,13 +47,13 @@ def look_up_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
     request = msgspec.json.decode(order, type=LookupOrder)
     with ExitStack() as open_:
         lookup = _Lookup(request, open_)
-        if lookup.unsound:
-            return msgspec.json.encode(Reused(0, lookup.skipped, lookup.unsound))
         for window in lookup.windows():
+            if lookup.unsound:
+                return msgspec.json.encode(Reused(0, 0, lookup.skipped, lookup.unsound))
             lookup.take(window)
             progress(window.stop / lookup.rows)
         lookup.finish()
-    return msgspec.json.encode(Reused(lookup.found, lookup.skipped))
+    return msgspec.json.encode(Reused(lookup.found, lookup.runs, lookup.skipped, lookup.unsound))
 
 
 def index_published_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
@@ -82,7 +73,7 @@ class _Lookup:
         if requests is None:
             raise DatasetDamaged(f"the digests of the requests in {order.dataset} are not what was written")
         self._requests: StoredRequests = requests
-        self.rows, self.found = self._plan.plan.rows, 0
+        self.rows, self.found, self.runs = self._plan.plan.rows, 0, 0
         self.skipped: list[str] = []
         self.unsound: list[str] = []  # jobs whose index can be written anew once their commits are known
         self._keys = requests.keys
@@ -90,7 +81,7 @@ class _Lookup:
         self._takes_all = [takes_all or is_deterministic for is_deterministic in requests.deterministic]
         self._positions = self._positions_of_rows()
         self._indexes = list(self._opened(order.earlier))
-        self._results = open_.enter_context(closing(ResultLines()))
+        self._results = open_.enter_context(closing(ResultFiles()))
         self._writer = _Writer(order.spec, self._plan, Path(order.segments)) if order.segments else None
 
     def windows(self) -> Iterator[range]:
@@ -117,76 +108,105 @@ class _Lookup:
             try:
                 yield JobIndex(job, self._keys)
             except IndexUnsound as error:
-                if job.is_reduced:
-                    self.skipped.append(f"{job.spec.id}: {error}")
-                else:
-                    self.unsound.append(job.spec.id)
+                self._note_unsound(job, error)
             except (BatchmillError, OSError) as error:
                 self.skipped.append(f"{job.spec.id}: {error}")
 
+    def _note_unsound(self, job: EarlierJob, error: IndexUnsound) -> None:
+        if job.is_reduced:
+            self.skipped.append(f"{job.spec.id}: {error}")
+        else:
+            self.unsound.append(job.spec.id)
+
     def take(self, window: range) -> None:
         """Look up the rows of a window, and write what is found."""
-        digests, where = self._requests.digests[window.start : window.stop], np.full(len(window), -1, np.int32)
-        places = np.zeros((len(window), PLACE_WORDS), np.uint64)
-        positions = self._positions[window.start : window.stop]
-        target = self._requests.targets[window.start : window.stop]
-        for number in np.unique(target).tolist():
-            wanted = np.flatnonzero((target == number) & (positions != NO_POSITION) & digests.any(axis=1))
+        digests = np.asarray(self._requests.digests[window.start : window.stop])
+        targets = self._requests.targets[window.start : window.stop]
+        is_wanted = (self._positions[window.start : window.stop] != NO_POSITION) & digests.any(axis=1)
+        for number in np.unique(targets).tolist():
+            wanted = np.flatnonzero((targets == number) & is_wanted)
             if not self._takes_all[number]:
                 wanted = wanted[(digests[wanted, -1] & IS_LAST_BIT) != 0]
-            for at, index in enumerate(self._indexes):
+            wanted = wanted[np.argsort(digests[wanted, 0])]
+            for index in self._indexes:
                 if not len(wanted):
                     break
-                found, found_places = index.find(self._keys[number], digests[wanted])
-                is_new = found_places[:, -1] >= np.uint64(max(0, self._order.since))
-                found, found_places = found[is_new], found_places[is_new]
-                where[wanted[found]], places[wanted[found]] = at, found_places
-                wanted = np.delete(wanted, found)
-        found = np.flatnonzero(where >= 0)
-        if self._writer is None:
-            self.found += len(found)
-        else:
-            self._write(self._writer, window.start, found, where, places)
+                wanted = self._take_from(index, self._keys[number], wanted, digests, window.start)
 
-    def _write(self, writer: _Writer, start: int, found: np.ndarray, where: np.ndarray, places: np.ndarray) -> None:
-        """Args: found: indexes in the window, which begins at row `start`, of rows whose results are at `places`."""
-        form = self._order.spec.form
+    def _take_from(self, index: JobIndex, key: str, wanted: np.ndarray, digests: np.ndarray, start: int) -> np.ndarray:
+        """Take what one job has of the wanted rows of a window, and return the others: older jobs may have them."""
+        try:
+            found, places = index.find(key, digests[wanted])
+        except IndexUnsound as error:
+            self._note_unsound(index.job, error)
+            return wanted
+        is_new = places[:, -1] >= np.uint64(max(0, self._order.since))
+        found, places = found[is_new], places[is_new]
+        if self._writer is not None:
+            in_order = np.argsort(wanted[found])
+            found, places = found[in_order], places[in_order]
+            found = found[self._write(self._writer, index, wanted[found] + start, places)]
+        self.found += len(found)
+        return np.delete(wanted, found)
+
+    def _write(self, writer: _Writer, index: JobIndex, numbers: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Write the results at some places as those of rows, ascending; returns which [n] of them were sound."""
+        is_taken = np.zeros(len(numbers), bool)
+        source = encode(index.job.spec.id)[:-1] + b'/%d"'
         with closing(open_rows(self._dataset)) as rows:
-            for first in range(0, len(found), READ_ROWS):
-                some = found[first : first + READ_ROWS]
-                raws = _read(rows, (some + start).tolist())
-                about = zip(some.tolist(), where[some].tolist(), places[some].tolist(), raws, strict=True)
-                for at, number, place, raw in about:
-                    index = self._indexes[number]
-                    result = index.line(place, self._results)
-                    if result is None:
-                        continue  # it is damaged, or was removed: the row runs
-                    position, row = int(self._positions[start + at]), start + at
-                    source = b'"%b/%d"' % (index.job.spec.id.encode(), place[2] >> 32)
-                    line = form.take_over(result, Row(position, row, raw, form), source)
-                    writer.add(position, row, line, place[3])
-                    self.found += 1
+            for some in _pieces(places):
+                lines = self._results.lines(index.paths, places[some])
+                is_sound = np.fromiter((line is not None for line in lines), bool, len(lines))
+                is_taken[some] = is_sound
+                taken, made = numbers[some][is_sound], places[some][is_sound]
+                results = self._order.spec.form.take_over(
+                    [line for line in lines if line is not None],
+                    _read(rows, taken.tolist()),
+                    taken.tolist(),
+                    [source % row for row in (made[:, 2] >> HALF).tolist()],
+                )
+                self.runs += int(np.count_nonzero(np.diff(taken) != 1)) + 1
+                writer.add(self._positions[taken], taken, results, made[:, 3])
+        return is_taken
 
     def finish(self) -> None:
+        self.skipped += [
+            f"{index.job.spec.id}: {index.damaged} blocks of its index are damaged"
+            for index in self._indexes
+            if index.damaged
+        ]
         if self._writer is not None:
             self._writer.close()
 
 
+def _pieces(places: np.ndarray) -> Iterator[slice]:
+    """Ranges of some places, whose results are in memory together."""
+    ends = np.cumsum(places[:, 1] & LOW)
+    start = 0
+    while start < len(places):
+        before = ends[start - 1] if start else np.uint64(0)
+        stop = int(np.searchsorted(ends, before + np.uint64(READ_BYTES), "right"))
+        stop = min(max(stop, start + 1), start + READ_ROWS)
+        yield slice(start, stop)
+        start = stop
+
+
 def _read(rows: DatasetRows, numbers: Sequence[int]) -> list[bytes]:
     """Rows by number, ascending."""
+    if not numbers:
+        return []
     first, last = numbers[0], numbers[-1] + 1
     if last - first > DENSE * len(numbers):
         return rows.read_many(numbers)
     lines = rows.read(first, last)
-    return [lines[number - first] for number in numbers]
+    return lines if len(lines) == len(numbers) else [lines[number - first] for number in numbers]
 
 
 class _Writer:
     """Writes results into blocks of their shards."""
 
     def __init__(self, spec: JobSpec, plan: PlanReader, folder: Path) -> None:
-        self._shards = plan.shards()
-        self._bounds = [shard.lo for shard in self._shards]
+        self._bounds = np.array([shard.lo for shard in plan.shards()], np.uint64)
         for path in folder.glob(f"{WORKER}-*.seg"):  # of an attempt that was killed: nothing of it was adopted
             path.unlink()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -195,15 +215,29 @@ class _Writer:
         self._bytes: defaultdict[Key, int] = defaultdict(int)
         self._held_bytes = 0  # of all blocks
 
-    def add(self, position: int, row: int, line: bytes, made: int) -> None:
-        """Args: made: when, in seconds since the epoch."""
-        key = bisect_right(self._bounds, position) - 1, made
-        self._held_bytes += len(line) + (0 if key in self._held else HELD_BYTES)
+    def add(self, positions: np.ndarray, rows: np.ndarray, lines: Sequence[bytes], made: np.ndarray) -> None:
+        """Args: positions, rows, made: [n] of each line; made: when, in seconds since the epoch."""
+        if not len(rows):
+            return
+        shards = np.searchsorted(self._bounds, positions.astype(np.uint64), "right") - 1
+        is_other = np.flatnonzero((shards[1:] != shards[:-1]) | (made[1:] != made[:-1])) + 1
+        bounds = [0, *is_other.tolist(), len(rows)]
+        for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+            key = int(shards[start]), int(made[start])
+            for first in range(start, stop, BLOCK_ROWS):
+                some = slice(first, min(first + BLOCK_ROWS, stop))
+                self._hold(key, BlockRows(positions[some].tolist(), rows[some].tolist(), list(lines[some])))
+
+    def _hold(self, key: Key, some: BlockRows) -> None:
+        if key in self._held and len(self._held[key].rows) + len(some.rows) > BLOCK_ROWS:
+            self._flush(key)
+        size = sum(map(len, some.lines))
+        self._held_bytes += size + (0 if key in self._held else HELD_BYTES)
         held = self._held[key]
-        held.positions.append(position)
-        held.rows.append(row)
-        held.lines.append(line)
-        self._bytes[key] += len(line)
+        held.positions += some.positions
+        held.rows += some.rows
+        held.lines += some.lines
+        self._bytes[key] += size
         if len(held.rows) >= BLOCK_ROWS or self._bytes[key] >= BLOCK_BYTES:
             self._flush(key)
         elif self._held_bytes > HELD_BYTES_MAX:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from batchmill.checksums import checksum_of
+from batchmill.checksums import checksum, checksum_of
 from batchmill.config.entries import ProjectEntry
 from batchmill.datasets.layout import PIECE_BYTES, REQUESTS, TARGET
 from batchmill.jobs.ledger.files import PartFile
@@ -27,6 +27,7 @@ INDEX_PUBLISHED = "batchmill.jobs.intake.reuse_lookup:index_published_offloaded"
 LOOK_UP = "batchmill.jobs.intake.reuse_lookup:look_up_offloaded"
 NONE, DETERMINISTIC, ALL = "none", "deterministic", "all"
 INDEX = "index.json"  # of the results of a job
+VERSION = 2  # of an index: one of another version is written anew
 TARGET_KEYS = "requests.json"  # beside the digests of a dataset; written last
 
 
@@ -58,6 +59,7 @@ class Reused(Struct, frozen=True):
     """The result of a lookup."""
 
     rows: int  # that run or not: of those with equal requests, one
+    runs: int = 0  # of rows that follow each other
     skipped: list[str] = []  # jobs that could not be read, and why
     unsound: list[str] = []  # jobs whose index must be written anew: nothing was looked up yet
 
@@ -72,30 +74,41 @@ class TargetKeys(Struct, frozen=True):
 
 
 class Section(Struct, frozen=True):
-    """The results of one target: `NUMBER.first`, `NUMBER.rest` and `NUMBER.place`, ascending by digest."""
+    """The results of one target, ascending by digest: `NUMBER.records`, and `NUMBER.table` of its blocks."""
 
     key: str  # see target_keys
     number: int
     rows: int
-    sums: list[int]  # checksums of the three files
+    table: int  # checksum of that file
 
 
 class IndexHead(Struct, frozen=True):
     """`index.json`, written last. `sections` may be empty: nothing of the job can be taken over."""
 
+    version: int  # VERSION
     job: str
     generation: int  # that the job had ended with
     files: list[str]  # names of its segments
     sections: list[Section]
 
 
+def write_head(home: Path, head: IndexHead) -> None:
+    data = msgspec.json.encode(head)
+    with PartFile(home / INDEX, 0o600) as file:
+        file.write(b"%08x\n" % checksum(data) + data)
+        file.publish()
+
+
 def read_head(home: Path, job_id: str, generation: int) -> IndexHead | None:
-    """The head of a job's index; None if there is none, or not of this generation."""
+    """The head of a job's index; None if there is none, or not of this generation, or not what was written."""
     try:
-        head = msgspec.json.decode((home / INDEX).read_bytes(), type=IndexHead)
+        total, _, data = (home / INDEX).read_bytes().partition(b"\n")
+        if total != b"%08x" % checksum(data):
+            return None
+        head = msgspec.json.decode(data, type=IndexHead)
     except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    return head if (head.job, head.generation) == (job_id, generation) else None
+    return head if (head.job, head.generation, head.version) == (job_id, generation, VERSION) else None
 
 
 def settled(order: JobOrder, projects: Mapping[str, ProjectEntry]) -> JobOrder:
@@ -124,7 +137,8 @@ def target_keys(spec: JobSpec, *, is_current: bool = False) -> list[str]:
 
 def _form_of(spec: JobSpec) -> list[Any]:
     form, schema = spec.form, spec.form.schema
-    document = None if schema is None else msgspec.json.decode(schema.document)
+    # Without its blanks. Engines write answers in the order of its fields.
+    document = None if schema is None else msgspec.json.encode(msgspec.json.decode(schema.document)).decode()
     if isinstance(form, OpenAIForm):
         return ["openai", document]
     is_function = not form.makes_requests

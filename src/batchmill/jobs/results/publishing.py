@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -53,13 +53,16 @@ class Publishing:
         self._queue: asyncio.Queue[SegmentRef | None] = asyncio.Queue()
         self._copying: asyncio.Task[Manifest] | None = None
 
-    def follow(self, run: CountedRun) -> None:
-        """Copy what `run` counts, if its plan keeps the file's order. The run must have counted nothing yet."""
+    def follow(self, run: CountedRun, earlier: Sequence[SegmentRef] = ()) -> None:
+        """Copy what `run` counts, if its plan keeps the file's order.
+
+        Args: earlier: what the run has counted before, if it has.
+        """
         if self._is_in_parts or self._spec.is_small:
             return
         if can_stream(self._output, run.plan.plan) and not load_seal(self._files.dataset).is_columnar:
             run.counted_hooks.append(self._counted)
-            self._copying = asyncio.create_task(self._copy(run.plan.plan.rows))
+            self._copying = asyncio.create_task(self._copy(run.plan.plan.rows, earlier))
             self._copying.add_done_callback(lambda task: self._copied(task, run))
 
     def _copied(self, task: asyncio.Task[Manifest], run: CountedRun) -> None:
@@ -74,10 +77,11 @@ class Publishing:
     def _counted(self, commit: Commit) -> None:
         self._queue.put_nowait(commit.ref)
 
-    async def _copy(self, rows: int) -> Manifest:
+    async def _copy(self, rows: int, earlier: Sequence[SegmentRef]) -> Manifest:
         ref = await self._queue.get()  # a job whose rows wait holds no open file
         gather = StreamingGather(open_segments(self._files.segment_place), self._output, self._spec.form, rows)
         try:
+            await asyncio.to_thread(gather.offer, earlier)
             while ref is not None:
                 await asyncio.to_thread(gather.offer, [ref])
                 ref = await self._queue.get()
