@@ -33,6 +33,7 @@ ON_BOTH = (
     "jobs/test_commits.py",
     "jobs/test_ledger.py",
     "jobs/test_quarantine.py",
+    "jobs/test_recent_jobs.py",
     "jobs/test_recovery.py",
     "jobs/test_recovery_audit.py",
     "jobs/test_recovery_rebuild.py",

@@ -337,6 +337,9 @@ class Jobs(Protocol):
 
     async def show(self, job_id: str) -> JobView: ...
 
+    def show_recent(self, job_id: str) -> JobView | None:
+        """As `show`, without waiting, by the whole id; None: call `show`."""
+
     def watch(self, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
         """Yield views of a job: one at once, then one in each interval; the last when it is paused or has ended."""
 

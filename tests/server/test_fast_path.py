@@ -40,7 +40,8 @@ class Hot(SmallDialect):
             "infer", "POST", "/hot/{model}/infer", "Hot", Scope.SUBMIT, self.infer, body=Content("*/*"),
             body_bytes_max=None, fast_handler=self,
         )  # fmt: skip
-        return [*super().operations(), hot]
+        known = Operation("known", "GET", "/hot/{model}", "Known", Scope.READ, self.infer, fast_handler=self)
+        return [*super().operations(), hot, known]
 
     async def infer(self, call: Call):
         raw = await call.request.body()
@@ -113,6 +114,25 @@ async def test_the_same_bytes_as_the_normal_way(body):
         normally = await talk_kept(small, post(body), 1)
     assert by_fast_path == normally
     assert (short.short, short.long, long.short, long.long) == ([body], [], [], [body])
+
+
+def get(*more: bytes, path: bytes = b"/hot/m") -> bytes:
+    lines = b"".join(line + b"\r\n" for line in more)
+    return b"GET %b HTTP/1.1\r\n%b%bX-Request-Id: r1\r\n%b\r\n" % (path, HOST, AUTHORIZATION, lines)
+
+
+async def test_a_get_of_what_is_known_takes_the_fast_path():
+    """Its reply has the same bytes; one with a body, another method or an unknown name takes the normal path."""
+    short, long = Hot(), Hot()
+    async with api(short) as small:
+        (by_fast_path,) = await talk_kept(small, get(), 1)
+        await talk_kept(small, get(b"Content-Length: 0") + get(path=b"/hot/m?"), 2)
+        (refused,) = await talk_kept(small, get().replace(HOST, b"Host: evil.test\r\n"), 1)
+        await talk_kept(small, get().replace(b"GET", b"HEAD"), 1)
+    async with api(long, has_fast_path=False) as small:
+        (normally,) = await talk_kept(small, get(), 1)
+    assert by_fast_path == normally and refused.startswith(b"HTTP/1.1 400 ")
+    assert (short.short, len(short.long), long.long) == ([b""], 3, [b""])
 
 
 @pytest.mark.parametrize(

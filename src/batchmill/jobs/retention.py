@@ -48,6 +48,7 @@ from batchmill.store.sql.tables import (
 )
 from batchmill.store.sql.tables import files as file_table
 from batchmill.store.sql.tables import removals as removal_table
+from batchmill.store.sql.transactions import note_change
 from batchmill.store.stored_files import LocalFiles, StoredFiles, using
 
 PARTS = "/parts"  # behind a job's id: what is pending is what it needs no more
@@ -235,6 +236,7 @@ def _remove(db: sa.Connection, data_dir: Path, job_id: str, by: str, now: float)
     for table in (shards, commits, notes, error_counts, submissions, job_models, outcome_blocks, packed_jobs):
         db.execute(table.delete().where(table.c.job == job_id))
     db.execute(jobs.delete().where(jobs.c.id == job_id))
+    note_change(db, job_id)
     db.execute(removal_table.delete().where(removal_table.c.id == job_id + PARTS))
     removal = Removal(job_id, record["project"], job_id, by, now, True)
     removals.insert(db, removal)
@@ -247,6 +249,7 @@ def _drop_parts(db: sa.Connection, record: sa.RowMapping, now: float) -> Removal
         db.execute(table.delete().where(table.c.job == job_id))
     size_bytes = 2 * len(record["spec"])
     db.execute(jobs.update().where(jobs.c.id == job_id).values(compacted=now, bytes=size_bytes))
+    note_change(db, job_id)
     removal = Removal(job_id + PARTS, record["project"], job_id, "", now, True)
     removals.insert(db, removal)
     return removal

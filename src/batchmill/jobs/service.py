@@ -29,6 +29,7 @@ from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.ledger.scratch import Scratch
 from batchmill.jobs.maintenance import Maintenance, StalledJobs
 from batchmill.jobs.pools.dispatcher import Dispatcher
+from batchmill.jobs.recent_jobs import RecentJobs
 from batchmill.jobs.recovery import Recovery
 from batchmill.jobs.results import publishing
 from batchmill.jobs.retention import Retention, refuse_compacted
@@ -86,6 +87,7 @@ class JobService:
             data_dir, self._commit_log, self._dispatcher, clock, self._disk_reserve, self._children.offload,
             adapters, disk_quota, stored, self._scratch, Turns(), space.is_shared, space.tasks, earlier,
         )  # fmt: skip
+        self._recent = RecentJobs(database)
         self._active, self._audits = ActiveJobs(self._tools), Audits(self._tools)
         self.retention = Retention(data_dir, database, self._active, clock, retention, stored, earlier.keep)
         self._transitions = Transitions(self._tools, self._active)
@@ -150,22 +152,26 @@ class JobService:
     # -- views --------------------------------------------------------------------------------------------------------
 
     async def list(self, query: JobQuery = JobQuery()) -> list[JobView]:
-        return [self._view(record, errors) for record, errors in await self._read(job_records.page, query)]
+        return [self._at_work(views.view_of(*found)) for found in await self._read(job_records.page, query)]
 
     async def show(self, job_id: str) -> JobView:
-        return self._view(*await self._read(job_records.find_with_errors, job_id))
+        view = self._recent.get(job_id)
+        return self._at_work(await self._recent.read(job_id) if view is None else view)
+
+    def show_recent(self, job_id: str) -> JobView | None:
+        view = self._recent.get(job_id)
+        return None if view is None else self._at_work(view)
 
     async def _record(self, job_id: str) -> sa.RowMapping:
         return await self._read(job_records.find, job_id)
 
-    def _view(self, record: sa.RowMapping, errors: job_records.Errors) -> JobView:
-        view = views.view_of(record, errors)
-        runner = self._active.get(record["id"])
+    def _at_work(self, view: JobView) -> JobView:
+        runner = self._active.get(view.id)
         return view if runner is None else views.view_at_work(view, runner, self._dispatcher)
 
     async def watch(self, job_id: str, interval_s: float = 0.5) -> AsyncIterator[JobView]:
         while True:
-            view = await self.show(job_id)
+            view = self._at_work(await self._recent.read(job_id))  # which waits: a resume that has begun gets its lock
             runner = self._active.running(view.id)
             if runner is None:
                 async with self._active.lock(view.id):  # it may be about to be resumed

@@ -29,6 +29,7 @@ HEAD_BYTES_MAX = 64 * 1024
 HEADERS_MAX = 128  # of one head
 HEAD_PATIENCE_S = 5.0  # a head that takes longer must arrive at HEAD_RATE_MIN
 HEAD_RATE_MIN = 64  # bytes a second
+FAST_METHODS = frozenset({b"GET", b"POST"})
 FAST_BODY_S = 0.1  # on the fast path, from the first read to the end of the body
 PIPELINED_MAX = 64  # requests that a client sends before the first of them is answered
 LEFTOVER_BYTES_MAX = 64 * 1024  # of a refused body that is read and dropped, if the client has sent a valid key
@@ -252,12 +253,9 @@ class Connection(HttpToolsProtocol):
         if self._fast_path is None:
             super().on_headers_complete()
             return
-        if (
-            self._has_nothing_under_way()
-            and self.parser.get_method() == b"POST"
-            and self.parser.get_http_version() == "1.1"
-        ):
-            self._fast_request = self._fast_path.match(self.url, self.headers)
+        method = self.parser.get_method()
+        if method in FAST_METHODS and self._has_nothing_under_way() and self.parser.get_http_version() == "1.1":
+            self._fast_request = self._fast_path.match(method, self.url, self.headers)
         if self._fast_request is None:
             self._start_on_normal_path()
 

@@ -153,11 +153,17 @@ class Dialect(Protocol):
 
 
 _encoder = msgspec.json.Encoder()
+JSON_HEADERS = ((b"content-type", JSON.encode()),)  # of the replies that `json_reply` makes
+
+
+def json_bytes(value: Any) -> bytes:
+    """The body of the reply that `json_reply` makes."""
+    return _encoder.encode(value)
 
 
 def json_reply(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Make a JSON reply of a struct, or of anything else that JSON can hold."""
-    return Response(_encoder.encode(value), status, headers, media_type="application/json")
+    return Response(json_bytes(value), status, headers, media_type=JSON)
 
 
 _PARAMETER = re.compile(r"\{([a-z_]+)(:path)?\}")

@@ -78,6 +78,16 @@ class ProjectJobs:
         """Return a job and its result files. It is shown as ended only once they can be downloaded."""
         return await self._with_results(await self._find_own(caller, job_id))
 
+    def show_recent(self, caller: Caller, job_id: str) -> tuple[JobView, ResultIds] | None:
+        """As `show_with_results`, without waiting; None: it must be called."""
+        view = self._jobs.show_recent(job_id)
+        if view is None or view.project != caller.project:
+            return None
+        if not JobState(view.state).is_at_rest:
+            return view, NO_RESULTS
+        result_ids = self._results.get(_key_of(view))
+        return None if result_ids is None else (view, result_ids)
+
     async def list(self, caller: Caller, query: JobQuery = JobQuery()) -> list[JobView]:
         return [view for view, _ in await self.list_with_results(caller, query)]
 

@@ -20,7 +20,8 @@ from batchmill.dialects.openai.files import ExpiresAfter
 from batchmill.errors import BatchmillError, Conflict, InvalidTransition, UnknownName
 from batchmill.server.bodies import InvalidField
 from batchmill.server.delivery import take_order
-from batchmill.server.operations import Call, Operation, json_reply
+from batchmill.server.fast_path import Cancel, Headers, Reply
+from batchmill.server.operations import JSON_HEADERS, Call, Operation, json_bytes, json_reply
 from batchmill.services.files.records import FileRecord
 from batchmill.services.path_redaction import PathRedactor
 from batchmill.services.project_jobs import NO_RESULTS, ResultIds
@@ -267,7 +268,8 @@ class BatchHandlers:
                 query=ListBatches, reply=BatchPage, errors=(404,),
             ),
             Operation(
-                "retrieveBatch", "GET", one, "Show a batch", Scope.READ, self.retrieve, reply=Batch, errors=(404,)
+                "retrieveBatch", "GET", one, "Show a batch", Scope.READ, self.retrieve, reply=Batch, errors=(404,),
+                fast_handler=self,
             ),
             Operation(
                 "cancelBatch", "POST", one + "/cancel", "Stop running requests; finished ones are kept",
@@ -287,6 +289,13 @@ class BatchHandlers:
 
     async def retrieve(self, call: Call) -> Response:
         return json_reply(self._show(*await self._own(call.caller, call.path["batch_id"])))
+
+    def begin(self, path: dict[str, str], headers: Headers, body: bytes, caller: Caller, reply: Reply) -> Cancel | None:
+        """Answer `retrieve` for a job that has changed lately, or was asked for. See `FastHandler.begin`."""
+        found = self._project_jobs.show_recent(caller, job_id(path["batch_id"]))
+        if found is not None and (found[0].origin or {}).get("frontend") == FRONTEND:
+            reply(200, JSON_HEADERS, json_bytes(self._show(*found)))
+        return None
 
     async def list(self, call: Call) -> Response:
         query: ListBatches = call.query

@@ -19,6 +19,7 @@ from batchmill.states import ENDED
 from batchmill.store.segments.blocks import CARRIED
 from batchmill.store.sql.positions import unpack_positions
 from batchmill.store.sql.tables import commits, jobs, outcome_blocks, shards
+from batchmill.store.sql.transactions import note_change
 from batchmill.types import Commit
 
 ShardKey = tuple[str, int, int]  # job, generation, shard
@@ -190,6 +191,7 @@ class CommitBatch:
                 parameters["new_warnings"] = msgspec.json.encode(job.warnings)
             adding = _ADDING[job.cost is not None, job.has_warnings]
             self._db.execute(adding, parameters | {"of_job": job_id})
+            note_change(self._db, job_id)
 
 
 def key_of(commit: Commit) -> ShardKey:

@@ -28,6 +28,7 @@ from batchmill.store.segments.format import Span, merged
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.portable import greatest
 from batchmill.store.sql.tables import commits, error_counts, jobs, notes, outcome_blocks, shards
+from batchmill.store.sql.transactions import note_change
 from batchmill.types import Commit, Lease, RemoteJob, SegmentRef, Shard
 from batchmill.wire.job_spec import JobSpec
 
@@ -195,7 +196,7 @@ _BLOCKS = sa.select(outcome_blocks).where(outcome_blocks.c.job == sa.bindparam("
 
 
 @lru_cache(maxsize=256)
-def _setting(names: frozenset[str], times: frozenset[str] = frozenset(), *, is_spent: bool = False) -> sa.Update:
+def _setting(names: frozenset[str], times: frozenset[str] = frozenset(), *, is_spent: bool = False) -> sa.UpdateBase:
     """Set these fields of a job's record to the parameters "new_NAME", as `move` sets them.
 
     A statement that is built once is found at once among the compiled ones; to build it takes longer than to run it.
@@ -204,17 +205,19 @@ def _setting(names: frozenset[str], times: frozenset[str] = frozenset(), *, is_s
     values |= {name: _after_all(values[name]) for name in times}
     if is_spent:
         values["elapsed_s"] = jobs.c.elapsed_s + sa.bindparam("spent_s", type_=sa.Float())
-    return jobs.update().where(jobs.c.id == sa.bindparam("of_job")).values(**values)
+    return jobs.update().where(jobs.c.id == sa.bindparam("of_job")).values(**values).returning(*jobs.c)
 
 
 def _set(
     db: sa.Connection, job_id: str, fields: Mapping[str, object], times: Iterable[str] = (), *,
     spent_s: float | None = None,
 ) -> None:  # fmt: skip
+    """Set fields of a job's record. Requests that poll the job get the new record without another query."""
     parameters = {f"new_{name}": value for name, value in fields.items()} | {"of_job": job_id}
     if spent_s is not None:
         parameters["spent_s"] = spent_s
-    db.execute(_setting(frozenset(fields), frozenset(times), is_spent=spent_s is not None), parameters)
+    setting = _setting(frozenset(fields), frozenset(times), is_spent=spent_s is not None)
+    note_change(db, job_id, db.execute(setting, parameters).mappings().first())
 
 
 class Ledger:
@@ -306,6 +309,7 @@ class Ledger:
                     finalizing=None, cancelling=None, reason=None, message="", **fields,
                 )
             )  # fmt: skip
+            note_change(db, job_id)
             if isinstance(spec := fields.get("spec"), bytes):
                 ledger_snapshot.note_models(db, read_spec(spec))
             db.execute(error_counts.delete().where(error_counts.c.job == job_id))
@@ -467,12 +471,15 @@ def _check_next(db: sa.Connection, job_id: str, state: JobState) -> bool:
 
 
 def _replace_errors(db: sa.Connection, job_id: str, errors: dict[str, tuple[int, str]]) -> None:
+    note_change(db, job_id)
     db.execute(error_counts.delete().where(error_counts.c.job == job_id))
     _count_errors(db, job_id, {c: n for c, (n, _) in errors.items()}, {c: s for c, (_, s) in errors.items()})
 
 
 def _count_errors(db: sa.Connection, job_id: str, errors: dict[str, int], samples: dict[str, str]) -> None:
     """Add rows of each error code, the most frequent first: only so many codes are kept."""
+    if errors:
+        note_change(db, job_id)
     for code, rows in sorted(errors.items(), key=lambda counted: -counted[1]):
         if _add_errors(db, job_id, code, rows):
             continue

@@ -15,6 +15,7 @@ from msgspec import Struct
 from batchmill.errors import InvalidTransition
 from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.store.sql.tables import commits, error_counts, job_models, jobs, shards
+from batchmill.store.sql.transactions import note_change
 from batchmill.types import Shard, Usage
 from batchmill.wire.job_spec import JobSpec
 
@@ -25,7 +26,7 @@ REBUILT = (
 )
 
 # A statement that is built once is found at once among the compiled ones.
-_INSERT_JOB, _INSERT_MODELS = jobs.insert(), job_models.insert()
+_INSERT_JOB, _INSERT_MODELS = jobs.insert().returning(*jobs.c), job_models.insert()
 _DELETE_MODELS = job_models.delete().where(job_models.c.job == sa.bindparam("of_job"))
 
 
@@ -159,7 +160,7 @@ def insert_job(db: sa.Connection, spec: JobSpec) -> None:
         "frontend": (spec.origin or {}).get("frontend"),
         "priority": spec.policy.priority, "deadline": spec.policy.deadline,
     }  # fmt: skip
-    db.execute(_INSERT_JOB, values)
+    note_change(db, spec.id, db.execute(_INSERT_JOB, values).mappings().first())
     _insert_models(db, spec)
 
 
@@ -195,6 +196,7 @@ def replace(db: sa.Connection, spec: JobSpec, before: Snapshot, after: Rebuilt) 
         for some in _values(spec.id, records):
             db.execute(table.insert(), some)
     sums = after.counters
+    note_change(db, spec.id)
     db.execute(
         jobs.update()
         .where(jobs.c.id == spec.id)

@@ -26,6 +26,7 @@ from batchmill.services.webhooks.sender import DeliveryResult
 from batchmill.states import ENDED
 from batchmill.store.sql.database import Database
 from batchmill.store.sql.tables import jobs, outbox
+from batchmill.store.sql.transactions import note_change
 
 KEPT_S = 3 * 86_400.0  # the age at which a delivered or given up event is deleted
 
@@ -104,6 +105,7 @@ def announce(
         )
         if db.execute(update).rowcount == 0:
             continue  # it was retried meanwhile, or is announced already
+        note_change(db, ended.job)
         new.append(ended)
         if ended.type is not None:
             if (key := (ended.project, ended.type)) not in endpoints:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
@@ -25,6 +25,18 @@ T = TypeVar("T")
 SHARED_MAX = 64  # calls of one transaction
 
 Function = Callable[[sa.Connection], T]
+Changes = Mapping[str, sa.RowMapping | None]  # job -> its new record; None: it is gone, or must be read
+ChangesListener = Callable[[Changes], None]
+CHANGES = "changed_jobs"  # the option of a connection with what its transaction has changed so far
+
+
+def note_change(db: sa.Connection, job_id: str, record: sa.RowMapping | None = None) -> None:
+    """Have listeners learn, once the transaction is committed, that the record of a job or its errors have changed.
+
+    Every transaction that changes them notes it, with the new record if it has it: None has the record read again.
+    """
+    if (changes := db.get_execution_options().get(CHANGES)) is not None:
+        changes[job_id] = record
 
 
 class Transactions(Protocol):
@@ -40,6 +52,13 @@ class JoiningTransactions:
 
     def __init__(self, own: Transactions) -> None:
         self.own, self._shared = own, threading.local()
+        self._listeners: list[ChangesListener] = []
+
+    def listen(self, listener: ChangesListener) -> None:
+        """Call `listener` after each transaction that noted changes, in its thread and before anybody learns its
+        result. Of a transaction that failed, and may have been committed all the same, every job must be read again.
+        """
+        self._listeners.append(listener)
 
     @contextlib.contextmanager
     def begin(self) -> Iterator[sa.Connection]:
@@ -47,13 +66,29 @@ class JoiningTransactions:
         if db is not None:
             yield db
             return
-        with self.own.begin() as db:
+        with self._begin_own() as db:
             yield db
+
+    @contextlib.contextmanager
+    def _begin_own(self) -> Iterator[sa.Connection]:
+        changes: dict[str, sa.RowMapping | None] = {}
+        try:
+            with self.own.begin() as db:
+                yield db.execution_options(**{CHANGES: changes})
+        except BaseException:
+            self._tell(dict.fromkeys(changes))
+            raise
+        self._tell(changes)
+
+    def _tell(self, changes: Changes) -> None:
+        if changes:
+            for listener in self._listeners:
+                listener(changes)
 
     @contextlib.contextmanager
     def share(self) -> Iterator[sa.Connection]:
         """Begin a transaction that every `begin` of this thread joins meanwhile."""
-        with self.own.begin() as db:
+        with self._begin_own() as db:
             self._shared.db = db
             try:
                 yield db
@@ -168,6 +203,7 @@ class SharedTransactions:
                         raise _HalfChanged from error
                     if changes.any:
                         db.exec_driver_sql("ROLLBACK TO SAVEPOINT before_call")
+                        _forget_records(db)
                     ended.append((call, None, error))
                 if savepoints:
                     db.exec_driver_sql("RELEASE SAVEPOINT before_call")
@@ -182,6 +218,12 @@ class SharedTransactions:
             return call, self._run(transaction), None
         except BaseException as error:  # the caller's, as a future of the thread would have it
             return call, None, error
+
+
+def _forget_records(db: sa.Connection) -> None:
+    """Have every record be read that a transaction has noted: a part of it has been rolled back."""
+    changes = db.get_execution_options().get(CHANGES, {})
+    changes.update(dict.fromkeys(changes))
 
 
 def _resolve(ended: _Ended) -> None:
