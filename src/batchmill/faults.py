@@ -64,6 +64,11 @@ PROVIDER_POINTS = (  # a job whose rows go to a provider
     "after_submit",  # the provider has the job, its id is not known here
     "after_submit_noted",  # its id is noted, its state was not polled yet
 )
+MISFIT_POINTS = (  # answers in the results of a provider that do not fit their schema
+    "before_counting",  # they were read, what they have cost is in memory
+    "after_counting",  # that is in the kernel, nobody asks again yet
+    "before_asking_again",  # the same; those that fit are on their way to the owner too
+)
 TASK_POINTS = (  # a task of ML Commons
     "after_task",  # the task is stored, its batch was not submitted
     "after_hand_over",  # the provider has the batch, the task does not have its id

@@ -36,10 +36,12 @@ from batchmill.types import (
     RowBlock,
     SegmentRef,
     Submitted,
+    Usage,
     Wait,
 )
 from batchmill.types.cluster import ClusterView, NodeWork
 from batchmill.types.models import Poison
+from batchmill.types.position_runs import Runs
 
 if TYPE_CHECKING:
     from batchmill.wire.messages import FunctionReply, Start, ToOwner
@@ -114,6 +116,19 @@ class LeaseHandle(Protocol):
         not do what the note announces.
         """
 
+    def count_misfits(self, tag: str, runs: Runs, usage: Usage) -> None:
+        """Count what answers in the results of a remote job have cost that are no outcomes, and add their plan
+        positions to `misfits` in its note: both, or neither if this worker is killed. Later notes are stored after it.
+
+        Raises: JobPaused if another worker has the lease by now.
+        """
+
+    def spend(self, row: Row, usage: Usage) -> None:
+        """Take the cost of an answer that is no outcome out of what is reserved for its row, and free the rest."""
+
+    async def reserve(self, rows: Sequence[Row]) -> int:
+        """Reserve what the requests of these rows may cost; return how many of them, in order, the budget can pay."""
+
     async def until_owned(self) -> None:
         """Wait until the owner surely owns the database. Call it before what must not be done for two owners."""
 
@@ -122,6 +137,10 @@ class LeaseHandle(Protocol):
         """Empty: go on. "pause": the job pauses, and its rows may stay at the provider. "over": the job ends without
         its remaining rows.
         """
+
+    @property
+    def over(self) -> str:
+        """Why its job is over for good, in words; empty: its rows may go on elsewhere, or `ending` is not "over"."""
 
     async def until_ending(self) -> str:
         """Wait until `ending` is not empty, and return it."""
@@ -141,6 +160,20 @@ class Sink(Protocol):
 
         Concurrency: call it on the event loop's thread only.
         """
+
+
+@runtime_checkable
+class CheckingSink(Sink, Protocol):
+    """A sink that knows which answers may be asked for again, for an engine that takes whole leases."""
+
+    def put_or_return(self, outcomes: Iterable[Outcome]) -> list[Outcome]:
+        """As `put`, but return answers that do not fit the schema of their job and may be asked for again.
+
+        Each has the error that it is if its row is not, and its answer in `row.earlier`.
+        """
+
+    def as_returned(self, outcome: Outcome) -> Outcome:
+        """An answer that `put_or_return` has returned before, as it returned it."""
 
 
 @runtime_checkable

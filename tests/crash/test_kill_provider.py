@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from batchmill.faults import PROVIDER_POINTS
+from batchmill.faults import MISFIT_POINTS, PROVIDER_POINTS
 
 ROWS, ROWS_MAX = 240, 60  # of the job, and of one batch
 PROVIDER = Path(__file__).parent.parent / "fakes" / "batch_provider.py"
@@ -32,8 +32,8 @@ engine_args = {{ poll_s = 0.02, poll_max_s = 0.05, rows_max = {rows_max}, jobs_m
 class Provider:
     """The fake provider, a process of its own that nothing kills."""
 
-    def __init__(self, looks: int) -> None:
-        command = [sys.executable, str(PROVIDER), "--looks", str(looks)]
+    def __init__(self, looks: int, *more: str) -> None:
+        command = [sys.executable, str(PROVIDER), "--looks", str(looks), *more]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
         self.url = self._process.stdout.readline().strip()
@@ -110,6 +110,50 @@ def check(command: Command, provider: Provider) -> None:
     state = provider.state()
     assert state["billed"] == {f"text {n}": 1 for n in range(ROWS)}
     assert state["running"] == []
+
+
+@pytest.fixture
+def late_provider() -> Iterator[Provider]:
+    """Of four rows one gets an answer that fits its schema at once, the others later or never."""
+    made = Provider(3, "--answers-late")
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize(
+    ("point", "count"),
+    [
+        *((point, 1) for point in MISFIT_POINTS),
+        # There are four batches of rows that are asked for the first time.
+        *(("after_counting", 6), ("after_note", 17), ("before_submit", 5), ("after_submit", 12)),
+    ],
+)
+def test_killed_while_it_asks_again(point, count, late_provider, tmp_path):
+    """Whoever dies between an answer that does not fit and the next, each is paid for and counted once."""
+    command, kill = Command(tmp_path, late_provider), f"{point}:{count}:{tmp_path / 'fired'}"
+    (tmp_path / "schema.json").write_text('{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"]}')
+    words = ("run", "in.jsonl", "--model", "far", "-o", "out.jsonl", "--schema", "schema.json")
+    code, result = command.run(*words, fault=kill)
+    assert (tmp_path / "fired").exists(), result
+    if code not in (0, 3):
+        code, result = command.run(*words)
+    assert code == 3, result
+    asked = [min(n % 4, 2) + 1 for n in range(ROWS)]
+    assert [line["custom_id"] for line in command.results()] == [f"c{n}" for n in range(ROWS) if n % 4 < 3]
+    failed = [json.loads(line) for line in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
+    assert [line["error"]["code"] for line in failed] == ["schema_mismatch"] * (ROWS // 4)
+    assert all("yet" in line["response"]["body"]["choices"][0]["message"]["content"] for line in failed)
+    state = late_provider.state()
+    assert sum(state["billed"].values()) == sum(asked) and set(state["billed"].values()) == {1}
+    assert state["running"] == []
+    (job,) = [path.name for path in (tmp_path / "data" / "jobs").glob("job_*")]
+    code, text = command.run("show", job, "--json")
+    view = json.loads(text.splitlines()[-1])["job"]
+    usage = view["usage"]
+    assert (usage["input_tokens"], usage["output_tokens"]) == (3 * sum(asked), 2 * sum(asked))
+    assert view["warnings"] == {"asked_again": ROWS // 2}
+    code, text = command.run("ledger", "verify", job)
+    assert code == 0, text
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

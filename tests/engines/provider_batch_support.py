@@ -6,13 +6,16 @@ import asyncio
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed
 
 from batchmill.engines.provider_batch.engine import ProviderBatchEngine
 from batchmill.errors import JobPaused
-from batchmill.types import Limits, ModelSpec, Outcome, RemoteJob, Row
+from batchmill.executors.reply_checks import ReplyChecks
+from batchmill.types import Limits, ModelSpec, Outcome, RemoteJob, ReplyRules, Row, Usage
+from batchmill.types.position_runs import Runs, numbers_of, runs_of
 from batchmill.wire.forms import OpenAIForm
 
 FAST: dict[str, str | int | float | bool | None] = {
@@ -28,7 +31,10 @@ FAST: dict[str, str | int | float | bool | None] = {
 class HeldLease:
     """A `ports.LeaseHandle` of a test. `die` makes it a killed worker's: no note is taken any more."""
 
-    def __init__(self, rows: int, notes: dict[str, bytes] | None = None, *, ending: str = "") -> None:
+    def __init__(
+        self, rows: int, notes: dict[str, bytes] | None = None, *, ending: str = "", over: str = "",
+        spent: list[Usage] | None = None, payable: int = 1_000_000,
+    ) -> None:  # fmt: skip
         self.key = "job-1"
         self.rows = rows
         self.notes: dict[str, bytes] = {} if notes is None else notes
@@ -37,6 +43,10 @@ class HeldLease:
         self.steps = 0  # notes asked for, and notes taken
         self.stop_at = -1  # the step at which this worker is killed
         self.dead = asyncio.Event()
+        self.job = SimpleNamespace(replies=ReplyRules())
+        self.over = over
+        self.spent: list[Usage] = [] if spent is None else spent  # by answers that were no outcomes
+        self.payable = payable  # rows that the budget can pay to ask for again
         self._ending = ending
         self._turned = asyncio.Event()
         if ending:
@@ -47,23 +57,44 @@ class HeldLease:
         self.notes[key] = data
         await self.step()
 
+    def count_misfits(self, tag: str, runs: Runs, usage: Usage) -> None:
+        """As a ledger does, unless the worker dies before."""
+        self._pass()
+        if not self.dead.is_set():
+            job = msgspec.json.decode(self.notes[tag], type=RemoteJob)
+            job = msgspec.structs.replace(job, misfits=runs_of(numbers_of(job.misfits) | numbers_of(runs)))
+            self.notes[tag] = msgspec.json.encode(job)
+            self.spent.append(usage)
+        self._pass()
+
+    def spend(self, row: Row, usage: Usage) -> None:
+        """It has no budget to speak of."""
+
+    async def reserve(self, rows: Sequence[Row]) -> int:
+        count = min(len(rows), self.payable)
+        self.payable -= count
+        return count
+
     async def until_owned(self) -> None:
         """Its owner lives as long as it does."""
 
     async def step(self) -> None:
         """One more durable step has passed, unless this is where the worker dies."""
+        self._pass()
+        if self.dead.is_set():
+            await asyncio.Event().wait()
+
+    def _pass(self) -> None:
         self.steps += 1
         if self.steps == self.stop_at:
             self.dead.set()
-        if self.dead.is_set():
-            await asyncio.Event().wait()
 
     @property
     def ending(self) -> str:
         return self._ending
 
-    def end(self, how: str) -> None:
-        self._ending = how
+    def end(self, how: str, over: str = "") -> None:
+        self._ending, self.over = how, over
         self._turned.set()
 
     async def until_ending(self) -> str:
@@ -115,6 +146,7 @@ class Ground:
     def __init__(self, model: ModelSpec, home: Path) -> None:
         self.model, self.home = model, home
         self.sink = ListSink()
+        self.checks: ReplyChecks | None = None  # of rows with a schema, before the sink
 
     async def run(self, *leased: tuple[HeldLease, Sequence[Row]]) -> None:
         """Run the rows of these leases to their end."""
@@ -180,7 +212,7 @@ class Running:
     def __init__(self, ground: Ground, leased: Sequence[tuple[HeldLease, Sequence[Row]]], ended: bool) -> None:
         self.engine = ProviderBatchEngine(ground.model, ground.home)
         self.feed = JobsFeed(ground.sink, leased, ended=ended)
-        self._sink = ground.sink
+        self._sink = ground.sink if ground.checks is None else ground.checks
         self.task = asyncio.create_task(self._work())
 
     async def _work(self) -> None:

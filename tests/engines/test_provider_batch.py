@@ -16,11 +16,12 @@ from msgspec.structs import replace
 from batchmill.engines.clock import SystemClock
 from batchmill.engines.connections import Connections
 from batchmill.engines.provider_batch import load_provider
+from batchmill.engines.provider_batch.answers import Answers
+from batchmill.engines.provider_batch.collecting import CollectedRows, Collector
 from batchmill.engines.provider_batch.engine import ProviderBatchEngine
 from batchmill.engines.provider_batch.following import Course
 from batchmill.engines.provider_batch.provider import RowReply
 from batchmill.engines.provider_batch.settings import read_settings
-from batchmill.engines.provider_batch.shard import CollectedRows, Collector
 from batchmill.engines.provider_batch.spool import Spool
 from batchmill.errors import AuthRefused, InvalidInput, ModelFailed, RouteFailed, SubmitUnknown
 from batchmill.types import LiveRequest, ModelSpec, Row, RowError
@@ -213,13 +214,15 @@ async def test_what_is_said_of_lost_rows(provider: BatchProvider, ground: Ground
     spool.add(rows)
     api = load_provider(ground.model, Connections(ground.model.limits))
     settings = read_settings(ground.model, api.arguments)
-    collector = Collector(api, spool, ground.sink, Course(lease, settings, SystemClock(), lambda: 0.0))
+    course, answers = Course(lease, settings, SystemClock(), lambda: 0.0), Answers(tmp_path)
+    collector = Collector(api, spool, ground.sink, course, lease, answers)
     said = RowReply(0, None, RowError("batch_expired", "no time was left"), is_undone=True)
     lost = RowError("provider_lost_row", "openai has not answered this row, in 3 jobs")
     collector.give_up({first, second}, CollectedRows(undone={second: said}), lost)
     errors = [outcome.error for _, outcome in sorted(ground.outcomes().items())]
     assert errors == [lost, RowError("provider_lost_row", f"{lost.message}: no time was left")]
     spool.close()
+    answers.close()
 
 
 async def test_lost_for_good(provider: BatchProvider, ground: Ground) -> None:

@@ -10,7 +10,7 @@ from email.utils import format_datetime
 from typing import Any
 
 from aiohttp import web
-from fakes.provider_fake import FakeJob, ProviderFake, refused
+from fakes.provider_fake import FakeJob, ProviderFake, answer_to, refused
 
 _ID = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 
@@ -118,14 +118,15 @@ def _line(job: FakeJob, index: int, kind: str) -> bytes:
 
 
 def message_for(params: dict[str, Any]) -> dict[str, Any]:
-    content = params["messages"][-1]["content"]
-    text = content if isinstance(content, str) else content[-1]["text"]
+    contents = [message["content"] for message in params["messages"] if message["role"] == "user"]
+    blocks = [[{"text": each}] if isinstance(each, str) else each for each in contents]
+    text = answer_to([block["text"] for each in blocks for block in each if "text" in block])
     return {
         "id": "msg_1",
         "type": "message",
         "role": "assistant",
         "model": params["model"],
-        "content": [{"type": "text", "text": f"echo {text}"}],
+        "content": [{"type": "text", "text": text}],
         "stop_reason": "end_turn",
         "stop_sequence": None,
         "usage": {

@@ -13,7 +13,7 @@ from botocore.auth import S3SigV4Auth, SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from fakes.anthropic_batches import message_for
-from fakes.provider_fake import FakeJob, ProviderFake
+from fakes.provider_fake import FakeJob, ProviderFake, answer_to
 
 REGION = "eu-central-2"
 _SCOPE = re.compile(r"Credential=([^/]+)/(\d{8})/([^/]+)/([^/]+)/aws4_request, SignedHeaders=([^,]+), Signature=(\w+)")
@@ -114,7 +114,7 @@ class SageMakerFake(AwsFake):
         else:
             job.state = "Completed"
             folder = job.details["order"]["TransformOutput"]["S3OutputPath"]
-            self.write_lines(f"{folder}/input.jsonl.out", [{"echo": row} for row in job.rows])
+            self.write_lines(f"{folder}/input.jsonl.out", [_answer_of(row) for row in job.rows])
 
     async def _call(self, request: web.Request) -> web.Response:
         if (flaw := await self.flaw_of(request)) is not None:
@@ -243,3 +243,12 @@ class BedrockFake(AwsFake):
             "successRecordCount": kinds.count("ok"),
             "errorRecordCount": kinds.count("error"),
         }
+
+
+def _answer_of(row: dict[str, Any]) -> dict[str, Any]:
+    """An echo; the reply of a chat model to texts that have an answer."""
+    texts = [message["content"] for message in row.get("messages", []) if message["role"] == "user"]
+    if not texts or not texts[0].startswith("late "):
+        return {"echo": row}
+    choice = {"index": 0, "message": {"role": "assistant", "content": answer_to(texts)}, "finish_reason": "stop"}
+    return {"choices": [choice], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}

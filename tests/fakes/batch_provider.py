@@ -95,6 +95,7 @@ class BatchProvider:
         self.billed: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
         self.met: Counter[str] = Counter()  # faults and fates that came to pass
+        self.answer: Callable[[dict[str, Any]], str] = plain_answer  # the text of a reply, from the body of a row
         self.key: str | None = None  # what "Authorization" must say; None: anything
         self.on_call: Callable[[str, bool], Awaitable[None]] | None = None  # awaited before and after a call is done
         self.prefix, self.middlewares = "/v1", list[Any]()  # of its paths, and before its handlers
@@ -422,7 +423,7 @@ class BatchProvider:
     def _output_line(self, line: dict[str, Any]) -> bytes:
         text = text_of(line["body"])
         self.billed[text] += 1
-        body = reply_of(line["body"], text)
+        body = reply_of(line["body"], self.answer(line["body"]))
         response = {"status_code": 200, "request_id": f"req_{line['custom_id']}", "body": body}
         return json.dumps({"id": "br", "custom_id": line["custom_id"], "response": response, "error": None}).encode()
 
@@ -433,12 +434,27 @@ class BatchProvider:
 
 
 def text_of(body: dict[str, Any]) -> str:
-    """What a row asks: its last message or its input."""
-    return str(body["messages"][-1]["content"]) if "messages" in body else json.dumps(body.get("input"))
+    """What a row asks: its first message or its input. If it asks again: and for the how manieth time."""
+    if "messages" not in body:
+        return json.dumps(body.get("input"))
+    first, *others = [message["content"] for message in body["messages"] if message["role"] == "user"]
+    return f"{first} again {len(others)}" if others else str(first)
+
+
+def plain_answer(body: dict[str, Any]) -> str:
+    """One that says which row it answers."""
+    return f"to {text_of(body)}"
+
+
+def late_answer(body: dict[str, Any]) -> str:
+    """JSON for row N of "text N", once it was asked for N % 4 + 1 times; otherwise none."""
+    first, _, times = text_of(body).partition(" again ")
+    number = int(first.rpartition(" ")[2])
+    return json.dumps({"n": number}) if int(times or 0) >= number % 4 else f"not {number} yet"
 
 
 def reply_of(body: dict[str, Any], text: str) -> dict[str, Any]:
-    """A reply that says which row it answers."""
+    """A reply with this text."""
     if "input" in body:
         items = body["input"] if isinstance(body["input"], list) else [body["input"]]
         data = [{"object": "embedding", "index": index, "embedding": [0.5]} for index in range(len(items))]
@@ -447,7 +463,7 @@ def reply_of(body: dict[str, Any], text: str) -> dict[str, Any]:
         "id": "chatcmpl",
         "object": "chat.completion",
         "model": body["model"],
-        "choices": [{"index": 0, "message": {"role": "assistant", "content": f"to {text}"}, "finish_reason": "stop"}],
+        "choices": [{"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}],
         "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
     }
 
@@ -475,6 +491,7 @@ def _refusal(fault: str) -> web.Response | None:
 async def serve(arguments: argparse.Namespace) -> None:
     """Until it is killed."""
     async with BatchProvider(seed=arguments.seed, rate=arguments.rate, looks=arguments.looks) as provider:
+        provider.answer = late_answer if arguments.answers_late else plain_answer
         print(provider.base_url, flush=True)
         await asyncio.Event().wait()
 
@@ -484,4 +501,5 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rate", type=float, default=0.0, help="of calls and batches that meet a fault")
     parser.add_argument("--looks", type=int, default=2, help="after which a batch has ended")
+    parser.add_argument("--answers-late", action="store_true", help="only the fourth row of four is answered at once")
     asyncio.run(serve(parser.parse_args()))

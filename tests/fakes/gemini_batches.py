@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
-from fakes.provider_fake import FakeJob, ProviderFake
+from fakes.provider_fake import FakeJob, ProviderFake, answer_to
 
 ENDS = ("SUCCEEDED", "FAILED", "CANCELLED", "EXPIRED")
 REQUEST_FIELDS = {
@@ -255,11 +255,10 @@ def response_to(request: dict[str, Any]) -> dict[str, Any]:
     if "content" in request:
         text = request["content"]["parts"][0]["text"]
         return {"embedding": {"values": [float(len(text)), 0.5]}, "tokenCount": "4"}
-    text = request["contents"][-1]["parts"][-1]["text"]
+    turns = [turn["parts"] for turn in request["contents"] if turn["role"] == "user"]
+    text = answer_to([part["text"] for parts in turns for part in parts if "text" in part])
     return {
-        "candidates": [
-            {"content": {"role": "model", "parts": [{"text": f"echo {text}"}]}, "finishReason": "STOP", "index": 0}
-        ],
+        "candidates": [{"content": {"role": "model", "parts": [{"text": text}]}, "finishReason": "STOP", "index": 0}],
         "usageMetadata": {
             "promptTokenCount": 7,
             "cachedContentTokenCount": 2,

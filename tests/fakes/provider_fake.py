@@ -43,6 +43,18 @@ class FakeJob:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+def answer_to(texts: list[str]) -> str:
+    """The text of a reply to these turns of a user: an echo of the last one.
+
+    To "late N" it is JSON, once the row was asked for N % 4 + 1 times.
+    """
+    first, *again = texts
+    if not first.startswith("late "):
+        return f"echo {texts[-1]}"
+    number, times = int(first.removeprefix("late ")), sum("does not fit the JSON Schema" in text for text in again)
+    return json.dumps({"n": number}) if times >= number % 4 else f"not {number} yet"
+
+
 class ProviderFake:
     """Use it as an async context manager. `fail` makes calls go wrong; with `fates` jobs end by themselves.
 

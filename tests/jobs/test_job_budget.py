@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from batchmill.jobs.pools.job_run import JobBudget
+from batchmill.jobs.pools.job_budget import JobBudget
 from batchmill.wire.messages import Allow, Spending
 
 

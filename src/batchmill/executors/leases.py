@@ -30,6 +30,7 @@ from batchmill.types import (
     SegmentRef,
     Usage,
 )
+from batchmill.types.position_runs import Runs
 from batchmill.wire.forms import Form
 from batchmill.wire.messages import Note, Noted, Renewed, Spending
 from batchmill.wire.output_schema import WORDS_MAX
@@ -108,6 +109,8 @@ class Allowance:
         self._done = self._allowances_seen = 0
         self._needs = 0.0  # reservation of the next row, if it exceeds `free`
         self._reported: Spending | None = None
+        self._asking = asyncio.Lock()  # one `wants` at a time
+        self._reply: asyncio.Future[float] | None = None
 
     def reserve(self, rows: Sequence[Row], *, is_first: bool = True, at_any_price: bool = False) -> int:
         """Reserve the maximum cost of these rows in order; return how many may run.
@@ -146,6 +149,40 @@ class Allowance:
             self.report(gives_back=True)
         return 0 < self._needs <= self.free
 
+    def spend(self, row: Row, usage: Usage) -> None:
+        """Record what an answer has cost that is no outcome; `reserve_again` follows if its row is asked for again."""
+        most = self._reserved.pop(row.position, None)
+        self.free += (0.0 if most is None else most.usd) - self._price.cost(usage)
+        if most is not None and most.base is not None:
+            self._learn(self._price.output / 1e6 * usage.output_tokens)
+
+    async def reserve_again(self, rows: Sequence[Row]) -> int:
+        """As `reserve`, for rows that are asked for again. What is missing is asked of the owner, once."""
+        async with self._asking:
+            needs = self._needs  # of a row that waits: it goes on waiting
+            count = self.reserve(rows, is_first=False)
+            self._needs = needs
+            if count < len(rows):
+                wanted = sum(self._most(row).usd for row in rows[count:]) - self.free
+                await self._ask(max(wanted, ROUNDING_USD))
+                needs = self._needs
+                count += self.reserve(rows[count:], is_first=False)
+                self._needs = needs
+            if self.is_lean:
+                self.report(gives_back=True)
+            return count
+
+    async def _ask(self, usd: float) -> None:
+        """Ask the owner for money, and add what it has of it now. Nobody else here may give that back before."""
+        reply = self._reply = asyncio.get_running_loop().create_future()
+        self.report(wants=usd)
+        try:
+            await asyncio.wait({reply})
+        finally:
+            self._reply = None
+            if reply.done():
+                self.free += reply.result()
+
     def release(self, row: Row) -> None:
         """Free the reservation of a row that stays undone, but for what its answers so far have cost."""
         most = self._reserved.pop(row.position, None)
@@ -154,22 +191,25 @@ class Allowance:
     def _cost_of_earlier(self, row: Row) -> float:
         return sum(self._price.cost(each.usage) for each in row.earlier)
 
-    def add(self, usd: float, *, is_lean: bool) -> None:
+    def add(self, usd: float, *, is_lean: bool, is_reply: bool = False) -> None:
         """Add money from the owner."""
-        self.free += usd
+        if is_reply and self._reply is not None and not self._reply.done():
+            self._reply.set_result(usd)
+        else:
+            self.free += usd
         self._allowances_seen += 1
         self._reported = None
         if is_lean and not (self.is_lean and usd):
             self.is_lean = True
-            self.report(gives_back=True)
-        if usd:
+            self.report(gives_back=not is_reply)
+        if usd and not is_reply:
             self._needs = 0.0
 
     def return_unused(self) -> None:
         """Return unused money to the owner after a while, because others may need it."""
         self.report(gives_back=self.is_lean and not self._reserved)
 
-    def report(self, *, gives_back: bool = False) -> None:
+    def report(self, *, gives_back: bool = False, wants: float = 0.0) -> None:
         """Report the budget to the owner if it has changed."""
         returned, self.free = (self.free, 0.0) if gives_back and self.free else (0.0, self.free)
         unbounded = sum(each.base is not None for each in self._reserved.values()) if self._output_costs else 0
@@ -183,9 +223,10 @@ class Allowance:
             max(0.0, beyond),
             self._allowances_seen,
             self.takes_all,
+            wants,
         )
         if spending != self._reported or returned:
-            self._reported = spending
+            self._reported = None if wants else spending
             self._send(spending)
 
     def _most(self, row: Row) -> _Reserved:
@@ -236,6 +277,7 @@ class OpenJob(Struct, eq=False):
     revoked: bool = False
     adapters: AdapterSet = AdapterSet()
     ending: str = ""  # once it is revoked: how its leases end, PAUSE or OVER
+    over: str = ""  # as of a lease
     project: str = ""
     replies: ReplyRules = ReplyRules()
     media: MediaBounds = MediaBounds()
@@ -253,6 +295,7 @@ class Unsent(Struct, eq=False):
     errors: dict[str, int]
     samples: dict[str, str]
     warnings: dict[str, int]
+    misfits: dict[str, list[tuple[int, int]]]
 
 
 class LeaseHost(Protocol):
@@ -260,6 +303,8 @@ class LeaseHost(Protocol):
 
     async def note(self, held: Held, key: str, data: bytes) -> Noted:
         """Store a note; return the result once all earlier outcomes have been counted."""
+
+    def count_misfits(self, held: Held, tag: str, runs: Runs, usage: Usage) -> None: ...
 
     async def until_owned(self) -> None:
         """Wait until the owner surely owns the database."""
@@ -291,6 +336,7 @@ class Held(Struct, eq=False):
     noted: dict[str, bytes] = msgspec.field(default_factory=dict)
     lease_host: LeaseHost | None = None
     ending: str = ""
+    over: str = ""  # why its job is over, if its rows do not go on elsewhere
     is_afforded: bool = False  # the maximum cost of all its rows is reserved
     is_cut: bool = False  # the budget was too small for all of its rows: the others go back
     is_left: bool = False  # it gets no more outcomes
@@ -332,24 +378,43 @@ class Held(Struct, eq=False):
             if not result.reason:
                 self.stale = True
                 self.end(PAUSE)
-            raise JobPaused(
-                result.message or f"the shard {self.lease.shard} of {self.lease.job} now belongs to another worker",
-                reason=PauseReason(result.reason or PauseReason.INTERRUPTED),
-            )
+            raise self._lost() if not result.reason else JobPaused(result.message, reason=PauseReason(result.reason))
         if data:
             self.noted[key] = data
         else:
             self.noted.pop(key, None)
 
+    def count_misfits(self, tag: str, runs: Runs, usage: Usage) -> None:
+        """See `ports.LeaseHandle`."""
+        if self.lease_host is not None and not (self.stale or self.is_left):
+            self.lease_host.count_misfits(self, tag, runs, usage)
+        if self.stale or self.is_left:
+            raise self._lost()
+
+    def spend(self, row: Row, usage: Usage) -> None:
+        """See `ports.LeaseHandle`."""
+        if self.job.allowance is not None:
+            self.job.allowance.spend(row, usage)
+
+    async def reserve(self, rows: Sequence[Row]) -> int:
+        """See `ports.LeaseHandle`."""
+        return len(rows) if self.job.allowance is None else await self.job.allowance.reserve_again(rows)
+
+    def _lost(self) -> JobPaused:
+        return JobPaused(
+            f"the shard {self.lease.shard} of {self.lease.job} now belongs to another worker",
+            reason=PauseReason.INTERRUPTED,
+        )
+
     async def until_owned(self) -> None:
         if self.lease_host is not None:
             await self.lease_host.until_owned()
 
-    def end(self, how: str) -> None:
+    def end(self, how: str, over: str = "") -> None:
         """End the lease: "pause" or "over"."""
         if self.ending == OVER:
             return
-        self.ending = how
+        self.ending, self.over = how, over
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_result(None)

@@ -167,6 +167,19 @@ class Recorder:
             held.ok_usage += usage
             self._write(held)
 
+    def put_misfits(self, held: Held, tag: str, runs: list[tuple[int, int]], usage: Usage) -> None:
+        """As `put_usage` for answers in the results of a remote job, and note which: both count, or neither."""
+        self._write(held)
+        if held.stale:
+            return
+        try:
+            self._append(held, empty_rows(), ok=True, meta=BlockMeta(usage, misfits={tag: runs}))
+        except OSError as error:
+            held.stale = True
+            self._broken(error)
+            return
+        self._schedule(held)
+
     def put_block(self, block: ResultBlock | ColumnResultBlock) -> None:
         """See `ports.BlockSink`."""
         held: Held = block.lease
@@ -272,7 +285,7 @@ class Recorder:
         n = len(positions)
         last = held.unsent[-1] if held.unsent else None
         if last is None or last.ref.segment != ref.segment or last.ref.offset + last.ref.length != ref.offset:
-            last = Unsent(ref, [], 0, 0, NO_USAGE, {}, {}, {})
+            last = Unsent(ref, [], 0, 0, NO_USAGE, {}, {}, {}, {})
             held.unsent.append(last)
         else:
             last.ref = type(ref)(ref.segment, last.ref.offset, last.ref.length + ref.length)
@@ -285,6 +298,8 @@ class Recorder:
         for name, replies in meta.warnings.items():
             last.warnings[name] = last.warnings.get(name, 0) + replies
         last.samples = {**meta.samples, **last.samples}
+        for tag, runs in meta.misfits.items():
+            last.misfits[tag] = [*last.misfits.get(tag, ()), *runs]
         self._written_rows += n
         self._written_bytes += len(data)
 
@@ -388,4 +403,5 @@ def _commit_of(held: Held, part: Unsent) -> Commit:
         samples=part.samples,
         warnings=part.warnings,
         blocks=held.job.segment.carried(part.ref),
+        misfits=part.misfits,
     )

@@ -41,9 +41,10 @@ from batchmill.states import PauseReason
 from batchmill.store.segments.blocks import CarriedSegments
 from batchmill.store.segments.files import SegmentFile
 from batchmill.store.segments.format import SegmentHead
-from batchmill.types import Commit, Outcome, Row, RowError
+from batchmill.types import Commit, Outcome, Row, RowError, Usage
 from batchmill.types.connectors import Storage
 from batchmill.types.engine_traits import traits_of
+from batchmill.types.position_runs import Runs
 from batchmill.wire import messages
 from batchmill.wire.messages import (
     Abandon,
@@ -247,13 +248,13 @@ class Worker:
                 self._acknowledged(message)
             case SetShare(job, priority, share, row_cost):
                 self._feed.weigh(job, priority=priority, share=share, row_cost=row_cost)
-            case Allow(job, usd, is_lean):
-                self._allow(job, usd, is_lean=is_lean)
+            case Allow():
+                self._allow(message)
             case FailRows(job):
                 if isinstance(self._engine, RetryingEngine):
                     self._engine.fail_rows(job)
-            case Revoke(job, is_over):
-                self._revoke(job, OVER if is_over else PAUSE)
+            case Revoke(job, is_over, over):
+                self._revoke(job, OVER if is_over else PAUSE, over)
             case Noted():
                 self._notes.receive(message)
             case Provide(provision):
@@ -299,7 +300,7 @@ class Worker:
     def _open(self, message: Open) -> None:
         if message.job in self._jobs:
             job = self._jobs[message.job]
-            job.revoked, job.ending, job.allowance = False, "", None
+            job.revoked, job.ending, job.over, job.allowance = False, "", "", None
             job.form, job.replies = message.form, message.replies
             return
         head, roll = SegmentHead(message.job, message.identity, self._name), self._rolls.get(message.job, 0)
@@ -310,9 +311,9 @@ class Worker:
             replies=message.replies, media=message.media,
         )  # fmt: skip
 
-    def _allow(self, job_id: str, usd: float, *, is_lean: bool) -> None:
+    def _allow(self, message: Allow) -> None:
         """Add to the budget that this worker has for a job."""
-        job, price = self._jobs.get(job_id), self._model.price
+        job, price = self._jobs.get(message.job), self._model.price
         if job is None or price is None:
             return
         if job.allowance is None:
@@ -321,7 +322,7 @@ class Worker:
                 attempts=0 if job.form.schema is None or self._model.is_handed_over else job.form.schema.attempts,
                 send=self._send,
             )  # fmt: skip
-        job.allowance.add(usd, is_lean=is_lean)
+        job.allowance.add(message.usd, is_lean=message.is_lean, is_reply=message.is_reply)
         self._feed.unblock(job.id)
 
     def _settled(self, held: Held, outcomes: list[Outcome]) -> None:
@@ -338,7 +339,7 @@ class Worker:
             lease=lease, job=job, seq=grant.seq, base=grant.base, key=f"{lease.job}-{lease.generation}", undone=grant.n,
             isolated=grant.isolated, ok=empty_rows(), failed=empty_rows(), ok_usage=NO_USAGE, failed_usage=NO_USAGE,
             failures=[], unsent=[], rows=grant.n, noted=dict(grant.notes), lease_host=self,
-            ending=OVER if grant.is_over else job.ending,
+            ending=OVER if grant.is_over else job.ending, over=grant.over or job.over,
         )  # fmt: skip
         self._held[lease.job, lease.generation, lease.shard] = held
         if grant.quarantined:
@@ -369,13 +370,13 @@ class Worker:
             self._feed.drop_lease(held)
             held.end(PAUSE)
 
-    def _revoke(self, job_id: str, how: str) -> None:
+    def _revoke(self, job_id: str, how: str, over: str) -> None:
         job = self._jobs.get(job_id)
         if job is not None:
-            job.revoked, job.ending = True, how
+            job.revoked, job.ending, job.over = True, how, over
             self._feed.drop(job_id)
             for held in [held for held in self._held.values() if held.job is job]:
-                held.end(how)
+                held.end(how, over)
         self._release_revoked()
 
     def _release_revoked(self) -> None:
@@ -407,6 +408,9 @@ class Worker:
     async def note(self, held: Held, key: str, data: bytes) -> Noted:
         await self._recorder.settle(held)
         return REFUSED if held.stale else await self._notes.send(held.lease, key, data)
+
+    def count_misfits(self, held: Held, tag: str, runs: Runs, usage: Usage) -> None:
+        self._recorder.put_misfits(held, tag, runs, usage)
 
     async def until_owned(self) -> None:
         await self._term.until_valid()

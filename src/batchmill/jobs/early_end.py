@@ -36,6 +36,7 @@ class EarlyEnd(Struct, frozen=True):
 
     state: JobState
     reason: str | None  # while it is CANCELLING
+    why: str  # in words
     unrun: RowError
 
 
@@ -43,11 +44,13 @@ class EarlyEnd(Struct, frozen=True):
 CANCELLED = EarlyEnd(
     JobState.CANCELLED,
     None,
+    "the job was cancelled",
     RowError("batch_cancelled", "This request was not executed because the batch was cancelled."),
 )
 PAST_DEADLINE = EarlyEnd(
     JobState.EXPIRED,
     EXPIRED,
+    "the deadline of the job has passed",
     RowError("batch_expired", "This request could not be executed before the completion window expired."),
 )
 

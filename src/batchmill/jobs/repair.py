@@ -18,6 +18,7 @@ from batchmill.jobs.intake import fetching
 from batchmill.jobs.intake.preparation import seal_order
 from batchmill.jobs.ledger import audit
 from batchmill.jobs.ledger.audit import AuditOrder, BreachList
+from batchmill.jobs.ledger.misfits import CountedMisfits
 from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, collect_newest, rows_in
 from batchmill.jobs.ledger.plan import PLAN, PlanReader, Progress, iter_rejected, plan_again, shard_rows
 from batchmill.jobs.ledger.row_states import STEP_ROWS, RowStates
@@ -87,6 +88,7 @@ class _Rebuild:
         self._epochs: dict[Key, int] = defaultdict(int)  # the highest that a lease or a block of the shard had
         self._usage = Usage()
         self._warnings: Counter[str] = Counter()
+        self._misfits = CountedMisfits({})
         self._reused = 0  # rows
         self._failed: list[_Orphan] = []  # the blocks of errors that count
         self._damaged = BreachList()
@@ -159,7 +161,7 @@ class _Rebuild:
         used = set()
         for orphan in sorted(orphans):
             block = read_block(self._segments, orphan.segment, orphan.offset)
-            if self._take(block):
+            if not self._misfits.has(block) and self._take(block):
                 self._count_block(block)
                 used.add(orphan.segment)
         for name in used:
@@ -184,6 +186,7 @@ class _Rebuild:
                 self._damaged.add(f"{where(self._segments, block)} was {named}, but holds {fault}")
             return False
         outcomes.take(block)
+        self._misfits.take(block)
         self._usage += block.meta.usage
         self._warnings.update(block.meta.warnings)
         self._reused += block.meta.reused
@@ -239,6 +242,7 @@ class _Rebuild:
             ),
             shards=shards, commits=commits, errors=self._errors(states, plan.rejected), adopted=adopted,
             reopened=reopened, damaged=self._damaged.all(),
+            misfits=[(*place, runs) for place, runs in self._misfits.all.items()],
         )  # fmt: skip
 
     def _shard_records(self) -> Iterator[ShardRecord]:

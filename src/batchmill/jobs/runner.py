@@ -388,7 +388,7 @@ class JobRunner(RecordedJob):
             return
         generation = record["generation"]
         plan = PlanReader(self.files.plan(generation))
-        await self._cancel_remote(plan, generation)
+        await self._cancel_remote(plan, generation, early.why)
         if not self.skips_remote:
             early_end.refuse_uncancelled(await self._remotes(generation))
         await self._commit_log.write(self._ledger.fence, self.spec.id, generation)
@@ -499,6 +499,7 @@ class JobRunner(RecordedJob):
             if watching is not None:
                 watching.cancel()
             is_over = self._routes.next(run, failure) is not None  # a changed route ends what the old one has
+            run.over = self._early.why if self._early is not None and run.is_cancelled else ""
             await self._dispatcher.remove(run, at_once=self.at_once, is_over=is_over)
             if self.spec.is_small and not run.rows_left:
                 self._unspent_s = run.elapsed_s  # stored with the end
@@ -529,13 +530,17 @@ class JobRunner(RecordedJob):
         await self._move(JobState.QUEUED, **columns_of(spec))
         await self._dispatcher.unreserve(spec.id)
 
-    async def _cancel_remote(self, plan: PlanReader, generation: int) -> None:
-        """Cancel the remote jobs of a generation and count the outcomes that providers have. Raises: JobPaused."""
+    async def _cancel_remote(self, plan: PlanReader, generation: int, over: str = "") -> None:
+        """Cancel the remote jobs of a generation and count the outcomes that providers have. Raises: JobPaused.
+
+        Args: over: see `JobRun`.
+        """
         only = ledger.uncollected_shards(await self._remotes(generation))
         if not only or self.skips_remote:
             return
         self._raise_if_stopped()
         run = self.rows_run = self._new_run(plan, generation, is_over=True)
+        run.over = over
         try:
             run.load(await self._commit_log.call_reader(self._ledger.progress, self.spec.id, generation), only)
             await early_end.cancel_remote(run, self._dispatcher, is_at_once=self.at_once)

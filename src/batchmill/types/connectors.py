@@ -104,4 +104,8 @@ class RemoteJob(Struct, frozen=True, omit_defaults=True):
     changed: float = 0.0  # when the provider last reported a change
     message: str = ""  # for users: why it is unknown, what the provider reported
     is_doubtful: bool = False  # it may exist twice: the reply to its creation was lost, or the process was killed
+    attempt: int = 0  # 0: its rows are asked for the first time; n: for the n-th time again
+    # Plan positions of rows whose answers here do not fit their schema. What these have cost is counted, and the rows
+    # are asked for again, with answers that the results of this job have.
+    misfits: list[tuple[int, int]] = []
     shard: int = -1  # filled in for views

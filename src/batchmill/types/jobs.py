@@ -136,6 +136,7 @@ class Commit(Struct, frozen=True):
     warnings: dict[str, int] = {}  # of replies that count as results: name in wire.replies.WARNINGS -> replies
     blocks: bytes = b""  # those of `ref`, if it is durable only with the commit
     rows_reused: int = 0  # of rows_ok: their results are those of an earlier job
+    misfits: dict[str, list[tuple[int, int]]] = {}  # tag of a RemoteJob -> what is added to its `misfits`
 
 
 class LedgerReport(Struct, frozen=True):

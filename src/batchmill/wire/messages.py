@@ -97,6 +97,7 @@ class Grant(Struct, frozen=True, tag="grant"):
     row_cost: float = 1.0  # the expected cost of one row, in tokens if it has any
     notes: dict[str, bytes] = {}  # of the shard: see ports.LeaseHandle
     is_over: bool = False  # the job ends: collect results that a provider has of these rows, and begin nothing
+    over: str = ""  # why, if its rows do not go on elsewhere
 
 
 class Ack(Struct, frozen=True, tag="ack"):
@@ -126,6 +127,7 @@ class Allow(Struct, frozen=True, tag="allow"):
     job: str
     usd: float
     is_lean: bool = False  # return the unused part of each row's reservation at once
+    is_reply: bool = False  # to a Spending that wants some: it is all that there is now
 
 
 class FailRows(Struct, frozen=True, tag="fail_rows"):
@@ -139,6 +141,7 @@ class Revoke(Struct, frozen=True, tag="revoke"):
 
     job: str
     is_over: bool = False  # the job ends without the remaining rows; otherwise it may be resumed
+    over: str = ""  # as in Grant
 
 
 class Noted(Struct, frozen=True, tag="noted"):
@@ -241,6 +244,7 @@ class Spending(Struct, frozen=True, tag="spending"):
     beyond: float = 0.0  # USD that rows without a limit may cost above their reservation, estimated from earlier rows
     allowances_seen: int = 0  # Allow messages received before this message
     takes_all: bool = False  # the whole allowance is handed over together
+    wants: float = 0.0  # USD for rows that are asked for again: the reply has what there is of it now
 
 
 class LeaseReleased(Struct, frozen=True, tag="lease_released"):

@@ -211,7 +211,8 @@ def asked_again(url: str, body: bytes, earlier: Sequence[EarlierAnswer]) -> byte
     """The request with the answers so far, and what was wrong with each."""
     said: list[dict[str, str]] = []
     for each in earlier:
-        said += [{"role": "assistant", "content": each.text}, {"role": "user", "content": words_of(each)}]
+        answer = [{"role": "assistant", "content": each.text}] if each.text else []  # services refuse empty turns
+        said += [*answer, {"role": "user", "content": words_of(each)}]
     members = split_object(body)
     if url in (CHAT, MESSAGES):
         messages = decode(members["messages"], type=list[Raw])

@@ -45,7 +45,7 @@ async def _list_remote(session: Session, job_id: str) -> int:
     if not remote_jobs:
         session.print("no provider has rows of this job")
         return EXIT_OK
-    head = ["TAG", "PROVIDER", "STATE", "ID", "ROWS", "DONE", "FAILED", "SUBMITTED"]
+    head = ["TAG", "PROVIDER", "STATE", "ID", "ROWS", "DONE", "FAILED", "SUBMITTED", "ASKED"]
     for line in table([head, *(_columns(each) for each in remote_jobs)]):
         session.print(line)
     for each in remote_jobs:
@@ -59,6 +59,7 @@ def _columns(job: RemoteJob) -> list[str]:
     return [
         clean(job.tag, 80), clean(job.provider, 40), state, clean(job.id, 80), count(job.rows), count(job.completed),
         count(job.failed), "" if job.submitted is None else moment(job.submitted),
+        "" if not job.attempt else f"again ({job.attempt})",
     ]  # fmt: skip
 
 

@@ -102,7 +102,9 @@ class ProviderBatchEngine:
         submitted = [job for job in jobs if job.state in ("submitted", "cancelling")]
         rows, done = sum(job.rows for job in submitted), sum(job.completed + job.failed for job in submitted)
         plural = "" if len(submitted) == 1 else "s"
-        notes = [f"{len(submitted)} job{plural}, {done:,} of {rows:,} rows done there"] if submitted else []
+        again = sum(job.rows for job in submitted if job.attempt)
+        asked = f" ({again:,} asked for again: their answers did not fit the schema)" if again else ""
+        notes = [f"{len(submitted)} job{plural}, {done:,} of {rows:,} rows done there{asked}"] if submitted else []
         notes += [f"it waits: {each}" for shard in self._shards.values() if (each := shard.course.trouble)][:1]
         note = f"{self._provider}: {'; '.join(notes)}" if notes else ""
         return EngineStats(rows, self._settings.jobs_max * self._api.limits.rows_max, note)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -15,7 +15,8 @@ from batchmill.engines.provider_batch.provider import CleansResults, JobGone, Pr
 from batchmill.engines.provider_batch.settings import ProviderSettings
 from batchmill.errors import AuthRefused, BatchmillError, QuotaExhausted, RouteFailed, SubmitUnknown
 from batchmill.ports import Clock, LeaseHandle
-from batchmill.types import RemoteJob
+from batchmill.types import RemoteJob, Usage
+from batchmill.types.position_runs import numbers_of, runs_of
 
 PAUSE, OVER = "pause", "over"
 ANSWER_S = 60.0  # how long work that must end waits for a provider that does not reply
@@ -165,6 +166,17 @@ class ProviderJob:
         self._noted_at = self._clock.monotonic()
         await self._lease.note(self.job.tag, msgspec.json.encode(self.job))
 
+    def count_misfits(self, misfits: Mapping[int, Usage]) -> None:
+        """Count what answers have cost that do not fit, by plan position; later notes have their positions."""
+        known = numbers_of(self.job.misfits)
+        if misfits.keys() <= known:
+            return  # an earlier worker has counted them
+        total = sum(misfits.values(), Usage())
+        faults.point("before_counting")
+        self._lease.count_misfits(self.job.tag, runs_of(misfits), total)
+        faults.point("after_counting")
+        self.job = replace(self.job, misfits=runs_of(known | misfits.keys()))
+
     # -- submitting ------------------------------------------------------------------------------------------------
 
     async def hand_over(self, upload: Upload) -> None:
@@ -297,6 +309,11 @@ class ProviderJob:
             return f"the provider may have it twice: {error.message}"
         is_twice = job is not None and job.id not in ("", self.job.id)
         return f"{job.id} is a duplicate of this job" if is_twice else ""
+
+    async def read_results(self, *text: str) -> None:
+        """Delete the uploads of an ended batch; its results have answers of rows that are asked for again."""
+        warning = await self._clean_up()
+        self.job = replace(self.job, message="; ".join(filter(None, [*text, warning])))
 
     async def collected(self, *text: str) -> None:
         """Note that the results of an ended batch were read, and delete its uploads."""

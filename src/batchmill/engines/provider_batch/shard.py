@@ -1,6 +1,7 @@
 """Runs the rows of one lease at a provider.
 
-It continues the batches that earlier workers began, submits the other rows, and submits rows without an answer again.
+It continues the batches that earlier workers began, submits the other rows, and submits rows again that got no answer,
+or one that does not fit the schema of their job.
 """
 
 from __future__ import annotations
@@ -8,146 +9,36 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
 import msgspec
-from msgspec import Struct, field
+from msgspec import Struct
 
+from batchmill import faults
 from batchmill.datasets.media.loading import request_of
+from batchmill.engines.provider_batch.answers import Answers
+from batchmill.engines.provider_batch.collecting import CollectedRows, Collector
 from batchmill.engines.provider_batch.following import (
     OVER,
-    PAUSE,
     Course,
     LeaseAbandoned,
-    Patience,
     ProviderJob,
     Stuck,
     doubt,
     is_fatal,
 )
-from batchmill.engines.provider_batch.provider import JobGone, JobRefused, ProviderApi, ProviderRow, RowReply, TryAgain
+from batchmill.engines.provider_batch.provider import JobGone, JobRefused, ProviderApi, ProviderRow
 from batchmill.engines.provider_batch.settings import ProviderSettings
 from batchmill.engines.provider_batch.spool import WINDOW, Draft, Drafts, Spool
 from batchmill.engines.row_media import RowMedia
 from batchmill.errors import AuthRefused, BatchmillError, InvalidRow, JobPaused, ModelFailed, RouteFailed, SubmitUnknown
 from batchmill.ports import Clock, LeaseHandle, Sink
-from batchmill.types import Outcome, RemoteJob, Row, RowError
-
-
-class CollectedRows(Struct):
-    """Statistics of the results of one batch."""
-
-    answered: int = 0
-    repeated: int = 0  # answers to rows that already had one
-    strange: int = 0  # answers to rows that are not in the job
-    unread: int = 0  # unreadable lines
-    undone: dict[int, RowReply] = field(default_factory=dict)  # replies to rows that may be sent again
-    refused: JobRefused | None = None  # the provider ended the job without running the remaining rows
-
-    def summary(self) -> str:
-        """Unusual events, for users; empty if there were none."""
-        odd = ((self.repeated, "rows twice"), (self.strange, "unknown rows"), (self.unread, "unreadable lines"))
-        return ", ".join(f"{count} {what}" for count, what in odd if count)
-
-
-class Collector:
-    """Collects the results of one lease."""
-
-    def __init__(self, api: ProviderApi, spool: Spool, sink: Sink, course: Course) -> None:
-        self._api, self._spool, self._sink, self._course = api, spool, sink, course
-
-    async def collect(self, job: RemoteJob, mine: set[int]) -> CollectedRows:
-        """Put the outcomes of an ended batch; rows without one stay in `mine`.
-
-        Raises: LeaseAbandoned if the lease is paused meanwhile; JobGone; RouteFailed if the results cannot be read.
-        """
-        patience, is_second = Patience(self._course), False
-        while True:
-            collected, garbled = CollectedRows(), dict[int, RowReply]()
-            try:
-                await self._read(job, mine, collected, garbled)
-            except TryAgain as error:
-                await patience.rest(error)
-                continue
-            self._course.trouble = ""
-            if not is_second and (garbled or collected.unread):
-                is_second = True  # the download may be damaged, and the results at the provider are paid for
-                continue
-            self._put(list(garbled.items()), mine)
-            return collected
-
-    async def _read(
-        self, job: RemoteJob, mine: set[int], collected: CollectedRows, garbled: dict[int, RowReply]
-    ) -> None:
-        runs = Runs(job.runs)
-        before = set(mine)
-        results = self._api.results(job)
-        try:
-            async for replies in results:
-                answered: dict[int, RowReply] = {}
-                for number, reply in replies:
-                    if number in mine and number not in answered:
-                        if reply.is_garbled:
-                            garbled[number] = reply
-                        elif reply.is_undone:
-                            collected.undone[number] = reply
-                        else:
-                            answered[number] = reply
-                    elif reply.is_garbled:
-                        collected.unread += number == -1
-                    elif number in before:
-                        collected.repeated += 1
-                    elif number in runs:
-                        collected.answered += 1  # an earlier worker or try has put its outcome
-                    else:
-                        collected.strange += 1
-                self._put(list(answered.items()), mine)
-                collected.answered += len(answered)
-                for number in garbled.keys() & answered.keys():
-                    del garbled[number]
-                if self._course.ending == PAUSE:
-                    raise LeaseAbandoned
-        except JobRefused as error:
-            collected.refused = error
-
-    def give_up(self, mine: set[int], collected: CollectedRows, lost: RowError) -> None:
-        """Put errors for rows that are not sent again: the provider's last reply, or `lost`."""
-        numbers = sorted(mine)
-        for first in range(0, len(numbers), WINDOW):
-            replies = []
-            for number in numbers[first : first + WINDOW]:
-                reply = collected.undone.get(number)
-                if reply is None or reply.status < 400:
-                    detail = "" if reply is None or reply.error is None else f": {reply.error.message}"
-                    reply = RowReply(0, None, RowError(lost.code, lost.message + detail))
-                replies.append((number, reply))
-            self._put(replies, mine)
-
-    def _put(self, replies: list[tuple[int, RowReply]], mine: set[int]) -> None:
-        numbers = [number for number, _ in replies]
-        rows = self._spool.take(numbers)
-        mine.difference_update(numbers)
-        self._sink.put(
-            [
-                Outcome(row, reply.body, reply.error, reply.status, reply.usage, reply.request_id)
-                for row, (_, reply) in zip(rows, replies, strict=True)
-            ]
-        )
-
-
-class Runs:
-    """A set of numbers, given as runs (first, count)."""
-
-    def __init__(self, runs: list[tuple[int, int]]) -> None:
-        self._runs = runs
-
-    def __contains__(self, number: int) -> bool:
-        return any(first <= number < first + count for first, count in self._runs)
-
+from batchmill.types import Outcome, RemoteJob, Row, RowError, Usage
+from batchmill.types.position_runs import numbers_of
 
 GATHER_S = 30.0  # how long to wait for the rows of a lease that has ended
 NO_KEY = frozenset({"missing_secret", "invalid_secret"})
@@ -184,7 +75,8 @@ class ProviderShard:
         self._folder = Path(tempfile.mkdtemp(dir=tools.folder))
         self._spool = Spool(self._folder)
         self.course = Course(lease, tools.settings, tools.clock, tools.jitter)
-        self._collector = Collector(tools.api, self._spool, tools.sink, self.course)
+        self._answers = Answers(self._folder)
+        self._collector = Collector(tools.api, self._spool, tools.sink, self.course, lease, self._answers)
         self._complete = asyncio.Event()
         self._refused_since: float | None = None  # monotonic: since when the provider's queue is full
         self._drafts = count()
@@ -207,10 +99,12 @@ class ProviderShard:
         try:
             await self._wait_for_rows()
             await self._all([*self._continue_noted(), self._begin_fresh()])
+            await self._all([self._end_misfits()])
             self._conclude()
         finally:
             watching.cancel()
             self._spool.close()
+            self._answers.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     async def _wait_for_rows(self) -> None:
@@ -268,16 +162,18 @@ class ProviderShard:
 
     def _continue_noted(self) -> list[Coroutine[None, None, None]]:
         """Continue the noted batches. A row belongs to the newest batch that contains it."""
-        jobs = sorted(map(_note.decode, self.lease.notes.values()), key=lambda job: (_tries(job), job.created))
+        jobs = sorted(map(_note.decode, self.lease.notes.values()), key=_age)
         self._claimed: set[int] = set()
         works = []
         for job in reversed(jobs):
             if job.state == "forgotten":
                 continue
-            mine = {number for number in _numbers(job.runs) if number in self._spool} - self._claimed
+            mine = {number for number in numbers_of(job.runs) if number in self._spool} - self._claimed
             self._claimed |= mine
             if mine:
                 works.append(self._continue(self._follow(job), mine))
+            elif job.misfits:
+                self._follow(job)  # its results have answers of rows that are asked for again
             elif job.state in ("submitted", "cancelling", "ended"):
                 works.append(self._end(self._follow(job)))
         return works
@@ -296,16 +192,17 @@ class ProviderShard:
             return
         self.course.check()
         job = following.job
-        drafts = await self._draft(sorted(mine))
+        await self._recall(mine, job.attempt)
+        drafts = await self._draft(sorted(mine), job.attempt)
         if len(drafts) != 1:
             await following.forget("its rows were submitted in other jobs")
-            await self._all([self._submit(draft, _tries(job)) for draft in drafts])
+            await self._all([self._submit(draft, _tries(job), job.attempt) for draft in drafts])
             return
         if job.input and job.runs != drafts[0].runs:
             await self.course.persist(lambda: self._tools.api.clean_up(job))
             following.job = msgspec.structs.replace(job, input="")
         await following.note(runs=drafts[0].runs, rows=drafts[0].upload.rows)
-        await self._carry(following, _numbers(drafts[0].runs), drafts[0])
+        await self._carry(following, numbers_of(drafts[0].runs), drafts[0])
 
     # -- new batches --------------------------------------------------------------------------------------------------
 
@@ -332,17 +229,17 @@ class ProviderShard:
         self.waits = False
         self._tools.moved.set()
 
-    async def _begin(self, positions: list[int], tries: int) -> None:
-        """Submit rows for the `tries`-th time."""
+    async def _begin(self, positions: list[int], tries: int, attempt: int = 0) -> None:
+        """Submit rows for the `tries`-th time, to be asked for the `attempt`-th time again."""
         self.course.check()
-        drafts = await self._draft(positions)
-        await self._all([self._submit(draft, tries) for draft in drafts])
+        drafts = await self._draft(positions, attempt)
+        await self._all([self._submit(draft, tries, attempt) for draft in drafts])
 
-    async def _draft(self, positions: list[int]) -> list[Draft]:
+    async def _draft(self, positions: list[int], attempt: int) -> list[Draft]:
         """Write the files to upload; rows that the provider cannot take get their errors."""
         api = self._tools.api
         drafts = Drafts(self._folder, f"{next(self._drafts)}", api.limits)
-        for some in self._spool.windows(positions):
+        for some in self._spool.windows(positions, self._answers.size):
             unfit: dict[int, RowError] = {}
 
             def add(row: Row, encoded: Callable[[], ProviderRow], unfit: dict[int, RowError] = unfit) -> None:
@@ -352,13 +249,17 @@ class ProviderShard:
                     unfit[row.position] = _unfit(error)
 
             rows = self._spool.read(some)
+            for row in rows:
+                row.earlier = self._answers.earlier(row.position, attempt)
             await self._tools.media.make_all(rows, partial(_encoded, api), add)
+            for row in rows:
+                row.earlier = ()
             self._spool.release(rows)
             self._fail_rows(unfit)
             await asyncio.sleep(0)
         return await asyncio.to_thread(drafts.finish)
 
-    async def _submit(self, draft: Draft, tries: int) -> None:
+    async def _submit(self, draft: Draft, tries: int, attempt: int) -> None:
         """Note the intent to create a batch, and create it."""
         self.course.check()
         job = RemoteJob(
@@ -368,10 +269,11 @@ class ProviderShard:
             runs=draft.runs,
             rows=draft.upload.rows,
             created=self._tools.clock.now(),
+            attempt=attempt,
         )
         following = self._follow(job)
         await following.note()
-        await self._carry(following, _numbers(draft.runs), draft)
+        await self._carry(following, numbers_of(draft.runs), draft)
 
     async def _carry(self, following: ProviderJob, mine: set[int], draft: Draft | None = None) -> None:
         """Follow one batch to its end, and submit its rows without a reply again."""
@@ -394,16 +296,36 @@ class ProviderShard:
         if following.job.state not in ("ended", "collected"):
             return
         twice = await following.settle()
+        await self._recall(mine, following.job.attempt)
         try:
-            collected = await self._collector.collect(following.job, mine)
+            collected, misfits = await self._collect(following, mine)
         except JobGone as error:
             if following.job.state != "collected":
                 await following.note(state="unknown", message=error.message)
                 raise SubmitUnknown(doubt(following.job, error.message)) from None
-            collected = CollectedRows()  # the results were read and deleted; rows without an outcome must run again
-        await following.collected(collected.summary() or _message(collected.refused), twice)
-        if mine and not self.course.ending:
-            await self._again(following, mine, collected)
+            # The results were read and deleted; rows without an outcome must run again.
+            collected, misfits = CollectedRows(), set[int]()
+        text = collected.summary() or _message(collected.refused)
+        if misfits:
+            await following.read_results(text, twice)
+        else:
+            await following.collected(text, twice)
+        if not self.course.ending:
+            works = [self._again(following, mine, collected)] if mine else []
+            await self._all([*works, *([self._ask_again(following.job, misfits)] if misfits else [])])
+
+    async def _collect(self, following: ProviderJob, mine: set[int]) -> tuple[CollectedRows, set[int]]:
+        """Put the outcomes of an ended batch; count the answers that do not fit, and return the rows to be asked again.
+
+        They are counted in any case, also where the lease is paused before the last one.
+        """
+        misfits: dict[int, Usage] = {}
+        try:
+            collected = await self._collector.collect(following.job, mine, misfits)
+        finally:
+            if misfits:
+                following.count_misfits(misfits)
+        return collected, set(misfits)
 
     async def _again(self, following: ProviderJob, mine: set[int], collected: CollectedRows) -> None:
         """Submit the remaining rows of a batch again."""
@@ -413,13 +335,14 @@ class ProviderShard:
             return
         tries_max = self._tools.settings.tries_max
         if tries < (tries_max if collected.answered else min(tries_max, FAILED_MAX)):
-            await self._begin(sorted(mine), tries + 1)
+            await self._begin(sorted(mine), tries + 1, following.job.attempt)
         elif refused is not None:
             raise RouteFailed(f"{self._tools.provider} did not run {len(mine):,} rows: {refused.message}")
         elif tries < tries_max:
-            await self._begin(sorted(mine), tries + 1)
+            await self._begin(sorted(mine), tries + 1, following.job.attempt)
         else:
             text = f"{self._tools.provider} has not answered this row, in {tries} jobs"
+            mine -= self._end_answered(mine, text)
             self._collector.give_up(mine, collected, RowError("provider_lost_row", text))
 
     async def _refused(self, following: ProviderJob, mine: set[int], refused: JobRefused) -> None:
@@ -429,7 +352,7 @@ class ProviderShard:
         if refused.retry_after_s is None or now - since > self.course.limit_s():
             raise RouteFailed(f"{self._tools.provider} refuses the job: {refused.message}")
         await self.course.sleep(refused.retry_after_s)
-        await self._begin(sorted(mine), _tries(following.job))
+        await self._begin(sorted(mine), _tries(following.job), following.job.attempt)
 
     def _follow(self, job: RemoteJob) -> ProviderJob:
         tools = self._tools
@@ -439,9 +362,74 @@ class ProviderShard:
         self.followings.append(following)
         return following
 
+    # -- asking again -------------------------------------------------------------------------------------------------
+
+    async def _ask_again(self, job: RemoteJob, misfits: set[int]) -> None:
+        """Submit rows whose answers in this batch do not fit, with these answers. Their budget is reserved first."""
+        faults.point("before_asking_again")
+        payable = await self._afford(sorted(misfits), job.attempt + 1)
+        self._end_answered(misfits.difference(payable), "the budget of the job cannot pay it")
+        if payable:
+            await self._begin(payable, 1, job.attempt + 1)
+
+    async def _afford(self, positions: list[int], attempt: int) -> list[int]:
+        """Those that the budget can pay to ask for again. Raises: LeaseAbandoned if the lease ends meanwhile."""
+        payable: list[int] = []
+        for some in self._spool.windows(positions, self._answers.size):
+            self.course.check()
+            rows = self._spool.read(some)
+            for row in rows:
+                row.earlier = self._answers.earlier(row.position, attempt)
+            reserving = asyncio.ensure_future(self.lease.reserve(rows))
+            try:
+                while not reserving.done():
+                    self.course.check()
+                    await self._wait_for(reserving, GATHER_S)
+                payable += some[: reserving.result()]
+            finally:
+                reserving.cancel()
+                for row in rows:
+                    row.earlier = ()
+                self._spool.release(rows)
+            if reserving.result() < len(some):
+                break
+        return payable
+
+    async def _recall(self, positions: set[int], attempt: int) -> None:
+        """Read answers of rows that are asked for again once more, where it was an earlier worker that read them."""
+        wanted = {position for position in positions if attempt and position not in self._answers}
+        for following in sorted(self.followings, key=lambda each: _age(each.job)):
+            these = wanted & numbers_of(following.job.misfits) if wanted and following.job.attempt < attempt else None
+            if these:
+                await self._collector.recall(following.job, these)
+
+    async def _end_misfits(self) -> None:
+        """The end of batches with answers that did not fit. If the job is over, rows get these as their outcomes."""
+        batches = [each for each in self.followings if each.job.misfits and each.job.state == "ended"]
+        if self.lease.over:
+            left = set(self._spool.positions())
+            await self._recall(left, max((each.job.attempt for each in batches), default=0) + 1)
+            self._end_answered(left, self.lease.over)
+        is_elsewhere = self.lease.ending == OVER and not self.lease.over
+        for following in batches:
+            if is_elsewhere or not any(number in self._spool for number in numbers_of(following.job.misfits)):
+                await following.collected(following.job.message)
+
+    def _end_answered(self, positions: Iterable[int], why: str) -> set[int]:
+        """Put the last answers of rows as their outcomes, where they have some; return these rows."""
+        answered = sorted(position for position in positions if position in self._answers)
+        for first in range(0, len(answered), WINDOW):
+            some = answered[first : first + WINDOW]
+            outcomes = [self._answers.outcome(row, why) for row in self._spool.take(some)]
+            self._answers.drop(some)
+            self._tools.sink.put(outcomes)
+        return set(answered)
+
     def _fail_rows(self, errors: dict[int, RowError]) -> None:
         """Put errors for rows that cannot be submitted."""
-        positions = list(errors)
+        for position in [position for position in errors if position in self._answers]:
+            self._end_answered([position], errors[position].message)
+        positions = [position for position in errors if position in self._spool]
         for first in range(0, len(positions), WINDOW):
             rows = self._spool.take(positions[first : first + WINDOW])
             self._tools.sink.put([Outcome(row, error=errors[row.position], status=0) for row in rows])
@@ -457,8 +445,9 @@ def _tries(job: RemoteJob) -> int:
     return int(tail) if tail.isdecimal() and len(tail) < 4 else 1
 
 
-def _numbers(runs: list[tuple[int, int]]) -> set[int]:
-    return {number for first, rows in runs for number in range(first, first + rows)}
+def _age(job: RemoteJob) -> tuple[int, int, float]:
+    """Of two batches with a row, the newer one has the higher."""
+    return job.attempt, _tries(job), job.created
 
 
 def _message(refused: JobRefused | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct, field
@@ -52,13 +52,16 @@ class Spool:
         """The positions of the spooled rows, ascending."""
         return sorted(self._index)
 
-    def windows(self, positions: Sequence[int]) -> Iterator[list[int]]:
-        """The same positions in pieces that can be read at once: few rows, and few bytes or one row."""
+    def windows(self, positions: Sequence[int], beside: Callable[[int], int] = lambda _: 0) -> Iterator[list[int]]:
+        """The same positions in pieces that can be read at once: few rows, and few bytes or one row.
+
+        Args: beside: the bytes that are read with a row.
+        """
         piece: list[int] = []
         size = 0
         for position in positions:
             index = self._index[position]
-            more = self._ends[index + 1] - self._ends[index]
+            more = self._ends[index + 1] - self._ends[index] + beside(position)
             if piece and (len(piece) == WINDOW or size + more > WINDOW_BYTES):
                 yield piece
                 piece, size = [], 0
@@ -90,9 +93,13 @@ class Spool:
     def take(self, positions: Sequence[int]) -> list[Row]:
         """Remove these rows, with their bytes."""
         rows = self.read(positions)
+        self.remove(positions)
+        return rows
+
+    def remove(self, positions: Iterable[int]) -> None:
+        """Remove rows that were read."""
         for position in positions:
             self._rows[self._index.pop(position)] = None
-        return rows
 
     def close(self) -> None:
         self._file.close()

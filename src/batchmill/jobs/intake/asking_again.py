@@ -10,13 +10,14 @@ from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import EstimateRange
 from batchmill.wire.output_schema import WORDS_MAX
 
+IN_BATCHES = "each time in a further batch of the provider, which may take as long as the first"
 WORDS_TOKENS_MAX = WORDS_MAX // BYTES_A_TOKEN  # in the message to a model about its answer, about
 
 
 def attempts_of(spec: JobSpec, model: ModelSpec) -> int:
     """How often an answer of a model is asked for again, at most."""
     schema = spec.form.schema
-    return 0 if schema is None or model.takes_columns or model.is_handed_over else schema.attempts
+    return 0 if schema is None or model.takes_columns else schema.attempts
 
 
 def most(input_tokens: float, output_tokens: float, rows: int, attempts: int) -> Usage:
@@ -49,13 +50,19 @@ def with_share(
 
 def plan_notes(spec: JobSpec) -> list[str]:
     """What a plan says about it."""
-    found = [attempts for model in spec.models if (attempts := attempts_of(spec, model))]
-    return [f"{in_words(max(found))}: up to {max(found) + 1} requests a row"] if found else []
+    found = [(attempts, model) for model in spec.models if (attempts := attempts_of(spec, model))]
+    if not found:
+        return []
+    attempts = max(attempts for attempts, _ in found)
+    far = [model.name for _, model in found if model.is_handed_over]
+    notes = [f"{in_words(attempts)}: up to {attempts + 1} requests a row"]
+    return [*notes, f"{', '.join(far)}: {IN_BATCHES}"] if far else notes
 
 
-def estimate_note(name: str, attempts: int, rows: int, share: float | None, jobs: Sequence[str]) -> str:
+def estimate_note(model: ModelSpec, attempts: int, rows: int, share: float | None, jobs: Sequence[str]) -> str:
     """Args: share: of the rows of `jobs`, that were asked for again; None: not known. rows: those of `jobs`."""
-    text = f"{name}: {in_words(attempts)}, each time with the answers before it"
+    text = f"{model.name}: {in_words(attempts)}, each time with the answers before it"
+    text = f"{text}; {IN_BATCHES}" if model.is_handed_over else text
     if share is None:
         return f"{text}; no earlier job tells how often, so each row counts once"
     return f"{text}; {share:.1%} of {rows:,} rows were asked for again before (the newest job: {jobs[0]})"

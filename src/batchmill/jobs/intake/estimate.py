@@ -393,7 +393,7 @@ def _notes(found: Estimate, samples: list[_Sample]) -> Iterator[str]:
         if sample.attempts and sample.tokens:
             lengths = sample.lengths
             rows, jobs = (0, []) if lengths is None else (lengths.rows, lengths.jobs)
-            yield asking_again.estimate_note(name, sample.attempts, rows, sample.asked_again, jobs)
+            yield asking_again.estimate_note(sample.model, sample.attempts, rows, sample.asked_again, jobs)
     guessed = [sample for sample in samples if sample.counter is not None and sample.lengths is None]
     if any(row.is_unlimited for sample in guessed for row in sample.tokens):
         yield (

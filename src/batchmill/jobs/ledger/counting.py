@@ -133,12 +133,17 @@ class CommitBatch:
         self._sum(commit, cost)
         return True
 
+    def has_counted(self, commit: Commit) -> bool:
+        """Whether this batch counts this very commit."""
+        row, ref = self._rows.get((key_of(commit), commit.seq)), commit.ref
+        place = None if row is None else (row["epoch"], row["segment"], row["offset"], row["length"])
+        return place == (commit.lease.epoch, ref.segment, ref.offset, ref.length)
+
     def is_known(self, commit: Commit) -> bool:
         """Whether this very commit was counted: before this batch, or earlier in it."""
         key, ref = key_of(commit), commit.ref
-        if (row := self._rows.get((key, commit.seq))) is not None:
-            place = (row["epoch"], row["segment"], row["offset"], row["length"])
-            return place == (commit.lease.epoch, ref.segment, ref.offset, ref.length)
+        if (key, commit.seq) in self._rows:
+            return self.has_counted(commit)
         if key not in self._shards:
             return False
         query = sa.select(sa.literal(1)).where(

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from batchmill import faults
 from batchmill.errors import InvalidTransition, UnknownName
-from batchmill.jobs.ledger import records
+from batchmill.jobs.ledger import misfits, records
 from batchmill.jobs.ledger import snapshot as ledger_snapshot
 from batchmill.jobs.ledger.counting import CommitBatch
 from batchmill.jobs.ledger.files import read_spec
@@ -30,11 +30,12 @@ from batchmill.store.sql.portable import greatest
 from batchmill.store.sql.tables import commits, error_counts, jobs, notes, outcome_blocks, shards
 from batchmill.store.sql.transactions import note_change
 from batchmill.types import Commit, Lease, RemoteJob, SegmentRef, Shard
+from batchmill.types.position_runs import Runs
 from batchmill.wire.job_spec import JobSpec
 
 NOTES_MAX = 1000  # of one shard; an engine that wants more has lost count
 KEY_CHARS_MAX = 128
-DATA_BYTES_MAX = 256 * 1024
+DATA_BYTES_MAX = 2 * 1024 * 1024  # a batch of 100,000 rows, no two of which are neighbours
 
 INTENT, UNKNOWN, SUBMITTED, FORGOTTEN = "intent", "unknown", "submitted", "forgotten"
 AT_REST = frozenset({"ended", "collected", FORGOTTEN})  # states of remote jobs that run no more
@@ -371,10 +372,16 @@ class Ledger:
             counted = CommitBatch(db, [commit for commit, _ in batch])
             verdicts = [_verdict(counted, commit, cost) for commit, cost in batch]
             counted.write()
+            misfits.add_all(db, [commit for commit, _ in batch if commit.misfits and counted.has_counted(commit)])
             for job_id, job in counted.jobs.items():
                 _count_errors(db, job_id, job.errors, job.samples)
             faults.point("in_commit")
         return verdicts
+
+    def noted_misfits(self, job_id: str, generation: int, numbers: Sequence[int]) -> dict[misfits.Place, Runs]:
+        """The misfits of the remote jobs of some shards."""
+        with self._reader.connect() as db:
+            return misfits.noted(db, job_id, generation, numbers)
 
     def keep_notes(self, batch: Sequence[ShardNote]) -> list[bool]:
         """Store notes whose lease is still valid, in one transaction; return which were stored."""

@@ -14,6 +14,7 @@ from msgspec import Struct
 from batchmill.jobs.ledger.counting import mask_of
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.ledger import LeasedShard, Ledger, Verdict
+from batchmill.jobs.ledger.misfits import CountedMisfits
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.row_states import STEP_ROWS, RowStates
 from batchmill.ports import SegmentSource
@@ -176,8 +177,10 @@ def _adopt(
     shards = plan.shards()
     for batch in _batches(orphans, len(shards)):
         bitmaps = ledger.bitmaps(spec.id, generation, list(batch))
+        misfits = CountedMisfits(ledger.noted_misfits(spec.id, generation, list(batch)))
         finds = [
-            _choose(source, found, shards[number], plan, bitmaps.get(number, 0)) for number, found in batch.items()
+            _choose(source, found, shards[number], plan, bitmaps.get(number, 0), misfits)
+            for number, found in batch.items()
         ]
         counted += _count(ledger, spec, generation, [find for find in finds if find.blocks])
 
@@ -226,7 +229,9 @@ def _batches(orphans: list[_Orphan], shards: int) -> Iterator[dict[int, list[_Or
         yield batch
 
 
-def _choose(source: SegmentSource, orphans: list[_Orphan], shard: Shard, plan: PlanReader, bitmap: int) -> _ShardBlocks:
+def _choose(
+    source: SegmentSource, orphans: list[_Orphan], shard: Shard, plan: PlanReader, bitmap: int, misfits: CountedMisfits
+) -> _ShardBlocks:
     """The blocks whose rows have no outcome yet: a shard with none keeps its lease."""
     chosen = []
     for orphan in orphans:
@@ -235,8 +240,9 @@ def _choose(source: SegmentSource, orphans: list[_Orphan], shard: Shard, plan: P
         except OSError as error:
             log.warning("nothing more is adopted of %s: %s", source.where(orphan.segment), error)
             continue
-        if block_fault(block, shard, plan) is not None:
-            continue  # of another plan
+        if block_fault(block, shard, plan) is not None or misfits.has(block):
+            continue  # of another plan, or counted by whoever read these results after its worker
+        misfits.take(block)
         done = pack_positions(block.positions(), shard.lo)
         mask = mask_of(done)
         if not mask & bitmap:  # else its rows were run again meanwhile
@@ -266,5 +272,5 @@ def _commit_of(block: Block, done: bytes, leased: LeasedShard, seq: int) -> Comm
         lease=leased.lease, seq=seq, ref=SegmentRef(block.segment, block.offset, block.length), done=done,
         rows_ok=block.n if block.ok else 0, rows_failed=0 if block.ok else block.n, usage=block.meta.usage,
         errors=block.meta.errors, samples=block.meta.samples, warnings=block.meta.warnings,
-        rows_reused=block.meta.reused,
+        rows_reused=block.meta.reused, misfits=block.meta.misfits,
     )  # fmt: skip

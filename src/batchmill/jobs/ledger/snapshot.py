@@ -13,6 +13,7 @@ import sqlalchemy as sa
 from msgspec import Struct
 
 from batchmill.errors import InvalidTransition
+from batchmill.jobs.ledger import misfits
 from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.store.sql.tables import commits, error_counts, job_models, jobs, shards
 from batchmill.store.sql.transactions import note_change
@@ -125,6 +126,7 @@ class Rebuilt(Struct, frozen=True):
     adopted: int = 0  # rows that the ledger did not know
     reopened: int = 0  # rows that it counted and whose outcome cannot be read
     damaged: list[str] = []  # what could not be read
+    misfits: list[tuple[int, int, str, list[tuple[int, int]]]] = []  # generation, shard, tag of a remote job, runs
 
 
 UNKNOWN = Snapshot(None, 0, Counters(), [], [])
@@ -195,6 +197,8 @@ def replace(db: sa.Connection, spec: JobSpec, before: Snapshot, after: Rebuilt) 
     for table, records in ((shards, after.shards), (commits, after.commits)):
         for some in _values(spec.id, records):
             db.execute(table.insert(), some)
+    for *place, runs in after.misfits:
+        misfits.add(db, spec.id, (place[0], place[1], place[2]), runs)
     sums = after.counters
     note_change(db, spec.id)
     db.execute(

@@ -200,7 +200,7 @@ class Dispatcher:
             for worker in self._workers_with(run):
                 worker.close(job_id)
                 worker.revoked.add(job_id)
-                worker.handle.send(Revoke(job_id, is_over))
+                worker.handle.send(Revoke(job_id, is_over, run.over))
             is_all = not (run.rows_left or run.is_sample)
             if run.spec.is_small and is_all and not any(model.is_handed_over for model in run.spec.models):
                 return  # every row is counted: nothing is in flight
