@@ -531,10 +531,7 @@ class JobRunner(RecordedJob):
         await self._dispatcher.unreserve(spec.id)
 
     async def _cancel_remote(self, plan: PlanReader, generation: int, over: str = "") -> None:
-        """Cancel the remote jobs of a generation and count the outcomes that providers have. Raises: JobPaused.
-
-        Args: over: see `JobRun`.
-        """
+        """Cancel the remote jobs of a generation and count the outcomes that providers have. Raises: JobPaused."""
         only = ledger.uncollected_shards(await self._remotes(generation))
         if not only or self.skips_remote:
             return
