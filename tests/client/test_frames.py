@@ -12,7 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from batchmill.client.frame_shapes import FrameShape, failed_rows, read_results, to_pandas, to_polars, with_types
+from batchmill.client.frame_shapes import (
+    FrameShape,
+    failed_rows,
+    failures_of,
+    read_results,
+    to_pandas,
+    to_polars,
+    with_types,
+)
 from batchmill.client.frames import GROUP_ROWS, is_data, write_data
 from batchmill.errors import InvalidInput
 
@@ -142,6 +150,25 @@ def test_frames_of_polars_keep_their_types(tmp_path):
     found = to_polars(with_types(answered(tmp_path / "data"), shape), shape)
     assert found.columns == ["e", "t", "l", "output", "error"]
     assert found.select(frame.columns).equals(frame) and found.schema["e"] == frame.schema["e"]
+
+
+def test_failures_are_a_frame_of_the_same_library(tmp_path):
+    """With its types, also those of which Arrow itself takes no rows: texts of polars are views."""
+    views = pa.table({"v": pa.array(["a", "b"], pa.string_view()), "d": pa.array(["x", "y"]).dictionary_encode()})
+    frames = [
+        pl.DataFrame(
+            {"v": ["a", "b"], "s": [{"x": "a"}, {"x": "b"}], "c": pl.Series(["x", "y"], dtype=pl.Enum(["y", "x"]))}
+        )
+    ]
+    for frame in [*frames, views, pd.DataFrame(ROWS)]:
+        shape = write_data(frame, tmp_path / "data").shape
+        failed = failures_of(answered(tmp_path / "data", [1, None], [None, "E: no"]), shape)
+        assert type(failed) is type(frame) and len(failed) == 1, type(frame)
+        if isinstance(frame, pl.DataFrame):
+            assert failed.select(frame.columns).equals(frame[1:]) and failed["error"].to_list() == ["E: no"]
+        elif isinstance(frame, pa.Table):
+            assert failed.select(["v", "d"]).to_pylist() == frame.to_pylist()[1:]
+            assert failed.schema.field("v").type == pa.string_view()
 
 
 def test_results_without_a_frame(tmp_path):

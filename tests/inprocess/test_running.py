@@ -57,6 +57,8 @@ def test_the_same_frame_is_the_same_job(job: batchmill.Job, data_dir: str):
         again = batchmill.run(same, model=SIZE, data_dir=data_dir)
         assert (again.id, again.how) == (job.id, "finished")
     assert again.to_pandas().index.tolist() == [0, 1, 2]
+    failed = batchmill.run(pl.from_pandas(FRAME), model=SIZE, data_dir=data_dir).failures()
+    assert isinstance(failed, pl.DataFrame) and failed["text"].to_list() == ["ccc"]
     other = batchmill.run(FRAME.assign(n=[7, 8, 9]), model=SIZE, data_dir=data_dir)
     assert other.id != job.id and other.to_pandas()["output"].tolist() == [8, 10, 12]
     assert other.failures().empty

@@ -105,15 +105,17 @@ class AsyncJob:
 
     async def to_arrow(self) -> pyarrow.Table:
         """All rows of a job that has ended, in the order of the input; of OpenAI rows as `rows`."""
+        return with_types(await self._stored_table(), self.shape)
+
+    async def _stored_table(self) -> pyarrow.Table:
+        """The results with the types that they are stored with."""
         with tempfile.TemporaryDirectory(prefix="batchmill-results-") as folder:
             path = Path(folder, "results")
             if (await self.refresh()).output is not None:
                 await self.download(path)
             if is_parquet(path):
-                table = await run_in_thread(read_results, path)
-            else:
-                table = table_of([row async for row in self.rows()])
-        return with_types(table, self.shape)
+                return await run_in_thread(read_results, path)
+        return table_of([row async for row in self.rows()])
 
     async def to_pandas(self) -> pandas.DataFrame:
         """As `to_arrow`; with the index, labels and types of the frame that was given to `run`."""
@@ -125,7 +127,7 @@ class AsyncJob:
 
     async def failures(self) -> Any:
         """The rows that failed: a frame of the library of the data, or of Arrow."""
-        return failures_of(await self.to_arrow(), self.shape)
+        return failures_of(await self._stored_table(), self.shape)
 
     def _repr_html_(self) -> str:
         return as_html(self.view)

@@ -101,8 +101,14 @@ def failed_rows(table: pyarrow.Table) -> tuple[pyarrow.Table, list[int]]:
 
 
 def failures_of(table: pyarrow.Table, shape: FrameShape, rows: Sequence[int] | None = None) -> Any:
-    """The rows that failed, as a frame of the library of the shape. Args: rows: as of `to_pandas`."""
+    """The rows that failed, as a frame of the library of the shape.
+
+    Args:
+        table: as the results are stored: Arrow takes no rows of some types that `with_types` gives (views of text).
+        rows: as of `to_pandas`.
+    """
     failed, numbers = failed_rows(table)
+    failed = with_types(failed, shape)
     numbers = numbers if rows is None else [rows[at] for at in numbers]
     if shape.library == PANDAS:
         return to_pandas(failed, shape, numbers)

@@ -106,15 +106,17 @@ class Job:
 
     def to_arrow(self) -> pyarrow.Table:
         """All rows of a job that has ended, in the order of the input; of OpenAI rows as `rows`."""
+        return with_types(self._stored_table(), self.shape)
+
+    def _stored_table(self) -> pyarrow.Table:
+        """The results with the types that they are stored with."""
         with tempfile.TemporaryDirectory(prefix="batchmill-results-") as folder:
             path = Path(folder, "results")
             if (self.refresh()).output is not None:
                 self.download(path)
             if is_parquet(path):
-                table = run_here(read_results, path)
-            else:
-                table = table_of([row for row in self.rows()])
-        return with_types(table, self.shape)
+                return run_here(read_results, path)
+        return table_of([row for row in self.rows()])
 
     def to_pandas(self) -> pandas.DataFrame:
         """As `to_arrow`; with the index, labels and types of the frame that was given to `run`."""
@@ -126,7 +128,7 @@ class Job:
 
     def failures(self) -> Any:
         """The rows that failed: a frame of the library of the data, or of Arrow."""
-        return failures_of(self.to_arrow(), self.shape)
+        return failures_of(self._stored_table(), self.shape)
 
     def _repr_html_(self) -> str:
         return as_html(self.view)

@@ -284,28 +284,28 @@ class Job:
 
         Raises: InvalidTransition before the job has ended.
         """
-        return self._results()
+        return with_types(self._results(), self._shape or FrameShape())
 
     def to_pandas(self) -> pandas.DataFrame:
         """As `to_arrow`. A frame of pandas that was given lends its index, column labels and types."""
-        return to_pandas(self._results(), self._shape or FrameShape(), self._numbers)
+        return to_pandas(self.to_arrow(), self._shape or FrameShape(), self._numbers)
 
     def to_polars(self) -> polars.DataFrame:
         """As `to_arrow`."""
-        return to_polars(self._results(), self._shape or FrameShape())
+        return to_polars(self.to_arrow(), self._shape or FrameShape())
 
     def failures(self) -> Any:
         """The rows that failed, with the cause in `error`: a frame of the library of the data, or of Arrow."""
         return failures_of(self._results(), self._shape or FrameShape(), self._numbers)
 
     def _results(self) -> pyarrow.Table:
+        """The results with the types that they are stored with."""
         if self._table is None:
             if self.is_sampled:
-                self._numbers, table = read_numbered(Path(self._here(self._gather())), self._view)
+                self._numbers, self._table = read_numbered(Path(self._here(self._gather())), self._view)
             else:
                 refuse_unfinished(self._view)
-                table = self._here(read_table(self._config, self._view))
-            self._table = with_types(table, self._shape or FrameShape())
+                self._table = self._here(read_table(self._config, self._view))
         return self._table
 
     def _here(self, work: Coroutine[Any, Any, T]) -> T:
