@@ -22,13 +22,14 @@ from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.sampled_rows import MaskOrder, bitmaps, masks_in
 from batchmill.jobs.ledger.storage import JobStorage
 from batchmill.jobs.pools.job_run import JobRun
+from batchmill.jobs.results.counted_commits import CountedCommits
 from batchmill.jobs.results.part_writers import Nodes
 from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.owner_clock import check_left
 from batchmill.states import NEXT, JobState, PauseReason
-from batchmill.types import RemoteJob, SegmentPlace
+from batchmill.types import RemoteJob, SegmentPlace, SegmentRef
 from batchmill.wire.input_urls import is_fetched
 from batchmill.wire.job_spec import JobSpec
 
@@ -43,8 +44,10 @@ class RecordedJob:
         self._stored = JobStorage(tools.stored, self.files)
         self._commit_log, self._ledger = tools.commit_log, tools.commit_log.ledger
         self._offload = partial(tools.offload, project=spec.project, stores=spec.uses_stores)
+        self._counted: CountedCommits | None = None  # of a small job that runs for the first time
         self._unspent_s = 0.0  # running time of a small job that is not stored yet
         self._state = state  # as it was read or written last
+        self._run: JobRun | None = None  # the pass over its rows, from QUEUED on
 
     @property
     def _is_fetched(self) -> bool:
@@ -128,6 +131,12 @@ class RecordedJob:
     async def _segments(self) -> SegmentPlace:
         place = self.files.segment_place
         return replace(place, blocks=await self._commit_log.call_reader(self._ledger.blocks, self.spec.id))
+
+    async def _results(self) -> tuple[list[tuple[int, SegmentRef]], dict[str, list[tuple[int, bytes]]]]:
+        """(generation, range) of every commit, and the blocks that they carried: segment -> (offset, bytes)."""
+        if self._counted is not None and self._run is not None and self._counted.rows == self._run.plan.leaders:
+            return self._counted.results()
+        return await self._commit_log.call_reader(self._ledger.results, self.spec.id)
 
     def _is_planned(self, record: sa.RowMapping) -> bool:
         """Whether the rows have been planned."""

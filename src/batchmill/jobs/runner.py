@@ -45,6 +45,7 @@ from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.records import columns_of
 from batchmill.jobs.pools.job_run import JobRun
 from batchmill.jobs.recorded_job import RecordedJob
+from batchmill.jobs.results.counted_commits import CountedCommits
 from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
@@ -72,7 +73,6 @@ class JobRunner(RecordedJob):
         self.fails_rows = False  # failing rows do not wait until their service recovers
         self.skips_remote = False  # end without the results that providers still have
         self.progress: float | None = None  # share done by its child process, 0..1
-        self._run: JobRun | None = None  # the pass over its rows, from QUEUED on
         self._publishing: Publishing | None = None  # the results of that pass
         self._copies_reused = False  # results that rows took over are copied while the others run
         self.rows_run: JobRun | None = None  # its rows while the dispatcher has them
@@ -323,6 +323,8 @@ class JobRunner(RecordedJob):
         await self._move(JobState.RUNNING, via=via, started=self._clock.now(), **stored)
         self._run = self._new_run(PlanReader(self.files.plan(0)), 0)
         await self._load(self._run, {})
+        self._counted = CountedCommits()
+        self._run.counted_hooks.append(self._counted.add)
         self._publishing = self._new_publishing()
 
     async def _queued(self) -> None:
@@ -479,7 +481,7 @@ class JobRunner(RecordedJob):
         """Discard the current run and unfinished result files."""
         if self._publishing is not None:
             await self._publishing.abandon()
-        self._run = self._publishing = None
+        self._run = self._publishing = self._counted = None
 
     async def _run_rows(self, run: JobRun) -> BatchmillError | None:
         """Have workers run the rows; return what stopped them before the last row, if anything unexpected did."""
@@ -570,7 +572,7 @@ class JobRunner(RecordedJob):
             return True
 
     async def _publish(self, publishing: Publishing, early: EarlyEnd | None = None) -> Manifest:
-        blocks, carried = await self._commit_log.call_reader(self._ledger.results, self.spec.id)
+        blocks, carried = await self._results()
         faults.point("before_publish")
         await self._stored.bring_segments()
         check_left(self._ledger.database.owned_s())

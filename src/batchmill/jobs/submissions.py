@@ -16,7 +16,7 @@ from batchmill.jobs.intake import adapters, orders, retries, routing
 from batchmill.jobs.intake.reuse_orders import settled
 from batchmill.jobs.job_space import JobSpace
 from batchmill.jobs.ledger import records as job_records
-from batchmill.jobs.ledger.files import full_disk_named, read_spec, result_exists
+from batchmill.jobs.ledger.files import JobFiles, full_disk_named, read_spec, result_exists
 from batchmill.jobs.maintenance import JobDeadlines
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.samples import Samples
@@ -48,6 +48,9 @@ class Submissions:
         once = order.once
         if once is None:
             submitted = await self._match_or_create(order)
+        elif order.origin is not None:  # a repeated one is found in the transaction that would create the job
+            async with self._active.lock(once.key):
+                submitted = await self._match_or_create(order)
         else:
             async with self._active.lock(once.key):
                 known = await job_records.known(self._database, once, self._clock.now())
@@ -85,14 +88,22 @@ class Submissions:
                     read = [*spec.dataset.paths, *(model.source for model in spec.models)]
                     await asyncio.to_thread(spooled_inputs.keep, self._tools.data_dir, read, spec.id)
             faults.point("after_describe")
-            await self._database.write(job_records.enter, spec, once, self._tools.quota_of(spec))
+            quota, now = self._tools.quota_of(spec), self._clock.now()
+            known = await self._database.write(job_records.enter_once, spec, once, quota, now)
         except BaseException:
-            await asyncio.to_thread(files.remove)
-            await asyncio.to_thread(spooled_inputs.release, self._tools.data_dir, spec.id)
+            await self._forget(spec, files)
             raise
+        if known is not None:
+            await self._forget(spec, files)
+            return Submitted(known, "repeated")
         faults.point("after_create")
         self._active.start(self._active.runner(spec, JobState.VALIDATING))
         return Submitted(spec.id, "started")
+
+    async def _forget(self, spec: JobSpec, files: JobFiles) -> None:
+        """Remove what a job has written that was not stored."""
+        await asyncio.to_thread(files.remove)
+        await asyncio.to_thread(spooled_inputs.release, self._tools.data_dir, spec.id)
 
     async def _match(self, order: JobOrder, spec: JobSpec) -> Submitted:
         """Find the job that an identical order created, unless it must run again."""

@@ -59,6 +59,7 @@ _ADDING = {
     for has_cost in (False, True)
     for has_warnings in (False, True)
 }
+_ADDING_TO_SMALL = {key: adding.returning(*jobs.c) for key, adding in _ADDING.items()}
 
 
 class _Shard(Struct):
@@ -188,15 +189,20 @@ class CommitBatch:
         self._db.execute(_INSERT_COMMITS, list(self._rows.values()))
         if self._blocks:
             self._db.execute(_INSERT_BLOCKS, self._blocks)
+        small = {each["job"] for each in self._blocks}
         for job_id, job in self.jobs.items():
             parameters: dict[str, Any] = {f"more_{name}": value for name, value in job.sums.items()}
             if job.cost is not None:
                 parameters["more_cost"] = job.cost
             if job.has_warnings:
                 parameters["new_warnings"] = msgspec.json.encode(job.warnings)
-            adding = _ADDING[job.cost is not None, job.has_warnings]
-            self._db.execute(adding, parameters | {"of_job": job_id})
-            note_change(self._db, job_id)
+            parameters["of_job"] = job_id
+            kind = job.cost is not None, job.has_warnings
+            if job_id not in small:
+                self._db.execute(_ADDING[kind], parameters)
+                note_change(self._db, job_id)
+            else:  # whose commits are few, and whose clients poll
+                note_change(self._db, job_id, self._db.execute(_ADDING_TO_SMALL[kind], parameters).mappings().first())
 
 
 def key_of(commit: Commit) -> ShardKey:

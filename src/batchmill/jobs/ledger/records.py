@@ -275,6 +275,14 @@ def enter(db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None
         put(db, submissions, values | {"answered": None})  # its earlier job, if any, is forgotten
 
 
+def enter_once(db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None, now: float) -> str | None:
+    """As `enter`, unless the order is a job already: then its id is returned. Raises: also Conflict."""
+    known_id = None if once is None else standing(db, once, now)
+    if known_id is None:
+        enter(db, spec, once, quota)
+    return known_id
+
+
 def answered(db: sa.Connection, key: str, now: float) -> None:
     """Record that the reply to this order was delivered."""
     db.execute(_ANSWERED, {"order": key, "now": now})

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import os
 import secrets
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -60,6 +60,7 @@ WRITE_THREADS, READ_THREADS = 4, 4
 READ_BYTES = 1024 * 1024  # per read
 PAGE_MAX = 10_000
 SWEEP_MAX = 500  # files per query
+UPLOADED_MAX = 1000  # records in memory
 ARRIVING = ".incoming"
 EXPIRY = "the server, because it had expired,"  # who deleted a file, in messages
 Result = FileRecord | Removal | None
@@ -114,6 +115,7 @@ class FileService:
         self.free_bytes_min = FREE_BYTES_MIN
         self.disk, self._reading = Disk("files-write", WRITE_THREADS), Disk("files-read", READ_THREADS)
         self._arriving: set[str] = set()  # ids whose bytes may be on disk before their record
+        self._uploaded: OrderedDict[str, FileRecord] = OrderedDict()  # lately: most are read by a job at once
         self._holds: Counter[str] = Counter()
         self._deleting: set[str] = set()
         self._sweeping = asyncio.Lock()
@@ -156,6 +158,9 @@ class FileService:
         try:
             await self.stored.publish(path)
             await self._database.write(_insert, record, within, self.quotas.of(record.project).files)
+            self._uploaded[record.id] = record
+            if len(self._uploaded) > UPLOADED_MAX:
+                self._uploaded.popitem(last=False)
         except BaseException:
             await self.disk.run(path.unlink)
             await self.stored.remove(path)
@@ -172,7 +177,7 @@ class FileService:
     # -- read -------------------------------------------------------------------------------------------------------
 
     async def get(self, project: str, file_id: str) -> FileRecord:
-        record = await self._database.read(file_records.find, file_id)
+        record = self._uploaded.get(file_id) or await self._database.read(file_records.find, file_id)
         now = self._clock.now()
         if record is None:
             removal = await self._database.read(removals.find, file_id)
@@ -266,19 +271,16 @@ class FileService:
             async with using(self.stored, path):
                 size_bytes = await self.disk.run(link, path, target)
                 await self.stored.link(path, target)
-            job = await self._database.read(file_records.results_of, view.id)
-            if job is None or job.generation != view.generation or job.state != view.state:
+            if size_bytes is None:
+                adopted: FileRecord | Removal = Removal(file_id, view.project, view.id, ELSEWHERE, self._clock.now())
+            else:
+                suffixes = Path(path.name.removeprefix(f"{view.id}.")).suffixes  # those of "results.jsonl.gz"
+                adopted = result_record(view, file_id, suffixes, size_bytes)
+            if not await self._database.write(_insert_result, view, adopted):
                 await self.disk.run(target.unlink, missing_ok=True)  # a retry began: the next call adopts its results
                 await self.stored.remove(target)
                 return None
-            if size_bytes is None:
-                removal = Removal(file_id, view.project, view.id, ELSEWHERE, self._clock.now())
-                await self._database.write(removals.insert, removal)
-                return removal
-            suffixes = Path(path.name.removeprefix(f"{view.id}.")).suffixes  # those of "results.jsonl.gz"
-            record = result_record(view, file_id, suffixes, size_bytes)
-            await self._database.write(file_records.insert_missing, [record])
-            return record
+            return adopted
         finally:
             self._arriving.discard(file_id)
 
@@ -308,6 +310,7 @@ class FileService:
                 )
             if record.job is not None:
                 await self._remove_copies(record)
+            self._uploaded.pop(record.id, None)
             await self._database.write(_forget, record, by, self._clock.now())
             faults.point("after_forget")
             await self.disk.run(self.path(record).unlink, missing_ok=True)
@@ -454,6 +457,18 @@ def _insert(db: sa.Connection, record: FileRecord, within: Within | None, quota:
 
 def _find_results(db: sa.Connection, ids: Sequence[str]) -> dict[str, FileRecord | Removal]:
     return {**removals.find_all(db, ids), **file_records.find_all(db, ids)}
+
+
+def _insert_result(db: sa.Connection, view: JobView, adopted: FileRecord | Removal) -> bool:
+    """Store the result file of an ended job; False: the job has gone on since."""
+    job = file_records.results_of(db, view.id)
+    if job is None or job.generation != view.generation or job.state != view.state:
+        return False
+    if isinstance(adopted, Removal):
+        removals.insert(db, adopted)
+    else:
+        file_records.insert_missing(db, [adopted])
+    return True
 
 
 def _forget(db: sa.Connection, record: FileRecord, by: str, now: float) -> None:

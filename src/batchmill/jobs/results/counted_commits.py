@@ -1,0 +1,26 @@
+"""CountedCommits: what the ledger has counted of the only run of a small job, from which its results are written."""
+
+from __future__ import annotations
+
+from batchmill.types import Commit, SegmentRef
+
+
+class CountedCommits:
+    """The commits of a run that began when nothing was counted, as `Ledger.results` would read them."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._refs: list[SegmentRef] = []
+        self._blocks: dict[str, list[tuple[int, bytes]]] = {}
+
+    def add(self, commit: Commit) -> None:
+        """Remember a commit. The job is small, and so is what its commits carry."""
+        self.rows += commit.rows_ok + commit.rows_failed
+        self._refs.append(commit.ref)
+        if commit.blocks:
+            self._blocks.setdefault(commit.ref.segment, []).append((commit.ref.offset, commit.blocks))
+
+    def results(self) -> tuple[list[tuple[int, SegmentRef]], dict[str, list[tuple[int, bytes]]]]:
+        """As `Ledger.results`."""
+        refs = sorted(self._refs, key=lambda ref: (ref.segment, ref.offset))
+        return [(0, ref) for ref in refs], self._blocks
