@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from base64 import b64encode
 from collections.abc import Iterable
 
+import msgspec
 import pytest
 from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, chat_row
 from fakes.held_clock import HeldClock
 
 from batchmill.engines.remote import dispatch as dispatch_module
 from batchmill.engines.remote.dispatch import DRAIN_S, Dispatch, Send
-from batchmill.engines.remote.outgoing import Composer, RemoteRow
+from batchmill.engines.remote.outgoing import Composer, RemoteRow, text_bytes
 from batchmill.engines.remote.pacing import LiveQueue, Pacer
 from batchmill.engines.retry import BACKOFF_MAX_S, RETRIES_SPARE, Fault, FaultKind, Reply, Retries
 from batchmill.errors import AuthRefused
-from batchmill.types import Limits, ModelSpec, Outcome, RowError, Usage
+from batchmill.types import Limits, LiveRequest, ModelSpec, Outcome, RowError, Usage
 
 REFUSED = Fault(FaultKind.AUTH, RowError("invalid_api_key", "who are you"), Reply(401))
 FAILED = Fault(FaultKind.TRANSIENT, RowError("server_error", "oops"), Reply(500))
@@ -48,6 +50,20 @@ class CountingSink(ListSink):
     def put(self, outcomes: Iterable[Outcome]) -> None:
         self.puts += 1
         super().put(outcomes)
+
+
+def test_media_count_as_their_tokens() -> None:
+    """A limit of tokens a minute is not used up by the base64 of an image."""
+    data = b64encode(b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR\0\0\2\0\0\0\2\0" + b"x" * 900_000).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    row = chat_row(0, [part])
+    spec = ModelSpec(name="m", engine="http", source="m", limits=Limits(tokens_per_minute=1000))
+    call = Composer(spec, None).call(row)
+    assert text_bytes(call) == len(call.body) - len(data) + 4 * (85 + 170)
+    live = Composer(spec, None).live(LiveRequest("/v1/chat/completions", call.body))
+    assert text_bytes(live) == text_bytes(call)
+    unlimited = Composer(msgspec.structs.replace(spec, limits=Limits()), None).call(row)
+    assert text_bytes(unlimited) == len(call.body)
 
 
 async def test_results_are_put_together() -> None:

@@ -20,9 +20,12 @@ from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.executors.reply_checks import ReplyChecks
 from batchmill.store.segments.files import SegmentFile, SegmentFolder
 from batchmill.store.segments.format import SegmentHead, read_outcomes, read_ref
-from batchmill.types import Commit, DatasetSpec, Lease, Outcome, OutputSchema, Price, Row, Usage
+from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Outcome, OutputSchema, Price, Row, Usage
 from batchmill.wire.forms import CHAT, OpenAIForm
+from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.messages import Grant, Spending
+
+MEDIA = MediaTokens(ModelSpec("m", "http", "m"))
 
 SCHEMA = OutputSchema('{"type":"integer"}', attempts=1)
 
@@ -196,7 +199,9 @@ async def test_a_lost_lease_frees_its_reservation(stage: Stage) -> None:
     """But for what its answers have cost."""
     reports: list[Spending] = []
     price = Price(1.0, 1.0)
-    stage.held.job.allowance = Allowance("job_1", price, has_requests=True, send=reports.append, attempts=1)
+    stage.held.job.allowance = Allowance(
+        "job_1", price, has_requests=True, media=MEDIA, send=reports.append, attempts=1
+    )
     stage.held.job.allowance.add(100.0, is_lean=False)
     first, second = await stage.feed.take(2)
     stage.answer(first, "no")
@@ -210,7 +215,7 @@ async def test_a_lost_lease_frees_its_reservation(stage: Stage) -> None:
 async def test_all_answers_are_reserved(stage: Stage, output: float, tokens: int) -> None:
     """Also where output costs nothing: earlier answers are input of the next request."""
     price = Price(1.0, output)
-    allowance = Allowance("job_1", price, has_requests=True, send=lambda _: None, attempts=2)
+    allowance = Allowance("job_1", price, has_requests=True, media=MEDIA, send=lambda _: None, attempts=2)
     allowance.add(1000.0, is_lean=False)
     body = {"messages": [{"role": "user", "content": "x" * 400}], "max_tokens": tokens}
     line = json.dumps({"custom_id": "r", "url": CHAT, "body": body})

@@ -22,9 +22,12 @@ from batchmill.executors.recorder import NO_USAGE, empty_rows
 from batchmill.ports import Columns, LeaseFeed
 from batchmill.store.segments.files import SegmentFile
 from batchmill.store.segments.format import SegmentHead
-from batchmill.types import ColumnBlock, DatasetSpec, Lease, Price, Row
+from batchmill.types import ColumnBlock, DatasetSpec, Lease, ModelSpec, Price, Row
 from batchmill.wire.forms import OpenAIForm
+from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.messages import Grant, Spending, pack_u32
+
+MEDIA = MediaTokens(ModelSpec("m", "http", "m"))
 
 ROWS = 40
 
@@ -263,7 +266,7 @@ async def test_a_budget_for_rows_of_a_store(job: OpenJob, feed: GrantFeed) -> No
     rows.may_read.set()
     sent: list[Spending] = []
     price = Price(input=1e6, output=0.0)
-    allowance = Allowance("far", price, has_requests=True, send=sent.append, takes_all=True)
+    allowance = Allowance("far", price, has_requests=True, media=MEDIA, send=sent.append, takes_all=True)
     give(
         feed,
         msgspec.structs.replace(job, rows=rows, allowance=allowance),

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 
 import pytest
 from contract.engine_suite import chat_row
 
 from batchmill.executors.leases import OUTPUT_GUESS, Allowance
-from batchmill.types import Outcome, Price, Row, RowError, Usage
-from batchmill.wire.forms import OpenAIForm
+from batchmill.types import MediaColumn, ModelSpec, Outcome, Price, Row, RowError, Usage
+from batchmill.wire.forms import OpenAIForm, TableForm
+from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.messages import Spending
+from batchmill.wire.rendered_rows import MediaPart, with_media
+
+MEDIA = MediaTokens(ModelSpec("m", "http", "m"))
 
 PRICE = Price(1.0, cached=0.5, output=10.0)  # USD per million tokens
 USD = 1e-6
 
 
 def allowance(free: float, received: list[Spending], **more) -> Allowance:
-    made = Allowance("job", PRICE, has_requests=True, send=received.append, **more)
+    made = Allowance("job", PRICE, has_requests=True, media=MEDIA, send=received.append, **more)
     made.add(free, is_lean=False)
     return made
 
@@ -31,6 +36,19 @@ def most(row: Row) -> float:
 
 def body_bytes(row: Row) -> int:
     return len(json.dumps(json.loads(row.raw)["body"]))
+
+
+def test_media_of_a_row() -> None:
+    """Their base64 is no text: they count as their model counts them, also where they are not loaded yet."""
+    data = b64encode(b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR\0\0\2\0\0\0\2\0" + b"x" * 900_000).decode()
+    part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    row = chat_row(0, [part], max_tokens=0)
+    assert most(row) == pytest.approx(body_bytes(row) - len(data) + 85 + 170)
+    form = TableForm("{q}", media=[MediaColumn("image", "img")], params={"max_tokens": 0})
+    sealed = MediaPart("image", "image/png", 9, "d" * 64, "/p", width=512, height=512)
+    for each, tokens in ((sealed, 85 + 170), (MediaPart("image", url="https://x/y"), 85 + 8 * 170)):
+        row = Row(0, 0, with_media(b'{"q":"?"}', [each]), form)
+        assert most(row) == pytest.approx(len(form.request(row).body) + tokens)
 
 
 def test_most_of_a_row() -> None:

@@ -18,7 +18,9 @@ from batchmill.jobs.ledger.plan import PlanOrder, ShardRows, make
 from batchmill.types import DatasetSpec, JobView, Limits, ModelSpec, OutputSchema, Policy, Price, Request, Usage
 from batchmill.wire.forms import CHAT, EMBEDDINGS, RESPONSES, Form, OpenAIForm, TableForm
 from batchmill.wire.job_spec import JobSpec
+from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.native import Estimate, EstimateRange
+from batchmill.wire.rendered_rows import MediaPart
 
 PRICE = Price(input=2.0, output=10.0)
 
@@ -266,7 +268,8 @@ def test_orders_travel_as_json(tmp_path):
         (CHAT, {"messages": [{"content": "abcd"}, {"content": [{"text": "efgh"}]}], "n": 3, "max_tokens": 2},
          RowTokens(10, 6)),
         (CHAT, {"messages": [{"content": [{"type": "image_url", "image_url": {}}]}], "max_completion_tokens": 1},
-         RowTokens(4, 1, has_media=True)),
+         RowTokens(4, 1, media=85 + 8 * 170)),
+        (CHAT, {"messages": [{"content": [{"type": "video"}]}], "max_tokens": 1}, RowTokens(4, 1, has_others=True)),
         (RESPONSES, {"input": "abcd", "instructions": "efgh", "max_output_tokens": 9}, RowTokens(2, 9)),
         (EMBEDDINGS, {"input": ["abcd", "efghi"]}, RowTokens(3, 0)),
         (EMBEDDINGS, {"input": [[1, 2, 3], [4]]}, RowTokens(4, 0)),
@@ -275,7 +278,18 @@ def test_orders_travel_as_json(tmp_path):
 )  # fmt: skip
 def test_tokens_of_a_request(url, body, tokens):
     """Every part of a prompt counts once, an answer with its limit times the answers asked for."""
-    assert tokens_of(Request(url, json.dumps(body).encode()), ByLength("")) == tokens
+    assert tokens_of(Request(url, json.dumps(body).encode()), ByLength(""), MediaTokens(model())) == tokens
+
+
+def test_media_of_a_table_count_by_what_was_sealed():
+    """Of a URL nothing is known before it is fetched: it counts as a large one."""
+    body = {"messages": [{"content": [{"type": "image_url", "image_url": {"url": "data:;base64,aa"}}]}]}
+    request = Request(CHAT, json.dumps(body | {"max_tokens": 1}).encode())
+    parts = [MediaPart("image", "image/png", 9, "aa", "/a.png", width=512, height=512)]
+    counted = tokens_of(request, ByLength(""), MediaTokens(model()), parts)
+    assert counted == RowTokens(4, 1, media=85 + 170)
+    counted = tokens_of(request, ByLength(""), MediaTokens(model()), [MediaPart("image", url="https://a/b")])
+    assert counted == RowTokens(4, 1, media=85 + 8 * 170, is_unseen=True)
 
 
 def test_a_tokenizer_that_is_here_counts(tmp_path):

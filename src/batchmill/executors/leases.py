@@ -25,15 +25,19 @@ from batchmill.types import (
     Outcome,
     Price,
     ReplyRules,
+    Request,
     Row,
     RowError,
     SegmentRef,
     Usage,
 )
 from batchmill.types.position_runs import Runs
-from batchmill.wire.forms import Form
+from batchmill.wire.forms import Form, TableForm
+from batchmill.wire.json_bytes import split_object
+from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.messages import Note, Noted, Renewed, Spending
 from batchmill.wire.output_schema import WORDS_MAX
+from batchmill.wire.rendered_rows import media_of
 
 OUTPUT_GUESS = 4096  # output tokens of a row without a limit, until one such row has finished
 # The guess is then learned from this many recent rows; below KNOWN rows it is twice the longest output.
@@ -90,11 +94,12 @@ class Allowance:
     """The budget of one job at this worker. `free` is unreserved money; it comes from the owner and returns to it."""
 
     def __init__(
-        self, job: str, price: Price, *, has_requests: bool, send: Callable[[Spending], None], takes_all: bool = False,
-        attempts: int = 0,
+        self, job: str, price: Price, *, has_requests: bool, send: Callable[[Spending], None],
+        media: MediaTokens, takes_all: bool = False, attempts: int = 0,
     ) -> None:  # fmt: skip
         """Args:
         has_requests: its rows are requests to a model, not arguments.
+        media: counts what images and documents are for the model.
         takes_all: all rows are submitted together, and paid for then.
         attempts: how often a row may be asked for again.
         """
@@ -102,6 +107,7 @@ class Allowance:
         self.free = 0.0
         self.is_lean = False  # the budget is nearly spent: unused reservations go back at once
         self._job, self._price, self._has_requests, self._send = job, price, has_requests, send
+        self._media = media
         self._input, self._output = max(price.input, price.cached or 0.0) / 1e6, price.output / 1e6
         self._reserved: dict[int, _Reserved] = {}  # position -> reservation of its row
         self._output_costs: deque[float] = deque(maxlen=MEMORY)  # USD for the output of rows without a limit
@@ -238,7 +244,7 @@ class Allowance:
             request = row.form.request(row)
         except UNREADABLE:
             return _Reserved(0.0)
-        base = self._input * len(request.body)
+        base = self._input * self._input_tokens(row, request)
         try:
             bounds = _bounds.decode(request.body)
             tokens = 0 if request.url.endswith(_WRITES_NOTHING) else bounds.tokens(request.url)
@@ -247,6 +253,14 @@ class Allowance:
         output = self._usual if tokens is None else self._output * tokens
         most = base + output + self._asked_again(base, output, tokens)
         return _Reserved(max(0.0, most), base) if tokens is None else _Reserved(most)
+
+    def _input_tokens(self, row: Row, request: Request) -> int:
+        """The most tokens of a request: each byte of its text may be one; media count as estimates say."""
+        form = row.form
+        if isinstance(form, TableForm) and form.media:
+            return len(request.body) + sum(map(self._media.part, media_of(split_object(row.raw))))
+        media = self._media.in_body(request.body)
+        return len(request.body) - media.size_bytes + media.tokens
 
     def _asked_again(self, base: float, output: float, tokens: int | None) -> float:
         """The maximum cost of asking again: each request has the earlier answers, and what was wrong with them."""

@@ -46,6 +46,7 @@ from batchmill.types.connectors import Storage
 from batchmill.types.engine_traits import traits_of
 from batchmill.types.position_runs import Runs
 from batchmill.wire import messages
+from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.messages import (
     Abandon,
     Ack,
@@ -320,7 +321,7 @@ class Worker:
             job.allowance = Allowance(
                 job.id, price, has_requests=not self._model.takes_columns, takes_all=self._model.is_handed_over,
                 attempts=0 if job.form.schema is None or self._model.is_handed_over else job.form.schema.attempts,
-                send=self._send,
+                send=self._send, media=MediaTokens(self._model),
             )  # fmt: skip
         job.allowance.add(message.usd, is_lean=message.is_lean, is_reply=message.is_reply)
         self._feed.unblock(job.id)

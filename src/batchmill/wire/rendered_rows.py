@@ -33,6 +33,9 @@ class MediaPart(Struct, frozen=True, omit_defaults=True):
     path: str = ""  # of the file
     url: str = ""  # without both, the bytes are in `column`
     column: str = ""
+    width: int = 0  # of an image, in pixels; 0: its head does not say
+    height: int = 0
+    seconds: float = 0.0  # of a recording, about; 0: not known
 
 
 _parts = msgspec.json.Decoder(list[MediaPart])

@@ -25,7 +25,8 @@ from batchmill.datasets.media.loading import base64_of
 from batchmill.errors import InvalidRow
 from batchmill.types import DatasetSpec, MediaColumn
 from batchmill.wire.input_urls import is_web_url
-from batchmill.wire.media import HEAD_BYTES, type_for
+from batchmill.wire.media import AUDIO, HEAD_BYTES, IMAGE, type_for
+from batchmill.wire.media_tokens import HEAD_BYTES_MAX, seconds_of, size_of
 from batchmill.wire.rendered_rows import FAULT, MediaPart, with_fault, with_media
 
 SHOWN_CHARS = 80
@@ -129,7 +130,11 @@ class MediaAdder:
                 code="media_too_large",
             )
         kind = type_for(wanted.kind, wanted.column, data[:HEAD_BYTES])
-        return MediaPart(wanted.kind, kind, len(data), blake3(data).hexdigest(), **place)
+        width, height = (size_of(data[:HEAD_BYTES_MAX]) or (0, 0)) if wanted.kind == IMAGE else (0, 0)
+        seconds = round(seconds_of(data[:HEAD_BYTES_MAX], len(data)), 1) if wanted.kind == AUDIO else 0.0
+        return MediaPart(
+            wanted.kind, kind, len(data), blake3(data).hexdigest(), width=width, height=height, seconds=seconds, **place
+        )
 
 
 def _row_of(line: bytes) -> dict[str, Raw] | None:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from batchmill.datasets.media.loading import has_media
-from batchmill.engines.remote.outgoing import RemoteRow
+from batchmill.engines.remote.outgoing import RemoteRow, text_bytes
 from batchmill.engines.remote.pacing import LiveQueue, Pacer, nothing
 from batchmill.engines.retry import BACKOFF_MAX_S, RETRY_AFTER_MAX_S, Fault, FaultKind, Retries, RetryBudget
 from batchmill.engines.row_media import AHEAD_MAX, LoadingRow, RowMedia
@@ -203,7 +203,7 @@ class Dispatch:
         call = given_up or (self._test_row(now) if is_down else self._queue[0])
         if call is None:
             return None
-        wait = self._pacer.wait_s(len(call.body), now, is_no_outage=given_up is not None)
+        wait = self._pacer.wait_s(text_bytes(call), now, is_no_outage=given_up is not None)
         if wait > 0:
             if wait != math.inf and self._alarm is None:
                 self._alarm = self._spawn(self._pump_after(wait))
@@ -214,7 +214,7 @@ class Dispatch:
             self._queue.popleft()
         call.sent_at = now
         call.since = call.since or now
-        call.charged = self._pacer.sent(len(call.body))
+        call.charged = self._pacer.sent(text_bytes(call))
         return call
 
     # outages
@@ -344,7 +344,7 @@ class Dispatch:
                     self.forget(_job_of(call.row))
                 if result.usage is not None:
                     tokens = (result.usage.input_tokens, result.usage.output_tokens)
-                    self._pacer.correct(len(call.body), call.charged, tokens)
+                    self._pacer.correct(text_bytes(call), call.charged, tokens)
                 self._budget.earn()
                 self._finish_call(call, result)
             else:

@@ -16,7 +16,7 @@ import batchmill
 from batchmill.engines.clock import SystemClock
 from batchmill.engines.connections import IDLE_TIMEOUT_S, Connections, allow_files, check_header
 from batchmill.engines.remote.dispatch import Dispatch
-from batchmill.engines.remote.outgoing import Composer, RemoteLiveCall, RemoteRow
+from batchmill.engines.remote.outgoing import Composer, RemoteLiveCall, RemoteRow, text_bytes
 from batchmill.engines.remote.pacing import IN_FLIGHT_CEILING, LiveQueue, Pacer
 from batchmill.engines.retry import (
     REPLY_BYTES_MAX,
@@ -90,7 +90,7 @@ class HttpLive:
     async def _begin(self, call: RemoteLiveCall) -> aiohttp.ClientResponse:
         """Make a call and return the head of its reply. Only a call that got no connection is retried, once."""
         for number in range(1, CALLS_MAX + 1):
-            call.charged = await self._live_queue.acquire(len(call.body))
+            call.charged = await self._live_queue.acquire(text_bytes(call))
             call.sent_at = self._clock.monotonic()
             try:
                 return await self._connections.begin("POST", call.url, call.body, call.headers)
@@ -127,7 +127,7 @@ class HttpLive:
             self._pacer.answered(now)
             if reply.usage is not None:
                 used = (reply.usage.input_tokens, reply.usage.output_tokens)
-                self._pacer.correct(len(call.body), call.charged, used)
+                self._pacer.correct(text_bytes(call), call.charged, used)
             return response.status, body
         fault = judge(reply, response.headers, self._clock.now())
         match fault.kind:

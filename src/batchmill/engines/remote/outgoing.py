@@ -17,6 +17,7 @@ from batchmill.errors import InvalidRow, ModelFailed
 from batchmill.models.paths import paths_of
 from batchmill.types import LiveRequest, ModelSpec, Row, Usage
 from batchmill.wire.forms import with_model
+from batchmill.wire.media_tokens import BYTES_A_TOKEN, MediaTokens
 
 OPENAI_URL = "https://api.openai.com/v1"
 
@@ -29,7 +30,9 @@ _STREAMED = {"Accept": "text/event-stream", "Accept-Encoding": "identity"}
 class Attempts:
     """The attempts of a call so far; `dispatch` updates it."""
 
-    __slots__ = ("attempts", "charged", "fault", "held_bytes", "sent_at", "since", "streak", "wasted", "within")
+    __slots__ = (
+        "attempts", "charged", "fault", "held_bytes", "media_bytes", "sent_at", "since", "streak", "wasted", "within",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.attempts = 0  # calls that failed and count
@@ -41,6 +44,12 @@ class Attempts:
         self.within = 0  # failed attempts in that streak
         self.wasted: Usage | None = None  # tokens of discarded replies
         self.held_bytes = 0  # as `Dispatch` counts them
+        self.media_bytes = 0  # as `text_bytes`
+
+
+def text_bytes(call: RemoteRow | RemoteLiveCall) -> int:
+    """What a call counts as in limits of tokens: its bytes, but of its media as many as text of their tokens has."""
+    return len(call.body) - call.media_bytes
 
 
 class RemoteRow(Attempts):
@@ -59,9 +68,10 @@ class RemoteRow(Attempts):
 class RemoteLiveCall:
     """One live request to a service."""
 
-    __slots__ = ("body", "charged", "headers", "sent_at", "url")
+    __slots__ = ("body", "charged", "headers", "media_bytes", "sent_at", "url")
 
     def __init__(self, url: URL, body: bytes, headers: dict[str, str] | None) -> None:
+        self.media_bytes = 0  # as `text_bytes`
         self.url = url
         self.body = body
         self.headers = headers  # in addition to those of every call
@@ -86,6 +96,7 @@ class Composer:
         # A row may use batchmill's name of the model, which the service does not know.
         self._own_name = model.name if model.name not in model.adapters else model.source
         self._key_name = idempotency_header
+        self._media = MediaTokens(model) if model.limits.tokens_per_minute is not None else None
         if idempotency_header is not None:
             check_header(idempotency_header, "")
         # All URLs that may be called. A caller's path is only looked up here, never joined to a URL.
@@ -116,18 +127,30 @@ class Composer:
             raise InvalidRow("a row's answer cannot be streamed: leave `stream` out", code="unsupported_parameter")
         url = self._url_of(request.url)
         key = None if self._key_name is None else getattr(row.lease, "key", None)
-        if key is None:
-            return RemoteRow(row, url, body, None)
-        again = b":%d" % len(row.earlier) if row.earlier else b""  # it is another request
-        digest = hashlib.sha256(b"%s:%d%s" % (key.encode(), row.number, again)).hexdigest()
-        return RemoteRow(row, url, body, {self._key_name: digest})
+        headers = None
+        if key is not None:
+            again = b":%d" % len(row.earlier) if row.earlier else b""  # it is another request
+            digest = hashlib.sha256(b"%s:%d%s" % (key.encode(), row.number, again)).hexdigest()
+            headers = {self._key_name: digest}
+        call = RemoteRow(row, url, body, headers)
+        call.media_bytes = self._media_bytes(body)
+        return call
+
+    def _media_bytes(self, body: bytes) -> int:
+        """By how many bytes a body with media counts less, where tokens are limited."""
+        if self._media is None:
+            return 0
+        media = self._media.in_body(body)
+        return media.size_bytes - BYTES_A_TOKEN * media.tokens
 
     def live(self, request: LiveRequest) -> RemoteLiveCall:
         """The call for a live request. Raises as `call`."""
         url = self._url_of(request.url)
         request.body.decode()  # fields that are not parsed must be text too
         body = self._with_model(request.body, _head.decode(request.body))
-        return RemoteLiveCall(url, body, dict(_STREAMED) if request.stream else None)
+        call = RemoteLiveCall(url, body, dict(_STREAMED) if request.stream else None)
+        call.media_bytes = self._media_bytes(body)
+        return call
 
     def _with_model(self, body: bytes, fields: _Head) -> bytes:
         """The body with the service's name of the model."""

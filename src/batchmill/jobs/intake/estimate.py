@@ -26,9 +26,12 @@ from batchmill.jobs.ledger.plan import PlanReader, TargetPlan
 from batchmill.jobs.ledger.sampled_rows import SampledRows, sampled_rows
 from batchmill.types import ModelSpec, Request, Row, Usage
 from batchmill.wire.forms import EMBEDDINGS, RERANK, SCORE, TableForm
+from batchmill.wire.input_urls import is_web_url
 from batchmill.wire.job_spec import JobSpec
-from batchmill.wire.json_bytes import decode, encode
+from batchmill.wire.json_bytes import decode, encode, split_object
+from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.native import Estimate, EstimateRange, ModelEstimate
+from batchmill.wire.rendered_rows import MediaPart, media_of
 from batchmill.wire.sampling import in_words
 
 MESSAGE_TOKENS = 4  # what a chat template puts around a message, about
@@ -42,7 +45,9 @@ class RowTokens(Struct, frozen=True, gc=False):
     input: int = 0
     output: int = 0
     is_unlimited: bool = False
-    has_media: bool = False  # parts that are not text; they are not counted
+    media: int = 0  # of images, recordings and documents, about
+    is_unseen: bool = False  # the size of some is not known before they are fetched: they count as large
+    has_others: bool = False  # parts that are neither text nor media; they are not counted
 
 
 class Counter(Protocol):
@@ -91,21 +96,39 @@ def counter_for(model: ModelSpec) -> Counter:
     return ByTokenizer(tokenizers.Tokenizer.from_file(str(path)))
 
 
-def tokens_of(request: Request, counter: Counter) -> RowTokens:
-    """Count a request. Raises: MsgspecError for a body that cannot be read."""
+def tokens_of(
+    request: Request, counter: Counter, media: MediaTokens, sealed: list[MediaPart] | None = None
+) -> RowTokens:
+    """Count a request. Args: sealed: what its media are, where the request does not have them.
+
+    Raises: MsgspecError for a body that cannot be read.
+    """
     body = decode(request.body)
     parts = list(_parts(body))
-    given = sum(part if isinstance(part, int) else counter.count(part) for part in parts if part is not None)
-    media = any(part is None for part in parts)
+    given = sum(part if isinstance(part, int) else counter.count(part) for part in parts if not isinstance(part, dict))
+    others = [part for part in parts if isinstance(part, dict)]
+    counts = [media.content(part) for part in others] if sealed is None else [media.part(part) for part in sealed]
+    counted = RowTokens(
+        given, media=sum(filter(None, counts)), has_others=None in counts,
+        is_unseen=any(map(_is_url, others)) if sealed is None else any(part.url for part in sealed),
+    )  # fmt: skip
     if request.url in ANSWERLESS_URLS:
-        return RowTokens(given, has_media=media)
+        return counted
     limit = body.get("max_completion_tokens") or body.get("max_tokens") or body.get("max_output_tokens")
     answers = body.get("n") or 1
-    return RowTokens(given, (limit or OUTPUT_TOKENS_DEFAULT) * answers, limit is None, media)
+    output = (limit or OUTPUT_TOKENS_DEFAULT) * answers
+    return msgspec.structs.replace(counted, output=output, is_unlimited=limit is None)
 
 
-def _parts(body: dict[str, Any]) -> Iterator[str | int | None]:
-    """The prompt in pieces: text, a number of tokens, or None for a part that is not text."""
+def _is_url(part: dict[str, Any]) -> bool:
+    match part:
+        case {"image_url": {"url": str(url)}} | {"image_url": str(url)}:
+            return is_web_url(url)
+    return False
+
+
+def _parts(body: dict[str, Any]) -> Iterator[str | int | dict[str, Any]]:
+    """The prompt in pieces: text, a number of tokens, or a part that is not text."""
     if body.get("tools"):
         yield encode(body["tools"]).decode()
     messages = body.get("messages")
@@ -116,7 +139,7 @@ def _parts(body: dict[str, Any]) -> Iterator[str | int | None]:
         yield from _text(body.get(name))
 
 
-def _text(value: Any) -> Iterator[str | int | None]:
+def _text(value: Any) -> Iterator[str | int | dict[str, Any]]:
     match value:
         case None:
             return
@@ -133,7 +156,7 @@ def _text(value: Any) -> Iterator[str | int | None]:
             yield MESSAGE_TOKENS
             yield from _text(content)
         case _:
-            yield None
+            yield value if isinstance(value, dict) else {}
 
 
 SAMPLE_ROWS = 1000  # of all models together, at most
@@ -213,6 +236,7 @@ class _Sample:
     ) -> None:  # fmt: skip
         """Args: rows: those of the targets that run. attempts: an answer may be asked for again so often."""
         self.model, self.counter, self.lengths, self.attempts = model, counter, lengths, attempts
+        self.media = MediaTokens(model)
         planned = sum(target.rows for target in targets)
         self.rows = rows
         self.input_bytes = round(sum(target.input_bytes for target in targets) * rows / planned)
@@ -224,11 +248,13 @@ class _Sample:
         """Count the tokens of these rows, in an order in which every prefix is a sample."""
         assert self.counter is not None
         prompt, size = (spec.form.prompt or "") if isinstance(spec.form, TableForm) else "", 0
+        has_media = isinstance(spec.form, TableForm) and bool(spec.form.media)
         for number in self._random.sample(numbers, len(numbers)):
             raw = rows.read_many([number])[0]
             try:
                 request = spec.form.request(Row(position=-1, number=number, raw=raw, form=spec.form))
-                counted = tokens_of(request, self.counter)
+                sealed = media_of(split_object(raw)) if has_media else None
+                counted = tokens_of(request, self.counter, self.media, sealed)
             except (InvalidRow, msgspec.MsgspecError):  # such a row ends as an error and uses no tokens
                 counted = RowTokens()
             self.tokens.append(counted)
@@ -302,13 +328,16 @@ class _Sample:
         return [self._usage(self._random.choices(every, k=len(every))) for _ in range(RESAMPLES)]
 
     def _usage(self, chosen: range | list[int]) -> Usage:
-        """Extrapolate: input by the bytes of all rows, output by their number."""
+        """Extrapolate: text by the bytes of all rows, media and output by their number."""
         tokens, sizes = self.tokens, self.bytes
         size = sum(sizes[index] for index in chosen)
         per_byte = sum(tokens[index].input for index in chosen) / size
         total = self.input_bytes if len(tokens) < self.rows else size
-        output = sum(tokens[index].output for index in chosen) / len(chosen)
-        return Usage(input_tokens=round(total * per_byte), output_tokens=round(output * self.rows))
+        media, output = (
+            sum(getattr(tokens[index], name) for index in chosen) / len(chosen) * self.rows
+            for name in ("media", "output")
+        )
+        return Usage(input_tokens=round(total * per_byte + media), output_tokens=round(output))
 
 
 def _samples(
@@ -386,8 +415,7 @@ def _notes(found: Estimate, samples: list[_Sample]) -> Iterator[str]:
             yield f"{name}: {sample.counter.note}"
         if sample.model.price is None:
             yield f"{name} has no price in the configuration: its cost is not known"
-        if any(row.has_media for row in sample.tokens):
-            yield f"{name}: images, audio and files in the rows are not counted"
+        yield from _media_notes(sample)
         if sample.lengths is not None and sample.tokens:
             yield _learned_note(sample, sample.lengths)
         if sample.attempts and sample.tokens:
@@ -404,6 +432,17 @@ def _notes(found: Estimate, samples: list[_Sample]) -> Iterator[str]:
         yield "output tokens are the most that the rows allow; answers are often shorter"
     if found.time_s is None:
         yield "time is not known: these models have not run here before"
+
+
+def _media_notes(sample: _Sample) -> Iterator[str]:
+    name, rows = sample.model.name, sample.tokens
+    if any(row.media for row in rows):
+        mean = sum(row.media for row in rows) / len(rows)
+        yield f"{name}: images, audio and documents count as {mean:,.0f} tokens a row, by what their heads say"
+    if unseen := sum(row.is_unseen for row in rows):
+        yield f"{name}: {unseen:,} of {len(rows):,} sampled rows have URLs; what they lead to counts as large"
+    if any(row.has_others for row in rows):
+        yield f"{name}: parts of messages that are neither text, images, audio nor documents are not counted"
 
 
 def _learned_note(sample: _Sample, lengths: AnswerLengths) -> str:
