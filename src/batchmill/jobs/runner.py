@@ -36,9 +36,9 @@ from batchmill.errors import (
 from batchmill.jobs import early_end
 from batchmill.jobs.early_end import ENDS_EARLY, EarlyEnd, EndsEarly, early_end_of
 from batchmill.jobs.failover import RouteFailover, with_code
-from batchmill.jobs.intake import PREPARE, adapters, retries, routing
+from batchmill.jobs.intake import adapters, retries, routing
 from batchmill.jobs.intake.adapters import AdapterWork
-from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed, prepare, reuses
+from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed, reuses
 from batchmill.jobs.intake.retry_plan import RetryOrder, plan_retry
 from batchmill.jobs.ledger import ledger, packed
 from batchmill.jobs.ledger.plan import PlanReader
@@ -442,13 +442,6 @@ class JobRunner(RecordedJob):
         spec = adapters.drop_unused(spec, used)
         await self._set_adapters(await self._interruptible(self._adapters.check(spec, used)) if used else spec)
         return prepared
-
-    async def _in_thread(
-        self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = "", stores: bool = False
-    ) -> bytes:
-        """An `Offload` for the dataset of a small job, which a thread reads faster than a child gets it."""
-        assert target == PREPARE and not stores, "objects are no small jobs"
-        return await self._tools.scratch.run(partial(prepare, order, progress), self.spec.project)
 
     async def _set_adapters(self, spec: JobSpec) -> None:
         """Replace the spec. The ranks of its adapters may require another engine."""
