@@ -19,6 +19,8 @@ from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.intake.reuse_orders import target_keys
 from batchmill.jobs.ledger.files import JobFiles
+from batchmill.store import removals
+from batchmill.store.removals import Removal
 from batchmill.store.sql.tables import jobs
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, OutputSchema, Policy, Price, ReplyRules
 from batchmill.wire.forms import OpenAIForm
@@ -389,3 +391,92 @@ async def test_jobs_without_reuse_are_taken_from(folder, service):
     assert (await run(service, functions(folder, range(50), name="b.jsonl"))).rows_reused == 49
     (folder / "in.jsonl").write_text("")  # its index is there, and knows its results
     assert (await run(service, functions(folder, range(50), name="c.jsonl"))).rows_reused == 49
+
+
+@pytest.fixture
+async def sweeping(folder):
+    """A service whose segments go at the first sweep."""
+    (folder / "data").mkdir()
+    ledger = open_ledger(folder / "data" / "batchmill.db")
+    executor = LocalExecutor(folder / "data" / "workers")
+    retention = RetentionEntry(intermediate_s=0.0, retry_s=0.0)
+    opened = job_service(
+        folder / "data", ledger, executor, SystemClock(), projects=dict(BY_PROJECT), retention=retention
+    )
+    yield opened
+    await opened.close(at_once=True)
+
+
+def tables(folder: Path, url: str, numbers, *, name: str, **more) -> JobOrder:
+    """A table with a prompt, whose results go to a CSV file."""
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps({"word": f"w{n}", "name": name}) + "\n" for n in numbers))
+    model = chats(folder, url, []).models[0]
+    fields = {"policy": ALL, "output": str(folder / f"{name}.csv"), "prompt": "say {word}", **more}
+    return JobOrder(DatasetSpec([str(folder / f"{name}.jsonl")]), [model], **fields)
+
+
+async def test_answers_in_other_files_stay_reusable(folder, sweeping, chat):
+    """Of a job that knew nothing of reuse its answers stay, without the columns of its input, until they are too old.
+
+    What a function of one's own returned does not stay, unless it was asked for.
+    """
+    plain = Policy(reuse="none")
+    first = await run(sweeping, tables(folder, chat.url, range(20), name="first", policy=plain))
+    own = await run(sweeping, functions(folder, range(5), policy=plain))
+    await sweeping.retention.sweep()
+    files = JobFiles(folder / "data", first.id)
+    kept = (files.reuse / "results").read_bytes()
+    assert not files.segments.exists() and not JobFiles(folder / "data", own.id).reuse.exists()
+    assert kept.count(b"\n") == 20 and b"say w7" in kept and b"first" not in kept
+    Path(first.output).unlink()
+    sent = len(chat.bodies)
+    view = await run(sweeping, tables(folder, chat.url, range(15, 25), name="grown"))
+    assert view.rows_reused == 5 and len(chat.bodies) == sent + 5
+    rows = Path(view.output).read_text().splitlines()
+    assert rows[1] == f"w15,grown,say w15,,{first.id}/15" and rows[6] == "w20,grown,say w20,,"
+    assert await is_sound(sweeping, view)
+    sweeping.retention._reusable._projects["default"] = ProjectEntry(reuse_age_s=1e-6)
+    await sweeping.retention.sweep()
+    assert not files.reuse.exists() and not JobFiles(folder / "data", view.id).reuse.exists()
+
+
+async def test_kept_answers_are_never_trusted_blindly(folder, sweeping, chat):
+    """A changed answer is asked for again, as are those of a damaged part of an index, and those after a cut."""
+    first = await run(sweeping, tables(folder, chat.url, range(20), name="first"))
+    await sweeping.retention.sweep()
+    results = JobFiles(folder / "data", first.id).reuse / "results"
+    data = results.read_bytes()
+    sent = len(chat.bodies)
+    for name, wrong, reused in (
+        ("a", data.replace(b"say w7", b"say w8"), 19), ("b", data[: len(data) // 2], 10), ("c", b"", 0)
+    ):  # fmt: skip
+        results.write_bytes(wrong)
+        view = await run(sweeping, tables(folder, chat.url, range(20), name=name))
+        assert view.rows_reused == reused and len(chat.bodies) == sent + 20 - reused, name
+        sent += 20 - reused
+        assert f"w7,{name},say w7," in Path(view.output).read_text()
+        await sweeping.remove(view.id)
+    results.write_bytes(data)
+    records = results.with_name("0.records")
+    sound = bytearray(records.read_bytes())
+    sound[40] ^= 1
+    records.write_bytes(sound)
+    view = await run(sweeping, tables(folder, chat.url, range(20), name="d"))
+    assert view.rows_reused == 0 and await is_sound(sweeping, view)
+
+
+async def test_deleted_results_do_not_stay(folder, sweeping, chat):
+    """Neither those that were deleted before their segments went, nor those that were deleted later."""
+    views = [await run(sweeping, tables(folder, chat.url, range(n, n + 5), name=f"{n}")) for n in (0, 100, 200)]
+    homes = [JobFiles(folder / "data", view.id).reuse for view in views]
+    await _delete_results(sweeping, views[0])
+    await sweeping.retention.sweep()
+    assert [(home / "results").exists() for home in homes] == [False, True, True]
+    await _delete_results(sweeping, views[1])
+    await sweeping.retention.sweep()
+    assert [home.exists() for home in homes] == [False, False, True]
+
+
+async def _delete_results(service, view):
+    gone = Removal(f"file-{view.id}", view.project, view.id, "the key k", view.finished)
+    await service._ledger.database.write(removals.insert, gone)

@@ -12,9 +12,9 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import sqlalchemy as sa
@@ -32,6 +32,7 @@ from batchmill.jobs.results.results import STORED, errors_path, stored_name
 from batchmill.ports import Clock
 from batchmill.states import ENDED, JobState
 from batchmill.store import removals
+from batchmill.store.disk_room import bytes_in
 from batchmill.store.removals import Removal
 from batchmill.store.segments.format import sync_folder
 from batchmill.store.sql.database import Database
@@ -49,15 +50,24 @@ from batchmill.store.sql.tables import (
 from batchmill.store.sql.tables import files as file_table
 from batchmill.store.sql.tables import removals as removal_table
 from batchmill.store.sql.transactions import note_change
-from batchmill.store.stored_files import LocalFiles, StoredFiles, using
+from batchmill.store.stored_files import StoredFiles, using
 
 PARTS = "/parts"  # behind a job's id: what is pending is what it needs no more
 BY_AGE = "the server, because retention.jobs_s had passed,"
 SWEPT_MAX = 100  # jobs that one sweep takes in hand
 log = logging.getLogger("batchmill.owner")
 
-Keep = Callable[[sa.RowMapping], Awaitable[bool]]
 LEAVING = ".leaving-"  # before the name of a folder that is being removed
+
+
+class Reusable(Protocol):
+    """`jobs.intake.reuse_jobs.EarlierJobs`: what later jobs may take over of ended ones."""
+
+    async def keep(self, record: sa.RowMapping) -> None:
+        """Called before the segments of a job are removed."""
+
+    async def forget(self) -> None:
+        """Remove what is kept of results that are too old, or were deleted."""
 
 
 class Retention:
@@ -65,11 +75,10 @@ class Retention:
 
     def __init__(
         self, data_dir: Path, database: Database, active: ActiveJobs, clock: Clock, entry: RetentionEntry,
-        stored: StoredFiles = LocalFiles(), keep: Keep | None = None,
+        stored: StoredFiles, reusable: Reusable,
     ) -> None:  # fmt: skip
-        """Args: keep: called before the segments of a job are removed; returns whether they may be."""
         self._data_dir, self._database, self._active, self._clock = data_dir, database, active, clock
-        self.entry, self._stored, self._keep = entry, stored, keep
+        self.entry, self._stored, self._reusable = entry, stored, reusable
 
     async def finish(self) -> None:
         """Finish removals that were recorded and not completed."""
@@ -102,6 +111,7 @@ class Retention:
                 is_there = await self._has_results(record)
                 if record["finished"] <= now - self._kept_s(record, is_there=is_there):
                     await self._compact(record["id"], now)
+        await self._reusable.forget()
 
     async def _has_results(self, record: sa.RowMapping) -> bool:
         """Whether the results of a job are where they were written."""
@@ -125,13 +135,13 @@ class Retention:
             record = await self._database.read(records.find, job_id)
             if record["state"] not in ENDED or record["compacted"] is not None:
                 return
-            if self._keep is not None and not await self._keep(record):
-                return
+            await self._reusable.keep(record)
             files = JobFiles(self._data_dir, job_id)
             if files.home.is_dir():
                 await asyncio.to_thread(_write_ending, files, record, now)
             faults.point("after_ending")
-            removal = await self._database.write(_drop_parts, record, now)
+            kept_bytes = await asyncio.to_thread(bytes_in, files.reuse)
+            removal = await self._database.write(_drop_parts, record, now, kept_bytes)
             faults.point("after_parts_dropped")
             await self._clear(removal)
 
@@ -243,11 +253,11 @@ def _remove(db: sa.Connection, data_dir: Path, job_id: str, by: str, now: float)
     return removal
 
 
-def _drop_parts(db: sa.Connection, record: sa.RowMapping, now: float) -> Removal:
+def _drop_parts(db: sa.Connection, record: sa.RowMapping, now: float, kept_bytes: int) -> Removal:
     job_id = record["id"]
     for table in (shards, commits, notes, outcome_blocks, packed_jobs):
         db.execute(table.delete().where(table.c.job == job_id))
-    size_bytes = 2 * len(record["spec"])
+    size_bytes = 2 * len(record["spec"]) + kept_bytes
     db.execute(jobs.update().where(jobs.c.id == job_id).values(compacted=now, bytes=size_bytes))
     note_change(db, job_id)
     removal = Removal(job_id + PARTS, record["project"], job_id, "", now, True)

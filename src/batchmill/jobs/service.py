@@ -89,7 +89,7 @@ class JobService:
         )  # fmt: skip
         self._recent = RecentJobs(database)
         self._active, self._audits = ActiveJobs(self._tools), Audits(self._tools)
-        self.retention = Retention(data_dir, database, self._active, clock, retention, stored, earlier.keep)
+        self.retention = Retention(data_dir, database, self._active, clock, retention, stored, earlier)
         self._transitions = Transitions(self._tools, self._active)
         self._deadlines = self._transitions.deadlines
         self._submissions = Submissions(space, self._tools, self._active, self._deadlines)

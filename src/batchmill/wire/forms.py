@@ -112,6 +112,10 @@ class _ReusedLine(Struct, gc=False):
     response: _Reused
 
 
+class _RepliedLine(Struct, gc=False):
+    response: Raw
+
+
 class _Usage(Struct, gc=False):
     usage: Raw = Raw(b"")
 
@@ -127,6 +131,7 @@ _columns = msgspec.json.Decoder(dict[str, Any])
 _failed = msgspec.json.Decoder(_Failed)
 _table_error = msgspec.json.Decoder(_TableError)
 _reused_line = msgspec.json.Decoder(_ReusedLine)
+_replied = msgspec.json.Decoder(_RepliedLine)
 _usage = msgspec.json.Decoder(_Usage)
 
 
@@ -210,6 +215,10 @@ class OpenAIForm(Struct, frozen=True, tag="openai"):
             line % (number, custom_id, reply.status_code, reply.request_id, body, source)
             for number, custom_id, reply, body, source in zip(numbers, ids, replies, bodies, sources, strict=True)
         ]
+
+    def cut_down(self, lines: Sequence[bytes]) -> list[bytes]:
+        """The parts of results that `take_over` reads, as lines."""
+        return [b'{"response":%b}\n' % each.response for each in map(_replied.decode, lines)]
 
     def cause(self, line: bytes) -> RowError:
         """Read why a row failed from the line that `write` or `follow` made."""
@@ -440,6 +449,13 @@ class TableForm(Struct, frozen=True, tag="table"):
             values = b"".join([b"%b:%b," % (text, members[name]) for name, text in names if name in members])
             taken.append(append_members(self._own(raw), b'%b"reused_from":%b' % (values, source)) + b"\n")
         return taken
+
+    def cut_down(self, lines: Sequence[bytes]) -> list[bytes]:
+        """As `OpenAIForm.cut_down`: without the columns of the input."""
+        fields = () if self.schema is None else columns_of(self.schema)
+        names = (*fields, OUTPUT, ERROR)
+        members = [{name: each[name] for name in names if name in each} for each in map(split_object, lines)]
+        return [join_object(each) + b"\n" for each in members]
 
 
 Form = OpenAIForm | TableForm

@@ -18,7 +18,7 @@ from batchmill.datasets.validation import HubPatterns
 from batchmill.errors import InvalidInput, OverQuota
 from batchmill.jobs.intake import fetching, routing
 from batchmill.jobs.intake.fetching import FETCH_SHARE, PREVIEW_TIME_S, TIME_S, Bounds, Fetched
-from batchmill.jobs.intake.reuse_orders import NONE, targets, write_keys
+from batchmill.jobs.intake.reuse_orders import NONE, is_deterministic, targets, write_keys
 from batchmill.jobs.intake.routing import Choice
 from batchmill.jobs.ledger import plan
 from batchmill.jobs.ledger.plan import Plan, PlanOrder
@@ -231,6 +231,16 @@ def stores_requests(spec: JobSpec) -> bool:
     """Whether the digests of requests are kept: for this job, or for later ones that want what models answered."""
     has_calls_alone = not any(model.takes_columns for model in spec.models)
     return reuses(spec) or (has_calls_alone and not spec.is_small)
+
+
+def stays_reusable(spec: JobSpec) -> bool:
+    """Whether results can be reused as long as the project allows: those that were asked for with reuse, or of models
+    that cost calls or are declared deterministic. A function of one's own runs again for less than keeping costs."""
+    return reuses(spec) or any(is_deterministic(model) or not _is_own_code(model) for model in spec.models)
+
+
+def _is_own_code(model: ModelSpec) -> bool:
+    return all(map(_is_own_code, model.routes)) if model.needs_route else model.traits.runs_user_code
 
 
 def may_be_columnar(spec: JobSpec) -> bool:

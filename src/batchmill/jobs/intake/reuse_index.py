@@ -1,8 +1,8 @@
-"""The index of a job's results by their requests: where the result of each lies, in a segment, or in the published
-results once retention removes the segments.
+"""The index of a job's results by their requests: where the result of each lies. That is a segment; once retention
+removes the segments, the published results, or a copy beside the index of what rows may take over.
 
 An index is derived: the first lookup in its job writes it, and a later one writes it anew if its bytes are not what was
-written. It holds no result. Sorting is done in pieces on disk, so memory does not grow with the rows.
+written. Sorting is done in pieces on disk, so memory does not grow with the rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from batchmill.checksums import checksum
 from batchmill.datasets.external_sort import ExternalSort
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import LedgerBroken
-from batchmill.jobs.intake.reuse_orders import INDEX, VERSION, EarlierJob, IndexHead, Section, read_head, write_head
+from batchmill.jobs.intake.reuse_orders import (
+    INDEX,
+    RESULTS,
+    VERSION,
+    EarlierJob,
+    IndexHead,
+    Section,
+    read_head,
+    write_head,
+)
 from batchmill.jobs.intake.reuse_requests import requests_of
 from batchmill.jobs.intake.reuse_results import HALF, LOW
 from batchmill.jobs.intake.reuse_sections import (
@@ -33,7 +42,7 @@ from batchmill.jobs.intake.reuse_sections import (
     SectionFiles,
     write_section,
 )
-from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.files import JobFiles, PartFile
 from batchmill.jobs.results.row_arrays import RowArrays
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import Block, read_outcomes, read_payload
@@ -68,7 +77,9 @@ class JobIndex:
         with locked(self._home):
             self._head = read_head(self._home, job.spec.id, job.generation) or build(job)
         self._sections = {section.key: section for section in self._head.sections if section.key in keys}
-        self.paths = [Path(job.segments.folder) / name for name in self._head.files]  # that places name by number
+        folders = {RESULTS: self._home}
+        # The files that places name by number. A published file has an absolute path.
+        self.paths = [folders.get(name, Path(job.segments.folder)) / name for name in self._head.files]
         self.damaged = 0  # blocks of records that were left out
 
     def find(self, key: str, digests: np.ndarray) -> Found:
@@ -129,7 +140,17 @@ def build(job: EarlierJob) -> IndexHead:
     with ExitStack() as open_:
         requests = requests_of(job, files, open_)
         sorts = _Sorts(home, load_seal(files.dataset).rows, open_)
-        if job.results:
+        if job.results == RESULTS:
+            names = [RESULTS]
+            with PartFile(home / RESULTS, 0o600) as copies:
+                for block, lines in _blocks(job, []):
+                    places = _places(job, block, lines, 0)
+                    digests, targets, keys = requests.of(lines, places)
+                    is_known = digests.any(axis=1) & np.array([bool(key) for key in keys])[targets]
+                    places[~is_known] = 0
+                    sorts.add(digests, targets, keys, _copied(job, lines, places, copies))
+                copies.publish()
+        elif job.results:
             names = [job.results]
             published = _Published(job, sorts.rows, home)
             for block, lines in _blocks(job, []):
@@ -176,6 +197,21 @@ def _places(job: EarlierJob, block: Block, lines: Sequence[bytes], file: int) ->
     if block.meta.warnings:
         places[np.fromiter(map(_is_flawed, lines), bool, block.n)] = 0
     return places
+
+
+def _copied(job: EarlierJob, lines: Sequence[bytes], places: np.ndarray, file: PartFile) -> np.ndarray:
+    """Write what rows may take over of some results; returns the places [n, 4] of that, zeros as in `places`."""
+    may_be_taken = np.flatnonzero(places[:, 3])
+    copies = job.spec.form.cut_down([lines[number] for number in may_be_taken.tolist()])
+    sizes = np.fromiter(map(len, copies), np.uint64, len(copies))
+    copied = np.zeros_like(places)
+    copied[may_be_taken, 0] = np.cumsum(sizes) - sizes + np.uint64(file.size_bytes)
+    copied[may_be_taken, 1] = sizes
+    sums = np.fromiter(map(checksum, copies), np.uint64, len(copies))
+    copied[may_be_taken, 2] = places[may_be_taken, 2] & ~LOW | sums
+    copied[may_be_taken, 3] = places[may_be_taken, 3]
+    file.write(b"".join(copies))
+    return copied
 
 
 class _Published:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -20,11 +21,12 @@ from batchmill import faults
 from batchmill.children.offload import Offload
 from batchmill.config.entries import ProjectEntry
 from batchmill.errors import BatchmillError
-from batchmill.jobs.intake.preparation import reuses, stores_requests
+from batchmill.jobs.intake.preparation import reuses, stays_reusable
 from batchmill.jobs.intake.reuse_orders import (
     INDEX,
-    INDEX_PUBLISHED,
+    KEEP,
     LOOK_UP,
+    RESULTS,
     EarlierJob,
     LookupOrder,
     Reused,
@@ -32,7 +34,7 @@ from batchmill.jobs.intake.reuse_orders import (
     read_keys,
     target_keys,
 )
-from batchmill.jobs.ledger.files import JobFiles, read_spec
+from batchmill.jobs.ledger.files import REUSE, JobFiles, read_spec
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.ledger.storage import JobStorage
 from batchmill.object_store.urls import is_object_url
@@ -46,6 +48,7 @@ from batchmill.wire.job_spec import JobSpec
 
 FILE_PREFIX = "file-"  # of the ids of files, among what was removed
 ROWS_A_RUN = 64  # that follow each other, on average: results are copied while the other rows run
+FORGOTTEN_MAX = 500  # jobs of one query
 JOBS_MAX = 1000  # of a project, that are looked at
 log = logging.getLogger("batchmill.owner")
 
@@ -170,41 +173,45 @@ class EarlierJobs:
             return False
         return True
 
-    async def keep(self, record: sa.RowMapping) -> bool:
-        """Called before the segments of an ended job are removed: its published results are indexed in their place.
+    async def keep(self, record: sa.RowMapping) -> None:
+        """Called before the segments of an ended job are removed: what later jobs may take over stays, indexed.
 
-        Returns: whether the segments may be removed. Those that are the only place where results can be found, of a job
-        that ran with reuse, stay as long as results may be taken over.
+        Published lines on this machine stay where they are. Of other results, what rows may take over is copied.
         """
-        spec, output = read_spec(record["spec"]), record["output"]
-        files = JobFiles(self._data_dir, record["id"])
-        is_wanted = stores_requests(spec) or (files.reuse / INDEX).exists()
+        spec, files = read_spec(record["spec"]), JobFiles(self._data_dir, record["id"])
+        is_wanted = stays_reusable(spec) or (files.reuse / INDEX).exists()
         if not is_wanted or spec.is_small or not record["rows_ok"] or record["finished"] < self._since(spec):
-            return True
+            return
         async with AsyncExitStack() as stack:
+            if await self._ledger.database.read(_has_deleted_results, spec.id):
+                return
             if self._stored.is_elsewhere and not await self._brought(record, files, stack, is_whole=True):
-                return True
-            if not _has_lines(output):
-                return not reuses(spec)
-            committed = await self._committed(spec.id)
+                return
             generation, finished = record["generation"], record["finished"]
-            earlier = EarlierJob(
-                spec,
-                str(self._data_dir),
-                generation,
-                finished,
-                files.segment_place,
-                committed,
-                results=output,
-            )
+            committed, place = await self._committed(spec.id), files.segment_place
+            results = record["output"] if _has_lines(record["output"]) else RESULTS
+            earlier = EarlierJob(spec, str(self._data_dir), generation, finished, place, committed, results=results)
             order = msgspec.json.encode(earlier)
             try:
-                await self._offload(INDEX_PUBLISHED, order, lambda _: None, project=spec.project)
+                await self._offload(KEEP, order, lambda _: None, project=spec.project, stores=spec.uses_stores)
             except BatchmillError as error:
-                log.warning("the results of the job %s are not indexed: %s", spec.id, error)
-                return True
+                log.warning("the results of the job %s cannot be reused any more: %s", spec.id, error)
+                return
             await self._stored.publish(files.reuse)
-        return True
+
+    async def forget(self) -> None:
+        """Remove what is kept of results that are too old to be taken over, or that were deleted."""
+        homes = await asyncio.to_thread(lambda: list((self._data_dir / "jobs").glob(f"*/{REUSE}")))
+        ages = [ProjectEntry().reuse_age_s, *(entry.reuse_age_s for entry in self._projects.values())]
+        now = self._clock.now()
+        for first in range(0, len(homes), FORGOTTEN_MAX):
+            some = {home.parent.name: home for home in homes[first : first + FORGOTTEN_MAX]}
+            for record in await self._ledger.database.read(_maybe_old, list(some), now - min(ages)):
+                age_s = self._projects.get(record["project"], ProjectEntry()).reuse_age_s
+                if record["is_deleted"] or record["finished"] < now - age_s:
+                    await self._ledger.database.write(_forget, record)
+                    await self._stored.remove(some[record["id"]])
+                    await asyncio.to_thread(shutil.rmtree, some[record["id"]], ignore_errors=True)
 
 
 def _has_lines(output: str | None) -> bool:
@@ -215,6 +222,25 @@ def _has_lines(output: str | None) -> bool:
 _HAS_DELETED_RESULTS = sa.exists().where(
     removals.c.job == jobs.c.id, removals.c.id.startswith(FILE_PREFIX), removals.c.by != ELSEWHERE
 )
+
+
+def _has_deleted_results(db: sa.Connection, job_id: str) -> bool:
+    return bool(db.execute(sa.select(sa.literal(1)).where(jobs.c.id == job_id, _HAS_DELETED_RESULTS)).first())
+
+
+def _maybe_old(db: sa.Connection, job_ids: Sequence[str], before: float) -> Sequence[sa.RowMapping]:
+    """Those of some jobs that ended before, or whose results were deleted."""
+    names = ("id", "project", "spec", "finished", "compacted")
+    query = sa.select(*(jobs.c[name] for name in names), _HAS_DELETED_RESULTS.label("is_deleted")).where(
+        jobs.c.id.in_(job_ids), jobs.c.state.in_(ENDED), sa.or_(jobs.c.finished < before, _HAS_DELETED_RESULTS),
+    )  # fmt: skip
+    return db.execute(query).mappings().all()
+
+
+def _forget(db: sa.Connection, record: sa.RowMapping) -> None:
+    """What is kept of a job's results no longer counts as its bytes."""
+    if record["compacted"] is not None:
+        db.execute(jobs.update().where(jobs.c.id == record["id"]).values(bytes=2 * len(record["spec"])))
 
 
 def _ended(db: sa.Connection, spec: JobSpec, since: float) -> Sequence[sa.RowMapping]:

@@ -56,8 +56,8 @@ def look_up_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
     return msgspec.json.encode(Reused(lookup.found, lookup.runs, lookup.skipped, lookup.unsound))
 
 
-def index_published_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
-    """Offloaded: index the published results of an EarlierJob, whose segments will be removed."""
+def keep_offloaded(order: bytes, progress: Callable[[float], None]) -> bytes:
+    """Offloaded: index the results of an EarlierJob where they stay when its segments are removed."""
     job = msgspec.json.decode(order, type=EarlierJob)
     with locked(folder_of(job)):
         build(job)

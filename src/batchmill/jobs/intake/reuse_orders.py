@@ -23,9 +23,10 @@ from batchmill.types import JobOrder, ModelSpec, SegmentPlace, SegmentRef
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
 
-INDEX_PUBLISHED = "batchmill.jobs.intake.reuse_lookup:index_published_offloaded"
+KEEP = "batchmill.jobs.intake.reuse_lookup:keep_offloaded"
 LOOK_UP = "batchmill.jobs.intake.reuse_lookup:look_up_offloaded"
 NONE, DETERMINISTIC, ALL = "none", "deterministic", "all"
+RESULTS = "results"  # beside an index: the parts of results that rows may take over, where they are nowhere else
 INDEX = "index.json"  # of the results of a job
 VERSION = 2  # of an index: one of another version is written anew
 TARGET_KEYS = "requests.json"  # beside the digests of a dataset; written last
@@ -41,7 +42,7 @@ class EarlierJob(Struct, frozen=True):
     segments: SegmentPlace
     committed: list[SegmentRef] | None = None  # of its first generation; None: an index is there
     is_reduced: bool = False  # retention has removed its segments
-    results: str = ""  # the file with its published lines, if it is to be indexed instead of the segments
+    results: str = ""  # the published lines to index instead of the segments; RESULTS: a copy is made and indexed
 
 
 class LookupOrder(Struct, frozen=True):
@@ -88,7 +89,7 @@ class IndexHead(Struct, frozen=True):
     version: int  # VERSION
     job: str
     generation: int  # that the job had ended with
-    files: list[str]  # names of its segments
+    files: list[str]  # with its results: see `JobIndex.paths`
     sections: list[Section]
 
 

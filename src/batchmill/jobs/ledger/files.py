@@ -21,6 +21,7 @@ from batchmill.types import SegmentPlace
 from batchmill.wire.job_spec import JobSpec
 
 RESULTS = "results"  # the folder of the results of small jobs
+REUSE = "reuse"  # in the folder of a job
 PARTIAL = "partial"  # the folder of results of unfinished jobs, which their readers remove
 BUFFER_BYTES = 1024 * 1024  # small writes are gathered up to this size
 MANIFEST_NAME = "manifest.json"  # of results in a folder
@@ -195,8 +196,8 @@ class JobFiles:
 
     @property
     def reuse(self) -> Path:
-        """The index of the results by their requests, after the first lookup."""
-        return self.data_dir / "jobs" / self._job_id / "reuse"
+        """The index of the results by their requests, after the first lookup, and what stays of them for later ones."""
+        return self.data_dir / "jobs" / self._job_id / REUSE
 
     @property
     def segment_place(self) -> SegmentPlace:

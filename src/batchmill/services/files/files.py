@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import secrets
+import shutil
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from batchmill import faults
 from batchmill.config import ServerEntry
 from batchmill.errors import Conflict, Gone, InvalidInput, UnknownName
 from batchmill.jobs.ledger import records as job_records
-from batchmill.jobs.ledger.files import RESULTS
+from batchmill.jobs.ledger.files import RESULTS, REUSE
 from batchmill.ports import Clock
 from batchmill.services.files import records as file_records
 from batchmill.services.files.incoming import (
@@ -328,7 +329,8 @@ class FileService:
             await self.disk.run(unlink_same, self.path(record), copies)
             linked = await self.stored.same(self.path(record), copies)
             await self.disk.run(unlink_all, linked)
-            await self.stored.remove(*linked)
+            await self.disk.run(shutil.rmtree, home / REUSE, ignore_errors=True)  # no later job takes anything over
+            await self.stored.remove(home / REUSE, *linked)
 
     async def sweep(self) -> int:
         """Remove expired files and what a crash left. Returns the number of removed files. Skips files in use."""
