@@ -42,6 +42,7 @@ from batchmill.ports import Clock
 from batchmill.states import ENDED
 from batchmill.store.removals import ELSEWHERE
 from batchmill.store.sql.tables import jobs, removals
+from batchmill.store.sql.transactions import note_change
 from batchmill.store.stored_files import StoredFiles, using
 from batchmill.types import SegmentRef
 from batchmill.wire.job_spec import JobSpec
@@ -241,6 +242,7 @@ def _forget(db: sa.Connection, record: sa.RowMapping) -> None:
     """What is kept of a job's results no longer counts as its bytes."""
     if record["compacted"] is not None:
         db.execute(jobs.update().where(jobs.c.id == record["id"]).values(bytes=2 * len(record["spec"])))
+        note_change(db, record["id"])
 
 
 def _ended(db: sa.Connection, spec: JobSpec, since: float) -> Sequence[sa.RowMapping]:
