@@ -67,7 +67,7 @@ class Stage:
     def __init__(self, job: OpenJob, folder: Path) -> None:
         self.may_begin = True
         self.feed = GrantFeed(
-            want=lambda job: None, failed=lambda *it: None, broken=lambda error: None, suspect=folder / "suspect",
+            want=lambda *_: None, failed=lambda *it: None, broken=lambda error: None, suspect=folder / "suspect",
             may_begin=lambda: self.may_begin,
         )  # fmt: skip
         self.recorded = Recorded()

@@ -24,7 +24,8 @@ PATIENCE_S = 60.0
 class Channel:
     """Keeps what the worker sends, and gives it what the test says."""
 
-    idle_heartbeat_s = 0.0
+    heartbeat_s = idle_heartbeat_s = commit_pace_s = 0.0
+    grants_max = 1
 
     def __init__(self) -> None:
         self.sent: list[Struct] = []

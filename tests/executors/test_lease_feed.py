@@ -51,7 +51,7 @@ def job(tmp_path: Path) -> Iterator[OpenJob]:
 async def feed(tmp_path: Path) -> GrantFeed:
     wants, changed, broken = list[str](), list[object](), list[OSError]()
     return GrantFeed(
-        want=wants.append,
+        want=lambda job, _: wants.append(job),
         failed=lambda *it: changed.append(it),
         broken=broken.append,
         suspect=tmp_path / "suspect",
@@ -169,7 +169,7 @@ async def test_a_store_that_refuses_ends_only_its_job(job: OpenJob, tmp_path: Pa
     """A job whose rows cannot be read is forgotten and reported; rows of another follow."""
     failed: list[tuple[str, Exception]] = []
     feed = GrantFeed(
-        want=lambda _: None, failed=lambda *it: failed.append(it), broken=lambda _: None, suspect=tmp_path / "s"
+        want=lambda *_: None, failed=lambda *it: failed.append(it), broken=lambda _: None, suspect=tmp_path / "s"
     )
     rows = RemoteRows(job.rows)
     rows.error = AuthRefused("expired", code="auth_error")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec import structs
 
 from batchmill.datasets.orders import SealOrder
 from batchmill.datasets.sealed import SealedRows
@@ -24,6 +25,7 @@ from batchmill.wire.forms import OpenAIForm, TableForm
 from batchmill.wire.messages import Grant, pack_u32
 
 ROWS = 40
+NEVER_S = 10_000.0
 
 
 @pytest.fixture
@@ -44,7 +46,8 @@ def job(tmp_path):
 class Desk:
     """Collects what a worker would send to its owner."""
 
-    def __init__(self, job: OpenJob, tmp_path, until_owned=None) -> None:
+    def __init__(self, job: OpenJob, tmp_path, until_owned=None, pace_s=0.0, grants_max=1) -> None:
+        self.is_busy = True
         self.job, self.wants, self.commits, self.changed, self.broken, self.refused = job, 0, [], [], [], []
         changed = self.changed
         self.feed = GrantFeed(
@@ -52,6 +55,7 @@ class Desk:
             failed=lambda *it: changed.append(it),
             broken=self.broken.append,
             suspect=tmp_path / "suspect",
+            grants_max=grants_max,
         )
         self.recorder = Recorder(
             commit=self.commits.append,
@@ -60,10 +64,12 @@ class Desk:
             broken=self.broken.append,
             refused=lambda held, error: self.refused.append(error),
             until_owned=until_owned,
+            pace_s=pace_s,
+            is_paced=lambda: self.is_busy,
         )
 
-    def _want(self, job: str) -> None:
-        self.wants += 1
+    def _want(self, job: str, grants: int) -> None:
+        self.wants += grants
 
     def grant(self, shard: int, grant: Grant) -> Held:
         held = Held(
@@ -104,6 +110,27 @@ async def test_every_outcome_is_committed_once(job, tmp_path):
     assert sorted(counted[0]) == list(range(20)) and sorted(counted[1]) == sorted(numbers)
     assert sum(commit.errors.get("odd", 0) for commit in lease_host.commits) == 10 + 3
     assert all(lease_host.recorder.is_done_with(held) for held in granted)
+
+
+async def test_leases_that_end_at_about_the_same_time(job, tmp_path):
+    """While other rows are in flight they wait for each other, and are committed together when none is."""
+    job.segment.commit_delay_s = NEVER_S  # no timer ends the wait
+    lease_host = Desk(job, tmp_path, pace_s=NEVER_S)
+    for shard in range(3):
+        lease_host.grant(shard, Grant(lease(shard), 0, 10 * shard, 10, position=10 * shard, row=10 * shard))
+    running = asyncio.create_task(lease_host.recorder.run())
+    seen = []
+    for shard in range(3):
+        lease_host.is_busy = shard < 2
+        lease_host.recorder.put([Outcome(row, b"{}") for row in await lease_host.feed.take(10)])
+        lease_host.recorder.flush()
+        while len(lease_host.commits) < (1, 1, 3)[shard]:
+            await asyncio.sleep(0.001)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        seen.append([commit.lease.shard for commit in lease_host.commits])
+    running.cancel()
+    assert seen == [[0], [0], [0, 1, 2]]
 
 
 async def test_what_puts_objects_waits_for_its_owner(job, tmp_path):
@@ -272,3 +299,26 @@ async def test_a_changed_file_stops_its_job_only(job, tmp_path):
     assert await lease_host.feed.take(10) == []
     ((job_id, error),) = lease_host.changed
     assert job_id == "job_1" and isinstance(error, InputChanged)
+
+
+async def test_asks_for_as_many_grants_as_there_is_room_for(job, tmp_path):
+    """Where messages cost much, an engine with room for several grants waits for one reply, not for one after the
+    other; never beyond the limit, and not beside another job.
+    """
+    lease_host = Desk(job, tmp_path, grants_max=3)
+    waiting = asyncio.create_task(lease_host.feed.take(ROWS))
+    await asyncio.sleep(0)
+    lease_host.grant(0, Grant(lease(0), 0, 0, 4))
+    assert lease_host.wants == 3  # 9 would fit
+    assert len(await waiting) == 4
+    lease_host.grant(1, Grant(lease(1), 0, 4, 4, position=4, row=4))
+    lease_host.grant(2, Grant(lease(2), 0, 8, 4, position=8, row=8))
+    assert lease_host.wants == 3  # the third is on its way
+    assert len(await lease_host.feed.take(4)) == len(await lease_host.feed.take(5)) == 4
+    lease_host.grant(3, Grant(lease(3), 0, 12, 4, position=12, row=12))
+    assert lease_host.wants == 3 + 1  # the engine takes one more row alone
+    lease_host.job, waiting = structs.replace(job, id="other"), asyncio.create_task(lease_host.feed.take(ROWS))
+    await asyncio.sleep(0)
+    lease_host.grant(0, Grant(lease(0), 0, 0, 4))
+    assert lease_host.wants == 4 + 1
+    waiting.cancel()

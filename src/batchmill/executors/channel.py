@@ -10,7 +10,7 @@ import asyncio
 import socket
 import struct
 from collections import deque
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from batchmill.children.process_end import end_reading
 from batchmill.function_runtime.shared_memory import SHARED_BYTES_MIN, BrokenPlace, MemoryPair
 from batchmill.types import FunctionRequest
 from batchmill.wire import messages
-from batchmill.wire.messages import Answers, FunctionReply, FunctionRequests
+from batchmill.wire.messages import Answers, FunctionReply, FunctionRequests, ToWorker
 
 READ_AHEAD_BYTES = 4 * 1024 * 1024  # of unread messages; beyond that the other side has to wait
 LENGTH_BYTES = PLACE_BYTES = 4
@@ -34,6 +34,21 @@ Message = TypeVar("Message", bound=Struct)
 Part = TypeVar("Part", FunctionRequest, FunctionReply)
 
 
+class WorkerChannel(Protocol):
+    """A worker's end of what connects it with its owner."""
+
+    heartbeat_s: float  # statistics that change are sent no more often
+    idle_heartbeat_s: float  # a worker whose statistics do not change says so often that it is alive
+    commit_pace_s: float  # the time between two commits of a worker that has other rows in flight
+    grants_max: int  # that are requested in one message
+    is_on_node: bool  # the owner does not see the files that the worker writes
+
+    def send(self, message: Struct) -> None: ...
+    def complete(self, message: ToWorker) -> ToWorker: ...
+    async def read(self) -> list[memoryview]: ...
+    async def drain(self) -> None: ...
+
+
 class Channel(asyncio.BufferedProtocol):
     """Made by `open_channel`. Concurrency: one task reads.
 
@@ -46,7 +61,8 @@ class Channel(asyncio.BufferedProtocol):
     """
 
     is_on_node = False
-    idle_heartbeat_s = 0.0  # an idle worker sends every heartbeat: here it costs nothing
+    heartbeat_s = idle_heartbeat_s = commit_pace_s = 0.0  # messages cost next to nothing here
+    grants_max = 1
 
     def __init__(self, memory: MemoryPair, *, has_joined: bool = False) -> None:
         self._memory = memory

@@ -18,6 +18,7 @@ from batchmill.errors import JobPaused
 from batchmill.executors.asked_again import RowsAskedAgain
 from batchmill.executors.fair_queue import FairQueue, JobQueue
 from batchmill.executors.leases import Allowance, Held
+from batchmill.executors.read_ahead import Block, ReadAhead, line_end, rows_of
 from batchmill.ports import Columns
 from batchmill.types import ColumnBlock, Lease, Outcome, Row, RowBlock
 from batchmill.types.connectors import RemoteJob
@@ -25,7 +26,6 @@ from batchmill.wire.messages import Grant, unpack_u32
 
 WINDOW = 1024  # rows that are looked at together
 
-Block = RowBlock | ColumnBlock
 Result = TypeVar("Result")
 
 _note = msgspec.json.Decoder(RemoteJob)
@@ -77,63 +77,13 @@ ROWS_MOST = 2**32
 READS_MAX = 4  # threads that read rows of stores; of each job one at a time, and one block ahead
 
 
-class _Ahead(Struct, frozen=True):
-    """Rows of a grant that were read in a thread and not taken yet.
-
-    The lines of a RowBlock begin at byte `at`, the rows of a ColumnBlock's stream at row `at`.
-    """
-
-    first: int  # index in the grant
-    columns: Columns | None
-    block: Block
-    at: int = 0
-
-    @property
-    def last(self) -> int:
-        return self.first + len(self.block)
-
-    def take(self, rows: int) -> Block:
-        """The first rows."""
-        block = self.block
-        if rows == len(block) and not self.at:
-            return block
-        if isinstance(block, ColumnBlock):
-            data = block.lease.job.rows.cut_columns(block.data, self.at, self.at + rows)
-            return msgspec.structs.replace(
-                block, data=data, positions=block.positions[:rows], numbers=block.numbers[:rows]
-            )
-        return _rows_of(block, self.at, _line_end(block.lines, self.at, rows), 0, rows)
-
-    def without(self, rows: int) -> _Ahead | None:
-        """Those that are left when the first ones were taken."""
-        block = self.block
-        if rows == len(block):
-            return None
-        at = self.at + rows if isinstance(block, ColumnBlock) else _line_end(block.lines, self.at, rows)
-        block = msgspec.structs.replace(block, positions=block.positions[rows:], numbers=block.numbers[rows:])
-        return _Ahead(self.first + rows, self.columns, block, at)
-
-
-def _line_end(lines: bytes, at: int, rows: int) -> int:
-    for _ in range(rows):
-        at = lines.index(b"\n", at) + 1
-    return at
-
-
-def _rows_of(block: RowBlock, start: int, end: int, first: int, last: int) -> RowBlock:
-    """Rows first <= n < last of a block; their lines are from `start` to `end`."""
-    return msgspec.structs.replace(
-        block, lines=block.lines[start:end], positions=block.positions[first:last], numbers=block.numbers[first:last]
-    )
-
-
 class _Queued(Struct, eq=False):
     held: Held
     grant: Grant
     positions: array | range
     numbers: array | range
     next: int = 0
-    ahead: _Ahead | None = None
+    ahead: ReadAhead | None = None
     waits: bool = False  # for budget: it is read again when there may be some
 
     @property
@@ -146,7 +96,8 @@ class _JobLane(JobQueue, eq=False):
 
     queue: deque[_Queued] = msgspec.field(default_factory=deque)
     pending: int = 0  # rows granted and not yet taken
-    is_requested: bool = False  # one more grant is on its way, as far as we know
+    requested: int = 0  # grants that are on their way, as far as we know
+    grant_rows: int = 1  # of the last grant
     project: str = ""
     take_max: int = 0  # rows that TAKE_S is enough for, as far as we know
     dataset: asyncio.Lock = msgspec.field(default_factory=asyncio.Lock)  # one thread at a time reads its rows
@@ -158,14 +109,19 @@ class GrantFeed:
     def __init__(
         self,
         *,
-        want: Callable[[str], None],
+        want: Callable[[str, int], None],
         failed: Callable[[str, JobPaused], None],
         broken: Callable[[OSError], None],
         suspect: Path,
         may_begin: Callable[[], bool] = lambda: True,
+        grants_max: int = 1,
     ) -> None:
-        """Args: may_begin: while it returns False, no row is taken; `wake` is called when that changes."""
-        self._may_begin = may_begin
+        """Args:
+        may_begin: while it returns False, no row is taken; `wake` is called when that changes.
+        grants_max: that are requested at once, where the engine has room for several.
+        """
+        self._may_begin, self._grants_max = may_begin, grants_max
+        self._room = 0  # rows that the engine would have taken, too, when it took some last
         self._want, self._failed, self._broken = want, failed, broken
         self._time = asyncio.get_running_loop().time
         self._lanes: dict[str, _JobLane] = {}
@@ -192,7 +148,8 @@ class GrantFeed:
         lane = self._lanes.get(held.job.id)
         if lane is None:
             lane = self._lanes[held.job.id] = _JobLane(held.job.id)
-        lane.is_requested = False
+        lane.requested = max(0, lane.requested - 1)
+        lane.grant_rows = max(1, grant.n) if held.job.allowance is None else ROWS_MOST  # which may not pay for more
         self._turns.weigh(lane, priority=grant.priority, share=grant.share, row_cost=grant.row_cost)
         if grant.n:
             lane.queue.append(_Queued(held, grant, positions, numbers))
@@ -370,7 +327,7 @@ class GrantFeed:
                 return
             first, last = self._next_range(lane, queued, n)
             block = await self._in_thread(lane, lambda: self._read(lane, queued, first, last, columns))
-            queued.ahead = _Ahead(first, columns, block)
+            queued.ahead = ReadAhead(first, columns, block)
         except JobPaused as error:
             if self._is_known(lane):
                 self._forget(held, error)
@@ -413,6 +370,7 @@ class GrantFeed:
 
     def _measure(self, n: int) -> None:
         """Learn how many rows of the job that was served last suffice for `TAKE_S`."""
+        self._room = n
         self._least = min(self._least, n)
         if self._last is None:
             return
@@ -426,7 +384,7 @@ class GrantFeed:
             block = self._take_of(lane, n, columns) if self._is_there(lane, n, columns) else None
             if block is not None:
                 self._turns.charge(lane, len(block))
-                self._last = lane, len(block), self._time()
+                self._last, self._room = (lane, len(block), self._time()), n - len(block)
                 if not lane.queue:
                     self._turns.leave(lane)
                 if block.lease.isolated and not self._note_suspect(block):
@@ -456,7 +414,7 @@ class GrantFeed:
                 self._turns.leave(lane)
                 return None
             if count < len(block):
-                block = _rows_of(block, 0, _line_end(block.lines, 0, count), 0, count)
+                block = rows_of(block, 0, line_end(block.lines, 0, count), 0, count)
         queued.next = first + len(block)
         lane.pending -= len(block)
         if queued.ahead is not None:
@@ -576,11 +534,12 @@ class GrantFeed:
         return True
 
     def _ask(self, lane: _JobLane) -> None:
-        """Request another grant if the job's rows may run out before it arrives."""
+        """Request another grant if the job's rows may run out before it arrives; more, if no other job is here."""
         ahead = len(lane.queue[-1].numbers) if lane.queue else 0
-        if not self._ended and not lane.is_requested and lane.pending < max(ahead, 1) + 1:
-            lane.is_requested = True
-            self._want(lane.job)
+        if not self._ended and not lane.requested and lane.pending < max(ahead, 1) + 1:
+            fitting = max(0, self._room - lane.pending) // lane.grant_rows if len(self._lanes) == 1 else 0
+            lane.requested = min(1 + fitting, self._grants_max)
+            self._want(lane.job, lane.requested)
 
     def wake(self) -> None:
         """Try again to take rows."""

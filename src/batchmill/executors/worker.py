@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -24,7 +24,7 @@ from batchmill.datasets.readers import open_rows
 from batchmill.datasets.sealed import DatasetRows, load_seal, moved
 from batchmill.engines import import_engine, load_engine
 from batchmill.errors import BatchmillError, JobPaused, to_storage_error
-from batchmill.executors.channel import open_channel
+from batchmill.executors.channel import WorkerChannel, open_channel
 from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import OVER, PAUSE, REFUSED, Allowance, Held, NoteClient, OpenJob, OwnerTerm
 from batchmill.executors.live_calls import AnswerSink, Calling
@@ -90,18 +90,6 @@ STOP_S = 10.0  # for an engine to stop once its owner has ended
 EVICT_S = 10.0  # for a worker whose node goes away to commit what is finished
 
 
-class WorkerChannel(Protocol):
-    """A worker's end of what connects it with its owner."""
-
-    idle_heartbeat_s: float  # a worker whose statistics do not change says so often that it is alive
-    is_on_node: bool  # the owner does not see the files that the worker writes
-
-    def send(self, message: Struct) -> None: ...
-    def complete(self, message: ToWorker) -> ToWorker: ...
-    async def read(self) -> list[memoryview]: ...
-    async def drain(self) -> None: ...
-
-
 class Worker:
     def __init__(self, start: Start, channel: WorkerChannel, first: Sequence[memoryview] = ()) -> None:
         """`first`: messages that arrived with `start`."""
@@ -118,19 +106,24 @@ class Worker:
             self._engine.report_deaths(self._send)
             self._engine.learn(start.poison)
         # One that must hear from its owner sends every heartbeat.
-        self._heartbeat_s = 0.0 if start.is_owned_for_a_time else channel.idle_heartbeat_s
+        is_limited = start.is_owned_for_a_time
+        self._heartbeat_s, self._idle_heartbeat_s = (
+            (0.0, 0.0) if is_limited else (channel.heartbeat_s, channel.idle_heartbeat_s)
+        )
         self._term = OwnerTerm(now_s, is_limited=start.is_owned_for_a_time)
         self._feed = GrantFeed(
-            want=lambda job: self._send(RequestRows(job)),
+            want=lambda job, grants: self._send(RequestRows(job, grants)),
             failed=self._input_failed,
             broken=self._storage_failed,
             suspect=self._home / f"{self._name}.suspect",
             may_begin=lambda: self._term.is_valid,
+            grants_max=1 if start.model.is_handed_over else channel.grants_max,
         )
         self._objects = _open_objects(start.provision.storage, self._term)
         self._recorder = Recorder(
             commit=self._record, settled=self._feed.settled, spent=self._settled, broken=self._storage_failed,
-            refused=self.fail, pace_s=0.0 if self._objects is None else COMMIT_PACE_S,
+            refused=self.fail, pace_s=channel.commit_pace_s if self._objects is None else COMMIT_PACE_S,
+            is_paced=self._is_busy if self._objects is None else lambda: True,
             until_owned=None if self._objects is None else self._term.until_valid,
         )  # fmt: skip
         self._sink = (
@@ -448,6 +441,10 @@ class Worker:
         if held is not None and (held.job.revoked or held.is_left):
             asyncio.get_running_loop().call_soon(self._release_left)
 
+    def _is_busy(self) -> bool:
+        """Whether rows are in flight or wait."""
+        return any(held.undone for held in self._held.values())
+
     async def _beat(self) -> None:
         if not self._term.is_valid:  # it begins nothing before the reply
             self._send(Heartbeat(self._engine.stats(), now_s()))
@@ -457,7 +454,9 @@ class Worker:
                 HEARTBEAT_S if not any(job.revoked for job in self._jobs.values()) else HEARTBEAT_S / 10
             )
             stats, now = self._engine.stats(), now_s()
-            if stats.adapters or stats != sent or now - sent_at >= self._heartbeat_s:
+            silent_s = now - sent_at
+            is_due = silent_s >= (self._heartbeat_s if stats != sent else self._idle_heartbeat_s)
+            if stats.adapters or is_due:
                 self._send(Heartbeat(stats, now))
                 sent, sent_at = stats, now
             for job in self._jobs.values():

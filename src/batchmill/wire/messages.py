@@ -29,6 +29,7 @@ from batchmill.wire.error_statuses import Raised
 from batchmill.wire.forms import OpenAIForm, TableForm
 
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
+GRANTS_REQUESTED_MAX = 8  # of one job, at once
 LIVE_REQUESTS_BYTES = 32 * 1024 * 1024  # of the bodies in one message; a longer body is sent alone
 LIVE_AHEAD_BYTES = 1024 * 1024  # of an answer that a worker sends ahead of its owner's FlowCredit
 
@@ -213,9 +214,10 @@ class Ready(Struct, frozen=True, tag="ready"):
 
 
 class RequestRows(Struct, frozen=True, tag="request_rows"):
-    """Worker: there is room for one more grant of this job. There is always room for a job's first grant."""
+    """Worker: there is room for so many more grants of this job. There is always room for a job's first grant."""
 
     job: str
+    grants: int = 1  # GRANTS_REQUESTED_MAX at most
 
 
 class Record(Struct, frozen=True, tag="commit"):

@@ -13,14 +13,17 @@ from batchmill.executors.ray.frames import ITEM_BYTES, join, split
 from batchmill.wire import messages
 
 OUTBOX_BYTES = 4 * 1024 * 1024  # of unsent messages; beyond it `drain` waits
-IDLE_HEARTBEAT_S = 5.0
+# A message costs worker and driver some milliseconds of processor time together.
+HEARTBEAT_S, IDLE_HEARTBEAT_S = 2.0, 5.0
+COMMIT_PACE_S = 0.5  # leases that end at about the same time are committed together
 
 
 class ActorChannel:
     """`executors.channel.Channel` without a socket and shared memory."""
 
     is_on_node = False
-    idle_heartbeat_s = IDLE_HEARTBEAT_S
+    heartbeat_s, idle_heartbeat_s = HEARTBEAT_S, IDLE_HEARTBEAT_S
+    commit_pace_s, grants_max = COMMIT_PACE_S, messages.GRANTS_REQUESTED_MAX
 
     def __init__(self) -> None:
         self._inbox: deque[memoryview] = deque()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -339,7 +340,7 @@ class Dispatcher:
             for worker in sorted(free, key=lambda each: (run.is_held_by(each.name), len(each.opened))):
                 if not run.has_ready(claim.model):
                     break
-                worker.requested.discard(job_id)
+                worker.requested -= Counter([job_id])
                 _open_job(run, worker, claim.model)
                 matches.append(_Match(worker, claim, run.pop(claim.model, worker.name)))
         return matches
@@ -354,7 +355,7 @@ class Dispatcher:
             if leased is None or not can_send or not self._may_grant(run, worker):
                 run.put_back(match.shard, died=False)
                 if job_id in worker.opened:
-                    worker.requested.add(job_id)
+                    worker.request(job_id, 1)
                 continue
             weight = worker.weights[job_id] = match.claim.weight
             grant = msgspec.structs.replace(
@@ -418,8 +419,8 @@ class Dispatcher:
         match message:
             case Ready():
                 self._work.set()
-            case RequestRows(job):
-                worker.requested.add(job)
+            case RequestRows(job, grants):
+                worker.request(job, grants)
                 self._work.set()
             case Record(commit):
                 await self._record(pool, worker, commit)

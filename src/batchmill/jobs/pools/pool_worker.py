@@ -17,6 +17,7 @@ from batchmill.ports import Clock, WorkerHandle
 from batchmill.types import Commit, EngineStats, FunctionRequest, LiveHead, Provision
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.messages import (
+    GRANTS_REQUESTED_MAX,
     LIVE_REQUESTS_BYTES,
     Abandon,
     Answered,
@@ -140,7 +141,7 @@ class PoolWorker:
         self.is_ready = False
         self.is_ended = False  # its owner killed it, so its end is not the fault of a row
         self.storage_error = ""  # why it cannot write outcomes, in which case its end is not the fault of a row
-        self.requested: set[str] = set()  # jobs of which it requests another grant
+        self.requested: Counter[str] = Counter()  # job -> further grants that it requests
         self.weights: dict[str, Weight] = {}  # job -> the weight that was sent
         self.calls: dict[int, LiveCallback] = {}  # id of a live request -> the callback for its reply
         self.opened: dict[str, str] = {}  # open jobs, which may get grants -> their projects
@@ -168,17 +169,21 @@ class PoolWorker:
 
     def has_room(self, job: JobSpec) -> bool:
         """Whether the worker requests more of this job, or can open it beside its other jobs."""
-        if job.id in self.requested:
+        if self.requested[job.id] > 0:
             return True
         if job.id in self.opened or len(self.opened) >= JOBS_OPEN_MAX:
             return False
         is_crowded = len(self.opened) >= JOBS_OPEN_PROJECT_MAX
         return not is_crowded or list(self.opened.values()).count(job.project) < JOBS_OPEN_PROJECT_MAX
 
+    def request(self, job_id: str, grants: int) -> None:
+        """It has room for so many more grants of a job, by its own account."""
+        self.requested[job_id] = min(self.requested[job_id] + max(0, grants), GRANTS_REQUESTED_MAX)
+
     def close(self, job_id: str) -> None:
         """Give the worker no more of this job."""
         self.opened.pop(job_id, None)
-        self.requested.discard(job_id)
+        self.requested.pop(job_id, None)
         self.weights.pop(job_id, None)
 
     def deliver(self, message: Head | ReplyChunk | Answered) -> None:
