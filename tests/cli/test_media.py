@@ -17,6 +17,7 @@ from fakes.answering_service import AnsweringService, choice
 from fakes.anthropic_batches import AnthropicFake
 from fakes.beside import beside
 from fakes.gemini_batches import GeminiFake
+from fakes.s3_server import bucket_client, s3_environment, s3_server
 from fakes.web_files import WebFile, web_files
 
 import batchmill
@@ -192,6 +193,34 @@ def test_a_kill_while_urls_are_fetched_loses_nothing(run):
     assert [(row["q"], row["output"]) for row in results()] == [(str(n), "fine") for n in range(6)]
     sent = [body["messages"][-1]["content"][-1]["text"] for body in run.bodies]
     assert sorted(set(sent)) == [f"See {n}" for n in range(6)] and all(sent.count(f"See {n}") == 1 for n in (3, 4, 5))
+
+
+def test_an_update_looks_at_media_again(run):
+    """Without it a finished job is done; with it rows whose files have changed run, and those with URLs."""
+    with web_files() as web:
+        allow(web)
+        web.files["/a.png"] = WebFile(PNG)
+        source = table(*({"q": str(n), "img": cell} for n, cell in enumerate(("a.png", "b.jpg", f"{web.url}/a.png"))))
+        assert run(source, "--image", "img").exit_code == 0
+        Path("pictures/b.jpg").write_bytes(JPEG + b"!")
+        assert run(source, "--image", "img").exit_code == 0 and len(run.bodies) == 3
+        result = run(source, "--image", "img", "--update")
+    assert result.exit_code == 0, result.output
+    assert ["reused_from" in row for row in results()] == [True, False, False]
+    assert run.bodies[-1]["messages"] and len(run.bodies) == 5
+
+
+def test_workers_without_a_disk_get_bytes_and_urls(run, monkeypatch):
+    """With [storage] what cells name lies nowhere but here: paths are refused alone, the others run."""
+    with s3_server() as store, bucket_client(store, "media"), web_files() as web:
+        for name, value in s3_environment(store).items():
+            monkeypatch.setenv(name, value)
+        allow(web, "[storage]", 'objects = "s3://media/batchmill"', "[secrets]", 'key_file = "keys"')
+        web.files["/a.png"] = WebFile(PNG)
+        cells = [f"{web.url}/a.png", url("image/png", PNG), "a.png"]
+        result = run(table(*({"q": str(n), "img": cell} for n, cell in enumerate(cells))), "--image", "img")
+    assert [row["output"] for row in results()] == ["fine", "fine", None], result.output
+    assert results()[2]["error"].startswith("media_not_allowed: ") and "[storage]" in results()[2]["error"]
 
 
 def test_bytes_of_parquet(run):

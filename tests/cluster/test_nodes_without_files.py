@@ -7,15 +7,18 @@ import json
 import os
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from fakes.answering_service import AnsweringService, choice
 from fakes.echoing_service import EchoingService
 from fakes.running_server import running_server
 from fakes.s3_server import bucket_client, s3_environment, s3_server
+from fakes.web_files import WebFile, web_files
 from ray_support import Nodes, ray_nodes, ray_python
 from story.deployed_functions import batchmill as run_command
 from story.deployed_functions import deploy
@@ -24,6 +27,7 @@ BUCKET = "nodes"
 ROWS = 400
 APP = """
 import os
+from base64 import b64encode
 from pathlib import Path
 
 CALLS = Path(__file__).with_name("calls")
@@ -130,6 +134,33 @@ async def test_a_server_whose_nodes_see_no_file_of_it(stage: Stage) -> None:
                 outputs = [json.loads(line)["output"] for line in (folder / "out.jsonl").read_text().splitlines()]
                 assert outputs == [3 * n for n in range(ROWS)]
                 assert await batch_of(client, 40) == 40
+
+
+async def test_images_that_nodes_fetch(stage: Stage) -> None:
+    """URLs are fetched by the node that runs the row, by the owner's rules; bytes come with it; paths are refused."""
+    folder = stage.hidden / "images"
+    folder.mkdir()
+    image = b"\x89PNG\r\n\x1a\npixels"
+    inline = f"data:image/png;base64,{b64encode(image).decode()}"
+    with web_files() as web:
+        web.files["/a.png"] = WebFile(image, failures=[503])
+        cells = [f"{web.url}/a.png", inline, "a.png"]
+        (folder / "rows.jsonl").write_text("".join(json.dumps({"img": cell}) + "\n" for cell in cells))
+        (folder / "a.png").write_bytes(image)
+        async with AnsweringService(lambda _: choice("fine")) as service:
+            (folder / "batchmill.toml").write_text(
+                stage.config("pictures") + f'[server]\nprivate_hosts = ["{web.host}"]\n'
+                f'[models.m]\nengine = "openai"\nsource = "s"\nbase_url = "{service.url}"\n'
+            )
+            command = ("run", "rows.jsonl", "--model", "m", "--prompt", "?", "--image", "img", "-o", "out.jsonl")
+            process = batchmill(folder, stage.url, *command)
+            text, _ = await asyncio.to_thread(process.communicate, timeout=120)
+            assert process.returncode == 3, text
+        outputs = [json.loads(line) for line in (folder / "out.jsonl").read_text().splitlines()]
+        assert [each["output"] for each in outputs] == ["fine", "fine", None], text
+        assert outputs[2]["error"].startswith("media_not_allowed: ") and "[cluster]" in outputs[2]["error"]
+        sent = [body["messages"][0]["content"][0]["image_url"]["url"] for body in service.bodies]
+        assert sent == [inline, inline] and len(web.requests) == 2
 
 
 async def batch_of(client: httpx2.AsyncClient, rows: int) -> int:

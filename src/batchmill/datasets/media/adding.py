@@ -109,8 +109,9 @@ class MediaAdder:
             )
         if self._spec.media_folder is None:
             raise InvalidRow(
-                f"{_named(column, cell)} is a path: a server reads no files of its machine for callers; put https:// "
-                "or data: URLs into the column, or bytes into Parquet",
+                f"{_named(column, cell)} is a path: a server reads no files of its machine for callers, and with "
+                "[cluster] or [storage] no worker sees them; put https:// or data: URLs into the column, or bytes into "
+                "Parquet",
                 code="media_not_allowed",
             )
         if folder is None and not os.path.isabs(cell):

@@ -254,7 +254,8 @@ def must_run_again(record: sa.RowMapping, order: JobOrder) -> bool:
     """Whether an order that is a known job runs it from its beginning again."""
     if record["compacted"] is not None and not result_exists(record["output"]):
         return True  # its results are gone, and what they could be written from
-    return order.restart or (order.overwrite and record["state"] == JobState.COMPLETED)
+    looks_again = order.update and bool(order.media)  # what its cells name may have changed, though the input has not
+    return order.restart or ((order.overwrite or looks_again) and record["state"] == JobState.COMPLETED)
 
 
 def enter(db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None) -> None:
