@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from batchmill.jobs.results.gathering import TableSource, create_table
+
 LINE = '{"id":"batch_req_%s_%d","custom_id":"%s","response":{"status_code":200,"body":"%s"},"error":null}\n'
 FAILED = '{"id":"batch_req_%s_%d","custom_id":"%s","response":null,"error":{"code":"bad","message":"no"}}\n'
 
@@ -66,6 +68,30 @@ def test_numbers_are_compared_as_values(call, ended):
     ended("a", '{"id":1,"output":{"a":1.0,"b":[2]},"error":null}\n')
     ended("b", '{"id":1,"output":{"b": [2], "a": 1},"error":null}\n')
     assert call("diff", "a", "b").exit_code == 0
+
+
+def test_formats_make_no_difference(call, ended, app, view, place):
+    """The same answers in lines, Parquet and CSV are the same: values of several types, numbers, objects, nothing."""
+    answers = [{"n": 1, "t": "a"}, 1, "x", None, [True, None]]
+    rows = [{"id": n, "text": "é,\n", "output": answer, "error": None} for n, answer in enumerate(answers)]
+    lines = [json.dumps(row).encode() for row in rows]
+    ended("lines", b"\n".join(lines).decode() + "\n")
+    for kind in ("parquet", "csv"):
+        table = create_table(kind, place / f"r.{kind}", TableSource(place, ["id", "text"], False))
+        table.learn(lines)
+        table.write(lines)
+        table.publish()
+        app.jobs.add(view(id=kind, state="completed", output=str(place / f"r.{kind}")))
+    for other in ("parquet", "csv"):
+        result = call("diff", "lines", other)
+        assert result.exit_code == 0 and "0 of 5 rows differ" in result.stderr, (other, result.output)
+    assert call("diff", "parquet", "csv").exit_code == 0
+    ended("true", json.dumps({**rows[1], "output": True}) + "\n")
+    ended("one", json.dumps(rows[1]) + "\n")
+    assert call("diff", "true", "one").exit_code == 1  # true is not 1
+    ended("huge", '{"id":1,"output":1e999,"error":null}\n')
+    ended("larger", '{"id":1,"output":1e998,"error":null}\n')
+    assert call("diff", "huge", "larger").exit_code == 1
 
 
 def test_a_running_job_is_refused(call, ended, app, view):

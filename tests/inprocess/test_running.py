@@ -7,6 +7,7 @@ import gc
 import inspect
 import itertools
 import threading
+from decimal import Decimal
 from pathlib import Path
 
 import pandas as pd
@@ -76,6 +77,19 @@ def test_rows_and_files_and_retries(data_dir: str, tmp_path: Path):
     output = tmp_path / "out.jsonl"
     filed = batchmill.run([tmp_path / "rows.csv"], model=SIZE, data_dir=data_dir, output=output, on_invalid="skip")
     assert len(output.read_text().splitlines()) == 5 == len(filed.to_arrow())
+
+
+def test_rows_are_the_same_while_a_job_runs_and_afterwards(data_dir: str):
+    """Also where a column of the stored results holds values of several types, dates or numbers with all digits."""
+    mixed = f"function:{Path(__file__).with_name('functions.py')}:mixed"
+    day = pd.Timestamp("2026-01-02T03:04", tz="Europe/Berlin")
+    frame = pd.DataFrame({"n": [1, 2, 3], "day": [day] * 3, "price": [Decimal("1.10")] * 3})
+    for data in (frame, [{"n": 1, "x": [1]}, {"n": 2, "x": "a"}, {"n": 3, "x": 10**20}]):
+        job = batchmill.run(data, model=mixed, data_dir=data_dir, wait=False)
+        running = sorted(job, key=lambda row: row["n"])
+        assert [row["output"] for row in running] == [1, {"n": 2}, "three"]
+        assert list(job) == running
+        assert job.to_pandas()["output"].tolist() == ["1", '{"n":2}', '"three"']  # one type: JSON as text
 
 
 def test_a_sample_first(data_dir: str):

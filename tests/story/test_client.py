@@ -133,8 +133,12 @@ def test_answers_of_two_jobs_are_compared(client: Client, server, tmp_path):
     assert (other.row, other.left, other.right) == ("b", {"output": "B", "error": None}, None)
     with pytest.raises(InvalidInput, match="no column 'nope'"):
         list(client.diff(left, right, by="nope"))
-    with pytest.raises(InvalidInput, match="neither JSON lines nor Parquet: download"):
-        list(client.diff(left, ended("c.jsonl", "a", "b", "c", output_format="csv")))
+    for form in ("csv", "csv.zst", "jsonl.gz"):
+        packed = ended("c.jsonl", "a", "b", "c", output_format=form)
+        assert list(client.diff(left, packed)) == [], form
+        one, other = client.diff(packed, right, by="text")
+        assert (one.row, other.row, other.left) == ("fail", "b", {"output": "B", "error": None}), form
+        assert [row["output"] for row in packed.rows(columns=["output"])] == ["A", "B", "C"], form
     with pytest.raises(UnknownName):
         list(client.diff(left, "job_nowhere"))
 
@@ -154,7 +158,7 @@ def test_results_are_queried(client: Client, server, tmp_path):
     pytest.importorskip("duckdb")
     query = "select i.text, r.output, r.error from input i join results r using (text) order by i.text"
     expected = [("a", "A", False), ("fail", None, True)]
-    for form in ("jsonl", "parquet"):
+    for form in ("jsonl", "parquet", "csv.gz"):
         job = client.submit(table(tmp_path / "in.jsonl", "a", "fail"), model="upper", output_format=form)
         job.wait()
         found = client.sql(job, query).to_pylist()

@@ -24,8 +24,9 @@ from batchmill.client.frame_shapes import (
 from batchmill.client.inputs import alias_of, is_past, part_of, refuse_elsewhere, refuse_unreadable
 from batchmill.client.pairs import run_in_thread
 from batchmill.client.progress import Progress, as_html
-from batchmill.client.result_copies import ResultCopy, ends_of, refuse_unread
-from batchmill.client.streams import FileContent, JsonLines, Lines, Views
+from batchmill.client.result_copies import ResultCopy, ends_of, lines_at_once, refuse_far
+from batchmill.client.streams import NOT_LINES, FileContent, JsonLines, Lines, Views
+from batchmill.errors import InvalidInput
 from batchmill.types import JobView, LedgerReport, RemoteJob, RetryChange, Wait
 from batchmill.wire.native import (
     AliasInfo,
@@ -179,6 +180,22 @@ class AsyncJob:
 
     async def _lines(self, view: JobView, failed: bool, partial: bool) -> AsyncGenerator[bytes]:
         """The lines of the result files that may hold wanted rows, in the order of the input."""
+        try:
+            async with aclosing(self._streamed_lines(view, failed, partial)) as lines:
+                async for line in lines:
+                    yield line
+            return
+        except InvalidInput as error:
+            if error.code != NOT_LINES or partial:
+                raise
+        with tempfile.TemporaryDirectory(prefix="batchmill-results-") as folder:
+            read = (await self.copy_results(Path(folder))).lines()
+            while some := await run_in_thread(lines_at_once, read):
+                for line in some:
+                    yield line
+
+    async def _streamed_lines(self, view: JobView, failed: bool, partial: bool) -> AsyncGenerator[bytes]:
+        """As `_lines`, while they arrive. Raises: InvalidInput (NOT_LINES), before the first one."""
         read, job_id = self._client.read, view.id
         request = calls.partial(job_id) if partial else calls.results(job_id)
         results = Lines(FileContent(request, is_resumable=not partial))
@@ -219,18 +236,20 @@ class AsyncJob:
                     await run_in_thread(file.write, piece)
 
     async def copy_results(self, folder: Path) -> ResultCopy:
-        """Copy the result files of a job that has ended to a folder. Raises: InvalidInput for what is no rows."""
+        """Copy the result files of a job that has ended to a folder. Raises: InvalidInput for results elsewhere."""
         view = await self.refresh()
+        name = ""
         if view.output is not None or view.errors_output is None:  # of neither, the server says why
             if view.output is not None:
-                refuse_unread(view.output)
-                refuse_unread((await self._client.file(view.output)).filename)
+                refuse_far(view.output)
+                name = (await self._client.file(view.output)).filename
             await self.download(folder / "results")
         if view.errors_output is not None:
             await self.download(folder / "errors", errors=True)
         return ResultCopy(
             view,
             None if view.output is None else folder / "results",
+            name,
             None if view.errors_output is None else folder / "errors",
         )
 

@@ -198,7 +198,7 @@ class AsyncClient:
             by: the column to match rows by, for jobs over different inputs; None: rows have the number that they have
                 in the same input.
 
-        Raises: InvalidInput where rows cannot be matched, or results are neither JSON lines nor Parquet.
+        Raises: InvalidInput where rows cannot be matched, or the server has no file of the results.
         """
         with tempfile.TemporaryDirectory(prefix="batchmill-results-") as folder:
             copies = []
@@ -206,7 +206,8 @@ class AsyncClient:
                 (home := Path(folder, side)).mkdir()
                 copies.append(await (await self._job_of(each)).copy_results(home))
             rows = [copy.rows() for copy in copies]
-            found = differences(pairs_of(rows, [copy.view for copy in copies], by, Path(folder, "matched")))
+            views, as_text = [copy.view for copy in copies], any(copy.is_csv for copy in copies)
+            found = differences(pairs_of(rows, views, by, Path(folder, "matched"), as_text=as_text))
             while some := await run_in_thread(take, found):
                 for difference in some:
                     yield difference

@@ -37,26 +37,63 @@ class Pair(Struct, frozen=True):
     key: str
     left: Row | None
     right: Row | None
+    as_text: bool = False  # values are compared as the text that CSV has of them
 
     @property
     def differs(self) -> bool:
         if self.left is None or self.right is None:
             return True
-        names = {*self.left, *self.right}
-        return any(_is_other(self.left.get(name, _NULL), self.right.get(name, _NULL)) for name in names)
+        return not _are_same(self.left, self.right, as_text=self.as_text)
 
 
-def _is_other(left: msgspec.Raw, right: msgspec.Raw) -> bool:
-    return bytes(left) != bytes(right) and decode(left) != decode(right)
+def _are_same(left: Row, right: Row, *, as_text: bool) -> bool:
+    """Whether two rows have the same values. A value that one has not is null."""
+    pairs = ((left.get(name, _NULL), right.get(name, _NULL)) for name in {**left, **right})
+    read = _cell if as_text else _value
+    return all(bytes(one) == bytes(other) or _is_equal(read(one), read(other)) for one, other in pairs)
 
 
-def pairs_of(rows: Sequence[Iterator[Row]], views: Sequence[JobView], by: str | None, path: Path) -> Iterator[Pair]:
+def _value(raw: msgspec.Raw) -> Any:
+    """The value of JSON; of a number that no machine number holds, its digits."""
+    try:
+        return decode(raw)
+    except msgspec.ValidationError:
+        return bytes(raw)
+
+
+def _cell(raw: msgspec.Raw) -> Any:
+    """What a cell of CSV says: text, or the value that it is the JSON of. Null is the empty text."""
+    text = text_of(raw)
+    try:
+        value = decode(text.encode())
+    except (msgspec.MsgspecError, RecursionError):
+        return text
+    return text if isinstance(value, str) else value
+
+
+def _is_equal(left: Any, right: Any) -> bool:
+    """Whether two values of JSON are the same: 1 is 1.0, and true is not 1."""
+    match left, right:
+        case dict(), dict():
+            return left.keys() == right.keys() and all(_is_equal(left[name], right[name]) for name in left)
+        case list(), list():
+            return len(left) == len(right) and all(map(_is_equal, left, right))
+        case _:
+            return isinstance(left, bool) == isinstance(right, bool) and left == right
+
+
+def pairs_of(
+    rows: Sequence[Iterator[Row]], views: Sequence[JobView], by: str | None, path: Path, *, as_text: bool
+) -> Iterator[Pair]:
     """Pairs of the rows of two jobs, by their number or by a column.
 
-    Args: path: a new file for the rows of the left job.
+    Args:
+        path: a new file for the rows of the left job.
+        as_text: results of one job are CSV: the values of both count as the text that they have there.
+
     Raises, while it is iterated: InvalidInput.
     """
-    return _in_step(rows, views) if by is None else _matched(rows, views, by, path)
+    return _in_step(rows, views, as_text) if by is None else _matched(rows, views, by, path, as_text)
 
 
 def differences(pairs: Iterable[Pair]) -> Iterator[Difference]:
@@ -80,29 +117,35 @@ def _answer_of(row: Row, view: JobView) -> Row:
     return {name: row[name] for name in answer_columns(view) if name in row}
 
 
-def _in_step(rows: Sequence[Iterator[Row]], views: Sequence[JobView]) -> Iterator[Pair]:
+def _in_step(rows: Sequence[Iterator[Row]], views: Sequence[JobView], as_text: bool) -> Iterator[Pair]:
     """Pairs of rows with the same number. Raises: InvalidInput where their inputs are not the same."""
     left, right = views
     for number, (one, other) in enumerate(zip_longest(*rows)):
-        if one is None or other is None or _input_of(one, left) != _input_of(other, right):
+        if (
+            one is None
+            or other is None
+            or not _are_same(_input_of(one, left), _input_of(other, right), as_text=as_text)
+        ):
             raise InvalidInput(
                 f"row {number} of the two jobs is not the same input: match rows of different inputs with --by COLUMN "
                 "(in Python by=)",
                 code="input_differs",
             )
         key = text_of(one[CUSTOM_ID]) if CUSTOM_ID in one else str(number)
-        yield Pair(key, _answer_of(one, left), _answer_of(other, right))
+        yield Pair(key, _answer_of(one, left), _answer_of(other, right), as_text)
 
 
-def _input_of(row: Row, view: JobView) -> dict[str, Any]:
+def _input_of(row: Row, view: JobView) -> Row:
     """What a result shows of its input."""
     if not view.added_columns and "response" in row:
-        return {CUSTOM_ID: bytes(row.get(CUSTOM_ID, _NULL))}
+        return {CUSTOM_ID: row.get(CUSTOM_ID, _NULL)}
     added = added_by(view)
-    return {name: bytes(value) for name, value in row.items() if name not in added}
+    return {name: value for name, value in row.items() if name not in added}
 
 
-def _matched(rows: Sequence[Iterator[Row]], views: Sequence[JobView], by: str, path: Path) -> Iterator[Pair]:
+def _matched(
+    rows: Sequence[Iterator[Row]], views: Sequence[JobView], by: str, path: Path, as_text: bool
+) -> Iterator[Pair]:
     """Pairs of rows with the same value of a column. Of each left row the memory holds a digest and an offset.
 
     Args: path: a new file for the left rows.
@@ -124,7 +167,7 @@ def _matched(rows: Sequence[Iterator[Row]], views: Sequence[JobView], by: str, p
             taken.add(digest)
             place = places.pop(digest, None)
             found = None if place is None else _read(file, place)[1]
-            yield Pair(text_of(row[by]), found, _answer_of(row, right))
+            yield Pair(text_of(row[by]), found, _answer_of(row, right), as_text)
         for place in places.values():
             key, answer = _read(file, place)
             yield Pair(text_of(key), answer, None)

@@ -1,28 +1,29 @@
-"""Copies of a job's result files on this machine, read as rows: Parquet and JSON lines."""
+"""Copies of a job's result files on this machine, read as rows, whatever their format."""
 
 from __future__ import annotations
 
+import gzip
+import io
 from collections.abc import Iterator
 from heapq import merge
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
+from typing import BinaryIO, cast
 
-import msgspec
 from msgspec import Struct
 
 from batchmill.client.frame_shapes import is_parquet
 from batchmill.errors import InvalidInput
 from batchmill.optional import require
 from batchmill.types import JobView
+from batchmill.wire.csv_lines import csv_lines
 from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.json_bytes import split_object
 from batchmill.wire.result_rows import Row, flat_rows, is_openai, number_in
 
 ROWS_AT_ONCE = 1000
-UNREAD = (".csv", ".gz", ".zst")  # ends of files that `download` brings, and no row is read of
-
-_encode = msgspec.json.Encoder(enc_hook=str).encode
+CSV, GZIP, ZSTD = ".csv", ".gz", ".zst"  # ends of names
 
 
 class ResultCopy(Struct, frozen=True):
@@ -30,6 +31,7 @@ class ResultCopy(Struct, frozen=True):
 
     view: JobView
     path: Path | None  # None: all rows failed, and are in `errors`
+    name: str = ""  # that the server gives the file of `path`: it says the format
     errors: Path | None = None  # OpenAI lines that failed
 
     @property
@@ -37,35 +39,57 @@ class ResultCopy(Struct, frozen=True):
         return self.path is not None and is_parquet(self.path)
 
     @property
+    def is_csv(self) -> bool:
+        """Whether all values are text."""
+        return CSV in Path(self.name).suffixes
+
+    @property
     def is_openai(self) -> bool:
-        return not self.is_parquet and any(is_openai(split_object(line)) for line in islice(self._lines(), 1))
+        return not self.is_parquet and any(is_openai(split_object(line)) for line in islice(self.lines(), 1))
 
     def rows(self) -> Iterator[Row]:
         """Every row, in the order of the input, OpenAI rows as those of a table."""
-        return flat_rows(self._lines())
+        return flat_rows(self.lines())
 
-    def _lines(self) -> Iterator[bytes]:
+    def lines(self) -> Iterator[bytes]:
+        """Every row as a JSON object, in the order of the input."""
         if self.path is not None and self.is_parquet:
-            return _parquet_lines(self.path)
-        files = [each for each in (self.path, self.errors) if each is not None]
+            read = require("batchmill.wire.parquet_lines:result_lines", "results in Parquet", InvalidInput)
+            return read(self.path, ROWS_AT_ONCE)
+        files = [
+            *([_lines_of(self.path, self.name)] if self.path is not None else []),
+            *([_lines_of(self.errors, "")] if self.errors is not None else []),
+        ]
         if len(files) == 1:
-            return _lines_of(files[0])
-        numbered = (((number_in(line), line) for line in _lines_of(each)) for each in files)
+            return files[0]
+        numbered = (((number_in(line), line) for line in lines) for lines in files)
         return map(itemgetter(1), merge(*numbered, key=itemgetter(0)))
 
 
-def _lines_of(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        for line in file:
+def _lines_of(path: Path, name: str) -> Iterator[bytes]:
+    """The rows of a file of JSON lines or CSV. Args: name: says which, and how it is compressed."""
+    with path.open("rb") as packed, _unpacked(packed, name) as file:
+        lines = (line.removesuffix(b"\n") for line in file)
+        if CSV in Path(name).suffixes:
+            yield from csv_lines(lines)
+            return
+        for line in lines:
             if line := line.strip():
                 yield line
 
 
-def _parquet_lines(path: Path) -> Iterator[bytes]:
-    parquet = require("pyarrow.parquet", "results in Parquet", InvalidInput)
-    with parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(ROWS_AT_ONCE):
-            yield from map(_encode, batch.to_pylist())
+def _unpacked(file: BinaryIO, name: str) -> BinaryIO:
+    if name.endswith(GZIP):
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+    if name.endswith(ZSTD):
+        reader = require("zstandard", "compressed results", InvalidInput).ZstdDecompressor()
+        return cast(BinaryIO, io.BufferedReader(reader.stream_reader(file, read_across_frames=True)))
+    return file
+
+
+def lines_at_once(lines: Iterator[bytes]) -> list[bytes]:
+    """The next lines; none at the end."""
+    return list(islice(lines, ROWS_AT_ONCE))
 
 
 def ends_of(name: str) -> str:
@@ -73,9 +97,7 @@ def ends_of(name: str) -> str:
     return "".join(each for each in Path(name).suffixes[-2:] if each[1:].isalnum())
 
 
-def refuse_unread(name: str) -> None:
-    """Refuse a result file that is not read as rows here. Args: name: the file's own. Raises: InvalidInput."""
+def refuse_far(name: str) -> None:
+    """Refuse results that the server has no file of. Args: name: the output. Raises: InvalidInput."""
     if is_input_url(name):
         raise InvalidInput(f"the results are in {name}: read them there", code="no_copy_here")
-    if name.endswith(UNREAD):
-        raise InvalidInput(f"the results in {name} are neither JSON lines nor Parquet: download them", code="not_lines")

@@ -19,6 +19,7 @@ T = TypeVar("T")
 LINES = ("application/jsonl", "application/x-ndjson")
 EVENT_BYTES_MAX = 16 * 1024 * 1024
 LINE_BYTES_MAX = 2 * 1024**3
+NOT_LINES = "not_lines"  # InvalidInput: the file is of another format
 BREAKS_MAX = 8  # in a row: about half a minute, in which a server may start again
 
 
@@ -170,7 +171,7 @@ class _LineStream(Generic[T]):
     def begin(self, status: int, headers: Mapping[str, str]) -> None:
         kind = headers.get("content-type", "").partition(";")[0]
         if kind not in LINES and not self._is_any:
-            raise InvalidInput(f"the results are no JSON lines but {kind}: download them", code="not_lines")
+            raise InvalidInput(f"the results are no JSON lines but {kind}: download them", code=NOT_LINES)
         self._bytes.begin(status, headers)
 
     def feed(self, data: bytes) -> list[T]:

@@ -25,8 +25,9 @@ from batchmill.client.frame_shapes import (
 from batchmill.client.inputs import alias_of, is_past, part_of, refuse_elsewhere, refuse_unreadable
 from batchmill.client.pairs import run_here
 from batchmill.client.progress import Progress, as_html
-from batchmill.client.result_copies import ResultCopy, ends_of, refuse_unread
-from batchmill.client.streams import FileContent, JsonLines, Lines, Views
+from batchmill.client.result_copies import ResultCopy, ends_of, lines_at_once, refuse_far
+from batchmill.client.streams import NOT_LINES, FileContent, JsonLines, Lines, Views
+from batchmill.errors import InvalidInput
 from batchmill.types import JobView, LedgerReport, RemoteJob, RetryChange, Wait
 from batchmill.wire.native import (
     AliasInfo,
@@ -180,6 +181,22 @@ class Job:
 
     def _lines(self, view: JobView, failed: bool, partial: bool) -> Generator[bytes]:
         """The lines of the result files that may hold wanted rows, in the order of the input."""
+        try:
+            with closing(self._streamed_lines(view, failed, partial)) as lines:
+                for line in lines:
+                    yield line
+            return
+        except InvalidInput as error:
+            if error.code != NOT_LINES or partial:
+                raise
+        with tempfile.TemporaryDirectory(prefix="batchmill-results-") as folder:
+            read = (self.copy_results(Path(folder))).lines()
+            while some := run_here(lines_at_once, read):
+                for line in some:
+                    yield line
+
+    def _streamed_lines(self, view: JobView, failed: bool, partial: bool) -> Generator[bytes]:
+        """As `_lines`, while they arrive. Raises: InvalidInput (NOT_LINES), before the first one."""
         read, job_id = self._client.read, view.id
         request = calls.partial(job_id) if partial else calls.results(job_id)
         results = Lines(FileContent(request, is_resumable=not partial))
@@ -220,18 +237,20 @@ class Job:
                     run_here(file.write, piece)
 
     def copy_results(self, folder: Path) -> ResultCopy:
-        """Copy the result files of a job that has ended to a folder. Raises: InvalidInput for what is no rows."""
+        """Copy the result files of a job that has ended to a folder. Raises: InvalidInput for results elsewhere."""
         view = self.refresh()
+        name = ""
         if view.output is not None or view.errors_output is None:  # of neither, the server says why
             if view.output is not None:
-                refuse_unread(view.output)
-                refuse_unread((self._client.file(view.output)).filename)
+                refuse_far(view.output)
+                name = (self._client.file(view.output)).filename
             self.download(folder / "results")
         if view.errors_output is not None:
             self.download(folder / "errors", errors=True)
         return ResultCopy(
             view,
             None if view.output is None else folder / "results",
+            name,
             None if view.errors_output is None else folder / "errors",
         )
 

@@ -12,10 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
-from msgspec import Raw
 
 from batchmill.datasets.conversion import Converted
 from batchmill.datasets.formats import SourceFile
@@ -27,6 +25,7 @@ from batchmill.function_runtime.arrow_values import ArrowValues, UnsupportedType
 from batchmill.function_runtime.installed import installed
 from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec
+from batchmill.wire.parquet_lines import lines_in
 
 COLUMNS_MAX = 10_000
 ROW_GROUPS_MAX = 1_000_000
@@ -41,7 +40,7 @@ BUFFER_BYTES_MIN = 16 * 1024
 THRIFT_STRING_BYTES_MAX = 100 * 1024 * 1024
 THRIFT_ITEMS_MAX = 1_000_000
 
-_encode = msgspec.json.encode
+_values = ArrowValues(number=float)
 _types = pa.types
 
 
@@ -233,27 +232,9 @@ def lines_of(batch: pa.RecordBatch) -> bytes:
     return b"".join([line + b"\n" for line in lines_in(batch)])
 
 
-def lines_in(batch: pa.RecordBatch) -> list[bytes]:
-    """The rows of a batch as JSON objects."""
-    names = batch.schema.names
-    cells = [_values.values(column) for column in batch.columns]
-    records = zip(*cells, strict=True) if cells else ((),) * batch.num_rows
-    return [_encode(dict(zip(names, values, strict=True))) for values in records]
-
-
 def stream_of(batch: pa.RecordBatch) -> pa.Buffer:
     """The batch as an Arrow stream."""
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, batch.schema) as writer:
         writer.write_batch(batch)
     return sink.getvalue()
-
-
-_values = ArrowValues(number=lambda text: Raw(text.encode()))
-
-
-def values(path: Path, rows: int) -> Iterator[dict[str, Any]]:
-    """Yield every row of a file as Python values; `rows` are read at a time."""
-    with pq.ParquetFile(path) as file:
-        for batch in file.iter_batches(rows):
-            yield from batch.to_pylist()

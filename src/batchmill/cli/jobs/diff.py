@@ -14,7 +14,7 @@ from batchmill.cli.text import clean, count
 from batchmill.client.differences import Pair, difference_of, pairs_of
 from batchmill.config import Config
 from batchmill.errors import BatchmillError, InvalidInput
-from batchmill.jobs.results.result_rows import ResultSource
+from batchmill.jobs.results.result_rows import CSV, ResultSource, kind_of
 from batchmill.types import JobView
 from batchmill.wire.json_bytes import join_object, text_of
 from batchmill.wire.result_rows import ERROR, OUTPUT, Row, flat_rows
@@ -54,7 +54,8 @@ async def _diff(session: Session, left: str, right: str, by: str | None) -> int:
             views.append(view)
             sources.append(await spooled_results(session, config, view, home))
         rows = [flat_rows(source.lines()) for source in sources]
-        pairs = pairs_of(rows, views, by, folder / "left")
+        as_text = any(kind_of(source.name)[0] == CSV for source in sources)
+        pairs = pairs_of(rows, views, by, folder / "left", as_text=as_text)
         return _show(session, pairs, [view.id for view in views])
 
 

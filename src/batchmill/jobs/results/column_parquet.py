@@ -19,7 +19,8 @@ from batchmill.jobs.results import appended_columns
 from batchmill.jobs.results.column_windows import ColumnIndex, ColumnWindows, OutputColumn, error_column
 from batchmill.jobs.results.result_parquet import GROUP_ROWS, ThreadSink, repeating
 from batchmill.jobs.results.results import ResultFile
-from batchmill.wire.forms import ERROR, OUTPUT
+from batchmill.wire.forms import ERROR
+from batchmill.wire.parquet_lines import input_field
 
 GROUP_BYTES = 24 * 1024 * 1024  # of Arrow memory in a row group, about: one is read while another is encoded
 PIECES_BYTES = 4 * 1024 * 1024  # encoded and not yet written
@@ -65,7 +66,7 @@ def write_part(
 
 
 def _schema(windows: ColumnWindows, column: OutputColumn) -> pa.Schema:
-    return pa.schema([*windows.schema, pa.field(OUTPUT, column.type), pa.field(ERROR, pa.string())])
+    return pa.schema([*map(input_field, windows.schema), column.field, pa.field(ERROR, pa.string())])
 
 
 def _published(part: PartFile, rows: int) -> ResultFile:

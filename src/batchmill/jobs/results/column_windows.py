@@ -13,7 +13,6 @@ import pyarrow as pa
 from msgspec import Raw, Struct
 
 from batchmill.datasets.column_rows import ColumnRows
-from batchmill.datasets.parquet_rows import lines_in
 from batchmill.errors import LedgerBroken
 from batchmill.function_runtime.arrow_rows import JSON, OUTPUT
 from batchmill.function_runtime.arrow_values import ArrowValues
@@ -25,6 +24,7 @@ from batchmill.store.segments.format import Block, read_payload, where
 from batchmill.types import RowError, SegmentRef
 from batchmill.wire.forms import ERROR
 from batchmill.wire.json_bytes import append_members, decode, encode, split_object
+from batchmill.wire.parquet_lines import lines_in, result_field
 
 NONE = -1  # no outcome
 KEPT_BYTES = 64 * 1024 * 1024  # of blocks in memory: those of a window and around it
@@ -163,6 +163,10 @@ class OutputColumn:
         else:
             self._kind = self._learn(numbers)
             self.type = ARROW_TYPES[self._kind]
+
+    @property
+    def field(self) -> pa.Field:
+        return result_field(OUTPUT, self.type, is_json=self._kind is ColumnKind.JSON)
 
     def learned(self) -> tuple[bytes, str | None]:
         """The type as an Arrow schema, and the kind of the values."""

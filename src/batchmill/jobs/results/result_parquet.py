@@ -39,6 +39,7 @@ from batchmill.jobs.results.result_columns import (
 )
 from batchmill.jobs.results.results import Learned, ResultFile
 from batchmill.wire.forms import ERROR, FOLDED_FROM, REUSED_FROM
+from batchmill.wire.parquet_lines import result_field
 
 _types = pa.types
 _UNITS = {"s": 1, "ms": 1000, "us": 1000**2, "ns": 1000**3}
@@ -348,7 +349,7 @@ class ParquetFile:
         if self._writer is not None:
             return
         self._columns = [self._column(name) for name in self._names.all()]
-        self._schema = pa.schema([pa.field(column.name, column.type) for column in self._columns])
+        self._schema = pa.schema([result_field(each.name, each.type, is_json=each.as_text) for each in self._columns])
         self._decode = _columns_decoder(self._columns)
         self._writer = pq.ParquetWriter(pa.PythonFile(PartSink(self._part), mode="w"), self._schema, compression="zstd")
 

@@ -5,24 +5,22 @@ Every function streams: memory does not grow with the rows.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
-import msgspec
 from msgspec import Struct
 
-from batchmill.datasets import formats, layout, readers
+from batchmill.datasets import formats, layout
 from batchmill.datasets.inflate import blocks
 from batchmill.errors import InvalidInput
 from batchmill.jobs.results.results import COLUMNS_MAX, COMPRESSED, KINDS, too_many_columns
+from batchmill.optional import require
 from batchmill.types import DatasetSpec
+from batchmill.wire.csv_lines import csv_lines
 from batchmill.wire.json_bytes import join_object, split_object
 from batchmill.wire.result_rows import (
-    OWN,
     Row,
     RowShape,
     beside_request,
@@ -37,9 +35,6 @@ CODECS = {".gz": "gzip", ".zst": "zstd"}
 UNSUPPORTED = frozenset((".arrow", ".avro", ".feather", ".json", ".orc", ".pkl", ".tsv", ".xls", ".xlsx", ".zip"))
 JSONL, CSV, PARQUET = "jsonl", "csv", "parquet"
 LINES_AT_ONCE = 1000
-CELL_BYTES_MAX = 1024 * 1024 * 1024  # the most for a cell of a result file
-
-_encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 def kind_of(name: str) -> tuple[str, str]:
@@ -141,11 +136,10 @@ def lines_of(path: Path, name: str) -> Iterator[bytes]:
     """Yield every row of a result file as a JSON object. Args: name: says the format."""
     kind, codec = kind_of(name)
     if kind == PARQUET:
-        for row in readers.load(PARQUET).values(path, LINES_AT_ONCE):
-            yield _encode(row)
+        yield from require("batchmill.wire.parquet_lines:result_lines", "results as Parquet")(path, LINES_AT_ONCE)
         return
     lines = split_lines(blocks(str(path), CODECS.get(codec), lambda _: None))
-    yield from lines if kind != CSV else _csv_lines(lines)
+    yield from lines if kind != CSV else csv_lines(lines)
 
 
 def split_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
@@ -159,19 +153,3 @@ def split_lines(pieces: Iterator[bytes]) -> Iterator[bytes]:
             rest = [others[-1]]
     if last := b"".join(rest):
         yield last
-
-
-def _csv_lines(lines: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield CSV rows as JSON. Cells are text; an empty cell in one that batchmill added is null."""
-    limit = csv.field_size_limit(CELL_BYTES_MAX)
-    try:
-        records = csv.reader((f"{line.decode()}\n" for line in lines), strict=True)
-        names = next(records, [])
-        for cells in records:
-            row: dict[str, Any] = dict(zip(names, cells, strict=True))
-            for name in OWN:
-                if row.get(name) == "":
-                    row[name] = None
-            yield _encode(row)
-    finally:
-        csv.field_size_limit(limit)
