@@ -225,6 +225,13 @@ def test_an_age_that_is_none_is_refused(tmp_path, value):
         load(tmp_path, f"[projects.north]\nreuse_age_s = {value}")
 
 
+@pytest.mark.parametrize("value", ["0", "100001"])
+def test_a_number_of_jobs_that_is_none_is_refused(tmp_path, value):
+    """How many earlier jobs a lookup looks at."""
+    with pytest.raises(InvalidConfig, match="projects.north.reuse_jobs_max must be at least 1 and at most 100,000"):
+        load(tmp_path, f"[projects.north]\nreuse_jobs_max = {value}")
+
+
 def test_ml_commons_is_read(tmp_path):
     """Its settings arrive as they are written, and those that are not, as the page says."""
     text = "max_batch_inference_tasks = 0\npoll_s = 5\nstatus_regex = { failed = 'failed|lost' }"

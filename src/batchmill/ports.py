@@ -32,6 +32,7 @@ from batchmill.types import (
     RemoteJob,
     ResultBlock,
     RetryChange,
+    ReuseCount,
     Row,
     RowBlock,
     SegmentRef,
@@ -359,7 +360,7 @@ class Jobs(Protocol):
         Raises: Conflict for a key that another order has used.
         """
 
-    async def count_reused(self, spec: Any, dataset: str, plan: str) -> int:
+    async def count_reused(self, spec: Any, dataset: str, plan: str) -> ReuseCount:
         """How many rows of a sealed and planned dataset would take over results of earlier jobs.
 
         Args: spec: a wire.job_spec.JobSpec. dataset, plan: their folders.

@@ -22,7 +22,17 @@ from batchmill.jobs.ledger.files import JobFiles
 from batchmill.store import removals
 from batchmill.store.removals import Removal
 from batchmill.store.sql.tables import jobs
-from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, OutputSchema, Policy, Price, ReplyRules
+from batchmill.types import (
+    DatasetSpec,
+    JobOrder,
+    JobView,
+    ModelSpec,
+    OutputSchema,
+    Policy,
+    Price,
+    ReplyRules,
+    ReuseCount,
+)
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
 
@@ -37,7 +47,6 @@ def double(n):
 """
 CHAT = "/v1/chat/completions"
 ALL = Policy(reuse="all")
-BY_PROJECT = {"default": ProjectEntry(reuse=True), "north": ProjectEntry(reuse=True)}
 
 
 @pytest.fixture
@@ -49,13 +58,19 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-async def service(folder):
-    """A service that two projects use; in both, deterministic rows are reused."""
+def projects():
+    """In both, deterministic rows are reused."""
+    return {"default": ProjectEntry(reuse=True), "north": ProjectEntry(reuse=True)}
+
+
+@pytest.fixture
+async def service(folder, projects):
+    """A service that two projects use."""
     data_dir = folder / "data"
     data_dir.mkdir()
     executor = LocalExecutor(data_dir / "workers")
     ledger = open_ledger(data_dir / "batchmill.db")
-    opened = job_service(data_dir, ledger, executor, SystemClock(), projects=BY_PROJECT)
+    opened = job_service(data_dir, ledger, executor, SystemClock(), projects=projects)
     await opened.recover()
     yield opened
     await opened.close(at_once=True)
@@ -279,7 +294,21 @@ async def test_a_damaged_index_is_written_anew(folder, service):
         data = bytearray((home / name).read_bytes())
         data[len(data) // 2] ^= 0xFF
         (home / name).write_bytes(data)
-        assert await service.count_reused(*planned(folder, again)) == 99, name
+        assert (await service.count_reused(*planned(folder, again))).rows == 99, name
+
+
+async def test_the_newest_jobs_are_looked_at(folder, service, projects):
+    """As many as the project says; whoever counts is told that there are more."""
+    for name in ("a", "b", "c"):
+        await run(service, functions(folder, [ord(name)], name=f"{name}.jsonl"))
+    view = await run(service, functions(folder, [*map(ord, "abc")], name="all.jsonl"))
+    assert view.rows_reused == 3
+    projects["default"] = ProjectEntry(reuse_jobs_max=3)
+    assert await service.count_reused(*planned(folder, view)) == ReuseCount(3)
+    projects["default"] = ProjectEntry(reuse_jobs_max=2)
+    counted = await service.count_reused(*planned(folder, view))
+    assert counted.rows == 2 and "only the newest 2 ended jobs" in counted.note
+    assert "projects.default.reuse_jobs_max" in counted.note
 
 
 def planned(folder: Path, view: JobView) -> tuple:
@@ -394,15 +423,13 @@ async def test_jobs_without_reuse_are_taken_from(folder, service):
 
 
 @pytest.fixture
-async def sweeping(folder):
+async def sweeping(folder, projects):
     """A service whose segments go at the first sweep."""
     (folder / "data").mkdir()
     ledger = open_ledger(folder / "data" / "batchmill.db")
     executor = LocalExecutor(folder / "data" / "workers")
     retention = RetentionEntry(intermediate_s=0.0, retry_s=0.0)
-    opened = job_service(
-        folder / "data", ledger, executor, SystemClock(), projects=dict(BY_PROJECT), retention=retention
-    )
+    opened = job_service(folder / "data", ledger, executor, SystemClock(), projects=projects, retention=retention)
     yield opened
     await opened.close(at_once=True)
 
@@ -415,7 +442,7 @@ def tables(folder: Path, url: str, numbers, *, name: str, **more) -> JobOrder:
     return JobOrder(DatasetSpec([str(folder / f"{name}.jsonl")]), [model], **fields)
 
 
-async def test_answers_in_other_files_stay_reusable(folder, sweeping, chat):
+async def test_answers_in_other_files_stay_reusable(folder, sweeping, projects, chat):
     """Of a job that knew nothing of reuse its answers stay, without the columns of its input, until they are too old.
 
     What a function of one's own returned does not stay, unless it was asked for.
@@ -435,7 +462,7 @@ async def test_answers_in_other_files_stay_reusable(folder, sweeping, chat):
     rows = Path(view.output).read_text().splitlines()
     assert rows[1] == f"w15,grown,say w15,,{first.id}/15" and rows[6] == "w20,grown,say w20,,"
     assert await is_sound(sweeping, view)
-    sweeping.retention._reusable._projects["default"] = ProjectEntry(reuse_age_s=1e-6)
+    projects["default"] = ProjectEntry(reuse_age_s=1e-6)
     await sweeping.retention.sweep()
     assert not files.reuse.exists() and not JobFiles(folder / "data", view.id).reuse.exists()
 

@@ -43,6 +43,9 @@ class Stage:
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in (self.folder / f"{name}-out.jsonl").read_text().splitlines()]
 
+    def has_calls(self) -> bool:
+        return self._calls.exists()
+
     def calls(self) -> list[int]:
         """What the function was called with since the last look, ascending."""
         found = sorted(map(int, self._calls.read_text().split()))
@@ -64,6 +67,11 @@ def test_files_in_an_object_store(tmp_path: Path) -> None:
         first = stage.run("first", range(50))
         lose(stage.data_dir)
         check_reuse(first, stage)
+        lose(stage.data_dir)
+        again = stage.run("again", range(10, 60))  # the index of the first job is in the store: no dataset is brought
+        assert [line["output"] for line in again] == [2 * n for n in range(10, 60)] and not stage.has_calls()
+        taken_from = {line["reused_from"].split("/")[0] for line in again[:30]}
+        assert not [job for job in taken_from if (stage.data_dir / "jobs" / job / "dataset").exists()]
 
 
 def check_reuse(first: list[dict], stage: Stage) -> None:

@@ -195,4 +195,4 @@ async def test_adapters_that_no_row_uses_change_no_target(tmp_path, service):
             plan.mkdir()
             prepare(msgspec.json.encode(PrepareOrder(spec, str(dataset), str(plan))), lambda _: None)
             dropped = adapters.drop_unused(spec, {0: ["b/1"]})
-            assert await service.count_reused(dropped, str(dataset), str(plan)) == expected
+            assert (await service.count_reused(dropped, str(dataset), str(plan))).rows == expected

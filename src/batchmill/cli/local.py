@@ -26,7 +26,7 @@ from batchmill.object_store.urls import ObjectInfo, is_object_url, open_store, p
 from batchmill.services.data_dirs import data_dirs
 from batchmill.services.directory.configured import ConfiguredModels
 from batchmill.services.functions.sent_archives import sent_archive
-from batchmill.types import JobOrder, JobView, ModelSpec, SalvageReport
+from batchmill.types import JobOrder, JobView, ModelSpec, ReuseCount, SalvageReport
 from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import DeployReply, Estimate, Explanation, ModelInfo, ModelList, SealReport
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from batchmill.object_store.store import ObjectStore
 
 PIECE_BYTES = 1024 * 1024
-CountReused = Callable[[JobSpec, str, str], Awaitable[int]]
+CountReused = Callable[[JobSpec, str, str], Awaitable[ReuseCount]]
 PREVIEW = "batchmill.jobs.intake.preview"  # it needs SQLAlchemy
 
 
@@ -88,10 +88,10 @@ class LocalApp:
         An owner that opens removes previews of its process: so it is opened first, if it is needed.
         """
 
-        async def count(spec: JobSpec, dataset: str, plan: str) -> int:
+        async def count(spec: JobSpec, dataset: str, plan: str) -> ReuseCount:
             async with self.open(config) as client:
                 planned = operations.PlannedRows(spec, dataset, plan)
-                return (await client.call(typed_request(operations.COUNT_REUSED, body=planned))).rows
+                return await client.call(typed_request(operations.COUNT_REUSED, body=planned))
 
         order = settled(order, config.projects)
         async with contextlib.AsyncExitStack() as stack:

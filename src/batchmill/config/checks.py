@@ -78,6 +78,7 @@ SERVER_MAX = {
     "idle_unload_s": 365 * 86_400.0,
 }
 RETENTION_S_MAX = 100 * 366 * 86_400.0
+REUSE_JOBS_MAX = 100_000  # jobs that one lookup may look at
 BACKUP_INTERVAL_S_MAX, BACKUPS_MAX = 366 * 86_400.0, 1000
 QUARANTINE_MAX = {"deaths_per_hour": 10_000, "expires_s": 365 * 86_400.0, "entries_max": 1_000_000}
 WEIGHT_MAX = 1_000_000.0
@@ -238,6 +239,11 @@ def _check_serving(read: File) -> None:
             raise InvalidConfig(
                 f"projects.{name}.reuse_age_s must be more than 0 and at most {RETENTION_S_MAX:,.0f}, not "
                 f"{project.reuse_age_s}"
+            )
+        if not 1 <= project.reuse_jobs_max <= REUSE_JOBS_MAX:
+            raise InvalidConfig(
+                f"projects.{name}.reuse_jobs_max must be at least 1 and at most {REUSE_JOBS_MAX:,}, not "
+                f"{project.reuse_jobs_max}"
             )
         check_prefixes(f"projects.{name}.objects", project.objects, read.storage.objects)
         for model in project.models or ():

@@ -81,6 +81,7 @@ The file is `batchmill.toml` in the working directory, or what BATCHMILL_CONFIG 
 | projects.NAME.templates      | whether all its keys may send templates of Jinja2; those that deploy may  |
 | projects.NAME.reuse          | rows with deterministic requests take over results of earlier jobs        |
 | projects.NAME.reuse_age_s    | of jobs that ended at most so long ago                                    |
+| projects.NAME.reuse_jobs_max | the newest ended jobs of the project that a lookup looks at               |
 | projects.NAME.quotas         | its own, in the place of those in `quotas`                                |
 | quotas                       | the fields of types.Quotas: what each project may have                    |
 | functions.isolate            | "bubblewrap": deployed functions see nothing of the machine but the       |
@@ -198,6 +199,7 @@ class ProjectEntry(Struct, frozen=True):
     templates: bool = False
     reuse: bool = False  # deterministic rows take over results of earlier jobs
     reuse_age_s: float = 30 * 86_400.0  # at most so old
+    reuse_jobs_max: int = 1000  # of the newest ended jobs
     quotas: dict[str, int | str] = {}
 
 

@@ -20,7 +20,6 @@ from batchmill.control.operations import (
     NewRemoteModel,
     Partial,
     PlannedRows,
-    RowCount,
     SecretList,
     SecretValue,
     ShowCluster,
@@ -36,7 +35,18 @@ from batchmill.services.secrets.vault import Vault
 from batchmill.services.usage import usage
 from batchmill.states import JobState, PauseReason
 from batchmill.store.disk_room import DiskQuota
-from batchmill.types import Amendment, Caller, JobQuery, JobView, LedgerReport, RemoteJob, Scope, Submitted, Wait
+from batchmill.types import (
+    Amendment,
+    Caller,
+    JobQuery,
+    JobView,
+    LedgerReport,
+    RemoteJob,
+    ReuseCount,
+    Scope,
+    Submitted,
+    Wait,
+)
 from batchmill.types.cluster import ClusterView
 from batchmill.wire import operations as table
 from batchmill.wire.native import (
@@ -100,9 +110,9 @@ class JobHandlers:
     async def rebuild(self, call: OwnerCall) -> LedgerReport:
         return await self._jobs.rebuild(call.name)
 
-    async def count_reused(self, call: OwnerCall) -> RowCount:
+    async def count_reused(self, call: OwnerCall) -> ReuseCount:
         planned: PlannedRows = call.body
-        return RowCount(await self._jobs.count_reused(planned.spec, planned.dataset, planned.plan))
+        return await self._jobs.count_reused(planned.spec, planned.dataset, planned.plan)
 
     async def list(self, call: OwnerCall) -> JobPage:
         query: ListJobs = call.query

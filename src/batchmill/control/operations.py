@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from batchmill.services.remote.stored import ConnectorRecord, RemoteModel
 from batchmill.services.secrets.shown import Rotated, SecretInfo
-from batchmill.types import JobOrder, JobView, LedgerReport, ModelSpec, RetryChange, Scope, Submitted
+from batchmill.types import JobOrder, JobView, LedgerReport, ModelSpec, RetryChange, ReuseCount, Scope, Submitted
 from batchmill.types.cluster import ClusterView
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import DeployReply, ModelList, Name
@@ -38,10 +38,6 @@ class PlannedRows(Struct, frozen=True):
     spec: JobSpec
     dataset: str  # folders
     plan: str
-
-
-class RowCount(Struct, frozen=True):
-    rows: int
 
 
 class SecretValue(Struct, frozen=True):
@@ -135,7 +131,7 @@ REBUILD = Endpoint(
 )
 
 COUNT_REUSED = Endpoint(
-    "countReused", "POST", f"{_JOBS}/reused", "Count planned rows whose results earlier jobs have", _USER, RowCount,
+    "countReused", "POST", f"{_JOBS}/reused", "Count planned rows whose results earlier jobs have", _USER, ReuseCount,
     body=PlannedRows, is_idempotent=True, is_long=True,
 )  # fmt: skip
 

@@ -34,6 +34,7 @@ from batchmill.types import (
     LedgerReport,
     RemoteJob,
     RetryChange,
+    ReuseCount,
     Submitted,
     Wait,
 )
@@ -145,7 +146,7 @@ class ProjectJobs:
         await self._find_own(caller, job_id)
         return await self._jobs.amend(job_id, change)
 
-    async def count_reused(self, spec: JobSpec, dataset: str, plan: str) -> int:
+    async def count_reused(self, spec: JobSpec, dataset: str, plan: str) -> ReuseCount:
         """As `ports.Jobs.count_reused`."""
         return await self._jobs.count_reused(spec, dataset, plan)
 

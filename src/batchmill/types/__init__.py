@@ -43,6 +43,7 @@ from batchmill.types.jobs import (
     ReplyRules,
     Retried,
     RetryChange,
+    ReuseCount,
     SalvagedTable,
     SalvageReport,
     Sample,
@@ -80,7 +81,8 @@ __all__ = [
     "Isolation", "JobOrder", "JobQuery", "JobView", "Lease", "LedgerReport", "Limits", "LiveHead", "LiveRequest",
     "LlmSettings", "LoadedPart", "MediaBounds", "MediaColumn", "ModelSpec", "Needs", "Once", "Outcome", "Outlook",
     "OutputSchema", "Policy", "Price", "Problem", "ProjectQuotas", "PromptTemplate", "Provision", "Quotas", "RemoteJob",
-    "ReplyRules", "Request", "ResultBlock", "Retried", "RetryChange", "Row", "RowBlock", "RowError", "SalvageReport",
-    "SalvagedTable", "Sample", "Scaling", "Scope", "Seal", "SealedFile", "SegmentObject", "SegmentPlace", "SegmentRef",
+    "ReplyRules", "Request", "ResultBlock", "Retried", "RetryChange", "ReuseCount", "Row", "RowBlock", "RowError",
+    "SalvageReport", "SalvagedTable", "Sample", "Scaling", "Scope", "Seal", "SealedFile", "SegmentObject",
+    "SegmentPlace", "SegmentRef",
     "Shard", "Submitted", "Tensor", "Usage", "Wait",
 ]

@@ -255,6 +255,13 @@ class Outlook(Struct, frozen=True):
     time_s_max: float | None  # if no more rows run at once than in the sample; None: a provider decides
 
 
+class ReuseCount(Struct, frozen=True):
+    """How many rows would take over results of earlier jobs."""
+
+    rows: int
+    note: str = ""  # if not all earlier jobs were looked at
+
+
 class JobView(Struct, frozen=True):
     """A job as users and clients see it, derived from committed records only."""
 

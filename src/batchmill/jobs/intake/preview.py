@@ -23,12 +23,12 @@ from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, reuses
 from batchmill.jobs.ledger.plan import explain
 from batchmill.jobs.ledger.sampled_rows import PREVIEW, PreviewOrder
 from batchmill.store.disk_room import DiskQuota, preparing
-from batchmill.types import JobOrder, JobView
+from batchmill.types import JobOrder, JobView, ReuseCount
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.native import Estimate, Explanation, PlanSample, SealReport
 
 Progress = Callable[[float], None]
-CountReused = Callable[[JobSpec, str, str], Awaitable[int]]  # `ports.Jobs.count_reused`
+CountReused = Callable[[JobSpec, str, str], Awaitable[ReuseCount]]  # `ports.Jobs.count_reused`
 PREVIEWS = "preview-"  # folders of the data directory
 
 
@@ -127,7 +127,8 @@ async def plan(
             request = PreviewOrder(str(home / "plan"), str(home / "dataset"), spec.sample)
             answer = await offload(PREVIEW, msgspec.json.encode(request), progress)
             sample = msgspec.json.decode(answer, type=PlanSample)
-        return prepared.report, msgspec.structs.replace(explained, notes=notes, sample=sample, reused=reused)
+        notes += [reused.note] if reused.note else []
+        return prepared.report, msgspec.structs.replace(explained, notes=notes, sample=sample, reused=reused.rows)
 
 
 async def estimate(
@@ -157,15 +158,17 @@ async def estimate(
         )
         found = msgspec.json.decode(answer, type=Estimate)
         notes = [*_unfetched(prepared.report), *routing.sentences(spec), *found.notes]
-        if reused := await _reused(spec, home, count_reused):
+        reused = await _reused(spec, home, count_reused)
+        notes += [reused.note] if reused.note else []
+        if reused.rows:
             rows = "rows that run" if spec.sample is None else "rows of the whole job"
-            notes.append(f"{reused:,} of the {rows} take over results of earlier jobs, which costs nothing")
+            notes.append(f"{reused.rows:,} of the {rows} take over results of earlier jobs, which costs nothing")
         return prepared.report, msgspec.structs.replace(found, notes=notes)
 
 
-async def _reused(spec: JobSpec, home: Path, count: CountReused) -> int:
+async def _reused(spec: JobSpec, home: Path, count: CountReused) -> ReuseCount:
     """How many of the planned rows would take over the result of an earlier job."""
-    return await count(spec, str(home / "dataset"), str(home / "plan")) if reuses(spec) else 0
+    return await count(spec, str(home / "dataset"), str(home / "plan")) if reuses(spec) else ReuseCount(0)
 
 
 def _unfetched(report: SealReport) -> list[str]:

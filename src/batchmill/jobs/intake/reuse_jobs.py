@@ -44,13 +44,13 @@ from batchmill.store.removals import ELSEWHERE
 from batchmill.store.sql.tables import jobs, removals
 from batchmill.store.sql.transactions import note_change
 from batchmill.store.stored_files import StoredFiles, using
-from batchmill.types import SegmentRef
+from batchmill.types import ReuseCount, SegmentRef
 from batchmill.wire.job_spec import JobSpec
 
 FILE_PREFIX = "file-"  # of the ids of files, among what was removed
 ROWS_A_RUN = 64  # that follow each other, on average: results are copied while the other rows run
 FORGOTTEN_MAX = 500  # jobs of one query
-JOBS_MAX = 1000  # of a project, that are looked at
+MORE_JOBS = "only the newest {:,} ended jobs were looked at, and there are more: see projects.{}.reuse_jobs_max"
 log = logging.getLogger("batchmill.owner")
 
 
@@ -67,11 +67,11 @@ class EarlierJobs:
         self._data_dir, self._stored, self._projects = space.data_dir, space.stored, space.projects
         self._ledger, self._clock, self._offload = ledger, clock, offload
 
-    async def count(self, spec: JobSpec, dataset: str, plan: str) -> int:
+    async def count(self, spec: JobSpec, dataset: str, plan: str) -> ReuseCount:
         """How many of the rows of a sealed and planned dataset would take over a result."""
-        async with self._use(spec, Path(dataset)) as earlier:
+        async with self._use(spec, Path(dataset)) as (earlier, note):
             order = LookupOrder(spec, dataset, plan, earlier, self._since(spec))
-            return (await self._look_up(order, lambda _: None)).rows
+            return ReuseCount((await self._look_up(order, lambda _: None)).rows, note)
 
     async def take_over(self, spec: JobSpec, files: JobFiles, progress: Callable[[float], None]) -> bool:
         """Write the results that rows of a planned job take over to a segment of it.
@@ -80,7 +80,9 @@ class EarlierJobs:
         """
         if not reuses(spec):
             return False
-        async with self._use(spec, files.dataset) as earlier:
+        async with self._use(spec, files.dataset) as (earlier, note):
+            if note:
+                log.warning("the job %s: %s", spec.id, note)
             places = str(files.dataset), str(files.plan(0)), earlier, self._since(spec), str(files.segments)
             reused = await self._look_up(LookupOrder(spec, *places), progress)
         faults.point("after_reuse")
@@ -96,6 +98,7 @@ class EarlierJobs:
             for reason in reused.skipped:
                 log.warning("results are not taken over of the job %s", reason)
             if not reused.unsound:
+                await self._publish_new(order.earlier)
                 return reused
             order = replace(order, earlier=await self._mended(order.earlier, frozenset(reused.unsound), rebuilt))
 
@@ -115,21 +118,31 @@ class EarlierJobs:
                 mended.append(replace(job, committed=await self._committed(job.spec.id)))
         return mended
 
+    async def _publish_new(self, looked_at: list[EarlierJob]) -> None:
+        """Make new indexes durable: so the next lookup need not bring what they are made of."""
+        for job in looked_at if self._stored.is_elsewhere else []:
+            if job.committed is not None:
+                await self._stored.publish(JobFiles(self._data_dir, job.spec.id).reuse)
+
     def _since(self, spec: JobSpec) -> float:
         return self._clock.now() - self._projects.get(spec.project, ProjectEntry()).reuse_age_s
 
     @asynccontextmanager
-    async def _use(self, spec: JobSpec, dataset: Path) -> AsyncIterator[list[EarlierJob]]:
-        """The earlier jobs of one, the newest first. Their files stay in the data directory meanwhile."""
-        records = await self._ledger.database.read(_ended, spec, self._since(spec))
+    async def _use(self, spec: JobSpec, dataset: Path) -> AsyncIterator[tuple[list[EarlierJob], str]]:
+        """The earlier jobs of one, the newest first, and a note if not all were looked at. Their files stay in the data
+        directory meanwhile.
+        """
+        jobs_max = self._projects.get(spec.project, ProjectEntry()).reuse_jobs_max
+        records = await self._ledger.database.read(_ended, spec, self._since(spec), jobs_max + 1)
+        note = MORE_JOBS.format(jobs_max, spec.project) if len(records) > jobs_max else ""
         keys = await asyncio.to_thread(read_keys, dataset)
         wanted = frozenset() if keys is None else frozenset(keys.keys) - {""}
         async with AsyncExitStack() as stack:
             chosen = []
-            for record in records:
+            for record in records[:jobs_max]:
                 earlier = await self._chosen(record, wanted, stack)
                 chosen += [] if earlier is None else [earlier]
-            yield chosen
+            yield chosen, note
 
     async def _chosen(self, record: sa.RowMapping, wanted: frozenset[str], stack: AsyncExitStack) -> EarlierJob | None:
         """An ended job, if rows of it may have gone to one of the targets that are wanted."""
@@ -138,13 +151,16 @@ class EarlierJobs:
         if spec.is_small or not await asyncio.to_thread(self._may_have, record, files, wanted):
             return None
         is_whole = record["compacted"] is None
-        if self._stored.is_elsewhere and not await self._brought(record, files, stack, is_whole=is_whole):
+        if self._stored.is_elsewhere and not await self._brought_for_lookup(record, files, wanted, stack):
             return None
         generation, finished, committed = record["generation"], record["finished"], None
-        if await asyncio.to_thread(read_head, files.reuse, spec.id, generation) is None:
+        head = await asyncio.to_thread(read_head, files.reuse, spec.id, generation)
+        if head is None:
             if not is_whole:
                 return None
             committed = await self._committed(spec.id)
+        elif wanted.isdisjoint(section.key for section in head.sections):
+            return None
         place = files.segment_place
         return EarlierJob(spec, str(self._data_dir), generation, finished, place, committed, is_reduced=not is_whole)
 
@@ -160,15 +176,38 @@ class EarlierJobs:
             return self._stored.is_elsewhere or (files.reuse / INDEX).exists()  # its models may have changed since
         return not wanted.isdisjoint(target_keys(earlier))
 
-    async def _brought(self, record: sa.RowMapping, files: JobFiles, stack: AsyncExitStack, *, is_whole: bool) -> bool:
+    async def _brought_for_lookup(
+        self, record: sa.RowMapping, files: JobFiles, wanted: frozenset[str], stack: AsyncExitStack
+    ) -> bool:
+        """Bring the index of a job from the object store, and its results if it may have some that are wanted. Where
+        there is no index, bring everything. False if that is not there.
+        """
+        try:
+            head = None
+            if await self._stored.holds(files.reuse):
+                await stack.enter_async_context(using(self._stored, files.reuse))
+                head = await asyncio.to_thread(read_head, files.reuse, record["id"], record["generation"])
+            if head is None:
+                return record["compacted"] is None and await self._brought(record, files, stack)
+            if wanted.isdisjoint(section.key for section in head.sections):
+                return False
+            published = [Path(name) for name in head.files if Path(name).is_absolute()]
+            await stack.enter_async_context(using(self._stored, *published))
+            if record["compacted"] is None:
+                storage = JobStorage(self._stored, files)
+                stack.callback(storage.release)
+                await storage.bring_results()
+        except BatchmillError as error:
+            log.warning("nothing is taken over of the job %s: %s", record["id"], error)
+            return False
+        return True
+
+    async def _brought(self, record: sa.RowMapping, files: JobFiles, stack: AsyncExitStack) -> bool:
         """Bring the files of a job from the object store. False if it was removed meanwhile."""
         storage = JobStorage(self._stored, files)
         stack.callback(storage.release)
         try:
-            if is_whole:
-                await storage.bring(read_spec(record["spec"]), record)
-            else:
-                await stack.enter_async_context(using(self._stored, files.reuse, Path(record["output"])))
+            await storage.bring(read_spec(record["spec"]), record)
         except BatchmillError as error:
             log.warning("nothing is taken over of the job %s: %s", record["id"], error)
             return False
@@ -186,7 +225,7 @@ class EarlierJobs:
         async with AsyncExitStack() as stack:
             if await self._ledger.database.read(_has_deleted_results, spec.id):
                 return
-            if self._stored.is_elsewhere and not await self._brought(record, files, stack, is_whole=True):
+            if self._stored.is_elsewhere and not await self._brought(record, files, stack):
                 return
             generation, finished = record["generation"], record["finished"]
             committed, place = await self._committed(spec.id), files.segment_place
@@ -245,11 +284,11 @@ def _forget(db: sa.Connection, record: sa.RowMapping) -> None:
         note_change(db, record["id"])
 
 
-def _ended(db: sa.Connection, spec: JobSpec, since: float) -> Sequence[sa.RowMapping]:
+def _ended(db: sa.Connection, spec: JobSpec, since: float, jobs_max: int) -> Sequence[sa.RowMapping]:
     """Jobs of the same project that have results, none of which was deleted or has expired, the newest first."""
     names = ("id", "spec", "generation", "rows", "finished", "compacted", "output")
     query = sa.select(*(jobs.c[name] for name in names)).where(
         jobs.c.project == spec.project, jobs.c.id != spec.id, jobs.c.state.in_(ENDED), jobs.c.finished >= since,
         jobs.c.rows_ok > 0, ~_HAS_DELETED_RESULTS,
     )  # fmt: skip
-    return db.execute(query.order_by(jobs.c.finished.desc()).limit(JOBS_MAX)).mappings().all()
+    return db.execute(query.order_by(jobs.c.finished.desc()).limit(jobs_max)).mappings().all()
