@@ -6,6 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchmill.client.queries import unique_names
+
 pytest.importorskip("duckdb")
 
 ROWS = [{"n": 1, "output": "a", "error": None}, {"n": 2, "output": None, "error": "boom: no"}]
@@ -33,6 +35,14 @@ def test_results_and_input_are_tables(call, ended, place):
     assert "--overwrite" in call("sql", "job_1", query, "-o", "x.parquet").stderr
 
 
+def test_columns_of_one_name_are_all_there(call, ended):
+    """A join of results and input has most names twice: every value is printed, in every format."""
+    query = "select * from results r join input i on r.n = i.n where r.n = 1"
+    assert json.loads(call("sql", "job_1", query).stdout) == {"n": 1, "output": "a", "error": None, "n_1": 1}
+    assert call("sql", "job_1", query, "--output-format", "csv").stdout == "n,output,error,n_1\n1,a,,1\n"
+    assert unique_names(["a", "a", "a_1", "a"]) == ["a", "a_2", "a_1", "a_3"]
+
+
 def test_openai_and_parquet_results(app, call, view, place):
     """Results of OpenAI rows and of Parquet are tables too; an input that is gone is said."""
     (place / "o.jsonl").write_text(REPLY % (0, "a", "x") + REPLY % (1, "b", "y"))
@@ -56,6 +66,7 @@ def test_a_query_reads_nothing_else(call, ended, place):
         ("set enable_external_access = true", "DuckDB"),
         ("select nope from results", "nope"),
         ("selec", "DuckDB"),
+        ("", "must be a SELECT"),
     ):
         refused = call("sql", "job_1", query)
         assert refused.exit_code == 2 and message in refused.stderr, refused.stderr

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from batchmill.client.frame_shapes import is_parquet
 from batchmill.client.result_copies import ResultCopy
@@ -18,6 +19,8 @@ from batchmill.wire.result_rows import FLAT, projected
 
 if TYPE_CHECKING:
     import pyarrow
+
+T = TypeVar("T")
 
 RESULTS, INPUT = "results", "input"  # the names of the tables
 OPENAI_COLUMNS = (*FLAT, "id", "response")
@@ -65,11 +68,22 @@ def restrict(connection: Any, folder: Path, paths: Sequence[str]) -> None:
     connection.execute("SET lock_configuration = true")
 
 
-def selected(connection: Any, query: str) -> Any:
-    """The relation of a query. Raises: InvalidInput if it has no rows to give."""
-    if (relation := connection.sql(query)) is None:
+def selected(run: Callable[[str], T | None], query: str) -> T:
+    """The rows of a query. Args: run: `connection.sql` or `connection.execute`. Raises: InvalidInput if it has none."""
+    if (found := run(query)) is None:
         raise InvalidInput("the query has no rows to give: it must be a SELECT", code="invalid_query")
-    return relation
+    return found
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """Names of columns, numbered where they repeat, as DuckDB does in the files that it writes: a, a_1."""
+    taken = set(names)
+    found: list[str] = []
+    for name in names:
+        free = name if name not in found else next(each for n in count(1) if (each := f"{name}_{n}") not in taken)
+        taken.add(free)
+        found.append(free)
+    return found
 
 
 def names_input(query: str) -> bool:
@@ -98,7 +112,8 @@ def query_copies(query: str, copy: ResultCopy, inputs: Sequence[Path], folder: P
         if inputs:
             add_table(connection, INPUT, [os.fspath(each) for each in inputs], _kind_of(inputs[0]))
         restrict(connection, folder, [])
-        return selected(connection, query).to_arrow_table()
+        table = selected(connection.sql, query).to_arrow_table()
+        return table.rename_columns(unique_names(table.column_names))
 
 
 def _kind_of(path: Path) -> str:

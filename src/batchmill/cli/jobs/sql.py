@@ -21,7 +21,16 @@ from batchmill.cli.jobs.result_files import (
 )
 from batchmill.cli.jobs.results import OUTPUT_FORMATS, job_files, refuse_early, scratch_folder, spooled_results
 from batchmill.cli.session import Session, global_options, job_argument
-from batchmill.client.queries import INPUT, OPENAI_COLUMNS, RESULTS, add_table, connected, restrict, selected
+from batchmill.client.queries import (
+    INPUT,
+    OPENAI_COLUMNS,
+    RESULTS,
+    add_table,
+    connected,
+    restrict,
+    selected,
+    unique_names,
+)
 from batchmill.client.result_copies import ends_of
 from batchmill.config import Config
 from batchmill.datasets import formats
@@ -118,12 +127,12 @@ def _linked(paths: list[str], folder: Path) -> Iterator[str]:
 def _write(connection: Any, query: str, wanted: Wanted, protected: list[str], folder: Path) -> None:
     kind = wanted.kind or JSONL
     if kind == JSONL:
-        rows = connection.execute(query)
+        rows = selected(connection.execute, query)
         with open_output(wanted, protected) as out:
             for line in _lines(rows):
                 out.write(line + b"\n")
         return
-    relation = selected(connection, query)
+    relation = selected(connection.sql, query)
     table = folder / f"query.{kind}"
     if kind == CSV:
         relation.to_csv(str(table), header=True)
@@ -135,7 +144,7 @@ def _write(connection: Any, query: str, wanted: Wanted, protected: list[str], fo
 
 
 def _lines(result: Any) -> Iterator[bytes]:
-    names = [column[0] for column in result.description]
+    names = unique_names([column[0] for column in result.description])
     is_json = [str(column[1]) == "JSON" for column in result.description]
     while rows := result.fetchmany(ROWS_AT_ONCE):
         for row in rows:
