@@ -69,7 +69,7 @@ def test_a_small_job_is_counted_whole(tmp_path):
     assert found.cost == EstimateRange(*[pytest.approx((1040 * 2 + 500 * 10) / 1e6)] * 3)
     assert found.cost_input == EstimateRange(*[pytest.approx(1040 * 2 / 1e6)] * 3)
     assert (found.rows, found.run, found.sampled, found.rows_unlimited) == (10, 10, 10, 0.0)
-    assert "output tokens are the most that the rows allow; answers are often shorter" in found.notes
+    assert "m: output tokens are the most that the rows allow; answers are often shorter" in found.notes
 
 
 def finished(job_id: str, output: int, rows: int = 100, **fields) -> JobView:
@@ -186,8 +186,14 @@ def test_rows_without_a_limit_are_said(tmp_path):
     lines = [chat(n, "x", max_tokens=10) if n % 4 else chat(n, "x") for n in range(8)]
     found = estimate(prepared(tmp_path, lines, [model()]), quiet)
     assert found.rows_unlimited == 0.25
-    assert any("25% of the rows set no limit" in note for note in found.notes)
+    assert any("m: 25% of its rows set no limit" in note for note in found.notes)
     assert found.output_tokens.mid == 6 * 10 + 2 * 256
+    (tmp_path / "two").mkdir()
+    lines = [chat(n, "x", model="m") if n else chat(n, "x", model="n") for n in range(4)]
+    order = prepared(tmp_path / "two", lines, [model(), model("n")])
+    found = estimate(msgspec.structs.replace(order, lengths=learn([finished("job_7", 1000)], ["m"])), quiet)
+    (note,) = [each for each in found.notes if "no upper bound" in each]
+    assert note.startswith("n: 100% of its rows")  # those of the other model count as in its earlier job
 
 
 def test_no_price_no_cost(tmp_path):

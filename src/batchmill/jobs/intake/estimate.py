@@ -418,18 +418,12 @@ def _notes(found: Estimate, samples: list[_Sample]) -> Iterator[str]:
         yield from _media_notes(sample)
         if sample.lengths is not None and sample.tokens:
             yield _learned_note(sample, sample.lengths)
+        elif any(row.output for row in sample.tokens):
+            yield _guessed_note(sample)
         if sample.attempts and sample.tokens:
             lengths = sample.lengths
             rows, jobs = (0, []) if lengths is None else (lengths.rows, lengths.jobs)
             yield asking_again.estimate_note(sample.model, sample.attempts, rows, sample.asked_again, jobs)
-    guessed = [sample for sample in samples if sample.counter is not None and sample.lengths is None]
-    if any(row.is_unlimited for sample in guessed for row in sample.tokens):
-        yield (
-            f"{found.rows_unlimited:.0%} of the rows set no limit on their answer: the output has no upper bound, each "
-            f"of them counts with {OUTPUT_TOKENS_DEFAULT} tokens"
-        )
-    elif guessed and found.output_tokens is not None:
-        yield "output tokens are the most that the rows allow; answers are often shorter"
     if found.time_s is None:
         yield "time is not known: these models have not run here before"
 
@@ -443,6 +437,17 @@ def _media_notes(sample: _Sample) -> Iterator[str]:
         yield f"{name}: {unseen:,} of {len(rows):,} sampled rows have URLs; what they lead to counts as large"
     if any(row.has_others for row in rows):
         yield f"{name}: parts of messages that are neither text, images, audio nor documents are not counted"
+
+
+def _guessed_note(sample: _Sample) -> str:
+    """What stands for the length of answers of which no job tells."""
+    name, rows = sample.model.name, sample.tokens
+    if unlimited := sum(row.is_unlimited for row in rows):
+        return (
+            f"{name}: {unlimited / len(rows):.0%} of its rows set no limit on their answer: its output has no upper "
+            f"bound, each of them counts with {OUTPUT_TOKENS_DEFAULT} tokens"
+        )
+    return f"{name}: output tokens are the most that the rows allow; answers are often shorter"
 
 
 def _learned_note(sample: _Sample, lengths: AnswerLengths) -> str:
