@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from click.testing import CliRunner, Result
 from fakes.answering_service import AnsweringService, choice
 from fakes.anthropic_batches import AnthropicFake
@@ -196,18 +197,28 @@ def test_a_kill_while_urls_are_fetched_loses_nothing(run):
 
 
 def test_an_update_looks_at_media_again(run):
-    """Without it a finished job is done; with it rows whose files have changed run, and those with URLs."""
+    """Without it a finished job is done; with it rows whose files or URLs have changed run, the others do not."""
     with web_files() as web:
         allow(web)
         web.files["/a.png"] = WebFile(PNG)
-        source = table(*({"q": str(n), "img": cell} for n, cell in enumerate(("a.png", "b.jpg", f"{web.url}/a.png"))))
+        web.files["/b.png"], web.files["/c.png"] = WebFile(PNG + b"b", etag=""), WebFile(PNG + b"c", etag='"1"')
+        names = ["a.png", "b.jpg", *(f"{web.url}/{name}.png" for name in "abc")]
+        source = table(*({"q": str(n), "img": cell} for n, cell in enumerate(names)))
         assert run(source, "--image", "img").exit_code == 0
+        first = results()
+        digests = [json.loads(row["fetched"])[0][0] if "fetched" in row else "" for row in first]
+        assert digests == ["", "", *(blake3(web.files[f"/{name}.png"].body).hexdigest() for name in "abc")]
         Path("pictures/b.jpg").write_bytes(JPEG + b"!")
-        assert run(source, "--image", "img").exit_code == 0 and len(run.bodies) == 3
+        web.files["/c.png"] = WebFile(PNG + b"d", etag='"2"')
+        assert run(source, "--image", "img").exit_code == 0 and len(run.bodies) == 5
+        del web.requests[:]
+        assert run(source, "--image", "img", "--reuse", verb="plan").exit_code == 0 and web.requests == []
         result = run(source, "--image", "img", "--update")
+        asked = sorted(path for path, _ in web.requests)
     assert result.exit_code == 0, result.output
-    assert ["reused_from" in row for row in results()] == [True, False, False]
-    assert run.bodies[-1]["messages"] and len(run.bodies) == 5
+    assert ["reused_from" in row for row in results()] == [True, False, True, True, False]
+    assert asked == ["/a.png", "/b.png", "/c.png", "/c.png"] and len(run.bodies) == 7
+    assert [row["fetched"] for row in results()[2:4]] == [row["fetched"] for row in first[2:4]]
 
 
 def test_workers_without_a_disk_get_bytes_and_urls(run, monkeypatch):

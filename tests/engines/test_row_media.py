@@ -17,7 +17,7 @@ from batchmill.engines import media_urls
 from batchmill.engines.row_media import READS_MAX, RowMedia
 from batchmill.errors import InvalidRow
 from batchmill.models import secrets
-from batchmill.types import LoadedPart, MediaColumn, Provision, Row
+from batchmill.types import FetchedPart, LoadedPart, MediaColumn, Provision, Row
 from batchmill.wire.forms import TableForm
 from batchmill.wire.rendered_rows import MediaPart, with_media
 
@@ -220,6 +220,39 @@ async def test_rows_are_put_in_their_order(web):
         assert not media._held
     assert put == [(number, "media_missing" if number == 7 else "") for number in range(40)]
     assert most == READS_MAX
+
+
+async def test_a_url_leads_to_the_same_or_not(web):
+    """Its server says so by what it said before, or its bytes do; in doubt it does not."""
+    date = "Thu, 01 Jan 2026 00:00:00 GMT"
+    digest = blake3(PNG).hexdigest()
+    web.files = {
+        "/a": WebFile(PNG, etag='"1"'), "/bare": WebFile(PNG, etag=""), "/down": WebFile(PNG, failures=[503]),
+        "/large": WebFile(PNG, etag="", claimed_bytes=10**10), "/says": WebFile(status=304),
+        "/moved": WebFile(status=302, headers={"Location": "/a"}),
+    }  # fmt: skip
+    cases = [
+        ("/a", FetchedPart("other", '"1"'), True), ("/a", FetchedPart("other", '"2"'), False),
+        ("/a", FetchedPart(digest, '"2"'), True), ("/moved", FetchedPart("other", '"1"'), True),
+        ("/bare", FetchedPart(digest), True), ("/bare", FetchedPart("other"), False),
+        ("/bare", FetchedPart(digest, "", date), True), ("/down", FetchedPart(digest, '"1"'), False),
+        ("/gone", FetchedPart(digest), False), ("/large", FetchedPart(digest), False),
+        ("/says", FetchedPart(digest), False), ("/says", FetchedPart("other", "", date), True),
+    ]  # fmt: skip
+    async with loader() as media:
+        assert [await media.urls.is_same(web.url + path, before, LIMIT) for path, before, _ in cases] == [
+            same for _, _, same in cases
+        ]
+        assert not await media.urls.is_same("http://169.254.169.254/", FetchedPart(digest), LIMIT)
+
+
+async def test_a_row_knows_what_was_fetched_for_it(web):
+    """A validator that could not be sent again is left out."""
+    web.files["/a"] = WebFile(PNG, etag='"1"', headers={"Last-Modified": "x" * 300})
+    async with loader() as media:
+        row = row_of(f"{web.url}/a")
+        assert await code_of(media, row) == ""
+        assert row.fetched == (FetchedPart(blake3(PNG).hexdigest(), '"1"'),)
 
 
 async def test_a_row_that_is_given_back_holds_nothing(web):

@@ -20,7 +20,7 @@ from batchmill.types import Request, Row, RowError
 from batchmill.wire.forms import RowLine, TableForm
 from batchmill.wire.json_bytes import has_odd_numbers, split_object, text_of
 from batchmill.wire.output_schema import columns_of
-from batchmill.wire.rendered_rows import MEDIA, PROMPT, fault_of, media_of
+from batchmill.wire.rendered_rows import MEDIA, PROMPT, fault_of
 
 ADAPTERS_MAX = 10_000  # that may be fetched for the rows of one dataset
 ID_CHARS_MAX = 190  # with its version it becomes the name of an adapter
@@ -93,7 +93,6 @@ class CheckedLine(Struct, gc=False):
     request: Request | None = None  # None for a table's row, which is not a request by itself
     model: int = 0
     target: int = 0
-    has_urls: bool = False  # of media: what they lead to is known when the row is sent
 
 
 class Bulk(Struct, gc=False):
@@ -323,7 +322,6 @@ class TableRules:
             members = _members(line)
         except DECODE_ERRORS as error:
             return CheckedLine(error=_row_error(_not_object(line, error)))
-        has_urls = bool(self._form.media) and any(part.url for part in media_of(members))
         if self._form.has_additions and (fault := _without_additions(members, self._form)) is not None:
             return CheckedLine(error=fault)
         names = tuple(members)
@@ -335,13 +333,13 @@ class TableRules:
         request = self._form.request(Row(0, 0, line, self._form))
         if self._form.model_column is None and self._form.adapter_column is None:
             model, target = self._resolver.resolve(_model_of(request.body))  # `check_form` has checked the rest
-            return CheckedLine(None, None, request, model, target, has_urls)
+            return CheckedLine(None, None, request, model, target)
         try:
             model, target = self._resolver.route(request.url, Raw(request.body))
             self._check_adapter(line, model)
         except InvalidRow as error:
             return CheckedLine(error=_row_error(error))
-        return CheckedLine(None, None, request, model, target, has_urls)
+        return CheckedLine(None, None, request, model, target)
 
     def _check_adapter(self, line: bytes, model: int) -> None:
         """Raises: InvalidRow for an adapter, which is of `model`, in a row that names another model."""

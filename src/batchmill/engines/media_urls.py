@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Protocol
 from urllib.parse import urljoin
 
 import aiohttp
+from blake3 import blake3
 from msgspec import Struct
 from yarl import URL
 
@@ -21,6 +22,7 @@ from batchmill.models import secrets
 from batchmill.models.addresses import Private, read_url
 from batchmill.models.guarded_http import CONNECT_S, GuardedHttp, refusal_of
 from batchmill.ports import Clock
+from batchmill.types import FetchedPart
 from batchmill.wire.input_urls import shown
 
 REDIRECTS_MAX = 5
@@ -30,6 +32,8 @@ KEPT_ALIVE_S = 15.0
 PIECE_BYTES = 256 * 1024
 RECENT_BYTES_MAX = 16 * 1024 * 1024  # of contents that are kept for the next rows with the same URL
 RECENT_S = 60.0
+VALIDATOR_CHARS_MAX = 256  # of an ETag, and of a date
+NOT_MODIFIED = 304
 SHOWN_CHARS = 32  # of what a server sends, in a message
 _REDIRECTS = (301, 302, 303, 307, 308)
 _LATER = (408, 425, 429)  # statuses below 500 of requests that may succeed later
@@ -46,11 +50,10 @@ class Holder(Protocol):
 
 
 class Fetched(Struct, frozen=True):
-    """What a URL led to, and what its server said of this content."""
+    """What a URL led to."""
 
     data: bytes
-    etag: str = ""
-    last_modified: str = ""
+    about: FetchedPart
 
 
 class _Later(Exception):
@@ -62,17 +65,20 @@ class _Later(Exception):
 
 
 class MediaUrls:
-    """Fetches URLs for the rows of one engine. The hosts that are private and allowed come with the secrets.
+    """Fetches URLs for the rows of one engine.
 
     Args:
+        allowed: the private hosts that may be reached; those of a worker come with its secrets.
         attempts_max: to fetch a URL for one row.
         on_wait: is called when a row waits for another one: see `fetcher_for`.
     """
 
     def __init__(
-        self, attempts_max: int, on_wait: Callable[[], None], *, clock: Clock, jitter: Callable[[], float]
-    ) -> None:
+        self, attempts_max: int, on_wait: Callable[[], None], *, clock: Clock, jitter: Callable[[], float],
+        allowed: Callable[[], Private] = secrets.private,
+    ) -> None:  # fmt: skip
         self._attempts_max, self._on_wait, self._clock, self._jitter = attempts_max, on_wait, clock, jitter
+        self._allowed = allowed
         self._private: Private | None = None  # that the session was made with
         self._guard: GuardedHttp | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -172,25 +178,45 @@ class MediaUrls:
             async with self._opened(url, reading) as reply:
                 data = await reading.read(reply)
             is_read = True
-            return Fetched(data, _header(reply, "ETag"), _header(reply, "Last-Modified"))
+            digest = await asyncio.to_thread(lambda: blake3(data).hexdigest())
+            return Fetched(data, FetchedPart(digest, _validator(reply, "ETag"), _validator(reply, "Last-Modified")))
         except TimeoutError:
             raise _Later(f"it took more than {ATTEMPT_S:.0f} s") from None
         finally:
             if not is_read:
                 await reading.let_go()
 
+    async def is_same(self, url: str, before: FetchedPart, bytes_max: int) -> bool:
+        """Whether a URL leads to what it led to before: its server says so, or its bytes do. One attempt."""
+        conditions = {"If-None-Match": before.etag} if before.etag else {}
+        if not conditions and before.last_modified:
+            conditions = {"If-Modified-Since": before.last_modified}
+        reading = _Reading(url, bytes_max, _Passing())
+        try:
+            async with self._opened(url, reading, conditions) as reply:
+                if reply.status == NOT_MODIFIED:
+                    return True
+                return await reading.digest(reply) == before.digest
+        except (InvalidRow, _Later, TimeoutError):
+            return False
+
     @asynccontextmanager
-    async def _opened(self, url: str, reading: _Reading) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _opened(
+        self, url: str, reading: _Reading, conditions: Mapping[str, str] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """The head of the reply, after redirects. Each URL and each address is checked. Raises: _Later, InvalidRow."""
         at, session = url, await self._session_now()
         for _ in range(REDIRECTS_MAX + 1):
             self._check_url(at)
             try:
                 async with reading.timed():
-                    reply = await session.get(URL(at, encoded=True), headers=_HEADERS, allow_redirects=False)
+                    reply = await session.get(
+                        URL(at, encoded=True), headers={**_HEADERS, **(conditions or {})}, allow_redirects=False
+                    )
                 async with reply:
                     if reply.status not in _REDIRECTS:
-                        self._check(url, reply)
+                        if reply.status != NOT_MODIFIED or not conditions:
+                            self._check(url, reply)
                         yield reply
                         return
                     at = _redirected(at, reply)
@@ -232,7 +258,7 @@ class MediaUrls:
 
     async def _session_now(self) -> aiohttp.ClientSession:
         """A session with the hosts that are allowed now."""
-        private = secrets.private()
+        private = self._allowed()
         if self._session is None or private is not self._private:
             await self.close()
             self._private, self._guard = private, GuardedHttp(private)
@@ -242,6 +268,15 @@ class MediaUrls:
                 cookie_jar=aiohttp.DummyCookieJar(), trust_env=False, auto_decompress=False,
             )  # fmt: skip
         return self._session
+
+
+class _Passing:
+    """A holder of bytes that are read and not kept."""
+
+    number = 0
+
+    async def hold(self, more: int) -> None:
+        """There is room."""
 
 
 class _Reading:
@@ -263,17 +298,26 @@ class _Reading:
 
     async def read(self, reply: aiohttp.ClientResponse) -> bytes:
         """Raises: InvalidRow for more bytes than there may be; TimeoutError."""
+        return b"".join([piece async for piece in self._pieces(reply)])
+
+    async def digest(self, reply: aiohttp.ClientResponse) -> str:
+        """BLAKE3 of the body, which is not kept. Raises as `read`."""
+        hasher = blake3()
+        async for piece in self._pieces(reply):
+            hasher.update(piece)
+        return hasher.hexdigest()
+
+    async def _pieces(self, reply: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         await self._take(reply.content_length or 0)
-        pieces: list[bytes] = []
         size = 0
         while True:
             async with self.timed():
                 piece = await reply.content.read(PIECE_BYTES)
             if not piece:
-                return b"".join(pieces)
+                return
             size += len(piece)
             await self._take(size - self._held)
-            pieces.append(piece)
+            yield piece
 
     async def _take(self, more: int) -> None:
         if self._held + more > self._bytes_max:
@@ -306,6 +350,12 @@ def _redirected(url: str, reply: aiohttp.ClientResponse) -> str:
 
 def _header(reply: aiohttp.ClientResponse, name: str) -> str:
     return reply.headers.get(name, "")
+
+
+def _validator(reply: aiohttp.ClientResponse, name: str) -> str:
+    """A header that says which content it was; none that is too long to keep, or would be no header again."""
+    value = _header(reply, name)
+    return value if len(value) <= VALIDATOR_CHARS_MAX and value.isascii() and value.isprintable() else ""
 
 
 def _lower(reply: aiohttp.ClientResponse) -> dict[str, str]:

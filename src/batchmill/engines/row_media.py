@@ -15,7 +15,7 @@ from typing import TypeVar
 from batchmill.datasets.media.loading import encoded_text, has_media, read_part
 from batchmill.engines.media_urls import MediaUrls, too_large
 from batchmill.ports import Clock
-from batchmill.types import LoadedPart, MediaBounds, Row
+from batchmill.types import FetchedPart, LoadedPart, MediaBounds, Row
 from batchmill.wire.json_bytes import split_object
 from batchmill.wire.media import HEAD_BYTES, encoded_bytes, type_for
 from batchmill.wire.rendered_rows import MediaPart, media_of
@@ -139,7 +139,7 @@ class LoadingRow:
         if not has_media(row):
             return prepare(row)
         async with self._media.places:
-            row.media = await self._load(row)
+            row.media, row.fetched = await self._load(row)
         self._media.loaded(self.number)
         try:
             async with self._media.encoding:  # one at a time: each takes its bytes twice
@@ -147,26 +147,28 @@ class LoadingRow:
         finally:
             row.media = None
 
-    async def _load(self, row: Row) -> tuple[LoadedPart, ...]:
+    async def _load(self, row: Row) -> tuple[tuple[LoadedPart, ...], tuple[FetchedPart, ...]]:
         members = split_object(row.raw)
         bounds: MediaBounds = MediaBounds() if row.lease is None else row.lease.media
-        parts, left, loaded = media_of(members), bounds.row_bytes_max, []
+        parts, left, loaded, fetched = media_of(members), bounds.row_bytes_max, [], []
         for part in parts:
             if part.url:
-                one, size = await self._fetch(part, bounds, left)
+                one, size, about = await self._fetch(part, bounds, left)
+                fetched.append(about)
             else:
                 await self.hold(part.size_bytes)
                 one, size = await asyncio.to_thread(read_part, part, members), part.size_bytes
             left -= size
             loaded.append(one)
-        return tuple(loaded)
+        return tuple(loaded), tuple(fetched)
 
-    async def _fetch(self, part: MediaPart, bounds: MediaBounds, left: int) -> tuple[LoadedPart, int]:
+    async def _fetch(self, part: MediaPart, bounds: MediaBounds, left: int) -> tuple[LoadedPart, int, FetchedPart]:
         if left < 0:
             raise too_large(part.url, bounds.row_bytes_max)
         fetched = await self._media.urls.get(part.url, min(bounds.bytes_max, left), self)
         found = type_for(part.kind, part.column, fetched.data[:HEAD_BYTES])
-        return LoadedPart(found, await asyncio.to_thread(encoded_text, fetched.data)), len(fetched.data)
+        text = await asyncio.to_thread(encoded_text, fetched.data)
+        return LoadedPart(found, text), len(fetched.data), fetched.about
 
     async def hold(self, more: int) -> None:
         """See `media_urls.Holder`."""

@@ -38,6 +38,14 @@ class LoadedPart(Struct, frozen=True, gc=False):
     data: str  # its bytes as base64
 
 
+class FetchedPart(Struct, frozen=True, gc=False, array_like=True):
+    """What a URL of a row led to when the row was sent, and what its server said of it."""
+
+    digest: str  # BLAKE3 of the bytes
+    etag: str = ""
+    last_modified: str = ""
+
+
 class Row(Struct, gc=False):
     """One row in a worker. `raw` is its canonical JSON object without the line end."""
 
@@ -49,6 +57,7 @@ class Row(Struct, gc=False):
     custom_id: bytes | None = None  # as JSON; set by the form when it reads the row
     earlier: tuple[EarlierAnswer, ...] = ()  # answers that did not fit the job's schema: it is asked for again
     media: tuple[LoadedPart, ...] | None = None  # of its media columns; set while its request is made
+    fetched: tuple[FetchedPart, ...] = ()  # of its URLs, in the order of its parts
 
 
 class RowBlock(Struct, frozen=True, eq=False):

@@ -65,6 +65,7 @@ CLASSIFY = "/classify"
 ERROR_STATUS_MIN = 400
 OUTPUT, ERROR, FOLDED_FROM, REUSED_FROM = RESULT_COLUMNS = ("output", "error", "folded_from", "reused_from")
 WARNINGS_COLUMN = "warnings"  # of rows whose reply has a flaw
+FETCHED = "fetched"  # what the URLs of a row's media led to, as JSON: a list of [digest, ETag, Last-Modified]
 ANSWERED_BY = "answered_by"  # of rows that a retry gave to another model or adapter
 NULL = Raw(b"null")
 TOKENS_MAX = 2**40  # of one row: a larger count of a reply is wrong, and its sums would not fit the ledger
@@ -317,7 +318,8 @@ class TableForm(Struct, frozen=True, tag="table"):
         if not self.makes_requests:
             return RESULT_COLUMNS
         fields = () if self.schema is None else columns_of(self.schema)
-        return (*fields, OUTPUT, ERROR, WARNINGS_COLUMN, ANSWERED_BY, FOLDED_FROM, REUSED_FROM)
+        fetched = (FETCHED,) if self.media else ()
+        return (*fields, OUTPUT, ERROR, WARNINGS_COLUMN, *fetched, ANSWERED_BY, FOLDED_FROM, REUSED_FROM)
 
     def columns(self) -> list[str]:
         """Return the columns that prompts and the choice of a model need; a row may lack those of a `template`."""
@@ -388,6 +390,8 @@ class TableForm(Struct, frozen=True, tag="table"):
         members = b'%b"error":%b' % (self._results_of(outcome), text)
         if outcome.warnings:
             members += b',"%b":%b' % (WARNINGS_COLUMN.encode(), encode(",".join(outcome.warnings)))
+        if outcome.row.fetched and error is None:
+            members += b',"%b":%b' % (FETCHED.encode(), encode(encode(outcome.row.fetched).decode()))
         if self.names_models and (called := self.overrides.get("model")) is not None:
             members += b',"%b":%b' % (ANSWERED_BY.encode(), encode(called))
         raw = outcome.row.raw if error is None else _object_or_empty(outcome.row.raw)
@@ -431,7 +435,9 @@ class TableForm(Struct, frozen=True, tag="table"):
         """Render the line of a row that shares its leader's outcome: its own columns and `folded_from`."""
         members = split_object(line)
         schema = () if self.schema is None else columns_of(self.schema)
-        names = [name for name in (*schema, "output", "error", WARNINGS_COLUMN, ANSWERED_BY) if name in members]
+        names = [
+            name for name in (*schema, "output", "error", WARNINGS_COLUMN, FETCHED, ANSWERED_BY) if name in members
+        ]
         if not self.makes_requests:
             names = ["output", "error"]
         shared = b"".join(b"%b:%b," % (encode(name), bytes(members[name])) for name in names)
@@ -442,7 +448,7 @@ class TableForm(Struct, frozen=True, tag="table"):
     ) -> list[bytes]:
         """As `OpenAIForm.take_over`: the rows' own columns with the results."""
         fields = () if self.schema is None else columns_of(self.schema)
-        names = [(name, encode(name)) for name in (*fields, OUTPUT, ERROR)]
+        names = [(name, encode(name)) for name in (*fields, OUTPUT, ERROR, FETCHED)]
         taken = []
         for line, raw, source in zip(lines, raws, sources, strict=True):
             members = split_object(line)
@@ -472,7 +478,8 @@ def added_columns(
     fields = () if form.schema is None or isinstance(form, OpenAIForm) else columns_of(form.schema)
     is_named = isinstance(form, TableForm) and form.names_models
     named = {
-        OUTPUT: has_failed or not fields, ERROR: True, WARNINGS_COLUMN: is_flawed, ANSWERED_BY: is_named,
+        OUTPUT: has_failed or not fields, ERROR: True, WARNINGS_COLUMN: is_flawed,
+        FETCHED: isinstance(form, TableForm) and bool(form.media), ANSWERED_BY: is_named,
         FOLDED_FROM: folds, REUSED_FROM: reuses,
     }  # fmt: skip
     return (*fields, *(name for name, is_there in named.items() if is_there))

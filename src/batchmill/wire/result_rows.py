@@ -15,6 +15,7 @@ from batchmill.types import JobView
 from batchmill.wire.forms import (
     ANSWERED_BY,
     ERROR,
+    FETCHED,
     FOLDED_FROM,
     OUTPUT,
     RESULT_COLUMNS,
@@ -61,7 +62,7 @@ def added_by(view: JobView) -> tuple[str, ...]:
 
 def answer_columns(view: JobView) -> tuple[str, ...]:
     """Those of them that hold the answers, and why there is none."""
-    not_answers = (WARNINGS_COLUMN, ANSWERED_BY, FOLDED_FROM, REUSED_FROM)
+    not_answers = (WARNINGS_COLUMN, FETCHED, ANSWERED_BY, FOLDED_FROM, REUSED_FROM)
     return tuple(name for name in added_by(view) if name not in not_answers)
 
 

@@ -26,7 +26,7 @@ from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.results.result_rows import JSONL_NAME, ResultSource, request_lines
 from batchmill.types import JobOrder, JobView
 from batchmill.wire import forms
-from batchmill.wire.forms import ERROR, FOLDED_FROM, OUTPUT, WARNINGS_COLUMN
+from batchmill.wire.forms import ERROR, FETCHED, FOLDED_FROM, OUTPUT, WARNINGS_COLUMN
 from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.json_bytes import split_object
 from batchmill.wire.result_rows import Row, added_by, flat, is_openai, row_number
@@ -112,7 +112,7 @@ def _of_openai(line: bytes, members: Row) -> Shown:
 
 def _of_table(members: Row, added: Sequence[str], number: int | None) -> Shown:
     inputs = {name: _text(value) for name, value in members.items() if name not in added}
-    hidden = (ERROR, WARNINGS_COLUMN, FOLDED_FROM)
+    hidden = (ERROR, WARNINGS_COLUMN, FETCHED, FOLDED_FROM)
     answers = {name: _text(value) for name, value in members.items() if name in added and name not in hidden}
     error = _error(members[ERROR]) if ERROR in members else ""
     warnings = _text(members[WARNINGS_COLUMN]) if WARNINGS_COLUMN in members else ""

@@ -376,7 +376,7 @@ class KeyColumns:
             return of_arguments("", line, checked.target, fold, requests=order.requests)
         if order.urls[checked.model] is None:
             return of_arguments(request.url, request.body, checked.target, fold, requests=order.requests)
-        return of_request(request, checked.target, fold, requests=order.requests and not checked.has_urls)
+        return of_request(request, checked.target, fold, requests=order.requests)
 
     def pack(self) -> tuple[bytes, bytes, bytes, bytes]:
         return self._targets.tobytes(), self._prefixes.tobytes(), self._costs.tobytes(), bytes(self._folds)

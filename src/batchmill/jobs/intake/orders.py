@@ -44,6 +44,7 @@ from batchmill.wire.forms import (
     CHAT,
     COMPLETIONS,
     EMBEDDINGS,
+    FETCHED,
     RESPONSES,
     RESULT_COLUMNS,
     WARNINGS_COLUMN,
@@ -215,7 +216,7 @@ def _check_schema(order: JobOrder, schema: OutputSchema) -> None:
     for name in sorted({"response_format", "n"} & order.params.keys()):
         raise InvalidInput(f"--param cannot set {name} beside a schema: leave one of both out", code="schema_conflict")
     for name in columns_of(schema):
-        if name in (*RESULT_COLUMNS, WARNINGS_COLUMN, ANSWERED_BY):
+        if name in (*RESULT_COLUMNS, WARNINGS_COLUMN, FETCHED, ANSWERED_BY):
             raise InvalidInput(
                 f"the field {name!r} has the name of a column of the results: give the fields a prefix",
                 code="column_conflict",

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from itertools import compress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -25,10 +27,15 @@ from batchmill.jobs.intake.reuse_requests import StoredRequests, read_requests
 from batchmill.jobs.intake.reuse_results import HALF, LOW, ResultFiles
 from batchmill.jobs.ledger.plan import ORDER, PlanReader
 from batchmill.jobs.results.row_arrays import RowArrays
+from batchmill.optional import require
 from batchmill.store.segments.files import SegmentFile
 from batchmill.store.segments.format import BlockMeta, BlockRows, SegmentHead, frame
+from batchmill.wire.forms import TableForm
 from batchmill.wire.job_spec import JobSpec
 from batchmill.wire.json_bytes import encode
+
+if TYPE_CHECKING:
+    from batchmill.jobs.intake.reuse_media import EarlierMedia
 
 WINDOW_ROWS = 1024 * 1024  # looked up at once
 READ_ROWS, READ_BYTES = 16 * 1024, 16 * 1024 * 1024  # rows and results in memory, but for one longer result
@@ -82,6 +89,9 @@ class _Lookup:
         self._positions = self._positions_of_rows()
         self._indexes = list(self._opened(order.earlier))
         self._results = open_.enter_context(closing(ResultFiles()))
+        form = order.spec.form
+        has_media = isinstance(form, TableForm) and bool(form.media)
+        self._media = _earlier_media(order.spec) if has_media else None
         self._writer = _Writer(order.spec, self._plan, Path(order.segments)) if order.segments else None
 
     def windows(self) -> Iterator[range]:
@@ -157,11 +167,17 @@ class _Lookup:
             for some in _pieces(places):
                 lines = self._results.lines(index.paths, places[some])
                 is_sound = np.fromiter((line is not None for line in lines), bool, len(lines))
+                raws = _read(rows, numbers[some][is_sound].tolist())
+                sound = [line for line in lines if line is not None]
+                if self._media is not None:
+                    is_same = self._media.are_same(sound, raws)
+                    is_sound[is_sound] = is_same
+                    sound, raws = list(compress(sound, is_same)), list(compress(raws, is_same))
                 is_taken[some] = is_sound
                 taken, made = numbers[some][is_sound], places[some][is_sound]
                 results = self._order.spec.form.take_over(
-                    [line for line in lines if line is not None],
-                    _read(rows, taken.tolist()),
+                    sound,
+                    raws,
                     taken.tolist(),
                     [source % row for row in (made[:, 2] >> HALF).tolist()],
                 )
@@ -177,6 +193,10 @@ class _Lookup:
         ]
         if self._writer is not None:
             self._writer.close()
+
+
+def _earlier_media(spec: JobSpec) -> EarlierMedia:
+    return require("batchmill.jobs.intake.reuse_media:EarlierMedia", "media")(spec.dataset)
 
 
 def _pieces(places: np.ndarray) -> Iterator[slice]:

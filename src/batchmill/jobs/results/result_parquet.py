@@ -38,7 +38,7 @@ from batchmill.jobs.results.result_columns import (
     in_batches,
 )
 from batchmill.jobs.results.results import Learned, ResultFile
-from batchmill.wire.forms import ERROR, FOLDED_FROM, REUSED_FROM
+from batchmill.wire.forms import ERROR, FETCHED, FOLDED_FROM, REUSED_FROM
 from batchmill.wire.parquet_lines import result_field
 
 _types = pa.types
@@ -354,7 +354,7 @@ class ParquetFile:
         self._writer = pq.ParquetWriter(pa.PythonFile(PartSink(self._part), mode="w"), self._schema, compression="zstd")
 
     def _column(self, name: str) -> _Column:
-        if name in (ERROR, REUSED_FROM):
+        if name in (ERROR, FETCHED, REUSED_FROM):
             return _Column(name, pa.string(), Build(lambda values: pa.array(values, pa.string())))
         if name == FOLDED_FROM:
             return _Column(name, pa.int64(), Build(lambda values: pa.array(values, pa.int64())))
