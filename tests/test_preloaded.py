@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
+import resource
 import signal
 import subprocess
 import sys
 import warnings
 from pathlib import Path
 
+from fakes.forked_modules import read_at_start
 from fakes.preloaded import PreloadedPopen
 
 BATCHMILL = (sys.executable, "-m", "batchmill")
@@ -27,3 +30,39 @@ def test_a_server_that_nobody_waits_for_harms_no_later_command(tmp_path: Path):
     (kept,) = [each for each in subprocess._active if each.pid == pid]
     kept.send_signal(signal.SIGKILL)
     assert kept.wait(30) == -signal.SIGKILL
+
+
+def test_a_module_is_a_child_like_any_other(tmp_path: Path):
+    """What batchmill starts as a module is a fork, yet the starter's child, with its limits, mask, folder and session,
+    and holds no descriptor but its own."""
+    environ = {**read_at_start(dict(os.environ)), "A": "ü"}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    mask = os.umask(0o027)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (12345, before[1]))
+        child = PreloadedPopen(
+            [sys.executable, "-P", "-m", "batchmill.children.child", str(os.getpid()), "json:loads"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=tmp_path, start_new_session=True,
+            env=environ,
+        )  # fmt: skip
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        os.umask(mask)
+    assert child.stdin is not None and child.stdout is not None
+    size = (3).to_bytes(8, "little")
+    child.stdin.write(size + b"a:b" + (0).to_bytes(8, "little") + (2).to_bytes(8, "little") + b"{}" + size + b"\0\0\0")
+    child.stdin.flush()
+    assert child.stdout.read(1) == b"E", "it has begun, and there is no such module"
+    entry = Path(f"/proc/{child.pid}")
+    assert (entry / "cmdline").read_text().rstrip("\0").split("\0") == child.args
+    shown = (entry / "environ").read_text().rstrip("\0").split("\0")
+    assert dict(line.split("=", 1) for line in shown) == environ
+    assert (entry / "maps").read_text().count("_sqlite3"), "it is a fork"
+    status = (entry / "status").read_text()
+    assert f"PPid:\t{os.getpid()}\n" in status and "Umask:\t0027\n" in status
+    assert "Max file size 12345 " in " ".join((entry / "limits").read_text().split())
+    assert (entry / "cwd").readlink() == tmp_path and os.getsid(child.pid) == child.pid
+    assert sorted(each.name for each in (entry / "fd").iterdir()) == ["0", "1", "2"]
+    child.stdin.close()
+    child.stdout.close()
+    assert child.wait(30) == 0

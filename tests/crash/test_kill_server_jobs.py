@@ -14,45 +14,11 @@ from batchmill.faults import POINTS
 
 TESTS = Path(__file__).parents[1]
 SMALL, LARGE = 500, 1200  # rows of a job that lies in the database, and of one with a folder
-SERVER = """
-import asyncio, sys
-from pathlib import Path
-from batchmill.engines.clock import SystemClock
-from batchmill.executors.local import LocalExecutor
-from batchmill.jobs.ledger.ledger import Ledger
-from batchmill.store.sql.database import Database
-from batchmill.jobs.service import JobService
-from fakes.job_service import job_service
-from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Once
-
-async def main(folder: Path) -> None:
-    data = folder / "data"
-    data.mkdir(exist_ok=True)
-    executor = LocalExecutor(data / "workers")
-    executor.sweep()
-    service = job_service(data, Ledger(Database(data / "batchmill.db")), executor, SystemClock())
-    await service.recover(resume_server_jobs=True)
-    order = JobOrder(
-        DatasetSpec([str(folder / "in.jsonl")], format="openai"),
-        [ModelSpec("double", "function", f"{folder / 'app.py'}:double", allowed=["double"])],
-        origin={"frontend": "openai"}, default_model=False, once=Once("blind:1", "0" * 64, blind=True),
-    )
-    submitted = await service.submit(order)
-    while True:
-        last = [view async for view in service.watch(submitted.id, 0.05)][-1]
-        if last.state != "paused":  # until it is resumed
-            break
-        await asyncio.sleep(0.01)
-    print(submitted.how, len(await service.list()), last.state, last.rows_ok, last.output)
-    await service.close()
-
-asyncio.run(main(Path(sys.argv[1])))
-"""
 
 
 def run(folder, fault: str = "") -> list[str]:
     environment = {**os.environ, "BATCHMILL_FAULT": fault, "PYTHONPATH": str(TESTS)}
-    command = [sys.executable, "-c", SERVER, str(folder)]
+    command = [sys.executable, "-P", "-m", "fakes.order_server", str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 or fault, done.stderr
     return done.stdout.split()

@@ -9,11 +9,9 @@ are done before. Whatever starts another program, or sets what an interpreter re
 
 from __future__ import annotations
 
-import array
 import atexit
 import inspect
 import os
-import pickle
 import select
 import shutil
 import socket
@@ -26,20 +24,15 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from fakes.forked_modules import REAL_POPEN, SHOWN_CHARS, ModulePopen, read_at_start, receive_pid, send
 from fakes.own_folders import make_folder
 
 import batchmill
 
 SERVER = Path(__file__).with_name("preloaded_server.py")
-READ_AT_START = (
-    "PYTHON", "LD_", "MALLOC_", "SSL_", "OPENSSL_", "SQLALCHEMY", "MSGSPEC", "AIOHTTP_", "COVERAGE", "TZ",
-    "LANG", "LC_",
-)  # fmt: skip
 IS_ENABLED = os.environ.get("BATCHMILL_TESTS_FORK") != "0"
-HARMLESS = ("PYTHONUNBUFFERED",)
 MAIN = Path(batchmill.__file__).with_name("__main__.py")
 SCRIPT = Path(sysconfig.get_path("scripts")) / "batchmill"
-REAL_POPEN = subprocess.Popen
 STATUS = struct.Struct("!i")
 STOP_S = 10.0
 
@@ -83,6 +76,7 @@ class Preloaded:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = Path()
+        self._is_of_main_thread = False
         self._environ: dict[str, str] = {}
 
     @property
@@ -99,12 +93,15 @@ class Preloaded:
                     shutil.rmtree(self._folder)
                     raise
                 self._process = process
+                self._is_of_main_thread = threading.current_thread() is threading.main_thread()
         return self._address
 
     def _start(self) -> subprocess.Popen[bytes]:
+        room = " " * SHOWN_CHARS
         process = REAL_POPEN(
-            [sys.executable, str(SERVER), self._address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+            [sys.executable, str(SERVER), self._address, room], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            env={**os.environ, "ROOM": room, "OPENBLAS_NUM_THREADS": "1"},  # numpy's threads would be in no fork
+        )  # fmt: skip
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n", "the preloaded process did not start"
@@ -123,24 +120,33 @@ class Preloaded:
         if not IS_ENABLED:
             return False
         _ = self.address
-        return _read_at_start(environ) == _read_at_start(self._environ)
+        return read_at_start(environ) == read_at_start(self._environ)
+
+    def can_run_module(self, environ: dict[str, str]) -> bool:
+        """As `can_run`. A child whose parent is a thread that ends would be killed with it."""
+        return self.can_run(environ) and self._is_of_main_thread
 
     def start(
         self, argv: list[str], *, path: str, cwd: str, environ: dict[str, str], new_session: bool, fds: dict[int, int]
     ) -> tuple[int, int]:
         """Its process id, and the descriptor on which its status comes. `fds` maps its numbers to descriptors here."""
-        body = pickle.dumps({
+        request = {
             "argv": argv, "path": path, "cwd": cwd, "environ": environ, "new_session": new_session,
             "ends_with_caller": False, "fds": list(fds),
-        })  # fmt: skip
+        }  # fmt: skip
+        connection = self._ask(request, list(fds.values()))
+        return receive_pid(connection), connection.detach()
+
+    def start_module(self, request: dict[str, Any], fds: list[int]) -> int:
+        """Start a module as a child of this process. Returns its process id."""
+        with self._ask(request, fds) as connection:
+            return receive_pid(connection)
+
+    def _ask(self, request: dict[str, Any], fds: list[int]) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(self.address)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", list(fds.values())))]
-        connection.sendmsg([struct.pack("!I", len(body))], rights)
-        connection.sendall(body)
-        reply = connection.recv(4, socket.MSG_WAITALL)
-        assert len(reply) == 4, "the preloaded process has ended"
-        return struct.unpack("!i", reply)[0], connection.detach()
+        send(connection, request, fds)
+        return connection
 
     def write_script(self, folder: Path) -> Path:
         """A program `batchmill` in `folder` for shells; it runs as a fork of the server."""
@@ -163,14 +169,10 @@ class Preloaded:
             shutil.rmtree(self._folder)
 
 
-def _read_at_start(environ: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name.startswith(READ_AT_START) and name not in HARMLESS}
-
-
 PRELOADED = Preloaded()
 
 
-class PreloadedPopen(REAL_POPEN):
+class PreloadedPopen(ModulePopen):
     """`subprocess.Popen`, but a command of batchmill is a fork of `PRELOADED`.
 
     `subprocess` keeps an object that nobody refers to until its process has ended. So the status comes on a plain
@@ -178,9 +180,11 @@ class PreloadedPopen(REAL_POPEN):
     """
 
     _status_fd: int | None = None  # until the process has ended
+    start_module = staticmethod(PRELOADED.start_module)
+    can_run_module = staticmethod(PRELOADED.can_run_module)
 
     def _execute_child(self, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(super()._execute_child).bind(*args, **kwargs).arguments
+        given = inspect.signature(REAL_POPEN._execute_child).bind(self, *args, **kwargs).arguments
         command = _command(given)
         if command is None:
             return super()._execute_child(*args, **kwargs)
