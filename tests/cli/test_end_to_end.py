@@ -9,7 +9,7 @@ import sys
 import pytest
 
 ROWS = 3000
-MAIN = ("-c", "from batchmill.cli.main import main; main()")
+MAIN = ("-m", "batchmill")
 FUNCTION = """
 import pathlib, time
 gate = pathlib.Path(__file__).parent / "gate"

@@ -78,7 +78,7 @@ def work(tmp_path):
     def start(*args: str) -> subprocess.Popen[str]:
         environ = {**os.environ, "BATCHMILL_DATA_DIR": str(tmp_path / "data")}
         process = subprocess.Popen(
-            [sys.executable, "-c", "from batchmill.cli.main import main; main()", *args],
+            [sys.executable, "-m", "batchmill", *args],
             cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         started.append(process)

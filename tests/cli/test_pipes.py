@@ -14,7 +14,7 @@ from batchmill.cli.jobs.result_stream import PIECE_BYTES, ResultTail
 from batchmill.datasets import spooled_inputs
 from batchmill.errors import InvalidDataset
 
-MAIN = ("-c", "from batchmill.cli.main import main; main()")
+MAIN = ("-m", "batchmill")
 FUNCTION = """
 import pathlib, time
 gate = pathlib.Path(__file__).parent / "gate"
