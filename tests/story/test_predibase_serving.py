@@ -1,79 +1,15 @@
 """The published predibase package, as it is, against a server: deployments, generate, stream, classify, OpenAI's base.
 
-Engines are the fake one, whose answers are the prompt; one story is told by the real vLLM and the tiny model.
+Engines are the fake one, whose answers are the prompt; `test_real_vllm.py` has the real one.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
-from client_envs import client_python
 from dialects.predibase.llm_server import config_of
 from engines.llm_support import FakeVllm
+from predibase_package import Package
 from running_server import RunningServer
-
-SCRIPT_S = 540.0  # the real engine takes its time to start
-TINY = Path(__file__).parents[2] / "examples" / "tiny-llm"
-# Reads Python expressions as JSON texts, and prints what became of each; `pb` is the package's client.
-SCRIPT = """
-import asyncio, contextlib, io, json, os, sys
-from predibase import DeploymentConfig, Predibase, UpdateDeploymentConfig
-from predibase.beta.config import BatchInferenceServerConfig
-from predibase.config import ClassificationDeploymentConfig
-from openai import OpenAI
-
-URL = os.environ["PREDIBASE_GATEWAY"]
-pb = Predibase(api_token="pb_test")
-
-def client(name):
-    return pb.deployments.client(name, serving_url_override=URL, force_bare_client=True)
-
-def openai(name):
-    base = pb.deployments.openai_compatible_endpoint(name, serving_url=URL)
-    return OpenAI(api_key="pb_test", base_url=base, max_retries=0)
-
-def plain(value):
-    if hasattr(value, "model_dump"):
-        return value.model_dump(mode="json")
-    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-for line in sys.stdin:
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(said):
-            told = {"result": plain(eval(json.loads(line)))}
-    except Exception as error:
-        told = {"error": str(error), "kind": type(error).__name__}
-    print("@" + json.dumps(told | {"said": said.getvalue()}), flush=True)
-"""
-
-
-class Package:
-    """The package, at one server."""
-
-    def __init__(self, server: RunningServer) -> None:
-        self._url, self._python = server.url, client_python("predibase")
-
-    def ask(self, *expressions: str) -> list[dict]:
-        """What became of each, in this order, in one process of the package."""
-        environ = {**os.environ, "PREDIBASE_GATEWAY": self._url, "NO_PROXY": "127.0.0.1"}
-        done = subprocess.run(
-            [self._python, "-W", "ignore", "-c", SCRIPT], input="\n".join(map(json.dumps, expressions)),
-            capture_output=True, text=True, timeout=SCRIPT_S, env=environ,
-        )  # fmt: skip
-        output = [json.loads(line[1:]) for line in done.stdout.splitlines() if line.startswith("@")]
-        assert len(output) == len(expressions), done.stdout + done.stderr
-        return output
-
-    def results(self, *expressions: str) -> list:
-        """Of expressions that all succeed."""
-        reply = self.ask(*expressions)
-        assert all("result" in each for each in reply), reply
-        return [each["result"] for each in reply]
 
 
 @pytest.fixture(scope="module")
@@ -192,41 +128,3 @@ def test_deployments_in_other_forms(package):
     assert sorts["result"]["data"][0]["label"] == "loud"
     assert "backend" in refused["error"]
     assert "no log" in logs["error"] and best["result"]["baseModel"] == "tiny"
-
-
-VLLM_CONFIG = f"""
-[models.tiny]
-engine = "vllm"
-source = "{TINY}"
-adapters = {{ upper = "{TINY}/adapters/upper", reverse = "{TINY}/adapters/reverse" }}
-engine_args = {{ max-model-len = 512 }}
-"""
-PROMPT = "<|user|>Say: red fox<|end|><|assistant|>"
-
-
-@pytest.mark.vllm
-@pytest.mark.timeout(600)
-def test_the_tiny_model(tmp_path):
-    """The tiny model's one right answer, its adapters', its tokens and a stream of them, as vLLM has them."""
-    (tmp_path / "batchmill.toml").write_text(VLLM_CONFIG)
-    with RunningServer(tmp_path, env={"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}) as running:
-        result, loud, streamed, limited, shaped = Package(running).results(
-            f"client('tiny').generate({PROMPT!r}, decoder_input_details=True, return_k_alternatives=3)",
-            f"client('tiny').generate({PROMPT!r}, adapter_id='upper', details=False).generated_text",
-            f"list(client('tiny').generate_stream({PROMPT!r}, adapter_id='reverse'))",
-            f"client('tiny').generate({PROMPT!r}, stop_sequences=['ed'], do_sample=True, top_k=1, best_of=2)",
-            f"client('tiny').generate({PROMPT!r}, max_new_tokens=3, return_full_text=True).generated_text",
-        )
-    details = result["details"]
-    assert result["generated_text"] == "red fox" and details["finish_reason"] == "eos_token"
-    assert "".join(each["text"] for each in details["tokens"] if not each["special"]) == "red fox"
-    assert len(details["prefill"]) == details["prompt_tokens"] > 10
-    assert all(each["logprob"] is not None for each in details["prefill"][1:])
-    assert all(len(each["alternative_tokens"]) == 3 for each in details["tokens"])
-    assert all(each["alternative_tokens"][0]["id"] == each["id"] for each in details["tokens"])
-    assert loud == "RED FOX"
-    assert "".join(each["token"]["text"] for each in streamed if not each["token"]["special"]) == "xof der"
-    assert streamed[-1]["generated_text"] == "xof der"
-    assert limited["generated_text"] == "red" and limited["details"]["finish_reason"] == "stop_sequence"
-    assert len(limited["details"]["best_of_sequences"]) == 1
-    assert shaped == f"{PROMPT}red"
