@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import httpx2
+import pandas as pd
 import pytest
 from fakes.running_server import RunningServer, running_server
 
@@ -189,6 +190,20 @@ def test_results_are_queried(client: Client, server, tmp_path):
     assert [tuple(row.values()) for row in asyncio.run(answers())] == [
         ("c0", "A", "a"), ("c1", None, "fail"), ("c2", "C", "c"),
     ]  # fmt: skip
+
+
+def test_some_rows_of_a_frame_first(client: Client):
+    """`run` with `limit` or `sample` gives the rows that ran, under their labels; resumed, it gives all."""
+    frame = pd.DataFrame({"text": ["a", "fail", "c", "d"]}, index=list("wxyz"))
+    job = client.run(frame, model="upper", limit=2)
+    assert job.is_sampled and job.view.outlook is not None
+    assert job.to_pandas()["output"].dropna().to_dict() == {"w": "A"} and job.failures().index.tolist() == ["x"]
+    drawn = client.run(frame, model="upper", sample=2, seed=1).to_pandas()
+    assert len(drawn) == 2 and drawn["text"].to_dict() == frame["text"][drawn.index].to_dict()
+    job.resume()
+    job.wait()
+    assert not job.is_sampled and job.to_pandas()["output"].dropna().to_dict() == {"w": "A", "y": "C", "z": "D"}
+    assert job.failures().index.tolist() == ["x"]
 
 
 def test_rows_are_read_as_those_of_a_table(client: Client, tmp_path):

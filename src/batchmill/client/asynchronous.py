@@ -148,7 +148,7 @@ class AsyncClient:
         Args:
             data: what `submit` takes, or data in memory: a frame or table, a dict of columns, an iterable of rows.
                 It is uploaded as Parquet, rows as JSON lines.
-            wait: until the job is paused or has ended.
+            wait: until the job has ended. With `limit` or `sample`, until these rows have run: frames have them then.
             progress: show a bar; None: in a notebook and on a terminal.
             options: as for `submit`. Results of tables are Parquet.
 

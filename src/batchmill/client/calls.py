@@ -141,9 +141,15 @@ def errors(job_id: str) -> HttpRequest:
     return request(table.JOB_ERRORS, job_id)
 
 
-def partial(job_id: str, *, sampled: bool = False) -> HttpRequest:
-    """Gathering the rows first may take a while. Args: sampled: only those of the job's sample."""
-    return replace(request(table.JOB_RESULTS, job_id, partial=True, sampled=sampled or None), is_long=True)
+def partial(job_id: str, *, sampled: bool = False, numbered: bool = False) -> HttpRequest:
+    """Gathering the rows first may take a while.
+
+    Args:
+        sampled: only those of the job's sample.
+        numbered: each line begins with the number of its row and a tab.
+    """
+    query = {"partial": True, "sampled": sampled or None, "numbered": numbered or None}
+    return replace(request(table.JOB_RESULTS, job_id, **query), is_long=True)
 
 
 def validate(work: Work) -> TypedRequest[SealReport]:

@@ -23,6 +23,7 @@ from batchmill.client.frame_shapes import (
     with_types,
 )
 from batchmill.client.inputs import alias_of, is_past, part_of, refuse_elsewhere, refuse_unreadable
+from batchmill.client.job_ends import is_sampled
 from batchmill.client.pairs import run_here
 from batchmill.client.progress import Progress, as_html
 from batchmill.client.result_copies import ResultCopy, ends_of, lines_at_once, refuse_far
@@ -105,23 +106,46 @@ class Job:
             progress.close()
         return self.view
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the job has paused after its sample, at the last look: frames have the rows of the sample."""
+        return is_sampled(self.view)
+
     def to_arrow(self) -> pyarrow.Table:
         """All rows of a job that has ended, in the order of the input; of OpenAI rows as `rows`."""
-        return with_types(self._stored_table(), self.shape)
+        table, _ = self._stored_table()
+        return with_types(table, self.shape)
 
-    def _stored_table(self) -> pyarrow.Table:
-        """The results with the types that they are stored with."""
+    def _stored_table(self) -> tuple[pyarrow.Table, list[int] | None]:
+        """The results with the types that they are stored with, and the numbers of their rows; None: all rows."""
+        if is_sampled(self.refresh()):
+            return self._sampled_table()
         with tempfile.TemporaryDirectory(prefix="batchmill-results-") as folder:
             path = Path(folder, "results")
-            if (self.refresh()).output is not None:
+            if self.view.output is not None:
                 self.download(path)
             if is_parquet(path):
-                return run_here(read_results, path)
-        return table_of([row for row in self.rows()])
+                return run_here(read_results, path), None
+        return table_of([row for row in self.rows()]), None
+
+    def _sampled_table(self) -> tuple[pyarrow.Table, list[int]]:
+        """As `_stored_table`, of a job that has paused after its sample."""
+        content = FileContent(calls.partial(self.id, sampled=True, numbered=True), is_resumable=False)
+        picker = RowPicker(RowShape(added=added_by(self.view)), only_failed=False)
+        numbers: list[int] = []
+        rows: list[dict[str, Any]] = []
+        with closing(self._client.read(Lines(content, is_any=True))) as lines:
+            for line in lines:
+                number, _, text = line.partition(b"\t")
+                if (row := picker.pick(text)) is not None:
+                    numbers.append(int(number))
+                    rows.append(row)
+        return table_of(rows), numbers
 
     def to_pandas(self) -> pandas.DataFrame:
         """As `to_arrow`; with the index, labels and types of the frame that was given to `run`."""
-        return to_pandas(self.to_arrow(), self.shape)
+        table, numbers = self._stored_table()
+        return to_pandas(with_types(table, self.shape), self.shape, numbers)
 
     def to_polars(self) -> polars.DataFrame:
         """As `to_arrow`."""
@@ -129,7 +153,8 @@ class Job:
 
     def failures(self) -> Any:
         """The rows that failed: a frame of the library of the data, or of Arrow."""
-        return failures_of(self._stored_table(), self.shape)
+        table, numbers = self._stored_table()
+        return failures_of(table, self.shape, numbers)
 
     def _repr_html_(self) -> str:
         return as_html(self.view)

@@ -20,14 +20,14 @@ from batchmill.client.frame_shapes import (
     to_polars,
     with_types,
 )
-from batchmill.client.job_ends import check_ended
+from batchmill.client.job_ends import check_ended, is_sampled
 from batchmill.client.progress import Progress, as_html, figures, progress_of
 from batchmill.config import Config
 from batchmill.errors import InvalidTransition, JobPaused
 from batchmill.inprocess.background import Background, background
 from batchmill.inprocess.orders import Keywords, make_order
 from batchmill.inprocess.results import read_numbered, read_table, refuse_unfinished, row_of, spooled
-from batchmill.states import JobState, PauseReason
+from batchmill.states import JobState
 from batchmill.types import JobView, RetryChange, Submitted
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Job:
     @property
     def is_sampled(self) -> bool:
         """Whether the job has paused after its sample: results are those of the sample."""
-        return self._view.state == JobState.PAUSED and self._view.reason == PauseReason.SAMPLED
+        return is_sampled(self._view)
 
     @property
     def is_running(self) -> bool:
@@ -193,8 +193,7 @@ class Job:
             self._running.result()
         except CancelledError:
             raise JobPaused(f"the job {self.id} was stopped; the same call resumes it") from None
-        if not self.is_sampled:
-            check_ended(self._view, "the same call resumes it")
+        check_ended(self._view, "the same call resumes it")
         return self
 
     def __await__(self) -> Generator[Any, None, Self]:

@@ -156,10 +156,10 @@ class ProjectJobs:
         reasons = [hide_names(each, lambda name: self.directory.sees(caller, name)) for each in wait.reasons]
         return msgspec.structs.replace(wait, reasons=reasons)
 
-    async def partial(self, caller: Caller, job_id: str, *, sampled: bool = False) -> str:
+    async def partial(self, caller: Caller, job_id: str, *, is_numbered: bool = False, sampled: bool = False) -> str:
         """As `ports.Jobs.partial`: the caller removes the file."""
         await self._find_own(caller, job_id)
-        return await self._jobs.partial(job_id, sampled=sampled)
+        return await self._jobs.partial(job_id, is_numbered=is_numbered, sampled=sampled)
 
     async def remote(self, caller: Caller, job_id: str) -> list[RemoteJob]:
         """As `ports.Jobs.remote`."""

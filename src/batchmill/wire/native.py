@@ -210,6 +210,7 @@ class ReadResults(Struct, frozen=True, forbid_unknown_fields=True):
 
     partial: bool = False  # the rows with an outcome so far, as JSON lines
     sampled: bool = False  # with `partial`: only the rows of the job's sample
+    numbered: bool = False  # with `partial`: each line begins with the number of its row in the input and a tab
 
 
 class JobPage(Struct, frozen=True):

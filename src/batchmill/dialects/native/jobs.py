@@ -272,8 +272,9 @@ class JobStreams:
                     code="no_ranges",
                 )
             return await self._partial(call)
-        if call.query.sampled:
-            raise InvalidInput("sampled selects among partial results: set partial too", code="invalid_sample")
+        if call.query.sampled or call.query.numbered:
+            name = "sampled" if call.query.sampled else "numbered"
+            raise InvalidInput(f"{name} is for partial results: set partial too", code="invalid_sample")
         view, output, _ = await self._ended(call)
         if output is None:  # errors are in a file of their own, and no row succeeded: the results are empty
             return Response(b"", media_type=JSON_LINES)
@@ -309,10 +310,10 @@ class JobStreams:
 
     async def _partial(self, call: Call) -> Response:
         """Send partial results. The file is unlinked before the first byte is sent, so that it cannot stay behind."""
-        job_id, sampled = call.path["job_id"], call.query.sampled
-        path = await self._project_jobs.partial(call.caller, job_id, sampled=sampled)
+        job_id, query = call.path["job_id"], call.query
+        path = await self._project_jobs.partial(call.caller, job_id, is_numbered=query.numbered, sampled=query.sampled)
         file = await asyncio.to_thread(_open_and_unlink, path)
-        return PieceReply(_pieces(file), media=JSON_LINES)
+        return PieceReply(_pieces(file), media=OCTETS if query.numbered else JSON_LINES)
 
 
 def _open_and_unlink(path: str) -> BinaryIO:
