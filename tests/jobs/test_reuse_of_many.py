@@ -21,13 +21,15 @@ from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.intake import adapters, orders
 from batchmill.jobs.intake.preparation import PrepareOrder, prepare
 from batchmill.jobs.intake.reuse_index import JobIndex
-from batchmill.jobs.intake.reuse_lookup import look_up_offloaded
+from batchmill.jobs.intake.reuse_lookup import STRIPE_ROWS, look_up_offloaded
 from batchmill.jobs.intake.reuse_orders import EarlierJob, LookupOrder, Reused, target_keys
 from batchmill.jobs.intake.reuse_requests import read_requests
 from batchmill.jobs.intake.reuse_results import ResultFiles
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.store import removals
 from batchmill.store.removals import Removal
+from batchmill.store.segments.files import SegmentFolder
+from batchmill.store.segments.format import scan
 from batchmill.types import DatasetSpec, JobOrder, JobView, ModelSpec, Policy
 
 CODE = """
@@ -96,6 +98,25 @@ async def test_a_thousand_jobs_need_few_descriptors(tmp_path, service):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert (found.rows, found.skipped) == (5, [])
+
+
+async def test_children_share_the_rows_of_a_lookup(tmp_path, service):
+    """Each takes stripes of its own, and together they take all: no row twice, none left out."""
+    rows = STRIPE_ROWS + 100
+    first = await run(service, functions(tmp_path, range(rows)))
+    second = await run(service, functions(tmp_path, range(rows), name="b.jsonl"))
+    assert second.rows_reused == rows
+    files, folder = JobFiles(tmp_path / "data", second.id), tmp_path / "segments"
+    order = LookupOrder(
+        files.read_spec(), str(files.dataset), str(files.plan(0)), [earlier(tmp_path, first)], 0.0, str(folder)
+    )
+    for part, expected in enumerate((STRIPE_ROWS, 100)):
+        data = msgspec.json.encode(msgspec.structs.replace(order, part=part, parts=2))
+        assert msgspec.json.decode(look_up_offloaded(data, lambda _: None), type=Reused).rows == expected
+    source = SegmentFolder(folder)
+    found = [row for name in source.names() for block in scan(source, name) for row in block.rows()]
+    source.close()
+    assert sorted(found) == list(range(rows))
 
 
 async def test_a_retried_job_is_taken_from(tmp_path, service):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,6 +21,8 @@ from msgspec.structs import replace
 from batchmill import faults
 from batchmill.children.offload import Offload
 from batchmill.config.entries import ProjectEntry
+from batchmill.datasets.layout import REQUESTS
+from batchmill.datasets.request_digests import DIGEST_BYTES
 from batchmill.errors import BatchmillError
 from batchmill.jobs.intake.preparation import reuses, stays_reusable
 from batchmill.jobs.intake.reuse_orders import (
@@ -37,6 +40,7 @@ from batchmill.jobs.intake.reuse_orders import (
 from batchmill.jobs.ledger.files import REUSE, JobFiles, read_spec
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.ledger.storage import JobStorage
+from batchmill.jobs.results.part_writers import each
 from batchmill.object_store.urls import is_object_url
 from batchmill.ports import Clock
 from batchmill.states import ENDED
@@ -49,6 +53,8 @@ from batchmill.wire.job_spec import JobSpec
 
 FILE_PREFIX = "file-"  # of the ids of files, among what was removed
 ROWS_A_RUN = 64  # that follow each other, on average: results are copied while the other rows run
+CHILD_ROWS = 256 * 1024  # of a job with fewer rows for each, fewer children look them up
+CHILDREN_MAX = 4  # for one lookup
 FORGOTTEN_MAX = 500  # jobs of one query
 MORE_JOBS = "only the newest {:,} ended jobs were looked at, and there are more: see projects.{}.reuse_jobs_max"
 log = logging.getLogger("batchmill.owner")
@@ -92,15 +98,33 @@ class EarlierJobs:
         stores = order.spec.uses_stores or any(each.spec.uses_stores for each in order.earlier)
         rebuilt: set[str] = set()
         while True:
-            data = msgspec.json.encode(order)
-            answer = await self._offload(LOOK_UP, data, progress, project=order.spec.project, stores=stores)
-            reused = msgspec.json.decode(answer, type=Reused)
+            reused = await self._in_parts(order, progress, stores=stores)
             for reason in reused.skipped:
                 log.warning("results are not taken over of the job %s", reason)
             if not reused.unsound:
                 await self._publish_new(order.earlier)
                 return reused
             order = replace(order, earlier=await self._mended(order.earlier, frozenset(reused.unsound), rebuilt))
+
+    async def _in_parts(self, order: LookupOrder, progress: Callable[[float], None], *, stores: bool) -> Reused:
+        """Look the rows up in one child, or in several if there are many."""
+        parts = await asyncio.to_thread(_children_for, Path(order.dataset))
+        shares = [0.0] * parts
+
+        async def look_up(part: int) -> Reused:
+            def note(share: float) -> None:
+                shares[part] = share
+                progress(sum(shares) / parts)
+
+            data = msgspec.json.encode(replace(order, part=part, parts=parts))
+            answer = await self._offload(LOOK_UP, data, note, project=order.spec.project, stores=stores)
+            return msgspec.json.decode(answer, type=Reused)
+
+        found = await each(look_up, list(range(parts)), parts, lambda _: None)
+        skipped = dict.fromkeys(reason for reused in found for reason in reused.skipped)
+        unsound = dict.fromkeys(job_id for reused in found for job_id in reused.unsound)
+        rows, runs = sum(reused.rows for reused in found), sum(reused.runs for reused in found)
+        return Reused(rows, runs, [*skipped], [*unsound])
 
     async def _mended(self, jobs: list[EarlierJob], unsound: frozenset[str], rebuilt: set[str]) -> list[EarlierJob]:
         """The jobs of the next lookup: those whose index is damaged with what it is made of, unless it was made anew.
@@ -252,6 +276,14 @@ class EarlierJobs:
                     await self._ledger.database.write(_forget, record)
                     await self._stored.remove(some[record["id"]])
                     await asyncio.to_thread(shutil.rmtree, some[record["id"]], ignore_errors=True)
+
+
+def _children_for(dataset: Path) -> int:
+    try:
+        rows = (dataset / REQUESTS).stat().st_size // DIGEST_BYTES
+    except FileNotFoundError:
+        rows = 0  # the child says what is wrong
+    return max(1, min(CHILDREN_MAX, len(os.sched_getaffinity(0)), rows // CHILD_ROWS))
 
 
 def _has_lines(output: str | None) -> bool:

@@ -37,14 +37,15 @@ from batchmill.wire.json_bytes import encode
 if TYPE_CHECKING:
     from batchmill.jobs.intake.reuse_media import EarlierMedia
 
-WINDOW_ROWS = 1024 * 1024  # looked up at once
+WINDOW_ROWS = 1024 * 1024  # looked up at once, by each child
+STRIPE_ROWS = 64 * 1024  # that follow each other, looked up by one child: new rows are often the last ones
 READ_ROWS, READ_BYTES = 16 * 1024, 16 * 1024 * 1024  # rows and results in memory, but for one longer result
 DENSE = 4  # of rows that are close together, those between are read too
 BLOCK_ROWS, BLOCK_BYTES = 1024, 1024 * 1024  # of one block, about
 HELD_BYTES_MAX = 64 * 1024 * 1024  # of lines that wait for their block
 HELD_BYTES = 1024  # that a block takes besides its lines, about
 Key = tuple[int, int]  # of a block: its shard, and when its results were made
-WORKER = "reuse"  # in the name of the segment
+WORKER = "reuse{}"  # in the name of a child's segment
 IS_LAST_BIT = np.uint64(DETERMINISTIC_BIT << 56)  # of a digest's last word
 NO_POSITION = 2**32 - 1
 
@@ -92,11 +93,12 @@ class _Lookup:
         form = order.spec.form
         has_media = isinstance(form, TableForm) and bool(form.media)
         self._media = _earlier_media(order.spec) if has_media else None
-        self._writer = _Writer(order.spec, self._plan, Path(order.segments)) if order.segments else None
+        self._writer = _Writer(order, self._plan) if order.segments else None
 
     def windows(self) -> Iterator[range]:
-        for start in range(0, self.rows, WINDOW_ROWS):
-            yield range(start, min(start + WINDOW_ROWS, self.rows))
+        step = WINDOW_ROWS * self._order.parts
+        for start in range(0, self.rows, step):
+            yield range(start, min(start + step, self.rows))
 
     def _positions_of_rows(self) -> np.ndarray:
         """The position of each row that runs; NO_POSITION of others."""
@@ -133,6 +135,9 @@ class _Lookup:
         digests = np.asarray(self._requests.digests[window.start : window.stop])
         targets = self._requests.targets[window.start : window.stop]
         is_wanted = (self._positions[window.start : window.stop] != NO_POSITION) & digests.any(axis=1)
+        if self._order.parts > 1:
+            stripes = np.arange(window.start, window.stop) // STRIPE_ROWS
+            is_wanted &= stripes % self._order.parts == self._order.part
         for number in np.unique(targets).tolist():
             wanted = np.flatnonzero((targets == number) & is_wanted)
             if not self._takes_all[number]:
@@ -225,12 +230,13 @@ def _read(rows: DatasetRows, numbers: Sequence[int]) -> list[bytes]:
 class _Writer:
     """Writes results into blocks of their shards."""
 
-    def __init__(self, spec: JobSpec, plan: PlanReader, folder: Path) -> None:
+    def __init__(self, order: LookupOrder, plan: PlanReader) -> None:
+        spec, folder, worker = order.spec, Path(order.segments), WORKER.format(order.part)
         self._bounds = np.array([shard.lo for shard in plan.shards()], np.uint64)
-        for path in folder.glob(f"{WORKER}-*.seg"):  # of an attempt that was killed: nothing of it was adopted
+        for path in folder.glob(f"{worker}-*.seg"):  # of an attempt that was killed: nothing of it was adopted
             path.unlink()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._file = SegmentFile(folder, SegmentHead(spec.id, spec.identity, WORKER))
+        self._file = SegmentFile(folder, SegmentHead(spec.id, spec.identity, worker))
         self._held: defaultdict[Key, BlockRows] = defaultdict(lambda: BlockRows([], [], []))
         self._bytes: defaultdict[Key, int] = defaultdict(int)
         self._held_bytes = 0  # of all blocks
