@@ -74,3 +74,25 @@ def test_killed_while_results_are_taken_over(point, folder):
 
 def jobs(folder):
     return [path.read_text() for path in (folder / "data" / "jobs").glob("*/job.json")]
+
+
+@pytest.mark.parametrize("point", ["in_reuse_index", "after_reuse_index", "after_ending"])
+def test_killed_while_answers_are_kept(point, tmp_path):
+    """Whoever is killed before the segments of a job are removed, later jobs find its results; they went to a CSV."""
+    (tmp_path / "in.csv").write_text("n\n" + "".join(f"{n}\n" for n in range(50)))
+    (tmp_path / "batchmill.toml").write_text("[retention]\nintermediate_s = 0\n")
+    (tmp_path / "app.py").write_text(COUNTING.replace("2 * n", "2 * int(n)"))
+    first = run(tmp_path, "in.csv", "--reuse", "-o", "first.csv")
+    assert first.returncode == 0, first.stderr
+    (job,) = (tmp_path / "data" / "jobs").iterdir()
+    (tmp_path / "calls").unlink()
+    (tmp_path / "other.csv").write_text("n\n-1\n")
+    run(tmp_path, "other.csv", "-o", "other.out.csv", fault=f"{point}:1:{tmp_path / point}")
+    assert (tmp_path / point).exists()
+    (tmp_path / "calls").unlink(missing_ok=True)
+    done = run(tmp_path, "in.csv", "--reuse", "-o", "second.csv")
+    assert done.returncode == 0, done.stderr
+    assert "50 took over" in done.stdout and not (tmp_path / "calls").exists()
+    assert (job / "reuse" / "results").exists() and not (job / "segments").exists()
+    rows = [line.split(",")[:2] for line in (tmp_path / "second.csv").read_text().splitlines()[1:]]
+    assert rows == [[str(n), str(2 * n)] for n in range(50)]

@@ -165,6 +165,27 @@ async def test_a_job_that_is_removed_during_a_lookup(tmp_path, service):
     assert (view.rows_ok, view.rows_reused) == (20, 0)
 
 
+async def test_retention_moves_results_during_a_lookup(tmp_path, service):
+    """What was found in a segment is found in the copy that retention has made before it removed the segment."""
+    first = await run(service, functions(tmp_path, range(20), output=str(tmp_path / "first.csv")))
+    second = await run(service, functions(tmp_path, range(20), name="b.jsonl"))
+    keys = target_keys(JobFiles(tmp_path / "data", first.id).read_spec())
+    digests = read_requests(JobFiles(tmp_path / "data", second.id).dataset).digests
+    digests = digests[digests[:, 0].argsort()]
+    found_before, found_after = (JobIndex(earlier(tmp_path, first), keys) for _ in range(2))
+    _, places = found_before.find(keys[0], digests)
+    service.retention.entry = RetentionEntry(intermediate_s=0.0, retry_s=0.0)
+    await service.retention.sweep()
+    assert not JobFiles(tmp_path / "data", first.id).segments.exists()
+    files = ResultFiles()
+    assert files.lines(found_before.paths, places) == [None] * 20
+    assert found_before.renew() and not found_before.renew()
+    for index in (found_before, found_after):
+        found, places = index.find(keys[0], digests)
+        assert len(found) == 20 and all(b'"output":' in line for line in files.lines(index.paths, places))
+    files.close()
+
+
 async def test_published_results_that_are_gone(tmp_path, service):
     """The file of a job whose segments are gone was emptied or removed: rows run, and nothing pauses."""
     service.retention.entry = RetentionEntry(intermediate_s=0.0, retry_s=0.0)

@@ -75,12 +75,29 @@ class JobIndex:
         if not self._home.parent.is_dir():
             raise FileNotFoundError(f"the job {job.spec.id} is gone")
         with locked(self._home):
-            self._head = read_head(self._home, job.spec.id, job.generation) or build(job)
-        self._sections = {section.key: section for section in self._head.sections if section.key in keys}
+            head = read_head(self._home, job.spec.id, job.generation) or build(job)
+        self._keys = keys
+        self.damaged = 0  # blocks of records that were left out
+        self._use(head)
+
+    def _use(self, head: IndexHead) -> None:
+        self._head = head
+        self._sections = {section.key: section for section in head.sections if section.key in self._keys}
         folders = {RESULTS: self._home}
         # The files that places name by number. A published file has an absolute path.
-        self.paths = [folders.get(name, Path(job.segments.folder)) / name for name in self._head.files]
-        self.damaged = 0  # blocks of records that were left out
+        self.paths = [folders.get(name, Path(self.job.segments.folder)) / name for name in head.files]
+
+    def renew(self) -> bool:
+        """Whether the index was written anew since it was opened: it is read as it is now."""
+        try:
+            with locked(self._home):
+                head = read_head(self._home, self.job.spec.id, self.job.generation)
+        except OSError:
+            return False
+        if head is None or head == self._head:
+            return False
+        self._use(head)
+        return True
 
     def find(self, key: str, digests: np.ndarray) -> Found:
         """Which of some digests [n, 4], in order of their first words, have a result, and its place [found, 4].
@@ -99,10 +116,13 @@ class JobIndex:
                 self.damaged += files.damaged
 
     def _opened(self, key: str) -> SectionFiles | None:
-        """The records of a target; None if the job was removed, or its index was written anew meanwhile."""
+        """The records of a target; None if the job was removed meanwhile."""
         try:
             with locked(self._home):
-                if read_head(self._home, self.job.spec.id, self.job.generation) != self._head:
+                head = read_head(self._home, self.job.spec.id, self.job.generation)
+                if head is not None and head != self._head:
+                    self._use(head)  # it was written anew, by retention perhaps
+                if head is None or key not in self._sections:
                     return None
                 return SectionFiles(self._home, self._sections[key], is_partial=self.job.is_reduced)
         except OSError:

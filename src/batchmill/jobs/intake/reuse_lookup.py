@@ -156,13 +156,17 @@ class _Lookup:
             self._note_unsound(index.job, error)
             return wanted
         is_new = places[:, -1] >= np.uint64(max(0, self._order.since))
-        found, places = found[is_new], places[is_new]
+        found, places, are_gone = found[is_new], places[is_new], False
         if self._writer is not None:
             in_order = np.argsort(wanted[found])
             found, places = found[in_order], places[in_order]
-            found = found[self._write(self._writer, index, wanted[found] + start, places)]
+            is_taken = self._write(self._writer, index, wanted[found] + start, places)
+            are_gone, found = not is_taken.all(), found[is_taken]
         self.found += len(found)
-        return np.delete(wanted, found)
+        left = np.delete(wanted, found)
+        if are_gone and index.renew():  # retention has moved the results
+            return self._take_from(index, key, left, digests, start)
+        return left
 
     def _write(self, writer: _Writer, index: JobIndex, numbers: np.ndarray, places: np.ndarray) -> np.ndarray:
         """Write the results at some places as those of rows, ascending; returns which [n] of them were sound."""
