@@ -447,8 +447,7 @@ class TableForm(Struct, frozen=True, tag="table"):
         self, lines: Sequence[bytes], raws: Sequence[bytes], numbers: Sequence[int], sources: Sequence[bytes]
     ) -> list[bytes]:
         """As `OpenAIForm.take_over`: the rows' own columns with the results."""
-        fields = () if self.schema is None else columns_of(self.schema)
-        names = [(name, encode(name)) for name in (*fields, OUTPUT, ERROR, FETCHED)]
+        names = [(name, encode(name)) for name in self._taken_names()]
         taken = []
         for line, raw, source in zip(lines, raws, sources, strict=True):
             members = split_object(line)
@@ -456,10 +455,13 @@ class TableForm(Struct, frozen=True, tag="table"):
             taken.append(append_members(self._own(raw), b'%b"reused_from":%b' % (values, source)) + b"\n")
         return taken
 
+    def _taken_names(self) -> tuple[str, ...]:
+        """The columns that rows take over."""
+        return (*(() if self.schema is None else columns_of(self.schema)), OUTPUT, ERROR, FETCHED)
+
     def cut_down(self, lines: Sequence[bytes]) -> list[bytes]:
         """As `OpenAIForm.cut_down`: without the columns of the input."""
-        fields = () if self.schema is None else columns_of(self.schema)
-        names = (*fields, OUTPUT, ERROR)
+        names = self._taken_names()
         members = [{name: each[name] for name in names if name in each} for each in map(split_object, lines)]
         return [join_object(each) + b"\n" for each in members]
 
