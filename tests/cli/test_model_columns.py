@@ -11,7 +11,7 @@ from batchmill.cli.session import Session
 
 
 def test_rows_go_to_the_model_that_their_cell_names(tmp_path, monkeypatch):
-    """Each row is a call of its own model; an empty cell is one of the first."""
+    """Each row is a call of its own model; an empty cell is one of the first. What names none is refused."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_API_KEY", "k")
     (tmp_path / "in.csv").write_text("q,which\na,two\nb,\nc,one\nd,two\n")
@@ -20,6 +20,13 @@ def test_rows_go_to_the_model_that_their_cell_names(tmp_path, monkeypatch):
         (tmp_path / "batchmill.toml").write_text(entry.format("one", service.url) + entry.format("two", service.url))
         flags = ("--model", "one", "--model", "two", "--prompt", "{q}", "--model-column", "which", "-o", "out.csv")
         result = CliRunner().invoke(cli, ["run", "in.csv", *flags, "--data-dir", "data"], obj=Session())
+        (tmp_path / "wrong.csv").write_text("q,which,lora\na,three,\nb,,x\n")
+        flags = (*flags[:-2], "--adapter-column", "lora", "--data-dir", "data")
+        wrong = CliRunner().invoke(cli, ["validate", "wrong.csv", *flags], obj=Session())
     assert result.exit_code == 0, result.output
+    assert wrong.exit_code == 2
+    for number, column, cell in ((1, "which", "three"), (2, "lora", "x")):
+        text = f"wrong.csv:{number}: unknown_model: the column '{column}' names '{cell}'; this job has one, s-one, "
+        assert text in wrong.output, wrong.output
     with (tmp_path / "out.csv").open() as file:
         assert [row["output"] for row in csv.DictReader(file)] == ["s-two", "s-one", "s-one", "s-two"]

@@ -78,6 +78,7 @@ CUSTOM_ID_CHARS_MAX = 512
 URL_CHARS_MAX = 2048
 SHOWN_CHARS = 80  # of an offending value, in a message
 NAMES_SHOWN = 20
+UNKNOWN_MODEL = "unknown_model"  # the code of a row that names none of the job
 
 # The setting that adds paths to a model.
 _PATHS_HINT = "; models.NAME.paths in the configuration adds others"
@@ -273,17 +274,18 @@ class OpenAIRules:
     def resolve(self, name: str | None) -> tuple[int, int]:
         if not name:
             if self._default is None:
-                raise InvalidRow(f"body.model is missing; this job has {self._names}", code="missing_model")
+                raise InvalidRow(f"body.model is missing; this job has {self.names}", code="missing_model")
             return self._default
         route = self._targets.get(name) or self._adapters.base_of(name)
         if route is None and self._any_model:
             return self._default
         if route is None:
-            raise InvalidRow(f"body.model is {quoted(name)}; this job has {self._names}", code="unknown_model")
+            raise InvalidRow(f"body.model is {quoted(name)}; this job has {self.names}", code=UNKNOWN_MODEL)
         return route
 
     @cached_property
-    def _names(self) -> str:
+    def names(self) -> str:
+        """The models and adapters that rows may name."""
         names = sorted(self._targets)
         more = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         patterns = f", and adapters like {', '.join(self._patterns[:NAMES_SHOWN])}" if self._patterns else ""
@@ -338,8 +340,24 @@ class TableRules:
             model, target = self._resolver.route(request.url, Raw(request.body))
             self._check_adapter(line, model)
         except InvalidRow as error:
-            return CheckedLine(error=_row_error(error))
+            return CheckedLine(error=_row_error(self._in_column(line, error)))
         return CheckedLine(None, None, request, model, target)
+
+    def _in_column(self, line: bytes, error: InvalidRow) -> InvalidRow:
+        """The error of a row whose model or adapter a column names: it says which one."""
+        if error.code != UNKNOWN_MODEL:
+            return error
+        members = split_object(line)
+        for column in self._form.target_columns():
+            cell = text_of(members[column])
+            try:
+                self._resolver.resolve(cell)
+            except InvalidRow:
+                known = self._resolver.names
+                return InvalidRow(
+                    f"the column {quoted(column)} names {quoted(cell)}; this job has {known}", code=UNKNOWN_MODEL
+                )
+        return error
 
     def _check_adapter(self, line: bytes, model: int) -> None:
         """Raises: InvalidRow for an adapter, which is of `model`, in a row that names another model."""

@@ -323,8 +323,8 @@ class TableForm(Struct, frozen=True, tag="table"):
 
     def columns(self) -> list[str]:
         """Return the columns that prompts and the choice of a model need; a row may lack those of a `template`."""
-        targets = [name for name in (self.model_column, self.adapter_column) if name is not None]
-        return list(dict.fromkeys([*self.template_columns(), *(each.column for each in self.media), *targets]))
+        media = [each.column for each in self.media]
+        return list(dict.fromkeys([*self.template_columns(), *media, *reversed(self.target_columns())]))
 
     def template_columns(self) -> list[str]:
         """Return the columns that the templates need."""
@@ -333,8 +333,11 @@ class TableForm(Struct, frozen=True, tag="table"):
 
     def target_names(self, cells: Mapping[str, str]) -> list[str]:
         """Return the names of the row's adapter and model, as far as its cells have some; the first one is called."""
-        named = (self.adapter_column, self.model_column)
-        return [cells[name] for name in named if name is not None and cells[name]]
+        return [cells[name] for name in self.target_columns() if cells[name]]
+
+    def target_columns(self) -> list[str]:
+        """Return the columns that name the row's adapter and its model."""
+        return [name for name in (self.adapter_column, self.model_column) if name is not None]
 
     def request(self, row: Row) -> Request:
         if not self.makes_requests:
