@@ -107,6 +107,7 @@ NAME_TABLES: dict[str, str] = {
     "batchmill.imports.import_large": "what is imported later, or by some commands only",
     "batchmill.optional.require": "what is heavy, or needs the package of an extra",
     "batchmill.function_runtime.loading._import_module": "the user's own function",
+    "batchmill.function_runtime.process._async_calls": "what calls async functions, which needs asyncio",
     "batchmill.function_runtime.installed.installed": "what the environment of a function has installed",
 }
 # Modules that compare or look up a word which is the name of an engine too -> what the word means there.

@@ -19,6 +19,8 @@ CALLS_MAX = 64  # of single rows, at once
 SHORT_NS = 5_000_000  # results wait so long if calls are missing: the worker sends more rows when it has results
 BATCHES_MAX = 4  # of many rows, at once: more of them would never fill
 
+new_loop = asyncio.new_event_loop
+
 
 class AsyncLoop:
     """The caller for async functions. `run` returns after `stop`.

@@ -7,7 +7,6 @@ Of `start`, `received_shapes` is heeded in the worker, by the form that reads a 
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import inspect
 import os
@@ -17,7 +16,6 @@ import traceback
 
 from . import inferless_app, installed, marks, printing
 from .arrow_rows import is_arrow, is_available, items_of
-from .async_caller import AsyncLoop
 from .frames import BROKEN, WorkerSocket, end_with_worker, high, keep_freed_memory
 from .kept_results import Unkept, text_of_result, texts_of
 from .loading import LoadError, run_user_code, trace_of
@@ -31,6 +29,13 @@ from .user_code import ROW, load
 FLUSH_NS = 1_000_000  # results that wait for others of the same turn leave after this
 REFUSED = ["memory_limit", "the function's process was refused the memory to write the row's result", ""]
 BARE_NAMES = frozenset(["output"])  # a column of this name is the result itself, not a dict of one
+
+
+def _async_calls():
+    """What calls async functions. asyncio takes a third of the start of a process, and most functions need none."""
+    from . import async_caller
+
+    return async_caller
 
 
 class Replies:
@@ -250,7 +255,7 @@ class FunctionProcess:
         if self._code.is_async:
             parts = (self._loop, self._code, self._replies, self._progress, self._link)
             limits = {"memory_bytes": self._memory_bytes, "calls_max": self._calls_max}
-            AsyncLoop(*parts, when_full=self._replace_when_full, **limits).run(early)
+            _async_calls().AsyncLoop(*parts, when_full=self._replace_when_full, **limits).run(early)
         else:
             self._make_caller()
             self._serve(early)
@@ -274,7 +279,7 @@ class FunctionProcess:
         if self._code.setup is not None:
             run_user_code(lambda: self._call_or_await(self._code.setup), f"setting up {start['source']}")
         if self._code.is_async and self._loop is None:
-            self._loop = asyncio.new_event_loop()
+            self._loop = _async_calls().new_loop()
         if self._link.is_child:
             os._exit(0)
         gc.freeze()  # what is there now stays: no collection needs to look at it
@@ -303,7 +308,7 @@ class FunctionProcess:
         result = call()
         if inspect.isawaitable(result):
             if self._loop is None:
-                self._loop = asyncio.new_event_loop()
+                self._loop = _async_calls().new_loop()
             self._loop.run_until_complete(_awaited(result))
 
     def _make_caller(self):
