@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from batchmill.executors.ray import frames
-from batchmill.executors.ray.executor import RECEIVED_BYTES, WAITING_BYTES, RayExecutor, RayWorker
+from batchmill.executors.ray.executor import RayExecutor
 from batchmill.executors.ray.frames import KILLED, Connected, Item, Placement
+from batchmill.executors.ray.ray_worker import RECEIVED_BYTES, WAITING_BYTES, RayWorker
 from batchmill.types import LiveRequest, ModelSpec
 from batchmill.types.cluster import ClusterEntry
 from batchmill.wire import messages
-from batchmill.wire.messages import AnswerLive, Ready, Start
+from batchmill.wire.messages import AnswerLive, Drain, Ready, Start
 
 
 @pytest.fixture
@@ -63,3 +64,10 @@ async def test_a_look_at_the_cluster_that_ends_early(executor: RayExecutor):
     await asyncio.wait({look})
     assert executor._inspections == {}
     await executor.close()
+
+
+async def test_a_worker_that_waits_is_drained_at_once(worker: RayWorker):
+    """It has nothing to record: who presses Ctrl-C does not wait for it."""
+    worker.send(Drain())
+    assert await worker.wait() == 0 and not worker.is_lost
+    assert [message async for message in worker.messages()] == []

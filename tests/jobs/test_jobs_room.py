@@ -93,6 +93,8 @@ async def test_a_job_says_for_which_limit_it_waits(stage):
         "the model 'big' waits for room: 'big' needs 12 GiB and 4 of 24 GiB are free: "
         "'holder' (a job runs on it) holds 20 GiB"
     )
+    (note,) = (await stage.jobs.show(second)).notes  # which the command shows that runs it
+    assert note == reply.replace("waits for room", "waits").replace("'holder'", "another model")
     gate.touch()
     assert await stage.end(first) == ("completed", ROWS)
     assert await stage.end(second) == ("completed", ROWS)

@@ -147,6 +147,15 @@ def test_a_time_limit_of_a_function(place):
     assert resolve("function:app.py:classify", configured(place), cwd=place, flags=flags).limits.attempt_timeout_s == 9
 
 
+def test_what_a_worker_reserves_in_a_cluster(place):
+    """Workers of every engine may run there, so each takes cores and custom resources."""
+    for name, kind in KINDS.items():
+        assert {"cpus", "resources"} <= kind.settings or name == "routes", name
+    entry = ModelEntry("function", "app.py:classify", cpus=2.0, resources={"spot": 1.0})
+    needs = resolve("m", configured(place, m=entry), cwd=place).needs
+    assert (needs.cpus, needs.resources) == (2.0, {"spot": 1.0})
+
+
 def test_limits_belong_to_the_engine_that_reads_them(place):
     """The bounds of schemas are vLLM's, which reads them; a service that would ignore them refuses them."""
     entry = Limits(schema_nodes_max=5)

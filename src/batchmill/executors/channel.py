@@ -39,7 +39,7 @@ class WorkerChannel(Protocol):
 
     heartbeat_s: float  # statistics that change are sent no more often
     idle_heartbeat_s: float  # a worker whose statistics do not change says so often that it is alive
-    commit_pace_s: float  # the time between two commits of a worker that has other rows in flight
+    commit_pace_s: float  # the time between two commits of a worker whose rows are slow
     grants_max: int  # that are requested in one message
     is_on_node: bool  # the owner does not see the files that the worker writes
 

@@ -113,13 +113,13 @@ class Recorder:
         broken: Callable[[OSError], None],
         refused: Callable[[Held, JobPaused], None],
         pace_s: float = 0.0,
-        is_paced: Callable[[], bool] = lambda: True,
+        is_paced: Callable[[int], bool] = lambda _: True,
         until_owned: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Args:
         refused: the store did not take the blocks of a lease; they are in its segment.
         pace_s: the time between two commits, unless COMMIT_BYTES have been written: an object costs money.
-        is_paced: while it returns False, commits do not wait for `pace_s`.
+        is_paced: whether commits wait for `pace_s` while so many rows wait.
         until_owned: waits until objects may be put; None: none are put.
         """
         self._refused, self._pace_s, self._until_owned = refused, pace_s, until_owned
@@ -338,7 +338,7 @@ class Recorder:
     @property
     def _pause_s(self) -> float:
         """The least time between two commits: what commits carry need not wait for the disk."""
-        if not self._is_paced():
+        if not self._is_paced(self._written_rows):
             return 0.0
         delays = [held.job.segment.commit_delay_s for held in self._written.values()]
         return min(self._pace_s, max(delays, default=0.0))

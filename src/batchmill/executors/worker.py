@@ -82,6 +82,7 @@ if TYPE_CHECKING:
 COMMIT_PACE_S = 1.0  # of a worker that puts objects: a commit is an object, which costs money
 KEPT_BYTES = 32 * 1024 * 1024  # of freed memory
 HEARTBEAT_S = 0.5
+SLOW_ROWS = 1024  # that end between two commits: where more do, a message costs little for each
 NICENESS = 5
 FULL = (errno.ENOSPC, errno.EDQUOT)
 REFUSED_FOR_ALL = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR)  # a retry fails in the same way
@@ -123,7 +124,7 @@ class Worker:
         self._recorder = Recorder(
             commit=self._record, settled=self._feed.settled, spent=self._settled, broken=self._storage_failed,
             refused=self.fail, pace_s=channel.commit_pace_s if self._objects is None else COMMIT_PACE_S,
-            is_paced=self._is_busy if self._objects is None else lambda: True,
+            is_paced=self._is_slow if self._objects is None else lambda _: True,
             until_owned=None if self._objects is None else self._term.until_valid,
         )  # fmt: skip
         self._sink = (
@@ -441,9 +442,9 @@ class Worker:
         if held is not None and (held.job.revoked or held.is_left):
             asyncio.get_running_loop().call_soon(self._release_left)
 
-    def _is_busy(self) -> bool:
-        """Whether rows are in flight or wait."""
-        return any(held.undone for held in self._held.values())
+    def _is_slow(self, rows: int) -> bool:
+        """Whether rows that have ended can wait for others: there are others, and they do not end by thousands."""
+        return rows < SLOW_ROWS and any(held.undone for held in self._held.values())
 
     async def _beat(self) -> None:
         if not self._term.is_valid:  # it begins nothing before the reply

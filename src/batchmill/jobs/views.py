@@ -16,6 +16,7 @@ from batchmill.jobs.ledger.files import read_spec
 from batchmill.jobs.pools.dispatcher import Dispatcher
 from batchmill.jobs.pools.job_run import JobRun
 from batchmill.jobs.pools.pool_worker import PoolWorker
+from batchmill.jobs.pools.resources import hide_names
 from batchmill.jobs.runner import JobRunner
 from batchmill.states import JobState, PauseReason
 from batchmill.types import EngineState, EngineStats, JobView, ModelSpec, Problem, Usage, Wait
@@ -134,8 +135,8 @@ def _in_use(spec: JobSpec) -> list[ModelSpec]:
     return [model for model in spec.models if model.name in used or not used.isdisjoint(model.adapters)]
 
 
-def _add_run(view: JobView, run: JobRun, workers: Sequence[EngineStats]) -> JobView:
-    """Add rates, remaining time and engine notes to a view."""
+def _add_run(view: JobView, run: JobRun, workers: Sequence[EngineStats], waiting: Sequence[str]) -> JobView:
+    """Add rates, remaining time and notes to a view. Args: waiting: what models without a worker wait for."""
     rates = run.rates.now()
     rows_per_s, input_per_s, output_per_s = rates or (None, None, None)
     return msgspec.structs.replace(
@@ -147,6 +148,7 @@ def _add_run(view: JobView, run: JobRun, workers: Sequence[EngineStats]) -> JobV
         remaining_s=run.rows_left / rows_per_s if rows_per_s else None,
         in_flight=sum(stats.in_flight for stats in workers),
         notes=[
+            *waiting,
             *dict.fromkeys(stats.note for stats in workers if stats.note),
             *(run.job_budget.notes if run.job_budget else []),
         ],
@@ -157,11 +159,24 @@ def view_at_work(view: JobView, runner: JobRunner, dispatcher: Dispatcher) -> Jo
     """The view of a running job, with data of its runner and its workers."""
     view = msgspec.structs.replace(view, progress=runner.progress)
     stats = [worker.stats for worker in dispatcher.workers_of(runner.models, runner.spec.code)]
+    waiting = _waiting_models(runner, dispatcher)
     if (run := runner.rows_run) is not None:
-        return _add_run(view, run, stats)
-    waiting = [runner.waits_for] if runner.waits_for else []
+        return _add_run(view, run, stats, waiting)
+    waiting = [runner.waits_for, *waiting] if runner.waits_for else waiting
     notes = list(dict.fromkeys(each.note for each in stats if each.note))
     return msgspec.structs.replace(view, notes=[*waiting, *notes])
+
+
+def _waiting_models(runner: JobRunner, dispatcher: Dispatcher) -> list[str]:
+    """Why no worker of a model runs, of those that wait for room or for their cluster. For any caller: others' models
+    have no names.
+    """
+    engines = [(model.name, dispatcher.engine_of(model, runner.spec.code)) for model in runner.models]
+    return [
+        hide_names(f"the model {name!r} waits: {engine.message}", lambda _: False)
+        for name, engine in engines
+        if engine.message and not engine.ready and engine.state != EngineState.FAILED
+    ]
 
 
 def _models_at_work(runner: JobRunner, dispatcher: Dispatcher, now: float) -> Iterator[ModelAtWork]:

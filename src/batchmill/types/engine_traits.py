@@ -18,6 +18,7 @@ LLM, PROVIDER_BATCH, ROUTES = "llm", "provider_batch", "routes"
 PROVIDER = "PROVIDER"  # the placeholder for a provider's name in `EngineTraits.configured_as`
 
 _OPENINGS = frozenset({"features", "paths"})
+_PLACEMENT = frozenset({"cpus", "resources"})  # of a worker in a cluster
 _REPLICAS = frozenset({"replicas_min", "replicas_max", "cooldown_s", "scale_up_requests", "memory", "gpus"})
 _SERVICE_LIMITS = frozenset(
     {
@@ -81,7 +82,7 @@ ENGINES: dict[str, EngineTraits] = {
     CONNECTOR: EngineTraits(
         class_path="batchmill.engines.remote.connector:ConnectorEngine",
         configured_as="connector",
-        settings=frozenset({"price", "engine_args", "deterministic"}),
+        settings=_PLACEMENT | {"price", "engine_args", "deterministic"},
         limits=_SERVICE_LIMITS,
         source=Source.CONNECTOR,
         takes_columns=True,
@@ -90,7 +91,7 @@ ENGINES: dict[str, EngineTraits] = {
     FUNCTION: EngineTraits(
         class_path="batchmill.engines.function.engine:LocalFunctionEngine",
         configured_as="function",
-        settings=_REPLICAS | {"workers", "price", "deterministic"},
+        settings=_PLACEMENT | _REPLICAS | {"workers", "price", "deterministic"},
         limits=frozenset({"in_flight_max", "attempt_timeout_s", "memory_bytes"}),
         refusals={"python": "a function runs in batchmill's environment; `batchmill deploy` gives it its own"},
         source=Source.CODE,
@@ -115,7 +116,7 @@ ENGINES: dict[str, EngineTraits] = {
     HTTP: EngineTraits(
         class_path="batchmill.engines.remote.http:HttpEngine",
         configured_as="openai",
-        settings=_OPENINGS | {"price", "adapters", "base_url", "api_key", "engine_args"},
+        settings=_PLACEMENT | _OPENINGS | {"price", "adapters", "base_url", "api_key", "engine_args"},
         limits=_SERVICE_LIMITS,
         refusals={"workers": "one worker calls the service; in_flight_max bounds its requests"},
         groups_prefixes=True,
@@ -125,7 +126,9 @@ ENGINES: dict[str, EngineTraits] = {
     LLM: EngineTraits(
         class_path="batchmill.engines.llm.engine:LlmEngine",
         configured_as="vllm",
-        settings=_OPENINGS | _REPLICAS | {"workers", "price", "adapters", "engine_args", "python", "secrets"},
+        settings=(
+            _PLACEMENT | _OPENINGS | _REPLICAS | {"workers", "price", "adapters", "engine_args", "python", "secrets"}
+        ),
         limits=_SCHEMA_LIMITS | {"in_flight_max", "attempts_max", "attempt_timeout_s", "adapters_max"},
         source=Source.WEIGHTS,
         shard_rows=(16, 64),
@@ -143,7 +146,7 @@ ENGINES: dict[str, EngineTraits] = {
     PROVIDER_BATCH: EngineTraits(
         class_path="batchmill.engines.provider_batch.engine:ProviderBatchEngine",
         configured_as=f"{PROVIDER}-batch",
-        settings=_OPENINGS | {"price", "base_url", "api_key", "engine_args"},
+        settings=_PLACEMENT | _OPENINGS | {"price", "base_url", "api_key", "engine_args"},
         limits=frozenset({"attempts_max", "connect_timeout_s", "attempt_timeout_s"}),
         answers_live=False,
         hands_over=True,

@@ -15,7 +15,7 @@ from batchmill.wire import messages
 OUTBOX_BYTES = 4 * 1024 * 1024  # of unsent messages; beyond it `drain` waits
 # A message costs worker and driver some milliseconds of processor time together.
 HEARTBEAT_S, IDLE_HEARTBEAT_S = 2.0, 5.0
-COMMIT_PACE_S = 0.5  # leases that end at about the same time are committed together
+COMMIT_PACE_S = 0.5  # leases of slow rows that end at about the same time are committed together
 
 
 class ActorChannel:

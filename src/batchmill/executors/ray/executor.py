@@ -9,8 +9,7 @@ import os
 import socket
 import sys
 import uuid
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,12 +19,11 @@ from msgspec.structs import replace
 from batchmill import __version__
 from batchmill.children.process_end import boot_id, kill_session, started
 from batchmill.errors import BatchmillError, Unavailable
-from batchmill.executors.channel import joined
 from batchmill.executors.ray import frames
 from batchmill.executors.ray.checks import OPEN_CLUSTER, checks
+from batchmill.executors.ray.driver_flaws import find_flaw, silence_of
 from batchmill.executors.ray.frames import (
     BEAT_S,
-    KILLED,
     LOST,
     Beat,
     Collect,
@@ -37,7 +35,6 @@ from batchmill.executors.ray.frames import (
     Inspect,
     Inspected,
     Item,
-    Kill,
     Launch,
     NodeStore,
     Placement,
@@ -45,6 +42,7 @@ from batchmill.executors.ray.frames import (
     Waits,
     WorkerOrder,
 )
+from batchmill.executors.ray.ray_worker import RayWorker
 from batchmill.executors.ray.shared_store import SharedStore, keep_left
 from batchmill.executors.ray.tasks import RayTasks
 from batchmill.models.worker_environment import MACHINE, chosen
@@ -54,7 +52,7 @@ from batchmill.types import ModelSpec, Provision
 from batchmill.types.cluster import Check, ClusterEntry, ClusterView, ClusterWorker
 from batchmill.types.machines import gpus_by_flags
 from batchmill.wire import messages
-from batchmill.wire.messages import AnswerLive, Failed, Open, Provide, Ready, Released, Start, ToOwner
+from batchmill.wire.messages import AnswerLive, Failed, Open, Provide, Start
 
 RETRY_S, RETRY_MAX_S = 1.0, 30.0  # before the cluster is tried again; doubles with each failure
 CPUS_DEFAULT = 1.0  # that a worker reserves
@@ -63,129 +61,12 @@ LEAVE_S = 10.0  # for a driver to end once its owner has closed its socket
 INSPECT_S = 30.0
 COLLECT_S = 90.0  # for a node to bring what a dead worker left: longer than the driver waits for it
 COLLECTED_AT_ONCE = 16  # dead workers
-RECEIVED_BYTES = 128 * 1024 * 1024  # of a worker, that its pool has not read; then it is killed
 UNSENT_BYTES = 256 * 1024 * 1024  # of all workers, that the driver has not read; then it is replaced
-WAITING_BYTES = 64 * 1024 * 1024  # of a worker that waits for its cluster; then it is ended
 SILENT_BEATS = 15  # that the driver leaves out; then it is replaced
-LOG_LINES, LOG_BYTES = 5, 4096  # of the driver's log, for messages
 DRIVER_VARIABLES = (*MACHINE, "RAY_*", "CUDA_VISIBLE_DEVICES")
 OPEN_FUNCTIONS = (
     'functions of projects run on the nodes of a cluster only isolated: set functions.isolate = "bubblewrap"'
 )
-
-
-class RayWorker:
-    """A worker's actor. It may wait for the cluster or a place there, which `waits` says."""
-
-    def __init__(self, number: int, start: Start, placement: Placement, executor: RayExecutor) -> None:
-        self.number, self.start, self.placement = number, start, placement
-        self._executor = executor
-        self.pid = 0  # on its node; 0 until it is ready
-        self.waits = ""
-        self.was_launched = False
-        self.is_lost = False
-        self._is_overrun = False  # this process was too slow for its messages: no fault of its own
-        self.opened: dict[str, Path] = {}  # jobs that it has -> the folder of their segments
-        self._code: int | None = None
-        self._ended = asyncio.Event()
-        self._received: asyncio.Queue[Item | Failed | None] = asyncio.Queue()  # bounded by `receive`
-        self._received_bytes = 0
-        self._decoded: deque[ToOwner] = deque()  # of one item, not yielded yet
-        self._count = self._count_seen = 0  # of items, and when `is_frozen` looked last
-        self._unsent: list[bytes] = []  # until it is launched
-        self._unsent_bytes = 0
-
-    def send(self, message: Struct) -> None:
-        if self._code is not None:
-            return
-        message = self._executor.prepared(message)
-        if isinstance(message, Provide) and message.provision.has_secrets and not self._executor.may_send_secrets:
-            self.fail(Failed("cluster_not_trusted", OPEN_CLUSTER, PauseReason.ENGINE_FAILED))
-            return
-        if isinstance(message, Open):
-            self.opened[message.job] = Path(message.segments.folder)
-        data = messages.encode(message)
-        if self.was_launched:
-            self._executor.send(Deliver(self.number, data))
-        else:
-            self._unsent.append(data)
-            self._unsent_bytes += len(data)
-            if self._unsent_bytes > WAITING_BYTES:
-                self.end(LOST, is_lost=True)
-
-    def take_unsent(self) -> list[bytes]:
-        unsent, self._unsent, self._unsent_bytes = self._unsent, [], 0
-        return unsent
-
-    def receive(self, item: Item) -> None:
-        self._count += 1
-        if self._is_overrun:
-            return  # it is being killed: after a gap nothing of it counts
-        if self._received_bytes + len(item.data) > RECEIVED_BYTES:
-            self._is_overrun = True
-            self._executor.note(self, f"its messages were not read: more than {RECEIVED_BYTES} bytes waited")
-            self.kill()
-        else:
-            self._received_bytes += len(item.data)
-            self._received.put_nowait(item)
-
-    def fail(self, failure: Failed) -> None:
-        """End it with a failure of its model."""
-        self._received.put_nowait(failure)
-        if self.was_launched:
-            self._executor.send(Kill(self.number))
-        self.end(1)
-
-    def end(self, code: int, *, is_lost: bool = False) -> None:
-        if self._code is None:
-            self._code, self.is_lost = (LOST, True) if self._is_overrun else (code, is_lost)
-            self._executor.forget(self)
-            self._received.put_nowait(None)
-            self._ended.set()
-
-    async def messages(self) -> AsyncIterator[ToOwner]:
-        while self._decoded or await self._decode_next():
-            message = self._decoded.popleft()
-            if isinstance(message, Ready):
-                self.pid = message.pid
-            elif isinstance(message, Released):
-                self.opened.pop(message.job, None)
-            yield message
-
-    async def _decode_next(self) -> bool:
-        """Decode the next items; False: none will come."""
-        while not self._decoded:
-            item = await self._received.get()
-            if item is None:
-                self._received.put_nowait(None)
-                return False
-            if isinstance(item, Failed):
-                self._decoded.append(item)
-                continue
-            self._received_bytes -= len(item.data)
-            try:
-                self._decoded.extend([joined(messages.to_owner.decode(each)) for each in frames.split(item.data)])
-            except (msgspec.MsgspecError, ConnectionError) as error:  # nothing on the node is trusted
-                text = f"a worker sent what is no message of batchmill: {error}"
-                self.fail(Failed("worker_failed", text, PauseReason.ENGINE_FAILED))
-        return True
-
-    def is_frozen(self) -> bool:
-        """Whether it has said nothing since the last call. Its pool calls this once it has been silent for long."""
-        is_silent = self.was_launched and self._count > 0 and self._count == self._count_seen
-        self._count_seen = self._count
-        return is_silent
-
-    def kill(self) -> None:
-        if self.was_launched:
-            self._executor.send(Kill(self.number))
-        else:
-            self.end(KILLED)
-
-    async def wait(self) -> int:
-        await self._ended.wait()
-        assert self._code is not None
-        return self._code
 
 
 class RayExecutor:
@@ -440,7 +321,7 @@ class RayExecutor:
     async def _serve_driver(self) -> bool:
         """Start a driver and pass its events on until it ends. Returns whether it reached the cluster."""
         was_connected, self._flaw = False, ""
-        watching = None
+        watching = asyncio.create_task(self._tell_silence())
         try:
             reader = await self._start_driver()
             async with asyncio.timeout(CONNECT_S) as limit:
@@ -448,20 +329,27 @@ class RayExecutor:
                     if isinstance(event, Connected):
                         limit.reschedule(None)
                         was_connected = True
+                        watching.cancel()
                         watching = asyncio.create_task(self._watch_beats())
                     self._events += 1
                     self._receive(event)
-            why = self._flaw or self._log_tail()
+            why = self._flaw or self._find_flaw()
         except TimeoutError:
             why = f"no reply for {CONNECT_S:g} s"
-        except (OSError, msgspec.MsgspecError) as error:
+        except OSError as error:  # a driver that ended before it read the first frame has reset the connection
+            why = self._flaw or self._find_flaw(error)
+        except msgspec.MsgspecError as error:
             why = str(error)
         finally:
-            if watching is not None:
-                watching.cancel()
+            watching.cancel()
         self._lose(why)
         await self._end_driver(0.0)
         return was_connected
+
+    async def _tell_silence(self) -> None:
+        """Tell at once where nobody answers: Ray tries for a minute."""
+        if flaw := await silence_of(self._entry.address):
+            self._tell(flaw)
 
     async def _watch_beats(self) -> None:
         """Replace a driver that says nothing. Beats are counted, not timed: this process may have been stopped too."""
@@ -475,13 +363,13 @@ class RayExecutor:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         with theirs, open(self._folder / "ray-driver.log", "wb", buffering=0) as log:
-            python = self._entry.python or sys.executable
             variables = chosen(os.environ, DRIVER_VARIABLES)
             if self._entry.address == "local":
                 variables |= _own_token()
             self._process = await asyncio.create_subprocess_exec(
-                python, "-P", "-m", "batchmill.executors.ray.driver", str(theirs.fileno()), pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True,
+                self._python, "-P", "-m", "batchmill.executors.ray.driver", str(theirs.fileno()),
+                pass_fds=[theirs.fileno()], stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=variables,
+                start_new_session=True,
             )  # fmt: skip
         pid = self._process.pid
         (self._folder / "ray-driver.pid").write_text(f"{pid} {started(pid)} {boot_id()}")
@@ -529,14 +417,10 @@ class RayExecutor:
         if self._writer is not None:
             self._writer.close()
         self.connected, self._writer = None, None
-        self.why = f"the Ray cluster {self._entry.address!r} cannot be reached (cluster_unavailable); it is tried again"
-        if why:
-            self.why += f": {why}"
         for worker in list(self._workers.values()):
             if worker.was_launched:
                 worker.end(LOST, is_lost=True)
-            else:
-                worker.waits = self.why
+        self._tell(why)
         for number, collection in self._collections.items():
             if not collection.done():
                 collection.set_result(Collected(number, why=self.why))
@@ -546,14 +430,21 @@ class RayExecutor:
             if not future.done():
                 future.set_result(Inspected(0, flaw=self.why))
         self._inspections.clear()
+
+    def _tell(self, why: str) -> None:
+        """Say why the cluster is not there to all who wait for it."""
+        self.why = f"the Ray cluster {self._entry.address!r} cannot be reached (cluster_unavailable); it is tried again"
+        self.why += f": {why}" if why else ""
+        for worker in self._workers.values():
+            worker.waits = self.why
         self._changed.set()
 
-    def _log_tail(self) -> str:
-        with contextlib.suppress(OSError):
-            data = (self._folder / "ray-driver.log").read_bytes()[-LOG_BYTES:]
-            lines = [line for line in data.decode(errors="replace").splitlines() if line.strip()]
-            return " | ".join(lines[-LOG_LINES:])
-        return ""
+    @property
+    def _python(self) -> str:
+        return self._entry.python or sys.executable
+
+    def _find_flaw(self, error: OSError | None = None) -> str:
+        return find_flaw(self._folder / "ray-driver.log", self._python, error)
 
     async def _end_driver(self, grace_s: float) -> None:
         process, self._process = self._process, None
@@ -569,6 +460,7 @@ class RayExecutor:
 
     async def close(self) -> None:
         """End the driver, and with it the workers that are left; a cluster that it started ends too."""
+        leave_s = LEAVE_S if self.connected is not None else 0.0  # one that waits for its head waits on
         if self._driving is not None:
             self._driving.cancel()
             await asyncio.gather(self._driving, return_exceptions=True)
@@ -576,7 +468,7 @@ class RayExecutor:
         for task in self._endings:
             task.cancel()
         await asyncio.gather(*self._endings, return_exceptions=True)
-        await self._end_driver(LEAVE_S)
+        await self._end_driver(leave_s)
         self._probe.unlink(missing_ok=True)
 
 
@@ -588,4 +480,4 @@ def _own_token() -> dict[str, str]:
     }  # fmt: skip
 
 
-__all__ = ["RayExecutor", "RayWorker"]
+__all__ = ["RayExecutor"]
