@@ -32,16 +32,17 @@ class Stage:
         (folder / "batchmill.toml").write_text(f'{config}\n[secrets]\nkey_file = "{folder / "keys"}"\n')
         self._environ = {**os.environ, **environ, "CALLS": str(self._calls)}
 
-    def run(self, name: str, numbers: range) -> list[dict]:
-        """The lines of the results of these rows."""
+    def run(self, name: str, numbers: range, kind: str = "jsonl") -> list[dict]:
+        """The lines of the results of these rows; none of a table."""
+        output = self.folder / f"{name}-out.{kind}"
         (self.folder / f"{name}.jsonl").write_text("".join(f'{{"n":{n}}}\n' for n in numbers))
         done = subprocess.run(
             [sys.executable, "-m", "batchmill", "--data-dir", str(self.data_dir), "run", f"{name}.jsonl", "--reuse",
-             "--model", "function:app.py:double", "-o", f"{name}-out.jsonl"],
+             "--model", "function:app.py:double", "-o", output.name],
             cwd=self.folder, env=self._environ, capture_output=True, text=True, timeout=100,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in (self.folder / f"{name}-out.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in output.read_text().splitlines()] if kind == "jsonl" else []
 
     def has_calls(self) -> bool:
         return self._calls.exists()
@@ -72,6 +73,25 @@ def test_files_in_an_object_store(tmp_path: Path) -> None:
         assert [line["output"] for line in again] == [2 * n for n in range(10, 60)] and not stage.has_calls()
         taken_from = {line["reused_from"].split("/")[0] for line in again[:30]}
         assert not [job for job in taken_from if (stage.data_dir / "jobs" / job / "dataset").exists()]
+
+
+def test_answers_that_are_kept_in_an_object_store(tmp_path: Path) -> None:
+    """Once its segments are gone, only the index and the copies of a job's answers are brought."""
+    with s3_server() as url, bucket_client(url, BUCKET):
+        config = f'[storage]\nobjects = "s3://{BUCKET}/batchmill"\n[retention]\nintermediate_s = 0'
+        stage = Stage(tmp_path, config, s3_environment(url))
+        stage.run("first", range(50), "csv")
+        (first,) = (stage.data_dir / "jobs").iterdir()
+        stage.run("other", range(100, 101))
+        assert (first / "reuse" / "results").exists() and not (first / "segments").exists()
+        lose(stage.data_dir)
+        stage.calls()
+        grown = stage.run("grown", range(40, 60))
+        assert stage.calls() == list(range(50, 60)) and [line["output"] for line in grown] == [
+            2 * n for n in range(40, 60)
+        ]
+        assert grown[0]["reused_from"] == f"{first.name}/40"
+        assert (first / "reuse" / "results").exists() and not (first / "dataset").exists()
 
 
 def check_reuse(first: list[dict], stage: Stage) -> None:

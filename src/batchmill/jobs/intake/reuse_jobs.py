@@ -53,9 +53,10 @@ from batchmill.wire.job_spec import JobSpec
 
 FILE_PREFIX = "file-"  # of the ids of files, among what was removed
 ROWS_A_RUN = 64  # that follow each other, on average: results are copied while the other rows run
+COPIED_ROWS_MAX = 4 * 1024 * 1024
 CHILD_ROWS = 256 * 1024  # of a job with fewer rows for each, fewer children look them up
 CHILDREN_MAX = 4  # for one lookup
-FORGOTTEN_MAX = 500  # jobs of one query
+FORGOTTEN_MAX = 500  # jobs of one query, and of a sweep of what is in an object store alone
 MORE_JOBS = "only the newest {:,} ended jobs were looked at, and there are more: see projects.{}.reuse_jobs_max"
 log = logging.getLogger("batchmill.owner")
 
@@ -82,7 +83,7 @@ class EarlierJobs:
     async def take_over(self, spec: JobSpec, files: JobFiles, progress: Callable[[float], None]) -> bool:
         """Write the results that rows of a planned job take over to a segment of it.
 
-        Returns: whether most of these rows follow each other, so that copying them costs little.
+        Returns: whether they are so few, and follow each other so much, that copying them in the owner costs little.
         """
         if not reuses(spec):
             return False
@@ -92,7 +93,7 @@ class EarlierJobs:
             places = str(files.dataset), str(files.plan(0)), earlier, self._since(spec), str(files.segments)
             reused = await self._look_up(LookupOrder(spec, *places), progress)
         faults.point("after_reuse")
-        return reused.rows >= ROWS_A_RUN * reused.runs
+        return ROWS_A_RUN * reused.runs <= reused.rows <= COPIED_ROWS_MAX
 
     async def _look_up(self, order: LookupOrder, progress: Callable[[float], None]) -> Reused:
         stores = order.spec.uses_stores or any(each.spec.uses_stores for each in order.earlier)
@@ -265,9 +266,14 @@ class EarlierJobs:
 
     async def forget(self) -> None:
         """Remove what is kept of results that are too old to be taken over, or that were deleted."""
-        homes = await asyncio.to_thread(lambda: list((self._data_dir / "jobs").glob(f"*/{REUSE}")))
         ages = [ProjectEntry().reuse_age_s, *(entry.reuse_age_s for entry in self._projects.values())]
         now = self._clock.now()
+        homes = await asyncio.to_thread(lambda: list((self._data_dir / "jobs").glob(f"*/{REUSE}")))
+        if self._stored.is_elsewhere:  # its cache may have no copy
+            old = [
+                JobFiles(self._data_dir, job).reuse for job in await self._ledger.database.read(_old, now - min(ages))
+            ]
+            homes = [*{*homes, *[home for home in old if await self._stored.holds(home)]}]
         for first in range(0, len(homes), FORGOTTEN_MAX):
             some = {home.parent.name: home for home in homes[first : first + FORGOTTEN_MAX]}
             for record in await self._ledger.database.read(_maybe_old, list(some), now - min(ages)):
@@ -307,6 +313,12 @@ def _maybe_old(db: sa.Connection, job_ids: Sequence[str], before: float) -> Sequ
         jobs.c.id.in_(job_ids), jobs.c.state.in_(ENDED), sa.or_(jobs.c.finished < before, _HAS_DELETED_RESULTS),
     )  # fmt: skip
     return db.execute(query).mappings().all()
+
+
+def _old(db: sa.Connection, before: float) -> Sequence[str]:
+    """The last jobs that ended before: what was kept of earlier ones was removed in earlier calls."""
+    query = sa.select(jobs.c.id).where(jobs.c.state.in_(ENDED), jobs.c.finished < before)
+    return db.execute(query.order_by(jobs.c.finished.desc()).limit(FORGOTTEN_MAX)).scalars().all()
 
 
 def _forget(db: sa.Connection, record: sa.RowMapping) -> None:
