@@ -167,13 +167,14 @@ class Sink(Protocol):
 class CheckingSink(Sink, Protocol):
     """A sink that knows which answers may be asked for again, for an engine that takes whole leases."""
 
-    def put_or_return(self, outcomes: Iterable[Outcome]) -> list[Outcome]:
+    async def put_or_return(self, outcomes: Iterable[Outcome]) -> list[Outcome]:
         """As `put`, but return answers that do not fit the schema of their job and may be asked for again.
 
-        Each has the error that it is if its row is not, and its answer in `row.earlier`.
+        Each has the error that it is if its row is not, and its answer in `row.earlier`. Raises: JobPaused if the class
+        of the schema cannot validate; nothing was put then.
         """
 
-    def as_returned(self, outcome: Outcome) -> Outcome:
+    async def as_returned(self, outcome: Outcome) -> Outcome:
         """An answer that `put_or_return` has returned before, as it returned it."""
 
 

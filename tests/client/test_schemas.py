@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from batchmill.client.inputs import described
-from batchmill.client.schemas import schema_of
 from batchmill.errors import InvalidInput
 from batchmill.types import OutputSchema
+from batchmill.wire.class_schemas import schema_of
 from batchmill.wire.native import NewJob
 from batchmill.wire.output_schema import names_of
 from batchmill.wire.schema_validation import check_schema

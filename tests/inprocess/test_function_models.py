@@ -203,3 +203,58 @@ def test_functions_of_a_program_run(tmp_path: Path):
     folder = tmp_path / "data" / spooled_inputs.FUNCTIONS
     assert len(list(folder.glob("*.job_*"))) == 4  # each is kept for its job
     assert said(3) == [f"started {each} 2" for each in ("[15, 18]", "[15, 18]", "[8, 9]", "[2, 3]")]
+
+
+CLASSES = """
+import dataclasses
+import sys
+from typing import Annotated
+import msgspec
+import pydantic
+from batchmill.inprocess.identity import digest_of
+
+def make(limit, default):
+    def checked(value):
+        assert value <= limit
+        return value
+
+    @dataclasses.dataclass
+    class Data:
+        n: int = default
+        def __post_init__(self):
+            checked(self.n)
+
+    class Struct(msgspec.Struct):
+        n: int
+        def __post_init__(self):
+            checked(self.n)
+
+    class Model(pydantic.BaseModel):
+        n: Annotated[int, pydantic.AfterValidator(checked)] = pydantic.Field(default, ge=0)
+        @pydantic.field_validator("n")
+        @classmethod
+        def of_n(cls, value):
+            return checked(value)
+        @property
+        def twice(self):
+            return 2 * self.n
+
+    return Data, Struct, Model
+
+for limit in (1, 1, 2):
+    print(*map(digest_of, make(limit, 1)))
+"""
+
+
+def test_classes_that_hold_values_count_by_them() -> None:
+    """Dataclasses, Structs and models of pydantic that a function has made, in every process alike."""
+    pytest.importorskip("pydantic")
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", CLASSES], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True
+        )
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert runs[0].stdout == runs[1].stdout != "", runs[0].stderr
+    first, again, other = (line.split() for line in runs[0].stdout.splitlines())
+    assert first == again and all(a != b for a, b in zip(first, other, strict=True))

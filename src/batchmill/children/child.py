@@ -15,7 +15,7 @@ from collections.abc import Callable
 from batchmill.imports import import_large
 
 
-def _die_with(parent: int) -> None:
+def die_with(parent: int) -> None:
     """Ask the kernel to end this process with its parent: it has nothing to save."""
     PR_SET_PDEATHSIG = 1  # linux/prctl.h
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -24,7 +24,7 @@ def _die_with(parent: int) -> None:
 
 
 def _main(parent: int, expected: str) -> None:
-    _die_with(parent)
+    die_with(parent)
     serving = import_large("batchmill.children.serving")
     if expected:
         _find(expected)

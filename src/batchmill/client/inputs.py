@@ -14,11 +14,11 @@ import msgspec
 from msgspec.structs import fields
 
 from batchmill.client.bundling import bundled, frame_columns
-from batchmill.client.schemas import schema_of
 from batchmill.errors import InvalidInput
 from batchmill.states import JobState
 from batchmill.types import JobView
 from batchmill.wire import adapter_bundles
+from batchmill.wire.class_schemas import has_validators, schema_of
 from batchmill.wire.input_urls import is_input_url
 from batchmill.wire.native import (
     BackendInfo,
@@ -107,6 +107,13 @@ def described(kind: type[W], files: list[str], options: Mapping[str, Any]) -> W:
             raise InvalidInput("model and models are two names of one thing: leave one out")
         given["models"] = [model]
     if given.get("schema") is not None:
+        if has_validators(given["schema"]):
+            raise InvalidInput(
+                f"the validators of {given['schema'].__name__} are Python, which a server does not run: use "
+                "batchmill.run, or give its JSON Schema alone (a dict, as its model_json_schema() or "
+                "msgspec.json.schema returns it)",
+                code="validators_not_supported",
+            )
         given["schema"] = schema_of(given["schema"])
     known = [each.name for each in fields(kind) if each.name != "files"]
     for name in given:

@@ -6,16 +6,20 @@ feed, ahead of others, under the same lease.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from batchmill.errors import JobPaused
 from batchmill.executors.feed import GrantFeed
 from batchmill.executors.recorder import Recorder
+from batchmill.executors.validators.messages import Checked
+from batchmill.executors.validators.validators import ValidatorFailed, Validators
 from batchmill.models import redaction
 from batchmill.optional import require
 from batchmill.types import EarlierAnswer, Outcome, OutputSchema, Row, RowError, Usage
@@ -45,60 +49,116 @@ UNFIT = "it did not fit when it was read before"
 class ReplyChecks:
     """The sink of an engine whose results are the replies of a model or a service."""
 
-    def __init__(self, feed: GrantFeed, recorder: Recorder, *, asks_again: bool) -> None:
-        """Args: asks_again: rows may go back to the feed; False: the engine takes all rows of a lease together."""
+    def __init__(
+        self, feed: GrantFeed, recorder: Recorder, *, asks_again: bool, validators: Validators | None = None,
+        failed: Callable[[str, JobPaused], None] = lambda job, error: None,
+    ) -> None:  # fmt: skip
+        """Args:
+        asks_again: rows may go back to the feed; False: the engine takes all rows of a lease together.
+        validators: of jobs whose schemas have a class; None: there are none.
+        failed: pauses a job whose class cannot validate.
+        """
         self._feed, self._recorder, self._asks_again = feed, recorder, asks_again
+        self._validators, self._failed = validators, failed
+        self._unchecked: list[Outcome] = []  # answers that could not be validated: their rows stay undone
         self.put_block = recorder.put_block
 
     def put(self, outcomes: Iterable[Outcome]) -> None:
         """See `ports.Sink`."""
         final: list[Outcome] = []
         for outcome in outcomes:
-            checked = self._check(outcome)
-            if not isinstance(checked, _Misfit):
-                final.append(checked)
-            elif self._asks_again and checked.may_be_asked:
-                self._ask_again(checked)
+            checked, flaws = self._check(outcome)
+            if isinstance(checked, _Misfit):
+                final += self._asked_or_final(checked)
+            elif (validators := self._validators_for(checked)) is not None:
+                tell = partial(self._validated, checked, flaws)
+                validators.check(checked.row.form.schema, checked.answer or b"", tell)
             else:
-                final.append(self._settled(checked.outcome))
+                final.append(self._counted(checked, flaws))
         if final:
             self._recorder.put(final)
 
-    def put_or_return(self, outcomes: Iterable[Outcome]) -> list[Outcome]:
+    def _asked_or_final(self, misfit: _Misfit) -> list[Outcome]:
+        """Ask for the row again, or return its outcome."""
+        if self._asks_again and misfit.may_be_asked:
+            self._ask_again(misfit)
+            return []
+        return [self._settled(misfit.outcome)]
+
+    def _validated(self, outcome: Outcome, flaws: Sequence[str], verdict: Checked | ValidatorFailed) -> None:
+        """What the class of a schema has said of an answer."""
+        if isinstance(verdict, ValidatorFailed):
+            self._unchecked.append(outcome)
+            self._failed(outcome.row.lease.job.id, verdict)
+        elif verdict.problems:
+            if final := self._asked_or_final(self._unfit(outcome, verdict)):
+                self._recorder.put(final)
+        else:
+            self._recorder.put([self._counted(outcome, flaws)])
+
+    def give_back(self, job_id: str) -> list[Row]:
+        """Rows of a job whose answers could not be validated; what they have cost is counted."""
+        kept, self._unchecked = self._unchecked, []
+        mine = [each for each in kept if each.row.lease.job.id == job_id]
+        self._unchecked += [each for each in kept if each.row.lease.job.id != job_id]
+        for outcome in mine:
+            self._recorder.put_usage(outcome.row.lease, outcome.usage or Usage())
+        return [each.row for each in mine]
+
+    async def put_or_return(self, outcomes: Iterable[Outcome]) -> list[Outcome]:
         """See `ports.CheckingSink`."""
+        checked = [self._check(outcome) for outcome in outcomes]
+        verdicts = await asyncio.gather(*(self._verdict(outcome) for outcome, _ in checked))
         final: list[Outcome] = []
         returned: list[Outcome] = []
-        for outcome in outcomes:
-            checked = self._check(outcome)
-            if not isinstance(checked, _Misfit):
-                final.append(checked)
-            elif checked.may_be_asked:
-                returned.append(checked.returned())
+        for (found, flaws), verdict in zip(checked, verdicts, strict=True):
+            if not isinstance(found, _Misfit) and verdict is not None and verdict.problems:
+                found = self._unfit(found, verdict)
+            if not isinstance(found, _Misfit):
+                final.append(self._counted(found, flaws))
+            elif found.may_be_asked:
+                returned.append(found.returned())
             else:
-                final.append(self._settled(checked.outcome))
+                final.append(self._settled(found.outcome))
         if final:
             self._recorder.put(final)
         return returned
 
-    def as_returned(self, outcome: Outcome) -> Outcome:
+    async def _verdict(self, checked: Outcome | _Misfit) -> Checked | None:
+        """What the class of a schema says of an answer. Raises: ValidatorFailed."""
+        if isinstance(checked, _Misfit) or (validators := self._validators_for(checked)) is None:
+            return None
+        return await validators.checked(checked.row.form.schema, checked.answer or b"")
+
+    async def as_returned(self, outcome: Outcome) -> Outcome:
         """See `ports.CheckingSink`."""
         schema: OutputSchema = outcome.row.form.schema
         text, _ = ("", ()) if outcome.body is None else text_and_flaws_of(outcome.body)
-        problems = _problems_of(schema, text) or [UNFIT]
-        return _Misfit(replace(outcome, error=_mismatch(outcome.row, problems)), text, problems, True).returned()
+        found = self._fit(outcome, schema, text, ())
+        if not isinstance(found, _Misfit):
+            verdict = await self._verdict(found)
+            found = self._unfit(found, verdict if verdict is not None and verdict.problems else Checked([UNFIT]))
+        return found.returned()
 
-    def _check(self, outcome: Outcome) -> Outcome | _Misfit:
-        """The outcome that counts, or an answer that does not fit its schema."""
+    def _validators_for(self, outcome: Outcome) -> Validators | None:
+        """The validators, if the outcome has an answer that a class must check."""
+        schema: OutputSchema | None = outcome.row.form.schema
+        has_class = schema is not None and schema.validator and outcome.error is None and outcome.answer is not None
+        return self._validators if has_class else None
+
+    def _check(self, outcome: Outcome) -> tuple[Outcome | _Misfit, Sequence[str]]:
+        """The outcome that counts unless a class objects, or an answer that does not fit; and the reply's flaws."""
         schema: OutputSchema | None = outcome.row.form.schema
         body = None if outcome.error is not None else outcome.body
         if schema is None:
-            flaws = () if body is None else flaws_of(body)
-        else:
-            text, flaws = ("", ()) if body is None else text_and_flaws_of(body)
-            checked = self._fit(outcome, schema, text, flaws)
-            if isinstance(checked, _Misfit):
-                return checked
-            outcome = self._settled(checked)
+            return outcome, () if body is None else flaws_of(body)
+        text, flaws = ("", ()) if body is None else text_and_flaws_of(body)
+        return self._fit(outcome, schema, text, flaws), flaws
+
+    def _counted(self, outcome: Outcome, flaws: Sequence[str]) -> Outcome:
+        """The outcome as it is recorded."""
+        if outcome.row.form.schema is not None:
+            self._settled(outcome)
             if outcome.error is None and outcome.row.earlier:
                 flaws = (*flaws, ASKED_AGAIN)
         return _judged(outcome, flaws) if flaws and outcome.error is None else outcome
@@ -109,7 +169,6 @@ class ReplyChecks:
 
     def _fit(self, outcome: Outcome, schema: OutputSchema, text: str, flaws: Sequence[str]) -> Outcome | _Misfit:
         """The outcome with its answer; an answer that does not fit."""
-        row = outcome.row
         if outcome.error is not None or outcome.body is None:
             return outcome
         try:
@@ -124,11 +183,13 @@ class ReplyChecks:
                 if b"\n" in line or b"\r" in line:
                     line = msgspec.json.format(line, indent=-1)
                 return replace(outcome, body=body, answer=line)
-        final = [FLAWS[flaw] for flaw in flaws if flaw in FINAL]
-        refused = next((flaw for flaw in flaws if flaw in row.lease.job.replies.fail_on), None)
-        error = _mismatch(row, [*final, *problems]) if refused is None else error_of(refused)
-        may_be_asked = not final and _may_ask_again(row, schema, text)
-        return _Misfit(replace(outcome, error=error), text, problems, may_be_asked)
+        return _misfit_of(outcome, schema, text, problems, flaws)
+
+    def _unfit(self, outcome: Outcome, verdict: Checked) -> _Misfit:
+        """An answer that fits its JSON Schema, and not the class of it."""
+        text, flaws = ("", ()) if outcome.body is None else text_and_flaws_of(outcome.body)
+        found = _misfit_of(replace(outcome, answer=None), outcome.row.form.schema, text, verdict.problems, flaws)
+        return replace(found, may_be_asked=found.may_be_asked and not verdict.is_final)
 
     def _ask_again(self, misfit: _Misfit) -> None:
         """Count an answer, and give its row back to the feed."""
@@ -153,11 +214,14 @@ class _Misfit(Struct, frozen=True):
         return replace(self.outcome, row=replace(row, earlier=(*row.earlier, answer)))
 
 
-def _problems_of(schema: OutputSchema, text: str) -> list[str]:
-    try:
-        return _validator_of(schema).problems(read_json(text).value)
-    except ValueError as error:
-        return [str(error)]
+def _misfit_of(
+    outcome: Outcome, schema: OutputSchema, text: str, problems: list[str], flaws: Sequence[str]
+) -> _Misfit:  # fmt: skip
+    row = outcome.row
+    final = [FLAWS[flaw] for flaw in flaws if flaw in FINAL]
+    refused = next((flaw for flaw in flaws if flaw in row.lease.job.replies.fail_on), None)
+    error = _mismatch(row, [*final, *problems]) if refused is None else error_of(refused)
+    return _Misfit(replace(outcome, error=error), text, problems, not final and _may_ask_again(row, schema, text))
 
 
 def _mismatch(row: Row, problems: Sequence[str]) -> RowError:

@@ -30,6 +30,7 @@ from batchmill.executors.leases import OVER, PAUSE, REFUSED, Allowance, Held, No
 from batchmill.executors.live_calls import AnswerSink, Calling
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
 from batchmill.executors.reply_checks import ReplyChecks
+from batchmill.executors.validators.validators import Validators
 from batchmill.function_runtime.frames import keep_freed_memory
 from batchmill.function_runtime.shared_memory import MemoryPair
 from batchmill.models import redaction, secrets, worker_environment
@@ -112,12 +113,13 @@ class Worker:
             (0.0, 0.0) if is_limited else (channel.heartbeat_s, channel.idle_heartbeat_s)
         )
         self._term = OwnerTerm(now_s, is_limited=start.is_owned_for_a_time)
+        self._validators = Validators(lambda: self._feed.wake())
         self._feed = GrantFeed(
             want=lambda job, grants: self._send(RequestRows(job, grants)),
             failed=self._input_failed,
             broken=self._storage_failed,
             suspect=self._home / f"{self._name}.suspect",
-            may_begin=lambda: self._term.is_valid,
+            may_begin=lambda: self._term.is_valid and not self._validators.is_full,
             grants_max=1 if start.model.is_handed_over else channel.grants_max,
         )
         self._objects = _open_objects(start.provision.storage, self._term)
@@ -130,7 +132,13 @@ class Worker:
         self._sink = (
             self._recorder
             if start.model.takes_columns
-            else ReplyChecks(self._feed, self._recorder, asks_again=not start.model.is_handed_over)
+            else ReplyChecks(
+                self._feed,
+                self._recorder,
+                asks_again=not start.model.is_handed_over,
+                validators=self._validators,
+                failed=self._input_failed,
+            )
         )
         self._answering = AnswerSink(self._engine, self._send, channel.drain)
         self._calling = Calling(self._engine, self._send)
@@ -171,6 +179,7 @@ class Worker:
             await working
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._engine.stop(), STOP_S)
+        await self._validators.close()
         return 1 if self._failed else 0
 
     def evict(self) -> None:
@@ -377,8 +386,9 @@ class Worker:
     def _release_revoked(self) -> None:
         """Report to the owner every revoked job that has no row in flight."""
         for job in [job for job in self._jobs.values() if job.revoked]:
-            if isinstance(self._engine, RetryingEngine):  # a pause does not wait for rows that wait for their service
-                for row in self._engine.give_back(job.id):
+            # A pause does not wait for rows that wait for their service, or that cannot be validated.
+            for part in (self._engine, self._sink):
+                for row in part.give_back(job.id) if isinstance(part, RetryingEngine | ReplyChecks) else ():
                     self._feed.ask_again(row)
             leases = [held for held in self._held.values() if held.job is job]
             if any(held.undone > 0 and not held.stale and not held.is_left for held in leases):

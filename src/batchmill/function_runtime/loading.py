@@ -148,6 +148,17 @@ def find(source, folder):
     return LoadedSource(source, target, owner, module)
 
 
+def find_attribute(source, folder):
+    """As `find`, but what `source` names is returned as it is: a class is not constructed."""
+    place, _, attribute = source.rpartition(":")
+    if folder:
+        _put_on_path(folder)
+    target = _import_place(place, folder, source)
+    for part in attribute.split("."):
+        target = _attribute(target, part, source)
+    return target
+
+
 def run_user_code(call, doing):
     """Run user code and return its result. Raises: LoadError with the traceback."""
     try:

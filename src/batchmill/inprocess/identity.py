@@ -10,7 +10,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 from batchmill.client.captured import is_installed
@@ -19,6 +19,9 @@ from batchmill.errors import InvalidInput
 OBJECTS_MAX = 1_000_000
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), type(Ellipsis), type(NotImplemented))
 _OWN = ("__dict__", "__weakref__", "__module__", "__doc__", "__qualname__", "__firstlineno__", "__static_attributes__")
+# What makers of classes add to them: it follows from the rest.
+_MADE = ("_abc_impl", "__signature__", "__match_args__", "__struct_config__", "__struct_encode_fields__")
+_PYDANTIC, _PYDANTIC_FIELDS = "__pydantic_", "__pydantic_fields__"
 PROTOCOL = 4
 
 
@@ -62,13 +65,17 @@ class _Digest:
             case MethodType():
                 return "method", map(self.of, (value.__func__, value.__self__))
             case type() if not _is_imported(value):
-                members = sorted((name, each) for name, each in vars(value).items() if name not in _OWN)
+                members = [(name, vars(value)[name]) for name in sorted(vars(value)) if _is_written(name)]
                 return "class", map(self.of, (value.__qualname__, value.__bases__, members))
+            case classmethod() | staticmethod():
+                return type(value).__name__, [self.of(value.__func__)]
+            case property():
+                return "property", map(self.of, (value.fget, value.fset, value.fdel))
         if type(value) in (list, tuple):
             return type(value).__name__, map(self.of, value)
         if type(value) in (set, frozenset):
             return type(value).__name__, sorted(_Digest().of(each) for each in value)
-        if type(value) is dict:
+        if type(value) in (dict, MappingProxyType):
             return "dict", (self.of(each) for pair in value.items() for each in pair)
         if isinstance(value, FunctionType | type) or _is_imported(value):
             return "named", [f"{value.__module__}:{value.__qualname__}".encode(), _file_of(value)]
@@ -99,6 +106,12 @@ class _Digest:
         if isinstance(reduced, str):
             return [reduced.encode()]
         return (self.of(list(part) if index > 2 and part is not None else part) for index, part in enumerate(reduced))
+
+
+def _is_written(name: str) -> bool:
+    """Whether a member of a class is there because somebody wrote it."""
+    is_made = name in _OWN or name in _MADE
+    return not is_made and (not name.startswith(_PYDANTIC) or name == _PYDANTIC_FIELDS)
 
 
 def _hash(kind: str, parts: Iterable[bytes]) -> bytes:

@@ -17,10 +17,12 @@ from batchmill.cli.local import LocalApp
 from batchmill.client.inputs import HowOptions, RowOptions, described
 from batchmill.config import Config
 from batchmill.errors import InvalidInput
+from batchmill.executors.validators.classes import with_class
 from batchmill.inprocess.functions import FunctionFiles
 from batchmill.jobs.intake.fetching import detect_format
 from batchmill.models.registry import ModelFlags, checked_budget
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, OutputSchema, Policy, PromptTemplate, ReplyRules
+from batchmill.wire.class_schemas import has_validators, schema_of
 from batchmill.wire.input_urls import is_web_url
 from batchmill.wire.media import media_columns
 from batchmill.wire.native import Name, NewJob
@@ -56,6 +58,7 @@ class Keywords(Struct, frozen=True):
     job: NewJob
     models: list[Model]
     flags: ModelFlags
+    validator: type | None = None  # the class of the schema, if its code validates
     restart: bool = False
     copy: bool = False
 
@@ -75,10 +78,14 @@ def checked(options: Mapping[str, Any]) -> Keywords:
         raise InvalidInput(str(error), code="invalid_field") from None
     if "output" in given and given["output"] is not None:
         given["output"] = os.fspath(given["output"])
+    validator = None
+    if has_validators(given.get("schema")):
+        validator = given["schema"]
+        given["schema"] = schema_of(validator)
     job = described(NewJob, ["checked"], given)
     if job.deadline is not None and job.completion_s is not None:
         raise InvalidInput("deadline and completion_s both set the deadline: leave one of them out")
-    return Keywords(job, models, flags, **switches)
+    return Keywords(job, models, flags, validator, **switches)
 
 
 def _models(given: dict[str, Any]) -> list[Model]:
@@ -135,7 +142,7 @@ async def make_order(
         constant_prompt=job.allow_constant_prompt,
         url=job.url,
         params=job.params,
-        schema=_schema_of(job),
+        schema=await _schema_of(config, keywords),
         policy=Policy(
             on_invalid=job.on_invalid,
             dedupe=job.dedupe,
@@ -167,7 +174,8 @@ def _output_format(job: NewJob, dataset: DatasetSpec, output: str | None) -> str
     return "parquet" if output is None and detect_format(dataset) != "openai" else "jsonl"
 
 
-def _schema_of(job: NewJob) -> OutputSchema | None:
+async def _schema_of(config: Config, keywords: Keywords) -> OutputSchema | None:
+    job = keywords.job
     if job.schema is None:
         if job.field_prefix:
             raise InvalidInput("field_prefix has no effect without a schema", code="needless_schema")
@@ -176,7 +184,11 @@ def _schema_of(job: NewJob) -> OutputSchema | None:
         document = msgspec.json.encode(job.schema).decode()
     except (OverflowError, RecursionError, TypeError) as error:
         raise InvalidInput(f"the schema cannot be stored: {error}", code="invalid_schema") from None
-    return OutputSchema(document, job.schema_attempts, job.field_prefix)
+    schema = OutputSchema(document, job.schema_attempts, job.field_prefix)
+    if keywords.validator is None:
+        return schema
+    source = FunctionFiles(config.data_dir).source_of(keywords.validator)
+    return await with_class(source, schema)
 
 
 async def _resolved(app: LocalApp, config: Config, cwd: Path, keywords: Keywords) -> list[ModelSpec]:

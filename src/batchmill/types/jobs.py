@@ -213,6 +213,9 @@ class OutputSchema(Struct, frozen=True, forbid_unknown_fields=True):
     document: str  # the schema as JSON
     attempts: int = 2  # how often an answer that does not fit is asked for again
     prefix: str = ""  # of the columns that its fields become
+    # FILE.py:NAME of the class that an answer must also fit; its code runs in a process of its own.
+    validator: str = ""
+    code: str = ""  # sha256 of that file
 
 
 class RetryChange(Struct, frozen=True, forbid_unknown_fields=True):

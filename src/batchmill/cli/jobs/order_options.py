@@ -18,6 +18,7 @@ from batchmill.config import Config
 from batchmill.datasets import formats
 from batchmill.datasets.spooled_inputs import FOLDER as SPOOLED
 from batchmill.errors import InvalidInput
+from batchmill.executors.validators.classes import class_schema, is_class
 from batchmill.jobs.intake.fetching import find_in_hub
 from batchmill.jobs.ledger.files import is_folder
 from batchmill.jobs.results.results import errors_of
@@ -120,7 +121,8 @@ ORDER_OPTIONS = (
     click.option("--url", metavar="PATH", help="The path for prompts [/v1/chat/completions]."),
     click.option("--param", "params", metavar="KEY=VALUE", multiple=True,
                  help="An additional field of each request; VALUE is JSON or text."),
-    click.option("--schema", metavar="FILE", help="A JSON Schema: answers that do not fit are asked for again."),
+    click.option("--schema", metavar="FILE",
+                 help="A JSON Schema, or FILE.py:CLASS: answers that do not fit are asked for again."),
     click.option("--fields", metavar="TEXT",
                  help='The same for an object: "label: yes|no, score: float, tags: [str], why?: str".'),
     click.option("--schema-attempts", type=click.IntRange(0, SCHEMA_ATTEMPTS_MAX), metavar="N",
@@ -233,7 +235,7 @@ async def build_order(session: Session, config: Config, options: dict[str, Any])
         sample=sample_of(options.get("limit"), options.get("sample"), options.get("seed")),
         url=options["url"],
         params=request_fields(options["params"], config.limits.depth_max),
-        schema=output_schema(session.cwd, options),
+        schema=await output_schema(session.cwd, options, is_local=is_local),
         policy=Policy(
             on_invalid=options["on_invalid"],
             dedupe=options["dedupe"],
@@ -262,7 +264,7 @@ def media_folder(inputs: Sequence[str], cwd: Path) -> str:
     return str(cwd) if is_spooled else ""
 
 
-def output_schema(cwd: Path, options: dict[str, Any]) -> OutputSchema | None:
+async def output_schema(cwd: Path, options: dict[str, Any], *, is_local: bool) -> OutputSchema | None:
     """The schema of --schema or --fields. Raises: InvalidInput."""
     path, fields = options["schema"], options["fields"]
     attempts, prefix = options["schema_attempts"], options["field_prefix"]
@@ -273,15 +275,18 @@ def output_schema(cwd: Path, options: dict[str, Any]) -> OutputSchema | None:
         return None
     if path is not None and fields is not None:
         raise InvalidInput("--schema and --fields say the same: leave one of them out")
+    attempts = 2 if attempts is None else attempts
     if fields is not None:
         document = json.dumps(schema_of_fields(fields))
+    elif is_class(path) and not (cwd / path).exists():
+        return await class_schema(path, cwd, OutputSchema("", attempts, prefix or ""), is_local=is_local)
     else:
         try:
             document = (cwd / Path(path).expanduser()).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(f"the schema {path} cannot be read: {error}") from None
         document = one_line(document, path)
-    return OutputSchema(document, 2 if attempts is None else attempts, prefix or "")
+    return OutputSchema(document, attempts, prefix or "")
 
 
 def _template(flag: str, text: str | None, cwd: Path) -> str | None:

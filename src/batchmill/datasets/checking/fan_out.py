@@ -17,8 +17,9 @@ from itertools import chain
 
 import msgspec
 
+from batchmill.children.frames import FRAME, frame, read_exactly, write_all
 from batchmill.datasets.checking.inspection import Inspector, ranges
-from batchmill.datasets.checking.validator import CHUNK_FRAME, END_FRAME, FRAME, frame, read_exactly, write_all
+from batchmill.datasets.checking.validator import CHUNK_FRAME, END_FRAME
 from batchmill.datasets.orders import ByteRange, RangeEnd, RangeFailed, SealOrder, SourcePart, ValidatedChunk
 from batchmill.errors import InvalidDataset
 

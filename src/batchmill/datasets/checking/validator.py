@@ -1,48 +1,19 @@
 """The validator process: reads orders from stdin and writes results to stdout, until stdin ends.
 
-It imports little, to start fast. Frames: u32 length and u8 kind, then msgpack. `fan_out` starts it.
+It imports little, to start fast. `fan_out` starts it.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import struct
-import sys
 from collections.abc import Iterator
 
 import msgspec
 
+from batchmill.children.frames import FRAME, frame, read_exactly, run, write_all
 from batchmill.datasets.checking.inspection import Inspector
 from batchmill.datasets.orders import READ_ERRORS, ByteRange, RangeEnd, RangeFailed, SealOrder, ValidatedChunk
 
-FRAME = struct.Struct("<IB")
 CHUNK_FRAME, END_FRAME, FAILED_FRAME = range(3)
-
-_encoder = msgspec.msgpack.Encoder()
-
-
-def read_exactly(fd: int, size: int) -> bytes:
-    """Read `size` bytes; fewer only if the other end was closed."""
-    pieces = []
-    while size > 0:
-        piece = os.read(fd, size)
-        if not piece:
-            break
-        pieces.append(piece)
-        size -= len(piece)
-    return b"".join(pieces)
-
-
-def write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def frame(kind: int, message: object) -> bytes:
-    payload = _encoder.encode(message)
-    return FRAME.pack(len(payload), kind) + payload
 
 
 def serve(orders: int, results: int) -> None:
@@ -77,13 +48,5 @@ def _check(inspector: Inspector, range_: ByteRange) -> Iterator[tuple[int, Valid
         yield FAILED_FRAME, RangeFailed(type(error).__name__, error.code, error.message)
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command; this process ends when stdin ends
-    try:
-        serve(sys.stdin.fileno(), sys.stdout.fileno())
-    except BrokenPipeError:
-        os._exit(0)  # the parent process has ended
-
-
 if __name__ == "__main__":
-    main()
+    run(serve)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import codecs
 import json
-import os
 import pprint  # noqa: F401
 import resource
 import signal
-import sys
 import textwrap  # noqa: F401
 from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
@@ -24,7 +22,7 @@ from jinja2 import StrictUndefined, Template, TemplateSyntaxError, Undefined, no
 from jinja2.ext import LoopControlExtension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from batchmill.datasets.checking.validator import FRAME, frame, read_exactly, write_all
+from batchmill.children.frames import FRAME, frame, read_exactly, run, write_all
 from batchmill.datasets.templates.columns import check_columns
 from batchmill.datasets.templates.messages import (
     CHECK_FRAME,
@@ -258,13 +256,5 @@ def serve(orders: int, results: int, confine: Callable[[], None] = _confine) -> 
         write_all(results, reply)
 
 
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command; this process ends when stdin ends
-    try:
-        serve(sys.stdin.fileno(), sys.stdout.fileno())
-    except BrokenPipeError:
-        os._exit(0)  # the parent process has ended
-
-
 if __name__ == "__main__":
-    main()
+    run(serve)

@@ -19,8 +19,8 @@ from types import TracebackType
 
 import msgspec
 
+from batchmill.children.frames import FRAME, frame, read_exactly, write_all
 from batchmill.children.programs import ENVIRON
-from batchmill.datasets.checking.validator import FRAME, frame, read_exactly, write_all
 from batchmill.datasets.conversion import Converted
 from batchmill.datasets.line_pieces import chunks_of, whole_lines
 from batchmill.datasets.templates.messages import (

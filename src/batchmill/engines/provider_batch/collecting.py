@@ -86,7 +86,7 @@ class Collector:
                         collected.answered += 1  # an earlier worker or try has put its outcome
                     else:
                         collected.strange += 1
-                self._put_answers(job, answered, mine, misfits, counted)
+                await self._put_answers(job, answered, mine, misfits, counted)
                 collected.answered += len(answered)
                 for number in garbled.keys() & answered.keys():
                     del garbled[number]
@@ -115,7 +115,7 @@ class Collector:
         mine.difference_update(numbers)
         self._sink.put([_outcome(row, reply) for row, (_, reply) in zip(rows, replies, strict=True)])
 
-    def _put_answers(
+    async def _put_answers(
         self, job: RemoteJob, answered: dict[int, RowReply], mine: set[int], misfits: dict[int, Usage], counted: Runs
     ) -> None:
         """As `_put`; answers that may be asked for again are kept."""
@@ -126,7 +126,7 @@ class Collector:
         for row in rows:
             row.earlier = self._answers.earlier(row.position, job.attempt)
         outcomes = [_outcome(row, answered[row.position], is_counted=row.position in counted) for row in rows]
-        returned = self._sink.put_or_return(outcomes)
+        returned = await self._sink.put_or_return(outcomes)
         self._answers.keep(returned)
         mine.difference_update(answered)
         for outcome in returned:
@@ -151,7 +151,7 @@ class Collector:
             try:
                 async for replies in self._api.results(job):
                     found = {number: reply for number, reply in replies if number in wanted and _is_answer(reply)}
-                    self._keep(job, found)
+                    await self._keep(job, found)
             except TryAgain as error:
                 await patience.rest(error)
                 continue
@@ -160,12 +160,12 @@ class Collector:
             self._course.trouble = ""
             return
 
-    def _keep(self, job: RemoteJob, answered: dict[int, RowReply]) -> None:
+    async def _keep(self, job: RemoteJob, answered: dict[int, RowReply]) -> None:
         assert isinstance(self._sink, CheckingSink), "another one returns no answers"
         rows = self._spool.read(list(answered))
         for row in rows:
             row.earlier = self._answers.earlier(row.position, job.attempt)
-        self._answers.keep([self._sink.as_returned(_outcome(row, answered[row.position])) for row in rows])
+        self._answers.keep([await self._sink.as_returned(_outcome(row, answered[row.position])) for row in rows])
         for row in rows:
             row.earlier = ()
         self._spool.release(rows)

@@ -141,7 +141,9 @@ def target_keys(spec: JobSpec, *, is_current: bool = False) -> list[str]:
 def _form_of(spec: JobSpec) -> list[Any]:
     form, schema = spec.form, spec.form.schema
     # Without its blanks. Engines write answers in the order of its fields.
-    document = None if schema is None else msgspec.json.encode(msgspec.json.decode(schema.document)).decode()
+    document: Any = None if schema is None else msgspec.json.encode(msgspec.json.decode(schema.document)).decode()
+    if schema is not None and schema.validator:
+        document = [document, schema.validator, schema.code]
     if isinstance(form, OpenAIForm):
         return ["openai", document]
     is_function = not form.makes_requests

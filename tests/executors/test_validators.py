@@ -1,0 +1,260 @@
+"""Classes that validate answers: in processes of their own, whatever their code does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from batchmill.errors import InvalidInput
+from batchmill.executors.validators import validators as module
+from batchmill.executors.validators.classes import class_schema, is_class, with_class
+from batchmill.executors.validators.messages import ANSWER_S, Checked
+from batchmill.executors.validators.validators import ValidatorFailed, Validators
+from batchmill.models import functions
+from batchmill.types import OutputSchema
+
+CODE = """
+import dataclasses, os, sys, time, ctypes
+import msgspec
+
+print("loading prints")
+
+class Review(msgspec.Struct):
+    text: str
+    n: int = 0
+
+    def __post_init__(self):
+        match self.text:
+            case "raises":
+                raise ValueError("the text is of no use")
+            case "breaks":
+                return {}["no such key"]
+            case "prints":
+                print("x" * 1_000_000)
+                os.write(1, b"y" * 100_000)
+                sys.stdin.read()
+            case "hangs":
+                time.sleep(1000)
+            case "hangs for good":
+                while True:
+                    try:
+                        time.sleep(1000)
+                    except BaseException:
+                        pass
+            case "exits":
+                sys.exit(3)
+            case "ends":
+                os._exit(3)
+            case "crashes":
+                ctypes.string_at(0)
+            case "allocates":
+                [bytearray(1 << 30) for _ in range(10)]
+            case "returns":
+                return "something else"
+            case "writes":
+                for fd in range(3, 30):
+                    try:
+                        os.write(fd, b"\\x01\\x00\\x00\\x00\\x04\\x93")
+                    except OSError:
+                        pass
+
+@dataclasses.dataclass
+class Data:
+    low: int
+    high: int
+
+    def __post_init__(self):
+        if self.low > self.high:
+            raise ValueError(f"low {self.low} is above high {self.high}")
+
+class Plain(msgspec.Struct):
+    text: str
+
+number = 7
+"""
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    path = tmp_path / "reviews.py"
+    path.write_text(CODE)
+    return path
+
+
+@pytest.fixture
+async def validators() -> AsyncIterator[Validators]:
+    made = Validators(lambda: None)
+    yield made
+    await made.close()
+
+
+def schema_of(code: Path, name: str) -> OutputSchema:
+    source = f"{code}:{name}"
+    return OutputSchema("{}", validator=source, code=functions.digest(source))
+
+
+async def check(validators: Validators, schema: OutputSchema, *texts: str) -> list[Checked]:
+    answers = [f'{{"text": "{text}"}}'.encode() for text in texts]
+    return await asyncio.gather(*(validators.checked(schema, answer) for answer in answers))
+
+
+async def test_what_code_says_is_told(validators: Validators, code: Path) -> None:
+    """Errors of validation, and others by their names; what is returned or printed is nobody's concern."""
+    good, raises, breaks, prints, exits, returns, last = await check(
+        validators, schema_of(code, "Review"), "good", "raises", "breaks", "prints", "exits", "returns", "last"
+    )
+    assert good == prints == returns == last == Checked([])
+    assert (raises.is_final, raises.problems) == (False, ["the text is of no use"])
+    assert breaks.problems == ["the validator raised KeyError: 'no such key'"]
+    assert exits.problems == ["the validator raised SystemExit: 3"]
+
+
+async def test_code_that_ends_its_process_harms_no_other(
+    validators: Validators, code: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer that it had is told so for good; those before and after it are checked."""
+    monkeypatch.setattr(module, "SILENT_S", 1.5 * ANSWER_S)
+    bad = ["hangs", "hangs for good", "ends", "crashes", "allocates", "writes"]
+    texts = [text for each in bad for text in ("good", each, "raises")]
+    found = await check(validators, schema_of(code, "Review"), *texts)
+    for number, name in enumerate(bad):
+        good, stopped, raises = found[3 * number : 3 * number + 3]
+        assert good == Checked([]) and raises.problems == ["the text is of no use"], name
+        if name != "writes":  # into a pipe of its own process: what is odd about it is a death
+            assert stopped.is_final, (name, stopped)
+    words = {name: found[3 * number + 1].problems for number, name in enumerate(bad)}
+    assert words["hangs"] == ["the validator took more than 1 s and was stopped"]
+    assert "said nothing for" in words["hangs for good"][0] and "ended by exit 3" in words["ends"][0]
+    assert "ended by SIGSEGV" in words["crashes"][0] and "512 MiB of memory" in words["allocates"][0]
+
+
+async def test_classes_of_each_kind(validators: Validators, code: Path) -> None:
+    """A dataclass; a model of pydantic with validators of a field and of the whole."""
+    schema = schema_of(code, "Data")
+    assert (await validators.checked(schema, b'{"low":1,"high":2}')).problems == []
+    assert "low 3 is above high 2" in (await validators.checked(schema, b'{"low":3,"high":2}')).problems[0]
+    pytest.importorskip("pydantic")
+    model = code.with_name("models.py")
+    model.write_text(
+        "from typing import Annotated\n"
+        "from pydantic import AfterValidator, BaseModel, field_validator, model_validator\n"
+        "def even(n: int) -> int:\n    assert n % 2 == 0, f'{n} is odd'\n    return n\n"
+        "class Inner(BaseModel):\n    even: Annotated[int, AfterValidator(even)]\n"
+        "class Model(BaseModel):\n    label: str\n    inner: Inner\n"
+        "    @field_validator('label')\n    @classmethod\n"
+        "    def known(cls, v):\n        if v != 'a':\n            raise ValueError('not a')\n        return v\n"
+        "    @model_validator(mode='after')\n"
+        "    def whole(self):\n        if self.inner.even > 4:\n            raise ValueError('too large')\n"
+        "        return self\n"
+    )
+    schema = await with_class(f"{model}:Model", OutputSchema(""))
+    assert schema.validator == f"{model}:Model" and '"label"' in schema.document
+    bad = await validators.checked(schema, b'{"label":"b","inner":{"even":3}}')
+    assert bad.problems == ["/label: Value error, not a", "/inner/even: Assertion failed, 3 is odd"]
+    assert (await validators.checked(schema, b'{"label":"a","inner":{"even":8}}')).problems == [
+        "Value error, too large"
+    ]
+    assert (await validators.checked(schema, b'{"label":"a","inner":{"even":2}}')).problems == []
+
+
+async def test_a_file_that_has_changed(validators: Validators, code: Path) -> None:
+    """A job validates with the code that it began with, or not at all."""
+    schema = schema_of(code, "Review")
+    code.write_text(CODE + "\n")
+    with pytest.raises(ValidatorFailed, match="has changed since the job began"):
+        await validators.checked(schema, b"{}")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("Revue", "did you mean 'Review'"), ("number", "is no class"), ("Review.text", "is no class")],
+)
+async def test_what_is_no_class(name: str, words: str, code: Path) -> None:
+    """The error names it and the way out."""
+    with pytest.raises(InvalidInput, match=words) as raised:
+        await with_class(f"{code}:{name}", OutputSchema(""))
+    assert raised.value.code == "invalid_schema"
+
+
+async def test_code_that_cannot_be_loaded(tmp_path: Path) -> None:
+    """It raises, ends its process, or is not there."""
+    for text, words in (("1/0", "ZeroDivisionError"), ("import os; os._exit(4)", "ended by exit 4")):
+        path = tmp_path / "bad.py"
+        path.write_text(text)
+        with pytest.raises(InvalidInput, match=words):
+            await with_class(f"{path}:A", OutputSchema(""))
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        await with_class(f"{tmp_path / 'none.py'}:A", OutputSchema(""))
+
+
+async def test_a_class_without_code_is_its_schema(code: Path) -> None:
+    """No process validates with it, at a server neither; one with code is refused there."""
+    plain = await class_schema("reviews.py:Plain", code.parent, OutputSchema("", 1, "x_"), is_local=False)
+    assert (plain.validator, plain.attempts, plain.prefix) == ("", 1, "x_") and '"text"' in plain.document
+    with pytest.raises(InvalidInput, match="which a server does not run"):
+        await class_schema("reviews.py:Data", code.parent, OutputSchema(""), is_local=False)
+    assert (await class_schema("reviews:Data", code.parent, OutputSchema(""), is_local=True)).validator
+    names = {
+        "app.py:A": True,
+        "a.b:C": True,
+        "d/a.b:C": True,
+        "schema.json": False,
+        "C:\\x.json": False,
+        "app.py": False,
+    }
+    assert {name: is_class(name) for name in names} == names
+
+
+async def test_answers_wait_in_bounds(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker hears when there is room again."""
+    monkeypatch.setattr(module, "WAITING_MAX", 3)
+    rooms: list[int] = []
+    validators = Validators(lambda: rooms.append(1))
+    schema = schema_of(code, "Review")
+    checking = asyncio.gather(*(validators.checked(schema, b'{"text":"good"}') for _ in range(5)))
+    await asyncio.sleep(0)
+    assert validators.is_full and rooms == []
+    await checking
+    assert not validators.is_full and rooms == [1]
+    await validators.close()
+
+
+async def test_answers_cross_together(validators: Validators, code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that come while others are checked; after a death only those that may be its cause go alone."""
+    sizes: list[int] = []
+    check_all = module.ValidatorProcess.check
+
+    async def check(self, texts, tell):
+        sizes.append(len(texts))
+        if len(sizes) == 2:  # as many come meanwhile
+            more.extend(asyncio.ensure_future(validators.checked(schema, b'{"text":"good"}')) for _ in range(300))
+        await check_all(self, texts, tell)
+
+    more: list[asyncio.Future[Checked]] = []
+    monkeypatch.setattr(module.ValidatorProcess, "check", check)
+    schema = schema_of(code, "Review")
+    first = [validators.checked(schema, b'{"text":"good"}') for _ in range(3)]
+    await asyncio.gather(*first, *(validators.checked(schema, b'{"text":"good"}') for _ in range(400)))
+    await asyncio.gather(*more)
+    assert sum(sizes) == 703 and len(sizes) <= 5
+    sizes.clear()
+    texts = [b'{"text":"good"}'] * 5 + [b'{"text":"ends"}'] + [b'{"text":"good"}'] * 300
+    await asyncio.gather(*(validators.checked(schema, text) for text in texts))
+    assert sizes.count(1) <= 256 and sizes[-1] > 1
+
+
+async def test_a_process_ends_with_its_worker(validators: Validators, code: Path) -> None:
+    """Closed, it is gone; killed by somebody, the next answer has another."""
+    schema = schema_of(code, "Review")
+    await validators.checked(schema, b'{"text":"good"}')
+    (each,) = validators._classes.values()
+    assert each._process is not None
+    os.kill(each._process._process.pid, signal.SIGKILL)
+    assert [found.problems for found in await check(validators, schema, "raises", "raises")][1] == [
+        "the text is of no use"
+    ]
