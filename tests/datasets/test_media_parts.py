@@ -73,6 +73,22 @@ def test_a_column_of_the_input_is_no_fault_of_sealing():
     assert fault_of({FAULT: msgspec.Raw(b'["media_missing","gone"]')}) == RowError("media_missing", "gone")
 
 
+def test_a_url_is_noted_and_not_fetched(tmp_path):
+    """A row has it once more, if it is not too long; what it leads to is not known."""
+    cells = ["https://a.example/b.png?c", "HTTP://169.254.169.254/", "https://a.example/" + "x" * 2048]
+    rows = b"".join(msgspec.json.encode({"img": cell}) + b"\n" for cell in cells)
+    adder = MediaAdder([MediaColumn("image", "img")], DatasetSpec([]), tmp_path / "home")
+    (added,) = adder.add(
+        iter([Converted(rows)]), SourceFile(str(tmp_path / "in.jsonl"), "jsonl", None), are_whole_lines=True
+    )
+    lines = [split_object(line) for line in added.data.splitlines()]
+    assert [media_of(line) for line in lines[:2]] == [
+        [MediaPart("image", url=cell, column="img")] for cell in cells[:2]
+    ]
+    fault = fault_of(lines[2])
+    assert fault is not None and fault.code == "media_not_allowed" and len(fault.message) < 200
+
+
 def test_a_caller_of_a_server_names_no_file(tmp_path):
     """Without a `media_folder`, which only this machine's own commands set, no spelling of a path is read."""
     path = tmp_path / "a.png"

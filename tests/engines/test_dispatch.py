@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from base64 import b64encode
 from collections.abc import Iterable
 
@@ -10,6 +11,7 @@ import msgspec
 import pytest
 from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed, chat_row
 from fakes.held_clock import HeldClock
+from fakes.web_files import WebFile, web_files
 
 from batchmill.engines.remote import dispatch as dispatch_module
 from batchmill.engines.remote.dispatch import DRAIN_S, Dispatch, Send
@@ -17,7 +19,21 @@ from batchmill.engines.remote.outgoing import Composer, RemoteRow, text_bytes
 from batchmill.engines.remote.pacing import LiveQueue, Pacer
 from batchmill.engines.retry import BACKOFF_MAX_S, RETRIES_SPARE, Fault, FaultKind, Reply, Retries
 from batchmill.errors import AuthRefused
-from batchmill.types import Limits, LiveRequest, ModelSpec, Outcome, RowError, Usage
+from batchmill.models import secrets
+from batchmill.types import (
+    Limits,
+    LiveRequest,
+    MediaBounds,
+    MediaColumn,
+    ModelSpec,
+    Outcome,
+    Provision,
+    Row,
+    RowError,
+    Usage,
+)
+from batchmill.wire.forms import TableForm
+from batchmill.wire.rendered_rows import MediaPart, with_media
 
 REFUSED = Fault(FaultKind.AUTH, RowError("invalid_api_key", "who are you"), Reply(401))
 FAILED = Fault(FaultKind.TRANSIENT, RowError("server_error", "oops"), Reply(500))
@@ -64,6 +80,44 @@ def test_media_count_as_their_tokens() -> None:
     assert text_bytes(live) == text_bytes(call)
     unlimited = Composer(msgspec.structs.replace(spec, limits=Limits()), None).call(row)
     assert text_bytes(unlimited) == len(call.body)
+
+
+async def test_rows_whose_media_are_loaded_are_given_back() -> None:
+    """At once, though a server of theirs does not answer; the rows of other jobs go on meanwhile."""
+    gate = threading.Event()
+    with web_files() as web:
+        secrets.take(Provision(private_hosts=[web.host]))
+        web.files["/slow.png"] = WebFile(b"\x89PNG\r\n\x1a\n", gate=gate)
+        form = TableForm("{q}", media=[MediaColumn("image", "img")])
+        raw = with_media(b'{"q":"?"}', [MediaPart("image", url=f"{web.url}/slow.png", column="img")])
+        slow = Row(0, 0, raw, form, OfJob("slow"))
+        others = [chat_row(number, "hi", lease=OfJob("other")) for number in range(1, 9)]
+
+        async def send(call: RemoteRow) -> Outcome:
+            return answered(call)
+
+        running = dispatch(send, HeldClock())
+        sink = ListSink()
+        feed = OpenFeed(sink, [slow, *others])
+        task = asyncio.create_task(running.run(feed, sink))
+        async with asyncio.timeout(PATIENCE_S):
+            while len(sink.outcomes) < len(others) or not web.requests:
+                await asyncio.sleep(0)
+            assert running.give_back("slow") == [slow]
+            feed.end()
+            await task
+        gate.set()
+        secrets.take(Provision())
+    assert sorted(outcome.row.number for outcome in sink.outcomes) == list(range(1, 9)) and slow.media is None
+
+
+class OfJob:
+    """What a dispatch knows of the lease of a row."""
+
+    media = MediaBounds()
+
+    def __init__(self, job_id: str) -> None:
+        self.job_id = self.key = job_id
 
 
 async def test_results_are_put_together() -> None:

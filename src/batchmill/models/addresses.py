@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from batchmill.errors import InvalidConfig, InvalidInput
+from batchmill.wire.input_urls import WEB_URL_CHARS_MAX
 
-URL_CHARS_MAX = 2048
+URL_CHARS_MAX = WEB_URL_CHARS_MAX
 PORT_MAX = 65_535
 PORTS_BELOW_1024 = frozenset({80, 443})  # the others belong to services other than web servers
 LISTED_MAX = 256

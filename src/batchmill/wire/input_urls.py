@@ -13,6 +13,7 @@ from batchmill.object_store.urls import SHOWN_CHARS, is_object_url
 WEB_SCHEMES = ("https://", "http://")
 HUB_SCHEME, HUB_DATASETS = "hf://", "hf://datasets/"
 HUB_URL_CHARS_MAX = 2048
+WEB_URL_CHARS_MAX = 2048
 _HUB_URL = re.compile(
     r"hf://datasets/(?P<repository>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})"
     r"(?:@(?P<revision>[\w.~%-]{1,200}))?/(?P<path>[^\x00-\x1f\x7f\\]*)"

@@ -24,7 +24,7 @@ from batchmill.datasets.media.files import read_file
 from batchmill.datasets.media.loading import base64_of
 from batchmill.errors import InvalidRow
 from batchmill.types import DatasetSpec, MediaColumn
-from batchmill.wire.input_urls import is_web_url
+from batchmill.wire.input_urls import WEB_URL_CHARS_MAX, is_web_url
 from batchmill.wire.media import AUDIO, HEAD_BYTES, IMAGE, type_for
 from batchmill.wire.media_tokens import HEAD_BYTES_MAX, seconds_of, size_of
 from batchmill.wire.rendered_rows import FAULT, MediaPart, with_fault, with_media
@@ -97,7 +97,7 @@ class MediaAdder:
         if not isinstance(cell, str):
             raise InvalidRow(f"{_named(column, cell)} is neither a path, a URL nor bytes", code="media_invalid")
         if is_web_url(cell):
-            return MediaPart(column.kind, url=cell, column=column.column)
+            return MediaPart(column.kind, url=_checked_url(column, cell), column=column.column)
         path = self._path_of(column, cell, folder)
         return self._described(column, read_file(path, self._spec.media_bytes_max), path=path)
 
@@ -162,6 +162,15 @@ def _decoded(column: MediaColumn, cell: Any) -> bytes:
         return b64decode(base64_of(cell), validate=True)
     except (ValueError, TypeError):
         raise InvalidRow(f"{_named(column, cell)} holds no base64", code="media_invalid") from None
+
+
+def _checked_url(column: MediaColumn, url: str) -> str:
+    """A URL that the row may have once more: the guard refuses longer ones, and others, when it is fetched."""
+    if len(url) > WEB_URL_CHARS_MAX:
+        raise InvalidRow(
+            f"{_named(column, url)} is longer than {WEB_URL_CHARS_MAX:,} characters", code="media_not_allowed"
+        )
+    return url
 
 
 def _named(column: MediaColumn, cell: Any) -> str:
