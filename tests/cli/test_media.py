@@ -314,17 +314,26 @@ def test_a_retry_needs_a_model_that_takes_the_media(run, monkeypatch):
 
 @pytest.mark.parametrize(("provider", "fake"), [("anthropic", AnthropicFake()), ("gemini", GeminiFake())])
 def test_batches_of_providers_get_parts_of_their_own(run, monkeypatch, provider, fake):
-    """From the cell to what the provider was sent, and back to the row; results hold no bytes."""
+    """From the cell to what the provider was sent, and back to the row; results hold no bytes. A URL is fetched when
+    the file of the batch is written, and again after a failure; one without a content fails its row alone.
+    """
     monkeypatch.setenv("BATCH_KEY", fake.key)
     fake.fates = []
-    with beside(fake):
+    with beside(fake), web_files() as web:
+        web.files["/b.jpg"] = WebFile(JPEG, failures=[503])
         with open("batchmill.toml", "a") as file:
             file.write(f'[models.b]\nengine = "{provider}-batch"\nsource = "s"\nbase_url = "{fake.base_url}"\n')
             file.write('api_key = "env:BATCH_KEY"\nengine_args = { poll_s = 0.01, poll_max_s = 0.02 }\n')
-        rows = [{"q": "1", "img": "a.png"}, {"q": "2", "img": "gone.png"}]
-        result = run(table(*rows), "--image", "img", model="b")
+        allow(web)
+        cells = ["a.png", "gone.png", f"{web.url}/b.jpg", f"{web.url}/gone.jpg"]
+        result = run(
+            table(*({"q": str(n), "img": cell} for n, cell in enumerate(cells, 1))), "--image", "img", model="b"
+        )
     (job,) = fake.jobs.values()
-    assert base64.b64encode(PNG).decode() in json.dumps(job.rows) and len(job.rows) == 1, result.output
-    good, bad = results()
+    sent = json.dumps(job.rows)
+    assert all(base64.b64encode(data).decode() in sent for data in (PNG, JPEG)) and len(job.rows) == 2, result.output
+    good, bad, fetched, missing = results()
+    assert fetched["output"] and json.loads(fetched["fetched"])[0][0] == blake3(JPEG).hexdigest()
+    assert missing["error"].startswith("media_missing: there is nothing at ") and len(web.requests) == 3
     assert good == {"q": "1", "img": "a.png", "output": good["output"], "error": None} and good["output"]
     assert bad["error"].startswith("media_missing: ")

@@ -181,7 +181,7 @@ class MediaUrls:
             digest = await asyncio.to_thread(lambda: blake3(data).hexdigest())
             return Fetched(data, FetchedPart(digest, _validator(reply, "ETag"), _validator(reply, "Last-Modified")))
         except TimeoutError:
-            raise _Later(f"it took more than {ATTEMPT_S:.0f} s") from None
+            raise _Later("the server took too long") from None
         finally:
             if not is_read:
                 await reading.let_go()
