@@ -39,6 +39,7 @@ ON_BOTH = (
     "jobs/test_recovery_rebuild.py",
     "jobs/test_retention.py",
     "jobs/test_shard_notes.py",
+    "jobs/test_short_jobs.py",
     "jobs/test_submissions.py",
     "server/test_metrics.py",
     "services/test_clock_steps.py",

@@ -11,8 +11,8 @@ import signal
 
 POINTS = (
     "after_describe",  # job.json is written, the ledger does not have the job yet
-    "after_create",  # the job is in the ledger, its dataset is not sealed
-    "after_prepare",  # sealed and planned, the ledger says validating
+    "after_create",  # the job is in the ledger, its dataset is not sealed, except that of a short job
+    "after_prepare",  # sealed and planned, the ledger says validating, and has no short job yet
     "after_lease",  # an epoch was raised, the worker does not know it yet
     "before_append",  # outcomes are in memory
     "after_append",  # they are in the kernel

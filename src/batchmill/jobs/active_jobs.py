@@ -11,6 +11,7 @@ from functools import partial
 import sqlalchemy as sa
 
 from batchmill.errors import DatabaseUnavailable
+from batchmill.jobs.recorded_job import Entry
 from batchmill.jobs.runner import JobRunner
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.states import JobState
@@ -62,9 +63,9 @@ class ActiveJobs:
     def all_running(self) -> list[JobRunner]:
         return [runner for runner in self._runners.values() if not runner.has_stopped]
 
-    def runner(self, spec: JobSpec, state: JobState | None = None) -> JobRunner:
-        """Make a runner that is not started. Args: state: as it is stored; None: it is read."""
-        return JobRunner(spec, self._tools, state)
+    def runner(self, spec: JobSpec, state: JobState | None = None, entry: Entry | None = None) -> JobRunner:
+        """Make a runner that is not started. Args: as of `RecordedJob`."""
+        return JobRunner(spec, self._tools, state, entry)
 
     def start(self, runner: JobRunner) -> JobRunner:
         """Run a job from its stored state."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 import sqlalchemy as sa
+from msgspec import Struct
 from msgspec.structs import replace
 
+from batchmill import faults
 from batchmill.children.offload import Offload
 from batchmill.errors import StorageFull
 from batchmill.jobs.intake import PREPARE
@@ -19,7 +22,9 @@ from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, prepare
 from batchmill.jobs.intake.preview import seal_and_plan
 from batchmill.jobs.ledger import ledger, outcome_map, packed
 from batchmill.jobs.ledger.core_task import FAILURES_MAX
+from batchmill.jobs.ledger.ledger import first_lease
 from batchmill.jobs.ledger.plan import PlanReader
+from batchmill.jobs.ledger.records import NewJob
 from batchmill.jobs.ledger.sampled_rows import MaskOrder, bitmaps, masks_in
 from batchmill.jobs.ledger.storage import JobStorage
 from batchmill.jobs.pools.job_run import JobRun
@@ -30,16 +35,28 @@ from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.owner_clock import check_left
 from batchmill.states import NEXT, JobState, PauseReason
-from batchmill.types import RemoteJob, SegmentPlace, SegmentRef
+from batchmill.types import Once, RemoteJob, SegmentPlace, SegmentRef, Shard
 from batchmill.wire.input_urls import is_fetched
 from batchmill.wire.job_spec import JobSpec
+
+
+class NotStored(Exception):
+    """A new job is not stored: its order is another job already, or is refused. Who submitted it knows why."""
+
+
+class Entry(Struct, frozen=True, eq=False):
+    """What a new job is stored with, and who waits for that."""
+
+    once: Once | None
+    quota: int | None  # as of `records.enter`
+    known: asyncio.Future[str | None]  # None: the job is stored; else the id of the job that the order is already
 
 
 class RecordedJob:
     """A job, its files and its stored state."""
 
-    def __init__(self, spec: JobSpec, tools: RunnerTools, state: JobState | None) -> None:
-        """Args: state: as it is stored; None: it is read."""
+    def __init__(self, spec: JobSpec, tools: RunnerTools, state: JobState | None, entry: Entry | None) -> None:
+        """Args: state: as it is stored; None: it is read. entry: of a job that is not stored yet."""
         self.spec, self.files = spec, tools.scratch.files(spec)
         self._tools, self._clock = tools, tools.clock
         self._stored = JobStorage(tools.stored, self.files)
@@ -48,6 +65,7 @@ class RecordedJob:
         self._counted: CountedCommits | None = None  # of a small job that runs for the first time
         self._unspent_s = 0.0  # running time of a small job that is not stored yet
         self._state = state  # as it was read or written last
+        self._entry = entry
         self._run: JobRun | None = None  # the pass over its rows, from QUEUED on
 
     @property
@@ -63,7 +81,13 @@ class RecordedJob:
         return await self._ledger.database.read(ledger.remote_jobs, self.spec.id, generation)
 
     async def _move(self, state: JobState, **fields: object) -> None:
-        """Store the next state, and running time that is not stored yet, and enter it. Raises: InvalidTransition."""
+        """Store the next state, and running time that is not stored yet, and enter it.
+
+        Raises: InvalidTransition; NotStored of a new job.
+        """
+        if self._entry is not None:
+            await self._enter(state, **fields)
+            return
         move = partial(self._ledger.move, spent_s=self._unspent_s)
         try:
             await self._commit_log.write(move, self.spec.id, state, **fields)
@@ -73,6 +97,45 @@ class RecordedJob:
             self._tools.disk_reserve.release()  # so that at least the reason can be stored
             await self._commit_log.write(move, self.spec.id, state, **fields)
         self._state, self._unspent_s = state, 0.0
+
+    async def _enter(self, state: JobState = JobState.VALIDATING, **fields: Any) -> None:
+        """Store a new job, in the state that it has reached. Nothing happens if it is stored. Raises: NotStored."""
+        if self._entry is None:
+            return
+        entry, self._entry = self._entry, None
+        job = NewJob(self.spec, entry.once, entry.quota, self._clock.now())
+        try:
+            known = await self._commit_log.write(partial(self._ledger.enter, job, state, **fields))
+        except asyncio.CancelledError:
+            entry.known.cancel()
+            raise
+        except BaseException as error:
+            entry.known.set_exception(error)
+            raise NotStored from error
+        faults.point("after_create")
+        entry.known.set_result(known)
+        if known is not None:
+            raise NotStored
+        self._state = state
+
+    @asynccontextmanager
+    async def _entered_at_last(self) -> AsyncIterator[None]:
+        """Store a new job before what fails until then: it fails, or pauses, like any other."""
+        try:
+            yield
+        except NotStored:
+            raise
+        except BaseException:
+            await self._enter()
+            raise
+
+    async def _enter_unless_short(self) -> None:
+        """Store a new job before its rows are sealed. A short one is sealed and planned first, and stored with that.
+
+        Raises: NotStored.
+        """
+        if self._tools.stored.is_elsewhere or not packed.is_short(self.spec.dataset):
+            await self._enter()
 
     async def _end(self, state: JobState, manifest: Manifest | None = None, **fields: object) -> None:
         """Store the end of the job, with its results if there is a manifest."""
@@ -111,12 +174,18 @@ class RecordedJob:
     async def _in_thread(
         self, target: str, order: bytes, progress: Callable[[float], None], *, project: str = "", stores: bool = False
     ) -> bytes:
-        """An `Offload` for the dataset of a small job, which a thread reads faster than a child gets it."""
+        """An `Offload` for the dataset of a small job, which a thread reads faster than a child gets it.
+
+        That of a short job, which is not stored yet, is read here: a thread would wait for the interpreter longer.
+        """
         assert target == PREPARE and not stores, "objects are no small jobs"
+        if self._entry is not None:
+            return prepare(order, progress)
         return await self._tools.scratch.run(partial(prepare, order, progress), self.spec.project)
 
     async def _make_large(self) -> None:
         """Give the job files in the data directory: it does not fit into the database."""
+        await self._enter()
         self.spec = replace(self.spec, is_small=False)
         self.files = self._tools.scratch.files(self.spec)
         self._stored = JobStorage(self._tools.stored, self.files)
@@ -149,6 +218,18 @@ class RecordedJob:
     def _is_planned(self, record: sa.RowMapping) -> bool:
         """Whether the rows have been planned."""
         return bool(record["rows"]) and (self.spec.is_small or (self.files.plan(0) / "plan.json").exists())
+
+    def _first_run(self) -> tuple[JobRun, dict[str, Shard]]:
+        """The first run of a small job, whose commits are kept for its results. With it the `shard` that the
+        transaction leases that stores a new job, if it has one only.
+        """
+        run, leased = self._new_run(PlanReader(self.files.plan(0)), 0), {}
+        if self._entry is not None and len(run.plan.shards()) == 1:
+            leased["shard"] = run.plan.shards()[0]
+            run.first_lease = first_lease(self.spec.id, leased["shard"])
+        self._counted = CountedCommits()
+        run.counted_hooks.append(self._counted.add)
+        return run, leased
 
     def _new_run(self, plan: PlanReader, generation: int, *, is_over: bool = False) -> JobRun:
         return JobRun(self.spec, generation, plan, files=self.files, clock=self._clock, is_over=is_over)

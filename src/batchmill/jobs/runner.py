@@ -44,8 +44,7 @@ from batchmill.jobs.ledger import ledger, packed
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.records import columns_of
 from batchmill.jobs.pools.job_run import JobRun
-from batchmill.jobs.recorded_job import RecordedJob
-from batchmill.jobs.results.counted_commits import CountedCommits
+from batchmill.jobs.recorded_job import Entry, NotStored, RecordedJob
 from batchmill.jobs.results.publishing import Publishing
 from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
@@ -61,8 +60,10 @@ T = TypeVar("T")
 
 
 class JobRunner(RecordedJob):
-    def __init__(self, spec: JobSpec, tools: RunnerTools, state: JobState | None = None) -> None:
-        super().__init__(spec, tools, state)
+    def __init__(
+        self, spec: JobSpec, tools: RunnerTools, state: JobState | None = None, entry: Entry | None = None
+    ) -> None:
+        super().__init__(spec, tools, state, entry)
         self._dispatcher = tools.dispatcher
         self._adapters = AdapterWork(tools.adapters, self._offload)
         self._routes = RouteFailover(self._ledger.database, tools.clock)
@@ -209,6 +210,8 @@ class JobRunner(RecordedJob):
         """Run steps until the job pauses or ends, and store why."""
         try:
             await self._advance()
+        except NotStored:
+            return  # and nothing of it is left
         except JobPaused as error:
             gives_up = error.reason is PauseReason.ENGINE_FAILED and self.spec.policy.on_engine_failure == "fail"
             if gives_up and await self._may_fail(unrun=True):
@@ -243,7 +246,8 @@ class JobRunner(RecordedJob):
             while self._state not in ENDED:
                 if self._state is JobState.QUEUED:
                     await self._take_turn()
-                async with self._tools.scratch.use(self.spec, is_new=self._state is JobState.VALIDATING):
+                is_new = self._state is JobState.VALIDATING
+                async with self._entered_at_last(), self._tools.scratch.use(self.spec, is_new=is_new):
                     await self._run_steps()
         finally:
             await self._turn.give_back()
@@ -269,6 +273,7 @@ class JobRunner(RecordedJob):
     async def _validating(self) -> None:
         """Seal the dataset and plan its rows; a refused dataset fails the job."""
         self._raise_if_stopped()
+        await self._enter_unless_short()
         await self._stored.bring_inputs(self.spec)
         self._reserve()
         models = self.spec.models
@@ -319,12 +324,11 @@ class JobRunner(RecordedJob):
             await self._move(JobState.QUEUED, via=[JobState.PLANNING], **stored)
             return
         await self._turn.take()
+        run, leased = self._first_run()
         via = [JobState.PLANNING, JobState.QUEUED]
-        await self._move(JobState.RUNNING, via=via, started=self._clock.now(), **stored)
-        self._run = self._new_run(PlanReader(self.files.plan(0)), 0)
+        await self._move(JobState.RUNNING, via=via, started=self._clock.now(), **stored, **leased)
+        self._run = run
         await self._load(self._run, {})
-        self._counted = CountedCommits()
-        self._run.counted_hooks.append(self._counted.add)
         self._publishing = self._new_publishing()
 
     async def _queued(self) -> None:
@@ -432,6 +436,7 @@ class JobRunner(RecordedJob):
                 continue
             if not prepared.wanted:
                 break
+            await self._enter()
             await self._set_adapters(await self._interruptible(self._adapters.fetch(self.spec, prepared.wanted)))
         if prepared.plan is None:
             return prepared

@@ -15,9 +15,11 @@ from batchmill.jobs.failover import with_code
 from batchmill.jobs.intake import adapters, orders, retries, routing
 from batchmill.jobs.intake.reuse_orders import settled
 from batchmill.jobs.job_space import JobSpace
+from batchmill.jobs.ledger import packed
 from batchmill.jobs.ledger import records as job_records
 from batchmill.jobs.ledger.files import JobFiles, full_disk_named, read_spec, result_exists
 from batchmill.jobs.maintenance import JobDeadlines
+from batchmill.jobs.recorded_job import Entry
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.jobs.samples import Samples
 from batchmill.states import JobState, PauseReason
@@ -73,23 +75,27 @@ class Submissions:
             return await self._match(order, await self._describe(order))
 
     async def _describe(self, order: JobOrder) -> JobSpec:
-        spec = await asyncio.to_thread(orders.describe, order, self._clock.now())
+        if order.origin is not None and packed.is_short(order.dataset):
+            spec = orders.describe(order, self._clock.now())
+        else:
+            spec = await asyncio.to_thread(orders.describe, order, self._clock.now())
         return orders.placed(spec, self._space.data_dir, self._space.stored, is_shared=self._space.is_shared)
 
     async def _create(self, spec: JobSpec, once: Once | None) -> Submitted:
         """Create a job. Its folder exists before its ledger record; if that cannot be stored, the folder is removed."""
         if (disk_quota := self._tools.disk_quota_of(spec)) is not None:
             await disk_quota.check(spec.project)
+        if spec.is_small:
+            return await self._create_small(spec, once)
         files = self._tools.scratch.files(spec)
         try:
             with full_disk_named(files.home):
-                if not spec.is_small:
-                    await asyncio.to_thread(files.write_spec, spec)
-                    read = [*spec.dataset.paths, *(model.source for model in spec.models)]
-                    await asyncio.to_thread(spooled_inputs.keep, self._tools.data_dir, read, spec.id)
+                await asyncio.to_thread(files.write_spec, spec)
+                read = [*spec.dataset.paths, *(model.source for model in spec.models)]
+                await asyncio.to_thread(spooled_inputs.keep, self._tools.data_dir, read, spec.id)
             faults.point("after_describe")
-            quota, now = self._tools.quota_of(spec), self._clock.now()
-            known = await self._database.write(job_records.enter_once, spec, once, quota, now)
+            job = job_records.NewJob(spec, once, self._tools.quota_of(spec), self._clock.now())
+            known = await self._database.write(job_records.enter_once, job)
         except BaseException:
             await self._forget(spec, files)
             raise
@@ -99,6 +105,16 @@ class Submissions:
         faults.point("after_create")
         self._active.start(self._active.runner(spec, JobState.VALIDATING))
         return Submitted(spec.id, "started")
+
+    async def _create_small(self, spec: JobSpec, once: Once | None) -> Submitted:
+        """Create a small job, which has no folder. Its runner stores it: most often sealed, planned and running."""
+        faults.point("after_describe")
+        entry = Entry(once, self._tools.quota_of(spec), asyncio.get_running_loop().create_future())
+        runner = self._active.start(self._active.runner(spec, JobState.VALIDATING, entry))
+        assert runner.task is not None, "it has been started"
+        runner.task.add_done_callback(lambda _: entry.known.cancel())
+        known = await entry.known
+        return Submitted(spec.id, "started") if known is None else Submitted(known, "repeated")
 
     async def _forget(self, spec: JobSpec, files: JobFiles) -> None:
         """Remove what a job has written that was not stored."""

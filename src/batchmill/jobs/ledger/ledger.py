@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from itertools import groupby, pairwise
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -277,6 +278,28 @@ class Ledger:
             if errors or (errors is not None and had_errors):
                 _replace_errors(db, job_id, errors)
 
+    def enter(
+        self, job: records.NewJob, state: JobState, *,
+        via: Sequence[JobState] = (), packed: bytes | None = None,
+        errors: dict[str, tuple[int, str]] | None = None, shard: Shard | None = None, **fields: Any,
+    ) -> str | None:  # fmt: skip
+        """As `records.enter_once`, and move the new job to a state, as `move`, in the same transaction.
+
+        `shard` gets its first lease. Raises: as `records.enter_once`.
+        """
+        path = [JobState.VALIDATING, *via, state]
+        assert path == 2 * [state] or all(b in NEXT[a] for a, b in pairwise(path)), f"{path} are never followed"
+        fields |= {name: max(fields[name], job.spec.created) for name in _TIMES if fields.get(name) is not None}
+        with self._engine.begin() as db:
+            known_id = records.enter_once(db, job, {"state": state, **fields})
+            if known_id is None and packed is not None:
+                store_packed(db, job.spec.id, packed)
+            if known_id is None and errors:
+                _replace_errors(db, job.spec.id, errors)
+            if known_id is None and shard is not None:
+                _insert_lease(db, first_lease(job.spec.id, shard), shard)
+        return known_id
+
     def spent(self, job_id: str, seconds: float) -> None:
         """Add running time to a job."""
         with self._engine.begin() as db:
@@ -461,12 +484,21 @@ def _lease_one(db: sa.Connection, seen: Lease, shard: Shard) -> LeasedShard:
         db.execute(_RAISE_EPOCH, key | {"new_epoch": epoch})
         noted = of_shard(db, seen.job, seen.generation, shard.number)
         return LeasedShard(lease, found.seq, int.from_bytes(found.bitmap, "little"), noted)
+    _insert_lease(db, lease, shard)
+    return LeasedShard(lease, 0, 0)
+
+
+def _insert_lease(db: sa.Connection, lease: Lease, shard: Shard) -> None:
     values = {
-        "job": seen.job, "generation": seen.generation, "shard": shard.number, "lo": shard.lo, "hi": shard.hi,
-        "epoch": epoch, "seq": 0, "done": 0, "bitmap": bytes(-(-(shard.hi - shard.lo) // 8)),
+        "job": lease.job, "generation": lease.generation, "shard": shard.number, "lo": shard.lo, "hi": shard.hi,
+        "epoch": lease.epoch, "seq": 0, "done": 0, "bitmap": bytes(-(-(shard.hi - shard.lo) // 8)),
     }  # fmt: skip
     db.execute(_INSERT_SHARD, values)
-    return LeasedShard(lease, 0, 0)
+
+
+def first_lease(job_id: str, shard: Shard) -> Lease:
+    """The lease that `Ledger.enter` stores."""
+    return Lease(job_id, 0, shard.number, 1)
 
 
 def _check_next(db: sa.Connection, job_id: str, state: JobState) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -258,10 +259,14 @@ def must_run_again(record: sa.RowMapping, order: JobOrder) -> bool:
     return order.restart or ((order.overwrite or looks_again) and record["state"] == JobState.COMPLETED)
 
 
-def enter(db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None) -> None:
+def enter(
+    db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None, fields: Mapping[str, Any] = {}
+) -> None:
     """Insert a job and the keys of its order, in one transaction.
 
-    Args: quota: how many unfinished jobs its project may have; None: the machine's user submits it.
+    Args:
+        quota: how many unfinished jobs its project may have; None: the machine's user submits it.
+        fields: as of `snapshot.insert_job`.
 
     Raises: OverQuota; UnknownName where a result that it reads has been removed.
     """
@@ -270,17 +275,26 @@ def enter(db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None
         raise UnknownName(f"No such File object: {removed}", code="unknown_file")
     if quota is not None:
         refuse_unfinished(db, spec.project, quota)
-    snapshot.insert_job(db, spec)
+    snapshot.insert_job(db, spec, fields)
     if once is not None:
         values = {"key": once.key, "job": spec.id, "fingerprint": once.fingerprint, "created": spec.created}
         put(db, submissions, values | {"answered": None})  # its earlier job, if any, is forgotten
 
 
-def enter_once(db: sa.Connection, spec: JobSpec, once: Once | None, quota: int | None, now: float) -> str | None:
+class NewJob(Struct, frozen=True):
+    """A job to be stored. `quota`: as of `enter`."""
+
+    spec: JobSpec
+    once: Once | None
+    quota: int | None
+    now: float
+
+
+def enter_once(db: sa.Connection, job: NewJob, fields: Mapping[str, Any] = {}) -> str | None:
     """As `enter`, unless the order is a job already: then its id is returned. Raises: also Conflict."""
-    known_id = None if once is None else standing(db, once, now)
+    known_id = None if job.once is None else standing(db, job.once, job.now)
     if known_id is None:
-        enter(db, spec, once, quota)
+        enter(db, job.spec, job.once, job.quota, fields)
     return known_id
 
 

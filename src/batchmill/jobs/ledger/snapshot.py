@@ -5,7 +5,7 @@ What audits or repairs a ledger works on a snapshot, in a process of its own, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -153,14 +153,14 @@ def read(db: sa.Connection, job_id: str) -> Snapshot:
     )  # fmt: skip
 
 
-def insert_job(db: sa.Connection, spec: JobSpec) -> None:
-    """Insert a job of which only the spec is known."""
-    spec_bytes = msgspec.json.encode(spec)
+def insert_job(db: sa.Connection, spec: JobSpec, fields: Mapping[str, Any] = {}) -> None:
+    """Insert a job. Args: fields: of its record, as far as more than the spec is known."""
+    spec_bytes = fields.get("spec") or msgspec.json.encode(spec)
     values = {
         "id": spec.id, "identity": spec.identity, "state": JobState.VALIDATING, "spec": spec_bytes,
         "bytes": 2 * len(spec_bytes), "created": spec.created, "output": spec.output, "project": spec.project,
         "frontend": (spec.origin or {}).get("frontend"),
-        "priority": spec.policy.priority, "deadline": spec.policy.deadline,
+        "priority": spec.policy.priority, "deadline": spec.policy.deadline, **fields,
     }  # fmt: skip
     note_change(db, spec.id, db.execute(_INSERT_JOB, values).mappings().first())
     _insert_models(db, spec)

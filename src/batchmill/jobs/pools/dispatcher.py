@@ -12,15 +12,15 @@ from weakref import WeakKeyDictionary
 import msgspec
 from msgspec import Struct
 
-from batchmill import faults
 from batchmill.errors import BatchmillError, JobPaused
 from batchmill.jobs.ledger import outcome_map
 from batchmill.jobs.ledger.commits import CommitLog
 from batchmill.jobs.ledger.core_task import CoreTask
-from batchmill.jobs.ledger.ledger import LeasedShard, ShardNote, Verdict
+from batchmill.jobs.ledger.ledger import ShardNote, Verdict
 from batchmill.jobs.ledger.sampled_rows import bitmaps
 from batchmill.jobs.pools import scheduler
 from batchmill.jobs.pools.job_run import JobRun
+from batchmill.jobs.pools.leasing import Match, lease
 from batchmill.jobs.pools.live import LivePath
 from batchmill.jobs.pools.pool import Death, Pool
 from batchmill.jobs.pools.pool_worker import Claim, Claims, PoolWorker
@@ -32,7 +32,7 @@ from batchmill.jobs.pools.tallies import ModelGauge, Tallies
 from batchmill.models.secrets import NoSecrets
 from batchmill.ports import Clock, Executor, Provisions
 from batchmill.states import PauseReason
-from batchmill.types import Commit, Lease, ModelSpec, Shard
+from batchmill.types import Commit, Lease, ModelSpec
 from batchmill.wire.messages import (
     Ack,
     Failed,
@@ -53,14 +53,6 @@ RELEASE_S = 30.0  # rows in flight may take so long to finish when their job is 
 COLLECT_S = 900.0  # and so long to collect the results that a provider has when their job ends
 GRANTS_AT_ONCE = 64  # leased in one transaction
 SHARD_REASONS = frozenset({PauseReason.SUBMIT_UNKNOWN, PauseReason.ROUTE_FAILED})  # of one shard alone
-
-
-class _Match(Struct, frozen=True, eq=False):
-    """A shard that is being granted to a worker."""
-
-    worker: PoolWorker
-    claim: Claim
-    shard: Shard
 
 
 class _RemovedJob(Struct, frozen=True):
@@ -321,7 +313,7 @@ class Dispatcher:
             worker.revoked.discard(run.spec.id)
         self._released.set()
 
-    def _match(self, key: str, pool: Pool) -> list[_Match]:
+    def _match(self, key: str, pool: Pool) -> list[Match]:
         """Match shards with workers that have room: jobs in serving order, one shard a worker.
 
         A job's first grant does not wait for a worker's request: a worker takes turns between the rows of several jobs.
@@ -329,7 +321,7 @@ class Dispatcher:
         claims = self._claims_of(pool)
         order = claims.last if claims.is_fresh else self._update_claims(key)
         workers = pool.ready()
-        matches: list[_Match] = []
+        matches: list[Match] = []
         for claim in order:
             run, job_id = claim.run, claim.run.spec.id
             if len(matches) >= GRANTS_AT_ONCE:
@@ -342,12 +334,12 @@ class Dispatcher:
                     break
                 worker.requested -= Counter([job_id])
                 _open_job(run, worker, claim.model)
-                matches.append(_Match(worker, claim, run.pop(claim.model, worker.name)))
+                matches.append(Match(worker, claim, run.pop(claim.model, worker.name)))
         return matches
 
-    async def _grant(self, pool: Pool, matches: Sequence[_Match]) -> None:
+    async def _grant(self, pool: Pool, matches: Sequence[Match]) -> None:
         """Lease the shards and send their grants."""
-        for match, leased in zip(matches, await self._lease(matches), strict=True):
+        for match, leased in zip(matches, await lease(self._commit_log, matches), strict=True):
             worker, run, job_id = match.worker, match.claim.run, match.claim.run.spec.id
             can_send = worker.name in pool.workers and not worker.is_leaving
             if run.holder(match.shard) != worker.name:
@@ -363,19 +355,6 @@ class Dispatcher:
                 priority=weight.priority, share=weight.share, row_cost=weight.row_cost,
             )  # fmt: skip
             worker.handle.send(grant)
-
-    async def _lease(self, matches: Sequence[_Match]) -> list[LeasedShard | None]:
-        """Lease in one transaction; if that fails, in one for each shard, so that one job's error stays its own."""
-        shards = [(each.claim.run.spec.id, each.claim.run.generation, each.shard) for each in matches]
-        try:
-            leased = await self._commit_log.write(self._commit_log.ledger.lease_each, shards)
-            faults.point("after_lease")
-            return list(leased)
-        except BatchmillError as error:
-            if len(matches) == 1:
-                matches[0].claim.run.pause(error)
-                return [None]
-        return [(await self._lease([match]))[0] for match in matches]
 
     def _may_grant(self, run: JobRun, worker: PoolWorker) -> bool:
         """Whether a worker may get shards of a job: not before it has released the job's earlier run."""

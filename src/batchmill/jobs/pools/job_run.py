@@ -65,6 +65,7 @@ class JobRun:
         self.spec, self.generation, self.plan, self.files = spec, generation, plan, files
         self.is_over = is_over
         self.over = ""  # why the job is over, if its rows do not go on elsewhere: in words, for users
+        self.first_lease: Lease | None = None  # of its only shard: the job was stored with it
         self.fails_rows = False  # its failing rows do not wait until their service recovers
         self.failing: set[int] = set()  # numbers of models whose route has failed
         self.rates = Rates(clock)
@@ -358,6 +359,11 @@ class JobRun:
             del self._shards[number], self._done[number]
             self._set_finished(number)
             self._deaths.pop(number, None)
+
+    def take_first_lease(self, number: int) -> LeasedShard | None:
+        """The lease with which the job was stored, once; None: the shard must be leased."""
+        lease, self.first_lease = self.first_lease, None
+        return LeasedShard(lease, 0, 0) if lease is not None and lease.shard == number else None
 
     def held_by(self, worker: str) -> list[Shard]:
         return [self._shards[number] for number in sorted(self._shards_held.get(worker, ()))]

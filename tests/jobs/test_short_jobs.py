@@ -1,0 +1,146 @@
+"""Short jobs of a server: sealed and planned on the event loop, and stored running, in one transaction."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections.abc import AsyncIterator
+
+import pytest
+import sqlalchemy as sa
+from fakes.databases import open_ledger
+from fakes.job_service import job_service
+
+from batchmill.engines.clock import SystemClock
+from batchmill.errors import LedgerBroken, OverQuota, UnknownName
+from batchmill.executors.local import LocalExecutor
+from batchmill.jobs.ledger import packed
+from batchmill.jobs.service import JobService
+from batchmill.store.sql.tables import jobs, shards, submissions
+from batchmill.types import DatasetSpec, JobOrder, JobQuery, JobView, ModelSpec, Once, ProjectQuotas, Quotas
+
+LINE = '{"custom_id":"r%d","method":"POST","url":"/v1/x","body":{"model":"%s","n":%d}}\n'
+
+
+@pytest.fixture
+async def opened(tmp_path) -> AsyncIterator:
+    services: list[JobService] = []
+    (tmp_path / "app.py").write_text("def double(n):\n    return 2 * n\n")
+    data = tmp_path / "data"
+    data.mkdir()
+
+    async def open_service(**space: object) -> JobService:
+        ledger = open_ledger(data / "batchmill.db")
+        services.append(job_service(data, ledger, LocalExecutor(data / "workers"), SystemClock(), **space))
+        await services[-1].recover(resume_server_jobs=True)
+        return services[-1]
+
+    yield open_service
+    await services[-1].close()
+
+
+def order(folder, rows: int = 5, *, model: str = "double", once: Once | None = None) -> JobOrder:
+    path = folder / f"{model}-{rows}.jsonl"
+    path.write_text("".join(LINE % (n, model, n) for n in range(rows)))
+    spec = ModelSpec("double", "function", f"{folder / 'app.py'}:double", allowed=["double"])
+    return JobOrder(
+        DatasetSpec([str(path)], format="openai"), [spec], origin={"frontend": "openai"}, default_model=False, once=once
+    )
+
+
+async def end_of(service: JobService, job_id: str) -> JobView:
+    return [view async for view in service.watch(job_id, 0.05)][-1]
+
+
+async def stored(service: JobService, query: sa.Select) -> list:
+    return await service._ledger.database.read(lambda db: db.execute(query).all())
+
+
+def is_left(service: JobService) -> bool:
+    """Whether anything of a job is left in the scratch folder, or a runner of one."""
+    return bool(list(service._scratch.home.glob("jobs/*")) or service._active.all_running())
+
+
+async def test_it_is_stored_with_its_plan_and_its_first_lease(opened, tmp_path):
+    """Once the submission returns, the job runs: no state before that was ever stored, and its shard is leased once."""
+    service = await opened()
+    first: list[tuple[str, int]] = []
+    service._ledger.database.writer.listen(
+        lambda changes: first.extend((each["state"], each["rows"]) for each in changes.values() if each is not None)
+    )
+    job_id = (await service.submit(order(tmp_path))).id
+    assert first[0] == ("running", 5)
+    assert (await service.show(job_id)).started is not None
+    view = await end_of(service, job_id)
+    assert (view.state, view.rows_ok, (await service.verify(job_id)).broken) == ("completed", 5, [])
+    assert await stored(service, sa.select(shards.c.epoch, shards.c.done)) == [(1, 5)]
+
+
+async def test_a_longer_one_is_stored_before_it_is_sealed(opened, tmp_path):
+    """A job beyond SHORT_BYTES_MAX does not hold up the event loop, nor its submission."""
+    service = await opened()
+    rows = packed.SHORT_BYTES_MAX // len(LINE % (1, "double", 1)) + 1
+    wanted = order(tmp_path, rows)
+    assert not packed.is_short(wanted.dataset) and packed.is_short(order(tmp_path, rows - 20).dataset)
+    states: list[str] = []
+    service._ledger.database.writer.listen(
+        lambda changes: states.extend(each["state"] for each in changes.values() if each is not None)
+    )
+    view = await end_of(service, (await service.submit(wanted)).id)
+    assert (states[0], view.state, view.rows_ok) == ("validating", "completed", rows)
+
+
+async def test_equal_orders_at_once_are_one_job(opened, tmp_path):
+    """Those that come second get its id, and nothing of their own is left."""
+    service = await opened()
+    once = Once("key:1", "f" * 64)
+    submitted = await asyncio.gather(*(service.submit(order(tmp_path, once=once)) for _ in range(4)))
+    assert sorted(each.how for each in submitted) == ["repeated"] * 3 + ["started"]
+    assert len({each.id for each in submitted}) == 1 == len(await service.list(JobQuery()))
+    assert (await end_of(service, submitted[0].id)).rows_ok == 5
+    again = await service.submit(order(tmp_path, once=once))
+    assert (again.id, again.how) == (submitted[0].id, "repeated")
+    await asyncio.sleep(0)
+    assert not is_left(service)
+
+
+async def test_refused_rows_fail_the_job(opened, tmp_path):
+    """A job whose rows are refused is stored as failed, with what is wrong; an order is never lost."""
+    service = await opened()
+    view = await end_of(service, (await service.submit(order(tmp_path, model="unknown"))).id)
+    assert (view.state, view.reason, len(view.problems)) == ("failed", "invalid_dataset", 5)
+
+
+@pytest.mark.parametrize("gone", ["quota", "database", "removed"])
+async def test_a_submission_that_cannot_be_stored(gone, opened, tmp_path):
+    """Its caller gets the error, and nothing of the job is left."""
+    service = await opened(quotas=ProjectQuotas(own={"default": Quotas(unfinished_jobs=0)} if gone == "quota" else {}))
+    error: type[Exception] = {"quota": OverQuota, "database": LedgerBroken, "removed": UnknownName}[gone]
+    if gone != "quota":
+
+        def enter(*args: object, **fields: object) -> None:
+            raise error("it is gone")
+
+        service._ledger.enter = enter
+    with pytest.raises(error):
+        await service.submit(order(tmp_path, once=Once("key:1", "f" * 64)))
+    await asyncio.sleep(0)
+    assert await stored(service, sa.select(jobs.c.id)) == await stored(service, sa.select(submissions.c.key)) == []
+    assert not is_left(service)
+
+
+async def test_what_fails_before_it_is_stored_pauses_it(opened, tmp_path, monkeypatch):
+    """A job that cannot be sealed for a reason of the machine is stored first, and says why it does not run."""
+    service = await opened()
+    wanted = order(tmp_path)
+
+    def unpack(*_: object) -> None:
+        raise OSError(errno.EIO, "an input/output error")
+
+    monkeypatch.setattr(service._scratch, "_unpack", unpack)
+    submitted = await service.submit(wanted)
+    view = await end_of(service, submitted.id)
+    assert (view.state, view.reason) == ("paused", "storage_failed")
+    monkeypatch.undo()
+    await service.resume(submitted.id)
+    assert (await end_of(service, submitted.id)).state == "completed"
