@@ -11,7 +11,7 @@ import pytest
 from batchmill.client.inputs import described
 from batchmill.errors import InvalidInput
 from batchmill.types import OutputSchema
-from batchmill.wire.class_schemas import schema_of
+from batchmill.wire.class_schemas import has_validators, schema_of
 from batchmill.wire.native import NewJob
 from batchmill.wire.output_schema import names_of
 from batchmill.wire.schema_validation import check_schema
@@ -75,3 +75,48 @@ def test_others_are_refused(source):
     """The message says what there is."""
     with pytest.raises(InvalidInput):
         schema_of(source)
+
+
+@dataclasses.dataclass
+class Checked:
+    label: str
+
+    def __post_init__(self) -> None:
+        assert self.label
+
+
+class Outer(msgspec.Struct):
+    parts: list[Checked]
+    later: Node | None = None
+
+
+def test_which_classes_have_code() -> None:
+    """Those with a `__post_init__`, wherever it is in them; models of pydantic with functions."""
+    assert [has_validators(each) for each in (Struct, Data, Typed, Node, Checked, Outer)] == [False] * 4 + [True] * 2
+    assert not has_validators({"type": "object"}) and not has_validators("a: int")
+    with pytest.raises(InvalidInput, match="which a server does not run"):
+        described(NewJob, ["f"], {"models": ["m"], "schema": Checked})
+    pydantic = pytest.importorskip("pydantic")
+
+    class Plain(pydantic.BaseModel):
+        n: int = pydantic.Field(ge=0)
+        words: list[Literal["a", "b"]] = []
+
+    class Inner(pydantic.BaseModel):
+        n: int
+
+        @pydantic.field_validator("n")
+        @classmethod
+        def checked(cls, value: int) -> int:
+            return value
+
+    class Whole(pydantic.BaseModel):
+        inner: Inner | None = None
+
+    class Late(pydantic.BaseModel):
+        n: int
+
+        def model_post_init(self, context: object) -> None:
+            """It may raise."""
+
+    assert [has_validators(each) for each in (Plain, Inner, Whole, Late)] == [False, True, True, True]

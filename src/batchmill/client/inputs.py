@@ -106,15 +106,15 @@ def described(kind: type[W], files: list[str], options: Mapping[str, Any]) -> W:
         if "models" in given:
             raise InvalidInput("model and models are two names of one thing: leave one out")
         given["models"] = [model]
-    if given.get("schema") is not None:
-        if has_validators(given["schema"]):
+    if (source := given.get("schema")) is not None:
+        given["schema"] = schema_of(source)
+        if has_validators(source):
             raise InvalidInput(
-                f"the validators of {given['schema'].__name__} are Python, which a server does not run: use "
+                f"the validators of {source.__name__} are Python, which a server does not run: use "
                 "batchmill.run, or give its JSON Schema alone (a dict, as its model_json_schema() or "
                 "msgspec.json.schema returns it)",
                 code="validators_not_supported",
             )
-        given["schema"] = schema_of(given["schema"])
     known = [each.name for each in fields(kind) if each.name != "files"]
     for name in given:
         if name not in known:

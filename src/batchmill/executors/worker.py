@@ -129,17 +129,11 @@ class Worker:
             is_paced=self._is_slow if self._objects is None else lambda _: True,
             until_owned=None if self._objects is None else self._term.until_valid,
         )  # fmt: skip
-        self._sink = (
-            self._recorder
-            if start.model.takes_columns
-            else ReplyChecks(
-                self._feed,
-                self._recorder,
-                asks_again=not start.model.is_handed_over,
-                validators=self._validators,
-                failed=self._input_failed,
-            )
-        )
+        checks = ReplyChecks(
+            self._feed, self._recorder, asks_again=not start.model.is_handed_over, validators=self._validators,
+            failed=self._input_failed,
+        )  # fmt: skip
+        self._sink = self._recorder if start.model.takes_columns else checks
         self._answering = AnswerSink(self._engine, self._send, channel.drain)
         self._calling = Calling(self._engine, self._send)
         self._notes = NoteClient(self._send)
@@ -208,6 +202,7 @@ class Worker:
         except Exception as error:  # a bug of the engine: the owner must get the error before this process ends
             failure = _failure(error, f"the {self._model.engine} engine")
             self._fail(failure, failure.reason if isinstance(failure, JobPaused) else PauseReason.ENGINE_FAILED)
+        await self._validators.finish()
         self._recorder.flush()
         await self._recorder.sync()
         await self._carried.wait_acknowledged(ACKNOWLEDGE_S)

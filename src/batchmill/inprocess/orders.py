@@ -79,9 +79,9 @@ def checked(options: Mapping[str, Any]) -> Keywords:
     if "output" in given and given["output"] is not None:
         given["output"] = os.fspath(given["output"])
     validator = None
-    if has_validators(given.get("schema")):
-        validator = given["schema"]
-        given["schema"] = schema_of(validator)
+    if isinstance(source := given.get("schema"), type):
+        given["schema"] = schema_of(source)
+        validator = source if has_validators(source) else None
     job = described(NewJob, ["checked"], given)
     if job.deadline is not None and job.completion_s is not None:
         raise InvalidInput("deadline and completion_s both set the deadline: leave one of them out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import typing
 from collections.abc import Callable, Iterator
@@ -46,7 +47,10 @@ CLASSES_MAX = 1_000  # that one class refers to
 
 
 def has_validators(source: Any) -> bool:
-    """Whether a class checks its values in Python: validators and types of pydantic, or a `__post_init__`."""
+    """Whether a class checks its values in Python: validators and types of pydantic, or a `__post_init__`.
+
+    Call it after `schema_of`, which completes models whose annotations name later classes.
+    """
     if not isinstance(source, type):
         return False
     core = getattr(source, "__pydantic_core_schema__", None)
@@ -81,7 +85,8 @@ def _classes_of(source: type) -> Iterator[type]:
         if isinstance(each, type) and each not in met and (dataclasses.is_dataclass(each) or _is_struct(each)):
             met[each] = None
             yield each
-            waiting += typing.get_type_hints(each, include_extras=True).values()
+            with contextlib.suppress(Exception):  # of the user's annotations: what is none has no schema either
+                waiting += typing.get_type_hints(each, include_extras=True).values()
 
 
 def _is_struct(source: Any) -> bool:

@@ -38,7 +38,8 @@ from batchmill.types import OutputSchema
 
 PROGRAM = "batchmill.executors.validators.process"
 BATCH_MAX, BATCH_BYTES = 256, 1024 * 1024  # answers that cross together
-WAITING_MAX = 4096  # answers; beyond it a worker begins no row
+WAITING_MAX, WAITING_BYTES = 4096, 64 * 1024 * 1024  # answers that wait; beyond it a worker begins no row
+FINISH_S = 30.0  # for what waits when an engine has ended
 PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
@@ -147,7 +148,7 @@ class ValidatorProcess:
 class _Class:
     """The answers that wait for one class, and its process."""
 
-    def __init__(self, order: LoadOrder, moved: Callable[[int], None]) -> None:
+    def __init__(self, order: LoadOrder, moved: Callable[[int, int], None]) -> None:
         self._order, self._moved = order, moved
         self._waiting: deque[_Waiting] = deque()
         self._process: ValidatorProcess | None = None
@@ -197,8 +198,9 @@ class _Class:
 
     def _tell(self, verdict: Checked | ValidatorFailed) -> None:
         self._told += 1
-        self._waiting.popleft().tell(verdict)
-        self._moved(-1)
+        waiting = self._waiting.popleft()
+        waiting.tell(verdict)
+        self._moved(-1, -len(waiting.text))
 
     async def close(self) -> None:
         if self.work is not None:
@@ -214,11 +216,11 @@ class Validators:
     def __init__(self, has_room: Callable[[], None]) -> None:
         self._has_room = has_room
         self._classes: dict[LoadOrder, _Class] = {}
-        self._waiting = 0
+        self._waiting = self._bytes = 0
 
     @property
     def is_full(self) -> bool:
-        return self._waiting >= WAITING_MAX
+        return self._waiting >= WAITING_MAX or self._bytes >= WAITING_BYTES
 
     def check(self, schema: OutputSchema, text: bytes, tell: Verdict) -> None:
         """Check an answer with the class of a schema; `tell` is called later, on this event loop."""
@@ -226,7 +228,7 @@ class Validators:
         found = self._classes.get(order)
         if found is None:
             found = self._classes[order] = _Class(order, self._moved)
-        self._moved(1)
+        self._moved(1, len(text))
         found.add(_Waiting(text, tell))
 
     async def checked(self, schema: OutputSchema, text: bytes) -> Checked:
@@ -238,11 +240,17 @@ class Validators:
             raise verdict
         return verdict
 
-    def _moved(self, by: int) -> None:
+    def _moved(self, answers: int, size: int) -> None:
         was_full = self.is_full
-        self._waiting += by
+        self._waiting += answers
+        self._bytes += size
         if was_full and not self.is_full:
             self._has_room()
+
+    async def finish(self) -> None:
+        """Return when no answer waits, or time is up."""
+        if works := [each.work for each in self._classes.values() if each.work is not None]:
+            await asyncio.wait(works, timeout=FINISH_S)
 
     async def close(self) -> None:
         """End all processes. What waits is told nothing."""
