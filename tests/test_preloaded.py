@@ -11,8 +11,9 @@ import sys
 import warnings
 from pathlib import Path
 
-from fakes.forked_modules import read_at_start
-from fakes.preloaded import PreloadedPopen
+import pytest
+from fakes.forked_modules import SYS_CLONE, read_at_start
+from fakes.preloaded import IS_ENABLED, PreloadedPopen
 
 BATCHMILL = (sys.executable, "-m", "batchmill")
 
@@ -32,6 +33,7 @@ def test_a_server_that_nobody_waits_for_harms_no_later_command(tmp_path: Path):
     assert kept.wait(30) == -signal.SIGKILL
 
 
+@pytest.mark.skipif(not IS_ENABLED or SYS_CLONE is None, reason="every program gets a new interpreter")
 def test_a_module_is_a_child_like_any_other(tmp_path: Path):
     """What batchmill starts as a module is a fork, yet the starter's child, with its limits, mask, folder and session,
     and holds no descriptor but its own."""

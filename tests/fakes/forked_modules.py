@@ -27,6 +27,7 @@ import struct
 import subprocess
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -240,6 +241,9 @@ def become_module(request: dict[str, Any], fds: list[int]) -> NoReturn:
         _show([sys.executable, "-P", "-m", request["module"], *request["argv"]])
         with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # that it has been imported
             status = exit_code(lambda: runpy.run_module(request["module"], run_name="__main__", alter_sys=True))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(status)
 
@@ -256,7 +260,6 @@ def _show(words: list[str], *, is_environ: bool = False) -> None:
 def exit_code(run: Callable[[], object]) -> int:
     """Run it as the interpreter runs a main program: its exit status, with what it left to run at the end."""
     import atexit
-    import traceback
 
     code = 0
     try:

@@ -21,6 +21,7 @@ import socket
 import struct
 import sys
 import threading
+import traceback
 import warnings
 from pathlib import Path
 from typing import NoReturn
@@ -57,6 +58,9 @@ MODULES = (
     "batchmill.engines.llm.engine",
     *forked.MODULES,
 )
+RUNNERS = frozenset(
+    ["deploy", "diff", "estimate", "plan", "resume", "results", "retry", "run", "serve", "sql", "validate"]
+)  # commands that start modules; others' would be new interpreters
 REQUEST_S = 30.0
 
 
@@ -150,12 +154,16 @@ def _become(request: dict, fds: list[int]) -> NoReturn:
     try:
         ctypes.CDLL(None).prctl(forked.PR_SET_PDEATHSIG, signal.SIGKILL)
         forked.become(request, fds)
-        forked.start_forker(request["environ"])
+        if not RUNNERS.isdisjoint(request["argv"]):
+            forked.start_forker(request["environ"])
         sys.argv = request["argv"]
         sys.path[0] = request["path"]
         from batchmill.cli.main import main as command
 
         status = forked.exit_code(command)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(status)
 
