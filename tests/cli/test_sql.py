@@ -43,6 +43,20 @@ def test_columns_of_one_name_are_all_there(call, ended):
     assert unique_names(["a", "a", "a_1", "a"]) == ["a", "a_2", "a_1", "a_3"]
 
 
+def test_texts_stay_as_they_are(call, app, view, place):
+    """What looks like a date, a time or a UUID is text, also inside of other values, and in results that are CSV."""
+    moment, uuid = "2026-01-02T03:04:05+02:00", "550E8400-E29B-41D4-A716-446655440000"
+    row = {"d": "2026-01-02", "u": uuid, "n": {"date": moment, "l": [{"x": uuid, "y": 1}]}, "output": moment}
+    (place / "t.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "d": None}) + "\n")
+    (place / "t.csv").write_text(f"d,output\n2026-01-02,{moment}\n")
+    for name, expected in (("t.jsonl", row), ("t.csv", {"d": "2026-01-02", "output": moment})):
+        app.jobs.add(view(state="completed", input=[str(place / "t.jsonl")], output=str(place / name)))
+        found = call("sql", "job_1", "select * from results")
+        assert json.loads(found.stdout.splitlines()[0]) == expected, found.output
+    assert json.loads(call("sql", "job_1", "select u from input limit 1").stdout) == {"u": uuid}
+    assert json.loads(call("sql", "job_1", "select n.l[1].y as y from input limit 1").stdout) == {"y": 1}
+
+
 def test_openai_and_parquet_results(app, call, view, place):
     """Results of OpenAI rows and of Parquet are tables too; an input that is gone is said."""
     (place / "o.jsonl").write_text(REPLY % (0, "a", "x") + REPLY % (1, "b", "y"))

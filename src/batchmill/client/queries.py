@@ -31,6 +31,7 @@ SETTINGS = {
     "autoload_known_extensions": "false",
 }
 _NAMES_INPUT = re.compile(rf"\b{INPUT}\b", re.IGNORECASE)
+_GUESSED = ("date", "time", "uuid")  # how the ids of types begin that DuckDB guesses of texts
 _PURPOSE = "a query of results"
 
 
@@ -54,10 +55,30 @@ def add_table(connection: Any, name: str, paths: Sequence[str], kind: str) -> No
     elif kind == CSV:
         relation = connection.read_csv(list(paths), header=True, all_varchar=True)
     else:
-        relation = connection.read_json(
-            list(paths), format="newline_delimited", maximum_object_size=OBJECT_BYTES_MAX, sample_size=-1
-        )
+        relation = _read_lines(connection, list(paths))
     relation.create_view(name)
+
+
+def _read_lines(connection: Any, paths: list[str]) -> Any:
+    """JSON lines as a relation whose texts are as they are: DuckDB reads some as dates, times or UUIDs, and writes them
+    otherwise."""
+    options = {"format": "newline_delimited", "maximum_object_size": OBJECT_BYTES_MAX}
+    found = connection.read_json(paths, sample_size=-1, **options)
+    types = [_with_texts(each) for each in found.types]
+    if list(map(str, types)) == list(map(str, found.types)):
+        return found
+    return connection.read_json(paths, columns=dict(zip(found.columns, map(str, types), strict=True)), **options)
+
+
+def _with_texts(kind: Any) -> Any:
+    """The type with text in the place of what DuckDB guesses of texts."""
+    duckdb = require("duckdb", _PURPOSE, InvalidInput)
+    if kind.id in ("list", "map", "struct"):
+        inner = {name: _with_texts(each) for name, each in kind.children}
+        if kind.id == "list":
+            return duckdb.list_type(inner["child"])
+        return duckdb.struct_type(inner) if kind.id == "struct" else duckdb.map_type(inner["key"], inner["value"])
+    return duckdb.type("VARCHAR") if kind.id.startswith(_GUESSED) else kind
 
 
 def restrict(connection: Any, folder: Path, paths: Sequence[str]) -> None:
