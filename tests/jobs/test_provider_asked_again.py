@@ -16,6 +16,7 @@ from test_provider_jobs import end_of, far, order, provider, seen  # noqa: F401 
 from batchmill.jobs.ledger.ledger import DATA_BYTES_MAX, ShardNote, of_shard
 from batchmill.jobs.ledger.outcome_map import adopt
 from batchmill.jobs.ledger.plan import PlanReader
+from batchmill.models import functions
 from batchmill.store.segments.format import BlockMeta, BlockRows, frame
 from batchmill.types import Amendment, JobView, ModelSpec, OutputSchema, Policy, Price, RemoteJob, Usage
 from batchmill.types.position_runs import runs_of
@@ -68,6 +69,23 @@ async def test_every_answer_counts(folder, opened, provider):  # noqa: F811
     assert sorted(each.attempt for each in remotes) == [0] * 4 + [1] * 4 + [2] * 4
     assert {each.state for each in remotes} == {"collected"}
     assert (await service.verify(job)).broken == []
+
+
+async def test_a_class_validates_them(folder, opened, provider):  # noqa: F811
+    """Its words go into the next batch; what it refuses in each is an error with the answer."""
+    provider.answer = lambda body: f'{{"n": {len(body["messages"])}}}'
+    (folder / "answers.py").write_text(
+        "import msgspec\nclass Answer(msgspec.Struct):\n    n: int\n"
+        "    def __post_init__(self):\n        if self.n < 3:\n            raise ValueError('too few messages')\n"
+    )
+    source = f"{folder / 'answers.py'}:Answer"
+    schema = OutputSchema(SCHEMA.document, validator=source, code=functions.digest(source))
+    service = await opened()
+    job = (await service.submit(order(folder, far_once(provider), schema=schema))).id
+    view = await end_of(service, job)
+    assert (view.state, view.rows_ok, view.warnings) == ("completed", ROWS, {"asked_again": ROWS}), view.message
+    assert "too few messages" in list(provider.batches.values())[1].lines[0]["body"]["messages"][2]["content"]
+    assert view.usage == usage_of(2 * ROWS)
 
 
 async def test_what_first_answers_leave_pays_for_others(folder, opened, provider):  # noqa: F811
