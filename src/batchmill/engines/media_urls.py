@@ -298,7 +298,10 @@ class _Reading:
 
     async def read(self, reply: aiohttp.ClientResponse) -> bytes:
         """Raises: InvalidRow for more bytes than there may be; TimeoutError."""
-        return b"".join([piece async for piece in self._pieces(reply)])
+        data = bytearray()
+        async for piece in self._pieces(reply):
+            data += piece
+        return bytes(data)
 
     async def digest(self, reply: aiohttp.ClientResponse) -> str:
         """BLAKE3 of the body, which is not kept. Raises as `read`."""

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable
 from itertools import count
 from typing import TypeVar
 
-from batchmill.datasets.media.loading import encoded_text, has_media, read_part
+from msgspec import Struct
+
+from batchmill.datasets.media.loading import has_media, loaded, read_bytes
 from batchmill.engines.media_urls import MediaUrls, too_large
 from batchmill.ports import Clock
 from batchmill.types import FetchedPart, LoadedPart, MediaBounds, Row
@@ -21,6 +23,7 @@ from batchmill.wire.media import HEAD_BYTES, encoded_bytes, type_for
 from batchmill.wire.rendered_rows import MediaPart, media_of
 
 READS_MAX = 16  # rows whose media are read at once
+LOADED_BYTES_MAX = 64 * 1024 * 1024  # of those that are loaded and no calls yet
 AHEAD_MAX = 32  # rows that are loaded beyond those that an engine holds
 
 Result = TypeVar("Result")
@@ -99,8 +102,7 @@ class RowMedia:
         finally:
             self._waiting.discard(number)
         self._held[number] += more
-        if more < 0:
-            self.wake()
+        self.wake()
 
     def loaded(self, number: int) -> None:
         """A row needs no more room."""
@@ -114,13 +116,42 @@ class RowMedia:
         self.wake()
 
     def _fits(self, number: int, more: int) -> bool:
-        return number == self._beyond or self._calls() + sum(self._held.values()) + more <= self._bytes_max
+        if number == self._beyond:
+            return True
+        if any(other < number for other in self._waiting):  # a large row does not wait for ever
+            return False
+        loaded = sum(self._held.values()) + more
+        return loaded <= LOADED_BYTES_MAX and self._calls() + loaded <= self._bytes_max
 
     def _may_exceed(self, number: int) -> bool:
-        """Let the oldest row, or the one that it waits for, exceed the limit: no call is out that will make room."""
-        if self._beyond is None and not self._calls() and number == self.urls.fetcher_for(min(self._held)):
+        """Let the oldest row, or the one that it waits for, exceed the limit, unless calls will make room."""
+        has_few_calls = self._calls() <= self._bytes_max // 2
+        if self._beyond is None and has_few_calls and number == self.urls.fetcher_for(min(self._held)):
             self._beyond = number
         return self._beyond == number
+
+
+class _Content(Struct):
+    """What a part of a row holds."""
+
+    part: MediaPart
+    type: str
+    data: bytes | None  # None: it is in a cell of the row
+    fetched: FetchedPart | None = None
+
+
+def _made(prepare: Callable[[Row], Result], row: Row, contents: list[_Content]) -> Result:
+    """`prepare(row)` with these contents, which are gone then."""
+    row.fetched = tuple(each.fetched for each in contents if each.fetched is not None)
+    members, parts = split_object(row.raw), list[LoadedPart]()
+    for each in contents:
+        data, each.data = each.data, None
+        parts.append(loaded(each.part, each.type, data, members))
+    row.media = tuple(parts)
+    try:
+        return prepare(row)
+    finally:
+        row.media = None
 
 
 class LoadingRow:
@@ -139,36 +170,32 @@ class LoadingRow:
         if not has_media(row):
             return prepare(row)
         async with self._media.places:
-            row.media, row.fetched = await self._load(row)
+            contents = await self._load(row)
         self._media.loaded(self.number)
-        try:
-            async with self._media.encoding:  # one at a time: each takes its bytes twice
-                return await asyncio.to_thread(prepare, row)
-        finally:
-            row.media = None
+        async with self._media.encoding:  # one at a time: a request takes its bytes several times while it is made
+            return await asyncio.to_thread(_made, prepare, row, contents)
 
-    async def _load(self, row: Row) -> tuple[tuple[LoadedPart, ...], tuple[FetchedPart, ...]]:
+    async def _load(self, row: Row) -> list[_Content]:
         members = split_object(row.raw)
         bounds: MediaBounds = MediaBounds() if row.lease is None else row.lease.media
-        parts, left, loaded, fetched = media_of(members), bounds.row_bytes_max, [], []
-        for part in parts:
+        left, contents = bounds.row_bytes_max, []
+        for part in media_of(members):
             if part.url:
-                one, size, about = await self._fetch(part, bounds, left)
-                fetched.append(about)
+                content = await self._fetch(part, bounds, left)
+                left -= len(content.data or b"")
             else:
                 await self.hold(part.size_bytes)
-                one, size = await asyncio.to_thread(read_part, part, members), part.size_bytes
-            left -= size
-            loaded.append(one)
-        return tuple(loaded), tuple(fetched)
+                content = _Content(part, part.type, await asyncio.to_thread(read_bytes, part))
+                left -= part.size_bytes
+            contents.append(content)
+        return contents
 
-    async def _fetch(self, part: MediaPart, bounds: MediaBounds, left: int) -> tuple[LoadedPart, int, FetchedPart]:
+    async def _fetch(self, part: MediaPart, bounds: MediaBounds, left: int) -> _Content:
         if left < 0:
             raise too_large(part.url, bounds.row_bytes_max)
         fetched = await self._media.urls.get(part.url, min(bounds.bytes_max, left), self)
         found = type_for(part.kind, part.column, fetched.data[:HEAD_BYTES])
-        text = await asyncio.to_thread(encoded_text, fetched.data)
-        return LoadedPart(found, text), len(fetched.data), fetched.about
+        return _Content(part, found, fetched.data, fetched.about)
 
     async def hold(self, more: int) -> None:
         """See `media_urls.Holder`."""

@@ -31,9 +31,20 @@ def request_of(row: Row) -> Request:
 
 
 def read_part(part: MediaPart, members: dict[str, Any]) -> LoadedPart:
-    """The bytes of a part that is in a file or a cell. Raises: InvalidRow for a file that is gone or has changed."""
+    """A part that is in a file or a cell. Raises: InvalidRow for a file that is gone or has changed."""
+    return loaded(part, part.type, read_bytes(part), members)
+
+
+def loaded(part: MediaPart, kind: str, data: bytes | None, members: dict[str, Any]) -> LoadedPart:
+    """A part with its type and bytes. Args: data: None: they are in a cell."""
+    text = base64_of(decode(members[part.column])) if data is None else b64encode(data).decode()
+    return LoadedPart(kind, text)
+
+
+def read_bytes(part: MediaPart) -> bytes | None:
+    """The bytes of a part that is in a file; None: it is in a cell. Raises: as `read_part`."""
     if not part.path:
-        return LoadedPart(part.type, base64_of(decode(members[part.column])))
+        return None
     name = os.path.basename(part.path)
     try:
         data = read_file(part.path, part.size_bytes)
@@ -43,11 +54,7 @@ def read_part(part: MediaPart, members: dict[str, Any]) -> LoadedPart:
         raise InvalidRow(
             f"the {part.kind} {name} has changed since the job began: run it as a new job", code="media_changed"
         )
-    return LoadedPart(part.type, encoded_text(data))
-
-
-def encoded_text(data: bytes) -> str:
-    return b64encode(data).decode()
+    return data
 
 
 def base64_of(cell: object) -> str:
