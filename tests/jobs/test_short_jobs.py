@@ -126,7 +126,7 @@ async def test_a_submission_that_cannot_be_stored(gone, opened, tmp_path):
         await service.submit(order(tmp_path, once=Once("key:1", "f" * 64)))
     await asyncio.sleep(0)
     assert await stored(service, sa.select(jobs.c.id)) == await stored(service, sa.select(submissions.c.key)) == []
-    assert not is_left(service)
+    assert not is_left(service) and not list(service.dispatcher._pools.workers()), "a refused order starts no worker"
 
 
 async def test_what_fails_before_it_is_stored_pauses_it(opened, tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from batchmill.errors import StorageFull
 from batchmill.jobs.intake import PREPARE
 from batchmill.jobs.intake.node_sealing import NodeSealing
 from batchmill.jobs.intake.orders import has_run
-from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, prepare
+from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, prepare, reuses
 from batchmill.jobs.intake.preview import seal_and_plan
 from batchmill.jobs.ledger import ledger, outcome_map, packed
 from batchmill.jobs.ledger.core_task import FAILURES_MAX
@@ -110,10 +110,12 @@ class RecordedJob:
             entry.known.cancel()
             raise
         except BaseException as error:
-            entry.known.set_exception(error)
+            if not entry.known.done():
+                entry.known.set_exception(error)
             raise NotStored from error
         faults.point("after_create")
-        entry.known.set_result(known)
+        if not entry.known.done():  # who waits for it may have been cancelled as the owner ends
+            entry.known.set_result(known)
         if known is not None:
             raise NotStored
         self._state = state
@@ -218,6 +220,12 @@ class RecordedJob:
     def _is_planned(self, record: sa.RowMapping) -> bool:
         """Whether the rows have been planned."""
         return bool(record["rows"]) and (self.spec.is_small or (self.files.plan(0) / "plan.json").exists())
+
+    def _reserve(self) -> None:
+        """Start the workers while the rows are read, but none for an order that may be refused."""
+        models = self.spec.models
+        if self._entry is None and len(models) == 1 and not models[0].needs_route and not reuses(self.spec):
+            self._tools.dispatcher.reserve(self.spec.id, models, self.spec.code)
 
     def _first_run(self) -> tuple[JobRun, dict[str, Shard]]:
         """The first run of a small job, whose commits are kept for its results. With it the `shard` that the

@@ -38,7 +38,7 @@ from batchmill.jobs.early_end import ENDS_EARLY, EarlyEnd, EndsEarly, early_end_
 from batchmill.jobs.failover import RouteFailover, with_code
 from batchmill.jobs.intake import adapters, retries, routing
 from batchmill.jobs.intake.adapters import AdapterWork
-from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed, reuses
+from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, listed
 from batchmill.jobs.intake.retry_plan import RetryOrder, plan_retry
 from batchmill.jobs.ledger import ledger, packed
 from batchmill.jobs.ledger.plan import PlanReader
@@ -324,9 +324,11 @@ class JobRunner(RecordedJob):
             await self._move(JobState.QUEUED, via=[JobState.PLANNING], **stored)
             return
         await self._turn.take()
-        run, leased = self._first_run()
+        is_new, (run, leased) = self._entry is not None, self._first_run()
         via = [JobState.PLANNING, JobState.QUEUED]
         await self._move(JobState.RUNNING, via=via, started=self._clock.now(), **stored, **leased)
+        if is_new:
+            self._reserve()
         self._run = run
         await self._load(self._run, {})
         self._publishing = self._new_publishing()
@@ -410,11 +412,6 @@ class JobRunner(RecordedJob):
         await self._end(early.state, manifest, message=message)
 
     # -- VALIDATING ---------------------------------------------------------------------------------------------------
-
-    def _reserve(self) -> None:
-        """Start the workers while the rows are read."""
-        if len(self.spec.models) == 1 and not self.spec.models[0].needs_route and not reuses(self.spec):
-            self._dispatcher.reserve(self.spec.id, self.spec.models, self.spec.code)
 
     async def _prepared(self) -> Prepared:
         """Seal, plan, and fetch the adapters that rows name. Raises: OverQuota, JobPaused, EndsEarly."""

@@ -75,7 +75,8 @@ class Submissions:
             return await self._match(order, await self._describe(order))
 
     async def _describe(self, order: JobOrder) -> JobSpec:
-        if order.origin is not None and packed.is_short(order.dataset):
+        is_plain = order.origin is not None and order.schema is None and order.template is None
+        if is_plain and packed.is_short(order.dataset):
             spec = orders.describe(order, self._clock.now())
         else:
             spec = await asyncio.to_thread(orders.describe, order, self._clock.now())

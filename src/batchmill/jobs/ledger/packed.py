@@ -7,6 +7,7 @@ outcomes lie in the database too (`Commit.blocks`); only a worker whose owner ha
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import msgspec
@@ -44,7 +45,10 @@ def may_be_small(dataset: DatasetSpec) -> bool:
 def is_short(dataset: DatasetSpec) -> bool:
     """Whether the input is so short that to hand it over to a thread takes longer than to check it."""
     try:
-        return sum(os.stat(path).st_size for path in dataset.paths) <= SHORT_BYTES_MAX
+        found = [os.stat(path) for path in dataset.paths]
+        return all(stat.S_ISREG(each.st_mode) for each in found) and (
+            sum(each.st_size for each in found) <= SHORT_BYTES_MAX
+        )
     except OSError:
         return False  # the file of a fetched input is not here
 
