@@ -13,6 +13,7 @@ from batchmill.cli import text
         (text.short, 0, "0"), (text.short, 0.5312, "0.53"), (text.short, 7.06, "7.1"), (text.short, 512.3, "512"),
         (text.short, 9_999, "9,999"), (text.short, 40_200, "40.2k"), (text.short, 1.3e6, "1.3M"),
         (text.money, 0, "$0.00"), (text.money, 0.0123, "$0.0123"), (text.money, 1234.5, "$1,234.50"),
+        (text.money, 0.0000123, "$0.000012"), (text.money, 1e-9, "under $0.000001"),
         (text.duration, 0.44, "0.4 s"), (text.duration, 12, "12 s"), (text.duration, 185, "3:05 min"),
         (text.duration, 7380, "2:03:00 h"), (text.size, 1, "1 byte"), (text.size, 3400, "3.4 kB"),
         (text.count, 1234567, "1,234,567"),

@@ -220,7 +220,7 @@ async def test_all_answers_are_reserved(stage: Stage, output: float, tokens: int
     body = {"messages": [{"role": "user", "content": "x" * 400}], "max_tokens": tokens}
     line = json.dumps({"custom_id": "r", "url": CHAT, "body": body})
     assert allowance.reserve([Row(0, 0, line.encode(), stage.held.job.form)]) == 1
-    requests = [400 + number * (tokens + 2_000) for number in range(3)]
+    requests = [400 + number * (tokens + WORDS_BYTES_MAX) for number in range(3)]
     assert 1000.0 - allowance.free >= sum(price.cost(Usage(each, 0, tokens)) for each in requests)
 
 

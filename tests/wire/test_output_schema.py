@@ -13,11 +13,13 @@ from batchmill.wire.output_schema import (
     CHAT,
     MESSAGES,
     RESPONSES,
+    WORDS_BYTES_MAX,
     asked_again,
     is_strict,
     names_of,
     read_json,
     with_schema,
+    words_of,
 )
 from batchmill.wire.replies import text_and_flaws_of, with_text
 from batchmill.wire.schema_validation import MISFIT, SchemaValidator, check_schema
@@ -155,6 +157,14 @@ def test_many_repeated_names_are_found_at_once():
 
 
 LABEL = OutputSchema('{"type":"object","properties":{"label":{"type":"string"}},"required":["label"]}')
+
+
+@pytest.mark.parametrize("problem", ["x" * 5_000, "ß" * 5_000, "\ud800" * 5_000])
+def test_what_a_model_is_told_is_bounded_in_bytes(problem):
+    """A budget reserves a token for each of them."""
+    said = words_of(EarlierAnswer("{}", ["no label", problem], Usage()))
+    assert len(said.encode()) <= WORDS_BYTES_MAX
+    assert "- no label" in said and said.endswith("nothing else.")
 
 
 def test_messages_are_asked_with_a_tool():

@@ -53,8 +53,11 @@ def size(size_bytes: int) -> str:
 
 
 def money(usd: float) -> str:
-    """Dollars with two decimals; four if less than a dollar."""
-    return f"${usd:,.2f}" if usd >= 1 or usd == 0 else f"${usd:.4f}"
+    """Dollars with two decimals; with four if less than a dollar, with six if less than a hundredth of a cent."""
+    if usd >= 1 or usd == 0:
+        return f"${usd:,.2f}"
+    decimals = 4 if usd >= 0.0001 else 6
+    return f"${usd:.{decimals}f}" if usd >= 0.000001 else "under $0.000001"
 
 
 def duration(seconds: float) -> str:

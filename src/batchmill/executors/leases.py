@@ -36,13 +36,12 @@ from batchmill.wire.forms import Form, TableForm
 from batchmill.wire.json_bytes import split_object
 from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.messages import Note, Noted, Renewed, Spending
-from batchmill.wire.output_schema import WORDS_MAX
+from batchmill.wire.output_schema import WORDS_BYTES_MAX
 from batchmill.wire.rendered_rows import media_of
 
 OUTPUT_GUESS = 4096  # output tokens of a row without a limit, until one such row has finished
 # The guess is then learned from this many recent rows; below KNOWN rows it is twice the longest output.
 KNOWN, MEMORY = 8, 256
-BYTES_OF_CHARACTER = 4  # at most; each may be a token
 ROUNDING_USD = 1e-9  # sums of fractions are not exact
 SHARE = 0.9  # of these rows that write no more than the guess
 UNREADABLE = (InvalidRow, msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
@@ -266,7 +265,7 @@ class Allowance:
         """The maximum cost of asking again: each request has the earlier answers, and what was wrong with them."""
         if tokens is None:
             tokens = math.ceil(self._usual / self._output) if self._output else OUTPUT_GUESS
-        said = self._input * (tokens + BYTES_OF_CHARACTER * WORDS_MAX)
+        said = self._input * (tokens + WORDS_BYTES_MAX)
         return sum(base + output + number * said for number in range(1, self._attempts + 1))
 
     def _learn(self, output_usd: float) -> None:

@@ -25,8 +25,8 @@ CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messag
 SCHEMA_URLS = (CHAT, RESPONSES, MESSAGES)
 SCHEMA_ATTEMPTS_MAX = 10
 FENCE = re.compile(r"```[A-Za-z]*[ \t]*\r?\n(.*?)```", re.DOTALL)
-LISTED_MAX = 2_000  # characters of problems that a model is told
-WORDS_MAX = LISTED_MAX + 300  # characters of all that it is told about an answer
+PROBLEMS_BYTES_MAX = 1_500  # of problems that a model is told; a budget reserves a token for each
+WORDS_BYTES_MAX = PROBLEMS_BYTES_MAX + 200  # of all that it is told about an answer
 
 _TYPES = {
     "str": "string", "string": "string", "text": "string", "int": "integer", "integer": "integer", "float": "number",
@@ -200,7 +200,8 @@ def _values(named: Any) -> list[Any]:
 
 def words_of(answer: EarlierAnswer) -> str:
     """What the model is told about an answer that does not fit."""
-    listed = "\n".join(f"- {problem}" for problem in answer.problems)[:LISTED_MAX]
+    problems = "\n".join(f"- {problem}" for problem in answer.problems).encode(errors="replace")
+    listed = problems[:PROBLEMS_BYTES_MAX].decode(errors="ignore")
     return (
         f"Your answer does not fit the JSON Schema that was asked for:\n{listed}\n"
         "Answer again, with the whole corrected JSON and nothing else."
