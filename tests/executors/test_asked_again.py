@@ -24,6 +24,7 @@ from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Outcome, Outp
 from batchmill.wire.forms import CHAT, OpenAIForm
 from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.messages import Grant, Spending
+from batchmill.wire.output_schema import WORDS_BYTES_MAX
 
 MEDIA = MediaTokens(ModelSpec("m", "http", "m"))
 
