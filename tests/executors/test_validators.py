@@ -19,7 +19,7 @@ from batchmill.models import functions
 from batchmill.types import OutputSchema
 
 CODE = """
-import dataclasses, os, sys, time, ctypes
+import dataclasses, os, signal, sys, time, ctypes
 import msgspec
 
 print("loading prints")
@@ -56,6 +56,20 @@ class Review(msgspec.Struct):
                 [bytearray(1 << 30) for _ in range(10)]
             case "returns":
                 return "something else"
+            case "forks":
+                os.fork()
+            case "leaves":
+                if os.fork() == 0:
+                    os.setsid()
+                    with open(__file__ + ".pid", "w") as file:
+                        file.write(str(os.getpid()))
+                    time.sleep(1000)
+                while not os.path.exists(__file__ + ".pid"):
+                    pass
+            case "closes":
+                signal.signal(signal.SIGALRM, signal.SIG_IGN)
+                os.closerange(0, 30)
+                time.sleep(1000)
             case "writes":
                 for fd in range(3, 30):
                     try:
@@ -131,6 +145,26 @@ async def test_code_that_ends_its_process_harms_no_other(
     assert words["hangs"] == ["the validator took more than 1 s and was stopped"]
     assert "said nothing for" in words["hangs for good"][0] and "ended by exit 3" in words["ends"][0]
     assert "ended by SIGSEGV" in words["crashes"][0] and "512 MiB of memory" in words["allocates"][0]
+
+
+async def test_copies_of_a_process_answer_for_nobody(validators: Validators, code: Path) -> None:
+    """Code that forks is told once; a copy that leaves the group, or code that closes the pipes, holds nobody up."""
+    schema = schema_of(code, "Review")
+    for _ in range(3):
+        assert [each.problems for each in await check(validators, schema, "forks", "raises")] == [
+            [],
+            ["the text is of no use"],
+        ]
+        assert await check(validators, schema, "good", "good") == [Checked([]), Checked([])]
+    try:
+        assert await check(validators, schema, "leaves", "good") == [Checked([]), Checked([])]
+        async with asyncio.timeout(60):
+            await validators.close()
+    finally:
+        os.kill(int(code.with_name("reviews.py.pid").read_text()), signal.SIGKILL)
+    async with asyncio.timeout(60):
+        closes, good = await check(validators, schema, "closes", "good")
+    assert closes.is_final and "closed its pipes" in closes.problems[0] and good == Checked([])
 
 
 async def test_classes_of_each_kind(validators: Validators, code: Path) -> None:

@@ -6,6 +6,7 @@ is stopped by an exception, or its worker kills this process.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
@@ -81,12 +82,15 @@ def _stop(number: int, found: FrameType | None) -> None:
 
 def checked(check: Check, text: bytes) -> Checked:
     """Check one answer, whatever the code does."""
+    mine = os.getpid()
     try:
         signal.setitimer(signal.ITIMER_REAL, ANSWER_S)
         try:
             problems = _called(check, text)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            if os.getpid() != mine:  # the code has forked, and this is the copy
+                os._exit(0)
     except _Stopped:
         return Checked([f"the validator took more than {ANSWER_S:g} s and was stopped"], is_final=True)
     except MemoryError:
@@ -140,9 +144,17 @@ def _check_all(check: Check, texts: list[bytes], results: int) -> None:
         write_all(results, frame(CHECKED_FRAME, done))
 
 
+def _forget(descriptors: tuple[int, int]) -> None:
+    """In a copy of this process, which user code has made: it may end when it likes, and answers for nobody."""
+    for fd in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+
+
 def _serve_apart(orders: int, results: int) -> None:
     """Serve on other descriptors than those that user code reads and prints to."""
     mine = os.dup(orders), os.dup(results)
+    os.register_at_fork(after_in_child=lambda: _forget(mine))
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)

@@ -39,6 +39,8 @@ from batchmill.types import OutputSchema
 PROGRAM = "batchmill.executors.validators.process"
 BATCH_MAX, BATCH_BYTES = 256, 1024 * 1024  # answers that cross together
 WAITING_MAX, WAITING_BYTES = 4096, 64 * 1024 * 1024  # answers that wait; beyond it a worker begins no row
+READ_BYTES = 64 * 1024  # of replies, that are read ahead
+END_S = 1.0  # for a process to end that has closed its pipes
 FINISH_S = 30.0  # for what waits when an engine has ended
 PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
@@ -69,21 +71,22 @@ class _Waiting(Struct, frozen=True, eq=False):
 class ValidatorProcess:
     """One process with one class."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, transport: asyncio.SubprocessTransport) -> None:
+        self._process, self._transport = process, transport
 
     @classmethod
     async def start(cls, order: LoadOrder) -> tuple[ValidatorProcess, Loaded]:
         """Raises: ValidatorFailed, with the words of the code where that is what failed."""
         names = (*USER_CODE, *PYTHON)
         environ = {name: value for name, value in inherited().items() if name in names or name.startswith("LC_")}
-        self = cls(
-            await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", PROGRAM, str(os.getpid()),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-                env=environ, process_group=0,
-            )
+        loop = asyncio.get_running_loop()
+        transport, protocol = await loop.subprocess_exec(
+            lambda: asyncio.subprocess.SubprocessStreamProtocol(limit=READ_BYTES, loop=loop),
+            sys.executable, "-P", "-m", PROGRAM, str(os.getpid()),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+            env=environ, process_group=0,
         )  # fmt: skip
+        self = cls(asyncio.subprocess.Process(transport, protocol, loop), transport)
         try:
             kind, payload = await self._ask(frame(LOAD_FRAME, order), LOAD_S)
             if kind == REFUSED_FRAME:
@@ -132,16 +135,23 @@ class ValidatorProcess:
         except TimeoutError:
             raise _Died(f"said nothing for {patience_s:g} s and was killed") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            await process.wait()
-            code = process.returncode or 0
-            raise _Died(f"ended by {signal.Signals(-code).name if code < 0 else f'exit {code}'}") from None
+            raise _Died(await self._end()) from None
+
+    async def _end(self) -> str:
+        """How it has ended, in words. Its pipes say that it has, which they also do if its code has closed them."""
+        try:
+            async with asyncio.timeout(END_S):
+                code = await self._process.wait()
+        except TimeoutError:
+            return "closed its pipes and was killed"
+        return f"ended by {signal.Signals(-code).name if code < 0 else f'exit {code}'}"
 
     async def close(self) -> None:
-        """End it with all that it has started."""
+        """End it with all that it has started. What has left its group may hold its pipes: their ends here are closed,
+        or the process would count as running."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._transport.close()
         await self._process.wait()
 
 
