@@ -86,6 +86,7 @@ def test_results_are_printed_to_the_byte(app, call, view, place):
         ({}, ("--json", "--partial"), "--json prints the paths of all results"),
         ({}, ("--json", "-o", "x"), "--json prints the paths of all results"),
         ({}, ("--partial", "-o", "gone/x"), "gone/x cannot be written: No such file"),
+        ({}, ("--partial", "-o", ""), "the name of the results' file is empty"),
     ],
 )
 def test_results_that_are_not_there_are_refused(app, call, view, fields, flags, expected):

@@ -258,3 +258,13 @@ def test_columns_that_results_add(app, call, ended, place, kind):
     assert call("results", "job_1", "--join", "--columns", "label", "-o", "j.parquet").exit_code == 0
     assert pq.read_schema(place / "j.parquet").names == ["a", "label"]
     assert call("results", "job_1", "--failed").stdout == ""
+
+
+def test_a_folder_that_takes_no_file(call, ended):
+    """It is named, before anything is read."""
+    ended("r.jsonl", LINES)
+    result = call("results", "job_1", "-o", "/proc/x.csv")
+    assert (result.exit_code, result.stderr) == (
+        2,
+        "batchmill: nothing can be written to /proc: No such file or directory\n",
+    )

@@ -131,6 +131,8 @@ def _print(line: bytes) -> None:
 
 def check_output(path: str, protected: Sequence[str], *, replaces: bool) -> None:
     """Refuse a file that must not be written. Args: as for `write_atomically`. Raises: InvalidInput."""
+    if not path:
+        raise InvalidInput("the name of the results' file is empty", code="invalid_output")
     target = Path(os.path.realpath(path))
     for protected_path in protected:
         if target == Path(os.path.realpath(protected_path)) or _is_same(target, protected_path):

@@ -183,11 +183,19 @@ async def _write_partial(session: Session, config: Config, view: JobView, wanted
 
 @contextlib.contextmanager
 def scratch_folder(output: str | None) -> Iterator[Path]:
-    """A folder for files on their way to `output`: beside it, so that the disk that must hold them does."""
+    """A folder for files on their way to `output`: beside it, so that the disk that must hold them does.
+
+    Raises: InvalidInput where none can be made.
+    """
     parent = Path(os.path.realpath(output)).parent if output is not None else None
     if parent is not None and not os.access(parent, os.W_OK):
         parent = None  # a device such as /dev/stdout: use the folder for temporary files
-    with tempfile.TemporaryDirectory(dir=parent, prefix=".batchmill-results-") as folder:
+    try:
+        scratch = tempfile.TemporaryDirectory(dir=parent, prefix=".batchmill-results-")
+    except OSError as error:
+        place = tempfile.gettempdir() if parent is None else parent
+        raise InvalidInput(f"nothing can be written to {place}: {error.strerror}", code="invalid_output") from None
+    with scratch as folder:
         yield Path(folder)
 
 
