@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import msgspec
 import pytest
 import sqlalchemy as sa
 from fakes.databases import open_ledger
@@ -15,9 +17,19 @@ from batchmill.engines.clock import SystemClock
 from batchmill.errors import LedgerBroken, OverQuota, UnknownName
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger import packed
+from batchmill.jobs.results import counted_commits
 from batchmill.jobs.service import JobService
 from batchmill.store.sql.tables import jobs, shards, submissions
-from batchmill.types import DatasetSpec, JobOrder, JobQuery, JobView, ModelSpec, Once, ProjectQuotas, Quotas
+from batchmill.types import (
+    DatasetSpec,
+    JobOrder,
+    JobQuery,
+    JobView,
+    ModelSpec,
+    Once,
+    ProjectQuotas,
+    Quotas,
+)
 
 LINE = '{"custom_id":"r%d","method":"POST","url":"/v1/x","body":{"model":"%s","n":%d}}\n'
 
@@ -88,6 +100,29 @@ async def test_a_longer_one_is_stored_before_it_is_sealed(opened, tmp_path):
     )
     view = await end_of(service, (await service.submit(wanted)).id)
     assert (states[0], view.state, view.rows_ok) == ("validating", "completed", rows)
+
+
+async def test_thousands_of_tiny_lines_are_not_checked_on_the_event_loop(opened, tmp_path):
+    """To refuse each of them takes longer than to check as many bytes of rows that are accepted."""
+    service = await opened()
+    wanted = order(tmp_path)
+    (tmp_path / "double-5.jsonl").write_text("1\n" * (packed.SHORT_BYTES_MAX // 2))
+    states: list[str] = []
+    service._ledger.database.writer.listen(
+        lambda changes: states.extend(each["state"] for each in changes.values() if each is not None)
+    )
+    view = await end_of(service, (await service.submit(wanted)).id)
+    assert (states[0], view.state, view.problems_total) == ("validating", "failed", packed.SHORT_BYTES_MAX // 2)
+
+
+async def test_results_that_are_not_kept_in_memory_come_from_the_database(opened, tmp_path, monkeypatch):
+    """What a running job has counted is kept up to a limit: 512 of them may run at once, with a megabyte each."""
+    monkeypatch.setattr(counted_commits, "BYTES_MAX", 0)
+    service = await opened()
+    view = await end_of(service, (await service.submit(order(tmp_path))).id)
+    assert (view.state, view.rows_ok, (await service.verify(view.id)).broken) == ("completed", 5, [])
+    lines = [msgspec.json.decode(line) for line in Path(view.output).read_bytes().splitlines()]
+    assert [line["response"]["body"] for line in lines] == [0, 2, 4, 6, 8]
 
 
 async def test_equal_orders_at_once_are_one_job(opened, tmp_path):

@@ -213,7 +213,7 @@ class RecordedJob:
 
     async def _results(self) -> tuple[list[tuple[int, SegmentRef]], dict[str, list[tuple[int, bytes]]]]:
         """(generation, range) of every commit, and the blocks that they carried: segment -> (offset, bytes)."""
-        if self._counted is not None and self._run is not None and self._counted.rows == self._run.plan.leaders:
+        if self._counted is not None and self._run is not None and self._counted.has_all(self._run.plan.leaders):
             return self._counted.results()
         return await self._commit_log.call_reader(self._ledger.results, self.spec.id)
 

@@ -21,7 +21,9 @@ from batchmill.store.sql.tables import packed_jobs
 from batchmill.types import DatasetSpec
 
 INPUT_BYTES_MAX = 1024 * 1024  # of the files of a small job: checked in a thread of the owner within some milliseconds
-SHORT_BYTES_MAX = 16 * 1024  # of the files of a short job: checked on the event loop within 2 ms
+# Of the files of a short job, checked on the event loop within some ms. Requests are so long that no more fit;
+# thousands of lines of a few bytes, each refused with a message, would take 90 ms.
+SHORT_BYTES_MAX, SHORT_ROWS_MAX = 16 * 1024, 300
 ROWS_MAX = 1000
 PACKED_BYTES_MAX = 1024 * 1024  # of its dataset and plans
 FOLDER_MODE = 0o700
@@ -46,9 +48,10 @@ def is_short(dataset: DatasetSpec) -> bool:
     """Whether the input is so short that to hand it over to a thread takes longer than to check it."""
     try:
         found = [os.stat(path) for path in dataset.paths]
-        return all(stat.S_ISREG(each.st_mode) for each in found) and (
-            sum(each.st_size for each in found) <= SHORT_BYTES_MAX
-        )
+        size_bytes = sum(each.st_size for each in found)
+        if size_bytes > SHORT_BYTES_MAX or not all(stat.S_ISREG(each.st_mode) for each in found):
+            return False
+        return sum(Path(path).read_bytes().count(b"\n") for path in dataset.paths) <= SHORT_ROWS_MAX
     except OSError:
         return False  # the file of a fetched input is not here
 

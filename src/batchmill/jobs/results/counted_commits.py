@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from batchmill.types import Commit, SegmentRef
 
+BYTES_MAX = 64 * 1024  # of one job: as many jobs as there are turns may run at once
+
 
 class CountedCommits:
     """The commits of a run that began when nothing was counted, as `Ledger.results` would read them."""
 
     def __init__(self) -> None:
         self.rows = 0
+        self._bytes = 0
         self._refs: list[SegmentRef] = []
         self._blocks: dict[str, list[tuple[int, bytes]]] = {}
 
     def add(self, commit: Commit) -> None:
-        """Remember a commit. The job is small, and so is what its commits carry."""
+        """Remember a commit, unless its job's commits carry too much: then none of them is kept any more."""
         self.rows += commit.rows_ok + commit.rows_failed
+        self._bytes += len(commit.blocks)
+        if self._bytes > BYTES_MAX:
+            self._refs, self._blocks = [], {}
+            return
         self._refs.append(commit.ref)
         if commit.blocks:
             self._blocks.setdefault(commit.ref.segment, []).append((commit.ref.offset, commit.blocks))
+
+    def has_all(self, rows: int) -> bool:
+        """Whether every commit of a run of so many rows is remembered."""
+        return self.rows == rows and self._bytes <= BYTES_MAX
 
     def results(self) -> tuple[list[tuple[int, SegmentRef]], dict[str, list[tuple[int, bytes]]]]:
         """As `Ledger.results`."""
