@@ -101,6 +101,27 @@ async def test_what_a_url_leads_to_decides_what_becomes_of_its_row(web):
         assert not media._held and not media._waiting
 
 
+async def test_messages_hold_no_secrets_and_are_text(web):
+    """Whatever a server sends and a URL holds: a message is stored as JSON, and read by others."""
+    cases = {
+        "/packed": WebFile(PNG, headers={"Content-Encoding": "gz\xff"}),
+        "/open": WebFile(PNG, has_length=False, headers={"Transfer-Encoding": "identity"}),
+        "/login": WebFile(status=302, headers={"Location": "https://me:hidden@x.example/?sig=hidden"}),
+        "/cloud": WebFile(status=302, headers={"Location": "http://169.254.169.254/?sig=hidden"}),
+        "/broken": WebFile(status=302, headers={"Location": "http://me:hidden@[::1"}),
+    }
+    web.files = {f"{path}?sig=hidden": file for path, file in cases.items()}
+    urls = [f"{web.url}{path}?sig=hidden" for path in cases]
+    urls += ["https://me:hidden@x.example/a.png", "http://x.example/?sig=hidden", "https://127.0.0.2/?sig=hidden"]
+    async with loader() as media:
+        for url in urls:
+            loading = media.begin(row_of(url))
+            with pytest.raises(InvalidRow) as refused:
+                await loading.make(media_in)
+            loading.close()
+            assert "hidden" not in refused.value.message and refused.value.message.encode(), url
+
+
 async def test_another_attempt_waits_as_long_as_the_server_asks(web):
     """Or longer and longer; a server that does not exist is asked again too."""
     clock = HeldClock()

@@ -247,10 +247,10 @@ class MediaUrls:
             raise InvalidRow(f"{gone} {shown(url)}: it answers {status}{way_out}", code="media_missing")
         if (codec := _header(reply, "Content-Encoding").lower()) not in ("", "identity"):
             raise InvalidRow(
-                f"the server sends {shown(url)} packed ({codec[:SHOWN_CHARS]}) although it was asked not to",
+                f"the server sends {shown(url)} packed ({codec[:SHOWN_CHARS]!r}) although it was asked not to",
                 code="media_missing",
             )
-        if reply.content_length is None and not reply.headers.get("Transfer-Encoding"):
+        if reply.content_length is None and "chunked" not in _header(reply, "Transfer-Encoding").lower():
             raise InvalidRow(
                 f"the server does not say where {shown(url)} ends: one that is cut off would look whole",
                 code="media_missing",
@@ -347,7 +347,7 @@ def _redirected(url: str, reply: aiohttp.ClientResponse) -> str:
         return urljoin(url, location)
     except ValueError:
         raise InvalidRow(
-            f"{shown(url)} is redirected to what is no URL: {location[:SHOWN_CHARS]!r}", code="media_missing"
+            f"{shown(url)} is redirected to what is no URL: {shown(location)[:SHOWN_CHARS]!r}", code="media_missing"
         ) from None
 
 

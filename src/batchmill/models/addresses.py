@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from msgspec import Struct
 
 from batchmill.errors import InvalidConfig, InvalidInput
-from batchmill.wire.input_urls import WEB_URL_CHARS_MAX
+from batchmill.wire.input_urls import WEB_URL_CHARS_MAX, shown
 
 URL_CHARS_MAX = WEB_URL_CHARS_MAX
 PORT_MAX = 65_535
@@ -235,4 +235,4 @@ def _is_public(address: Address) -> bool:
 
 
 def _refusal(url: str, why: str) -> InvalidInput:
-    return InvalidInput(f"the URL {url[:SHOWN_CHARS]!r} is not allowed: {why}", code="url_not_allowed")
+    return InvalidInput(f"the URL {shown(url)[:SHOWN_CHARS]!r} is not allowed: {why}", code="url_not_allowed")

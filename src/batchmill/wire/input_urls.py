@@ -67,8 +67,14 @@ def is_input_url(text: str) -> bool:
 
 
 def shown(url: str) -> str:
-    """A URL for messages: a query may hold a signature."""
-    return f"{url.partition('?')[0]}?…" if "?" in url and is_web_url(url) else url
+    """A URL for messages: a query may hold a signature, and what is before its host a password."""
+    return f"{_without_login(url.partition('?')[0])}{'?…' if '?' in url else ''}" if is_web_url(url) else url
+
+
+def _without_login(url: str) -> str:
+    scheme, mark, rest = url.partition("://")
+    authority, slash, path = rest.partition("/")
+    return f"{scheme}{mark}…@{authority.rpartition('@')[2]}{slash}{path}" if "@" in authority else url
 
 
 def file_name(url: str) -> str:
