@@ -54,6 +54,21 @@ def test_sizes_by_heads():
     assert {data: size_of(data) for data in cases} == cases
 
 
+def test_heads_that_lie_count_as_large():
+    """4 billion pixels a side, a WAV of one byte a second: no call has so many tokens, and a limit counts them."""
+    models = [ModelSpec("m", "http", source, base_url=url) for source, url in (
+        ("gpt-4.1", "https://api.openai.com/v1"), ("gpt-4.1-mini", "https://api.openai.com/v1"),
+        ("claude-sonnet-4-5", "https://api.anthropic.com/v1"), ("m", "http://127.0.0.1/v1"),
+        ("gemini-2.5-flash", "https://generativelanguage.googleapis.com/v1beta/openai"),
+    )]  # fmt: skip
+    for model in models:
+        tokens = MediaTokens(model)
+        for size in ((2**32 - 1, 2**32 - 1), (2**32 - 1, 1), (1, 2**32 - 1)):
+            assert tokens.image(size) <= max(tokens.image(None), 20_000), (model.source, size)
+    for rate in (1, 2**32 - 1):
+        assert seconds_of(WAV[:28] + struct.pack("<I", rate) + WAV[32:], 40_000) == 10.0
+
+
 def test_seconds_by_heads():
     """Of a WAV its header says; of others the bytes of quiet speech are a bound."""
     assert seconds_of(WAV, 320_000) == 10.0

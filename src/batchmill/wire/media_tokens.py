@@ -24,6 +24,8 @@ HEAD_BYTES_MAX = 192 * 1024  # of a content, in which its size is looked for; a 
 BYTES_A_TOKEN = 4  # of text, where a size in bytes stands for tokens
 UNKNOWN_SECONDS, UNKNOWN_PAGES = 3600, 100  # of a recording and a document of which nothing is known
 SECOND_BYTES = 4000  # of compressed audio, at least about
+RATES = range(4_000, 8_000_000)  # bytes a second that the head of a WAV may say: speech of 8 bits at 4 kHz; studios
+GEMINI_TILES_MAX = 24  # of an image: larger ones are scaled down
 PAGE_BYTES, PAGE_TOKENS = 50_000, 3000  # of a document, about
 TYPED_BYTES = 64  # before `;base64,`, in which the type is looked for
 _BASE64, _AUDIO, _DATA = b";base64,", b'"input_audio"', re.compile(rb'"data"\s*:\s*"')
@@ -136,8 +138,8 @@ def _anthropic(name: str, size: Size | None) -> int:
 
 def _gemini(name: str, size: Size | None) -> int:
     if size is None:
-        return 24 * 258
-    return 258 if max(size) <= 384 else 258 * ceil(size[0] / 768) * ceil(size[1] / 768)
+        return GEMINI_TILES_MAX * 258
+    return 258 if max(size) <= 384 else 258 * min(GEMINI_TILES_MAX, ceil(size[0] / 768) * ceil(size[1] / 768))
 
 
 def _vllm(name: str, size: Size | None) -> int:
@@ -207,7 +209,7 @@ def _size_of_jpeg(data: bytes) -> Size | None:
 def seconds_of(head: bytes, size_bytes: int) -> float:
     """How long a recording lasts, at most about."""
     rate = int.from_bytes(head[28:32], "little") if type_of(head[:16]) == "audio/wav" and len(head) >= 32 else 0
-    return size_bytes / (rate or SECOND_BYTES)
+    return size_bytes / (rate if rate in RATES else SECOND_BYTES)
 
 
 def _inlined(body: bytes) -> Iterator[tuple[str, memoryview]]:
