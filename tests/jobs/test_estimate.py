@@ -119,6 +119,21 @@ def test_answers_are_as_long_as_those_of_earlier_jobs(tmp_path, limit, expected)
     assert not any("answers are often shorter" in note or "no upper bound" in note for note in found.notes)
 
 
+def test_requests_of_this_work_that_have_run_are_known(tmp_path):
+    """After a sample, input is what the service counted, with its chat template, and not bytes by four."""
+    order = prepared(tmp_path, [chat(n, "x" * 400, max_tokens=50) for n in range(10)], [model(price=PRICE)])
+    view = finished("job_7", 40, rows=4, work="w", usage=Usage(input_tokens=840, output_tokens=40))
+    found = estimate(msgspec.structs.replace(order, lengths=learn([view], ["m"], "w")), quiet)
+    assert (found.input_tokens.mid, found.output_tokens.mid) == (2100, 100)
+    assert found.input_tokens.low < 2100 < found.input_tokens.high
+    assert found.cost.mid == pytest.approx((2100 * 2 + 100 * 10) / 1e6)
+    assert (found.cost_input.mid, found.models[0].counted_by) == (pytest.approx(2100 * 2 / 1e6), "the service")
+    assert any("m: input and output tokens as in 4 rows of this work" in note for note in found.notes)
+    assert not any("guessed" in note for note in found.notes)
+    other = estimate(msgspec.structs.replace(order, lengths=learn([view], ["m"], "v")), quiet)
+    assert (other.input_tokens.mid, other.models[0].counted_by) == (1040, "bytes / 4")
+
+
 def test_answers_may_be_asked_for_again(tmp_path):
     """With a schema, the cost has an upper bound for when no answer fits; jobs that knew how often one did not say how
     much of it is to be expected."""

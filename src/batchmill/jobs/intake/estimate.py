@@ -37,6 +37,7 @@ from batchmill.wire.sampling import in_words
 MESSAGE_TOKENS = 4  # what a chat template puts around a message, about
 ANSWERLESS_URLS = frozenset((EMBEDDINGS, RERANK, SCORE))
 TOKENIZER = "tokenizer.json"  # in a model's folder
+MEASURED = "the service"  # in rows that have run
 
 
 class RowTokens(Struct, frozen=True, gc=False):
@@ -274,7 +275,9 @@ class _Sample:
         lengths = self.lengths if usages else None
         if lengths is not None:
             answers = self._learned(lengths)
-            if self.asked_again:
+            if lengths.input is not None:  # which has what re-asks and the chat template take
+                given = self._of_all_rows(lengths.input)
+            elif self.asked_again:
                 given = asking_again.with_share(given, answers, self.rows, self.attempts, self.asked_again)
             if has_cost:
                 bounds = zip((given.low, given.mid, given.high), (answers.low, answers.mid, answers.high), strict=True)
@@ -284,10 +287,29 @@ class _Sample:
             model=self.model.name, rows=self.rows, sampled=len(self.tokens), input_tokens=given,
             output_tokens=answers, cost=cost,
             learned_from=[] if lengths is None else lengths.jobs, learned_rows=0 if lengths is None else lengths.rows,
-            cost_input=_range([price.cost(Usage(usage.input_tokens)) for usage in usages]) if has_cost else None,
-            counted_by="" if self.counter is None else self.counter.name,
+            cost_input=self._cost_input(given) if has_cost else None,
+            counted_by=self._counted_by,
             cost_max=cost_max,
         )  # fmt: skip
+
+    def _cost_input(self, given: EstimateRange) -> EstimateRange:
+        return EstimateRange(
+            *(self.model.price.cost(Usage(round(each))) for each in (given.low, given.mid, given.high))
+        )
+
+    def _of_all_rows(self, row: EstimateRange) -> EstimateRange:
+        return EstimateRange(*(round(each * self.rows) for each in (row.low, row.mid, row.high)))
+
+    @property
+    def knows_input(self) -> bool:
+        """Whether rows of this work have run, whose input the service has counted."""
+        return self.lengths is not None and self.lengths.input is not None and bool(self.tokens)
+
+    @property
+    def _counted_by(self) -> str:
+        if self.counter is None:
+            return ""
+        return MEASURED if self.knows_input else self.counter.name
 
     @property
     def asked_again(self) -> float | None:
@@ -411,11 +433,12 @@ def _notes(found: Estimate, samples: list[_Sample]) -> Iterator[str]:
         if sample.counter is None:
             yield f"{name} is a function: what it does with tokens or money is not known before it runs"
             continue
-        if sample.counter.note:
+        if sample.counter.note and not sample.knows_input:
             yield f"{name}: {sample.counter.note}"
         if sample.model.price is None:
             yield f"{name} has no price in the configuration: its cost is not known"
-        yield from _media_notes(sample)
+        if not sample.knows_input:
+            yield from _media_notes(sample)
         if sample.lengths is not None and sample.tokens:
             yield _learned_note(sample, sample.lengths)
         elif any(row.output for row in sample.tokens):
@@ -454,9 +477,10 @@ def _learned_note(sample: _Sample, lengths: AnswerLengths) -> str:
     """From which jobs the length of answers is known, and how sure that is."""
     most = "the rows set no limit" if sample.output_max is None else f"the rows allow {sample.output_max:,}"
     if lengths.is_same:
+        what = "output" if lengths.input is None else "input and output"
         return (
-            f"{lengths.model}: output tokens as in {lengths.rows:,} rows of this work that have run (the newest job: "
-            f"{lengths.jobs[0]}): {lengths.low:,.1f} to {lengths.high:,.1f} tokens a row, in 8 of 10 cases; {most}"
+            f"{lengths.model}: {what} tokens as in {lengths.rows:,} rows of this work that have run (the newest job: "
+            f"{lengths.jobs[0]}): {lengths.low:,.1f} to {lengths.high:,.1f} tokens an answer, in 8 of 10 cases; {most}"
         )
     jobs = "1 earlier job" if len(lengths.jobs) == 1 else f"{len(lengths.jobs)} earlier jobs"
     sure = (

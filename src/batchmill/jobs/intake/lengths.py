@@ -1,14 +1,18 @@
-"""How long the answers of a model were in its newest jobs and samples: what an estimate of a job learns from."""
+"""How long the answers of a model were in its newest jobs and samples: what an estimate of a job learns from.
+
+Of jobs that made the same requests, it learns how long the requests were, too: as the service counted them.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
 from batchmill.states import JobState, PauseReason
 from batchmill.types import JobView
+from batchmill.wire.native import EstimateRange
 from batchmill.wire.replies import ASKED_AGAIN, MISMATCH
 from batchmill.wire.sampling import SURE
 
@@ -28,6 +32,7 @@ class AnswerLengths(Struct, frozen=True):
     mid: float
     high: float
     asked_again: float | None = None  # share of the rows whose first answer did not fit their schema; None: not known
+    input: EstimateRange | None = None  # input tokens of a row, in jobs that made the same requests; None: not known
     is_same: bool = False  # the jobs made the same requests as the one that is estimated, or were samples of it
 
     @property
@@ -40,6 +45,7 @@ class _Answered(Struct, frozen=True):
 
     job: str
     rows: int  # with an answer of their own
+    input_tokens: int
     tokens: int
     work: str
     asked_again: int  # rows; 0: none, or the job has no schema
@@ -58,7 +64,9 @@ def learn(views: Iterable[JobView], models: Iterable[str], work: str = "") -> li
         if view.model in found and (rows := _rows_answered(view)):
             failed = view.errors.get(MISMATCH, 0)
             asked = view.warnings.get(ASKED_AGAIN, 0) + failed
-            found[view.model].append(_Answered(view.id, rows, view.usage.output_tokens, view.work, asked, failed))
+            found[view.model].append(
+                _Answered(view.id, rows, view.usage.input_tokens, view.usage.output_tokens, view.work, asked, failed)
+            )
     return [_lengths(name, jobs, work) for name, jobs in found.items() if jobs]
 
 
@@ -78,17 +86,24 @@ def _rows_answered(view: JobView) -> int:
 def _lengths(model: str, jobs: list[_Answered], work: str) -> AnswerLengths:
     same = [job for job in jobs if work and job.work == work]
     chosen = (same or jobs)[:JOBS_MAX]
-    means = [job.tokens / job.rows for job in chosen]
-    rows, tokens = sum(job.rows for job in chosen), sum(job.tokens for job in chosen)
+    rows = sum(job.rows for job in chosen)
     if same:  # other rows are the only difference
         wider = 1 + SURE / math.sqrt(rows)
     else:
         wider = 1.0 if len(chosen) >= JOBS_SURE else WIDER
-    low, high = min(means) / wider, max(means) * wider
+    output = _spread([(job.tokens, job.rows) for job in chosen], wider)
+    given = _spread([(job.input_tokens, job.rows) for job in chosen], wider) if same else None
     return AnswerLengths(
-        model, [job.job for job in chosen], rows, low, tokens / rows, high, _asked_again(same or chosen, bool(same)),
-        bool(same),
+        model, [job.job for job in chosen], rows, output.low, output.mid, output.high,
+        _asked_again(same or chosen, bool(same)), given if given and given.mid else None, bool(same),
     )  # fmt: skip
+
+
+def _spread(counted: Sequence[tuple[int, int]], wider: float) -> EstimateRange:
+    """Tokens of a row. Args: counted: tokens and rows of each job."""
+    means = [tokens / rows for tokens, rows in counted]
+    mid = sum(tokens for tokens, _ in counted) / sum(rows for _, rows in counted)
+    return EstimateRange(min(means) / wider, mid, max(means) * wider)
 
 
 def _asked_again(jobs: list[_Answered], is_same: bool) -> float | None:
