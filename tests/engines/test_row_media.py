@@ -256,7 +256,7 @@ async def test_a_url_leads_to_the_same_or_not(web):
         ("/a", FetchedPart("other", '"1"'), True), ("/a", FetchedPart("other", '"2"'), False),
         ("/a", FetchedPart(digest, '"2"'), True), ("/moved", FetchedPart("other", '"1"'), True),
         ("/bare", FetchedPart(digest), True), ("/bare", FetchedPart("other"), False),
-        ("/bare", FetchedPart(digest, "", date), True), ("/down", FetchedPart(digest, '"1"'), False),
+        ("/bare", FetchedPart(digest, "", date), True), ("/down", FetchedPart(digest, '"1"'), None),
         ("/gone", FetchedPart(digest), False), ("/large", FetchedPart(digest), False),
         ("/says", FetchedPart(digest), False), ("/says", FetchedPart("other", "", date), True),
     ]  # fmt: skip

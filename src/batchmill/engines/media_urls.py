@@ -186,8 +186,11 @@ class MediaUrls:
             if not is_read:
                 await reading.let_go()
 
-    async def is_same(self, url: str, before: FetchedPart, bytes_max: int) -> bool:
-        """Whether a URL leads to what it led to before: its server says so, or its bytes do. One attempt."""
+    async def is_same(self, url: str, before: FetchedPart, bytes_max: int) -> bool | None:
+        """Whether a URL leads to what it led to before: its server says so, or its bytes do. One attempt.
+
+        None: the server did not answer, or asks to come again later.
+        """
         conditions = {"If-None-Match": before.etag} if before.etag else {}
         if not conditions and before.last_modified:
             conditions = {"If-Modified-Since": before.last_modified}
@@ -197,8 +200,10 @@ class MediaUrls:
                 if reply.status == NOT_MODIFIED:
                     return True
                 return await reading.digest(reply) == before.digest
-        except (InvalidRow, _Later, TimeoutError):
+        except InvalidRow:
             return False
+        except (_Later, TimeoutError):
+            return None
 
     @asynccontextmanager
     async def _opened(

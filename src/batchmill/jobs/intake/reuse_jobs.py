@@ -101,7 +101,7 @@ class EarlierJobs:
         while True:
             reused = await self._in_parts(order, progress, stores=stores)
             for reason in reused.skipped:
-                log.warning("results are not taken over of the job %s", reason)
+                log.warning("results are not taken over of %s", reason)
             if not reused.unsound:
                 await self._publish_new(order.earlier)
                 return reused

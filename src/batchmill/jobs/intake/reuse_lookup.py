@@ -122,11 +122,11 @@ class _Lookup:
             except IndexUnsound as error:
                 self._note_unsound(job, error)
             except (BatchmillError, OSError) as error:
-                self.skipped.append(f"{job.spec.id}: {error}")
+                self.skipped.append(f"the job {job.spec.id}: {error}")
 
     def _note_unsound(self, job: EarlierJob, error: IndexUnsound) -> None:
         if job.is_reduced:
-            self.skipped.append(f"{job.spec.id}: {error}")
+            self.skipped.append(f"the job {job.spec.id}: {error}")
         else:
             self.unsound.append(job.spec.id)
 
@@ -196,10 +196,12 @@ class _Lookup:
 
     def finish(self) -> None:
         self.skipped += [
-            f"{index.job.spec.id}: {index.damaged} blocks of its index are damaged"
+            f"the job {index.job.spec.id}: {index.damaged} blocks of its index are damaged"
             for index in self._indexes
             if index.damaged
         ]
+        if self._media is not None:
+            self.skipped += self._media.unasked()
         if self._writer is not None:
             self._writer.close()
 

@@ -63,7 +63,7 @@ class Reused(Struct, frozen=True):
 
     rows: int  # that run or not: of those with equal requests, one
     runs: int = 0  # of rows that follow each other
-    skipped: list[str] = []  # jobs that could not be read, and why
+    skipped: list[str] = []  # what was left out, and why: jobs that could not be read, servers that did not answer
     unsound: list[str] = []  # jobs whose index must be written anew: nothing was looked up yet
 
 
