@@ -14,9 +14,10 @@ from fakes.databases import open_ledger
 from fakes.job_service import job_service
 
 from batchmill.engines.clock import SystemClock
-from batchmill.errors import LedgerBroken, OverQuota, UnknownName
+from batchmill.errors import DatabaseUnavailable, LedgerBroken, OverQuota, UnknownName
 from batchmill.executors.local import LocalExecutor
-from batchmill.jobs.ledger import packed
+from batchmill.jobs.ledger import packed, records
+from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.results import counted_commits
 from batchmill.jobs.service import JobService
 from batchmill.store.sql.tables import jobs, shards, submissions
@@ -162,6 +163,44 @@ async def test_a_submission_that_cannot_be_stored(gone, opened, tmp_path):
     await asyncio.sleep(0)
     assert await stored(service, sa.select(jobs.c.id)) == await stored(service, sa.select(submissions.c.key)) == []
     assert not is_left(service) and not list(service.dispatcher._pools.workers()), "a refused order starts no worker"
+
+
+@pytest.mark.parametrize("rows", [5, 1200])
+@pytest.mark.parametrize("is_stored", [True, False])
+async def test_a_submission_of_which_nobody_knows_whether_it_is_stored(is_stored, rows, opened, tmp_path, monkeypatch):
+    """Its caller gets the error. If it is stored, it runs once the database answers; else nothing is left of it."""
+    service, target = await opened(), (records, "enter_once") if rows > 5 else (Ledger, "enter")
+    enter = getattr(*target)
+
+    def lose_the_reply(*args: object, **fields: object) -> None:
+        assert not is_stored or enter(*args, **fields) is None
+        monkeypatch.undo()
+        if not is_stored:
+            raise DatabaseUnavailable("it does not answer")
+        lost.append(1)
+
+    lost: list[int] = []
+    monkeypatch.setattr(*target, lose_the_reply)
+    write = service._ledger.database.write
+
+    async def write_and_lose(*args: object, **fields: object) -> object:
+        result = await write(*args, **fields)
+        if lost:
+            lost.clear()
+            raise DatabaseUnavailable("nobody knows whether it is committed")
+        return result
+
+    service._ledger.database.write = write_and_lose
+    with pytest.raises(DatabaseUnavailable):
+        await service.submit(order(tmp_path, rows))
+    await asyncio.sleep(0)
+    assert not service._active.all_running()
+    await asyncio.gather(*await service._maintenance.poll())
+    views = await service.list(JobQuery())
+    assert len(views) == is_stored and not service._stalled.stranded
+    for view in views:
+        end = await end_of(service, view.id)
+        assert (end.state, end.rows_ok, (await service.verify(view.id)).broken) == ("completed", rows, [])
 
 
 async def test_what_fails_before_it_is_stored_pauses_it(opened, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from batchmill.errors import BatchmillError
+from batchmill.errors import BatchmillError, UnknownName
 from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger.files import read_spec
@@ -143,7 +143,11 @@ class StalledJobs:
         unreachable = await read(records.paused_for, PauseReason.ROUTE_FAILED)
         stalled += [record for record in unreachable if record["cancelling"] is not None]
         paused = {record["id"] for record in stalled}
-        stalled += [await read(records.find, job_id) for job_id in self.stranded - paused]
+        for job_id in self.stranded - paused:
+            try:
+                stalled.append(await read(records.find, job_id))
+            except UnknownName:
+                self.stranded.discard(job_id)  # a new job that was not stored
         specs = [read_spec(record["spec"]) for record in stalled]
         return [Stalled(spec.id, [self._data_dir, *_folders_of(spec)]) for spec in specs]
 

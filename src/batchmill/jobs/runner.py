@@ -22,6 +22,7 @@ from batchmill import faults
 from batchmill.datasets import layout
 from batchmill.errors import (
     BatchmillError,
+    DatabaseUnavailable,
     DatasetDamaged,
     InputChanged,
     InvalidInput,
@@ -210,7 +211,9 @@ class JobRunner(RecordedJob):
         """Run steps until the job pauses or ends, and store why."""
         try:
             await self._advance()
-        except NotStored:
+        except NotStored as error:
+            if isinstance(error.__cause__, DatabaseUnavailable):
+                raise error.__cause__ from None  # it may be stored all the same: see ActiveJobs.unstored
             return  # and nothing of it is left
         except JobPaused as error:
             gives_up = error.reason is PauseReason.ENGINE_FAILED and self.spec.policy.on_engine_failure == "fail"

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from batchmill import faults
 from batchmill.datasets import spooled_inputs
-from batchmill.errors import InvalidInput
+from batchmill.errors import DatabaseUnavailable, InvalidInput
 from batchmill.jobs import samples
 from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.failover import with_code
@@ -97,6 +97,9 @@ class Submissions:
             faults.point("after_describe")
             job = job_records.NewJob(spec, once, self._tools.quota_of(spec), self._clock.now())
             known = await self._database.write(job_records.enter_once, job)
+        except DatabaseUnavailable:
+            self._active.unstored.add(spec.id)  # it may be stored all the same, and then it is resumed
+            raise
         except BaseException:
             await self._forget(spec, files)
             raise
