@@ -7,6 +7,7 @@ import random
 import socket
 from base64 import b64encode
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import pytest
 from blake3 import blake3
@@ -17,7 +18,7 @@ from batchmill.engines import media_urls
 from batchmill.engines.row_media import READS_MAX, RowMedia
 from batchmill.errors import InvalidRow
 from batchmill.models import secrets
-from batchmill.types import FetchedPart, LoadedPart, MediaColumn, Provision, Row
+from batchmill.types import FetchedPart, LoadedPart, MediaBounds, MediaColumn, Provision, Row
 from batchmill.wire.forms import TableForm
 from batchmill.wire.rendered_rows import MediaPart, with_media
 
@@ -156,6 +157,21 @@ async def test_rows_that_share_a_url_fetch_it_once(web):
         assert await code_of(media, rows[0]) == ""
         assert len(web.requests) == 2
         assert not media.urls._turns
+
+
+async def test_rows_that_share_a_url_fail_together(web):
+    """Their attempts do not follow each other; those of another run, and of a minute later, are made."""
+    clock = HeldClock()
+    web.files["/a"] = WebFile(status=503)
+    async with loader(clock) as media:
+        rows = [row_of(f"{web.url}/a", number=number) for number in range(30)]
+        assert set(await asyncio.gather(*(code_of(media, row) for row in rows))) == {"media_unavailable"}
+        assert len(web.requests) == 3
+        rows[0].lease = SimpleNamespace(key="job/1", media=MediaBounds())
+        assert await code_of(media, rows[0]) == "media_unavailable" and len(web.requests) == 6
+        clock.at += 61
+        web.files["/a"] = WebFile(PNG)
+        assert await code_of(media, rows[1]) == "" and len(web.requests) == 7
 
 
 async def test_hosts_that_are_allowed_later_are_reached(web):

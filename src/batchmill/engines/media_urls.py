@@ -32,6 +32,7 @@ KEPT_ALIVE_S = 15.0
 PIECE_BYTES = 256 * 1024
 RECENT_BYTES_MAX = 16 * 1024 * 1024  # of contents that are kept for the next rows with the same URL
 RECENT_S = 60.0
+FAILURES_MAX = 1024  # that are remembered as long
 VALIDATOR_CHARS_MAX = 256  # of an ETag, and of a date
 NOT_MODIFIED = 304
 SHOWN_CHARS = 32  # of what a server sends, in a message
@@ -44,6 +45,7 @@ class Holder(Protocol):
     """A row whose media are loaded."""
 
     number: int  # of older rows it is smaller
+    run: str  # which of its job: what failed in one is tried again by the next
 
     async def hold(self, more: int) -> None:
         """Wait until so many bytes more may be held; of fewer than 0: fewer are held from now on."""
@@ -84,6 +86,7 @@ class MediaUrls:
         self._session: aiohttp.ClientSession | None = None
         self._recent: OrderedDict[str, tuple[float, Fetched]] = OrderedDict()
         self._recent_bytes = 0
+        self._failures: OrderedDict[tuple[str, str], tuple[float, str]] = OrderedDict()  # URL and run -> when, and why
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}  # URL -> how many rows want it now
         self._fetching: dict[str, int] = {}  # URL -> number of the row that fetches it
         self._waiting: dict[int, str] = {}  # number of a row -> the URL that another row fetches
@@ -100,7 +103,7 @@ class MediaUrls:
         return self._fetching.get(self._waiting.get(number, ""), number)
 
     async def get(self, url: str, bytes_max: int, holder: Holder) -> Fetched:
-        """The content of a URL. Rows that want the same one at about the same time fetch it once.
+        """The content of a URL. Rows that want the same one at about the same time fetch it once, and fail together.
 
         Raises: InvalidRow: `media_not_allowed`, `media_missing`, `media_too_large`; `media_unavailable` after the last
         attempt.
@@ -108,6 +111,7 @@ class MediaUrls:
         async with self._turn_of(url, holder.number):
             found = self._recent_content(url)
             if found is None:
+                self._check_failures(url, holder.run)
                 found = await self._fetch(url, bytes_max, holder)
                 self._remember(url, found)
             elif len(found.data) > bytes_max:
@@ -154,6 +158,13 @@ class MediaUrls:
     def _forget(self, url: str) -> None:
         self._recent_bytes -= len(self._recent.pop(url)[1].data)
 
+    def _check_failures(self, url: str, run: str) -> None:
+        """Raises: InvalidRow if the URL has failed a moment ago: attempts for each row would follow each other."""
+        since, why = self._failures.get((url, run), (0.0, ""))
+        if why and self._clock.monotonic() - since <= RECENT_S:
+            raise InvalidRow(why, code="media_unavailable")
+        self._failures.pop((url, run), None)
+
     async def _fetch(self, url: str, bytes_max: int, holder: Holder) -> Fetched:
         attempt = 0
         while True:
@@ -163,10 +174,11 @@ class MediaUrls:
             except _Later as error:
                 if attempt >= self._attempts_max or (error.wait_s or 0.0) > WAIT_MAX_S:
                     times = "" if attempt == 1 else f", {attempt} times"
-                    raise InvalidRow(
-                        f"{shown(url)} could not be fetched: {error}{times}; `batchmill retry` tries it again",
-                        code="media_unavailable",
-                    ) from None
+                    why = f"{shown(url)} could not be fetched: {error}{times}; `batchmill retry` tries it again"
+                    self._failures[url, holder.run] = self._clock.monotonic(), why
+                    if len(self._failures) > FAILURES_MAX:
+                        self._failures.popitem(last=False)
+                    raise InvalidRow(why, code="media_unavailable") from None
                 wait_s = error.wait_s or backoff_s(attempt, self._jitter)
             await self._clock.sleep(wait_s)
 
@@ -278,7 +290,7 @@ class MediaUrls:
 class _Passing:
     """A holder of bytes that are read and not kept."""
 
-    number = 0
+    number, run = 0, ""
 
     async def hold(self, more: int) -> None:
         """There is room."""

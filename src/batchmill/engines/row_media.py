@@ -159,6 +159,7 @@ class LoadingRow:
 
     def __init__(self, media: RowMedia, row: Row, number: int) -> None:
         self._media, self.row, self.number = media, row, number
+        self.run = "" if row.lease is None else row.lease.key
 
     def close(self) -> None:
         """Its bytes are held no longer, or by a call."""
