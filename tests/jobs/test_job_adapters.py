@@ -134,13 +134,16 @@ async def test_adapters_are_fetched_and_pinned(folder, opened):
     assert len(hub.asked) == 1, "a job that goes on fetches nothing again"
 
 
-async def test_a_job_says_what_it_waits_for(folder, opened):
-    """While adapters are fetched the job's notes and its explanation say which; it can be cancelled."""
+@pytest.mark.parametrize(
+    "known", [{"adapter_patterns": ["acme/*"]}, {"adapters": {"acme/a": "acme/a", "acme/b": "acme/b"}}]
+)
+async def test_a_job_says_what_it_waits_for(known, folder, opened):
+    """While adapters are fetched the job is stored, its notes and its explanation say which; it can be cancelled."""
     hub = Hub({}, asyncio.Event())
     service = await opened(adapters=hub)
-    job_order = order(folder, "acme/a", "acme/b", model=base(folder, adapter_patterns=["acme/*"]))
-    job = (await service.submit(job_order)).id
+    job_order = order(folder, "acme/a", "acme/b", model=base(folder, **known))
     async with asyncio.timeout(60):
+        job = (await service.submit(job_order)).id
         await hub.called.wait()
     result = "fetching 2 adapters: acme/a, acme/b"
     assert (await service.show(job)).notes[0] == result

@@ -211,10 +211,9 @@ class JobRunner(RecordedJob):
         """Run steps until the job pauses or ends, and store why."""
         try:
             await self._advance()
-        except NotStored as error:
+        except NotStored as error:  # nothing of it is left
             if isinstance(error.__cause__, DatabaseUnavailable):
                 raise error.__cause__ from None  # it may be stored all the same: see ActiveJobs.unstored
-            return  # and nothing of it is left
         except JobPaused as error:
             gives_up = error.reason is PauseReason.ENGINE_FAILED and self.spec.policy.on_engine_failure == "fail"
             if gives_up and await self._may_fail(unrun=True):
@@ -445,6 +444,8 @@ class JobRunner(RecordedJob):
             spec = await asyncio.to_thread(with_code, routing.with_choices(spec, prepared.choices))
         used = adapters.used_by(spec.models, prepared.plan)
         spec = adapters.drop_unused(spec, used)
+        if used:
+            await self._enter()  # some may have to be fetched
         await self._set_adapters(await self._interruptible(self._adapters.check(spec, used)) if used else spec)
         return prepared
 
