@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,10 +13,13 @@ import pytest
 import sqlalchemy as sa
 from fakes.databases import open_ledger
 from fakes.job_service import job_service
+from msgspec.structs import replace
 
 from batchmill.engines.clock import SystemClock
 from batchmill.errors import DatabaseUnavailable, LedgerBroken, OverQuota, UnknownName
 from batchmill.executors.local import LocalExecutor
+from batchmill.jobs import recorded_job
+from batchmill.jobs.intake import orders
 from batchmill.jobs.ledger import packed, records
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.results import counted_commits
@@ -94,7 +98,7 @@ async def test_a_longer_one_is_stored_before_it_is_sealed(opened, tmp_path):
     service = await opened()
     rows = packed.SHORT_BYTES_MAX // len(LINE % (1, "double", 1)) + 1
     wanted = order(tmp_path, rows)
-    assert not packed.is_short(wanted.dataset) and packed.is_short(order(tmp_path, rows - 20).dataset)
+    assert not packed.is_short(wanted.dataset, 1) and packed.is_short(order(tmp_path, rows - 20).dataset, 1)
     states: list[str] = []
     service._ledger.database.writer.listen(
         lambda changes: states.extend(each["state"] for each in changes.values() if each is not None)
@@ -114,6 +118,27 @@ async def test_thousands_of_tiny_lines_are_not_checked_on_the_event_loop(opened,
     )
     view = await end_of(service, (await service.submit(wanted)).id)
     assert (states[0], view.state, view.problems_total) == ("validating", "failed", packed.SHORT_BYTES_MAX // 2)
+
+
+async def test_an_order_that_may_use_many_models_does_not_hold_up_the_event_loop(opened, tmp_path, monkeypatch):
+    """A server with many models hands all of them to each job: to describe and to plan it takes time in proportion."""
+    service, threads = await opened(), set[bool]()
+
+    def noting(function):
+        def noted(*args: object) -> object:
+            threads.add(threading.current_thread() is threading.main_thread())
+            return function(*args)
+
+        return noted
+
+    monkeypatch.setattr(recorded_job, "prepare", noting(recorded_job.prepare))
+    monkeypatch.setattr(orders, "describe", noting(orders.describe))
+    for models in (packed.SHORT_MODELS_MAX, packed.SHORT_MODELS_MAX + 1):
+        wanted = order(tmp_path)
+        more = [replace(wanted.models[0], name=f"m{n}", allowed=[f"m{n}"]) for n in range(1, models)]
+        view = await end_of(service, (await service.submit(replace(wanted, models=[*wanted.models, *more]))).id)
+        assert (view.state, view.rows_ok, threads) == ("completed", 5, {models == packed.SHORT_MODELS_MAX})
+        threads.clear()
 
 
 async def test_results_that_are_not_kept_in_memory_come_from_the_database(opened, tmp_path, monkeypatch):

@@ -136,7 +136,7 @@ class RecordedJob:
 
         Raises: NotStored.
         """
-        if self._tools.stored.is_elsewhere or not packed.is_short(self.spec.dataset):
+        if self._tools.stored.is_elsewhere or not packed.is_short(self.spec.dataset, len(self.spec.models)):
             await self._enter()
 
     async def _end(self, state: JobState, manifest: Manifest | None = None, **fields: object) -> None:

@@ -76,7 +76,7 @@ class Submissions:
 
     async def _describe(self, order: JobOrder) -> JobSpec:
         is_plain = order.origin is not None and order.schema is None and order.template is None
-        if is_plain and packed.is_short(order.dataset):
+        if is_plain and packed.is_short(order.dataset, len(order.models)):
             spec = orders.describe(order, self._clock.now())
         else:
             spec = await asyncio.to_thread(orders.describe, order, self._clock.now())
