@@ -95,6 +95,14 @@ class ProjectFeed(Feed, Protocol):
         """Give no rows of these projects until the next call without them."""
 
 
+@runtime_checkable
+class JobFeed(Feed, Protocol):
+    """The feed of an engine that sometimes holds rows of some jobs back for other jobs."""
+
+    def hold_jobs(self, jobs: frozenset[str]) -> None:
+        """Give no rows of these jobs until the next call without them."""
+
+
 class LeaseHandle(Protocol):
     """The lease of a row's shard (`row.lease`), for an engine whose work outlives its process.
 

@@ -111,6 +111,60 @@ async def test_rows_whose_media_are_loaded_are_given_back() -> None:
     assert sorted(outcome.row.number for outcome in sink.outcomes) == list(range(1, 9)) and slow.media is None
 
 
+class TwoJobs(OpenFeed):
+    """Rows of a job come before all others, unless it is held back."""
+
+    held: frozenset[str] = frozenset()
+
+    def hold_jobs(self, jobs: frozenset[str]) -> None:
+        self.held = jobs
+        self._changed.set()
+
+    async def take(self, n: int) -> list[Row]:
+        while True:
+            there = [row for row in self._rows if row.lease.job_id not in self.held]
+            if there or self._ended:
+                break
+            self._changed.clear()
+            await self._changed.wait()
+        self._rows = [row for row in self._rows if row not in there[:n]]
+        return there[:n]
+
+
+async def test_media_that_do_not_come_hold_up_no_other_job() -> None:
+    """However many rows of a job have them; those that come later are taken when others are loaded."""
+    gate = threading.Event()
+    form = TableForm("{q}", media=[MediaColumn("image", "img")])
+    with web_files() as web:
+        secrets.take(Provision(private_hosts=[web.host]))
+        rows: list[Row] = []
+        for number in range(200):
+            path = f"/{number}.png"
+            web.files[path] = WebFile(b"\x89PNG\r\n\x1a\n", gate=gate)
+            raw = with_media(b'{"q":"?"}', [MediaPart("image", url=web.url + path, column="img")])
+            rows.append(Row(number, number, raw, form, OfJob("slow")))
+        others = [chat_row(number, "hi", lease=OfJob("other")) for number in range(200, 300)]
+
+        async def send(call: RemoteRow) -> Outcome:
+            return answered(call)
+
+        sink = ListSink()
+        feed = TwoJobs(sink, [*rows, *others])
+        task = asyncio.create_task(dispatch(send, HeldClock(), 8).run(feed, sink))
+        async with asyncio.timeout(PATIENCE_S):
+            while len(sink.outcomes) < len(others):
+                await asyncio.sleep(0)
+            assert {row.lease.job_id for row in feed._rows} == {"slow"} and feed.held == {"slow"}
+            assert len(feed._rows) > 100
+            gate.set()
+            while feed._rows:
+                await asyncio.sleep(0)
+            feed.end()
+            await task
+        secrets.take(Provision())
+    assert len(sink.outcomes) == 300 and feed.held == frozenset()
+
+
 class OfJob:
     """What a dispatch knows of the lease of a row."""
 

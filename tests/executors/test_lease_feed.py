@@ -92,15 +92,24 @@ async def test_nothing_begun_at_the_end(job: OpenJob, feed: GrantFeed) -> None:
     assert len(await feed.take(20)) == 10
 
 
-async def test_rows_that_are_held_back_are_neither_lost_nor_given_twice(job: OpenJob, feed: GrantFeed) -> None:
+@pytest.mark.parametrize("is_job", [False, True])
+async def test_rows_that_are_held_back_are_neither_lost_nor_given_twice(
+    is_job: bool, job: OpenJob, feed: GrantFeed
+) -> None:  # fmt: skip
     """Others' rows come meanwhile; what is granted to it, before or after, comes in order once it is let go."""
     ours, theirs = (msgspec.structs.replace(job, project=name) for name in "ab")
 
     async def taken(most: int) -> list[tuple[str, int]]:
         return [(row.lease.lease.job, row.number) for row in await feed.take(most)]
 
+    def hold(*names: str) -> None:
+        if is_job:
+            feed.hold_jobs(frozenset(f"job_{name}" for name in names))
+        else:
+            feed.hold_back(frozenset(names))
+
     give(feed, ours, Grant(Lease("job_a", 0, 0, 1), 0, 0, 4))
-    feed.hold_back(frozenset("a"))
+    hold("a")
     give(feed, theirs, Grant(Lease("job_b", 0, 0, 1), 0, 0, 3))
     give(feed, ours, Grant(Lease("job_a", 0, 0, 1), 0, 0, 2, 4, 4))
     assert await taken(10) == [("job_b", n) for n in range(3)]
@@ -108,8 +117,8 @@ async def test_rows_that_are_held_back_are_neither_lost_nor_given_twice(job: Ope
     waiting = asyncio.create_task(taken(3))
     await asyncio.sleep(0)
     assert not waiting.done()
-    feed.hold_back(frozenset())
-    feed.hold_back(frozenset())
+    hold()
+    hold()
     found = await waiting
     while more := await taken(10):
         found += more

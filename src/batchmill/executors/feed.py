@@ -135,6 +135,7 @@ class GrantFeed:
         self._reads: set[asyncio.Task[None]] = set()
         self._failure: BaseException | None = None  # of one of them
         self._held_back: frozenset[str] = frozenset()  # projects whose rows wait
+        self._held_jobs: frozenset[str] = frozenset()  # the same of jobs
         self._again = RowsAskedAgain()
         self._isolated: tuple[int, Held] | None = None  # number and lease of the one row in flight of an isolated lease
 
@@ -155,7 +156,7 @@ class GrantFeed:
             lane.queue.append(_Queued(held, grant, positions, numbers))
             lane.pending += grant.n
             lane.project = held.project
-            if lane.project not in self._held_back:
+            if not self._is_held_back(lane):
                 self._turns.enter(lane)
         self._wake()
         self._ask(lane)
@@ -169,10 +170,11 @@ class GrantFeed:
     def unblock(self, job_id: str) -> None:
         """Try rows of this job again: it may have budget now."""
         lane = self._lanes.get(job_id)
-        if lane is not None and lane.queue and lane.project not in self._held_back:
+        if lane is not None and lane.queue:
             lane.queue[0].waits = False
-            self._turns.enter(lane)
-            self._wake()
+            if not self._is_held_back(lane):
+                self._turns.enter(lane)
+                self._wake()
 
     def end(self) -> None:
         """No grant comes after those that are queued."""
@@ -181,11 +183,21 @@ class GrantFeed:
 
     def hold_back(self, projects: frozenset[str]) -> None:
         """See `ports.ProjectFeed`."""
-        if projects == self._held_back:
+        self._hold(projects, self._held_jobs)
+
+    def hold_jobs(self, jobs: frozenset[str]) -> None:
+        """See `ports.JobFeed`."""
+        self._hold(self._held_back, jobs)
+
+    def _is_held_back(self, lane: _JobLane) -> bool:
+        return lane.project in self._held_back or lane.job in self._held_jobs
+
+    def _hold(self, projects: frozenset[str], jobs: frozenset[str]) -> None:
+        if (projects, jobs) == (self._held_back, self._held_jobs):
             return
-        self._held_back = projects
+        self._held_back, self._held_jobs = projects, jobs
         for lane in self._lanes.values():
-            if lane.project in projects:
+            if self._is_held_back(lane):
                 self._turns.leave(lane)
             elif lane.queue:
                 self._turns.enter(lane)

@@ -19,7 +19,7 @@ from batchmill.engines.remote.pacing import LiveQueue, Pacer, nothing
 from batchmill.engines.retry import BACKOFF_MAX_S, RETRY_AFTER_MAX_S, Fault, FaultKind, Retries, RetryBudget
 from batchmill.engines.row_media import AHEAD_MAX, LoadingRow, RowMedia
 from batchmill.errors import AuthRefused, InvalidRow, JobPaused, QuotaExhausted
-from batchmill.ports import Clock, Feed, Sink
+from batchmill.ports import Clock, Feed, JobFeed, Sink
 from batchmill.states import PauseReason
 from batchmill.types import Outcome, Row, RowError, Usage
 
@@ -29,6 +29,8 @@ DRAIN_S = 30.0  # how long calls in flight may run when the job pauses
 LAST_WAIT_S = 10.0  # the delay of a last attempt if no other row was answered since the first attempt
 HELD_BYTES_MAX = 256 * 1024 * 1024  # of rows that are held and of their calls, and those of one row more
 HELD_MAX = 2048  # rows to hold in an outage, to find one that the service answers
+
+LOADING_MAX = 4 * AHEAD_MAX  # rows whose media are loaded that take no place of others
 
 Send = Callable[[RemoteRow], Awaitable[Outcome | Fault]]
 Prepare = Callable[[Row], RemoteRow]
@@ -58,6 +60,7 @@ class Dispatch:
         self._row_bytes = 0  # of one row, as the last ones were
         self._media = RowMedia(HELD_BYTES_MAX, lambda: self._held_bytes, attempts_max=retries.attempts_max, clock=clock)
         self._loading: dict[asyncio.Task[None], Row] = {}  # whose media are being loaded
+        self._hold_jobs: Callable[[frozenset[str]], None] = lambda jobs: None
         self._held = 0  # rows taken from the feed and not yet put into the sink
         self._held_of: Counter[str] = Counter()  # the same for each job
         self._waiting: set[RemoteRow] = set()  # held rows that wait for their retry
@@ -75,6 +78,7 @@ class Dispatch:
 
     async def run(self, feed: Feed, sink: Sink) -> None:
         """See `ports.Engine.run`."""
+        self._hold_jobs = feed.hold_jobs if isinstance(feed, JobFeed) else self._hold_jobs
         try:
             async with asyncio.TaskGroup() as self._group:
                 self._live_queue.resume = self._pump
@@ -124,7 +128,7 @@ class Dispatch:
 
         In an outage the number grows, since one of the new rows may be answered.
         """
-        limit, loading = self._pacer.window.limit, min(len(self._loading), AHEAD_MAX)
+        limit, loading = self._pacer.window.limit, min(len(self._loading), LOADING_MAX)
         ready = max(limit + max(1, limit // 2) + min(len(self._waiting), limit), self._outage_held)
         return ready + loading - self._held
 
@@ -142,6 +146,7 @@ class Dispatch:
             self._taken.popleft()
             task = self._spawn(self._load(self._media.begin(row), row))
             self._loading[task] = row
+            self._hold_slow_jobs()
             return
         if self._held_bytes >= HELD_BYTES_MAX:
             self._pump()
@@ -162,8 +167,14 @@ class Dispatch:
         task = asyncio.current_task()
         assert task is not None
         del self._loading[task]
+        self._hold_slow_jobs()
         self._add(row, prepared)
         self._pump()
+
+    def _hold_slow_jobs(self) -> None:
+        """Take no more rows of jobs of which many are being loaded: their servers may be slow, or be gone."""
+        counts = Counter(map(_job_of, self._loading.values())) if len(self._loading) >= AHEAD_MAX else Counter()
+        self._hold_jobs(frozenset(job for job, count in counts.items() if count >= AHEAD_MAX))
 
     def _add(self, row: Row, prepared: RemoteRow | Outcome) -> None:
         """Queue a call, or finish a row of which there is none."""
@@ -304,6 +315,7 @@ class Dispatch:
         for task, _ in loading:
             task.cancel()
             del self._loading[task]
+        self._hold_slow_jobs()
         for row in [*(row for row in taken if _job_of(row) == job_id), *(row for _, row in loading)]:
             self._let_go(row)
             rows.append(row)
