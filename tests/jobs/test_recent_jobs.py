@@ -15,10 +15,12 @@ from ledgered_job import LedgeredJob
 import batchmill
 from batchmill.errors import InvalidTransition
 from batchmill.jobs import recent_jobs, views
+from batchmill.jobs.intake.preparation import listed
 from batchmill.jobs.ledger import records
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.recent_jobs import RecentJobs
 from batchmill.states import JobState
+from batchmill.types import Problem
 
 SOURCE = Path(batchmill.__file__).parent
 # A statement that changes a record of a job, or its errors.
@@ -110,15 +112,19 @@ async def test_a_read_that_a_change_overtakes_is_not_kept(job, monkeypatch):
 
 
 async def test_memory_is_bounded(job, monkeypatch):
-    """The jobs that changed longest ago are forgotten, and long descriptions are not kept."""
+    """The jobs that changed longest ago are forgotten; long descriptions and long lists of lines are not kept."""
     monkeypatch.setattr(recent_jobs, "RECENT_MAX", 2)
     recent, ledger = RecentJobs(job.ledger.database), job.ledger
     for name in ("a", "b", "c"):
         ledger.create(msgspec.structs.replace(job.spec, id=name))
     assert [name for name in "abc" if is_recent(recent, ledger, name)] == ["b", "c"]
-    ledger.create(msgspec.structs.replace(job.spec, id="long", labels={"x": "x" * recent_jobs.SPEC_BYTES_MAX}))
+    ledger.create(msgspec.structs.replace(job.spec, id="long", labels={"x": "x" * recent_jobs.RECORD_BYTES_MAX}))
     assert not is_recent(recent, ledger, "long")
     assert await recent.read("long") and recent.get("long") is None
+    problems = [Problem("invalid_json", "the line is JSON but not an object: 1", number) for number in range(1000)]
+    ledger.move("c", JobState.FAILED, problems=listed(problems), problems_total=1000, finished=1.0)
+    assert not is_recent(recent, ledger, "c")
+    assert len((await recent.read("c")).problems) == 1000 and recent.get("c") is None
 
 
 async def test_an_owner_whose_term_is_over_answers_from_no_memory(job):

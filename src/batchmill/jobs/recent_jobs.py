@@ -18,7 +18,7 @@ from batchmill.store.sql.transactions import Changes
 from batchmill.types import JobView
 
 RECENT_MAX = 2000  # jobs
-SPEC_BYTES_MAX = 32 * 1024  # a job with a longer description is read each time
+RECORD_BYTES_MAX = 32 * 1024  # a job with a longer description and list of refused lines is read each time
 
 
 class RecentJobs:
@@ -53,7 +53,7 @@ class RecentJobs:
             view = views.view_of(record, errors)
             with self._lock:
                 is_newest = self._reading.get(job_id) is token and view.id == job_id
-                if is_newest and len(record["spec"]) <= SPEC_BYTES_MAX:
+                if is_newest and _is_short(record):
                     self._put(job_id, view)
         finally:
             if self._reading.get(job_id) is token:
@@ -66,7 +66,7 @@ class RecentJobs:
                 self._reading.pop(job_id, None)
                 self._records.pop(job_id, None)
                 # Errors by cause lie in another table.
-                if record is not None and not record["rows_failed"] and len(record["spec"]) <= SPEC_BYTES_MAX:
+                if record is not None and not record["rows_failed"] and _is_short(record):
                     self._put(job_id, record)
 
     def _put(self, job_id: str, record: sa.RowMapping | JobView) -> None:
@@ -74,3 +74,7 @@ class RecentJobs:
         self._records.move_to_end(job_id)
         if len(self._records) > RECENT_MAX:
             self._records.popitem(last=False)
+
+
+def _is_short(record: sa.RowMapping) -> bool:
+    return len(record["spec"]) + len(record["problems"] or b"") <= RECORD_BYTES_MAX
