@@ -17,7 +17,10 @@ from batchmill.datasets.sealing import seal
 from batchmill.executors.feed import GrantFeed
 from batchmill.executors.leases import Allowance, Held, OpenJob
 from batchmill.executors.recorder import NO_USAGE, Recorder, empty_rows
-from batchmill.executors.reply_checks import ReplyChecks
+from batchmill.executors.reply_checks import REVOKED_S, ReplyChecks
+from batchmill.executors.validators.messages import Checked
+from batchmill.executors.validators.validators import Validators
+from batchmill.models import functions
 from batchmill.store.segments.files import SegmentFile, SegmentFolder
 from batchmill.store.segments.format import SegmentHead, read_outcomes, read_ref
 from batchmill.types import Commit, DatasetSpec, Lease, ModelSpec, Outcome, OutputSchema, Price, Row, Usage
@@ -246,3 +249,35 @@ async def test_an_answer_is_counted_before_its_row_is_asked_for_again(stage: Sta
     assert commits[0].done == b""
     with closing(SegmentFolder(tmp_path / "segments")) as folder:
         assert [len(list(read(folder, commits[0].ref))) for read in (read_ref, read_outcomes)] == [1, 0]
+
+
+async def test_a_pause_waits_for_no_slow_validator(stage: Stage, tmp_path: Path) -> None:
+    """After a while rows are given back whose answers still wait; what they cost is counted, others are checked on."""
+    path = tmp_path / "slow.py"
+    path.write_text(
+        "import time\nimport msgspec\nclass Slow(msgspec.Struct):\n    s: float\n"
+        "    def __post_init__(self):\n        time.sleep(self.s)\n"
+    )
+    schema = OutputSchema("{}", validator=f"{path}:Slow", code=functions.digest(f"{path}:Slow"))
+    now, validators = [5.0], Validators(lambda: None)
+    stage.checks = ReplyChecks(
+        stage.feed, stage.recorded, asks_again=True, validators=validators, time=lambda: now[0]  # type: ignore[arg-type]
+    )  # fmt: skip
+    rows = [replace(row, form=OpenAIForm(schema=schema)) for row in await stage.feed.take(10)]
+    for row in rows:
+        stage.answer(row, '{"s": 0.9}')
+    await asyncio.sleep(0)  # the process is being started
+    assert stage.checks.give_back("job_1") == []
+    now[0] += REVOKED_S
+    assert stage.checks.give_back("job_2") == []
+    assert stage.checks.give_back("job_1") == rows and stage.recorded.usage == Usage(30, 0, 20)
+    assert await validators.checked(schema, b'{"s": 0}') == Checked([])
+    assert stage.recorded.outcomes == [] and stage.checks.give_back("job_1") == []
+    waiting = asyncio.create_task(validators.checked(schema, b'{"s": 0}'))
+    stage.answer(rows[0], '{"s": 0.9}')
+    for each in range(2):  # while the process has the answer
+        now[0] += each * REVOKED_S
+        await asyncio.sleep(0)
+        found = stage.checks.give_back("job_1")
+    assert found == rows[:1] and await waiting == Checked([])
+    await validators.close()

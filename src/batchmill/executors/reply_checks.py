@@ -7,6 +7,7 @@ feed, ahead of others, under the same lease.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 FINAL = (TRUNCATED, FILTERED, REFUSED)  # flaws of an answer that is not asked for again: the next one would have them
 REPEATED_CHARS_MAX = 64 * 1024  # a longer answer is not sent back to its model
 MESSAGE_CHARS_MAX = 1_000
+REVOKED_S = 10.0  # so long a pause waits for answers that are being validated
 UNFIT = "it did not fit when it was read before"
 
 
@@ -52,6 +54,7 @@ class ReplyChecks:
     def __init__(
         self, feed: GrantFeed, recorder: Recorder, *, asks_again: bool, validators: Validators | None = None,
         failed: Callable[[str, JobPaused], None] = lambda job, error: None,
+        time: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """Args:
         asks_again: rows may go back to the feed; False: the engine takes all rows of a lease together.
@@ -60,6 +63,8 @@ class ReplyChecks:
         """
         self._feed, self._recorder, self._asks_again = feed, recorder, asks_again
         self._validators, self._failed = validators, failed
+        self._time = time
+        self._revoked: dict[str, float] = {}  # job whose answers are still validated -> since when they are waited for
         self._unchecked: list[Outcome] = []  # answers that could not be validated: their rows stay undone
         self.put_block = recorder.put_block
 
@@ -72,7 +77,7 @@ class ReplyChecks:
                 final += self._asked_or_final(checked)
             elif (validators := self._validators_for(checked)) is not None:
                 tell = partial(self._validated, checked, flaws)
-                validators.check(checked.row.form.schema, checked.answer or b"", tell)
+                validators.check(checked.row.form.schema, checked.answer or b"", tell, checked.row.lease.job.id)
             else:
                 final.append(self._counted(checked, flaws))
         if final:
@@ -85,9 +90,11 @@ class ReplyChecks:
             return []
         return [self._settled(misfit.outcome)]
 
-    def _validated(self, outcome: Outcome, flaws: Sequence[str], verdict: Checked | ValidatorFailed) -> None:
+    def _validated(self, outcome: Outcome, flaws: Sequence[str], verdict: Checked | ValidatorFailed | None) -> None:
         """What the class of a schema has said of an answer."""
-        if isinstance(verdict, ValidatorFailed):
+        if verdict is None:
+            self._unchecked.append(outcome)
+        elif isinstance(verdict, ValidatorFailed):
             self._unchecked.append(outcome)
             self._failed(outcome.row.lease.job.id, verdict)
         elif verdict.problems:
@@ -97,7 +104,12 @@ class ReplyChecks:
             self._recorder.put([self._counted(outcome, flaws)])
 
     def give_back(self, job_id: str) -> list[Row]:
-        """Rows of a job whose answers could not be validated; what they have cost is counted."""
+        """Rows of a job whose answers could not be validated, or not soon; what they have cost is counted."""
+        if self._validators is not None and self._validators.waits_for(job_id):
+            if self._time() - self._revoked.setdefault(job_id, self._time()) >= REVOKED_S:
+                self._validators.withdraw(job_id)
+        else:
+            self._revoked.pop(job_id, None)
         kept, self._unchecked = self._unchecked, []
         mine = [each for each in kept if each.row.lease.job.id == job_id]
         self._unchecked += [each for each in kept if each.row.lease.job.id != job_id]

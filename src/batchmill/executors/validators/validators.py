@@ -60,12 +60,13 @@ class _Died(Exception):
         self.why = why
 
 
-Verdict = Callable[[Checked | ValidatorFailed], None]
+Verdict = Callable[[Checked | ValidatorFailed | None], None]  # None: it was withdrawn
 
 
 class _Waiting(Struct, frozen=True, eq=False):
     text: bytes
     tell: Verdict
+    job: str
 
 
 class ValidatorProcess:
@@ -171,7 +172,30 @@ class _Class:
         if self.work is None or self.work.done():
             self.work = asyncio.create_task(self._run())
 
-    async def _run(self) -> None:
+    def waits_for(self, job: str) -> bool:
+        return any(each.job == job for each in self._waiting)
+
+    def withdraw(self, job: str) -> None:
+        """Check no more answers of a job; the process, which may have some of them, is replaced."""
+        mine = [each for each in self._waiting if each.job == job]
+        if not mine:
+            return
+        self._waiting = deque(each for each in self._waiting if each.job != job)
+        if self.work is not None:
+            self.work.cancel()
+        self._suspects = 0
+        self.work = asyncio.create_task(self._run(self.work))
+        for each in mine:
+            each.tell(None)
+        self._moved(-len(mine), -sum(len(each.text) for each in mine))
+
+    async def _run(self, before: asyncio.Task[None] | None = None) -> None:
+        """Args: before: was cancelled, and its process is to be ended."""
+        if before is not None:
+            await asyncio.wait((before,))
+            if self._process is not None:
+                await self._process.close()
+                self._process = None
         while self._waiting:
             try:
                 if self._process is None:
@@ -232,22 +256,32 @@ class Validators:
     def is_full(self) -> bool:
         return self._waiting >= WAITING_MAX or self._bytes >= WAITING_BYTES
 
-    def check(self, schema: OutputSchema, text: bytes, tell: Verdict) -> None:
-        """Check an answer with the class of a schema; `tell` is called later, on this event loop."""
+    def check(self, schema: OutputSchema, text: bytes, tell: Verdict, job: str = "") -> None:
+        """Check an answer with the class of a schema; `tell` is called later, on this event loop. Args: job: its id."""
         order = LoadOrder(schema.validator, schema.code)
         found = self._classes.get(order)
         if found is None:
             found = self._classes[order] = _Class(order, self._moved)
         self._moved(1, len(text))
-        found.add(_Waiting(text, tell))
+        found.add(_Waiting(text, tell, job))
+
+    def waits_for(self, job: str) -> bool:
+        """Whether answers of a job wait."""
+        return any(each.waits_for(job) for each in self._classes.values())
+
+    def withdraw(self, job: str) -> None:
+        """Check no more answers of a job: each is told None."""
+        for each in list(self._classes.values()):
+            each.withdraw(job)
 
     async def checked(self, schema: OutputSchema, text: bytes) -> Checked:
         """As `check`. Raises: ValidatorFailed."""
-        future: asyncio.Future[Checked | ValidatorFailed] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Checked | ValidatorFailed | None] = asyncio.get_running_loop().create_future()
         self.check(schema, text, lambda verdict: future.done() or future.set_result(verdict))
         verdict = await future
         if isinstance(verdict, ValidatorFailed):
             raise verdict
+        assert verdict is not None, "only answers with a job are withdrawn"
         return verdict
 
     def _moved(self, answers: int, size: int) -> None:
