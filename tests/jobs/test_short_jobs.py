@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from batchmill.errors import DatabaseUnavailable, LedgerBroken, OverQuota, Unkno
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs import recorded_job
 from batchmill.jobs.intake import orders
-from batchmill.jobs.ledger import packed, records
+from batchmill.jobs.ledger import packed, records, scratch
 from batchmill.jobs.ledger.ledger import Ledger
 from batchmill.jobs.results import counted_commits
 from batchmill.jobs.service import JobService
@@ -78,6 +79,28 @@ def is_left(service: JobService) -> bool:
     return bool(list(service._scratch.home.glob("jobs/*")) or service._active.all_running())
 
 
+def noting(function, threads: set[bool]):
+    """A function that notes whether it is called on the event loop."""
+
+    def noted(*args: object) -> object:
+        threads.add(threading.current_thread() is threading.main_thread())
+        return function(*args)
+
+    return noted
+
+
+def no_room(home: Path):
+    """A rename that makes no folder of a job in this scratch folder."""
+    rename = os.rename
+
+    def refused(source: Path, target: Path) -> None:
+        if Path(target).parent == home / "jobs":
+            raise OSError(errno.ENOSPC, "no space left on device")
+        rename(source, target)
+
+    return refused
+
+
 async def test_it_is_stored_with_its_plan_and_its_first_lease(opened, tmp_path):
     """Once the submission returns, the job runs: no state before that was ever stored, and its shard is leased once."""
     service = await opened()
@@ -123,22 +146,27 @@ async def test_thousands_of_tiny_lines_are_not_checked_on_the_event_loop(opened,
 async def test_an_order_that_may_use_many_models_does_not_hold_up_the_event_loop(opened, tmp_path, monkeypatch):
     """A server with many models hands all of them to each job: to describe and to plan it takes time in proportion."""
     service, threads = await opened(), set[bool]()
-
-    def noting(function):
-        def noted(*args: object) -> object:
-            threads.add(threading.current_thread() is threading.main_thread())
-            return function(*args)
-
-        return noted
-
-    monkeypatch.setattr(recorded_job, "prepare", noting(recorded_job.prepare))
-    monkeypatch.setattr(orders, "describe", noting(orders.describe))
+    monkeypatch.setattr(recorded_job, "prepare", noting(recorded_job.prepare, threads))
+    monkeypatch.setattr(orders, "describe", noting(orders.describe, threads))
     for models in (packed.SHORT_MODELS_MAX, packed.SHORT_MODELS_MAX + 1):
         wanted = order(tmp_path)
         more = [replace(wanted.models[0], name=f"m{n}", allowed=[f"m{n}"]) for n in range(1, models)]
         view = await end_of(service, (await service.submit(replace(wanted, models=[*wanted.models, *more]))).id)
         assert (view.state, view.rows_ok, threads) == ("completed", 5, {models == packed.SHORT_MODELS_MAX})
         threads.clear()
+
+
+@pytest.mark.parametrize("full", ["the machine has none", "there is no room"])
+async def test_a_job_whose_files_are_not_in_memory_does_not_hold_up_the_event_loop(full, opened, tmp_path, monkeypatch):
+    """Its files are synced, which waits for the disk."""
+    service, threads = await opened(), set[bool]()
+    if full == "there is no room":
+        monkeypatch.setattr(os, "rename", no_room(service._scratch.home))
+    else:
+        monkeypatch.setattr(scratch, "MEMORY", tmp_path / "none")
+    monkeypatch.setattr(recorded_job, "prepare", noting(recorded_job.prepare, threads))
+    view = await end_of(service, (await service.submit(order(tmp_path))).id)
+    assert (view.state, view.rows_ok, threads) == ("completed", 5, {False})
 
 
 async def test_results_that_are_not_kept_in_memory_come_from_the_database(opened, tmp_path, monkeypatch):

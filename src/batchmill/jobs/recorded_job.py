@@ -181,7 +181,7 @@ class RecordedJob:
         That of a short job, which is not stored yet, is read here: a thread would wait for the interpreter longer.
         """
         assert target == PREPARE and not stores, "objects are no small jobs"
-        if self._entry is not None:
+        if self._entry is not None and self._tools.scratch.is_in_memory(self.files):
             return prepare(order, progress)
         return await self._tools.scratch.run(partial(prepare, order, progress), self.spec.project)
 

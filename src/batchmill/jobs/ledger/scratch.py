@@ -65,6 +65,10 @@ class Scratch:
         """The files of a job; those of a small one exist only within `use`."""
         return JobFiles(self._data_dir, spec.id, self.home if spec.is_small else None)
 
+    def is_in_memory(self, files: JobFiles) -> bool:
+        """Whether the files of a small job lie in memory: what syncs them waits for no disk."""
+        return self.home.parent == MEMORY and not files.home.is_symlink()
+
     @asynccontextmanager
     async def use(self, spec: JobSpec, *, is_new: bool = False) -> AsyncIterator[JobFiles]:
         """Have the files of a job. Anybody may use them at the same time. `is_new`: it has none yet."""
