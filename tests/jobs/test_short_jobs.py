@@ -156,6 +156,31 @@ async def test_an_order_that_may_use_many_models_does_not_hold_up_the_event_loop
         threads.clear()
 
 
+async def test_a_job_with_a_prompt_does_not_hold_up_the_event_loop(opened, tmp_path, monkeypatch):
+    """A prompt may name columns 20,000 times, and is filled for each row: half a second."""
+    service, threads = await opened(), set[bool]()
+    monkeypatch.setattr(recorded_job, "prepare", noting(recorded_job.prepare, threads))
+    monkeypatch.setattr(orders, "describe", noting(orders.describe, threads))
+    (tmp_path / "in.jsonl").write_text('{"n":1}\n')
+    model = ModelSpec("m", "llm", str(tmp_path), python=str(tmp_path / "no-python"))
+    dataset = DatasetSpec([str(tmp_path / "in.jsonl")], format="jsonl")
+    view = await end_of(
+        service, (await service.submit(JobOrder(dataset, [model], prompt="say {n}", origin={"frontend": "native"}))).id
+    )
+    assert (view.rows, view.reason, threads) == (1, "engine_failed", {False})
+
+
+async def test_many_files_do_not_hold_up_the_event_loop(opened, tmp_path, monkeypatch):
+    service, threads, wanted = await opened(), set[bool](), order(tmp_path)
+    monkeypatch.setattr(recorded_job, "prepare", noting(recorded_job.prepare, threads))
+    paths = [tmp_path / f"empty-{number}.jsonl" for number in range(packed.SHORT_FILES_MAX)]
+    for path in paths:
+        path.write_text("")
+    dataset = replace(wanted.dataset, paths=[*wanted.dataset.paths, *map(str, paths)])
+    view = await end_of(service, (await service.submit(replace(wanted, dataset=dataset))).id)
+    assert (view.state, view.rows_ok, threads) == ("completed", 5, {False})
+
+
 @pytest.mark.parametrize("full", ["the machine has none", "there is no room"])
 async def test_a_job_whose_files_are_not_in_memory_does_not_hold_up_the_event_loop(full, opened, tmp_path, monkeypatch):
     """Its files are synced, which waits for the disk."""

@@ -36,6 +36,7 @@ from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.owner_clock import check_left
 from batchmill.states import NEXT, JobState, PauseReason
 from batchmill.types import Once, RemoteJob, SegmentPlace, SegmentRef, Shard
+from batchmill.wire.forms import TableForm
 from batchmill.wire.input_urls import is_fetched
 from batchmill.wire.job_spec import JobSpec
 
@@ -134,9 +135,12 @@ class RecordedJob:
     async def _enter_unless_short(self) -> None:
         """Store a new job before its rows are sealed. A short one is sealed and planned first, and stored with that.
 
-        Raises: NotStored.
+        To make requests of the rows of a table takes as long as its prompt says. Raises: NotStored.
         """
-        if self._tools.stored.is_elsewhere or not packed.is_short(self.spec.dataset, len(self.spec.models)):
+        form = self.spec.form
+        is_plain = form.schema is None and not (isinstance(form, TableForm) and form.makes_requests)
+        is_short = is_plain and packed.is_short(self.spec.dataset, len(self.spec.models))
+        if self._tools.stored.is_elsewhere or not is_short:
             await self._enter()
 
     async def _end(self, state: JobState, manifest: Manifest | None = None, **fields: object) -> None:

@@ -75,8 +75,8 @@ class Submissions:
             return await self._match(order, await self._describe(order))
 
     async def _describe(self, order: JobOrder) -> JobSpec:
-        is_plain = order.origin is not None and order.schema is None and order.template is None
-        if is_plain and packed.is_short(order.dataset, len(order.models)):
+        additions = order.schema, order.template, order.prompt, order.system, order.params
+        if order.origin is not None and not any(additions) and packed.is_short(order.dataset, len(order.models)):
             spec = orders.describe(order, self._clock.now())
         else:
             spec = await asyncio.to_thread(orders.describe, order, self._clock.now())

@@ -24,6 +24,7 @@ INPUT_BYTES_MAX = 1024 * 1024  # of the files of a small job: checked in a threa
 # Of the files of a short job, checked on the event loop within some ms. Requests are so long that no more fit;
 # thousands of lines of a few bytes, each refused with a message, would take 90 ms.
 SHORT_BYTES_MAX, SHORT_ROWS_MAX = 16 * 1024, 300
+SHORT_FILES_MAX = 16
 SHORT_MODELS_MAX = 64  # that its rows may name: a thousand take 45 ms to describe and to plan with
 ROWS_MAX = 1000
 PACKED_BYTES_MAX = 1024 * 1024  # of its dataset and plans
@@ -47,7 +48,7 @@ def may_be_small(dataset: DatasetSpec) -> bool:
 
 def is_short(dataset: DatasetSpec, models: int) -> bool:
     """Whether the input is so short that to hand it over to a thread takes longer than to check it for the models."""
-    if models > SHORT_MODELS_MAX:
+    if models > SHORT_MODELS_MAX or len(dataset.paths) > SHORT_FILES_MAX:
         return False
     try:
         found = [os.stat(path) for path in dataset.paths]
