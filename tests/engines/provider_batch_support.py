@@ -14,7 +14,7 @@ from contract.engine_suite import PATIENCE_S, ListSink, OpenFeed
 from batchmill.engines.provider_batch.engine import ProviderBatchEngine
 from batchmill.errors import JobPaused
 from batchmill.executors.reply_checks import ReplyChecks
-from batchmill.types import Limits, ModelSpec, Outcome, RemoteJob, ReplyRules, Row, Usage
+from batchmill.types import Limits, MediaBounds, ModelSpec, Outcome, RemoteJob, ReplyRules, Row, Usage
 from batchmill.types.position_runs import Runs, numbers_of, runs_of
 from batchmill.wire.forms import OpenAIForm
 
@@ -35,7 +35,7 @@ class HeldLease:
         self, rows: int, notes: dict[str, bytes] | None = None, *, ending: str = "", over: str = "",
         spent: list[Usage] | None = None, payable: int = 1_000_000,
     ) -> None:  # fmt: skip
-        self.key = "job-1"
+        self.key, self.media = "job-1", MediaBounds()
         self.rows = rows
         self.notes: dict[str, bytes] = {} if notes is None else notes
         self.failure: JobPaused | None = None

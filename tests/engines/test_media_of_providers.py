@@ -1,14 +1,21 @@
 """Media columns in batches of providers with parts of their own."""
 
+import asyncio
+import threading
 from base64 import b64encode
 
 import msgspec
+import pytest
 from blake3 import blake3
+from engines.provider_batch_support import Ground, HeldLease, batch_model
+from fakes.batch_provider import BatchProvider
+from fakes.web_files import WebFile, web_files
 
 from batchmill.datasets.media.loading import read_part
 from batchmill.engines.provider_batch.anthropic_chat import to_messages
 from batchmill.engines.provider_batch.gemini_chat import to_content_request
-from batchmill.types import MediaColumn, Row
+from batchmill.models import secrets
+from batchmill.types import MediaColumn, Provision, Row
 from batchmill.wire.forms import TableForm
 from batchmill.wire.json_bytes import split_object
 from batchmill.wire.rendered_rows import MediaPart, with_media
@@ -47,3 +54,25 @@ def test_gemini_gets_inline_data():
         {"mimeType": name, "data": b64encode(data).decode()} for name, data in TYPES.values()
     ]
     assert text == {"text": "?"}
+
+
+@pytest.mark.parametrize("ending", ["pause", "over"])
+async def test_a_job_ends_while_media_are_loaded(ending, tmp_path):
+    """Nothing is uploaded then, and its rows stay undone."""
+    gate, form = threading.Event(), TableForm("{q}", media=[MediaColumn("image", "img")])
+    async with BatchProvider() as provider:
+        with web_files() as web:
+            secrets.take(Provision(private_hosts=[web.host]))
+            web.files["/slow.png"] = WebFile(PNG, gate=gate)
+            part = MediaPart("image", url=f"{web.url}/slow.png", column="img")
+            rows = [Row(n + 100, n, with_media(b'{"q":"?"}', [part]), form) for n in range(3)]
+            ground, lease = Ground(batch_model(provider.base_url), tmp_path), HeldLease(3)
+            running = ground.start((lease, rows))
+            async with asyncio.timeout(30):
+                while not web.requests:
+                    await asyncio.sleep(0.005)
+            lease.end(ending)
+            await running.finish()
+            gate.set()
+            secrets.take(Provision())
+        assert lease.has_left and not provider.batches and not ground.sink.outcomes

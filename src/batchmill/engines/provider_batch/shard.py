@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -119,7 +120,7 @@ class ProviderShard:
         finally:
             waiting.cancel()
 
-    async def _wait_for(self, waiting: asyncio.Task[bool], seconds: float) -> None:
+    async def _wait_for(self, waiting: asyncio.Task[Any], seconds: float) -> None:
         """Wait until it is done, time is up, or the course changes."""
         sleeping = asyncio.create_task(self.course.sleep(seconds))
         await asyncio.wait({waiting, sleeping}, return_when=asyncio.FIRST_COMPLETED)
@@ -251,13 +252,28 @@ class ProviderShard:
             rows = self._spool.read(some)
             for row in rows:
                 row.earlier = self._answers.earlier(row.position, attempt)
-            await self._tools.media.make_all(rows, partial(_encoded, api), add)
-            for row in rows:
-                row.earlier = ()
-            self._spool.release(rows)
+            try:
+                await self._until_made(self._tools.media.make_all(rows, partial(_encoded, api), add))
+            finally:
+                for row in rows:
+                    row.earlier = ()
+                self._spool.release(rows)
             self._fail_rows(unfit)
             await asyncio.sleep(0)
         return await asyncio.to_thread(drafts.finish)
+
+    async def _until_made(self, making: Coroutine[None, None, None]) -> None:
+        """Wait until requests are made, whose media may come slowly. Raises: LeaseAbandoned if the lease ends first."""
+        work = asyncio.create_task(making)
+        try:
+            while not work.done():
+                await self._wait_for(work, GATHER_S)
+                if not work.done():
+                    self.course.check()
+            work.result()
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
 
     async def _submit(self, draft: Draft, tries: int, attempt: int) -> None:
         """Note the intent to create a batch, and create it."""
