@@ -17,7 +17,7 @@ from fakes.job_service import job_service
 from msgspec.structs import replace
 
 from batchmill.engines.clock import SystemClock
-from batchmill.errors import DatabaseUnavailable, LedgerBroken, OverQuota, UnknownName
+from batchmill.errors import DatabaseUnavailable, InvalidInput, LedgerBroken, OverQuota, UnknownName
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs import recorded_job
 from batchmill.jobs.intake import orders
@@ -33,8 +33,10 @@ from batchmill.types import (
     JobView,
     ModelSpec,
     Once,
+    Policy,
     ProjectQuotas,
     Quotas,
+    Submitted,
 )
 
 LINE = '{"custom_id":"r%d","method":"POST","url":"/v1/x","body":{"model":"%s","n":%d}}\n'
@@ -216,6 +218,21 @@ async def test_equal_orders_at_once_are_one_job(opened, tmp_path):
     assert (again.id, again.how) == (submitted[0].id, "repeated")
     await asyncio.sleep(0)
     assert not is_left(service)
+
+
+async def test_a_repeated_order_is_its_job_whatever_says_no_now(opened, tmp_path):
+    """Its deadline has passed meanwhile, or its project has no room on the disk; a new order would be refused."""
+    service = await opened(quotas=(quotas := ProjectQuotas(own={})))
+    first = await service.submit(order(tmp_path, once=Once("key:1", "f" * 64)))
+    late = replace(order(tmp_path), policy=Policy(deadline=1.0))
+    assert await service.submit(replace(late, once=Once("key:1", "f" * 64))) == Submitted(first.id, "repeated")
+    with pytest.raises(InvalidInput):
+        await service.submit(replace(late, once=Once("key:2", "f" * 64)))
+    quotas.own["default"] = Quotas(disk=1)
+    service._tools.disk_quota._read_at.clear()
+    assert await service.submit(order(tmp_path, once=Once("key:1", "f" * 64))) == Submitted(first.id, "repeated")
+    with pytest.raises(OverQuota):
+        await service.submit(order(tmp_path, once=Once("key:2", "f" * 64)))
 
 
 async def test_refused_rows_fail_the_job(opened, tmp_path):

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from batchmill import faults
 from batchmill.datasets import spooled_inputs
-from batchmill.errors import DatabaseUnavailable, InvalidInput
+from batchmill.errors import DatabaseUnavailable, InvalidInput, OverQuota
 from batchmill.jobs import samples
 from batchmill.jobs.active_jobs import ActiveJobs
 from batchmill.jobs.failover import with_code
@@ -52,14 +52,22 @@ class Submissions:
             submitted = await self._match_or_create(order)
         elif order.origin is not None:  # a repeated one is found in the transaction that would create the job
             async with self._active.lock(once.key):
-                submitted = await self._match_or_create(order)
+                try:
+                    submitted = await self._match_or_create(order)
+                except (InvalidInput, OverQuota):  # which says nothing against one that is a job already
+                    if (known := await self._known(once)) is None:
+                        raise
+                    submitted = Submitted(known, "repeated")
         else:
             async with self._active.lock(once.key):
-                known = await job_records.known(self._database, once, self._clock.now())
+                known = await self._known(once)
                 submitted = await self._match_or_create(order) if known is None else Submitted(known, "repeated")
         if order.policy.deadline is not None:
             self._deadlines.added(order.policy.deadline)
         return submitted
+
+    async def _known(self, once: Once) -> str | None:
+        return await job_records.known(self._database, once, self._clock.now())
 
     async def _match_or_create(self, order: JobOrder) -> Submitted:
         if order.origin is not None:  # over a server's API: always another job
