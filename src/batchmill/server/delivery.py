@@ -9,8 +9,8 @@ Two guarantees depend on this, and nothing else does:
 * A single-use link is used up by a delivered download, and not by a broken one: `services/links.py`.
 
 A reply without a callback costs one comparison. A reply with a callback costs two system calls if the acknowledgement
-is there at once; otherwise also a duplicate of the socket until it comes, for 15 s at most. Requests that arrive
-meanwhile take the normal path, never the fast path, since they may be the repeat.
+is there at once; otherwise also a duplicate of the socket until it comes, for 15 s at most. POST requests that
+arrive meanwhile take the normal path, never the fast path, since they may be the repeat.
 """
 
 from __future__ import annotations
