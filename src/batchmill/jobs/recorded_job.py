@@ -140,7 +140,7 @@ class RecordedJob:
         form = self.spec.form
         is_plain = form.schema is None and not (isinstance(form, TableForm) and form.makes_requests)
         is_short = is_plain and packed.is_short(self.spec.dataset, len(self.spec.models))
-        if self._tools.stored.is_elsewhere or not is_short:
+        if self._tools.stored.is_elsewhere or not is_short or not self._tools.scratch.is_in_memory(self.files):
             await self._enter()
 
     async def _end(self, state: JobState, manifest: Manifest | None = None, **fields: object) -> None:
@@ -185,7 +185,7 @@ class RecordedJob:
         That of a short job, which is not stored yet, is read here: a thread would wait for the interpreter longer.
         """
         assert target == PREPARE and not stores, "objects are no small jobs"
-        if self._entry is not None and self._tools.scratch.is_in_memory(self.files):
+        if self._entry is not None:
             return prepare(order, progress)
         return await self._tools.scratch.run(partial(prepare, order, progress), self.spec.project)
 
