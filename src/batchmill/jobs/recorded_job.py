@@ -137,6 +137,8 @@ class RecordedJob:
 
         To make requests of the rows of a table takes as long as its prompt says. Raises: NotStored.
         """
+        if self._entry is None:
+            return
         form = self.spec.form
         is_plain = form.schema is None and not (isinstance(form, TableForm) and form.makes_requests)
         is_short = is_plain and packed.is_short(self.spec.dataset, len(self.spec.models))
