@@ -61,7 +61,7 @@ def test_a_kill_between_a_task_and_its_batch(tmp_path, point):
                 if is_dataset:
                     assert again.json()["task_id"] == task["_id"]
                     assert ended(http, task["_id"])["state"] == "COMPLETED"
-                    assert len(service.bodies) == 1
+                    assert len(service.bodies) in (1, 2), "its row may have been in flight"
                     return
                 assert again.status_code == 409 and task["_id"] in again.json()["error"]["reason"]
                 assert task["_source"]["state"] == "FAILED" and "Look there" in task["_source"]["error"]

@@ -150,6 +150,23 @@ def fork_sibling() -> int:
     return pid
 
 
+def fork_in_session(fork: Callable[[], int], request: dict[str, Any]) -> int:
+    """Fork. The new process has the session of the request when its number is known, as with `subprocess`: whoever
+    kills its process group at once must find one."""
+    ready, begun = os.pipe()
+    pid = fork()
+    if pid == 0:
+        os.close(ready)
+        if request["new_session"]:
+            os.setsid()
+        os.close(begun)
+        return 0
+    os.close(begun)
+    os.read(ready, 1)
+    os.close(ready)
+    return pid
+
+
 def start_forker(environ: dict[str, str]) -> None:
     """Have this process, which is to be a command of batchmill, start its modules as forks. It has one thread yet."""
     ours, theirs = socket.socketpair()
@@ -191,7 +208,7 @@ def _serve(connection: socket.socket) -> None:
             request, fds = receive(connection)
         except EOFError:
             return
-        pid = fork_sibling()
+        pid = fork_in_session(fork_sibling, request)
         if pid == 0:
             connection.close()
             become_module(request, fds)
@@ -201,11 +218,9 @@ def _serve(connection: socket.socket) -> None:
 
 
 def become(request: dict[str, Any], fds: list[int]) -> None:
-    """Have the descriptors, the folder, the session, the signals and the environment of a request."""
+    """Have the descriptors, the folder, the signals and the environment of a request."""
     take_fds(request["fds"], fds)
     os.chdir(request["cwd"])
-    if request["new_session"]:
-        os.setsid()
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,7 @@ class Preloaded:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = Path()
-        self._is_of_main_thread = False
-        self._environ: dict[str, str] = {}
+        self._environ = dict(os.environ)  # before a test changes any
 
     @property
     def address(self) -> str:
@@ -85,22 +85,37 @@ class Preloaded:
         with self._lock:
             if self._process is None:
                 self._folder = make_folder("batchmill-tests")
-                self._environ = dict(os.environ)
                 try:
-                    process = self._start()
+                    process = self._start_for_ever()
                     atexit.register(self._stop, os.getpid())
                 except BaseException:  # a test that was interrupted: the next one starts another server
                     shutil.rmtree(self._folder)
                     raise
                 self._process = process
-                self._is_of_main_thread = threading.current_thread() is threading.main_thread()
         return self._address
+
+    def _start_for_ever(self) -> subprocess.Popen[bytes]:
+        """Start the server from a thread that does not end: the kernel would kill what it forks with its parent."""
+        if threading.current_thread() is threading.main_thread():
+            return self._start()
+        started: Future[subprocess.Popen[bytes]] = Future()
+
+        def start() -> None:
+            try:
+                started.set_result(self._start())
+            except BaseException as error:
+                started.set_exception(error)
+                return
+            threading.Event().wait()
+
+        threading.Thread(target=start, daemon=True).start()
+        return started.result()
 
     def _start(self) -> subprocess.Popen[bytes]:
         room = " " * SHOWN_CHARS
         process = REAL_POPEN(
             [sys.executable, str(SERVER), self._address, room], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            env={**os.environ, "ROOM": room, "OPENBLAS_NUM_THREADS": "1"},  # numpy's threads would be in no fork
+            env={**self._environ, "ROOM": room, "OPENBLAS_NUM_THREADS": "1"},  # numpy's threads would be in no fork
         )  # fmt: skip
         try:
             assert process.stdout is not None
@@ -121,10 +136,6 @@ class Preloaded:
             return False
         _ = self.address
         return read_at_start(environ) == read_at_start(self._environ)
-
-    def can_run_module(self, environ: dict[str, str]) -> bool:
-        """As `can_run`. A child whose parent is a thread that ends would be killed with it."""
-        return self.can_run(environ) and self._is_of_main_thread
 
     def start(
         self, argv: list[str], *, path: str, cwd: str, environ: dict[str, str], new_session: bool, fds: dict[int, int]
@@ -181,7 +192,7 @@ class PreloadedPopen(ModulePopen):
 
     _status_fd: int | None = None  # until the process has ended
     start_module = staticmethod(PRELOADED.start_module)
-    can_run_module = staticmethod(PRELOADED.can_run_module)
+    can_run_module = staticmethod(PRELOADED.can_run)
 
     def _execute_child(self, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(REAL_POPEN._execute_child).bind(self, *args, **kwargs).arguments

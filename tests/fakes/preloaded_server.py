@@ -111,7 +111,7 @@ def _serve(listener: socket.socket, ended: int, ending: int) -> None:
                 connection.close()
                 continue
             is_module = "module" in request
-            pid = forked.fork_sibling() if is_module else os.fork()
+            pid = forked.fork_in_session(forked.fork_sibling if is_module else os.fork, request)
             if pid == 0:
                 for one in (listener, connection, *running.values()):
                     one.close()
