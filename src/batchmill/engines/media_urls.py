@@ -20,6 +20,7 @@ from batchmill.engines.retry import backoff_s, requested_wait_s
 from batchmill.errors import InvalidInput, InvalidRow
 from batchmill.models import secrets
 from batchmill.models.addresses import Private, read_url
+from batchmill.models.downloads import failure_of
 from batchmill.models.guarded_http import CONNECT_S, GuardedHttp, refusal_of
 from batchmill.ports import Clock
 from batchmill.types import FetchedPart
@@ -242,7 +243,7 @@ class MediaUrls:
                     raise
                 if reason := refusal_of(error):
                     raise InvalidRow(f"{shown(url)} was not called: {reason}", code="media_not_allowed") from None
-                raise _Later(_words_of(error)) from None
+                raise _Later(failure_of(error)) from None
         raise InvalidRow(f"{shown(url)} is redirected more than {REDIRECTS_MAX} times", code="media_missing")
 
     def _check_url(self, url: str) -> None:
@@ -380,15 +381,3 @@ def _validator(reply: aiohttp.ClientResponse, name: str) -> str:
 
 def _lower(reply: aiohttp.ClientResponse) -> dict[str, str]:
     return {name.lower(): value for name, value in reply.headers.items()}
-
-
-def _words_of(error: BaseException) -> str:
-    match error:
-        case aiohttp.ClientConnectorDNSError():
-            return "its name could not be resolved"
-        case aiohttp.ClientConnectorCertificateError() | aiohttp.ClientSSLError():
-            return "no trusted TLS connection could be made"
-        case aiohttp.ClientConnectorError():
-            return "the server could not be reached"
-        case _:
-            return "the reply was cut off, or was not valid HTTP"

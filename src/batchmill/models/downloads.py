@@ -343,9 +343,12 @@ async def _next_piece(reply: aiohttp.ClientResponse) -> bytes:
 
 
 def _words_of(error: BaseException) -> str:
+    return f"the server sent nothing for {IDLE_S:.0f} s" if isinstance(error, TimeoutError) else failure_of(error)
+
+
+def failure_of(error: BaseException) -> str:
+    """What went wrong between here and a server, in words that hold nothing of its address."""
     match error:
-        case TimeoutError():
-            return f"the server sent nothing for {IDLE_S:.0f} s"
         case aiohttp.ClientConnectorDNSError():
             return "its name could not be resolved"
         case aiohttp.ClientConnectorCertificateError() | aiohttp.ClientSSLError():
