@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,6 @@ TASK_PAGES = [
     "README.md",
     "docs/run-a-batch.md",
     "docs/results.md",
-    "docs/structured-output.md",
     "docs/reuse.md",
     "docs/python-and-data-frames.md",
     "docs/use-a-function.md",
@@ -52,7 +51,10 @@ TASK_PAGES = [
     "docs/predibase.md",
     "docs/opensearch-ml-commons.md",
 ]
-PAGES = [*TASK_PAGES, "docs/data-in-an-object-store.md", "docs/configuration.md", "docs/deploy.md", "docs/security.md"]
+PAGES = [  # those with a test of their own too
+    *TASK_PAGES, "docs/structured-output.md", "docs/data-in-an-object-store.md", "docs/configuration.md",
+    "docs/deploy.md", "docs/security.md",
+]  # fmt: skip
 
 # What the service of the pages says to a prompt that holds this; to any other it answers "positive".
 ANSWERS = {
@@ -114,8 +116,14 @@ def home() -> Iterator[Path]:
         yield Path(place)
 
 
-async def follow(page: str, home: Path, environ: dict[str, str], *, is_preloaded: bool = True) -> None:
-    """Do what a page says, in a folder that holds the examples."""
+async def follow(
+    page: str, home: Path, environ: dict[str, str], *, addresses: Mapping[str, str] | None = None,
+    is_preloaded: bool = True,
+) -> None:  # fmt: skip
+    """Do what a page says, in a folder that holds the examples.
+
+    Args: addresses: further ones that the page shows, as they are.
+    """
     folder = home / "ada"
     folder.mkdir()
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
@@ -123,8 +131,8 @@ async def follow(page: str, home: Path, environ: dict[str, str], *, is_preloaded
     environ = {"PATH": path, "BATCHMILL_DATA_DIR": str(home / "data"), "HF_HUB_OFFLINE": "1", **environ}
     steps = read_page((ROOT / page).read_text())
     async with PageService() as service:
-        addresses = {SHOWN_SERVICE: f"127.0.0.1:{service.port}", **free_ports(SHOWN_PORTS)}
-        async with Session(folder, environ, addresses, is_preloaded=is_preloaded) as session:
+        real = {SHOWN_SERVICE: f"127.0.0.1:{service.port}", **(addresses or {}), **free_ports(SHOWN_PORTS)}
+        async with Session(folder, environ, real, is_preloaded=is_preloaded) as session:
             await session.follow(steps)
 
 
@@ -219,7 +227,7 @@ def test_every_pause_and_exit_code_is_explained():
 
 def test_shown_rows_are_json():
     """Every JSON block on the pages is one value or one on each line; of a JSONL block each line is."""
-    for page in TASK_PAGES:
+    for page in PAGES:
         text = (ROOT / page).read_text()
         for kind, block in re.findall(r"^```(jsonl?)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
             try:
