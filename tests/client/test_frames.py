@@ -16,6 +16,7 @@ from batchmill.client.frame_shapes import (
     FrameShape,
     failed_rows,
     failures_of,
+    read_failed,
     read_results,
     to_pandas,
     to_polars,
@@ -131,6 +132,22 @@ def test_a_frame_of_pandas_comes_back_as_it_was(tmp_path):
     failed, numbers = failed_rows(results)
     assert numbers == [1] and to_pandas(failed, shape, numbers).index.tolist() == [7]
     assert to_pandas(failed, shape, numbers).index.name == "key"
+
+
+def test_failed_rows_of_a_file_are_read_alone(tmp_path):
+    """The same rows as of the whole table, with and without the statistics that let row groups be passed over."""
+    path, rows = tmp_path / "results", 3 * GROUP_ROWS
+    failing = (5, GROUP_ROWS - 1, 2 * GROUP_ROWS, rows - 1)  # none of the second group
+    errors = pa.array(("E: no" if each in failing else None for each in range(rows)), pa.string())
+    table = pa.table({"n": np.arange(rows), "nested": [{"error": "x"}] * rows, "error": errors})
+    for statistics in (True, False):
+        for group_rows in (GROUP_ROWS, rows):
+            pq.write_table(table, path, group_rows, write_statistics=statistics)
+            found, total, numbers = read_failed(path)
+            assert (total, tuple(numbers)) == (rows, failing)
+            assert found.equals(failed_rows(read_results(path))[0])
+    pq.write_table(TABLE, path)  # no column for errors
+    assert (len(read_failed(path)[0]), read_failed(path)[1]) == (0, 2)
 
 
 def test_an_index_of_levels_stays(tmp_path):

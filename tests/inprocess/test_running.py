@@ -92,6 +92,38 @@ def test_rows_are_the_same_while_a_job_runs_and_afterwards(data_dir: str):
         assert job.to_pandas()["output"].tolist() == ["1", '{"n":2}', '"three"']  # one type: JSON as text
 
 
+def test_a_job_holds_none_of_its_results(data_dir: str, tmp_path: Path):
+    """Whatever the form of its files: each call reads them, and what it returned is freed with the last reference."""
+    rows = [{"text": "x" * n, "n": n % 5} for n in range(200)]
+    for data, output in (
+        (pd.DataFrame(rows), None), (rows, None), (pd.DataFrame(rows), tmp_path / "parts/"), (rows, tmp_path / "o.csv"),
+        (rows, tmp_path / "rows.jsonl.gz"),
+    ):  # fmt: skip
+        keywords = {} if output is None else {"output": f"{output}/" if output.suffix == "" else str(output)}
+        job = batchmill.run(data, model=SIZE, data_dir=data_dir, **keywords)
+        before = pa.total_allocated_bytes()
+        frames = [job.to_arrow(), job.to_pandas(), job.to_polars(), job.failures(), list(job)]
+        assert [len(each) for each in frames] == [200, 200, 200, 40, 200], output
+        failed = [row["n"] for row in job if row["error"]]
+        assert list(map(int, failed)) == [3] * 40 and len(job.to_arrow()) == 200
+        if isinstance(data, pd.DataFrame):
+            assert job.failures().index.tolist() == list(range(3, 200, 5)), output
+        del frames
+        gc.collect()
+        assert pa.total_allocated_bytes() == before, output
+    assert not list(Path(data_dir, spooled_inputs.FOLDER).glob(f"{spooled_inputs.PART}*"))
+
+
+def test_results_that_are_gone_are_named(data_dir: str, tmp_path: Path):
+    """Results are read where they lie: a file that was removed since is an error that says which."""
+    for name in ("gone.jsonl", "gone.parquet"):
+        job = batchmill.run([{"text": name, "n": 1}], model=SIZE, data_dir=data_dir, output=str(tmp_path / name))
+        (tmp_path / name).unlink()
+        for read in (job.to_arrow, job.failures, lambda job=job: list(job)):
+            with pytest.raises(InvalidInput, match=name):
+                read()
+
+
 def test_a_sample_first(data_dir: str):
     """Its rows come back under their labels; the same call without a limit runs the others, and those not again."""
     frame = pd.DataFrame({"text": list("abcde"), "n": [5, 3, 4, 3, 6]}, index=list("vwxyz"))

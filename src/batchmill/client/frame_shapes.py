@@ -6,6 +6,7 @@ The libraries are imported where a frame of theirs is asked for.
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 PANDAS, POLARS = "pandas", "polars"
 MAGIC = b"PAR1"  # a Parquet file begins so
 PURPOSE = "results as a frame"
+BATCH_ROWS = 65_536  # decoded at once where not all rows are wanted
 
 
 class FrameShape(Struct, frozen=True, eq=False):
@@ -44,7 +46,44 @@ def read_results(path: str | os.PathLike[str]) -> pyarrow.Table:
         with parquet.ParquetFile(path, memory_map=True) as file:
             return file.read()
     except (arrow.ArrowException, OSError) as error:
-        raise InvalidInput(f"the results in {os.fspath(path)} cannot be read: {error}", code="no_file") from None
+        raise _unreadable(path, error) from None
+
+
+def read_failed(path: str | os.PathLike[str]) -> tuple[pyarrow.Table, int, Sequence[int]]:
+    """The rows of a file of results that failed, how many rows it has, and which of them these are.
+
+    No more than `BATCH_ROWS` other rows are in memory. Raises: InvalidInput where the file cannot be read.
+    """
+    arrow, parquet = _arrow(), require("pyarrow.parquet", PURPOSE, InvalidInput)
+    failed, places, rows = [], array("Q"), 0
+    try:
+        with parquet.ParquetFile(path, memory_map=True) as file:
+            schema = file.schema_arrow
+            groups = range(file.num_row_groups) if ERROR in schema.names else ()
+            for group in groups:
+                if _may_fail(file.metadata.row_group(group)):
+                    for batch in file.iter_batches(BATCH_ROWS, [group]):
+                        found, numbers = failed_rows(arrow.Table.from_batches([batch]))
+                        failed.append(found)
+                        places.extend(rows + each for each in numbers)
+                        rows += batch.num_rows
+                else:
+                    rows += file.metadata.row_group(group).num_rows
+            return arrow.concat_tables([schema.empty_table(), *failed]), file.metadata.num_rows, places
+    except (arrow.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _may_fail(group: Any) -> bool:
+    """Whether a row group may have a row with an error. Its statistics say so, where it has some."""
+    columns = (group.column(at) for at in range(group.num_columns))
+    errors = next((each for each in columns if each.path_in_schema == ERROR), None)
+    known = None if errors is None else errors.statistics
+    return known is None or not known.has_null_count or known.null_count < group.num_rows
+
+
+def _unreadable(path: str | os.PathLike[str], error: Exception) -> InvalidInput:
+    return InvalidInput(f"the results in {os.fspath(path)} cannot be read: {error}", code="no_file")
 
 
 def is_parquet(path: Path) -> bool:
@@ -73,14 +112,12 @@ def with_types(table: pyarrow.Table, shape: FrameShape) -> pyarrow.Table:
     """The table with the types that the columns of the input had, where they can have them again."""
     if shape.schema is None:
         return table
-    columns, fields = [], []
-    for field, column in zip(table.schema, table.columns, strict=True):
-        at = shape.schema.get_field_index(field.name)
-        if at >= 0 and shape.schema.field(at).type != field.type:
-            column = _cast(column, shape.schema.field(at).type)
-        columns.append(column)
-        fields.append(field.with_type(column.type))
-    return _arrow().table(columns, schema=_arrow().schema(fields))
+    for at, field in enumerate(table.schema):
+        known = shape.schema.get_field_index(field.name)
+        if known >= 0 and shape.schema.field(known).type != field.type:
+            column = _cast(table.column(at), shape.schema.field(known).type)
+            table = table.set_column(at, field.with_type(column.type), column)  # the former column is freed
+    return table
 
 
 def _cast(column: pyarrow.ChunkedArray, wanted: pyarrow.DataType) -> pyarrow.ChunkedArray:
@@ -108,8 +145,12 @@ def failures_of(table: pyarrow.Table, shape: FrameShape, rows: Sequence[int] | N
         rows: as of `to_pandas`.
     """
     failed, numbers = failed_rows(table)
+    return failed_frame(failed, shape, numbers if rows is None else [rows[at] for at in numbers])
+
+
+def failed_frame(failed: pyarrow.Table, shape: FrameShape, numbers: Sequence[int]) -> Any:
+    """Rows that failed as a frame of the library of the shape. Args: numbers: of these rows."""
     failed = with_types(failed, shape)
-    numbers = numbers if rows is None else [rows[at] for at in numbers]
     if shape.library == PANDAS:
         return to_pandas(failed, shape, numbers)
     return to_polars(failed, shape) if shape.library == POLARS else failed
@@ -122,13 +163,13 @@ def to_pandas(table: pyarrow.Table, shape: FrameShape, rows: Sequence[int] | Non
     known = [] if schema is None else schema.names
     inputs = [name for name in table.column_names if name in known]
     added = [name for name in table.column_names if name not in inputs]
-    answers = _answers(pandas, table.select(added))
+    own, answers = table.select(inputs), table.select(added)
+    del table  # each column of Arrow is freed as soon as that of pandas is there
     if not inputs:
-        return answers
-    own = table.select(inputs)
+        return _answers(pandas, answers)
     if schema is not None and shape.library == PANDAS:
         own = own.replace_schema_metadata({b"pandas": schema.metadata[b"pandas"]})
-    frame = pandas.concat([own.to_pandas(), answers], axis=1)
+    frame = pandas.concat([own.to_pandas(self_destruct=True), _answers(pandas, answers)], axis=1)
     if shape.library == PANDAS:
         for name, dtype in zip(known, shape.dtypes, strict=True):
             if name in inputs and frame[name].dtype != dtype:
@@ -151,11 +192,12 @@ def _answers(pandas: Any, table: pyarrow.Table) -> pandas.DataFrame:
     """Columns of answers. Whole numbers and booleans stay what they are where rows failed: a missing one is NA."""
     arrow = _arrow()
     nullable = {arrow.int64(): pandas.Int64Dtype(), arrow.bool_(): pandas.BooleanDtype()}
-    frames = []
+    frames, rows = [], table.num_rows
     for name in table.column_names:
-        has_nulls = table.column(name).null_count > 0
-        frames.append(table.select([name]).to_pandas(types_mapper=nullable.get if has_nulls else None))
-    return pandas.concat(frames, axis=1) if frames else pandas.DataFrame(index=range(table.num_rows))
+        column, table = table.select([name]), table.drop_columns([name])
+        has_nulls = column.column(0).null_count > 0
+        frames.append(column.to_pandas(types_mapper=nullable.get if has_nulls else None))
+    return pandas.concat(frames, axis=1) if frames else pandas.DataFrame(index=range(rows))
 
 
 def to_polars(table: pyarrow.Table, shape: FrameShape) -> polars.DataFrame:

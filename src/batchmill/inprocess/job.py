@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator, Sequence
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from batchmill.cli.clients import OwnerJobs
 from batchmill.client.frame_shapes import (
     FrameShape,
-    failures_of,
+    failed_frame,
     to_pandas,
     to_polars,
     with_types,
@@ -26,7 +25,15 @@ from batchmill.config import Config
 from batchmill.errors import InvalidTransition, JobPaused
 from batchmill.inprocess.background import Background, background
 from batchmill.inprocess.orders import Keywords, make_order
-from batchmill.inprocess.results import read_numbered, read_table, refuse_unfinished, row_of, spooled
+from batchmill.inprocess.results import (
+    StoredTable,
+    numbered_table,
+    refuse_unfinished,
+    result_lines,
+    row_of,
+    scratch_folder,
+    stored_table,
+)
 from batchmill.states import JobState
 from batchmill.types import JobView, RetryChange, Submitted
 
@@ -56,8 +63,7 @@ class Job:
         self._background: Background = background()
         self._submitted: Future[Submitted] = Future()
         self._view = JobView(id="", state=JobState.VALIDATING)
-        self._table: pyarrow.Table | None = None
-        self._numbers: list[int] | None = None  # of the rows of `_table`; None: all rows of the job
+        self._stored: StoredTable | None = None
         self._changed = threading.Event()
         self._running: Future[None] = self._background.start(self._run())
 
@@ -249,7 +255,7 @@ class Job:
         refuse_unfinished(self._view)
         change = RetryChange(params or {}, None, adapter)
         self._settle()
-        self._table, self._numbers, self._changed = None, None, threading.Event()
+        self._stored, self._changed = None, threading.Event()
         retried: Future[None] = Future()
         self._running = self._background.start(self._run_again(change, retried))
         retried.result()
@@ -283,11 +289,11 @@ class Job:
 
         Raises: InvalidTransition before the job has ended.
         """
-        return with_types(self._results(), self._shape or FrameShape())
+        return with_types(self._results().read(), self._shape or FrameShape())
 
     def to_pandas(self) -> pandas.DataFrame:
         """As `to_arrow`. A frame of pandas that was given lends its index, column labels and types."""
-        return to_pandas(self.to_arrow(), self._shape or FrameShape(), self._numbers)
+        return to_pandas(self.to_arrow(), self._shape or FrameShape(), self._results().numbers)
 
     def to_polars(self) -> polars.DataFrame:
         """As `to_arrow`."""
@@ -295,17 +301,19 @@ class Job:
 
     def failures(self) -> Any:
         """The rows that failed, with the cause in `error`: a frame of the library of the data, or of Arrow."""
-        return failures_of(self._results(), self._shape or FrameShape(), self._numbers)
+        failed, numbers = self._results().read_failed()
+        return failed_frame(failed, self._shape or FrameShape(), numbers)
 
-    def _results(self) -> pyarrow.Table:
-        """The results with the types that they are stored with."""
-        if self._table is None:
+    def _results(self) -> StoredTable:
+        """The results on disk, with the types that they are stored with."""
+        if (stored := self._stored) is None:
             if self.is_sampled:
-                self._numbers, self._table = read_numbered(Path(self._here(self._gather())), self._view)
+                stored = numbered_table(self._config, Path(self._here(self._gather())), self._view)
             else:
                 refuse_unfinished(self._view)
-                self._table = self._here(read_table(self._config, self._view))
-        return self._table
+                stored = self._here(stored_table(self._config, self._view))
+            self._stored = stored
+        return stored
 
     def _here(self, work: Coroutine[Any, Any, T]) -> T:
         return self._background.start(work).result()
@@ -317,24 +325,24 @@ class Job:
 
         Raises: as `wait`, after the finished rows.
         """
-        with tempfile.TemporaryDirectory(prefix="batchmill-rows-") as folder:
-            seen = bytearray()
-            while self.is_running:
-                self._changed.wait(VIEW_S)
-                self._changed.clear()
-                started = time.monotonic()
-                yield from self._finished(seen)
-                if self.is_running:
-                    time.sleep(GATHER_SHARE * (time.monotonic() - started))
-            try:
-                is_sampled = self._ended().is_sampled
-            except JobPaused:
-                yield from self._finished(seen)
-                raise
-            if is_sampled:
-                yield from self._finished(seen)
-                return
-            lines = self._here(spooled(self._config, self._view, Path(folder))).lines()
+        seen = bytearray()
+        while self.is_running:
+            self._changed.wait(VIEW_S)
+            self._changed.clear()
+            started = time.monotonic()
+            yield from self._finished(seen)
+            if self.is_running:
+                time.sleep(GATHER_SHARE * (time.monotonic() - started))
+        try:
+            is_sampled = self._ended().is_sampled
+        except JobPaused:
+            yield from self._finished(seen)
+            raise
+        if is_sampled:
+            yield from self._finished(seen)
+            return
+        with scratch_folder(self._config) as folder:
+            lines = self._here(result_lines(self._config, self._view, folder))
             yield from (row_of(line) for number, line in enumerate(lines) if _is_new(seen, number))
 
     def _finished(self, seen: bytearray) -> Iterator[dict[str, Any]]:
