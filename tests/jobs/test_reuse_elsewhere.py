@@ -62,7 +62,7 @@ def test_a_ledger_in_postgresql(database_kind: str, tmp_path: Path) -> None:
 
 
 def test_files_in_an_object_store(tmp_path: Path) -> None:
-    """So it does on a machine that has nothing of the earlier job: its results are brought from the store."""
+    """So it does on a machine that has nothing of the earlier job: ranges of its results are read from the store."""
     with s3_server() as url, bucket_client(url, BUCKET):
         stage = Stage(tmp_path, f'[storage]\nobjects = "s3://{BUCKET}/batchmill"', s3_environment(url))
         first = stage.run("first", range(50))
@@ -72,7 +72,9 @@ def test_files_in_an_object_store(tmp_path: Path) -> None:
         again = stage.run("again", range(10, 60))  # the index of the first job is in the store: no dataset is brought
         assert [line["output"] for line in again] == [2 * n for n in range(10, 60)] and not stage.has_calls()
         taken_from = {line["reused_from"].split("/")[0] for line in again[:30]}
-        assert not [job for job in taken_from if (stage.data_dir / "jobs" / job / "dataset").exists()]
+        homes = [stage.data_dir / "jobs" / job for job in taken_from]
+        assert homes and not [home for home in homes if (home / "dataset").exists()]
+        assert not [home for home in homes if (home / "segments").exists()]  # ranges of it were read
 
 
 def test_answers_that_are_kept_in_an_object_store(tmp_path: Path) -> None:

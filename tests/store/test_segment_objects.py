@@ -5,17 +5,20 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from contract.segment_suite import SegmentSuite, block, rows_at
 
+from batchmill.checksums import checksum
 from batchmill.errors import StorageFailed
+from batchmill.jobs.intake.reuse_results import ResultFiles
 from batchmill.ports import SegmentSink, SegmentSource
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segments import files as segment_files
 from batchmill.store.segments import objects as segment_objects
 from batchmill.store.segments.files import SegmentFolder
 from batchmill.store.segments.format import SegmentHead
-from batchmill.store.segments.objects import ObjectSegment, ObjectSource, list_objects
+from batchmill.store.segments.objects import JOBS_LISTED_MAX, ObjectSegment, ObjectSource, ObjectSpans, list_objects
 from batchmill.types import SegmentRef
 
 JOB = "job_1"
@@ -100,6 +103,62 @@ class TestObjectSegments(SegmentSuite):
 
 def refuse(name: str, data: bytes) -> None:
     raise StorageFailed("the store is away")
+
+
+class Ranges(StoreObjects):
+    """Notes what is read of each object."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.read: list[tuple[str, int, int]] = []
+
+    def get_range(self, info, start, end):
+        self.read.append((info.key.rpartition("/")[2], start, end))
+        return super().get_range(info, start, end)
+
+
+def test_spans_of_segments(tmp_path: Path) -> None:
+    """Exactly the bytes of each span are read, from as many objects as hold them; a gap ends its span."""
+    objects, folder = Ranges(f"file://{tmp_path}"), segment_objects.folder_of(JOB)
+    data = bytes(range(100))
+    for start, end in ((0, 10), (10, 30), (30, 40), (50, 100)):  # one is missing
+        objects.put(segment_objects.object_name(folder, "w-0.seg", start, end - start), data[start:end])
+    with closing(ObjectSpans(objects)) as spans:
+        found = spans.read(JOB, "w-0.seg", [(2, 4), (8, 35), (38, 60), (60, 61)])
+        assert found == [data[2:4], data[8:35], data[38:40], data[60:61]]
+        assert sorted(objects.read) == sorted([
+            ("000000000000-10", 2, 4), ("000000000000-10", 8, 10), ("000000000010-20", 0, 20),
+            ("000000000030-10", 0, 5), ("000000000030-10", 8, 10), ("000000000050-50", 10, 11),
+        ])  # fmt: skip
+        assert spans.read(JOB, "other.seg", [(0, 1)]) == [b""] == spans.read("job_2", "w-0.seg", [(0, 1)])
+        for number in range(JOBS_LISTED_MAX + 1):
+            spans.read(f"job_{number + 3}", "w-0.seg", [(0, 1)])
+        objects.delete([f"{folder}w-0.seg/000000000000-10"])
+        assert spans.read(JOB, "w-0.seg", [(0, 1)]) == [b""]  # it was listed again
+
+
+def test_results_of_objects(tmp_path: Path) -> None:
+    """A result that is not in the file here, or not as it was, is read from its object; results that lie close
+    together in one request. A store that fails is asked no more for that job, and says why."""
+    objects = StoreObjects(f"file://{tmp_path}/store")
+    path = tmp_path / "jobs" / JOB / "segments" / "w-0.seg"
+    path.parent.mkdir(parents=True)
+    data = b"".join(b'{"row":%06d}\n' % number for number in range(1000))
+    size = len(data) // 1000
+    path.write_bytes(data[: 10 * size] + b"x" * size)  # a copy that ends early, in a damaged line
+    objects.put(segment_objects.object_name(segment_objects.folder_of(JOB), path.name, 0, len(data)), data)
+    rows = [3, 10, 11, 500, 999]
+    places = np.array([(row * size, size, checksum(data[row * size : (row + 1) * size]), 1) for row in rows], np.uint64)
+    expected = [data[row * size : (row + 1) * size] for row in rows]
+    for store, found in ((f"file://{tmp_path}/store", expected), ("", [expected[0], *[None] * 4])):
+        with closing(ResultFiles(store)) as results:
+            assert results.lines([path], places) == found and not results.unread()
+    with closing(ResultFiles(f"file://{tmp_path}/store")) as results:
+        assert results.lines([path], places[3:]) == expected[3:]
+        (changed,) = (tmp_path / "store").rglob("0000*")
+        changed.write_bytes(data[:-1])
+        assert results.lines([path], places) == [expected[0], *[None] * 4]
+        assert [JOB in reason for reason in results.unread()] == [True]
 
 
 class TestObjectSource(TestObjectSegments):

@@ -48,7 +48,7 @@ def open_files(
 ) -> ObjectFiles:
     """Raises: InvalidConfig for a URL at which there can be no store."""
     objects = StoreObjects(url, may_write=lambda: owner_clock.check_left(database.owned_s()))
-    return ObjectFiles(database, data_dir, objects, cache_bytes, has_nodes=has_nodes)
+    return ObjectFiles(database, data_dir, objects, cache_bytes, url=url, has_nodes=has_nodes)
 
 
 class _Copy(Struct, frozen=True):
@@ -87,9 +87,10 @@ class ObjectFiles:
     is_elsewhere = True
 
     def __init__(
-        self, database: Database, data_dir: Path, objects: Objects, cache_bytes: int, *, has_nodes: bool = False
-    ) -> None:
-        self.has_nodes = has_nodes
+        self, database: Database, data_dir: Path, objects: Objects, cache_bytes: int, *, url: str = "",
+        has_nodes: bool = False,
+    ) -> None:  # fmt: skip
+        self.has_nodes, self.url = has_nodes, url
         self._database, self._data_dir, self._cache_bytes = database, data_dir, cache_bytes
         self._objects: Objects = _OwnersObjects(objects, database)
         self._copies: dict[str, _Copy] = {}  # by path, the least recently used first

@@ -28,6 +28,10 @@ class StoredFiles(Protocol):
         """Whether what is published survives the loss of the data directory."""
 
     @property
+    def url(self) -> str:
+        """Of the object store that keeps them, for child processes; empty: there is none."""
+
+    @property
     def has_nodes(self) -> bool:
         """Whether workers run on nodes of a cluster, which see none of this machine's files: what they write is in the
         store alone.
@@ -88,6 +92,7 @@ class LocalFiles:
     """The data directory is durable: services write there with their own fsync."""
 
     is_elsewhere = has_nodes = False
+    url = ""
 
     def references(self, *paths: Path) -> list[StoredFile]:
         return []

@@ -96,7 +96,8 @@ class EarlierJobs:
         return ROWS_A_RUN * reused.runs <= reused.rows <= COPIED_ROWS_MAX
 
     async def _look_up(self, order: LookupOrder, progress: Callable[[float], None]) -> Reused:
-        stores = order.spec.uses_stores or any(each.spec.uses_stores for each in order.earlier)
+        order = replace(order, store=self._stored.url)
+        stores = bool(order.store) or any(spec.uses_stores for spec in (order.spec, *(e.spec for e in order.earlier)))
         rebuilt: set[str] = set()
         while True:
             reused = await self._in_parts(order, progress, stores=stores)
@@ -204,7 +205,7 @@ class EarlierJobs:
     async def _brought_for_lookup(
         self, record: sa.RowMapping, files: JobFiles, wanted: frozenset[str], stack: AsyncExitStack
     ) -> bool:
-        """Bring the index of a job from the object store, and its results if it may have some that are wanted. Where
+        """Bring the index of a job from the object store; of its segments, the lookup reads what rows take over. Where
         there is no index, bring everything. False if that is not there.
         """
         try:
@@ -217,11 +218,7 @@ class EarlierJobs:
             if wanted.isdisjoint(section.key for section in head.sections):
                 return False
             published = [Path(name) for name in head.files if Path(name).is_absolute()]
-            await stack.enter_async_context(using(self._stored, *published))
-            if record["compacted"] is None:
-                storage = JobStorage(self._stored, files)
-                stack.callback(storage.release)
-                await storage.bring_results()
+            await stack.enter_async_context(using(self._stored, files.home, *published))
         except BatchmillError as error:
             log.warning("nothing is taken over of the job %s: %s", record["id"], error)
             return False

@@ -89,7 +89,7 @@ class _Lookup:
         self._takes_all = [takes_all or is_deterministic for is_deterministic in requests.deterministic]
         self._positions = self._positions_of_rows()
         self._indexes = list(self._opened(order.earlier))
-        self._results = open_.enter_context(closing(ResultFiles()))
+        self._results = open_.enter_context(closing(ResultFiles(order.store)))
         form = order.spec.form
         has_media = isinstance(form, TableForm) and bool(form.media)
         self._media = _earlier_media(order.spec) if has_media else None
@@ -195,6 +195,7 @@ class _Lookup:
         return is_taken
 
     def finish(self) -> None:
+        self.skipped += self._results.unread()
         self.skipped += [
             f"the job {index.job.spec.id}: {index.damaged} blocks of its index are damaged"
             for index in self._indexes

@@ -54,6 +54,7 @@ class LookupOrder(Struct, frozen=True):
     earlier: list[EarlierJob]
     since: float  # no result that was made before is taken, in seconds since the epoch
     segments: str = ""  # the folder that results are written to; empty: they are only counted
+    store: str = ""  # URL of the object store with segments that are not here
     part: int = 0  # of several children, each of which looks up its own rows
     parts: int = 1
 

@@ -54,11 +54,6 @@ class JobStorage:
         if self._stored.has_nodes:
             await self._stored.settle_segments(self._files.segments)
 
-    async def bring_results(self) -> None:
-        """Bring the segments alone, which stay until `release`. No worker may run rows of the job."""
-        await self._stored.fetch(self._files.home, holder=self._holder)
-        await self._stored.settle_segments(self._files.segments)
-
     async def bring_plans(self, record: Mapping[str, Any]) -> None:
         """Bring dataset and plans."""
         plans = [self._files.plan(generation) for generation in range(record["generation"] + 1)]

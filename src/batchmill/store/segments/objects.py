@@ -12,6 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from itertools import islice
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -29,6 +30,7 @@ COMMIT_DELAY_S = 1.0  # an object costs money
 OBJECT_BYTES_MAX = 64 * 1024 * 1024
 AT_ONCE = 4  # objects in memory while segments are fetched
 READ_BYTES = 8 * 1024 * 1024  # of an object, in one request
+SPANS_AT_ONCE, JOBS_LISTED_MAX = 8, 16
 KEPT_BYTES = 64 * 1024 * 1024  # that were read: workers write many segments at once
 
 
@@ -167,11 +169,68 @@ class ObjectSource:
 
     def _object_at(self, name: str, offset: int) -> SegmentObject:
         """The object that holds this byte."""
-        known = self._found(name)
-        for each in reversed(known[: bisect_right(known, offset, key=attrgetter("start"))]):
-            if each.end > offset:
-                return each
-        raise StorageFailed(f"{self.where(name)} has no byte {offset:,}: an object of it is missing")
+        if (found := _object_at(self._found(name), offset)) is None:
+            raise StorageFailed(f"{self.where(name)} has no byte {offset:,}: an object of it is missing")
+        return found
+
+
+def _object_at(known: Sequence[SegmentObject], offset: int) -> SegmentObject | None:
+    """Of objects in order, one that holds this byte."""
+    before = known[: bisect_right(known, offset, key=attrgetter("start"))]
+    return next((each for each in reversed(before) if each.end > offset), None)
+
+
+class ObjectSpans:
+    """Reads spans of the segments of many jobs from their objects, several requests at once. Close it.
+
+    It knows the objects of the jobs that were read last, `JOBS_LISTED_MAX` at most.
+    """
+
+    def __init__(self, objects: ObjectRanges) -> None:
+        self._objects = objects
+        self._threads = ThreadPoolExecutor(SPANS_AT_ONCE, thread_name_prefix="spans-get")
+        self._listed: OrderedDict[str, dict[str, list[SegmentObject]]] = OrderedDict()
+
+    def read(self, job_id: str, segment: str, spans: Sequence[Span]) -> list[bytes]:
+        """The bytes of each span, ascending; of one that no object holds to its end, those before the gap.
+
+        Raises: StorageFailed, InputChanged.
+        """
+        known = self._known(job_id).get(segment, [])
+        pieces = [_pieces_of(known, start, end) for start, end in spans]
+        prefix = folder_of(job_id)
+
+        def get(piece: _Part) -> memoryview:
+            held, start, end = piece
+            key = object_name(prefix, segment, held.start, held.end - held.start)
+            info = ObjectInfo(key, held.end - held.start, held.etag, held.version)
+            return self._objects.get_range(info, start - held.start, end - held.start)
+
+        found = self._threads.map(get, [piece for some in pieces for piece in some])
+        return [b"".join(islice(found, len(some))) for some in pieces]
+
+    def _known(self, job_id: str) -> Mapping[str, Sequence[SegmentObject]]:
+        if job_id not in self._listed:
+            self._listed[job_id] = list_objects(self._objects, job_id)
+            if len(self._listed) > JOBS_LISTED_MAX:
+                self._listed.popitem(last=False)
+        self._listed.move_to_end(job_id)
+        return self._listed[job_id]
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+
+_Part = tuple[SegmentObject, int, int]  # an object, and the bytes of the segment that are read from it
+
+
+def _pieces_of(known: Sequence[SegmentObject], start: int, end: int) -> list[_Part]:
+    pieces: list[_Part] = []
+    while start < end and (held := _object_at(known, start)) is not None:
+        stop = min(end, held.end)
+        pieces.append((held, start, stop))
+        start = stop
+    return pieces
 
 
 def list_objects(objects: ObjectRanges, job_id: str) -> dict[str, list[SegmentObject]]:
