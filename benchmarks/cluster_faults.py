@@ -24,7 +24,7 @@ from shutil import rmtree
 
 import harness
 import httpx2
-from fault_campaign import DATABASE, ROWS, TIMEOUT_S, Campaign, Injection, Outcome, RayCluster, Server, Undo
+from fault_campaign import DATABASE, LOOK_S, ROWS, TIMEOUT_S, Campaign, Injection, Outcome, RayCluster, Server, Undo
 from transaction_pooler import TransactionPooler
 
 from batchmill.services.data_dirs.databases import EXIT_REPLACED
@@ -50,7 +50,7 @@ def end_sessions(campaign: Campaign, _: Outcome) -> Undo:
 def found_owner(campaign: Campaign) -> Undo:
     """Wait for an owner: either of the two may have become it."""
     both = (campaign.owner, campaign.standby)
-    harness.wait_until(lambda: any(each.is_owner() for each in both), TIMEOUT_S, "an owner")
+    harness.wait_until(lambda: any(each.is_owner() for each in both), TIMEOUT_S, "an owner", look_s=LOOK_S)
     if not campaign.owner.is_owner():
         campaign.take_over()
     return campaign.revive_standby
@@ -248,7 +248,7 @@ def ray_owner_killed(campaign: Campaign, _: Outcome) -> Undo:
     server.signal(signal.SIGKILL)
     server.wait()
     server.start()
-    harness.wait_until(server.is_owner, TIMEOUT_S, "the server on Ray")
+    harness.wait_until(server.is_owner, TIMEOUT_S, "the server on Ray", look_s=LOOK_S)
     return nothing
 
 

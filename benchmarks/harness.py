@@ -124,13 +124,13 @@ def name_of(pid: int) -> str:
     return Path(named[is_script]).name if named else ""
 
 
-def wait_until(done: Callable[[], bool], timeout_s: float, what: str) -> None:
-    """Look every few milliseconds until `done()`. Raises CommandFailed, naming `what`, after `timeout_s`."""
+def wait_until(done: Callable[[], bool], timeout_s: float, what: str, *, look_s: float = 0.005) -> None:
+    """Look every `look_s` until `done()`. Raises CommandFailed, naming `what`, after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not done():
         if time.monotonic() > deadline:
             raise CommandFailed(f"waited {timeout_s:.0f} s for {what}")
-        time.sleep(0.005)
+        time.sleep(look_s)
 
 
 def run_whole(

@@ -7,13 +7,30 @@ Node N has the resource "nodeN". It runs in the environment that has Ray.
 
 import sys
 import time
+from pathlib import Path
 
+from ray._private import node, services
+from ray._private.ray_constants import PROCESS_TYPE_DASHBOARD_AGENT
 from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
 
+AGENT = Path(__file__).with_name("no_dashboard_agent.sh")
 STORE_BYTES = 80 * 1024 * 1024
 PREEMPTION = 2  # as Ray numbers the reasons to drain a node
 NOTICE_S = 600.0
+
+
+def leave_out_dashboards() -> None:
+    """Start no dashboard. A raylet waits for the ports of its dashboard's agent, and ends when the agent does."""
+    command_of = services._build_python_executable_command_memory_profileable
+
+    def command(kind: str, *args: object, **kwargs: object) -> list[str]:
+        if kind == PROCESS_TYPE_DASHBOARD_AGENT:
+            return ["sh", str(AGENT)]
+        return command_of(kind, *args, **kwargs)
+
+    services._build_python_executable_command_memory_profileable = command
+    node.Node.start_api_server = lambda *_, **__: None
 
 
 def add(cluster: Cluster, nodes: list, cpus: int) -> None:
@@ -22,11 +39,13 @@ def add(cluster: Cluster, nodes: list, cpus: int) -> None:
 
 
 def main() -> None:
+    leave_out_dashboards()
     port = {"gcs_server_port": int(sys.argv[1])} if sys.argv[1] != "0" else {}
     cluster = Cluster(
         initialize_head=True,
         head_node_args={
-            "num_cpus": int(sys.argv[2]), "object_store_memory": STORE_BYTES, "include_dashboard": False, **port,
+            "num_cpus": int(sys.argv[2]), "object_store_memory": STORE_BYTES, "no_monitor": True,
+            "include_log_monitor": False, **port,
         },
     )  # fmt: skip
     nodes = []
