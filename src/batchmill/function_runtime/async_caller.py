@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 
-from . import printing, sync_callers
+from . import gpus, printing, sync_callers
 from .arguments import read_rows
 from .batch_window import BatchWindow
 from .kept_results import ResultSerializer
@@ -49,6 +49,7 @@ class AsyncLoop:
         self._timer = None
         self._staging, self._is_staged_soon = None, False  # the timer of `_stage`, and whether it is SHORT_NS
         self._failed = 0
+        self._was_too_large = False  # the last call that raised
         self._serializer = ResultSerializer(self._error_of)
         self._calls_max = max(CALLS_MAX, calls_max or 0) if self._is_row else BATCHES_MAX
         self._stopped = loop.create_future()
@@ -204,6 +205,7 @@ class AsyncLoop:
                 value = await call_with(self._code.call, ask.bound, row)
         except BaseException as error:  # SystemExit and the like too: one row must not end the process
             self._refuse_cancel()
+            self._replies.end_if_lost(error, [ask])
             ask.errors[row] = self._error_of(error)
         else:
             sync_callers.keep_result(ask, row, value, self._code, self._serializer)
@@ -279,7 +281,9 @@ class AsyncLoop:
             sync_callers.share_out(parts, rows, result, self._code, self._serializer)
         except BaseException as error:  # as in _call_row
             self._refuse_cancel()
+            self._replies.end_if_lost(error, [ask for ask, _, _ in parts])
             if rows > 1:
+                self._was_too_large = gpus.is_out_of_memory(error)
                 return False
             sync_callers.fail(parts, self._error_of(error))
             self._failed += 1
@@ -291,7 +295,9 @@ class AsyncLoop:
     async def _cut(self, parts, rows):
         if all(ask.is_abandoned for ask, _, _ in parts):
             return
-        if self._bisection.should_split_singly(rows):
+        if self._was_too_large:
+            self._bisection.did_not_fit(rows)
+        elif self._bisection.should_split_singly(rows):
             for part in singles(parts):
                 await self._try(part, 1)
             return
@@ -355,6 +361,7 @@ class AsyncLoop:
             pass
         except BaseException as raised:  # user code
             self._refuse_cancel()
+            self._replies.end_if_lost(raised, [stream_id])
             error = self._error_of(raised)
         else:
             if not self._replies.piece(stream_id, event, exact=exact):

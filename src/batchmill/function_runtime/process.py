@@ -14,11 +14,11 @@ import sys
 import time
 import traceback
 
-from . import inferless_app, installed, marks, printing
+from . import gpus, inferless_app, installed, marks, printing
 from .arrow_rows import is_arrow, is_available, items_of
 from .frames import BROKEN, WorkerSocket, end_with_worker, high, keep_freed_memory
 from .kept_results import Unkept, text_of_result, texts_of
-from .loading import LoadError, run_user_code, trace_of
+from .loading import LoadError, run_user_code, text_of, trace_of
 from .printing import Progress
 from .requests import RESULT_BYTES, STAGE_NS, StagedRequest, write_columns, write_exactly
 from .shared_memory import MemoryPair
@@ -182,6 +182,22 @@ class Replies:
         """End a stream."""
         self._link.put({"kind": "piece", "id": stream_id, "ended": True, "error": error})
 
+    def end_if_lost(self, error, called):
+        """End the process if it has lost its GPU to this exception of user code: a new process can use it again.
+
+        The caller has noted in `progress` which rows are running, and those are to blame.
+
+        Args:
+            called: what shared the call. Only if it is one does the worker get the exception's message.
+        """
+        if not gpus.is_lost():
+            return
+        print(trace_of(error), file=sys.stderr, flush=True)
+        text = f"{type(error).__name__}: {text_of(error)}" if len(set(called)) == 1 else ""
+        self._link.put({"kind": "lost", "message": text})
+        self._link.flush()
+        os._exit(LOST)
+
     def note(self, error):
         """Log an exception of user code if no caller waits for it."""
         print(trace_of(error), file=sys.stderr)
@@ -214,7 +230,7 @@ def spread(ask, first, rows, columns):
     ask.values[first : first + rows] = items
 
 
-FAILED, MEMORY = 1, 71  # exit codes
+FAILED, MEMORY, LOST = 1, 71, 72  # exit codes
 KEPT_BYTES = 16 * 1024 * 1024  # of freed memory
 # Objects made between two collections: Python's own number is less than the rows of one body.
 GC_OBJECTS_DEFAULT, GC_OBJECTS = gc.get_threshold()[0], 20_000

@@ -317,16 +317,29 @@ class Bisection:
     MEMORY_ROWS = 256  # rows after which an estimate has mostly gone
     RAISING_MAX = 2.0  # expected rows that raise in a batch, from which on halves would all raise too
     FULL_SHARE = 0.7  # expected rows that raise in a batch that is made
+    FITTING = 64  # batches of the most rows that fit in memory, after which a quarter more is tried
 
     def __init__(self):
         self.share = 0.0
+        self._rows_max = None  # that fit in memory; None: no batch was too large
+        self._fitted = 0  # full batches since that changed
 
     def learn(self, rows, raised):
         """Learn how many of these rows raised."""
         self.share += (raised / rows - self.share) * rows / (rows + self.MEMORY_ROWS)
+        if self._rows_max is None or rows < self._rows_max:
+            return
+        self._fitted += 1
+        if self._fitted > self.FITTING:
+            self._rows_max, self._fitted = self._rows_max + max(1, self._rows_max // 4), 0
+
+    def did_not_fit(self, rows):
+        """Learn that memory did not suffice for a call of so many rows."""
+        self._rows_max, self._fitted = max(1, rows // 2), 0
 
     def size(self, size):
         """The rows of a batch that is likely to succeed."""
+        size = size if self._rows_max is None else min(size, self._rows_max)
         if self.share * size <= self.FULL_SHARE:
             return size
         return max(1, int(self.FULL_SHARE / self.share))

@@ -8,7 +8,7 @@ import itertools
 import os
 import time
 
-from . import printing
+from . import gpus, printing
 from . import values as arrays
 from .arguments import ONE, STAR, as_columns, as_dicts, column_of, read_rows, read_stages
 from .arrow_rows import column_of_result, copied, frame_of, is_arrow, items_of, series_of
@@ -169,6 +169,7 @@ class RowCaller:
     def _fail(self, ask, row, error):
         if self._link.is_child:
             os._exit(0)
+        self._replies.end_if_lost(error, [ask])
         is_shown = ask.from_job or len(ask.errors) < TRACES_MAX
         ask.errors[row] = self._error_of(error, with_trace=is_shown)
 
@@ -419,6 +420,7 @@ class ListCaller:
         self._bisection = Bisection()
         self._asks = {}
         self._failed = 0  # rows whose own call raised, ever
+        self._was_too_large = False  # the last call that raised
         self._reading_ns = 0  # of asks whose rows have not been called
         self._serializer = ResultSerializer(self._error_of)
         self.met_memory_limit = False
@@ -493,6 +495,7 @@ class ListCaller:
             fail(parts, self._error_of(error))
             self._failed += 1
             return True
+        self._was_too_large = gpus.is_out_of_memory(error)
         return False
 
     def _error_of(self, error):
@@ -513,6 +516,8 @@ class ListCaller:
                 os._exit(0)
             share_out(parts, rows, result, self._code, self._serializer)
         except BaseException as error:  # SystemExit and the like too: one batch must not end the process
+            if not self._link.is_child:
+                self._replies.end_if_lost(error, [ask for ask, _, _ in parts])
             return error
         finally:
             if self._link.is_child:
@@ -525,6 +530,12 @@ class ListCaller:
 
     def _cut(self, parts, rows):
         """Find the failing rows of a batch that raised, and store all results."""
+        if self._was_too_large:
+            self._bisection.did_not_fit(rows)
+            left, right = halves(parts)
+            self._settle(left, rows // 2)
+            self._settle(right, rows - rows // 2)
+            return
         if self._bisection.should_split_singly(rows):
             for part in singles(parts):
                 self._try(part, 1)

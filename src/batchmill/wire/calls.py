@@ -67,7 +67,7 @@ class FunctionResults(Struct):
 
 
 # Codes of a CallError that batchmill makes; any other code is the type of an exception that user code raised.
-MODEL_CODES = frozenset(["timeout", "worker_crashed", "memory_limit", "bad_return", "model_failed"])
+MODEL_CODES = frozenset(["timeout", "worker_crashed", "gpu_lost", "memory_limit", "bad_return", "model_failed"])
 CALLER_CODES = frozenset(
     ["missing_argument", "unknown_argument", "invalid_argument", "invalid_json", "nesting_too_deep", "invalid_encoding"]
 )

@@ -41,6 +41,7 @@ TYPES: dict[str, str] = {
     "timeout": "TimeoutError",
     "memory_limit": "MemoryError",
     "worker_crashed": "WorkerCrashed",
+    "gpu_lost": "GpuLost",
     "bad_return": "BadReturn",
     "rate_limit_exceeded": "RateLimitExceeded",
 }

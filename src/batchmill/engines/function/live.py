@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from batchmill.engines.function.process import (
     CRASHED,
+    GPU_LOST,
     HUNG,
     Blame,
     Counts,
@@ -74,7 +75,9 @@ class FunctionLiveCall(ProcessWork):
         return True
 
     def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
-        if self._calls.is_idempotent and not self._is_second and blame.fault.code != HUNG:
+        can_repeat = self._calls.is_idempotent and blame.fault.code != HUNG
+        can_repeat |= blame.fault.code == GPU_LOST and not blame.is_alone  # as a batch that raised
+        if can_repeat and not self._is_second:
             self._is_second = True
             return None, [self]
         self.fail(blame.fault.error())

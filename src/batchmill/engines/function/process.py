@@ -1,6 +1,6 @@
 """The live process of a function. A dead one is replaced, and open requests are repeated.
 
-Rows whose call was running are to blame. Where several were, they are asked again in smaller groups with nothing beside
+Rows whose call was running are to blame. Where several were, they are asked again in smaller parts with nothing beside
 them, until the one that kills is alone; each ProcessWork decides itself what becomes of it.
 """
 
@@ -30,7 +30,11 @@ from batchmill.models.runtime_process import PreparedRuntime
 from batchmill.types import BatchTimes, CallStats, Interface, ModelSpec
 from batchmill.wire.calls import CallError, FunctionResults, ParsedCalls
 
-CRASHED, HUNG, MEMORY_LIMIT = "worker_crashed", "timeout", "memory_limit"  # why a process was to be replaced
+# Why a process was to be replaced.
+CRASHED, HUNG, MEMORY_LIMIT, GPU_LOST = "worker_crashed", "timeout", "memory_limit", "gpu_lost"
+DEATHS_MAX = 3  # of processes that a row may cause
+GPU_DEATHS_MAX = 2  # the process has said why it ends, so fewer are needed to be sure
+MESSAGE_CHARS_MAX = 2048  # of a process's last words
 # What reading one may raise.
 INVALID_FRAME = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RecursionError)
 OWN_IDS = 1 << 48  # ids from here on are ours; below are those of live calls
@@ -46,8 +50,13 @@ _json = msgspec.json.encode
 class ProcessFault(Struct, frozen=True):
     """The reason for the end of a process."""
 
-    code: str  # CRASHED, HUNG, MEMORY_LIMIT
+    code: str  # CRASHED, HUNG, MEMORY_LIMIT, GPU_LOST
     message: str
+
+    @property
+    def deaths_max(self) -> int:
+        """So many of these deaths, with nothing beside it, are the end of a row."""
+        return {HUNG: 1, GPU_LOST: GPU_DEATHS_MAX}.get(self.code, DEATHS_MAX)
 
     def error(self) -> ModelFailed:
         return ModelFailed(self.message, code=self.code)
@@ -68,6 +77,12 @@ def memory_exceeded(limit: int, held: int) -> ProcessFault:
 
 def silent(seconds: float) -> ProcessFault:
     return ProcessFault(CRASHED, f"the function's process ran none of its calls and sent nothing for {seconds:g} s")
+
+
+def gpu_lost(message: object) -> ProcessFault:
+    """Args: message: of the exception, from the process; empty if it belongs to several callers."""
+    text = f": {message[:MESSAGE_CHARS_MAX]}" if isinstance(message, str) and message else ""
+    return ProcessFault(GPU_LOST, f"the function's process cannot use its GPU any more after this call{text}")
 
 
 class Blame(Struct, frozen=True):
@@ -372,6 +387,9 @@ class Process:
         works = self.works
         for meta, buffers in frames:
             try:
+                if meta["kind"] == "lost":
+                    self.replace(gpu_lost(meta["message"]))
+                    return
                 if meta["kind"] == "results":
                     self._counted(meta)
                     self._idle_deaths = self._blamed_deaths = 0
@@ -401,7 +419,7 @@ class Process:
         fault = self._fault or ProcessFault(CRASHED, f"the function's process died: {self.child.ending()}")
         blamed = [each for each in self.child.blamed() if self._hung is None or each in self._hung]
         had = [work for work in self.works.values() if work.is_sent]
-        is_ours = (self._fault is not None and self._fault.code != CRASHED) or self.child.exit_code == MEMORY
+        is_ours = fault.code in (HUNG, MEMORY_LIMIT) or self.child.exit_code == MEMORY
         self._fault = self._hung = None
         if not is_ours and not had and not blamed:
             self._idle_deaths += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Protocol
 from msgspec.structs import replace
 
 from batchmill.engines.function.live import EXACT
-from batchmill.engines.function.process import HUNG, Blame, Origin, ProcessWork, results_of
+from batchmill.engines.function.process import Blame, Origin, ProcessWork, results_of
 from batchmill.engines.function.row_reader import RowReader, joined
 from batchmill.engines.function.row_results import BlockResults, OpenRows, outcome_of, outcomes_of, read_results
 from batchmill.errors import BatchmillError
@@ -20,8 +21,8 @@ from batchmill.optional import require
 from batchmill.types import ColumnBlock, Outcome, Row, RowBlock, RowError
 from batchmill.wire.calls import CALL_FORMS, FUNCTION_ERROR, NAMED, CallError, ParsedCalls
 
+PARTS = 16  # of a batch whose process died: its calls are many, since each death costs a start and a setup
 READ_COLUMN = "batchmill.engines.function.column_results:read_column"
-DEATHS_MAX = 3  # of processes that a row may cause
 
 
 Block = RowBlock | ColumnBlock
@@ -98,9 +99,10 @@ class RowBatch(ProcessWork):
         if not blame.is_alone:
             return again, [self._of(at_fault, deaths)]
         if len(at_fault) > 1:
-            middle = len(at_fault) // 2
-            return again, [self._of(at_fault[:middle], deaths), self._of(at_fault[middle:], deaths)]
-        if deaths < DEATHS_MAX and blame.fault.code != HUNG:
+            step = math.ceil(len(at_fault) / PARTS)
+            parts = [at_fault[first : first + step] for first in range(0, len(at_fault), step)]
+            return again, [self._of(part, deaths) for part in parts]
+        if deaths < blame.fault.deaths_max:
             return again, [self._of(at_fault, deaths)]
         self._batcher.give_up(self._rows[at_fault[0]], blame, deaths)
         return again, []
@@ -239,7 +241,7 @@ class FormRow(ProcessWork):
 
     def blame(self, blame: Blame) -> tuple[ProcessWork | None, list[ProcessWork]]:
         self._deaths += 1
-        if blame.is_alone and (self._deaths >= DEATHS_MAX or blame.fault.code == HUNG):
+        if blame.is_alone and self._deaths >= blame.fault.deaths_max:
             self._batcher.give_up(self._row, blame, self._deaths)
             return None, []
         return None, [self]
