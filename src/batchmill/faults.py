@@ -38,6 +38,9 @@ SPAN_POINTS = (  # rows that nodes check
     "after_span",  # what a node found is in the store, the owner does not know it
     "after_spans",  # the nodes have checked all rows, nothing is sealed
 )
+COPY_POINTS = (  # files that cells name, for workers that do not see them
+    "after_copies",  # they are copied, their dataset has its seal and no plan
+)
 OBJECT_POINTS = (  # what is kept in an object store
     "before_put",  # outcomes are on the worker's disk, their object is not put
     "after_put",  # their object is put, no commit was sent

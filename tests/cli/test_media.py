@@ -221,17 +221,48 @@ def test_an_update_looks_at_media_again(run):
     assert [row["fetched"] for row in results()[2:4]] == [row["fetched"] for row in first[2:4]]
 
 
-def test_workers_without_a_disk_get_bytes_and_urls(run, monkeypatch):
-    """With [storage] what cells name lies nowhere but here: paths are refused alone, the others run."""
-    with s3_server() as store, bucket_client(store, "media"), web_files() as web:
+def test_workers_without_a_disk_get_what_cells_name(run, monkeypatch):
+    """With [storage] files are copied to it once, and go with their job; what is no image fails alone, as elsewhere."""
+    Path("pictures/note.png").write_text("words")
+    shutil.copy("pictures/a.png", "pictures/same.png")
+    with s3_server() as store, bucket_client(store, "media") as client, web_files() as web:
         for name, value in s3_environment(store).items():
             monkeypatch.setenv(name, value)
         allow(web, "[storage]", 'objects = "s3://media/batchmill"', "[secrets]", 'key_file = "keys"')
         web.files["/a.png"] = WebFile(PNG)
-        cells = [f"{web.url}/a.png", url("image/png", PNG), "a.png"]
-        result = run(table(*({"q": str(n), "img": cell} for n, cell in enumerate(cells))), "--image", "img")
-    assert [row["output"] for row in results()] == ["fine", "fine", None], result.output
-    assert results()[2]["error"].startswith("media_not_allowed: ") and "[storage]" in results()[2]["error"]
+        cells = [f"{web.url}/a.png", url("image/png", PNG), "a.png", "same.png", "a.png", "b.jpg", "gone", "note.png"]
+        source = table(*({"q": str(n), "img": cell} for n, cell in enumerate(cells)))
+        result = run(source, "--image", "img", verb="plan")
+        assert (result.exit_code, media_objects(client)) == (0, []), result.output
+        result = run(source, "--image", "img")
+        assert [row["output"] for row in results()] == ["fine"] * 6 + [None] * 2, result.output
+        codes = [row["error"].partition(":")[0] for row in results()[6:]]
+        assert codes == ["media_missing", "media_invalid"] and "/gone'" in results()[6]["error"]
+        sent = {content[1]["text"]: content[0]["image_url"]["url"] for content in contents(run)}
+        jpeg = url("image/jpeg", JPEG)
+        assert sent == {f"See {n}": url("image/png", PNG) for n in range(5)} | {"See 5": jpeg}
+        assert sorted(media_objects(client)) == sorted(blake3(each).hexdigest() for each in (PNG, JPEG))
+        first = Path("out.jsonl").read_bytes()
+        result = run(source, "--image", "img", "--limit", "1", "-o", "again.jsonl")
+        for name in ("a.png", "same.png", "b.jpg"):
+            Path("pictures", name).unlink()
+        result = run(source, "--image", "img", "-o", "again.jsonl")
+        assert result.exit_code == 3 and Path("again.jsonl").read_bytes() == first, result.output
+        for line in cli_prints("jobs", "--json").splitlines():
+            cli_prints("jobs", "rm", json.loads(line)["job"]["id"])
+        assert media_objects(client) == []
+
+
+def media_objects(client) -> list[str]:
+    """The digests of the copies in a bucket."""
+    keys = [each["Key"] for each in client.list_objects_v2(Bucket="media").get("Contents", ())]
+    return [key.rpartition("/")[2] for key in keys if "/media/" in key]
+
+
+def cli_prints(*words: str) -> str:
+    result = CliRunner().invoke(cli, [*words, "--data-dir", "data"], obj=Session())
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 def test_bytes_of_parquet(run):

@@ -7,14 +7,19 @@ import os
 import re
 import subprocess
 import sys
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fakes.answering_service import AnsweringService, choice
+from fakes.beside import beside
 from fakes.faulty_objects import faulty_objects
 from fakes.lost_machine import lose, run_until
 from fakes.s3_server import bucket_client, s3_environment, s3_server
+
+from batchmill.faults import COPY_POINTS
 
 ROWS = 3000
 BUCKET = "lost-machines"
@@ -89,6 +94,39 @@ def test_lost_at_a_point(point: str, s3: str, tmp_path: Path) -> None:
     (job,) = re.findall("job_[0-9a-f]+", room.run(*room.batchmill, "jobs").stdout)
     verified = room.run(*room.batchmill, "ledger", "verify", job)
     assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+@pytest.mark.parametrize("point", [*COPY_POINTS, "before_put"])
+def test_files_that_cells_name_are_lost(point: str, s3: str, tmp_path: Path) -> None:
+    """Sealed, a job needs none of them on another machine; killed before, it takes those that it has copied."""
+    room = Room(tmp_path, s3, f"media-{point}")
+    contents = [b"GIF89a" + bytes([n % 40]) for n in range(60)]
+    for n, data in enumerate(contents):
+        (tmp_path / f"{n}.gif").write_bytes(data)
+    rows = [{"id": n, "img": f"{n}.gif"} for n in range(len(contents))]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with beside(
+        AnsweringService(lambda body: choice(body["messages"][0]["content"][0]["image_url"]["url"]))
+    ) as service:
+        with (tmp_path / "batchmill.toml").open("a") as file:
+            file.write(f'[models.m]\nengine = "openai"\nsource = "s"\nbase_url = "{service.url}"\n')
+        room.environment["OPENAI_API_KEY"] = "k"
+        room.command = [
+            *room.batchmill, "run", "in.jsonl", "-o", "out.jsonl", "--model", "m", "--prompt", "?", "--image", "img"
+        ]  # fmt: skip
+        room.run_until(f"{point}:1")
+        lose(room.data_dir)
+        if point == "before_put":
+            for n in range(len(contents)):
+                (tmp_path / f"{n}.gif").unlink()
+        done = room.run(*room.command)
+        assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    sent = [b64decode(line["output"].partition(",")[2]) for line in lines]
+    assert sent == contents
+    with bucket_client(s3, f"unused-{point.replace('_', '-')}") as client:
+        found = client.list_objects_v2(Bucket=BUCKET, Prefix=f"media-{point}/jobs/")["Contents"]
+    assert len([each for each in found if "/media/" in each["Key"]]) == 40
 
 
 def test_credentials_that_expire(s3: str, tmp_path: Path) -> None:

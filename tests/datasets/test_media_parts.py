@@ -1,6 +1,8 @@
 """Media that cells name: their types, and what is read when a request is made."""
 
+import io
 import os
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -8,9 +10,13 @@ from blake3 import blake3
 
 from batchmill.datasets.conversion import Converted
 from batchmill.datasets.formats import SourceFile
+from batchmill.datasets.media import adding, files
 from batchmill.datasets.media.adding import MediaAdder
+from batchmill.datasets.media.files import read_file
 from batchmill.datasets.media.loading import read_part
+from batchmill.engines.media_copies import CopyReader
 from batchmill.errors import InvalidRow
+from batchmill.store.media_copies import path_of
 from batchmill.types import DatasetSpec, MediaColumn, Row, RowError
 from batchmill.wire.forms import TableForm
 from batchmill.wire.json_bytes import split_object
@@ -100,3 +106,63 @@ def test_a_caller_of_a_server_names_no_file(tmp_path):
     (added,) = adder.add(iter([Converted(rows)]), source, are_whole_lines=True)
     faults = [fault_of(split_object(line)) for line in added.data.splitlines()]
     assert [fault and fault.code for fault in faults] == ["media_not_allowed"] * len(cells)
+
+
+def test_a_file_that_is_copied_is_read_once(tmp_path, monkeypatch):
+    """Rows that name it follow each other; one whose file has changed gets the new content, and one whose file changes
+    while it is read an error that names it."""
+    path, reads, kept = tmp_path / "a.png", [], []
+
+    def read(place: str, bytes_max: int) -> bytes:
+        reads.append(place)
+        return read_file(place, bytes_max)
+
+    monkeypatch.setattr(adding, "read_file", read)
+    spec = DatasetSpec([], media_folder=str(tmp_path), media_copies="folder")
+    adder = MediaAdder([MediaColumn("image", "img")], spec, tmp_path / "home", lambda *copy: kept.append(copy))
+
+    def parts(count: int) -> list[MediaPart]:
+        rows = b'{"img":"a.png"}\n' * count
+        (added,) = adder.add(iter([Converted(rows)]), SourceFile("/in.jsonl", "jsonl", None), are_whole_lines=True)
+        return [part for line in added.data.splitlines() for part in media_of(split_object(line))]
+
+    path.write_bytes(PNG)
+    expected = MediaPart("image", "image/png", len(PNG), blake3(PNG).hexdigest(), path=str(path), is_copied=True)
+    assert (parts(3), reads, kept) == ([expected] * 3, [str(path)], [(expected.digest, PNG)])
+    path.write_bytes(PNG + b"!")
+    assert [part.digest for part in parts(2)] == [blake3(PNG + b"!").hexdigest()] * 2 and len(kept) == 2
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch):
+    """No content is taken that may be half of one and half of another."""
+    path = tmp_path / "a.png"
+    path.write_bytes(PNG)
+
+    class ChangingFile(io.BufferedReader):
+        def read(self, size: int | None = -1) -> bytes:
+            data = super().read(size)
+            path.write_bytes(PNG + b"!")
+            return data
+
+    monkeypatch.setattr(files.os, "fdopen", lambda fd, _: ChangingFile(io.FileIO(fd)))
+    with pytest.raises(InvalidRow, match="a.png' changed while it was read") as refused:
+        read_file(str(path), 100)
+    assert refused.value.code == "media_changed"
+
+
+def test_a_copy_that_is_not_what_was_written(tmp_path):
+    """A row whose copy is gone or damaged fails alone, and names the file it was made of."""
+    part = MediaPart("image", "image/png", len(PNG), blake3(PNG).hexdigest(), path="/home/ada/a.png", is_copied=True)
+    copy = Path(path_of(str(tmp_path), part.digest))
+    reader = CopyReader()
+    copy.parent.mkdir()
+    copy.write_bytes(PNG)
+    assert reader.read(part, str(tmp_path)) == PNG
+    for damage in (lambda: copy.write_bytes(PNG[:-1] + b"?"), lambda: copy.write_bytes(PNG + b"?"), copy.unlink):
+        damage()
+        with pytest.raises(InvalidRow, match="the copy of the image a.png .* cannot be used") as refused:
+            reader.read(part, str(tmp_path))
+        assert refused.value.code == "media_missing"
+    with pytest.raises(InvalidRow, match="could not be read: this worker knows no object store") as refused:
+        reader.read(part, "jobs/job_1/media/")
+    assert refused.value.code == "media_unavailable"

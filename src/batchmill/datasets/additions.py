@@ -10,7 +10,7 @@ from types import TracebackType
 from batchmill.datasets.conversion import Converted
 from batchmill.datasets.formats import SourceFile
 from batchmill.datasets.media.adding import MediaAdder
-from batchmill.datasets.orders import SealOrder
+from batchmill.datasets.orders import KeepMedia, SealOrder
 from batchmill.datasets.templates.renderer import TemplateRenderer
 from batchmill.types import PromptTemplate
 from batchmill.wire.forms import TableForm
@@ -19,7 +19,9 @@ from batchmill.wire.forms import TableForm
 class RowAdditions:
     """The additions of one form. Processes that render end with the context."""
 
-    def __init__(self, order: SealOrder, form: TableForm, columns: list[str], home: Path) -> None:
+    def __init__(
+        self, order: SealOrder, form: TableForm, columns: list[str], home: Path, keep: KeepMedia | None = None
+    ) -> None:
         """Raises: InvalidDataset if a template does not fit the columns."""
         self._ending = ExitStack()
         self._renderer: TemplateRenderer | None = None
@@ -30,7 +32,7 @@ class RowAdditions:
             except BaseException:
                 self._ending.close()
                 raise
-        self._media = MediaAdder(form.media, order.dataset, home) if form.media else None
+        self._media = MediaAdder(form.media, order.dataset, home, keep) if form.media else None
 
     def __enter__(self) -> RowAdditions:
         return self

@@ -22,6 +22,7 @@ from batchmill.types import DatasetSpec, SealedFile
 from batchmill.wire.forms import Form
 
 Fold = Literal["deterministic", "all", "none"]
+KeepMedia = Callable[[str, bytes], None]  # gets the BLAKE3 of a file's content, and the content
 
 
 class SealOrder(Struct, frozen=True, forbid_unknown_fields=True):

@@ -21,7 +21,7 @@ from batchmill.datasets.checking.spans import DIFFERS, Checks, SpanReader
 from batchmill.datasets.conversion import Additions, Material, Tables, convert, copy_sources, read_in_place
 from batchmill.datasets.formats import Detected, SourceFile, classify, detect, names_at_first
 from batchmill.datasets.line_pieces import ADDED_BYTES_MAX
-from batchmill.datasets.orders import RangeEnd, SealOrder, SizeLimits, SourcePart, ValidatedChunk
+from batchmill.datasets.orders import KeepMedia, RangeEnd, SealOrder, SizeLimits, SourcePart, ValidatedChunk
 from batchmill.datasets.sealed import SealedRows
 from batchmill.datasets.sources import describe, open_source, unchanged
 from batchmill.datasets.validation import ADAPTERS_MAX, check_form, column_flaw, constant_prompt, missing_column
@@ -74,19 +74,20 @@ def survey(order: SealOrder) -> Survey | None:
 
 def seal_with_retry(
     order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None = None,
+    keep: KeepMedia | None = None,
 ) -> SealReport:  # fmt: skip
     """Call `seal`, and once more if a validator died: something else may have killed it. Or if another machine finds
     something else in the rows than this one: then all of them are checked here.
     """
     try:
-        return seal(order, home, progress, elsewhere)
+        return seal(order, home, progress, elsewhere, keep)
     except InvalidDataset as error:
         if error.code == DIFFERS and elsewhere is not None:
             elsewhere.flaws.append(error.message)
             elsewhere = None
         elif error.code != VALIDATOR_DIED:
             raise
-    return seal(order, home, progress, elsewhere)
+    return seal(order, home, progress, elsewhere, keep)
 
 
 def seal(
@@ -94,16 +95,18 @@ def seal(
     home: Path,
     progress: Callable[[float], None],
     elsewhere: Elsewhere | None = None,
+    keep: KeepMedia | None = None,
 ) -> SealReport:
     """Seal a dataset into `home`, an existing directory. The files of an earlier attempt are replaced.
 
     Args:
         progress: called with the share that is done, 0 to 1, every few MiB.
+        keep: gets the files that cells of media columns name, if they are copied.
 
     Raises: InvalidDataset when a file as a whole cannot be read; InputChanged when one changes meanwhile; StorageFull.
     """
     try:
-        return _seal(order, home, progress, elsewhere)
+        return _seal(order, home, progress, elsewhere, keep)
     except BatchmillError:
         clear(home)  # the files of a refused dataset are useless
         raise
@@ -127,14 +130,16 @@ def _described(order: SealOrder, checks: Checks | None) -> tuple[SealOrder, Dete
     return msgspec.structs.replace(_with_form(order, detected), files=sources, id_seed=seed), detected
 
 
-def _seal(order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None) -> SealReport:
+def _seal(
+    order: SealOrder, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None, keep: KeepMedia | None
+) -> SealReport:
     order, detected = _described(order, None if elsewhere is None else elsewhere.checks)
     sources = order.files
     clear(home)
     steps = _ProgressSteps(progress)
     size_limits = SizeLimits(order, home, sum(source.size_bytes for source in sources), steps.repeat)
     if isinstance(order.form, TableForm) and order.form.has_additions:
-        with _additions(order, order.form, detected, home) as additions:
+        with _additions(order, order.form, detected, home, keep) as additions:
             material, progress = _converted(order, detected, home, steps.progress, size_limits, additions)
         return _seal_material(_with_longer_lines(order), detected, home, material, progress, size_limits)
     if order.may_be_columnar and detected.format == "parquet" and not order.dataset.copy:
@@ -320,10 +325,12 @@ def _converted(
     return material, lambda share: progress(COPY_SHARE + share * (1 - COPY_SHARE))
 
 
-def _additions(order: SealOrder, form: TableForm, detected: Detected, home: Path) -> AbstractContextManager[Additions]:
+def _additions(
+    order: SealOrder, form: TableForm, detected: Detected, home: Path, keep: KeepMedia | None
+) -> AbstractContextManager[Additions]:
     """What adds prompts and media to rows. Raises: InvalidDataset if a template does not fit the columns."""
     columns = list(names_at_first(order.dataset)) if detected.format == "jsonl" else detected.columns
-    return readers.load("additions").RowAdditions(order, form, columns, home)
+    return readers.load("additions").RowAdditions(order, form, columns, home, keep)
 
 
 def _with_longer_lines(order: SealOrder) -> SealOrder:

@@ -15,6 +15,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from batchmill.datasets.media.loading import has_media, loaded, read_bytes
+from batchmill.engines.media_copies import CopyReader
 from batchmill.engines.media_urls import MediaUrls, too_large
 from batchmill.ports import Clock
 from batchmill.types import FetchedPart, LoadedPart, MediaBounds, Row
@@ -45,11 +46,15 @@ class RowMedia:
         self._bytes_max, self._calls = bytes_max, calls
         self.urls = MediaUrls(attempts_max, self.wake, clock=clock, jitter=jitter)
         self.places, self.encoding = asyncio.Semaphore(READS_MAX), asyncio.Lock()
-        self._numbers = count()
+        self._copies, self._numbers = CopyReader(), count()
         self._held: dict[int, int] = {}  # number of a row -> its bytes
         self._waiting: set[int] = set()  # numbers of rows that wait for room
         self._beyond: int | None = None  # the one row that may have more bytes than there is room for
         self._changed = asyncio.Event()
+
+    def read(self, part: MediaPart, copies: str) -> bytes | None:
+        """The bytes of a part that has no URL; None: they are in its cell. Raises: InvalidRow."""
+        return self._copies.read(part, copies) if part.is_copied else read_bytes(part)
 
     async def close(self) -> None:
         await self.urls.close()
@@ -186,7 +191,8 @@ class LoadingRow:
                 left -= len(content.data or b"")
             else:
                 await self.hold(part.size_bytes)
-                content = _Content(part, part.type, await asyncio.to_thread(read_bytes, part))
+                data = await asyncio.to_thread(self._media.read, part, bounds.copies)
+                content = _Content(part, part.type, data)
                 left -= part.size_bytes
             contents.append(content)
         return contents

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 
 from batchmill import faults
 from batchmill.children.offload import Offload
-from batchmill.errors import StorageFull
+from batchmill.errors import StorageFailed, StorageFull
 from batchmill.jobs.intake import PREPARE
 from batchmill.jobs.intake.node_sealing import NodeSealing
 from batchmill.jobs.intake.orders import has_run
-from batchmill.jobs.intake.preparation import Prepared, PrepareOrder, prepare, reuses
+from batchmill.jobs.intake.preparation import CopyOrder, Prepared, PrepareOrder, prepare, reuses
 from batchmill.jobs.intake.preview import seal_and_plan
 from batchmill.jobs.ledger import ledger, outcome_map, packed
 from batchmill.jobs.ledger.core_task import FAILURES_MAX
@@ -35,6 +35,7 @@ from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.owner_clock import check_left
 from batchmill.states import NEXT, JobState, PauseReason
+from batchmill.store.media_copies import prefix_of
 from batchmill.types import Once, RemoteJob, SegmentPlace, SegmentRef, Shard
 from batchmill.wire.forms import TableForm
 from batchmill.wire.input_urls import is_fetched
@@ -290,11 +291,36 @@ class RecordedJob:
         return None if self._tools.tasks is None else Nodes(self._tools.tasks, self._tools.stored)
 
     async def _prepare(self, order: PrepareOrder, offload: Offload, progress: Callable[[float], None]) -> Prepared:
-        """Seal and plan. Raises: as `seal_and_plan`."""
+        """Seal and plan. Raises: as `seal_and_plan`; StorageFailed."""
+        order = replace(order, copies=self._copies())
         sealing = None
         if self._nodes is not None and not self.spec.is_small:
             sealing = NodeSealing(self._nodes, self._ledger.database.term_path())
         return await seal_and_plan(order, self._tools.disk_quota_of(self.spec), offload, progress, sealing)
+
+    def _copies(self) -> CopyOrder | None:
+        """Where the files that cells name are copied. Raises: StorageFailed if their store is gone."""
+        kind, stored = self.spec.dataset.media_copies, self._tools.stored
+        if not kind:
+            return None
+        if kind == "folder":
+            return CopyOrder(str(self.files.media))
+        if not stored.url:
+            raise StorageFailed(
+                f"the media of job {self.spec.id} are to be copied to [storage] objects, which is not set any more: "
+                "set it, or start over with --restart"
+            )
+        return CopyOrder(prefix_of(self.spec.id), stored.url, self._ledger.database.term_path())
+
+    async def _clear_refused(self) -> None:
+        """Remove what was made of a dataset of which no row runs."""
+        await asyncio.to_thread(self.files.clear_refused)
+        if self.spec.dataset.media_copies:
+            await self._tools.stored.remove(self.files.media)
+
+    async def _end_unplanned(self, state: JobState, **values: Any) -> None:
+        await self._clear_refused()
+        await self._end(state, **values)
 
     def _new_publishing(self) -> Publishing:
         return Publishing(self.spec, self.files, self._offload_owned, self._ledger.database.term_path(), self._nodes)

@@ -165,7 +165,7 @@ class Retention:
             if is_stored:
                 await self._stored.publish(files.dataset)  # what is left of it
         plans = [name for name in await self._stored.names_in(files.home) if name.startswith("plan-")]
-        await self._stored.remove(files.segments, *(files.home / name for name in plans))
+        await self._stored.remove(files.segments, files.media, *(files.home / name for name in plans))
 
     def _clear_job(self, job_id: str, files: Sequence[Path]) -> None:
         home = self._data_dir / "jobs" / job_id
@@ -222,7 +222,7 @@ def _clear_parts(files: JobFiles) -> None:
         plan.unlink()
         sync_folder(plan.parent)
         faults.point("after_plan_dropped")
-    for folder in (files.segments, *files.home.glob("plan-*")):
+    for folder in (files.segments, files.media, *files.home.glob("plan-*")):
         shutil.rmtree(folder, ignore_errors=True)
     for path in files.dataset.glob("*"):
         if path.name != SEAL:  # the same command again is known by it

@@ -286,8 +286,7 @@ class JobRunner(RecordedJob):
                 self._copies_reused = await self._interruptible(taking)
         except EndsEarly:
             assert self._early is not None, "an early end was requested"
-            await asyncio.to_thread(self.files.clear_refused)
-            await self._end(self._early.state, cancelling=self._clock.now())
+            await self._end_unplanned(self._early.state, cancelling=self._clock.now())
             return
         finally:  # the child process may have been killed
             if not self.spec.is_small:  # whose files are removed with their folder
@@ -299,7 +298,7 @@ class JobRunner(RecordedJob):
         if plan is None:
             text = f"{report.problems_total} of {report.seal.rows} rows were refused; no row was run"
             await self._fail("invalid_dataset", text, rows=report.seal.rows, **problems)
-            await asyncio.to_thread(self.files.clear_refused)
+            await self._clear_refused()
             return
         columns = columns_of(self.spec)
         counts = {
@@ -313,7 +312,7 @@ class JobRunner(RecordedJob):
         size_bytes = await asyncio.to_thread(lambda: bytes_in(self.files.dataset) + bytes_in(self.files.plan(0)))
         await self._move(
             JobState.QUEUED, via=[JobState.PLANNING], errors=prepared.rejected,
-            bytes=2 * len(columns["spec"]) + size_bytes, **counts,
+            bytes=2 * len(columns["spec"]) + size_bytes + prepared.copied_bytes, **counts,
         )  # fmt: skip
 
     async def _begin_small(self, counts: dict[str, Any], errors: dict[str, tuple[int, str]]) -> None:
@@ -394,7 +393,7 @@ class JobRunner(RecordedJob):
         await self._stored.bring(self.spec, record)
         early = early_end_of(record)
         if not self._is_planned(record):
-            await self._end(early.state)
+            await self._end_unplanned(early.state)
             return
         generation = record["generation"]
         plan = PlanReader(self.files.plan(generation))

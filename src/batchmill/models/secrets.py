@@ -10,6 +10,7 @@ from batchmill.errors import InvalidInput, ModelFailed
 from batchmill.models import redaction
 from batchmill.models.addresses import Private, read_private
 from batchmill.types import Isolation, ModelSpec, Provision
+from batchmill.types.connectors import Storage
 
 
 class _WorkerSecrets:
@@ -42,6 +43,11 @@ def secret(reference: str) -> str | None:
 def isolation() -> Isolation | None:
     """The sandbox of the function's process."""
     return _current.provision.isolation
+
+
+def storage() -> Storage | None:
+    """Where the objects of jobs are, if their owner has a store."""
+    return _current.provision.storage
 
 
 def private() -> Private:

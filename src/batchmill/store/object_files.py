@@ -26,6 +26,8 @@ from batchmill.errors import BatchmillError, StorageFailed
 from batchmill.ports import Objects
 from batchmill.store import catalog, folder_objects
 from batchmill.store.catalog import Stored
+from batchmill.store.media_copies import FOLDER as MEDIA
+from batchmill.store.media_copies import prefix_of
 from batchmill.store.objects import StoreObjects
 from batchmill.store.segments import objects as segment_objects
 from batchmill.store.segments.format import sync_folder
@@ -224,8 +226,7 @@ class ObjectFiles:
 
     async def remove(self, *paths: Path) -> None:
         keys = [key for path in paths if (key := self._key(path))]
-        jobs = [job for key in keys if (job := _job_of_segments(key))]
-        prefixes = [prefix for job in jobs for prefix in (segment_objects.folder_of(job), f"jobs/{job}/{SCRATCH}/")]
+        prefixes = [prefix for key in keys for prefix in _unnamed_below(key)]
         unnamed = await self._database.write(catalog.remove, keys, prefixes)
         for key in keys:
             await self._unmark(key)
@@ -311,10 +312,13 @@ def _job_of(key: str) -> str | None:
     return rest.partition("/")[0] if top == "jobs" and rest else None
 
 
-def _job_of_segments(key: str) -> str | None:
-    """The job whose segments are removed with this path: its folder, or that of the segments."""
+def _unnamed_below(key: str) -> list[str]:
+    """What the names of objects begin with that no path names, and that are removed with this one."""
     job = _job_of(key)
-    return job if job is not None and key in (f"jobs/{job}", f"jobs/{job}/{SEGMENTS}") else None
+    own = {SEGMENTS: [segment_objects.folder_of(job), f"jobs/{job}/{SCRATCH}/"], MEDIA: [prefix_of(job)]} if job else {}
+    if key == f"jobs/{job}":
+        return [prefix for prefixes in own.values() for prefix in prefixes]
+    return own.get(key.removeprefix(f"jobs/{job}/"), [])
 
 
 def _delete_below(objects: Objects, prefix: str) -> None:

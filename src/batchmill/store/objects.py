@@ -26,6 +26,11 @@ class StoreObjects:
         with _store_errors(name):
             return self._store.get(name, size_max=OBJECT_BYTES_MAX)
 
+    def find(self, name: str) -> ObjectInfo | None:
+        """An object as it is now; None: there is none."""
+        with _store_errors(name):
+            return self._store.find(name)
+
     def get_range(self, info: ObjectInfo, start: int, end: int) -> memoryview:
         """Bytes start <= n < end of an object as it was seen, in one request. Raises: InputChanged."""
         with _store_errors(info.key):

@@ -25,6 +25,9 @@ class DatasetSpec(Struct, frozen=True, forbid_unknown_fields=True):
     private_hosts: list[str] = []  # that they may be downloaded from: see models.addresses
     # What paths in cells of media columns are relative to; "": the folder of each file; None: cells may hold no paths.
     media_folder: str | None = None
+    # "objects", "folder": the files that cells name are copied there for workers that do not see them: see
+    # store.media_copies; "": they are read where they are.
+    media_copies: str = ""
     media_bytes_max: int = 20 * 1024 * 1024  # of one image, recording or document
     media_row_bytes_max: int = 50 * 1024 * 1024  # of those of one row together
 
@@ -34,6 +37,7 @@ class MediaBounds(Struct, frozen=True):
 
     bytes_max: int = 20 * 1024 * 1024  # of one image, recording or document
     row_bytes_max: int = 50 * 1024 * 1024  # of those of one row together
+    copies: str = ""  # the folder of the copies of files, or what the names of their objects begin with
 
 
 class SealedFile(Struct, frozen=True):

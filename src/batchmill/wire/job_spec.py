@@ -7,7 +7,7 @@ from typing import Any
 from msgspec import Struct
 
 from batchmill.object_store.urls import is_object_url
-from batchmill.types import DatasetSpec, MediaBounds, ModelSpec, Policy, ReplyRules, Retried, Sample
+from batchmill.types import DatasetSpec, ModelSpec, Policy, ReplyRules, Retried, Sample
 from batchmill.wire.forms import Form
 
 NO_SAMPLE = "no_sample"  # the code of the error for rows of a sample that a job does not have
@@ -58,10 +58,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
         return [] if self.is_small else [path for path in self.dataset.paths if path.startswith("/")]
 
     @property
-    def media_bounds(self) -> MediaBounds:
-        return MediaBounds(self.dataset.media_bytes_max, self.dataset.media_row_bytes_max)
-
-    @property
     def uses_stores(self) -> bool:
-        """Whether its input or its results lie in an object store."""
-        return any(map(is_object_url, [*self.dataset.paths, self.output or ""]))
+        """Whether its input, its results or the files that it names lie in an object store."""
+        has_copies = self.dataset.media_copies == "objects"
+        return has_copies or any(map(is_object_url, [*self.dataset.paths, self.output or ""]))

@@ -16,7 +16,7 @@ from batchmill.wire.json_bytes import append_members, encode
 
 PROMPT, MEDIA, FAULT = "\0prompt", "\0media", "\0fault"
 TEMPLATE_FAULTS = ("template_failed", "template_too_slow", "template_too_large")  # of single rows: the others go on
-MEDIA_FAULTS = ("media_missing", "media_invalid", "media_too_large", "media_not_allowed")
+MEDIA_FAULTS = ("media_missing", "media_invalid", "media_too_large", "media_not_allowed", "media_changed")
 ROW_FAULTS = TEMPLATE_FAULTS + MEDIA_FAULTS
 _PROMPT_HEAD, _MEDIA_HEAD, _FAULT_HEAD = (encode(name) + b":" for name in (PROMPT, MEDIA, FAULT))
 # In a string a quote follows a backslash, so these bytes can only be the name of a member.
@@ -31,6 +31,7 @@ class MediaPart(Struct, frozen=True, omit_defaults=True):
     size_bytes: int = 0
     digest: str = ""  # BLAKE3 of its bytes
     path: str = ""  # of the file
+    is_copied: bool = False  # its bytes are in a copy of the job's, which its digest names
     url: str = ""  # without both, the bytes are in `column`
     column: str = ""
     width: int = 0  # of an image, in pixels; 0: its head does not say

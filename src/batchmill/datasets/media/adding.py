@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from base64 import b64decode
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from batchmill.datasets.formats import SourceFile
 from batchmill.datasets.line_pieces import chunks_of, whole_lines
 from batchmill.datasets.media.files import read_file
 from batchmill.datasets.media.loading import base64_of
+from batchmill.datasets.orders import KeepMedia
 from batchmill.errors import InvalidRow
 from batchmill.types import DatasetSpec, MediaColumn
 from batchmill.wire.input_urls import WEB_URL_CHARS_MAX, is_web_url
@@ -30,16 +32,23 @@ from batchmill.wire.media_tokens import HEAD_BYTES_MAX, seconds_of, size_of
 from batchmill.wire.rendered_rows import FAULT, MediaPart, with_fault, with_media
 
 SHOWN_CHARS = 80
+KNOWN_MAX = 4096  # files that were copied, of which rows may follow each other
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _members = msgspec.json.Decoder(dict[str, Raw]).decode
 DECODE_ERRORS = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+
+_State = tuple[int, int, int, int]
 
 
 class MediaAdder:
     """Adds the parts of each row, or its fault."""
 
-    def __init__(self, columns: list[MediaColumn], spec: DatasetSpec, home: Path) -> None:
-        self._columns, self._spec, self._home = columns, spec, home
+    def __init__(
+        self, columns: list[MediaColumn], spec: DatasetSpec, home: Path, keep: KeepMedia | None = None
+    ) -> None:
+        """Args: keep: what to do with the contents of files that are copied: see `DatasetSpec.media_copies`."""
+        self._columns, self._spec, self._home, self._keep = columns, spec, home, keep
+        self._known: OrderedDict[tuple[str, str], tuple[_State, MediaPart]] = OrderedDict()  # kind and path of a copy
 
     def add(self, pieces: Iterator[Converted], source: SourceFile, *, are_whole_lines: bool) -> Iterator[Converted]:
         """Yield the pieces of one source with the media of their rows."""
@@ -99,7 +108,27 @@ class MediaAdder:
         if is_web_url(cell):
             return MediaPart(column.kind, url=_checked_url(column, cell), column=column.column)
         path = self._path_of(column, cell, folder)
+        if self._spec.media_copies:
+            return self._copied(column, path)
         return self._described(column, read_file(path, self._spec.media_bytes_max), path=path)
+
+    def _copied(self, column: MediaColumn, path: str) -> MediaPart:
+        """A file that is copied: it is read once, and never again. One that lately was is known."""
+        key = column.kind, path
+        state, known = self._known.get(key, (None, None))
+        if known is not None and state == _state_of(path):
+            self._known.move_to_end(key)
+            return known
+        state = _state_of(path)
+        data = read_file(path, self._spec.media_bytes_max)
+        part = msgspec.structs.replace(self._described(column, data, path=path), is_copied=True)
+        if self._keep is not None:
+            self._keep(part.digest, data)
+        if state is not None:
+            self._known[key] = state, part
+            if len(self._known) > KNOWN_MAX:
+                self._known.popitem(last=False)
+        return part
 
     def _path_of(self, column: MediaColumn, cell: str, folder: str | None) -> str:
         if _SCHEME.match(cell):
@@ -109,9 +138,8 @@ class MediaAdder:
             )
         if self._spec.media_folder is None:
             raise InvalidRow(
-                f"{_named(column, cell)} is a path: a server reads no files of its machine for callers, and with "
-                "[cluster] or [storage] no worker sees them; put https:// or data: URLs into the column, or bytes into "
-                "Parquet",
+                f"{_named(column, cell)} is a path: a server reads no files of its machine for callers; put "
+                "https:// or data: URLs into the column, or bytes into Parquet",
                 code="media_not_allowed",
             )
         if folder is None and not os.path.isabs(cell):
@@ -136,6 +164,15 @@ class MediaAdder:
         return MediaPart(
             wanted.kind, kind, len(data), blake3(data).hexdigest(), width=width, height=height, seconds=seconds, **place
         )
+
+
+def _state_of(path: str) -> _State | None:
+    """What changes with the content of a file; None: it cannot be said, and reading says why."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _row_of(line: bytes) -> dict[str, Raw] | None:

@@ -19,6 +19,9 @@ def read_file(path: str, bytes_max: int) -> bytes:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise InvalidRow(f"{path!r} is no regular file", code="media_missing")
         try:
-            return file.read(bytes_max + 1)
+            before, data, after = os.fstat(fd), file.read(bytes_max + 1), os.fstat(fd)
         except OSError as error:
             raise InvalidRow(f"{path!r} cannot be read: {error.strerror}", code="media_missing") from None
+    if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+        raise InvalidRow(f"{path!r} changed while it was read: run it as a new job", code="media_changed")
+    return data

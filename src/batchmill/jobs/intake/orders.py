@@ -407,10 +407,11 @@ def _computed(model: ModelSpec) -> list[object]:
 def placed(spec: JobSpec, data_dir: Path, stored: StoredFiles, *, is_shared: bool) -> JobSpec:
     """The job where it runs. The nodes of a cluster (`is_shared`) do not see what is unpacked in the memory of this
     machine. With `[storage]` they see none of its files: those of its user are copied, and become objects with the
-    dataset. Neither do they see what cells name: URLs and bytes are for them, and paths are refused.
+    dataset. What cells name is copied too: see `store.media_copies`.
     """
     if (is_shared or stored.is_elsewhere) and spec.dataset.media_folder is not None:
-        spec = msgspec.structs.replace(spec, dataset=msgspec.structs.replace(spec.dataset, media_folder=None))
+        dataset = msgspec.structs.replace(spec.dataset, media_copies="objects" if stored.is_elsewhere else "folder")
+        spec = msgspec.structs.replace(spec, is_small=False, dataset=dataset)
     if not is_shared:
         return spec
     is_users = any(path.startswith("/") and not Path(path).is_relative_to(data_dir) for path in spec.dataset.paths)

@@ -6,13 +6,16 @@ It runs in a child process of the owner, once for every job: it does not import 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from msgspec import Struct
 
+from batchmill import faults
 from batchmill.datasets.checking.spans import Checks
-from batchmill.datasets.orders import SealOrder
+from batchmill.datasets.orders import KeepMedia, SealOrder, check_disk
 from batchmill.datasets.sealing import Elsewhere, seal_with_retry
 from batchmill.datasets.validation import HubPatterns
 from batchmill.errors import InvalidInput, OverQuota
@@ -25,6 +28,8 @@ from batchmill.jobs.ledger.plan import Plan, PlanOrder
 from batchmill.jobs.results.results import COLUMNS_MAX, output_kind, written_name
 from batchmill.models.paths import paths_of
 from batchmill.object_store.credentials import environment_with
+from batchmill.owner_clock import check_file
+from batchmill.store.media_copies import FolderCopies, MediaCopies, ObjectCopies
 from batchmill.store.objects import StoreObjects
 from batchmill.types import ModelSpec, Problem
 from batchmill.wire.features import features_of
@@ -44,6 +49,14 @@ class NodeChecks(Struct, frozen=True):
     checks: Checks
 
 
+class CopyOrder(Struct, frozen=True):
+    """Where the files that cells name are copied: a folder, or objects of a store, while this process owns them."""
+
+    folder: str  # or what the names of objects begin with
+    store: str = ""
+    term: str = ""  # see `Database.term_path`
+
+
 class PrepareOrder(Struct, frozen=True):
     spec: JobSpec
     dataset: str  # folders to write to
@@ -55,6 +68,7 @@ class PrepareOrder(Struct, frozen=True):
     hub: dict[str, str] = {}  # variables that a hub is reached with, if inputs are there
     is_preview: bool = False  # nothing is fetched: rows of adapters yet to be fetched are planned with their base
     checks: NodeChecks | None = None  # None: all rows are checked on this machine
+    copies: CopyOrder | None = None  # None: nothing is copied
 
     def __repr__(self) -> str:  # without the token
         return f"PrepareOrder({self.spec.id})"
@@ -69,6 +83,7 @@ class Prepared(Struct, frozen=True):
     choices: dict[int, Choice] = {}  # number of a model with routes -> the one that is taken
     wanted: dict[int, list[str]] = {}  # number of a model -> ids of a hub that rows name: without them there is no plan
     flaws: list[str] = []  # of `PrepareOrder.checks`
+    copied_bytes: int = 0  # of files that cells name
 
 
 def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
@@ -81,10 +96,16 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
     time_s = PREVIEW_TIME_S if request.is_preview and request.bytes_left is not None else TIME_S
     bounds = Bounds(request.bytes_left, request.no_space_message, time_s)
     elsewhere = _elsewhere(request.checks)
-    with environment_with(request.hub):
+    with environment_with(request.hub), _copies(request) as copies:
         report, fetched = _sealed(
-            sealing, bounds, Path(request.dataset), lambda share: progress(share * SEALING_SHARE), elsewhere
+            sealing, bounds, Path(request.dataset), lambda share: progress(share * SEALING_SHARE), elsewhere,
+            None if copies is None else copies.keep,
         )  # fmt: skip
+        copied_bytes = 0
+        if copies is not None:
+            copies.finish()
+            copied_bytes = copies.size_bytes
+            faults.point("after_copies")
     flaws = [] if elsewhere is None else elsewhere.flaws
     planned = None
     choices: dict[int, Choice] = {}
@@ -112,7 +133,17 @@ def prepare(order: bytes, progress: Callable[[float], None]) -> bytes:
         fetched.tidy()
     else:
         fetching.clear(Path(request.dataset))
-    return msgspec.json.encode(Prepared(report, planned, causes, choices, flaws=flaws))
+    return msgspec.json.encode(Prepared(report, planned, causes, choices, flaws=flaws, copied_bytes=copied_bytes))
+
+
+def _copies(request: PrepareOrder) -> AbstractContextManager[MediaCopies | None]:
+    order = request.copies
+    if order is None:
+        return nullcontext()
+    if order.store:
+        objects = StoreObjects(order.store, partial(check_file, order.term))
+        return MediaCopies(ObjectCopies(objects, order.folder))
+    return MediaCopies(FolderCopies(Path(order.folder), partial(check_disk, Path(request.dataset))))
 
 
 def _elsewhere(found: NodeChecks | None) -> Elsewhere | None:
@@ -120,8 +151,9 @@ def _elsewhere(found: NodeChecks | None) -> Elsewhere | None:
 
 
 def _sealed(
-    order: SealOrder, bounds: Bounds, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None
-) -> tuple[SealReport, Fetched]:
+    order: SealOrder, bounds: Bounds, home: Path, progress: Callable[[float], None], elsewhere: Elsewhere | None,
+    keep: KeepMedia | None,
+) -> tuple[SealReport, Fetched]:  # fmt: skip
     """Fetch the inputs that lie elsewhere, and seal the dataset."""
     fetched = Fetched(home, order.dataset.paths, {})
     try:
@@ -129,7 +161,7 @@ def _sealed(
         share_before = FETCH_SHARE if fetched.sources else 0.0
         report = seal_with_retry(
             msgspec.structs.replace(order, dataset=msgspec.structs.replace(order.dataset, paths=fetched.paths)),
-            home, lambda share: progress(share_before + share * (1 - share_before)), elsewhere,
+            home, lambda share: progress(share_before + share * (1 - share_before)), elsewhere, keep,
         )  # fmt: skip
     except (InvalidInput, OverQuota) as error:
         fetching.clear(home)

@@ -16,8 +16,10 @@ import msgspec
 from batchmill.datasets import layout, sealing
 from batchmill.errors import StorageFailed, StorageFull
 from batchmill.object_store.urls import is_object_url, open_store, parse_url
+from batchmill.store.media_copies import FOLDER as MEDIA
+from batchmill.store.media_copies import prefix_of
 from batchmill.store.segments.format import sync_folder
-from batchmill.types import SegmentPlace
+from batchmill.types import MediaBounds, SegmentPlace
 from batchmill.wire.job_spec import JobSpec
 
 RESULTS = "results"  # the folder of the results of small jobs
@@ -191,6 +193,15 @@ class JobFiles:
         return self.home / "dataset"
 
     @property
+    def media(self) -> Path:
+        """Copies of the files that cells name, where workers do not see these: see `store.media_copies`."""
+        return self.home / MEDIA
+
+    def media_bounds(self, spec: JobSpec) -> MediaBounds:
+        copies = {"": "", "folder": str(self.media), "objects": prefix_of(spec.id)}[spec.dataset.media_copies]
+        return MediaBounds(spec.dataset.media_bytes_max, spec.dataset.media_row_bytes_max, copies)
+
+    @property
     def segments(self) -> Path:
         return self.data_dir / "jobs" / self._job_id / "segments"
 
@@ -250,6 +261,7 @@ class JobFiles:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         for path in self.plan(0).glob("*"):
             path.unlink()
+        shutil.rmtree(self.media, ignore_errors=True)
 
     def read_spec(self) -> JobSpec:
         return read_spec(self.spec.read_bytes())

@@ -280,7 +280,7 @@ class JobRun:
             spec.id, spec.identity, self._form, dataset=str(files.dataset), segments=files.segment_place,
             is_small=spec.is_small, adapters=spec.models[model].adapter_set(), project=spec.project,
             stores=variables_of(os.environ) if spec.uses_stores else {}, inputs=spec.local_inputs, replies=spec.replies,
-            media=spec.media_bounds,
+            media=self.files.media_bounds(spec),
         )  # fmt: skip
 
     @property

@@ -1,0 +1,176 @@
+"""Copies of the files that cells of media columns name, for workers that do not see these files.
+
+A copy is named by the BLAKE3 of its content, so a job has equal contents once. With `[storage]` it is an object below
+`jobs/ID/media/`, otherwise a file of the job's folder, which all nodes of a cluster see. It never changes, and goes
+with what the job needs for its rows.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from batchmill.store.objects import StoreObjects
+from batchmill.store.segments.format import sync_folder
+
+FOLDER = "media"  # in the folder of a job
+WRITES_MAX = 16  # at the same time
+WAITING_BYTES_MAX = 64 * 1024 * 1024  # of contents that are being written, and one more
+WAITING_MAX = 256  # of them
+SEEN_BITS = 2**27  # 16 MiB, whatever the number of rows
+SEEN_HASHES = 4
+CHECKED_BYTES = 64 * 1024 * 1024  # written between two looks at the free disk space
+
+
+def prefix_of(job_id: str) -> str:
+    """What the names of a job's copies begin with in an object store."""
+    return f"jobs/{job_id}/{FOLDER}/"
+
+
+def path_of(folder: str, digest: str) -> str:
+    """Where a copy is in the folder of a job: a folder of a million files is slow."""
+    return os.path.join(folder, digest[:2], digest)
+
+
+class Place(Protocol):
+    """Where copies are written. Concurrency: any thread."""
+
+    def has(self, digest: str, size_bytes: int) -> bool: ...
+
+    def write(self, digest: str, data: bytes) -> None:
+        """Write a copy that may be there: it has this content then."""
+
+    def finish(self) -> None:
+        """Make all durable."""
+
+
+class Seen:
+    """Which contents were seen before, in memory that does not grow: it may say so of one that was not (a Bloom filter
+    of the digests, which are hashes already).
+    """
+
+    def __init__(self, bits: int = SEEN_BITS) -> None:
+        self._bits, self._table = bits, bytearray(bits // 8)
+
+    def add(self, digest: str) -> bool:
+        """Whether a content may have been added before."""
+        raw, was_seen = bytes.fromhex(digest), True
+        for start in range(0, 8 * SEEN_HASHES, 8):
+            at = int.from_bytes(raw[start : start + 8]) % self._bits
+            was_seen &= bool(self._table[at >> 3] & 1 << (at & 7))
+            self._table[at >> 3] |= 1 << (at & 7)
+        return was_seen
+
+
+class MediaCopies(AbstractContextManager["MediaCopies"]):
+    """Writes the copies of one job, several at once. What it raises, it raises from any of its calls. Call `finish`."""
+
+    def __init__(self, place: Place) -> None:
+        self._place, self._seen = place, Seen()
+        self._threads = ThreadPoolExecutor(WRITES_MAX, thread_name_prefix="media-copies")
+        self._waiting: deque[tuple[Future[None], str, int]] = deque()
+        self._digests: set[str] = set()  # of those that wait
+        self._waiting_bytes = 0
+        self.size_bytes = 0  # of all copies of the job, about
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def keep(self, digest: str, data: bytes) -> None:
+        """Write a content, unless the job has it; return before it is durable. Raises: StorageFailed, OSError."""
+        if digest in self._digests:
+            return
+        if (was_seen := self._seen.add(digest)) and self._place.has(digest, len(data)):
+            return
+        while self._waiting and (
+            len(self._waiting) >= WAITING_MAX or self._waiting_bytes + len(data) > WAITING_BYTES_MAX
+        ):
+            self._wait_for_oldest()
+        self.size_bytes += 0 if was_seen else len(data)
+        self._digests.add(digest)
+        self._waiting_bytes += len(data)
+        self._waiting.append((self._threads.submit(self._place.write, digest, data), digest, len(data)))
+
+    def finish(self) -> None:
+        """Return once everything that was kept is durable. Raises: StorageFailed, OSError."""
+        while self._waiting:
+            self._wait_for_oldest()
+        self._place.finish()
+
+    def _wait_for_oldest(self) -> None:
+        writing, digest, size_bytes = self._waiting[0]
+        writing.result()
+        self._waiting.popleft()
+        self._digests.discard(digest)
+        self._waiting_bytes -= size_bytes
+
+
+class ObjectCopies:
+    """Copies as objects. `prefix`: see `prefix_of`."""
+
+    def __init__(self, objects: StoreObjects, prefix: str) -> None:
+        self._objects, self._prefix = objects, prefix
+        self._is_again = next(iter(objects.infos(prefix)), None) is not None  # of an attempt that was cut off
+
+    def has(self, digest: str, size_bytes: int) -> bool:
+        found = self._objects.find(self._prefix + digest)
+        return found is not None and found.size_bytes == size_bytes
+
+    def write(self, digest: str, data: bytes) -> None:
+        if not (self._is_again and self.has(digest, len(data))):
+            self._objects.put(self._prefix + digest, data)
+
+    def finish(self) -> None:
+        """An object is durable once it was put."""
+
+
+class FolderCopies:
+    """Copies as files. Args: check_room: raises if the disk is full."""
+
+    def __init__(self, folder: Path, check_room: Callable[[], None]) -> None:
+        self._folder, self._check_room = folder, check_room
+        self._unchecked = CHECKED_BYTES
+
+    def has(self, digest: str, size_bytes: int) -> bool:
+        try:
+            return os.stat(path_of(str(self._folder), digest)).st_size == size_bytes
+        except FileNotFoundError:
+            return False
+
+    def write(self, digest: str, data: bytes) -> None:
+        if self.has(digest, len(data)):
+            return
+        self._unchecked += len(data)
+        if self._unchecked >= CHECKED_BYTES:
+            self._unchecked = 0
+            self._check_room()
+        path = Path(path_of(str(self._folder), digest))
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = path.with_name(f"{uuid.uuid4().hex}.part")
+        try:
+            with open(part, "xb", opener=_private) as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
+
+    def finish(self) -> None:
+        if self._folder.is_dir():
+            for folder in (*self._folder.iterdir(), self._folder, self._folder.parent):
+                sync_folder(folder)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)

@@ -1,0 +1,153 @@
+"""Copies of the files that cells name: written once for equal contents, with bounded memory, in both places."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from batchmill.errors import StorageFailed, StorageFull
+from batchmill.store import media_copies
+from batchmill.store.media_copies import FolderCopies, MediaCopies, ObjectCopies, Seen, path_of
+from batchmill.store.objects import StoreObjects
+
+
+def digest_of(data: bytes) -> str:
+    return blake3(data).hexdigest()
+
+
+class RecordingPlace:
+    """A place whose writes wait for each other while `gate` is closed."""
+
+    def __init__(self, *known: str) -> None:
+        self.known, self.written, self.gate = {*known}, list[str](), threading.Event()
+        self.failing: Exception | None = None
+        self.is_finished = False
+
+    def has(self, digest: str, size_bytes: int) -> bool:
+        return digest in self.known
+
+    def write(self, digest: str, data: bytes) -> None:
+        self.gate.wait()
+        if self.failing is not None:
+            raise self.failing
+        self.written.append(digest)
+        self.known.add(digest)
+
+    def finish(self) -> None:
+        self.is_finished = True
+
+
+def keep(copies: MediaCopies, *contents: bytes) -> None:
+    for data in contents:
+        copies.keep(digest_of(data), data)
+
+
+def test_equal_contents_are_written_once():
+    """Also while the first is being written; their bytes count once."""
+    place = RecordingPlace()
+    with MediaCopies(place) as copies:
+        keep(copies, b"one", b"two", b"one")
+        place.gate.set()
+        keep(copies, b"two", b"three", b"one")
+        assert not place.is_finished
+        copies.finish()
+    assert sorted(place.written) == sorted(map(digest_of, (b"one", b"two", b"three")))
+    assert place.is_finished and copies.size_bytes == len(b"onetwothree")
+
+
+def test_what_waits_is_bounded(monkeypatch):
+    """At most so many bytes, or contents, wait to be written; one more waits for the oldest."""
+    for name, value, contents in (
+        ("WAITING_BYTES_MAX", 10, [b"12345", b"67890", b"x"]), ("WAITING_MAX", 2, [b"a", b"b", b"c"]),
+    ):  # fmt: skip
+        monkeypatch.setattr(media_copies, name, value)
+        place, kept = RecordingPlace(), []
+        with MediaCopies(place) as copies:
+
+            def keep_all(copies=copies, contents=contents, kept=kept) -> None:
+                for data in contents:
+                    kept.append(data)
+                    keep(copies, data)
+
+            working = threading.Thread(target=keep_all)
+            working.start()
+            assert copies._waiting_bytes <= 10 and len(copies._waiting) <= 2
+            place.gate.set()
+            working.join()
+            copies.finish()
+        assert sorted(place.written) == sorted(map(digest_of, contents))
+        monkeypatch.undo()
+
+
+def test_one_that_cannot_be_written_ends_it():
+    """The error of a write comes out of the next call that waits for it."""
+    place = RecordingPlace()
+    place.failing = StorageFailed("the store is gone")
+    place.gate.set()
+    with pytest.raises(StorageFailed, match="is gone"), MediaCopies(place) as copies:
+        keep(copies, b"one")
+        copies.finish()
+    assert not place.is_finished
+
+
+def test_one_that_was_not_seen_is_written_whatever_the_filter_says():
+    """The filter is full: each content is looked for, and only what is there is left out."""
+    seen = Seen(bits=8)
+    assert [seen.add(digest_of(bytes([n]))) for n in range(100)][-1]
+    place = RecordingPlace(digest_of(b"old"))
+    place.gate.set()
+    with MediaCopies(place) as copies:
+        copies._seen = seen
+        keep(copies, b"old", b"new")
+        copies.finish()
+    assert place.written == [digest_of(b"new")]
+
+
+def test_objects_of_an_earlier_attempt_are_not_put_again(tmp_path: Path):
+    """A job that was cut off while it was sealed finds what it has put."""
+    objects = StoreObjects(f"file://{tmp_path}")
+    prefix = media_copies.prefix_of("job_1")
+    with MediaCopies(ObjectCopies(objects, prefix)) as copies:
+        keep(copies, b"one")
+        copies.finish()
+    before = (tmp_path / prefix / digest_of(b"one")).stat()
+    with MediaCopies(ObjectCopies(objects, prefix)) as copies:
+        keep(copies, b"one", b"two")
+        copies.finish()
+    assert (tmp_path / prefix / digest_of(b"one")).stat() == before
+    assert {each.key: each.size_bytes for each in objects.infos(prefix)} == {
+        prefix + digest_of(b"one"): 3, prefix + digest_of(b"two"): 3,
+    }  # fmt: skip
+    assert copies.size_bytes == 6
+
+
+def test_files_appear_whole(tmp_path: Path):
+    """Under the name of their content, for their user alone; a full disk ends it and leaves no part."""
+    full = False
+
+    def check_room() -> None:
+        if full:
+            raise StorageFull("no space is left")
+
+    folder = tmp_path / "jobs" / "media"
+    folder.parent.mkdir()
+    with MediaCopies(FolderCopies(folder, check_room)) as copies:
+        keep(copies, b"one")
+        copies.finish()
+    path = Path(path_of(str(folder), digest_of(b"one")))
+    assert path.read_bytes() == b"one" and path.stat().st_mode & 0o777 == 0o600
+    path.write_bytes(b"onetwo")  # not what was written: it is replaced
+    full = True
+    with pytest.raises(StorageFull), MediaCopies(FolderCopies(folder, check_room)) as copies:
+        keep(copies, b"one")
+        copies.finish()
+    full = False
+    with MediaCopies(FolderCopies(folder, check_room)) as copies:
+        keep(copies, b"one")
+        copies.finish()
+    assert [name for _, _, names in os.walk(folder) for name in names] == [digest_of(b"one")]
+    assert path.read_bytes() == b"one"
