@@ -14,6 +14,7 @@ from fakes.databases import open_ledger
 from fakes.job_service import job_service
 from msgspec.structs import replace
 
+from batchmill.cli.jobs import summary
 from batchmill.config.entries import ProjectEntry, RetentionEntry
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
@@ -309,6 +310,9 @@ async def test_the_newest_jobs_are_looked_at(folder, service, projects):
     counted = await service.count_reused(*planned(folder, view))
     assert counted.rows == 2 and "only the newest 2 ended jobs" in counted.note
     assert "projects.default.reuse_jobs_max" in counted.note
+    bounded = await run(service, functions(folder, [*map(ord, "abcd")], name="more.jsonl"))
+    assert bounded.reuse_note == counted.note and not view.reuse_note
+    assert any("took over" in line and counted.note in line for line in summary.lines(bounded))
 
 
 def planned(folder: Path, view: JobView) -> tuple:

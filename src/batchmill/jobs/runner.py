@@ -283,7 +283,7 @@ class JobRunner(RecordedJob):
             prepared = await self._prepared()
             if prepared.plan is not None:
                 taking = self._tools.earlier_jobs.take_over(self.spec, self.files, self._show_progress)
-                self._copies_reused = await self._interruptible(taking)
+                self._copies_reused, self.spec = await self._interruptible(taking)
         except EndsEarly:
             assert self._early is not None, "an early end was requested"
             await self._end_unplanned(self._early.state, cancelling=self._clock.now())
@@ -291,7 +291,7 @@ class JobRunner(RecordedJob):
         finally:  # the child process may have been killed
             if not self.spec.is_small:  # whose files are removed with their folder
                 await asyncio.to_thread(self.files.clear_unsealed)
-        if self.spec.models != models:  # its routes or adapters have changed
+        if (self.spec.models, self.spec.reuse_note) != (models, ""):  # its routes or adapters have changed
             await asyncio.to_thread(self.files.write_spec, self.spec)
         report, plan = prepared.report, prepared.plan
         problems = {"problems": listed(report.problems), "problems_total": report.problems_total}

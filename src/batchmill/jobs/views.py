@@ -100,6 +100,7 @@ def view_of(record: sa.RowMapping, errors: dict[str, tuple[int, str]]) -> JobVie
         retries=spec.retries,
         sample=spec.sample,
         work=spec.work,
+        reuse_note=spec.reuse_note,
         rows=record["rows"],
         rows_ok=record["rows_ok"],
         rows_failed=record["rows_failed"],

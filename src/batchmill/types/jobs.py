@@ -302,6 +302,7 @@ class JobView(Struct, frozen=True):
     rows_ok: int = 0
     rows_failed: int = 0
     rows_folded: int = 0  # of rows_ok and rows_failed: rows that share another row's outcome
+    reuse_note: str = ""  # why not all earlier jobs were looked at for results
     rows_reused: int = 0  # of rows_ok: rows that took over the result of an earlier job, those of folded rows once
     rows_rejected: int = 0  # of rows_failed: refused by validation
     usage: Usage = Usage()

@@ -42,6 +42,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True):
     sample: Sample | None = None  # the rows after which it pauses; no part of its identity
     work: str = ""  # sha256 as `identity`, without the output; of a sample, and of jobs of the machine's user
     may_overwrite: bool = False  # what is at its output: a sample looks again when it goes on
+    reuse_note: str = ""  # why not all earlier jobs were looked at for results
     routing: dict[str, list[str]] = {}  # model name -> why its route was chosen; only of models with several routes
 
     def retried_fields(self, generation: int) -> dict[str, Any]:

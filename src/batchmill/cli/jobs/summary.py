@@ -133,8 +133,9 @@ def lines(view: JobView) -> list[str]:
                 f"{count(view.rows_folded)} share{'s' if view.rows_folded == 1 else ''} the answer of an identical row",
             )
         )
-    if view.rows_reused:
-        texts.append(_line("reused", f"{count(view.rows_reused)} took over the result of an earlier job"))
+    if view.rows_reused or view.reuse_note:
+        note = f"; {clean(view.reuse_note, 2000)}" if view.reuse_note else ""
+        texts.append(_line("reused", f"{count(view.rows_reused)} took over the result of an earlier job{note}"))
     usage = view.usage
     if usage.input_tokens or usage.output_tokens:
         cached = f" ({percent(usage.cached_tokens, usage.input_tokens)} cached)" if usage.cached_tokens else ""

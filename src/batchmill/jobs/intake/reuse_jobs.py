@@ -80,20 +80,24 @@ class EarlierJobs:
             order = LookupOrder(spec, dataset, plan, earlier, self._since(spec))
             return ReuseCount((await self._look_up(order, lambda _: None)).rows, note)
 
-    async def take_over(self, spec: JobSpec, files: JobFiles, progress: Callable[[float], None]) -> bool:
+    async def take_over(
+        self, spec: JobSpec, files: JobFiles, progress: Callable[[float], None]
+    ) -> tuple[bool, JobSpec]:
         """Write the results that rows of a planned job take over to a segment of it.
 
-        Returns: whether they are so few, and follow each other so much, that copying them in the owner costs little.
+        Returns: whether they are so few, and follow each other so much, that copying them in the owner costs little;
+            the spec, which says if not all earlier jobs were looked at.
         """
         if not reuses(spec):
-            return False
+            return False, spec
         async with self._use(spec, files.dataset) as (earlier, note):
             if note:
                 log.warning("the job %s: %s", spec.id, note)
             places = str(files.dataset), str(files.plan(0)), earlier, self._since(spec), str(files.segments)
             reused = await self._look_up(LookupOrder(spec, *places), progress)
         faults.point("after_reuse")
-        return ROWS_A_RUN * reused.runs <= reused.rows <= COPIED_ROWS_MAX
+        is_copied = ROWS_A_RUN * reused.runs <= reused.rows <= COPIED_ROWS_MAX
+        return is_copied, replace(spec, reuse_note=note)
 
     async def _look_up(self, order: LookupOrder, progress: Callable[[float], None]) -> Reused:
         order = replace(order, store=self._stored.url)
