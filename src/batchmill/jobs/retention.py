@@ -137,7 +137,7 @@ class Retention:
                 return
             await self._reusable.keep(record)
             files = JobFiles(self._data_dir, job_id)
-            if files.home.is_dir():
+            if files.spec.exists():
                 await asyncio.to_thread(_write_ending, files, record, now)
             faults.point("after_ending")
             kept_bytes = await asyncio.to_thread(bytes_in, files.reuse)

@@ -81,7 +81,7 @@ class JobService:
         self._disk_reserve = DiskReserve(data_dir / "disk_reserve")
         self._children = children or Children()
         self._scratch = Scratch(data_dir, database)
-        earlier = EarlierJobs(space, commit_log.ledger, clock, self._children.offload)
+        earlier = EarlierJobs(space, commit_log.ledger, clock, self._children.offload, self._scratch)
         self.count_reused = earlier.count
         self._tools = RunnerTools(
             data_dir, self._commit_log, self._dispatcher, clock, self._disk_reserve, self._children.offload,

@@ -37,6 +37,16 @@ async def client(tmp_path: Path, service: AnsweringService, monkeypatch) -> Asyn
         yield client
 
 
+@pytest.fixture
+async def plain(tmp_path: Path, service: AnsweringService, monkeypatch) -> AsyncIterator[AsyncClient]:
+    """Of a server whose project reuses nothing by itself: its small jobs lie in the database."""
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    config = CONFIG.format(url=service.url).replace("reuse = true", "reuse = false")
+    async with open_server(tmp_path, config) as running, AsyncClient(running.url) as client:
+        client.data_dir = tmp_path / "data"
+        yield client
+
+
 def rows(path: Path, texts: list[str], **body) -> Path:
     asked = [{"model": "m", "messages": [{"role": "user", "content": text}], **body} for text in texts]
     about = {"method": "POST", "url": "/v1/chat/completions"}
@@ -64,3 +74,31 @@ async def test_callers_and_projects_say_what_is_reused(client, service, tmp_path
         assert view.rows_reused == reused, reuse
     text = (await asyncio.to_thread(httpx2.get, f"{client.running.url}/metrics")).text
     assert 'batchmill_rows_reused_total{model="m",project="default"} 3.0' in text
+
+
+async def test_small_jobs_are_taken_from(plain, service, tmp_path):
+    """Jobs that ran without reuse, with requests and with rows of tables: the first lookup indexes their results, which
+    go with their job."""
+    asked = rows(tmp_path / "asked.jsonl", ["a", "b"])
+    (tmp_path / "t.jsonl").write_text('{"id":1,"text":"x"}\n')
+    table = {"model": "m", "prompt": "{text}!"}
+    asking = await plain.submit(asked)
+    first = await asking.wait()
+    tabled = await (await plain.submit(tmp_path / "t.jsonl", **table)).wait()
+    assert (first.rows_ok, tabled.rows_ok, len(service.bodies)) == (2, 1, 3)
+    homes = [plain.data_dir / "jobs" / view.id for view in (first, tabled)]
+    assert not any(home.exists() for home in homes)
+    grown = rows(tmp_path / "grown.jsonl", ["a", "b", "c"])
+    assert (await plain.plan([grown], reuse=True)).plan.reused == 2
+    repeating = await plain.submit(grown, reuse=True)
+    again = await repeating.wait()
+    assert (again.rows_ok, again.rows_reused, len(service.bodies)) == (3, 2, 4)
+    (tmp_path / "t2.jsonl").write_text('{"id":1,"text":"x"}\n{"id":2,"text":"y"}\n')
+    more = await (await plain.submit(tmp_path / "t2.jsonl", reuse=True, **table)).wait()
+    assert (more.rows_reused, len(service.bodies)) == (1, 5)
+    assert [(home / "reuse" / "results").exists() for home in homes] == [True, True]
+    for job in (repeating, asking):
+        await job.remove()
+    assert not homes[0].exists()
+    late = await (await plain.submit(grown, reuse=True)).wait()
+    assert (late.rows_reused, len(service.bodies)) == (0, 8)

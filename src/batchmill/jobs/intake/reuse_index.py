@@ -153,7 +153,7 @@ def locked(home: Path) -> Iterator[None]:
 
 def build(job: EarlierJob) -> IndexHead:
     """Write the index of a job from its results and its dataset."""
-    home, files = folder_of(job), JobFiles(Path(job.data_dir), job.spec.id)
+    home, files = folder_of(job), JobFiles(Path(job.data_dir), job.spec.id, Path(job.scratch) if job.scratch else None)
     (home / INDEX).unlink(missing_ok=True)  # first: a kill leaves columns without a head, which nobody reads
     if job.committed is None:  # the owner saw an index, or the segments are gone
         raise IndexUnsound(f"the index of the job {job.spec.id} is damaged")

@@ -6,6 +6,7 @@ Only jobs of the same project are looked at: ended ones that still have their se
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -39,6 +40,7 @@ from batchmill.jobs.intake.reuse_orders import (
 )
 from batchmill.jobs.ledger.files import REUSE, JobFiles, read_spec
 from batchmill.jobs.ledger.ledger import Ledger
+from batchmill.jobs.ledger.scratch import Scratch
 from batchmill.jobs.ledger.storage import JobStorage
 from batchmill.jobs.results.part_writers import each
 from batchmill.object_store.urls import is_object_url
@@ -70,9 +72,9 @@ class Space(Protocol):
 
 
 class EarlierJobs:
-    def __init__(self, space: Space, ledger: Ledger, clock: Clock, offload: Offload) -> None:
+    def __init__(self, space: Space, ledger: Ledger, clock: Clock, offload: Offload, scratch: Scratch) -> None:
         self._data_dir, self._stored, self._projects = space.data_dir, space.stored, space.projects
-        self._ledger, self._clock, self._offload = ledger, clock, offload
+        self._ledger, self._clock, self._offload, self._scratch = ledger, clock, offload, scratch
 
     async def count(self, spec: JobSpec, dataset: str, plan: str) -> ReuseCount:
         """How many of the rows of a sealed and planned dataset would take over a result."""
@@ -178,9 +180,11 @@ class EarlierJobs:
         """An ended job, if rows of it may have gone to one of the targets that are wanted."""
         spec = read_spec(record["spec"])
         files = JobFiles(self._data_dir, spec.id)
-        if spec.is_small or not await asyncio.to_thread(self._may_have, record, files, wanted):
+        if not await asyncio.to_thread(self._may_have, record, files, wanted):
             return None
-        is_whole = record["compacted"] is None
+        if spec.is_small and not await self._has_small_index(record, spec, files):
+            return None
+        is_whole = record["compacted"] is None and not spec.is_small
         if self._stored.is_elsewhere and not await self._brought_for_lookup(record, files, wanted, stack):
             return None
         generation, finished, committed = record["generation"], record["finished"], None
@@ -193,6 +197,35 @@ class EarlierJobs:
             return None
         place = files.segment_place
         return EarlierJob(spec, str(self._data_dir), generation, finished, place, committed, is_reduced=not is_whole)
+
+    async def _has_small_index(self, record: sa.RowMapping, spec: JobSpec, files: JobFiles) -> bool:
+        """Whether a small job has an index. The first lookup makes it, with copies of the results: they lie in the
+        database for as long as retention keeps what a retry needs."""
+        if await self._stored.holds(files.reuse):
+            return True
+        if await asyncio.to_thread(read_head, files.reuse, spec.id, record["generation"]) is not None:
+            return True
+        if record["compacted"] is not None:
+            return False
+        committed, blocks = await self._ledger.database.call_reader(self._ledger.results, spec.id)
+        refs = [ref for generation, ref in committed if generation == 0]
+        try:
+            async with self._scratch.use(spec) as unpacked:
+                home = str(self._scratch.home)
+                earlier = EarlierJob(
+                    spec, str(self._data_dir), record["generation"], record["finished"],
+                    replace(unpacked.segment_place, blocks=blocks), refs, scratch=home, results=RESULTS,
+                )  # fmt: skip
+                await asyncio.to_thread(files.home.mkdir, mode=0o700, parents=True, exist_ok=True)
+                await self._offload(KEEP, msgspec.json.encode(earlier), lambda _: None, project=spec.project)
+        except BatchmillError as error:
+            log.warning("nothing is taken over of the job %s: %s", spec.id, error)
+            return False
+        if not await self._ledger.database.read(_exists, spec.id):  # removed meanwhile: nothing of it may stay
+            await asyncio.to_thread(shutil.rmtree, files.home, ignore_errors=True)
+            return False
+        await self._stored.publish(files.reuse)
+        return True
 
     async def _committed(self, job_id: str) -> list[SegmentRef]:
         committed = await self._ledger.database.call_reader(self._ledger.committed, job_id)
@@ -282,7 +315,7 @@ class EarlierJobs:
                 if record["is_deleted"] or record["finished"] < now - age_s:
                     await self._ledger.database.write(_forget, record)
                     await self._stored.remove(some[record["id"]])
-                    await asyncio.to_thread(shutil.rmtree, some[record["id"]], ignore_errors=True)
+                    await asyncio.to_thread(_remove_index, some[record["id"]])
 
 
 def _children_for(dataset: Path) -> int:
@@ -301,6 +334,16 @@ def _has_lines(output: str | None) -> bool:
 _HAS_DELETED_RESULTS = sa.exists().where(
     removals.c.job == jobs.c.id, removals.c.id.startswith(FILE_PREFIX), removals.c.by != ELSEWHERE
 )
+
+
+def _remove_index(home: Path) -> None:
+    shutil.rmtree(home, ignore_errors=True)
+    with contextlib.suppress(OSError):  # of another job than a small one there is more
+        home.parent.rmdir()
+
+
+def _exists(db: sa.Connection, job_id: str) -> bool:
+    return bool(db.execute(sa.select(sa.literal(1)).where(jobs.c.id == job_id)).first())
 
 
 def _has_deleted_results(db: sa.Connection, job_id: str) -> bool:

@@ -42,6 +42,7 @@ class EarlierJob(Struct, frozen=True):
     segments: SegmentPlace
     committed: list[SegmentRef] | None = None  # of its first generation; None: an index is there
     is_reduced: bool = False  # retention has removed its segments
+    scratch: str = ""  # of a small job: where its dataset is unpacked, in the folder of its owner's small jobs
     results: str = ""  # the published lines to index instead of the segments; RESULTS: a copy is made and indexed
 
 

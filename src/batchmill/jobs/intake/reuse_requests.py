@@ -107,7 +107,8 @@ def _digested(job: EarlierJob, files: JobFiles, seal: Seal, open_: ExitStack) ->
     order = seal_order(job.spec)
     order = replace(order, form=order.form or form, files=seal.files, requests=True, keys=True, fold="none")
     parts = [SourcePart(number, file.path, file.path, 0, 0, file.size_bytes) for number, file in enumerate(seal.files)]
-    columns = [open_.enter_context(tempfile.TemporaryFile(dir=files.reuse)) for _ in KINDS]  # noqa: SIM115
+    place = JobFiles(Path(job.data_dir), job.spec.id).reuse
+    columns = [open_.enter_context(tempfile.TemporaryFile(dir=place)) for _ in KINDS]  # noqa: SIM115
     sums, rows = [], 0
     with validators(order, sum(part.end for part in parts)) as validator:
         for _, chunk in validator.check(parts):

@@ -249,8 +249,9 @@ class _Salvage:
         """Rebuild jobs whose record is lost or does not match their segments."""
         removed = self._removed_jobs()
         for home in sorted((self._data_dir / "jobs").glob("job_*")):
-            if home.name in removed:
-                continue  # the next start removes its remains
+            files = JobFiles(self._data_dir, home.name)
+            if home.name in removed or (files.is_untouched() and not files.spec.exists()):
+                continue  # the next start removes its remains; a small job has nothing here but an index
             try:
                 if self._rebuild(home.name):
                     self._rebuilt.append(home.name)
