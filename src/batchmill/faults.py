@@ -54,6 +54,12 @@ FILE_POINTS = (  # the same for a server's files
     "after_settle",  # a file's bytes are durable under its id, it has no record
     "after_forget",  # its record is deleted, its bytes remain
 )
+LOG_POINTS = (  # short files of a server, which the database makes durable: see `store.file_log`
+    "in_file_record",  # its bytes are in the kernel, the transaction with them and its record is not committed
+    "in_end",  # results are in the kernel, the transaction with them and the end of their job is not committed
+    "in_adoption",  # a result has a second name, its record is not committed
+    "after_files_synced",  # files are durable, the database still has their bytes
+)
 SECRET_POINTS = (  # the rotation of the key that encrypts secrets
     "after_key_file",  # the new key file is written, beside the old one
     "after_new_key",  # the new key file has replaced the old one, all secrets are under the old key

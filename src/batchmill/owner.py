@@ -56,6 +56,7 @@ from batchmill.services.remote.remote_services import RemoteServices, make_remot
 from batchmill.services.secrets.box import SecretBox
 from batchmill.services.secrets.vault import OwnerProvisions, Vault
 from batchmill.store.disk_room import DiskQuota
+from batchmill.store.file_log import FileLog
 from batchmill.store.sql.database import Database
 from batchmill.store.stored_files import LocalFiles, StoredFiles
 from batchmill.types import SalvageReport
@@ -156,7 +157,9 @@ async def open_store(config: Config, lock: int, database: Database | None = None
 async def _open_stored(stack: contextlib.AsyncExitStack, config: Config, database: Database) -> StoredFiles:
     """Open the object store of `[storage]`. Raises: InvalidConfig if the key file would be lost with the cache."""
     if config.storage.objects is None:
-        return LocalFiles()
+        file_log = FileLog(database, config.data_dir)
+        await stack.enter_async_context(file_log.open())
+        return LocalFiles(file_log)
     if config.loses_key_file:
         raise InvalidConfig(
             f"with [storage] objects the data directory {config.data_dir} is a cache that may be deleted, and the key "

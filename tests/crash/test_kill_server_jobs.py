@@ -27,6 +27,7 @@ def run(folder, fault: str = "") -> list[str]:
 
 NEVER = {("after_sync", SMALL), ("after_sync", SHORT), ("after_lease", SHORT)}  # what no such job comes by
 CASES = [(point, rows) for point in POINTS for rows in (SHORT, SMALL, LARGE) if (point, rows) not in NEVER]
+CASES += [("in_end", SHORT), ("after_files_synced", SHORT)]  # results that are not synced at the end
 # The job is not stored yet: its client has had no reply.
 UNSTORED = {*(("after_describe", rows) for rows in (SHORT, SMALL, LARGE)), ("after_prepare", SHORT)}
 

@@ -17,6 +17,8 @@ from batchmill.jobs.pools.resources import Resources
 from batchmill.jobs.service import JobService
 from batchmill.ports import Adapters, Clock, Executor
 from batchmill.store.disk_room import DiskQuota
+from batchmill.store.file_log import FileLog
+from batchmill.store.stored_files import LocalFiles
 from batchmill.types import ProjectQuotas
 
 
@@ -24,7 +26,7 @@ def job_service(
     data_dir: Path, ledger: Ledger, executor: Executor, clock: Clock, *, idle_timeout_s: float = 0.0,
     machine: Resources | None = None, adapters: Adapters = NoAdapters(), quotas: ProjectQuotas = ProjectQuotas(),
     retention: RetentionEntry = RetentionEntry(), is_shared: bool = False,
-    projects: Mapping[str, ProjectEntry] = {},
+    projects: Mapping[str, ProjectEntry] = {}, log: FileLog | None = None,
 ) -> JobService:  # fmt: skip
     """Close it: it closes the ledger too."""
     commit_log = CommitLog(ledger)
@@ -33,5 +35,7 @@ def job_service(
         quarantine=Quarantine(clock, ledger.database),
         sharing=Sharing(machine=machine),
     )  # fmt: skip
-    space = JobSpace(data_dir, DiskQuota(ledger.database, data_dir, quotas), is_shared=is_shared, projects=projects)
+    space = JobSpace(
+        data_dir, DiskQuota(ledger.database, data_dir, quotas), LocalFiles(log), is_shared=is_shared, projects=projects
+    )
     return JobService(space, commit_log, dispatcher, clock, adapters=adapters, retention=retention)

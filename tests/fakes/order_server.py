@@ -12,6 +12,8 @@ from fakes.job_service import job_service
 from batchmill.engines.clock import SystemClock
 from batchmill.executors.local import LocalExecutor
 from batchmill.jobs.ledger.ledger import Ledger
+from batchmill.jobs.service import JobService
+from batchmill.store.file_log import FileLog
 from batchmill.store.sql.database import Database
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, Once
 
@@ -21,7 +23,16 @@ async def main(folder: Path) -> None:
     data.mkdir(exist_ok=True)
     executor = LocalExecutor(data / "workers")
     executor.sweep()
-    service = job_service(data, Ledger(Database(data / "batchmill.db")), executor, SystemClock())
+    database = Database(data / "batchmill.db")
+    log = FileLog(database, data)
+    async with log.open():
+        service = job_service(data, Ledger(database), executor, SystemClock(), log=log)
+        await run_order(service, folder)
+        await log.sync()
+        await service.close()
+
+
+async def run_order(service: JobService, folder: Path) -> None:
     await service.recover(resume_server_jobs=True)
     order = JobOrder(
         DatasetSpec([str(folder / "in.jsonl")], format="openai"),
@@ -37,7 +48,6 @@ async def main(folder: Path) -> None:
             break
         await asyncio.sleep(0.01)
     print(submitted.how, len(await service.list()), last.state, last.rows_ok, last.output)
-    await service.close()
 
 
 if __name__ == "__main__":

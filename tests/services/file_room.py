@@ -14,7 +14,9 @@ from batchmill.services.files.files import FileService
 from batchmill.services.files.records import FileRecord
 from batchmill.services.files.uploads import NewUpload, UploadService
 from batchmill.states import JobState
+from batchmill.store.file_log import FileLog
 from batchmill.store.sql.tables import jobs
+from batchmill.store.stored_files import LocalFiles
 from batchmill.types import DatasetSpec, JobView, ModelSpec, Policy
 from batchmill.wire.forms import OpenAIForm
 from batchmill.wire.job_spec import JobSpec
@@ -32,7 +34,9 @@ class FileRoom:
 
     def open(self) -> None:
         self.database = open_database(self.data_dir / "batchmill.db")
-        self.files = FileService(self.database, self.data_dir, self.clock, self.limits)
+        self.log = FileLog(self.database, self.data_dir)
+        stored = LocalFiles(self.log)
+        self.files = FileService(self.database, self.data_dir, self.clock, self.limits, stored=stored)
         self.uploads = UploadService(self.database, self.files, self.clock)
 
     def close(self) -> None:

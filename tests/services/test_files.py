@@ -21,6 +21,7 @@ from batchmill.services.files import files
 from batchmill.services.files.files import FILENAME_CHARS_MAX, READ_BYTES, WRITE_THREADS
 from batchmill.services.files.incoming import HELD_BYTES_MAX, PIECE_BYTES, PIECE_BYTES_MIN, piece_bytes
 from batchmill.states import ENDED, JobState
+from batchmill.store.file_log import FILE_BYTES_MAX
 
 
 @pytest.fixture
@@ -186,7 +187,9 @@ from file_room import FileRoom
 
 async def main():
     room = FileRoom(Path(sys.argv[1]))
-    await room.files.delete("one", (await room.upload(b"first")).id, "ada")
+    data = b"x" * int(sys.argv[4])
+    await room.files.delete("one", (await room.upload(data)).id, "ada")
+    await room.files.adopt_results(await room.ended_job())
     print("survived")
 
 asyncio.run(main())
@@ -194,22 +197,24 @@ asyncio.run(main())
 
 
 def crash(data_dir, point: str) -> None:
-    """Upload a file and delete it in a process that is killed at the point."""
+    """Upload a file, delete it and adopt results, in a process that is killed at the point."""
     tests = os.path.dirname(os.path.dirname(__file__))
-    words = [sys.executable, "-c", CRASHING, str(data_dir), tests, os.path.join(tests, "services")]
+    size = FILE_BYTES_MAX + (point == "after_settle")  # a longer file is not in the log
+    words = [sys.executable, "-c", CRASHING, str(data_dir), tests, os.path.join(tests, "services"), str(size)]
     environment = {**os.environ, "BATCHMILL_FAULT": f"{point}:1:{data_dir / 'fired'}"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (-9, ""), done.stderr
 
 
-@pytest.mark.parametrize("point", FILE_POINTS)
+@pytest.mark.parametrize("point", [*FILE_POINTS, "in_file_record", "in_adoption"])
 async def test_killed_between_two_durable_steps(tmp_path, point):
     """Whatever a kill leaves is not a file of anybody's, and the next start sweeps it."""
     crash(tmp_path, point)
     room = FileRoom(tmp_path)
     assert await room.files.list("one") == ([], False)
-    assert len(room.left()) == 1
-    await room.files.sweep()
+    assert len(room.left()) == (2 if point == "in_adoption" else 1)
+    async with room.log.open():
+        await room.files.sweep()
     assert room.left() == []
     room.close()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from batchmill.jobs.intake.preparation import CopyOrder, Prepared, PrepareOrder,
 from batchmill.jobs.intake.preview import seal_and_plan
 from batchmill.jobs.ledger import ledger, outcome_map, packed
 from batchmill.jobs.ledger.core_task import FAILURES_MAX
+from batchmill.jobs.ledger.files import HeldFile
 from batchmill.jobs.ledger.ledger import first_lease
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.records import NewJob
@@ -35,6 +36,7 @@ from batchmill.jobs.results.results import Manifest
 from batchmill.jobs.runner_tools import RunnerTools
 from batchmill.owner_clock import check_left
 from batchmill.states import NEXT, JobState, PauseReason
+from batchmill.store.file_log import FileLog
 from batchmill.store.media_copies import prefix_of
 from batchmill.types import Once, RemoteJob, SegmentPlace, SegmentRef, Shard
 from batchmill.wire.forms import TableForm
@@ -146,8 +148,14 @@ class RecordedJob:
         if self._tools.stored.is_elsewhere or not is_short or not self._tools.scratch.is_in_memory(self.files):
             await self._enter()
 
-    async def _end(self, state: JobState, manifest: Manifest | None = None, **fields: object) -> None:
-        """Store the end of the job, with its results if there is a manifest."""
+    async def _end(
+        self, state: JobState, manifest: Manifest | None = None, held: Sequence[HeldFile] = (), **fields: object
+    ) -> None:  # fmt: skip
+        """Store the end of the job, with its results if there is a manifest. Args: held: those that are not written."""
+        if held:
+            log = self._tools.stored.log
+            assert log is not None, "results are held for it"
+            fields["within"] = partial(_write_held, log, held)
         if manifest is not None:
             errors_output = None if manifest.errors is None else manifest.errors.path
             fields = {"message": "", **fields} | {
@@ -323,4 +331,14 @@ class RecordedJob:
         await self._end(state, **values)
 
     def _new_publishing(self) -> Publishing:
-        return Publishing(self.spec, self.files, self._offload_owned, self._ledger.database.term_path(), self._nodes)
+        return Publishing(
+            self.spec, self.files, self._offload_owned, self._ledger.database.term_path(), self._nodes,
+            is_logged=self._tools.stored.log is not None,
+        )  # fmt: skip
+
+
+def _write_held(log: FileLog, files: Sequence[HeldFile], db: sa.Connection) -> None:
+    """Write results in the transaction that ends their job."""
+    for file in files:
+        log.write(db, file.path, file.data)
+    faults.point("in_end")

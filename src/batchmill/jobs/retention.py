@@ -152,6 +152,8 @@ class Retention:
             results = await self._database.read(_results_of, removal.job)
             copies = [self._data_dir / "files" / name for name in results]
             files = [*small_results(self._data_dir, removal.job), *copies]
+            if (log := self._stored.log) is not None:
+                await self._database.write(log.forget, files)
             await asyncio.to_thread(self._clear_job, removal.job, files)
             await self._stored.remove(self._data_dir / "jobs" / removal.job, *files)
             await asyncio.to_thread(spooled_inputs.release, self._data_dir, removal.job)

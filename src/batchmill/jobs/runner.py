@@ -378,10 +378,10 @@ class JobRunner(RecordedJob):
     async def _finalizing(self) -> None:
         """Publish the results: every row has its outcome."""
         assert self._publishing is not None, "a FINALIZING job was RUNNING before"
-        finalizing = self._clock.now()
-        manifest = await self._publish(self._publishing)
+        finalizing, manifest = self._clock.now(), await self._publish(self._publishing)
         if self.spec.is_small:
-            await self._end(JobState.COMPLETED, manifest, via=[JobState.FINALIZING], finalizing=finalizing)
+            steps = {"via": [JobState.FINALIZING], "finalizing": finalizing, "held": self._publishing.held}
+            await self._end(JobState.COMPLETED, manifest, **steps)
         else:
             await self._end(JobState.COMPLETED, manifest)
 

@@ -87,6 +87,7 @@ class ObjectFiles:
     """
 
     is_elsewhere = True
+    log = None
 
     def __init__(
         self, database: Database, data_dir: Path, objects: Objects, cache_bytes: int, *, url: str = "",

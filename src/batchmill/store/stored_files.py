@@ -12,9 +12,12 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from batchmill.wire.messages import StoredFile
+
+if TYPE_CHECKING:
+    from batchmill.store.file_log import FileLog
 
 
 class StoredFiles(Protocol):
@@ -22,6 +25,10 @@ class StoredFiles(Protocol):
 
     Raises, everywhere: StorageFailed if the store cannot be reached, or refuses the credentials.
     """
+
+    @property
+    def log(self) -> FileLog | None:
+        """Makes short files durable without a sync of each; None: they are published, or synced one by one."""
 
     @property
     def is_elsewhere(self) -> bool:
@@ -93,6 +100,9 @@ class LocalFiles:
 
     is_elsewhere = has_nodes = False
     url = ""
+
+    def __init__(self, log: FileLog | None = None) -> None:
+        self.log = log
 
     def references(self, *paths: Path) -> list[StoredFile]:
         return []

@@ -128,6 +128,29 @@ class PartFile:
         self.discard()
 
 
+class HeldFile:
+    """As `PartFile`, in memory: a transaction stores it, see `store.file_log`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size_bytes, self.data = path, 0, b""
+        self._pieces: list[bytes | memoryview] = []
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append `data`; the caller leaves its bytes as they are."""
+        self._pieces.append(data)
+        self.size_bytes += len(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """There is nothing to hand to the kernel."""
+
+    def publish(self) -> None:
+        self.data = b"".join(self._pieces)
+
+    def discard(self) -> None:
+        self._pieces.clear()
+
+
 def remove_files(paths: Sequence[Path]) -> None:
     """Remove the existing ones of `paths`, durably. They are all in one folder."""
     gone = 0

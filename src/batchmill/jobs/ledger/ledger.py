@@ -6,7 +6,7 @@ compare-and-set on (shard, epoch, seq): a worker that lost the lease is refused,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from functools import lru_cache
 from itertools import groupby, pairwise
@@ -257,10 +257,12 @@ class Ledger:
         packed: bytes | None = None,
         errors: dict[str, tuple[int, str]] | None = None,
         spent_s: float = 0.0,
+        within: Callable[[sa.Connection], object] | None = None,
         **fields: object,
     ) -> None:
         """Move a job to another state, through those of `via`, and set fields. Raises: InvalidTransition.
 
+        `within` is called in the transaction.
         `spent_s`: running time to add. `packed`: the files of a small job. `errors` replaces the error counts: a
         gathered result knows them exactly, followers included. No time that is set lies before one that the job has:
         the clock may have been set back.
@@ -277,6 +279,9 @@ class Ledger:
                 store_packed(db, job_id, packed)
             if errors or (errors is not None and had_errors):
                 _replace_errors(db, job_id, errors)
+            if within is not None:
+                within(db)
+            faults.point("in_move")
 
     def enter(
         self, job: records.NewJob, state: JobState, *,

@@ -13,7 +13,7 @@ import msgspec
 from batchmill.children.offload import Offload
 from batchmill.datasets.sealed import load_seal
 from batchmill.errors import BatchmillError, JobPaused
-from batchmill.jobs.ledger.files import JobFiles, is_folder
+from batchmill.jobs.ledger.files import HeldFile, JobFiles, is_folder
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.scratch import to_its_end
 from batchmill.jobs.results.object_results import UPLOAD, UploadOrder
@@ -22,6 +22,7 @@ from batchmill.jobs.results.parts_run import PartsRun
 from batchmill.jobs.results.results import GatherOrder, Manifest, can_stream, output_kind, stored_name
 from batchmill.jobs.results.streaming_results import StreamingGather
 from batchmill.object_store.urls import is_object_url
+from batchmill.store.file_log import FILE_BYTES_MAX
 from batchmill.store.segments.blocks import open_segments
 from batchmill.types import Commit, RowError, Sample, SegmentPlace, SegmentRef
 from batchmill.wire.job_spec import JobSpec
@@ -44,8 +45,15 @@ class CountedRun(Protocol):
 class Publishing:
     """The results of one job. `follow` a fresh run and they are written as its commits are counted."""
 
-    def __init__(self, spec: JobSpec, files: JobFiles, offload: Offload, term: str, nodes: Nodes | None = None) -> None:
-        """Args: term: see `Database.term_path`. nodes: of a cluster, which may write parts."""
+    def __init__(
+        self, spec: JobSpec, files: JobFiles, offload: Offload, term: str, nodes: Nodes | None = None, *,
+        is_logged: bool = False,
+    ) -> None:  # fmt: skip
+        """Args: term: see `Database.term_path`. nodes: of a cluster, which may write parts. is_logged: short results
+        are stored with the end of the job, see `store.file_log`.
+        """
+        self._is_logged = is_logged
+        self.held: list[HeldFile] = []  # short results that are to be stored with the end
         self._nodes = nodes
         self._spec, self._files, self._offload, self._term = spec, files, offload, term
         self._is_in_parts = spec.output is not None and is_folder(spec.output)
@@ -119,6 +127,8 @@ class Publishing:
             return await copying
         if self._spec.is_small and unrun is None and (rows := self._rows_in_order()) is not None:
             refs = [ref for _, ref in committed]
+            if self._is_logged and sum(ref.length for ref in refs) <= FILE_BYTES_MAX:  # a thread would take longer
+                return self._write(segments, refs, rows, self.held)
             work = asyncio.get_running_loop().run_in_executor(None, self._write, segments, refs, rows)
             return await to_its_end(work)  # whatever comes next writes the same file
         order = gather_order(self._spec, self._files, segments, committed, self._output, unrun=unrun)
@@ -141,8 +151,10 @@ class Publishing:
         reader = PlanReader(self._files.plan(0))
         return reader.plan.rows if can_stream(self._output, reader.plan) else None
 
-    def _write(self, segments: SegmentPlace, refs: list[SegmentRef], rows: int) -> Manifest:
-        gather = StreamingGather(open_segments(segments), self._output, self._spec.form, rows)
+    def _write(
+        self, segments: SegmentPlace, refs: list[SegmentRef], rows: int, held: list[HeldFile] | None = None
+    ) -> Manifest:  # fmt: skip
+        gather = StreamingGather(open_segments(segments), self._output, self._spec.form, rows, held=held)
         try:
             gather.offer(refs)
             return gather.finish()

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import zstandard
 
-from batchmill.jobs.ledger.files import Digest, PartFile, remove_files
+from batchmill.jobs.ledger.files import Digest, HeldFile, PartFile, remove_files
 from batchmill.jobs.results.results import ResultFile, errors_path, output_kind
 
 GZIP_LEVEL, ZSTD_LEVEL = 5, 3
@@ -24,13 +24,13 @@ class _Compressor(Protocol):
 class LineFile:
     """Lines on their way to a file; `.gz` and `.zst` are compressed. The same writes give the same bytes.
 
-    Args: digest: is updated with the bytes of the file.
+    Args: digest: is updated with the bytes of the file. file: takes them instead.
     """
 
-    def __init__(self, path: Path, digest: Digest | None = None) -> None:
+    def __init__(self, path: Path, digest: Digest | None = None, *, file: HeldFile | None = None) -> None:
         self.path, self.rows = path, 0
         self._compressor = _compressor(output_kind(path)[1])
-        self._file = PartFile(path, digest=digest)
+        self._file = PartFile(path, digest=digest) if file is None else file
 
     def write(self, data: bytes | memoryview, rows: int) -> None:
         """Append `rows` whole lines; the caller leaves their bytes as they are."""
@@ -54,12 +54,14 @@ class LineFile:
 class ResultLines:
     """Finished lines in row order: one file, or with `errors_apart` the rows that failed in a file of their own."""
 
-    def __init__(self, output: Path, errors_apart: bool) -> None:
+    def __init__(self, output: Path, errors_apart: bool, *, held: list[HeldFile] | None = None) -> None:
+        """Args: held: gets the files, which are not written then; None: they are."""
         self.ok = self.failed = 0
+        self._held = held
         self._errors_apart = errors_apart
         self.output = output
         self._errors_path = errors_path(output)
-        self._lines = LineFile(output)
+        self._lines = self._new_file(output)
         self._errors: LineFile | None = None
 
     def write(self, data: bytes | memoryview, rows: int, *, ok: bool) -> None:
@@ -102,8 +104,14 @@ class ResultLines:
         if ok or not self._errors_apart:
             return self._lines
         if self._errors is None:
-            self._errors = LineFile(self._errors_path)
+            self._errors = self._new_file(self._errors_path)
         return self._errors
+
+    def _new_file(self, path: Path) -> LineFile:
+        if self._held is None:
+            return LineFile(path)
+        self._held.append(HeldFile(path))
+        return LineFile(path, file=self._held[-1])
 
 
 def _compressor(suffix: str) -> _Compressor | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Lock
 
 from batchmill.errors import LedgerBroken
+from batchmill.jobs.ledger.files import HeldFile
 from batchmill.jobs.results.result_lines import ResultLines
 from batchmill.jobs.results.results import Manifest
 from batchmill.ports import SegmentSource
@@ -30,12 +31,14 @@ class StreamingGather:
     Concurrency: any thread; one call waits for another.
     """
 
-    def __init__(self, segments: SegmentSource, output: Path, form: Form, rows: int) -> None:
-        """Args: segments: closed with this object."""
+    def __init__(
+        self, segments: SegmentSource, output: Path, form: Form, rows: int, *, held: list[HeldFile] | None = None
+    ) -> None:  # fmt: skip
+        """Args: segments: closed with this object. held: as of `ResultLines`."""
         self.rows = rows
         self.written = 0  # rows 0..written-1 are in the files
         self._segments = segments
-        self._lines = ResultLines(output, form.errors_apart)
+        self._lines = ResultLines(output, form.errors_apart, held=held)
         self._waiting: list[tuple[int, int, _Pending]] = []  # a heap by the next row of each block
         self._offered = 0
         self._causes: dict[str, tuple[int, str]] = {}

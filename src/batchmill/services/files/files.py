@@ -33,6 +33,8 @@ from batchmill.services.files.incoming import (
     FREE_BYTES_MIN,
     Disk,
     Incoming,
+    check_free_space,
+    full_disk,
     names_in,
     piece_bytes,
     remove_others,
@@ -43,6 +45,7 @@ from batchmill.services.files.records import FileQuery, FileRecord, unknown
 from batchmill.states import JobState
 from batchmill.store import removals
 from batchmill.store.disk_room import DiskQuota, Writing
+from batchmill.store.file_log import FILE_BYTES_MAX, FileLog
 from batchmill.store.quotas import refuse_beyond
 from batchmill.store.removals import ELSEWHERE, Removal
 from batchmill.store.segments.format import sync_folder
@@ -153,17 +156,28 @@ class FileService:
 
     async def store(self, record: FileRecord, incoming: Incoming, within: Within | None = None) -> None:
         """Store the bytes, then the record. `within` runs in the record's transaction and may refuse it."""
-        path = self.path(record)
-        await incoming.settle(path)
-        faults.point("after_settle")
+        path, quota, log = self.path(record), self.quotas.of(record.project).files, self.stored.log
+        data = None if log is None else incoming.take_short(FILE_BYTES_MAX)
+        if log is None or data is None:
+            await incoming.settle(path)
+            faults.point("after_settle")
+
+        def insert(db: sa.Connection) -> None:
+            _insert(db, record, within, quota)
+            if log is not None and data is not None:
+                check_free_space(self.home, self.free_bytes_min)
+                log.write(db, path, data)
+                faults.point("in_file_record")
+
         try:
             await self.stored.publish(path)
-            await self._database.write(_insert, record, within, self.quotas.of(record.project).files)
+            with full_disk():
+                await self._database.write(insert)
             self._uploaded[record.id] = record
             if len(self._uploaded) > UPLOADED_MAX:
                 self._uploaded.popitem(last=False)
         except BaseException:
-            await self.disk.run(path.unlink)
+            await self.disk.run(path.unlink, missing_ok=True)
             await self.stored.remove(path)
             raise
 
@@ -247,11 +261,45 @@ class FileService:
             return None, None
         files_of_job = _ResultFiles.of(view)
         async with self._adopting.setdefault(view.id, asyncio.Lock()):
+            if (log := self.stored.log) is not None:
+                return files_of_job.chosen(await self._adopt_logged(view, files_of_job, log))
             results = await self._database.read(_find_results, files_of_job.ids)
             for file_id, path in files_of_job.missing(results):
                 adopted = await self._adopt(view, file_id, Path(path))
                 results |= {} if adopted is None else {adopted.id: adopted}
         return files_of_job.chosen(results)
+
+    async def _adopt_logged(self, view: JobView, files_of_job: _ResultFiles, log: FileLog) -> dict[str, Result]:
+        """As `_adopt` for all files of a job, in one transaction: the log makes the links durable."""
+
+        def adopt(db: sa.Connection) -> dict[str, Result]:
+            results: dict[str, Result] = dict(_find_results(db, files_of_job.ids))
+            missing = [(id_, path) for id_, path in files_of_job.missing(results) if self._is_own(view, Path(path))]
+            if missing and _is_final(db, view):  # otherwise a retry began: the next call adopts its results
+                for file_id, path in missing:
+                    size_bytes = log.link(db, Path(path), self.home / file_id)
+                    results[file_id] = self._adopted(view, file_id, path, size_bytes)
+                    _insert_result(db, results[file_id])
+                faults.point("in_adoption")
+            return results
+
+        self._arriving.update(files_of_job.ids)
+        try:
+            return await self._database.write(adopt)
+        finally:
+            self._arriving.difference_update(files_of_job.ids)
+
+    def _is_own(self, view: JobView, path: Path) -> bool:
+        """Whether a result file is where jobs keep theirs."""
+        is_small = path.parent == self._results_home and path.name.startswith(f"{view.id}.")
+        return is_small or path.parent == self._jobs_home / view.id
+
+    def _adopted(self, view: JobView, file_id: str, path: str, size_bytes: int | None) -> FileRecord | Removal:
+        """The record of a result file. Args: size_bytes: None: it is not there any more."""
+        if size_bytes is None:
+            return Removal(file_id, view.project, view.id, ELSEWHERE, self._clock.now())
+        suffixes = Path(os.path.basename(path).removeprefix(f"{view.id}.")).suffixes  # those of "results.jsonl.gz"
+        return result_record(view, file_id, suffixes, size_bytes)
 
     async def find_results(self, views: Sequence[JobView]) -> dict[str, tuple[Result, Result]]:
         """As `adopt_results` for many jobs at once: job -> its files, of those that have nothing to be adopted."""
@@ -263,8 +311,7 @@ class FileService:
         return {job: its.chosen(results) for job, its in wanted.items() if not its.missing(results)}
 
     async def _adopt(self, view: JobView, file_id: str, path: Path) -> Result:
-        is_small = path.parent == self._results_home and path.name.startswith(f"{view.id}.")
-        if path.parent != self._jobs_home / view.id and not is_small:
+        if not self._is_own(view, path):
             return None
         self._arriving.add(file_id)
         try:
@@ -272,12 +319,8 @@ class FileService:
             async with using(self.stored, path):
                 size_bytes = await self.disk.run(link, path, target)
                 await self.stored.link(path, target)
-            if size_bytes is None:
-                adopted: FileRecord | Removal = Removal(file_id, view.project, view.id, ELSEWHERE, self._clock.now())
-            else:
-                suffixes = Path(path.name.removeprefix(f"{view.id}.")).suffixes  # those of "results.jsonl.gz"
-                adopted = result_record(view, file_id, suffixes, size_bytes)
-            if not await self._database.write(_insert_result, view, adopted):
+            adopted = self._adopted(view, file_id, str(path), size_bytes)
+            if not await self._database.write(_insert_final_result, view, adopted):
                 await self.disk.run(target.unlink, missing_ok=True)  # a retry began: the next call adopts its results
                 await self.stored.remove(target)
                 return None
@@ -312,7 +355,7 @@ class FileService:
             if record.job is not None:
                 await self._remove_copies(record)
             self._uploaded.pop(record.id, None)
-            await self._database.write(_forget, record, by, self._clock.now())
+            await self._database.write(_forget, record, by, self._clock.now(), self.path(record), self.stored.log)
             faults.point("after_forget")
             await self.disk.run(self.path(record).unlink, missing_ok=True)
             await self.stored.remove(self.path(record))
@@ -461,21 +504,34 @@ def _find_results(db: sa.Connection, ids: Sequence[str]) -> dict[str, FileRecord
     return {**removals.find_all(db, ids), **file_records.find_all(db, ids)}
 
 
-def _insert_result(db: sa.Connection, view: JobView, adopted: FileRecord | Removal) -> bool:
-    """Store the result file of an ended job; False: the job has gone on since."""
+def _is_final(db: sa.Connection, view: JobView) -> bool:
+    """Whether an ended job has not gone on since."""
     job = file_records.results_of(db, view.id)
-    if job is None or job.generation != view.generation or job.state != view.state:
+    return job is not None and job.generation == view.generation and job.state == view.state
+
+
+def _insert_final_result(db: sa.Connection, view: JobView, adopted: FileRecord | Removal) -> bool:
+    """Store the result file of an ended job; False: the job has gone on since."""
+    if not _is_final(db, view):
         return False
+    _insert_result(db, adopted)
+    return True
+
+
+def _insert_result(db: sa.Connection, adopted: FileRecord | Removal) -> None:
     if isinstance(adopted, Removal):
         removals.insert(db, adopted)
     else:
         file_records.insert_missing(db, [adopted])
-    return True
 
 
-def _forget(db: sa.Connection, record: FileRecord, by: str, now: float) -> None:
+def _forget(
+    db: sa.Connection, record: FileRecord, by: str, now: float, path: Path, log: FileLog | None
+) -> None:  # fmt: skip
     """Delete a record. For a result, store who deleted it."""
     file_records.delete(db, record.id)
+    if log is not None:
+        log.forget(db, [path])
     if record.job is not None:
         removals.insert(db, _removal(record, by, now))
 

@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -34,6 +34,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@contextlib.contextmanager
+def full_disk() -> Iterator[None]:
+    """Raises: StorageFull if the disk or a file system quota is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise StorageFull("the server's disk is full: no part of the file was kept") from error
+
+
 class Disk:
     """Threads for file system calls, so that a slow disk never blocks the event loop."""
 
@@ -42,12 +53,8 @@ class Disk:
 
     async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call `function` in a thread. Raises: StorageFull if the disk or a file system quota is full."""
-        try:
+        with full_disk():
             return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args, **kwargs))
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            raise StorageFull("the server's disk is full: no part of the file was kept") from error
 
     def close(self) -> None:
         """Accept no more calls. Running calls end by themselves; this does not wait for them."""
@@ -109,6 +116,15 @@ class Incoming:
         if sum(copied) != size_bytes:
             raise BatchmillError(f"files of {size_bytes:,} bytes have {sum(copied):,} on the disk", code="damaged_file")
         return None if digest is None else digest.hexdigest()
+
+    def take_short(self, bytes_max: int) -> bytes | None:
+        """The bytes of a file of which none is on the disk, to be stored in another way; None: it has more, or some
+        are."""
+        if self._writing is not None or self.size_bytes > bytes_max or self._file.has_begun:
+            return None
+        self._is_settled = True
+        pieces, self._pieces, self._held_bytes = self._pieces, [], 0
+        return b"".join(pieces)
 
     async def settle(self, target: Path) -> None:
         """Make the file durable under its final name."""
@@ -190,6 +206,10 @@ class _File:
             self._close()
         sync_folder(target.parent)
 
+    @property
+    def has_begun(self) -> bool:
+        return self._fd >= 0 or self._ended
+
     def drop(self) -> None:
         with self._lock:
             if self._fd >= 0:
@@ -213,13 +233,18 @@ class _File:
         self._check_free_space()
 
     def _check_free_space(self) -> None:
-        disk = os.fstatvfs(self._fd)
-        if disk.f_bavail * disk.f_frsize < self._free_bytes_min:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        check_free_space(self._fd, self._free_bytes_min)
 
     def _close(self) -> None:
         fd, self._fd, self._ended = self._fd, -1, True
         os.close(fd)
+
+
+def check_free_space(place: int | Path, free_bytes_min: int) -> None:
+    """Raises: OSError where less is free on the disk of a path or a descriptor."""
+    disk = os.statvfs(place)
+    if disk.f_bavail * disk.f_frsize < free_bytes_min:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _copy(source: int, target: int, update: Callable[[bytes], None] | None) -> int:

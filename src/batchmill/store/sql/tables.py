@@ -142,6 +142,15 @@ packed_jobs = Table(  # of small jobs: the files of their dataset and plans
     Column("files", LargeBinary, nullable=False),  # path below the job's folder -> bytes, as msgpack
 )
 
+logged_files = Table(  # short files that are not synced yet; see `store.file_log`
+    "logged_files",
+    metadata,
+    Column("path", String(512), primary_key=True),  # below the data directory
+    Column("number", BigInteger, nullable=False),
+    Column("source", String(512)),  # the file that it is a link to
+    Column("data", LargeBinary),
+)
+
 notes = Table(  # what an engine must recover after a crash: the provider's jobs for the rows of a shard
     "notes",
     metadata,

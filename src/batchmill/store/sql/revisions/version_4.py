@@ -27,6 +27,7 @@ def upgrade() -> None:
         _keys,
         _late_calls,
         _llm_deployments,
+        _logged_files,
         _model_groups,
         _model_routes,
         _model_versions,
@@ -283,6 +284,17 @@ def _llm_deployments() -> None:
         sa.PrimaryKeyConstraint("id"),
     )
     op.create_index("llm_deployments_by_name", "llm_deployments", ["project", "name"], unique=True)
+
+
+def _logged_files() -> None:
+    op.create_table(
+        "logged_files",
+        sa.Column("path", text(512), nullable=False),
+        sa.Column("number", sa.BigInteger(), nullable=False),
+        sa.Column("source", text(512), nullable=True),
+        sa.Column("data", sa.LargeBinary(), nullable=True),
+        sa.PrimaryKeyConstraint("path"),
+    )
 
 
 def _model_groups() -> None:

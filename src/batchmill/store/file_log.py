@@ -1,0 +1,209 @@
+"""FileLog: short files that are durable in the database before they are durable on the disk.
+
+A file costs two syncs, its own and its folder's. The bytes of a short one lie in the database with the record that
+names it, so the sync of that transaction is enough: the file itself is written without one. A while later many files
+are synced together, and the database forgets their bytes. What a loss of power took is written again when the database
+is opened, before anything reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+
+import sqlalchemy as sa
+from msgspec import Struct
+
+from batchmill import faults
+from batchmill.errors import BatchmillError, StorageFailed, to_storage_error
+from batchmill.store.segments.format import sync_folder
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.portable import put
+from batchmill.store.sql.tables import logged_files
+
+log = logging.getLogger("batchmill.store")
+
+FILE_BYTES_MAX = 64 * 1024  # a longer one is synced by itself
+SYNC_EVERY_S = 2.0
+BATCH_MAX = 500  # files that are synced together, and forgotten in one transaction
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
+
+# Links come last: what they link to is on the disk by then.
+_NEXT = sa.select(logged_files).order_by(logged_files.c.source.is_not(None), logged_files.c.path).limit(BATCH_MAX)
+_FORGET = logged_files.delete().where(
+    logged_files.c.path == sa.bindparam("of_path"), logged_files.c.number == sa.bindparam("of_number")
+)
+_FORGET_ANY = logged_files.delete().where(logged_files.c.path == sa.bindparam("of_path"))
+
+
+class _Logged(Struct, frozen=True):
+    """A file as the database has it. `source`: the file that it is a link to; otherwise it has `data`."""
+
+    path: str
+    number: int
+    source: str | None
+    data: bytes | None
+
+
+class FileLog:
+    """The log of a data directory. Paths are absolute, and below it.
+
+    Concurrency: `write`, `link` and `forget` run in the thread that writes the database, inside a transaction.
+    """
+
+    def __init__(self, database: Database, data_dir: Path) -> None:
+        self._database, self._home = database, data_dir
+        self._number = 0  # of the newest file; a file that is written again gets another one
+        self._has_some = True  # perhaps
+        self._is_uncertain = self._is_opening = True  # the files may lack what the database has of them
+
+    def write(self, db: sa.Connection, path: Path, data: bytes) -> None:
+        """Write a file, or replace it. It is durable once the transaction is, and may be there without it.
+
+        Raises: OSError.
+        """
+        assert len(data) <= FILE_BYTES_MAX, "a longer file is synced by itself"
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()  # it may have another name, of results before a retry
+        _write(path, data)
+        self._put(db, path, None, data)
+
+    def link(self, db: sa.Connection, source: Path, target: Path) -> int | None:
+        """Link a file that never changes to another name, as `write`. Returns its size; None: it is not there.
+
+        Raises: OSError.
+        """
+        if not _link(source, target):
+            return None
+        self._put(db, target, self._name(source), None)
+        return target.stat().st_size
+
+    def forget(self, db: sa.Connection, paths: Iterable[Path]) -> None:
+        """Forget files that are being removed."""
+        if gone := [{"of_path": self._name(path)} for path in paths]:
+            db.execute(_FORGET_ANY, gone)
+
+    def _put(self, db: sa.Connection, path: Path, source: str | None, data: bytes | None) -> None:
+        self._number += 1
+        put(db, logged_files, {"path": self._name(path), "number": self._number, "source": source, "data": data})
+        self._has_some = True
+
+    def _name(self, path: Path) -> str:
+        return str(path.relative_to(self._home))
+
+    @contextlib.asynccontextmanager
+    async def open(self) -> AsyncIterator[None]:
+        """Write again what was lost. Meanwhile files are synced in the background, and the rest at the end.
+
+        Raises: StorageFull, StorageFailed.
+        """
+        try:
+            await self.sync()
+        except OSError as error:
+            raise to_storage_error(error) or StorageFailed(f"files of the data directory: {error}") from error
+        self._is_opening = False
+        syncing = asyncio.create_task(self._sync_regularly())
+        try:
+            yield
+        finally:
+            syncing.cancel()
+            await asyncio.wait({syncing})
+            with contextlib.suppress(BatchmillError, OSError):  # the next owner does it
+                await self.sync()
+
+    async def _sync_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(SYNC_EVERY_S)
+            try:
+                await self.sync()
+            except (BatchmillError, OSError) as error:
+                log.warning("files could not be synced, and stay in the database until they can: %s", error)
+
+    async def sync(self) -> None:
+        """Make the files themselves durable, and have the database forget them."""
+        while self._has_some:
+            try:
+                if not (found := await self._database.write(self._next)):
+                    return
+                await asyncio.to_thread(self._sync, found)
+                faults.point("after_files_synced")
+                await self._database.write(_forget, found)
+            except BaseException:
+                # The kernel tells once that it could not write, so nothing is known of any file.
+                self._has_some = self._is_uncertain = True
+                raise
+
+    def _next(self, db: sa.Connection) -> list[_Logged]:
+        """Files to be synced. In the thread that writes them: none is missed."""
+        found = [
+            _Logged(each.path, each.number, each.source, None if each.data is None else bytes(each.data))
+            for each in db.execute(_NEXT)
+        ]
+        self._has_some = len(found) == BATCH_MAX
+        self._number = max([self._number, *(each.number for each in found)])
+        return found
+
+    def _sync(self, found: Sequence[_Logged]) -> None:
+        folders: set[Path] = set()
+        for each in found:
+            path = self._home / each.path
+            if self._is_uncertain and (self._is_opening or path.exists()):  # else it has been removed
+                self._restore(each, path)
+            with contextlib.suppress(FileNotFoundError):  # it has been removed
+                _fsync(path)
+                folders.add(path.parent)
+        for folder in folders:
+            sync_folder(folder)
+        if len(found) < BATCH_MAX:
+            self._is_uncertain = False
+
+    def _restore(self, each: _Logged, path: Path) -> None:
+        """Write a file as it was. Who has it open sees the same bytes as before."""
+        path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        if each.data is not None:
+            _write(path, each.data)
+        elif each.source is not None:
+            source = self._home / each.source
+            with contextlib.suppress(FileNotFoundError):
+                if path.exists() and os.path.samestat(source.stat(), path.stat()):
+                    return
+            _link(source, path)
+
+
+def _forget(db: sa.Connection, found: Sequence[_Logged]) -> None:
+    """Forget files, but for those that were written again meanwhile."""
+    db.execute(_FORGET, [{"of_path": each.path, "of_number": each.number} for each in found])
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a file, over the one that is there."""
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+        os.ftruncate(fd, len(data))
+    finally:
+        os.close(fd)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _link(source: Path, target: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        target.unlink()  # left by an interrupted call: it may be of an older generation
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True

@@ -1,0 +1,104 @@
+"""The file log: short files are durable in the database before they are on the disk."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import sqlalchemy as sa
+
+from batchmill.store.file_log import BATCH_MAX, FileLog
+from batchmill.store.sql.database import Database
+from batchmill.store.sql.tables import logged_files
+
+
+@pytest.fixture
+def database(tmp_path):
+    database = Database(tmp_path / "batchmill.db")
+    yield database
+    database.close()
+
+
+async def logged(database: Database) -> list[str]:
+    """The paths of which the database has the bytes."""
+    query = sa.select(logged_files.c.path).order_by(logged_files.c.path)
+    return await database.read(lambda db: list(db.execute(query).scalars()))
+
+
+async def test_a_file_that_was_lost_is_written_again(tmp_path, database):
+    """Opened again, every file has its bytes and every link its file, whatever a loss of power left of them."""
+    (tmp_path / "a").mkdir()
+    paths = [tmp_path / "a" / name for name in ("lost", "empty", "torn", "longer", "whole")]
+    link, stale = tmp_path / "a" / "link", tmp_path / "a" / "stale"
+    log = FileLog(database, tmp_path)
+    for path in paths:
+        await database.write(log.write, path, path.name.encode() * 100)
+    assert await database.write(log.link, paths[0], link) == 400
+    assert await database.write(log.link, paths[1], stale) == 500
+    assert await database.write(log.link, tmp_path / "a" / "nothing", tmp_path / "a" / "other") is None
+    paths[0].unlink()
+    link.unlink()
+    paths[1].write_bytes(b"")
+    stale.unlink()
+    stale.write_bytes(b"")  # its name is on the disk, that of its file was not
+    paths[2].write_bytes(b"torn" * 50)
+    paths[3].write_bytes(b"longer" * 200)
+    async with FileLog(database, tmp_path).open():
+        assert [path.read_bytes() for path in paths] == [path.name.encode() * 100 for path in paths]
+        assert os.path.samefile(link, paths[0])
+        assert os.path.samefile(stale, paths[1])
+        assert await logged(database) == []
+
+
+async def test_synced_files_are_forgotten(tmp_path, database):
+    """The database keeps the bytes of no file that is synced, and those of one that is written again."""
+    log = FileLog(database, tmp_path)
+
+    def write(db: sa.Connection) -> None:
+        for number in range(BATCH_MAX + 1):
+            log.write(db, tmp_path / str(number), b"x")
+
+    async with log.open():
+        await database.write(write)
+        assert len(await logged(database)) == BATCH_MAX + 1
+        await log.sync()
+        assert await logged(database) == []
+        await database.write(log.write, tmp_path / "0", b"y")
+        (tmp_path / "1").unlink()  # one that is removed needs no bytes
+        await database.write(log.write, tmp_path / "2", b"z")
+        await database.write(log.forget, [tmp_path / "2"])
+        assert await logged(database) == ["0"]
+    assert await logged(database) == []
+    assert (tmp_path / "0").read_bytes() == b"y"
+
+
+async def test_a_file_keeps_its_other_name(tmp_path, database):
+    """A file that is written again leaves what its earlier bytes were linked to."""
+    log = FileLog(database, tmp_path)
+    await database.write(log.write, tmp_path / "a", b"first")
+    await database.write(log.link, tmp_path / "a", tmp_path / "b")
+    await database.write(log.write, tmp_path / "a", b"second")
+    assert ((tmp_path / "a").read_bytes(), (tmp_path / "b").read_bytes()) == (b"second", b"first")
+
+
+async def test_after_an_error_files_are_written_anew(tmp_path, database, monkeypatch):
+    """When the kernel could not write, the bytes stay in the database, and are written again before the next sync."""
+    log = FileLog(database, tmp_path)
+    async with log.open():
+        await database.write(log.write, tmp_path / "a", b"bytes")
+        fsync = os.fsync
+        failing = [OSError(5, "Input/output error")]
+
+        def fail_once(fd: int) -> None:
+            if failing:
+                raise failing.pop()
+            fsync(fd)
+
+        monkeypatch.setattr(os, "fsync", fail_once)
+        with pytest.raises(OSError, match="Input/output"):
+            await log.sync()
+        assert await logged(database) == ["a"]
+        (tmp_path / "a").write_bytes(b"")  # pages that could not be written are dropped
+        await log.sync()
+        assert (tmp_path / "a").read_bytes() == b"bytes"
+        assert await logged(database) == []
