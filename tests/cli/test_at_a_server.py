@@ -16,7 +16,7 @@ RUN = ("run", "in.jsonl", "--server", URL, "--model", "m")
 IN_PLACE = [
     ("--adapter", "a=b"), ("--base-url", "http://h/v1"), ("--engine-arg", "a=b"), ("--python", "python3"),
     ("--workers", "2"), ("--rpm", "5"), ("--tpm", "5"), ("--in-flight", "5"), ("--timeout", "5"), ("--copy",),
-    ("--restart",),
+    ("--restart",), ("--gpus", "1"),
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 ROWS = 3000
 MAIN = ("-m", "batchmill")
 FUNCTION = """
-import pathlib, time
+import os, pathlib, time
 gate = pathlib.Path(__file__).parent / "gate"
 def label(number):
     if number == 7: raise ValueError("seven")
@@ -19,6 +19,8 @@ def label(number):
 def gated(number):
     if number >= 5 and not gate.exists(): time.sleep(0.05)
     return number
+def device(number):
+    return os.environ["CUDA_VISIBLE_DEVICES"]
 """
 
 
@@ -71,6 +73,17 @@ def test_a_run_accounts_for_every_row(work, tmp_path):
     assert outputs(tmp_path / "out.jsonl") == [None if n == 7 else n * 2 for n in range(ROWS)]
     code, _, err = end(work(*command))
     assert code == 3 and "is finished already; --overwrite runs it again" in err
+
+
+def test_each_worker_has_gpus_of_its_own(work, tmp_path, monkeypatch):
+    """`--gpus` shares out the visible devices; more than there are is said, and runs nothing."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    command = ("run", "in.jsonl", "--model", "function:app.py:device", "-o", "out.jsonl", "--workers", "2", "--gpus")
+    code, _, err = end(work(*command, "1"))
+    assert code == 0, err
+    assert set(outputs(tmp_path / "out.jsonl")) <= {"4", "6"}
+    code, _, err = end(work(*command, "3", "--restart", "--overwrite"))
+    assert code == 1 and "need 6 GPUs and the machine has 2 GPUs" in err
 
 
 def test_bad_rows_stop_a_run_before_it_begins(work, tmp_path):

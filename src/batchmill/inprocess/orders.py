@@ -46,6 +46,7 @@ class RunOptions(RowOptions, HowOptions, total=False):
     api_key: str  # "env:NAME", "file:PATH" or "secret:NAME"
     python: str  # the interpreter of the engine
     workers: int  # worker processes, or engine replicas
+    gpus: int  # of each worker, its own
     requests_per_minute: int
     tokens_per_minute: int
     in_flight_max: int  # concurrent rows of each worker

@@ -60,6 +60,7 @@ class ModelFlags(Struct, frozen=True):
     api_key: str | None = None
     python: str | None = None
     workers: int | None = None
+    gpus: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     in_flight_max: int | None = None
@@ -153,9 +154,8 @@ def _merge(name: str, entry: ModelEntry, *, base: Path, flags: ModelFlags, cwd: 
     """Apply the flags to the entry, and make all paths absolute: those of flags from `cwd`, the others from `base`."""
     reference = {each.name: getattr(flags, each.name) for each in fields(flags)}
     limits = {name: reference[name] for name in _LIMIT_FLAGS if reference[name] is not None}
-    overrides: dict[str, Any] = {
-        name: reference[name] for name in ("base_url", "api_key", "python", "workers") if reference[name] is not None
-    }
+    names = ("base_url", "api_key", "python", "workers", "gpus")
+    overrides: dict[str, Any] = {name: reference[name] for name in names if reference[name] is not None}
     kind = _kind(entry.engine)
     adapters_of_entry = {name: _adapter(kind, name, source, base) for name, source in entry.adapters.items()}
     adapters_of_flags = {name: _adapter(kind, name, source, cwd) for name, source in flags.adapters.items()}

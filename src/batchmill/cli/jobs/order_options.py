@@ -25,6 +25,7 @@ from batchmill.jobs.results.results import errors_of
 from batchmill.models.registry import KINDS, ModelFlags, checked_budget, resolve
 from batchmill.object_store.urls import is_object_url
 from batchmill.types import DatasetSpec, JobOrder, ModelSpec, OutputSchema, Policy, PromptTemplate, ReplyRules
+from batchmill.types.machines import GPUS_MAX
 from batchmill.wire.input_urls import is_hub_url, is_input_url, is_web_url
 from batchmill.wire.json_bytes import is_too_deep
 from batchmill.wire.media import KINDS as MEDIA_KINDS
@@ -139,6 +140,7 @@ ORDER_OPTIONS = (
     click.option("--engine-arg", "engine_args", metavar="KEY=VALUE", multiple=True, help="A flag of the engine."),
     click.option("--python", metavar="FILE", help="The Python interpreter of the engine."),
     click.option("--workers", "--replicas", "workers", type=COUNT, help="Worker processes, or engine replicas."),
+    click.option("--gpus", type=click.IntRange(0, GPUS_MAX), metavar="N", help="GPUs of each worker, its own."),
     click.option("--rpm", type=COUNT, help="The most requests per minute."),
     click.option("--tpm", type=COUNT, help="The most tokens per minute."),
     click.option("--in-flight", type=COUNT, help="The most concurrent rows of each worker."),
@@ -364,6 +366,7 @@ async def _models(session: Session, config: Config, options: dict[str, Any]) -> 
         api_key=None if key is None else f"env:{key}",
         python=options["python"],
         workers=options["workers"],
+        gpus=options["gpus"],
         requests_per_minute=options["rpm"],
         tokens_per_minute=options["tpm"],
         in_flight_max=options["in_flight"],
@@ -398,8 +401,8 @@ async def model_of(session: Session, config: Config, name: str) -> ModelSpec:
 # Flags that describe a model or this machine: a server has its own models and its own disk.
 LOCAL_FLAGS = {
     "adapters": "--adapter", "base_url": "--base-url", "engine_args": "--engine-arg", "python": "--python",
-    "workers": "--workers", "rpm": "--rpm", "tpm": "--tpm", "in_flight": "--in-flight", "timeout": "--timeout",
-    "copy": "--copy",
+    "workers": "--workers", "gpus": "--gpus", "rpm": "--rpm", "tpm": "--tpm", "in_flight": "--in-flight",
+    "timeout": "--timeout", "copy": "--copy",
 }  # fmt: skip
 
 
