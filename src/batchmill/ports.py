@@ -42,7 +42,6 @@ from batchmill.types import (
 )
 from batchmill.types.cluster import ClusterView, NodeWork
 from batchmill.types.models import Poison
-from batchmill.types.position_runs import Runs
 
 if TYPE_CHECKING:
     from batchmill.wire.messages import FunctionReply, Start, ToOwner
@@ -125,9 +124,11 @@ class LeaseHandle(Protocol):
         not do what the note announces.
         """
 
-    def count_misfits(self, tag: str, runs: Runs, usage: Usage) -> None:
+    def count_misfits(self, tag: str, misfits: Mapping[int, Usage]) -> None:
         """Count what answers in the results of a remote job have cost that are no outcomes, and add their plan
         positions to `misfits` in its note: both, or neither if this worker is killed. Later notes are stored after it.
+
+        Args: misfits: plan position -> what its answer has cost.
 
         Raises: JobPaused if another worker has the lease by now.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from batchmill.engines.provider_batch.engine import ProviderBatchEngine
 from batchmill.errors import JobPaused
 from batchmill.executors.reply_checks import ReplyChecks
 from batchmill.types import Limits, MediaBounds, ModelSpec, Outcome, RemoteJob, ReplyRules, Row, Usage
-from batchmill.types.position_runs import Runs, numbers_of, runs_of
+from batchmill.types.position_runs import numbers_of, runs_of
 from batchmill.wire.forms import OpenAIForm
 
 FAST: dict[str, str | int | float | bool | None] = {
@@ -57,14 +57,14 @@ class HeldLease:
         self.notes[key] = data
         await self.step()
 
-    def count_misfits(self, tag: str, runs: Runs, usage: Usage) -> None:
+    def count_misfits(self, tag: str, misfits: Mapping[int, Usage]) -> None:
         """As a ledger does, unless the worker dies before."""
         self._pass()
         if not self.dead.is_set():
             job = msgspec.json.decode(self.notes[tag], type=RemoteJob)
-            job = msgspec.structs.replace(job, misfits=runs_of(numbers_of(job.misfits) | numbers_of(runs)))
+            job = msgspec.structs.replace(job, misfits=runs_of(numbers_of(job.misfits) | misfits.keys()))
             self.notes[tag] = msgspec.json.encode(job)
-            self.spent.append(usage)
+            self.spent.append(sum(misfits.values(), Usage()))
         self._pass()
 
     def spend(self, row: Row, usage: Usage) -> None:

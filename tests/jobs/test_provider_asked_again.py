@@ -19,7 +19,6 @@ from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.models import functions
 from batchmill.store.segments.format import BlockMeta, BlockRows, frame
 from batchmill.types import Amendment, JobView, ModelSpec, OutputSchema, Policy, Price, RemoteJob, Usage
-from batchmill.types.position_runs import runs_of
 
 ROWS = 40
 SCHEMA = OutputSchema('{"type":"object","properties":{"n":{"type":"integer"}},"required":["n"]}', attempts=2)
@@ -190,7 +189,9 @@ def ledgered(tmp_path: Path):
 
 def written(job: LedgeredJob, epoch: int, positions: list[int], worker: str = "w1") -> None:
     """A block that counts answers in the results of the remote job `tag`."""
-    meta = BlockMeta(usage_of(len(positions)), misfits={"tag": runs_of(positions)})
+    each = usage_of(1)
+    misfits = [(position, each.input_tokens, each.cached_tokens, each.output_tokens) for position in positions]
+    meta = BlockMeta(usage_of(len(positions)), misfits={"tag": misfits})
     with closing(job.segment(worker)) as segment:
         segment.append(frame(BlockRows([], [], []), generation=0, shard=0, epoch=epoch, ok=True, meta=meta))
         segment.sync()
@@ -216,6 +217,28 @@ def test_a_killed_worker_has_counted(ledgered):
     written(ledgered, lease.epoch, [6], "w3")
     assert len(adopt(*arguments)) == 1 and noted(ledgered).misfits == [(1, 2), (5, 2)]
     assert ledgered.ledger.snapshot(ledgered.id).counters.usage == usage_of(4)
+
+
+def test_answers_that_two_workers_have_counted(ledgered):
+    """A successor was paused in the middle of answers that the worker before it had written whole. Each counts once: in
+    the ledger, an audit and a rebuilt ledger, in whatever order the blocks are found."""
+    plan = PlanReader(ledgered.job.plan)
+    lease = ledgered.ledger.lease(ledgered.id, 0, plan.shards()[0]).lease
+    remote = RemoteJob("tag", "openai", "ended", [(0, 8)], 8)
+    ledgered.ledger.keep_notes([ShardNote(lease, "tag", msgspec_json.encode(remote), 1.0)])
+    arguments = (ledgered.ledger, ledgered.spec, 0, plan, ledgered.files)
+    written(ledgered, lease.epoch, [1, 2, 3], "w2")  # the successor
+    assert [commit.usage for commit, _ in adopt(*arguments)] == [usage_of(3)]
+    written(ledgered, lease.epoch - 1, [0, 1, 2, 3, 4, 5], "w1")
+    assert [commit.usage for commit, _ in adopt(*arguments)] == [usage_of(3)]
+    assert noted(ledgered).misfits == [(0, 6)]
+    written(ledgered, lease.epoch, [5, 6], "w3")
+    written(ledgered, lease.epoch, [6, 7], "w4")
+    assert [commit.usage for commit, _ in adopt(*arguments)] == [usage_of(1), usage_of(1)]
+    assert ledgered.ledger.snapshot(ledgered.id).counters.usage == usage_of(8)
+    assert not [each for each in ledgered.verify().broken if "tokens" in each]
+    ledgered.rebuild()
+    assert ledgered.ledger.snapshot(ledgered.id).counters.usage == usage_of(8)
 
 
 def test_a_rebuilt_ledger_counts_once(ledgered):

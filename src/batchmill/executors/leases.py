@@ -31,7 +31,6 @@ from batchmill.types import (
     SegmentRef,
     Usage,
 )
-from batchmill.types.position_runs import Runs
 from batchmill.wire.forms import Form, TableForm
 from batchmill.wire.json_bytes import split_object
 from batchmill.wire.media_tokens import MediaTokens
@@ -317,7 +316,7 @@ class LeaseHost(Protocol):
     async def note(self, held: Held, key: str, data: bytes) -> Noted:
         """Store a note; return the result once all earlier outcomes have been counted."""
 
-    def count_misfits(self, held: Held, tag: str, runs: Runs, usage: Usage) -> None: ...
+    def count_misfits(self, held: Held, tag: str, misfits: Mapping[int, Usage]) -> None: ...
 
     async def until_owned(self) -> None:
         """Wait until the owner surely owns the database."""
@@ -397,10 +396,10 @@ class Held(Struct, eq=False):
         else:
             self.noted.pop(key, None)
 
-    def count_misfits(self, tag: str, runs: Runs, usage: Usage) -> None:
+    def count_misfits(self, tag: str, misfits: Mapping[int, Usage]) -> None:
         """See `ports.LeaseHandle`."""
         if self.lease_host is not None and not (self.stale or self.is_left):
-            self.lease_host.count_misfits(self, tag, runs, usage)
+            self.lease_host.count_misfits(self, tag, misfits)
         if self.stale or self.is_left:
             raise self._lost()
 

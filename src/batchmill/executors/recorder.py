@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, islice
 
 import msgspec
 from msgspec import Struct, structs
@@ -19,9 +19,11 @@ from batchmill.ports import SegmentSink
 from batchmill.store.segments.format import BlockMeta, BlockRows, error_meta, frame, frame_columns, frame_lines
 from batchmill.store.sql.positions import pack_parts
 from batchmill.types import ColumnResultBlock, Commit, Outcome, ResultBlock, RowError, Usage
+from batchmill.types.position_runs import runs_of
 
 BLOCK_ROWS = 1024
 BLOCK_BYTES = 1024 * 1024
+MISFITS = 8 * 1024  # of one block
 RUN_ROWS = 4 * BLOCK_ROWS  # of lines that an engine has joined, and that need no table
 KERNEL_S = 0.05  # an outcome waits at most so long for its block to be written
 COMMIT_ROWS = 65_536  # or until so many rows wait
@@ -170,13 +172,16 @@ class Recorder:
             held.ok_usage += usage
             self._write(held)
 
-    def put_misfits(self, held: Held, tag: str, runs: list[tuple[int, int]], usage: Usage) -> None:
+    def put_misfits(self, held: Held, tag: str, misfits: Mapping[int, Usage]) -> None:
         """As `put_usage` for answers in the results of a remote job, and note which: both count, or neither."""
         self._write(held)
         if held.stale:
             return
+        answers = iter([(at, u.input_tokens, u.cached_tokens, u.output_tokens) for at, u in misfits.items()])
         try:
-            self._append(held, empty_rows(), ok=True, meta=BlockMeta(usage, misfits={tag: runs}))
+            while some := list(islice(answers, MISFITS)):
+                usage = sum((Usage(*tokens) for _, *tokens in some), NO_USAGE)
+                self._append(held, empty_rows(), ok=True, meta=BlockMeta(usage, misfits={tag: some}))
         except OSError as error:
             held.stale = True
             self._broken(error)
@@ -301,8 +306,8 @@ class Recorder:
         for name, replies in meta.warnings.items():
             last.warnings[name] = last.warnings.get(name, 0) + replies
         last.samples = {**meta.samples, **last.samples}
-        for tag, runs in meta.misfits.items():
-            last.misfits[tag] = [*last.misfits.get(tag, ()), *runs]
+        for tag, misfits in meta.misfits.items():
+            last.misfits[tag] = [*last.misfits.get(tag, ()), *runs_of(position for position, *_ in misfits)]
         self._written_rows += n
         self._written_bytes += len(data)
 

@@ -13,7 +13,7 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +45,6 @@ from batchmill.store.segments.format import SegmentHead
 from batchmill.types import Commit, Outcome, Row, RowError, Usage
 from batchmill.types.connectors import Storage
 from batchmill.types.engine_traits import traits_of
-from batchmill.types.position_runs import Runs
 from batchmill.wire import messages
 from batchmill.wire.media_tokens import MediaTokens
 from batchmill.wire.messages import (
@@ -409,8 +408,8 @@ class Worker:
         await self._recorder.settle(held)
         return REFUSED if held.stale else await self._notes.send(held.lease, key, data)
 
-    def count_misfits(self, held: Held, tag: str, runs: Runs, usage: Usage) -> None:
-        self._recorder.put_misfits(held, tag, runs, usage)
+    def count_misfits(self, held: Held, tag: str, misfits: Mapping[int, Usage]) -> None:
+        self._recorder.put_misfits(held, tag, misfits)
 
     async def until_owned(self) -> None:
         await self._term.until_valid()

@@ -161,8 +161,9 @@ class _Rebuild:
         used = set()
         for orphan in sorted(orphans):
             block = read_block(self._segments, orphan.segment, orphan.offset)
+            usage = self._misfits.usage_of(block)
             if not self._misfits.has(block) and self._take(block):
-                self._count_block(block)
+                self._count_block(block, usage)
                 used.add(orphan.segment)
         for name in used:
             self._segments.sync(name)
@@ -186,8 +187,8 @@ class _Rebuild:
                 self._damaged.add(f"{where(self._segments, block)} was {named}, but holds {fault}")
             return False
         outcomes.take(block)
+        self._usage += self._misfits.usage_of(block)
         self._misfits.take(block)
-        self._usage += block.meta.usage
         self._warnings.update(block.meta.warnings)
         self._reused += block.meta.reused
         if not block.ok:
@@ -201,13 +202,13 @@ class _Rebuild:
             self._maps[generation] = self._open.enter_context(closing(outcomes))
         return self._maps[generation]
 
-    def _count_block(self, block: Block) -> None:
+    def _count_block(self, block: Block, usage: Usage) -> None:
         shard = self._map(block.generation).shards[block.shard]
         price = self._spec.models[shard.model].price
         record = CommitRecord(
             generation=block.generation, shard=block.shard, seq=0, epoch=0, segment=block.segment,
             offset=block.offset, length=block.length, rows_ok=block.n if block.ok else 0,
-            rows_failed=0 if block.ok else block.n, cost=None if price is None else price.cost(block.meta.usage),
+            rows_failed=0 if block.ok else block.n, cost=None if price is None else price.cost(usage),
         )  # fmt: skip
         self._count(record, block.generation, block.shard)
 

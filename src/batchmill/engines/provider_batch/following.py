@@ -169,11 +169,11 @@ class ProviderJob:
     def count_misfits(self, misfits: Mapping[int, Usage]) -> None:
         """Count what answers have cost that do not fit, by plan position; later notes have their positions."""
         known = numbers_of(self.job.misfits)
-        if misfits.keys() <= known:
+        new = {position: usage for position, usage in misfits.items() if position not in known}
+        if not new:
             return  # an earlier worker has counted them
-        total = sum(misfits.values(), Usage())
         faults.point("before_counting")
-        self._lease.count_misfits(self.job.tag, runs_of(misfits), total)
+        self._lease.count_misfits(self.job.tag, new)
         faults.point("after_counting")
         self.job = replace(self.job, misfits=runs_of(known | misfits.keys()))
 

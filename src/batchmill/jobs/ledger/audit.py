@@ -21,6 +21,7 @@ from batchmill.datasets.sealed import load_seal
 from batchmill.datasets.sealing import seal_with_retry
 from batchmill.errors import InputChanged, InvalidDataset, LedgerBroken
 from batchmill.jobs.ledger.files import JobFiles
+from batchmill.jobs.ledger.misfits import CountedMisfits
 from batchmill.jobs.ledger.outcome_map import FAILED, OK, OPEN, OutcomeMap, collect_newest
 from batchmill.jobs.ledger.plan import PLAN, Progress
 from batchmill.jobs.ledger.row_states import IN_MEMORY_ROWS, RowStates
@@ -177,6 +178,7 @@ class _Audit:
         self._shards = {(shard.generation, shard.shard): shard for shard in order.before.shards}
         self._rows_done = 0
         self._usage = Usage()
+        self._misfits = CountedMisfits({})
         self._reused = 0  # rows
 
     def check_dataset(self) -> None:
@@ -260,7 +262,8 @@ class _Audit:
                 self._found.add(f"{place}: {error.message}")
                 continue
             for block in blocks:
-                self._usage += block.meta.usage
+                self._usage += self._misfits.usage_of(block)
+                self._misfits.take(block)
                 self._reused += block.meta.reused
                 fault = self._block_fault(block, commit)
                 if fault is not None:

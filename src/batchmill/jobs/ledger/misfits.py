@@ -1,7 +1,9 @@
 """Answers in the results of remote jobs that do not fit their schema: what each has cost is counted once.
 
-The commit that counts their usage also adds their positions to the note of the remote job, in one transaction. Whoever
-reads the results again finds there what is counted.
+The commit that counts their usage also adds their positions to the note of the remote job, in one transaction. A worker
+that reads the results again finds there what is counted. Blocks have the usage of each answer, so it is counted once
+where two blocks have it: a worker that lost its lease may have written one, and its successor another with a part of
+the same answers.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from msgspec.structs import replace
 
 from batchmill.store.segments.format import Block
 from batchmill.store.sql.tables import notes
-from batchmill.types import Commit, RemoteJob
+from batchmill.types import Commit, RemoteJob, Usage
 from batchmill.types.position_runs import Runs, numbers_of, runs_of
 
 Place = tuple[int, int, str]  # generation, shard, tag of a remote job
@@ -57,8 +59,13 @@ def noted(db: sa.Connection, job_id: str, generation: int, shards: Iterable[int]
     return found
 
 
+def runs_in(block: Block) -> dict[str, Runs]:
+    """Tag of a remote job -> the positions of the misfits of a block."""
+    return {tag: runs_of(position for position, *_ in misfits) for tag, misfits in block.meta.misfits.items()}
+
+
 class CountedMisfits:
-    """Which misfits are counted: a worker that lost its lease may have written others' a second time."""
+    """Which misfits are counted."""
 
     def __init__(self, known: Mapping[Place, Runs]) -> None:
         self._known: defaultdict[Place, set[int]] = defaultdict(set)
@@ -68,14 +75,25 @@ class CountedMisfits:
     def has(self, block: Block) -> bool:
         """Whether all misfits of a block are counted; of a block without any it is False."""
         return bool(block.meta.misfits) and all(
-            numbers_of(runs) <= self._known[block.generation, block.shard, tag]
-            for tag, runs in block.meta.misfits.items()
+            position in self._known[block.generation, block.shard, tag]
+            for tag, misfits in block.meta.misfits.items()
+            for position, *_ in misfits
         )
+
+    def usage_of(self, block: Block) -> Usage:
+        """What a block adds to the usage of its job: that of misfits which are not counted yet, or all of its own."""
+        new = [
+            Usage(*tokens)
+            for tag, misfits in block.meta.misfits.items()
+            for position, *tokens in misfits
+            if position not in self._known[block.generation, block.shard, tag]
+        ]
+        return sum(new, Usage()) if block.meta.misfits else block.meta.usage
 
     def take(self, block: Block) -> None:
         """Count those of a block."""
-        for tag, runs in block.meta.misfits.items():
-            self._known[block.generation, block.shard, tag] |= numbers_of(runs)
+        for tag, misfits in block.meta.misfits.items():
+            self._known[block.generation, block.shard, tag].update(position for position, *_ in misfits)
 
     @property
     def all(self) -> dict[Place, Runs]:

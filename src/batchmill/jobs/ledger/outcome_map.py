@@ -14,14 +14,14 @@ from msgspec import Struct
 from batchmill.jobs.ledger.counting import mask_of
 from batchmill.jobs.ledger.files import JobFiles
 from batchmill.jobs.ledger.ledger import LeasedShard, Ledger, Verdict
-from batchmill.jobs.ledger.misfits import CountedMisfits
+from batchmill.jobs.ledger.misfits import CountedMisfits, runs_in
 from batchmill.jobs.ledger.plan import PlanReader
 from batchmill.jobs.ledger.row_states import STEP_ROWS, RowStates
 from batchmill.ports import SegmentSource
 from batchmill.store.segments.blocks import open_segments
 from batchmill.store.segments.format import Block, gaps_of, read_block, read_head, read_payload, salvage
 from batchmill.store.sql.positions import pack_positions
-from batchmill.types import Commit, SegmentRef, Shard
+from batchmill.types import Commit, SegmentRef, Shard, Usage
 from batchmill.wire.job_spec import JobSpec
 
 OPEN, OK, FAILED = 0, 1, 2
@@ -143,10 +143,10 @@ class _Orphan(Struct, frozen=True, order=True, gc=False):
 
 
 class _ShardBlocks(Struct, frozen=True):
-    """The blocks of one shard that may be counted, with their positions."""
+    """The blocks of one shard that may be counted, with their positions and what they add to the usage."""
 
     shard: Shard
-    blocks: list[tuple[Block, bytes]]
+    blocks: list[tuple[Block, bytes, Usage]]
 
 
 def adopt(
@@ -242,35 +242,35 @@ def _choose(
             continue
         if block_fault(block, shard, plan) is not None or misfits.has(block):
             continue  # of another plan, or counted by whoever read these results after its worker
-        misfits.take(block)
         done = pack_positions(block.positions(), shard.lo)
         mask = mask_of(done)
         if not mask & bitmap:  # else its rows were run again meanwhile
             bitmap |= mask
-            chosen.append((block, done))
+            chosen.append((block, done, misfits.usage_of(block)))
+            misfits.take(block)
     return _ShardBlocks(shard, chosen)
 
 
 def _count(ledger: Ledger, spec: JobSpec, generation: int, finds: list[_ShardBlocks]) -> Counted:
     if not finds:
         return []
-    wanted = [(find.shard, max(block.epoch for block, _ in find.blocks)) for find in finds]
+    wanted = [(find.shard, max(block.epoch for block, _, _ in find.blocks)) for find in finds]
     leases = ledger.lease_all(spec.id, generation, wanted)
     counted: Counted = []
     for find, leased in zip(finds, leases, strict=True):
         price = spec.models[find.shard.model].price
-        for index, (block, done) in enumerate(find.blocks):
-            commit = _commit_of(block, done, leased, leased.seq + index)
-            counted.append((commit, None if price is None else price.cost(block.meta.usage)))
+        for index, (block, done, usage) in enumerate(find.blocks):
+            commit = _commit_of(block, done, usage, leased, leased.seq + index)
+            counted.append((commit, None if price is None else price.cost(usage)))
     verdicts = ledger.commit(counted)
     assert all(verdict is Verdict.COUNTED for verdict in verdicts), "the lease is ours and the positions are open"
     return counted
 
 
-def _commit_of(block: Block, done: bytes, leased: LeasedShard, seq: int) -> Commit:
+def _commit_of(block: Block, done: bytes, usage: Usage, leased: LeasedShard, seq: int) -> Commit:
     return Commit(
         lease=leased.lease, seq=seq, ref=SegmentRef(block.segment, block.offset, block.length), done=done,
-        rows_ok=block.n if block.ok else 0, rows_failed=0 if block.ok else block.n, usage=block.meta.usage,
+        rows_ok=block.n if block.ok else 0, rows_failed=0 if block.ok else block.n, usage=usage,
         errors=block.meta.errors, samples=block.meta.samples, warnings=block.meta.warnings,
-        rows_reused=block.meta.reused, misfits=block.meta.misfits,
+        rows_reused=block.meta.reused, misfits=runs_in(block),
     )  # fmt: skip

@@ -62,8 +62,9 @@ class BlockMeta(Struct, frozen=True, omit_defaults=True):
     reused: int = 0  # rows whose results are those of an earlier job: all of the block, or none
     reused_at: int = 0  # when these results were made, in seconds since the epoch
     hidden: list[int] = []  # of columns: where the payload had BLOCK_MAGIC; its first byte is 0 there
-    # Of a block without rows: tag of a RemoteJob -> plan positions of its answers that the usage is of.
-    misfits: dict[str, list[tuple[int, int]]] = {}
+    # Of a block without rows: tag of a RemoteJob -> its answers that the usage is of. Each has its plan position, and
+    # its input, cached and output tokens: those that another block has too are counted once.
+    misfits: dict[str, list[tuple[int, int, int, int]]] = {}
 
 
 class Block(Struct, frozen=True):
